@@ -1,0 +1,127 @@
+//! The [`ProcessGroup`] trait: what every backend offers.
+
+use super::{CommError, GroupStats, Pending, StridedPlan};
+use candle_core::Tensor;
+use std::sync::Arc;
+
+/// How a reduction combines the ranks' elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// Adds the ranks' elements, always in rank order.
+    Sum,
+    /// Keeps the largest element.
+    Max,
+    /// Keeps the smallest element.
+    Min,
+}
+
+/// An ordered set of ranks that communicate with one another.
+///
+/// The trait is object-safe: the library passes `Arc<dyn ProcessGroup>` about.
+/// A backend implements the `start_*` methods; callers who have nothing to do
+/// meanwhile use the blocking ones of [`ProcessGroupExt`].
+///
+/// A candle [`Tensor`] is the type-erased buffer: it knows its device and its
+/// dtype, and cloning it is a reference count. All tensors must be contiguous.
+/// Outputs are written in place; an output shares storage with no input of the
+/// same call, except where a method is in place by nature. Shapes do not matter,
+/// only element counts.
+///
+/// # Contract
+/// - Every rank of the group issues the same operations in the same order.
+/// - `start_*` publishes the operation and returns; the data is valid once
+///   [`Pending::wait`] returned. Until then the caller writes none of the inputs
+///   and reads none of the outputs.
+/// - Operations of a group complete in the order in which they were issued.
+/// - A failure on any rank (error, panic, timeout, diverging call) ends in an
+///   error on every rank that names the culprit.
+/// - Reductions add in rank order 0, 1, 2 …, so results are bit-identical on all
+///   ranks and from run to run.
+pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
+    /// Name used in messages and statistics, for example `"sp"`.
+    fn name(&self) -> &str;
+
+    /// This rank's index within the group.
+    fn rank(&self) -> usize;
+
+    /// Global ranks of the members, in group order.
+    fn global_ranks(&self) -> &[usize];
+
+    /// Number of members.
+    fn world_size(&self) -> usize {
+        self.global_ranks().len()
+    }
+
+    /// Reduces `tensor` over the group, in place, leaving the result on every rank.
+    fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError>;
+
+    /// Reduces `input` and leaves chunk `rank` of the result in `output`.
+    ///
+    /// # Shapes
+    /// `input`: `world_size · n` elements, `output`: `n`.
+    fn start_reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Pending, CommError>;
+
+    /// Concatenates every rank's `input`, in rank order, into `output`.
+    ///
+    /// # Shapes
+    /// `input`: `n` elements, `output`: `world_size · n`.
+    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError>;
+
+    /// Sends `send_counts[j]` consecutive elements to rank `j` and receives
+    /// `recv_counts[j]` from it, both laid out in rank order (MPI_Alltoallv).
+    ///
+    /// # Shapes
+    /// `input`: sum of `send_counts`, `output`: sum of `recv_counts`.
+    fn start_all_to_all(
+        &self,
+        input: &Tensor,
+        output: &Tensor,
+        send_counts: &[usize],
+        recv_counts: &[usize],
+    ) -> Result<Pending, CommError>;
+
+    /// All-to-all between strided blocks of several tensors: one exchange, however
+    /// many tensors take part. All tensors share one dtype.
+    ///
+    /// The default packs, calls [`start_all_to_all`](Self::start_all_to_all) and
+    /// unpacks on completion; a backend that can address its peers' memory
+    /// overrides it with a single copy into the final layout.
+    fn start_all_to_all_strided(
+        &self,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+        plan: &Arc<StridedPlan>,
+    ) -> Result<Pending, CommError> {
+        super::strided::pack_exchange_unpack(self, inputs, outputs, plan)
+    }
+
+    /// Copies `tensor` of rank `root` into `tensor` of every other rank.
+    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError>;
+
+    /// Sends `tensor` to rank `dst`, which receives it with
+    /// [`start_recv`](Self::start_recv). Messages between a pair keep their order.
+    fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError>;
+
+    /// Receives a tensor of the same dtype and element count from rank `src`.
+    fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError>;
+
+    /// Completes once every rank has issued it.
+    fn start_barrier(&self) -> Result<Pending, CommError>;
+
+    /// Divides the group, collectively: ranks with the same `color` form a new
+    /// group named `name`, ordered by `(key, rank)` (MPI_Comm_split). `None` takes
+    /// part in no group. A group of one rank moves nothing.
+    fn split(
+        &self,
+        name: &str,
+        color: Option<usize>,
+        key: usize,
+    ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError>;
+
+    /// What this rank has moved in this group so far.
+    fn stats(&self) -> GroupStats;
+
+    /// Marks the group and every group of the same world as failed: all ranks that
+    /// wait, and all that call later, get an error with this rank and `reason`.
+    fn abort(&self, reason: &str);
+}

@@ -1,0 +1,45 @@
+//! Plans of strided all-to-all exchanges: pure integers.
+
+/// A box of elements within one contiguous tensor:
+/// `batch × rows` runs of `run` neighbouring elements.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct StridedBlock {
+    /// Which of the exchange's tensors the block lies in.
+    pub tensor: usize,
+    /// First element of the block.
+    pub offset: usize,
+    /// Number of batches.
+    pub batch: usize,
+    /// Elements from one batch to the next.
+    pub batch_stride: usize,
+    /// Runs in a batch.
+    pub rows: usize,
+    /// Elements from one run to the next.
+    pub row_stride: usize,
+    /// Contiguous elements in a run.
+    pub run: usize,
+}
+
+/// A block to receive into.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct RecvBlock {
+    /// Where the elements go.
+    pub block: StridedBlock,
+    /// Add to what is there instead of overwriting it. Blocks are filled in rank
+    /// order, so sums are deterministic.
+    pub accumulate: bool,
+}
+
+/// What one rank sends to and receives from every rank of a group (itself included:
+/// that part is copied and not counted as traffic).
+///
+/// The k-th send block of rank i for rank j and the k-th receive block of rank j
+/// for rank i have equal `batch`, `rows` and `run`. Elements travel in block order,
+/// then batch, row and run.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct StridedPlan {
+    /// `send[j]`: blocks of the inputs for rank j.
+    pub send: Vec<Vec<StridedBlock>>,
+    /// `recv[j]`: blocks of the outputs that rank j fills.
+    pub recv: Vec<Vec<RecvBlock>>,
+}

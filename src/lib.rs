@@ -1,0 +1,5 @@
+//! ulysses (tour to be written)
+pub mod comm;
+pub mod mesh;
+pub mod ops;
+pub mod tensor;

@@ -1,0 +1,2 @@
+//! The `ulysses` command line.
+fn main() {}

@@ -1,0 +1,112 @@
+//! Access to the elements of CPU candle tensors as plain slices.
+//!
+//! candle hands out storage for reading but keeps writing behind its in-place
+//! custom ops. Kernels and backends want slices, so the two directions are
+//! wrapped here once. A tensor must be contiguous (a `narrow` of a flat buffer
+//! is), and a tensor that is being written must not share storage with one that
+//! is being read in the same closure: candle guards each storage with a
+//! read-write lock, and the second lock would wait for the first for ever.
+
+use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail};
+use std::cell::RefCell;
+
+/// Element types that collectives and kernels move.
+pub trait Element: WithDType {
+    /// The storage's elements, or `None` when it holds another type.
+    fn storage_slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+macro_rules! element {
+    ($($type:ty => $variant:ident),* $(,)?) => {$(
+        impl Element for $type {
+            fn storage_slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(elements) => Some(elements),
+                    _ => None,
+                }
+            }
+        }
+    )*};
+}
+
+element! {
+    u8 => U8, u32 => U32, i64 => I64, f32 => F32, f64 => F64,
+    half::bf16 => BF16, half::f16 => F16,
+}
+
+/// Calls `read` with the elements of a contiguous CPU tensor.
+///
+/// # Errors
+/// When the tensor is not on the CPU, not contiguous or of another dtype.
+pub fn with_slice<T: Element, R>(tensor: &Tensor, read: impl FnOnce(&[T]) -> R) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        bail!("expected a CPU tensor, got one on {:?}", tensor.device().location())
+    };
+    let elements = T::cpu_storage_as_slice(storage)?;
+    Ok(read(&elements[contiguous_range(layout)?]))
+}
+
+/// Calls `write` with the elements of a contiguous CPU tensor, writable in place.
+///
+/// # Errors
+/// When the tensor is not on the CPU, not contiguous or of another dtype.
+pub fn with_slice_mut<T: Element, R>(tensor: &Tensor, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+    let op = WriteOp { write: RefCell::new(Some(write)), output: RefCell::new(None), element: std::marker::PhantomData::<T> };
+    tensor.inplace_op1(&op)?;
+    match op.output.into_inner() {
+        Some(output) => Ok(output),
+        None => bail!("candle did not run the in-place operation"),
+    }
+}
+
+/// Reads a contiguous CPU tensor into a vector, whatever its shape.
+///
+/// # Errors
+/// As [`with_slice`].
+pub fn to_vec<T: Element>(tensor: &Tensor) -> Result<Vec<T>> {
+    with_slice(tensor, <[T]>::to_vec)
+}
+
+fn contiguous_range(layout: &Layout) -> Result<std::ops::Range<usize>> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(start..end),
+        None => bail!("expected a contiguous tensor, got strides {:?} for shape {:?}", layout.stride(), layout.shape()),
+    }
+}
+
+/// candle calls in-place ops through `&self`, hence the cells around a `FnOnce`.
+struct WriteOp<F, R, T> {
+    write: RefCell<Option<F>>,
+    output: RefCell<Option<R>>,
+    element: std::marker::PhantomData<T>,
+}
+
+impl<T: Element, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for WriteOp<F, R, T> {
+    fn name(&self) -> &'static str {
+        "with_slice_mut"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let dtype = storage.dtype();
+        let Some(elements) = T::storage_slice_mut(storage) else {
+            bail!("expected elements of type {:?}, the tensor holds {dtype:?}", T::DTYPE)
+        };
+        let range = contiguous_range(layout)?;
+        if let Some(write) = self.write.borrow_mut().take() {
+            *self.output.borrow_mut() = Some(write(&mut elements[range]));
+        }
+        Ok(())
+    }
+}
+
+trait StorageDType {
+    fn dtype(&self) -> candle_core::DType;
+}
+
+impl StorageDType for CpuStorage {
+    fn dtype(&self) -> candle_core::DType {
+        use candle_core::backend::BackendStorage;
+        BackendStorage::dtype(self)
+    }
+}
