@@ -1,0 +1,91 @@
+//! What the allocator holds, counted per thread.
+//!
+//! A rank of the thread backend is one OS thread, so a rank's memory is its thread's. The
+//! count costs an addition per allocation and exists only in programs that install it:
+//!
+//! ```
+//! use ulysses::memory::CountingAllocator;
+//!
+//! #[global_allocator]
+//! static ALLOCATOR: CountingAllocator<std::alloc::System> = CountingAllocator(std::alloc::System);
+//!
+//! let meter = ulysses::memory::Meter::start();
+//! let buffer = vec![0_u8; 1000];
+//! assert_eq!(meter.bytes(), 1000);
+//! drop(buffer);
+//! assert_eq!(meter.bytes(), 0);
+//! ```
+
+use std::alloc::{GlobalAlloc, Layout};
+use std::cell::Cell;
+
+thread_local! {
+    /// Bytes that this thread allocated minus bytes that it freed. Constant initialisation
+    /// and no destructor: the allocator may use it at any time in a thread's life.
+    static LIVE_BYTES: Cell<i64> = const { Cell::new(0) };
+}
+
+/// Bytes that this thread has allocated and not freed. Zero or meaningless unless the
+/// program's global allocator is a [`CountingAllocator`].
+pub fn live_bytes() -> i64 {
+    LIVE_BYTES.get()
+}
+
+/// Measures what a piece of code keeps.
+#[derive(Debug)]
+pub struct Meter {
+    start: i64,
+}
+
+impl Meter {
+    /// Starts at what is held now.
+    pub fn start() -> Self {
+        Self { start: live_bytes() }
+    }
+
+    /// Bytes that this thread holds more than at the start; zero when it holds less.
+    pub fn bytes(&self) -> u64 {
+        u64::try_from(live_bytes() - self.start).unwrap_or(0)
+    }
+}
+
+/// An allocator that counts what every thread holds, around another one.
+#[derive(Debug, Default)]
+pub struct CountingAllocator<A>(pub A);
+
+fn count(bytes: i64) {
+    LIVE_BYTES.set(LIVE_BYTES.get() + bytes);
+}
+
+fn size(layout: Layout) -> i64 {
+    // A layout's size never exceeds isize::MAX.
+    layout.size() as i64
+}
+
+// SAFETY: every method forwards to the inner allocator with the arguments it got, and
+// returns what that returns; counting touches a thread-local integer only and cannot unwind.
+unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(size(layout));
+        // SAFETY: the caller's obligations are those of the inner allocator.
+        unsafe { self.0.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(size(layout));
+        // SAFETY: as above.
+        unsafe { self.0.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        count(-size(layout));
+        // SAFETY: as above.
+        unsafe { self.0.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        count(new_size as i64 - size(layout));
+        // SAFETY: as above.
+        unsafe { self.0.realloc(ptr, layout, new_size) }
+    }
+}

@@ -1,0 +1,142 @@
+//! [`AutogradLayer`]: any block written with candle ops, as a layer.
+
+use super::{Layer, LayerContext, ModelError, ParameterSpec, Saved, autograd_attention};
+use crate::ops::{reduce, rope};
+use candle_core::{DType, Result, Tensor, Var};
+use std::sync::Arc;
+
+/// What a user-defined block may use besides its parameters and its input.
+pub struct BlockContext<'a> {
+    layer: &'a LayerContext,
+}
+
+impl BlockContext<'_> {
+    /// Rows of the micro batch.
+    pub fn batch(&self) -> usize {
+        self.layer.batch()
+    }
+
+    /// This rank's tokens of every row.
+    pub fn seq_len_local(&self) -> usize {
+        self.layer.seq_len_local()
+    }
+
+    /// Positions of this rank's tokens within their documents, `[batch, seq_local]`.
+    pub fn position_ids(&self) -> &[u32] {
+        self.layer.position_ids()
+    }
+
+    /// Causal attention over the whole rows, within documents, as one autograd node.
+    /// With sequence parallelism it exchanges heads for tokens and back.
+    ///
+    /// # Shapes
+    /// `q`, result: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
+    /// `[batch, seq_local, num_kv_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit, or failed communication.
+    pub fn attention(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        let geometry = self.layer.geometry(q.dims4()?.2, k.dims4()?.2);
+        autograd_attention(self.layer.attention().clone(), &geometry, q, k, v)
+    }
+
+    /// `cos` and `sin` of the rotary embedding for this rank's tokens, each
+    /// `[batch, seq_local, 1, head_dim / 2]`, ready to broadcast over heads.
+    ///
+    /// # Errors
+    /// An odd `head_dim`.
+    pub fn rope_tables(&self, head_dim: usize, theta: f64) -> Result<(Tensor, Tensor)> {
+        let table: Arc<rope::Table> = self.layer.rope(head_dim, theta).map_err(candle_core::Error::wrap)?;
+        let dims = (self.batch(), self.seq_len_local(), 1, head_dim / 2);
+        let device = candle_core::Device::Cpu;
+        Ok((Tensor::from_slice(table.cos(), dims, &device)?, Tensor::from_slice(table.sin(), dims, &device)?))
+    }
+}
+
+/// Runs a block written with candle ops as a [`Layer`], with candle's autograd for this one
+/// layer: the graph spans the block only and is dropped with the layer's backward.
+///
+/// The block must treat tokens independently except through [`BlockContext::attention`];
+/// that is what lets the engine cut the sequence. Every op that it uses must be
+/// differentiable in candle (the fused softmax, norms and rope of `candle_nn` are not, and
+/// silently give no gradient: a parameter without a gradient is an error here).
+pub struct AutogradLayer<F> {
+    name: String,
+    parameters: Vec<ParameterSpec>,
+    block: F,
+}
+
+struct SavedGraph {
+    x: Var,
+    params: Vec<Var>,
+    y: Tensor,
+}
+
+impl<F> AutogradLayer<F>
+where
+    F: Fn(&[Tensor], &Tensor, &BlockContext<'_>) -> Result<Tensor> + Send + Sync,
+{
+    /// A layer of `parameters` that computes `block(parameters, x, context)`.
+    pub fn new(name: impl Into<String>, parameters: Vec<ParameterSpec>, block: F) -> Self {
+        Self { name: name.into(), parameters, block }
+    }
+}
+
+impl<F> Layer for AutogradLayer<F>
+where
+    F: Fn(&[Tensor], &Tensor, &BlockContext<'_>) -> Result<Tensor> + Send + Sync,
+{
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn parameters(&self) -> &[ParameterSpec] {
+        &self.parameters
+    }
+
+    fn forward(
+        &self,
+        params: &[Tensor],
+        x: &Tensor,
+        ctx: &LayerContext,
+    ) -> std::result::Result<(Tensor, Saved), ModelError> {
+        // Copies: the engine may release the gathered parameters before the backward pass,
+        // and the graph must not see what a later step writes.
+        let params = params.iter().map(|p| Var::from_tensor(&p.copy()?)).collect::<Result<Vec<_>>>()?;
+        let x = Var::from_tensor(&x.copy()?)?;
+        let views: Vec<Tensor> = params.iter().map(|var| var.as_tensor().clone()).collect();
+        let y = (self.block)(&views, x.as_tensor(), &BlockContext { layer: ctx })?;
+        if y.dims() != x.dims() || y.dtype() != DType::F32 {
+            return Err(ModelError::BlockOutput {
+                layer: self.name.clone(),
+                expected: x.dims().to_vec(),
+                got: y.dims().to_vec(),
+            });
+        }
+        // The engine recycles what it gets; the graph keeps its own output.
+        let result = y.detach().contiguous()?.copy()?;
+        let elems = params.iter().map(|p| p.elem_count()).sum::<usize>() + x.elem_count() + y.elem_count();
+        Ok((result, Saved::new(SavedGraph { x, params, y }, elems * size_of::<f32>())))
+    }
+
+    fn backward(
+        &self,
+        _params: &[Tensor],
+        saved: Saved,
+        dy: Tensor,
+        grads: &[Tensor],
+        _ctx: &LayerContext,
+    ) -> std::result::Result<Tensor, ModelError> {
+        let SavedGraph { x, params, y } = saved.downcast(&self.name)?;
+        // The gradient of Σ y·dy with respect to y is dy, to the bit.
+        let store = (y * dy)?.sum_all()?.backward()?;
+        let gradient = |var: &Var, name: &str| {
+            let missing = || ModelError::NoGradient { layer: self.name.clone(), parameter: name.to_owned() };
+            Ok::<_, ModelError>(store.get(var).ok_or_else(missing)?.detach().contiguous()?)
+        };
+        for ((var, spec), grad) in params.iter().zip(&self.parameters).zip(grads) {
+            reduce::accumulate(grad, &gradient(var, &spec.name)?)?;
+        }
+        Ok(gradient(&x, "(the layer's input)")?)
+    }
+}

@@ -1,0 +1,50 @@
+//! Token ids to hidden states.
+
+use super::{Init, LayerContext, ModelError, ParameterSpec};
+use crate::ops::embedding;
+use candle_core::Tensor;
+
+/// The token embedding; with a tied head its matrix is the head's as well.
+#[derive(Debug, Clone)]
+pub struct Embedding {
+    hidden_size: usize,
+    parameter: ParameterSpec,
+}
+
+impl Embedding {
+    /// `model.embed_tokens.weight`, `[vocab_size, hidden_size]`, started with `std`.
+    pub fn new(vocab_size: usize, hidden_size: usize, std: f64) -> Self {
+        let name = "model.embed_tokens.weight";
+        let parameter = ParameterSpec::new(name, [vocab_size, hidden_size], Init::Normal { std });
+        Self { hidden_size, parameter }
+    }
+
+    /// The matrix.
+    pub fn parameter(&self) -> &ParameterSpec {
+        &self.parameter
+    }
+
+    /// Looks up this rank's tokens.
+    ///
+    /// # Shapes
+    /// `input_ids`: `[batch, seq_local]` → `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// A token id outside the vocabulary.
+    pub fn forward(&self, weight: &Tensor, input_ids: &[u32], ctx: &LayerContext) -> Result<Tensor, ModelError> {
+        let y = ctx.workspace().take((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
+        embedding::forward(input_ids, weight, &y)?;
+        Ok(y)
+    }
+
+    /// Adds to the matrix's gradient.
+    ///
+    /// # Shapes
+    /// `dy`: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn backward(&self, input_ids: &[u32], dy: &Tensor, dweight: &Tensor) -> Result<(), ModelError> {
+        Ok(embedding::backward(input_ids, dy, dweight)?)
+    }
+}

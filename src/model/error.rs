@@ -1,0 +1,112 @@
+//! Errors of models and weights.
+
+use crate::ops::OpError;
+use crate::ops::attention::AttentionError;
+use std::path::PathBuf;
+
+/// What can go wrong in a model.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// A file could not be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A model description has a value that this version cannot train.
+    #[error("{origin}: `{key}` is {got}; {expected}")]
+    Config {
+        /// The file or the preset.
+        origin: String,
+        /// The offending key.
+        key: &'static str,
+        /// Its value.
+        got: String,
+        /// What would be valid.
+        expected: String,
+    },
+    /// A file is not what its name says.
+    #[error("{}: {reason}", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A weight file lacks a parameter.
+    #[error("{}: no tensor named {name} (it has {available} tensors)", path.display())]
+    MissingTensor {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        name: String,
+        /// How many tensors the file holds.
+        available: usize,
+    },
+    /// A stored parameter has another shape than the model's.
+    #[error("{}: tensor {name} has shape {got:?}, the model needs {expected:?}", path.display())]
+    TensorShape {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        name: String,
+        /// Shape in the model.
+        expected: Vec<usize>,
+        /// Shape in the file.
+        got: Vec<usize>,
+    },
+    /// There is no preset of that name.
+    #[error("no model preset `{name}`; the presets are {}", presets.join(", "))]
+    UnknownPreset {
+        /// The name that was asked for.
+        name: String,
+        /// The names there are.
+        presets: Vec<&'static str>,
+    },
+    /// A layer got the saved state of another kind of layer.
+    #[error("layer {layer}: backward was given the saved state of another layer")]
+    ForeignSavedState {
+        /// The layer.
+        layer: String,
+    },
+    /// A layer got another number of parameters than it has.
+    #[error("layer {layer}: {got} parameters or gradients were passed, it has {expected}")]
+    ParameterCount {
+        /// The layer.
+        layer: String,
+        /// How many it has.
+        expected: usize,
+        /// How many it got.
+        got: usize,
+    },
+    /// A user-defined block does not map hidden states to hidden states.
+    #[error("layer {layer}: the block must return f32 of shape {expected:?}, it returned {got:?}")]
+    BlockOutput {
+        /// The layer.
+        layer: String,
+        /// Shape of its input.
+        expected: Vec<usize>,
+        /// Shape of its output.
+        got: Vec<usize>,
+    },
+    /// candle's autograd found no path from a user-defined block's output to a parameter.
+    #[error("layer {layer}: no gradient reaches {parameter}; is every op of the block differentiable?")]
+    NoGradient {
+        /// The layer.
+        layer: String,
+        /// The parameter.
+        parameter: String,
+    },
+    /// An operation was refused.
+    #[error(transparent)]
+    Op(#[from] OpError),
+    /// Attention failed, on this rank or another.
+    #[error(transparent)]
+    Attention(#[from] AttentionError),
+    /// A candle operation failed.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+}

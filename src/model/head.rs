@@ -1,0 +1,147 @@
+//! The final norm, the output projection and the loss, in tiles of tokens.
+
+use super::{Init, LayerContext, ModelError, ParameterSpec};
+use crate::ops::cross_entropy::{self, LossSum};
+use crate::ops::{linear, rms_norm};
+use candle_core::Tensor;
+
+/// RMSNorm, linear head and cross-entropy.
+///
+/// Training never holds `[tokens, vocab]` logits: they are made, used and dropped for
+/// `tile_tokens` tokens at a time, forward and again backward.
+#[derive(Debug, Clone)]
+pub struct LossHead {
+    norm: ParameterSpec,
+    projection: ParameterSpec,
+    rms_norm_eps: f32,
+    tile_tokens: usize,
+}
+
+/// Kept from the loss's forward to its backward pass.
+#[derive(Debug)]
+pub struct HeadSaved {
+    x: Tensor,
+    rstd: Tensor,
+    lse: Tensor,
+}
+
+impl HeadSaved {
+    /// Bytes that it keeps alive.
+    pub fn bytes(&self) -> usize {
+        [&self.x, &self.rstd, &self.lse].iter().map(|tensor| tensor.elem_count() * size_of::<f32>()).sum()
+    }
+}
+
+impl LossHead {
+    /// A head over `vocab_size` classes whose matrix is called `projection_name`.
+    pub fn new(
+        projection_name: &str,
+        vocab_size: usize,
+        hidden_size: usize,
+        rms_norm_eps: f64,
+        std: f64,
+    ) -> Self {
+        Self {
+            norm: ParameterSpec::new("model.norm.weight", [hidden_size], Init::Ones),
+            projection: ParameterSpec::new(projection_name, [vocab_size, hidden_size], Init::Normal { std }),
+            rms_norm_eps: rms_norm_eps as f32,
+            tile_tokens: 1024,
+        }
+    }
+
+    /// Sets how many tokens' logits exist at a time.
+    #[must_use]
+    pub fn with_tile_tokens(mut self, tile_tokens: usize) -> Self {
+        self.tile_tokens = tile_tokens.max(1);
+        self
+    }
+
+    /// The norm's weight.
+    pub fn norm(&self) -> &ParameterSpec {
+        &self.norm
+    }
+
+    /// The projection, `[vocab, hidden]`.
+    pub fn projection(&self) -> &ParameterSpec {
+        &self.projection
+    }
+
+    fn normalise(&self, x: &Tensor, norm: &Tensor, ctx: &LayerContext) -> Result<(Tensor, Tensor), ModelError> {
+        let y = ctx.workspace().take(x.dims())?;
+        let rstd = ctx.workspace().take((ctx.batch(), ctx.seq_len_local()))?;
+        rms_norm::forward(x, norm, self.rms_norm_eps, &y, &rstd)?;
+        Ok((y, rstd))
+    }
+
+    /// Sums the token losses of this rank; labels of −100 do not count.
+    ///
+    /// # Shapes
+    /// `x`: `[batch, seq_local, hidden]`, `labels`: `[batch, seq_local]`.
+    ///
+    /// # Errors
+    /// A label outside the vocabulary.
+    pub fn forward(
+        &self,
+        norm: &Tensor,
+        projection: &Tensor,
+        x: &Tensor,
+        labels: &[i64],
+        ctx: &LayerContext,
+    ) -> Result<(LossSum, HeadSaved), ModelError> {
+        let (normed, rstd) = self.normalise(x, norm, ctx)?;
+        let lse = ctx.workspace().take((ctx.batch(), ctx.seq_len_local()))?;
+        let loss = cross_entropy::forward(&normed, projection, labels, self.tile_tokens, &lse)?;
+        ctx.workspace().give(normed);
+        Ok((loss, HeadSaved { x: x.clone(), rstd, lse }))
+    }
+
+    /// Gradient of `scale · Σ loss`: adds to `dnorm` and `dprojection`, returns that of `x`.
+    ///
+    /// # Shapes
+    /// Result: `[batch, seq_local, hidden]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    #[allow(clippy::too_many_arguments, reason = "two parameters and their gradients")]
+    pub fn backward(
+        &self,
+        (norm, projection): (&Tensor, &Tensor),
+        saved: HeadSaved,
+        labels: &[i64],
+        scale: f32,
+        (dnorm, dprojection): (&Tensor, &Tensor),
+        ctx: &LayerContext,
+    ) -> Result<Tensor, ModelError> {
+        let HeadSaved { x, rstd, lse } = saved;
+        let ws = ctx.workspace();
+        let (normed, rstd_again) = self.normalise(&x, norm, ctx)?;
+        let dnormed = ws.take(x.dims())?;
+        let tile = self.tile_tokens;
+        cross_entropy::backward(&normed, projection, labels, &lse, scale, &dnormed, dprojection, tile)?;
+        let dx = normed;
+        rms_norm::backward(&dnormed, &x, norm, &rstd, &dx, false, dnorm)?;
+        [rstd, rstd_again, lse, dnormed].into_iter().for_each(|tensor| ws.give(tensor));
+        Ok(dx)
+    }
+
+    /// All logits of this rank's tokens, for evaluation and checks.
+    ///
+    /// # Shapes
+    /// `x`: `[batch, seq_local, hidden]` → `[batch, seq_local, vocab]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn logits(
+        &self,
+        norm: &Tensor,
+        projection: &Tensor,
+        x: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<Tensor, ModelError> {
+        let (normed, _) = self.normalise(x, norm, ctx)?;
+        let dims = (ctx.batch(), ctx.seq_len_local(), self.projection.shape[0]);
+        let logits = Tensor::zeros(dims, x.dtype(), x.device())?;
+        linear::forward(&normed, projection, &logits, false)?;
+        Ok(logits)
+    }
+}

@@ -1,0 +1,40 @@
+//! Transformer models as a stack of layers with hand-written backward passes.
+//!
+//! - [`Layer`]: the trait that the engine drives; [`DecoderLayer`] is the Llama block,
+//!   [`AutogradLayer`] runs any block written with candle ops.
+//! - [`Embedding`] before and [`LossHead`] after the layers.
+//! - [`Model`]: the three together, and its parameters grouped into units, the pieces that
+//!   ZeRO partitions, gathers and reduces as a whole.
+//! - [`LlamaConfig`]: presets and Hugging Face `config.json`; [`WeightSource`]: where
+//!   initial values come from, [`RandomWeights`] or [`HfWeights`].
+//!
+//! The engine owns parameters and gradients; layers get views of them. Nothing here
+//! communicates: what needs other ranks is behind [`Attention`](crate::ops::attention::Attention).
+
+mod attention_node;
+mod autograd;
+mod context;
+mod decoder;
+mod embedding;
+mod error;
+mod head;
+mod hf;
+mod layer;
+mod llama;
+mod preset;
+#[cfg(test)]
+mod tests;
+mod weights;
+
+pub use attention_node::autograd_attention;
+pub use autograd::{AutogradLayer, BlockContext};
+pub use context::LayerContext;
+pub use decoder::DecoderLayer;
+pub use embedding::Embedding;
+pub use error::ModelError;
+pub use head::{HeadSaved, LossHead};
+pub use hf::HfWeights;
+pub use layer::{Init, Layer, ParameterSpec, Saved};
+pub use llama::{LlamaConfig, Model, UnitSpec};
+pub use preset::{PRESETS, preset};
+pub use weights::{RandomWeights, WeightSource};

@@ -1,0 +1,169 @@
+//! [`UlyssesAttention`]: a local attention made sequence-parallel.
+
+use super::exchange::Qkv;
+use super::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded, UlyssesError};
+use crate::comm::ProcessGroup;
+use crate::ops::Workspace;
+use crate::ops::attention::{Attention, AttentionError, Geometry, SavedAttention};
+use candle_core::Tensor;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Runs a local attention over whole sequences that are sharded over an `sp` group.
+///
+/// It takes and returns sequence-sharded tensors and is itself an [`Attention`], so a
+/// layer does not know whether its sequence is sharded. What it saves for the backward
+/// pass is head-sharded: the exchange of q, k and v is not repeated.
+///
+/// Communication per layer: one all-to-all of q, k, v and one of the output forward,
+/// the same backward; nothing with `sp_size` 1.
+pub struct UlyssesAttention {
+    local: Arc<dyn Attention>,
+    group: Arc<dyn ProcessGroup>,
+    workspace: Arc<Workspace>,
+    /// The last geometry and what follows from it: all layers of a micro batch share it.
+    sharding: Mutex<Option<Arc<Sharding>>>,
+}
+
+/// What a sequence-sharded geometry means for this rank.
+struct Sharding {
+    sharded: Geometry,
+    shape: AttentionShape,
+    exchange: Exchange,
+    /// Geometry of the local attention: all tokens, this rank's heads.
+    whole: Geometry,
+}
+
+impl UlyssesAttention {
+    /// Makes `local` sequence-parallel over `group`; tensors come from and go back to
+    /// `workspace`.
+    pub fn new(local: Arc<dyn Attention>, group: Arc<dyn ProcessGroup>, workspace: Arc<Workspace>) -> Self {
+        Self { local, group, workspace, sharding: Mutex::new(None) }
+    }
+
+    /// Recognises the geometry of the last call by its shared parts, else plans anew.
+    fn sharding(&self, geometry: &Geometry, shape: AttentionShape) -> Result<Arc<Sharding>, UlyssesError> {
+        let mut cached = self.sharding.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(sharding) = cached.as_ref()
+            && sharding.shape == shape
+            && shares_parts(&sharding.sharded, geometry)
+        {
+            return Ok(sharding.clone());
+        }
+        let sharding = Arc::new(self.plan(geometry, shape)?);
+        *cached = Some(sharding.clone());
+        Ok(sharding)
+    }
+
+    fn plan(&self, geometry: &Geometry, shape: AttentionShape) -> Result<Sharding, UlyssesError> {
+        let (rank, sp_size) = (self.group.rank(), self.group.world_size());
+        let plan = ExchangePlan::new(shape, geometry.q_to_kv(), sp_size, rank)?;
+        let expected = plan.seq_ranges()[rank].clone();
+        for positions in [geometry.q_positions(), geometry.kv_positions()] {
+            if !positions.iter().map(|&p| p as usize).eq(expected.clone()) {
+                let got = positions.first().copied().zip(positions.last().copied());
+                let seq_len = shape.seq_len;
+                return Err(UlyssesError::Shard { rank, sp_size, seq_len, expected, got });
+            }
+        }
+        let positions: Arc<[u32]> = (0..shape.seq_len as u32).collect();
+        let whole = Geometry::new(
+            positions.clone(),
+            positions,
+            geometry.cu_seqlens().clone(),
+            plan.q_to_kv_local(),
+            geometry.window(),
+        )?;
+        let exchange = Exchange::new(plan, self.group.clone(), self.workspace.clone());
+        Ok(Sharding { sharded: geometry.clone(), shape, exchange, whole })
+    }
+
+    fn forward_sharded(
+        &self,
+        qkv: Qkv,
+        geometry: &Geometry,
+    ) -> Result<(Tensor, SavedAttention), UlyssesError> {
+        let (batch, _, num_heads, head_dim) = qkv[0].dims4()?;
+        let num_kv_heads = qkv[1].dims4()?.2;
+        let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
+        let sharding = self.sharding(geometry, shape)?;
+        let qkv = SeqSharded(qkv);
+        let HeadSharded([q, k, v]) = sharding.exchange.qkv_seq_to_head(&qkv)?;
+        qkv.0.into_iter().for_each(|tensor| self.workspace.give(tensor));
+        let (out, saved) = self.local.forward(q, k, v, &sharding.whole)?;
+        let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out))?;
+        Ok((out, saved))
+    }
+
+    fn backward_sharded(
+        &self,
+        saved: SavedAttention,
+        dout: &Tensor,
+        geometry: &Geometry,
+    ) -> Result<Qkv, UlyssesError> {
+        let (batch, _, num_heads, head_dim) = dout.dims4()?;
+        let num_kv_heads = geometry.q_to_kv().last().map_or(0, |kv| kv + 1);
+        let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
+        let sharding = self.sharding(geometry, shape)?;
+        let dout = sharding.exchange.out_seq_to_head(&SeqSharded(dout.clone()))?;
+        let out = saved.o.clone();
+        let (dq, dk, dv) = self.local.backward(saved, &dout.0, &sharding.whole)?;
+        self.workspace.give(dout.0);
+        self.workspace.give(out);
+        let grads = HeadSharded([dq, dk, dv]);
+        let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads)?;
+        grads.0.into_iter().for_each(|tensor| self.workspace.give(tensor));
+        Ok(grads_seq)
+    }
+}
+
+impl Attention for UlyssesAttention {
+    /// # Shapes
+    /// `q`, `o`: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
+    /// `[batch, seq_local, num_kv_heads, head_dim]`.
+    fn forward(
+        &self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        geometry: &Geometry,
+    ) -> Result<(Tensor, SavedAttention), AttentionError> {
+        if self.group.world_size() == 1 {
+            return self.local.forward(q, k, v, geometry);
+        }
+        self.forward_sharded([q, k, v], geometry).map_err(into_attention_error)
+    }
+
+    fn backward(
+        &self,
+        saved: SavedAttention,
+        dout: &Tensor,
+        geometry: &Geometry,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+        if self.group.world_size() == 1 {
+            return self.local.backward(saved, dout, geometry);
+        }
+        let [dq, dk, dv] = self.backward_sharded(saved, dout, geometry).map_err(into_attention_error)?;
+        Ok((dq, dk, dv))
+    }
+}
+
+fn into_attention_error(error: UlyssesError) -> AttentionError {
+    match error {
+        UlyssesError::Attention(error) => error,
+        other => AttentionError::other(other),
+    }
+}
+
+/// Tokens in a whole row.
+fn seq_len(geometry: &Geometry) -> usize {
+    geometry.cu_seqlens().first().and_then(|row| row.last()).map_or(0, |&end| end as usize)
+}
+
+/// Whether two geometries are clones of one, told by their shared parts.
+fn shares_parts(a: &Geometry, b: &Geometry) -> bool {
+    Arc::ptr_eq(a.q_positions(), b.q_positions())
+        && Arc::ptr_eq(a.kv_positions(), b.kv_positions())
+        && Arc::ptr_eq(a.cu_seqlens(), b.cu_seqlens())
+        && Arc::ptr_eq(a.q_to_kv(), b.q_to_kv())
+        && a.window() == b.window()
+}

@@ -1,0 +1,227 @@
+//! Who sends which tokens and heads to whom: pure integers, no communication.
+//!
+//! The CPU backends and the CUDA transposes both follow the blocks made here.
+
+use super::UlyssesError;
+use crate::comm::{RecvBlock, StridedBlock, StridedPlan};
+use std::ops::Range;
+
+/// Divides `len` items over `parts`: contiguous ranges, the first `len % parts`
+/// take one more.
+///
+/// ```
+/// # use ulysses::ulysses::split_evenly;
+/// assert_eq!(split_evenly(64, 3), [0..22, 22..43, 43..64]);
+/// ```
+pub fn split_evenly(len: usize, parts: usize) -> Vec<Range<usize>> {
+    let (base, longer) = (len / parts, len % parts);
+    let start = |part: usize| part * base + part.min(longer);
+    (0..parts).map(|part| start(part)..start(part + 1)).collect()
+}
+
+/// Shape of the attention whose tensors are exchanged. All sizes are global.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AttentionShape {
+    /// Rows of the micro batch.
+    pub batch: usize,
+    /// Tokens in a row, over all sp ranks.
+    pub seq_len: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key/value heads.
+    pub num_kv_heads: usize,
+    /// Elements in a head.
+    pub head_dim: usize,
+}
+
+/// How one `sp` group divides an [`AttentionShape`], seen from one of its ranks.
+///
+/// Every rank gets a contiguous range of query heads and just the KV heads that
+/// these use. A KV head that serves query heads of two ranks travels to both; its
+/// gradient comes back from both and is summed in rank order where the tokens live.
+/// (DeepSpeed replicates KV heads before it communicates.)
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExchangePlan {
+    shape: AttentionShape,
+    rank: usize,
+    seq: Vec<Range<usize>>,
+    q_heads: Vec<Range<usize>>,
+    kv_heads: Vec<Range<usize>>,
+    q_to_kv: Vec<usize>,
+}
+
+impl ExchangePlan {
+    /// Plans the exchange for rank `rank` of an sp group of `sp_size` ranks.
+    /// `q_to_kv[h]` is the KV head of query head `h`, ascending.
+    ///
+    /// # Errors
+    /// Fewer heads or tokens than ranks (the largest valid `sp_size` is named), or a
+    /// `q_to_kv` that is not ascending over all KV heads.
+    pub fn new(
+        shape: AttentionShape,
+        q_to_kv: &[usize],
+        sp_size: usize,
+        rank: usize,
+    ) -> Result<Self, UlyssesError> {
+        let AttentionShape { seq_len, num_heads, num_kv_heads, .. } = shape;
+        if num_heads < sp_size {
+            return Err(UlyssesError::TooFewHeads { num_heads, sp_size });
+        }
+        if seq_len < sp_size {
+            return Err(UlyssesError::SequenceTooShort { seq_len, sp_size });
+        }
+        let ascending = q_to_kv.windows(2).all(|pair| pair[1] == pair[0] || pair[1] == pair[0] + 1);
+        let covers_all = q_to_kv.first() == Some(&0) && q_to_kv.last() == Some(&(num_kv_heads.wrapping_sub(1)));
+        if q_to_kv.len() != num_heads || !ascending || !covers_all || rank >= sp_size {
+            return Err(UlyssesError::HeadMap { num_heads, num_kv_heads, q_to_kv: q_to_kv.to_vec() });
+        }
+        let q_heads = split_evenly(num_heads, sp_size);
+        let kv_heads = q_heads.iter().map(|heads| q_to_kv[heads.start]..q_to_kv[heads.end - 1] + 1).collect();
+        let seq = split_evenly(seq_len, sp_size);
+        Ok(Self { shape, rank, seq, q_heads, kv_heads, q_to_kv: q_to_kv.to_vec() })
+    }
+
+    /// Tokens of each rank.
+    pub fn seq_ranges(&self) -> &[Range<usize>] {
+        &self.seq
+    }
+
+    /// Query heads of each rank.
+    pub fn q_head_ranges(&self) -> &[Range<usize>] {
+        &self.q_heads
+    }
+
+    /// KV heads of each rank; neighbours may share one.
+    pub fn kv_head_ranges(&self) -> &[Range<usize>] {
+        &self.kv_heads
+    }
+
+    /// For each query head of this rank, the index among this rank's KV heads.
+    /// Not `h / group`: with uneven heads a rank may own part of a group.
+    pub fn q_to_kv_local(&self) -> Vec<usize> {
+        let first = self.kv_heads[self.rank].start;
+        self.q_to_kv[self.q_heads[self.rank].clone()].iter().map(|kv| kv - first).collect()
+    }
+
+    /// Dimensions of the head-sharded query (or output) tensor on this rank.
+    pub fn head_sharded_q_dims(&self) -> (usize, usize, usize, usize) {
+        (self.shape.batch, self.shape.seq_len, self.q_heads[self.rank].len(), self.shape.head_dim)
+    }
+
+    /// Dimensions of the head-sharded key and value tensors on this rank.
+    pub fn head_sharded_kv_dims(&self) -> (usize, usize, usize, usize) {
+        (self.shape.batch, self.shape.seq_len, self.kv_heads[self.rank].len(), self.shape.head_dim)
+    }
+
+    /// Dimensions of the sequence-sharded query (or output) tensor on this rank.
+    pub fn seq_sharded_q_dims(&self) -> (usize, usize, usize, usize) {
+        (self.shape.batch, self.seq[self.rank].len(), self.shape.num_heads, self.shape.head_dim)
+    }
+
+    /// Dimensions of the sequence-sharded key and value tensors on this rank.
+    pub fn seq_sharded_kv_dims(&self) -> (usize, usize, usize, usize) {
+        (self.shape.batch, self.seq[self.rank].len(), self.shape.num_kv_heads, self.shape.head_dim)
+    }
+
+    /// seq→head for q, k and v together (tensors 0, 1, 2), as in the forward pass.
+    pub fn qkv_seq_to_head(&self) -> StridedPlan {
+        transposed(self.qkv_head_to_seq())
+    }
+
+    /// head→seq for the attention output (tensor 0), as in the forward pass.
+    pub fn out_head_to_seq(&self) -> StridedPlan {
+        self.head_to_seq(&[(&self.q_heads, self.shape.num_heads)])
+    }
+
+    /// seq→head for the output's gradient (tensor 0), as in the backward pass.
+    pub fn out_seq_to_head(&self) -> StridedPlan {
+        transposed(self.out_head_to_seq())
+    }
+
+    /// head→seq for the gradients of q, k and v together (tensors 0, 1, 2), as in the
+    /// backward pass: what several ranks hold of one KV head is summed.
+    pub fn qkv_head_to_seq(&self) -> StridedPlan {
+        let AttentionShape { num_heads, num_kv_heads, .. } = self.shape;
+        let kv = (self.kv_heads.as_slice(), num_kv_heads);
+        self.head_to_seq(&[(&self.q_heads, num_heads), kv, kv])
+    }
+
+    /// Blocks of a head→seq exchange of several tensors, each given by the heads of
+    /// every rank and their total number.
+    fn head_to_seq(&self, tensors: &[(&[Range<usize>], usize)]) -> StridedPlan {
+        let mut plan = StridedPlan::default();
+        for peer in 0..self.seq.len() {
+            let (mut send, mut recv) = (Vec::new(), Vec::new());
+            for (tensor, (heads, num_heads)) in tensors.iter().enumerate() {
+                for (part, _) in parts_by_owner(heads, self.rank) {
+                    send.push(self.head_sharded_block(tensor, &heads[self.rank], &part, peer));
+                }
+                for (part, accumulate) in parts_by_owner(heads, peer) {
+                    let block = self.seq_sharded_block(tensor, *num_heads, &part);
+                    recv.push(RecvBlock { block, accumulate });
+                }
+            }
+            plan.send.push(send);
+            plan.recv.push(recv);
+        }
+        plan
+    }
+
+    /// Heads `part` of this rank's tokens within `[batch, seq_local, num_heads, head_dim]`.
+    fn seq_sharded_block(&self, tensor: usize, num_heads: usize, part: &Range<usize>) -> StridedBlock {
+        let AttentionShape { batch, head_dim, .. } = self.shape;
+        let rows = self.seq[self.rank].len();
+        let row_stride = num_heads * head_dim;
+        StridedBlock {
+            tensor,
+            offset: part.start * head_dim,
+            batch,
+            batch_stride: rows * row_stride,
+            rows,
+            row_stride,
+            run: part.len() * head_dim,
+        }
+    }
+
+    /// Heads `part` of `peer`'s tokens within this rank's `[batch, seq, heads_local, head_dim]`.
+    fn head_sharded_block(
+        &self,
+        tensor: usize,
+        heads_local: &Range<usize>,
+        part: &Range<usize>,
+        peer: usize,
+    ) -> StridedBlock {
+        let AttentionShape { batch, seq_len, head_dim, .. } = self.shape;
+        let row_stride = heads_local.len() * head_dim;
+        StridedBlock {
+            tensor,
+            offset: self.seq[peer].start * row_stride + (part.start - heads_local.start) * head_dim,
+            batch,
+            batch_stride: seq_len * row_stride,
+            rows: self.seq[peer].len(),
+            row_stride,
+            run: part.len() * head_dim,
+        }
+    }
+}
+
+/// Cuts the heads of `rank` into those that a lower rank holds too, which are added
+/// to what that rank sent (`true`), and those that it is the first to hold (`false`).
+fn parts_by_owner(heads: &[Range<usize>], rank: usize) -> impl Iterator<Item = (Range<usize>, bool)> {
+    let Range { start, end } = heads[rank];
+    let seen = if rank == 0 { start } else { heads[rank - 1].end.clamp(start, end) };
+    [(start..seen, true), (seen..end, false)].into_iter().filter(|(part, _)| !part.is_empty())
+}
+
+/// The exchange in the other direction. Nothing is summed on the way to the heads:
+/// there every element has one source.
+fn transposed(plan: StridedPlan) -> StridedPlan {
+    StridedPlan {
+        send: plan.recv.into_iter().map(|blocks| blocks.into_iter().map(|recv| recv.block).collect()).collect(),
+        recv: plan
+            .send
+            .into_iter()
+            .map(|blocks| blocks.into_iter().map(|block| RecvBlock { block, accumulate: false }).collect())
+            .collect(),
+    }
+}

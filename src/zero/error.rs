@@ -1,0 +1,31 @@
+//! Errors of the partitioned optimizer.
+
+use crate::comm::CommError;
+use crate::ops::OpError;
+
+/// What can go wrong in ZeRO.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ZeroError {
+    /// The model has no parameter of that name.
+    #[error("the model has no parameter named {name}")]
+    UnknownParameter {
+        /// The name that was asked for.
+        name: String,
+    },
+    /// Parameters were asked for that nobody gathered.
+    #[error("unit {unit}: its gradients were reduced before its backward pass made any")]
+    NoGradients {
+        /// The unit.
+        unit: String,
+    },
+    /// A collective failed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// An operation was refused.
+    #[error(transparent)]
+    Op(#[from] OpError),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+}

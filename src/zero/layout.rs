@@ -1,0 +1,126 @@
+//! Where the parameters of a unit lie in its flat buffer, and how that is partitioned.
+
+use super::ZeroError;
+use candle_core::Tensor;
+use std::ops::Range;
+
+/// One parameter of a unit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FlatParameter {
+    /// Full name.
+    pub name: String,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// First element within the flat buffer.
+    pub offset: usize,
+}
+
+impl FlatParameter {
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Elements within the flat buffer.
+    pub fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.numel()
+    }
+}
+
+/// A unit's parameters one after another, padded so that all partitions are equally long.
+/// Partitions do not respect parameter boundaries.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FlatLayout {
+    name: String,
+    parameters: Vec<FlatParameter>,
+    numel: usize,
+    num_partitions: usize,
+}
+
+impl FlatLayout {
+    /// Lays out parameters given by name and shape, for `num_partitions` ranks.
+    pub fn new(
+        name: impl Into<String>,
+        parameters: impl IntoIterator<Item = (String, Vec<usize>)>,
+        num_partitions: usize,
+    ) -> Self {
+        let mut numel = 0;
+        let place = |(name, shape): (String, Vec<usize>)| {
+            let parameter = FlatParameter { name, shape, offset: numel };
+            numel += parameter.numel();
+            parameter
+        };
+        let parameters = parameters.into_iter().map(place).collect();
+        Self { name: name.into(), parameters, numel, num_partitions: num_partitions.max(1) }
+    }
+
+    /// Name of the unit.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The parameters in order.
+    pub fn parameters(&self) -> &[FlatParameter] {
+        &self.parameters
+    }
+
+    /// Elements without padding.
+    pub fn numel(&self) -> usize {
+        self.numel
+    }
+
+    /// Elements with padding: a multiple of the number of partitions.
+    pub fn padded_numel(&self) -> usize {
+        self.partition_numel() * self.num_partitions
+    }
+
+    /// Elements of one partition.
+    pub fn partition_numel(&self) -> usize {
+        self.numel.div_ceil(self.num_partitions)
+    }
+
+    /// Number of partitions.
+    pub fn num_partitions(&self) -> usize {
+        self.num_partitions
+    }
+
+    /// Elements of the flat buffer that belong to `rank`.
+    pub fn partition(&self, rank: usize) -> Range<usize> {
+        rank * self.partition_numel()..(rank + 1) * self.partition_numel()
+    }
+
+    /// One view per parameter of a flat buffer of all padded elements.
+    ///
+    /// # Errors
+    /// A buffer of another length.
+    pub fn views(&self, flat: &Tensor) -> Result<Vec<Tensor>, ZeroError> {
+        let view = |p: &FlatParameter| flat.narrow(0, p.offset, p.numel())?.reshape(p.shape.as_slice());
+        Ok(self.parameters.iter().map(view).collect::<candle_core::Result<_>>()?)
+    }
+
+    /// The pieces of parameters that lie in `range` of the flat buffer: the parameter's
+    /// index, the elements within it, and where they lie relative to `range`.
+    pub fn pieces(&self, range: Range<usize>) -> impl Iterator<Item = Piece> {
+        self.parameters.iter().enumerate().filter_map(move |(index, parameter)| {
+            let covered = parameter.range();
+            let start = covered.start.max(range.start);
+            let end = covered.end.min(range.end);
+            (start < end).then(|| Piece {
+                parameter: index,
+                elements: start - covered.start..end - covered.start,
+                target: start - range.start..end - range.start,
+            })
+        })
+    }
+}
+
+/// Part of a parameter within part of a flat buffer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Piece {
+    /// Index of the parameter.
+    pub parameter: usize,
+    /// Elements within the parameter.
+    pub elements: Range<usize>,
+    /// The same elements within the part of the buffer.
+    pub target: Range<usize>,
+}

@@ -1,0 +1,35 @@
+//! ZeRO: optimizer state, gradients and parameters partitioned over the `dp` axis
+//! (arXiv 1910.02054).
+//!
+//! A model's parameters come in units (the embedding, every layer, the head). Each unit is
+//! one flat, padded buffer cut into `dp_size` contiguous partitions: **the ZeRO world size
+//! is `dp_size`**, whatever `sp_size` is. The ranks of an sp group hold the same partition
+//! and update it redundantly from the same, sp-summed gradient.
+//!
+//! | stage | partitioned over dp |
+//! |---|---|
+//! | 0 | nothing |
+//! | 1 | optimizer state |
+//! | 2 | and gradients: only the own partition outlives a unit's backward |
+//! | 3 | and parameters: gathered for a unit's forward and backward, released after |
+//!
+//! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.
+//! - [`ZeroOptimizer`]: storage, gathering, reduction and update of all units.
+//! - [`HeldBytes`]: what that costs, by formula and by allocator.
+//!
+//! The folder's README explains the order of summation that makes all stages bit-equal.
+
+mod error;
+mod held;
+mod layout;
+mod optimizer;
+mod reduce;
+#[cfg(test)]
+mod tests;
+mod unit;
+mod update;
+
+pub use error::ZeroError;
+pub use held::HeldBytes;
+pub use layout::{FlatLayout, FlatParameter};
+pub use optimizer::{ZeroGroups, ZeroOptimizer};

@@ -1,0 +1,212 @@
+//! [`ZeroOptimizer`]: the units of a model on one rank.
+
+use super::reduce::{self, Reduction};
+use super::unit::{Gradients, Parameters, Unit, zeros};
+use super::{FlatLayout, HeldBytes, ZeroError};
+use crate::comm::{ProcessGroup, ProcessGroupExt};
+use crate::config::{OptimizerConfig, ZeroStage};
+use crate::memory;
+use candle_core::Tensor;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The two groups that gradients are summed over.
+#[derive(Debug, Clone)]
+pub struct ZeroGroups {
+    /// Ranks that hold the other partitions: the ZeRO world.
+    pub dp: Arc<dyn ProcessGroup>,
+    /// Ranks that hold the other tokens of the same rows.
+    pub sp: Arc<dyn ProcessGroup>,
+}
+
+/// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
+pub struct ZeroOptimizer {
+    pub(super) stage: ZeroStage,
+    pub(super) config: OptimizerConfig,
+    pub(super) groups: ZeroGroups,
+    pub(super) units: Vec<Unit>,
+    in_flight: Option<Reduction>,
+    held: HeldBytes,
+}
+
+/// Writes elements `range` of parameter `(unit, parameter)` to a slice.
+pub type Initialise<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
+
+impl ZeroOptimizer {
+    /// Allocates what this rank keeps of every unit and asks `initialise` for exactly the
+    /// parameter elements that it keeps.
+    ///
+    /// # Errors
+    /// Whatever `initialise` reports, or a failed allocation.
+    pub fn new<E: From<ZeroError>>(
+        units: Vec<FlatLayout>,
+        stage: ZeroStage,
+        config: OptimizerConfig,
+        groups: ZeroGroups,
+        initialise: Initialise<'_, E>,
+    ) -> Result<Self, E> {
+        let dp_rank = groups.dp.rank();
+        let meter = memory::Meter::start();
+        let parameters = each(&units, |layout| Parameters::zeros(layout, stage))?;
+        let parameter_bytes = meter.bytes();
+        let meter = memory::Meter::start();
+        let gradients = each(&units, |layout| Gradients::zeros(layout, stage))?;
+        let gradient_bytes = meter.bytes();
+        let meter = memory::Meter::start();
+        let state = each(&units, |layout| optimizer_state(layout, stage, &config))?;
+        let held = HeldBytes {
+            parameters: parameter_bytes,
+            gradients: gradient_bytes,
+            optimizer: meter.bytes(),
+        };
+        let parts = units.into_iter().zip(parameters).zip(gradients).zip(state);
+        let units = parts
+            .map(|(((layout, parameters), gradients), state)| Unit { layout, dp_rank, parameters, gradients, state })
+            .collect();
+        let this = Self { stage, config, groups, units, in_flight: None, held };
+        this.initialise(initialise)?;
+        Ok(this)
+    }
+
+    fn initialise<E: From<ZeroError>>(&self, initialise: Initialise<'_, E>) -> Result<(), E> {
+        for (index, unit) in self.units.iter().enumerate() {
+            let range = match unit.parameters {
+                Parameters::Whole(_) => 0..unit.layout.padded_numel(),
+                Parameters::Partitioned { .. } => unit.layout.partition(unit.dp_rank),
+            };
+            let fill = |elements: &mut [f32]| {
+                unit.layout.pieces(range).try_for_each(|piece| {
+                    initialise((index, piece.parameter), piece.elements, &mut elements[piece.target])
+                })
+            };
+            crate::tensor::with_slice_mut(unit.parameters.persistent(), fill).map_err(ZeroError::from)??;
+        }
+        Ok(())
+    }
+
+    /// Ranks that share the partitions: `dp_size`, read from the live process group.
+    pub fn world_size(&self) -> usize {
+        self.groups.dp.world_size()
+    }
+
+    /// The stage.
+    pub fn stage(&self) -> ZeroStage {
+        self.stage
+    }
+
+    /// The units' layouts.
+    pub fn layouts(&self) -> impl Iterator<Item = &FlatLayout> {
+        self.units.iter().map(|unit| &unit.layout)
+    }
+
+    /// Elements of optimizer state that this rank holds, of one kind (Adam has two).
+    pub fn state_numel(&self) -> usize {
+        self.units.iter().filter_map(|unit| unit.state.first()).map(Tensor::elem_count).sum()
+    }
+
+    /// Bytes that this rank holds, measured when they were allocated. All zero unless the
+    /// program runs on [`memory::CountingAllocator`].
+    pub fn held_bytes(&self) -> HeldBytes {
+        self.held
+    }
+
+    /// Views of a unit's parameters. Partitioned ones are gathered over dp and stay until
+    /// [`release`](Self::release).
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn parameters(&mut self, unit: usize) -> Result<Vec<Tensor>, ZeroError> {
+        self.units[unit].gather(&*self.groups.dp)
+    }
+
+    /// Starts to gather a unit that will be needed next.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn prefetch(&mut self, unit: usize) -> Result<(), ZeroError> {
+        self.units[unit].start_gather(&*self.groups.dp)
+    }
+
+    /// Frees a unit's gathered parameters.
+    pub fn release(&mut self, unit: usize) {
+        self.units[unit].release();
+    }
+
+    /// Views that a unit's backward adds its gradients to.
+    ///
+    /// # Errors
+    /// A failed allocation.
+    pub fn gradients(&mut self, unit: usize) -> Result<Vec<Tensor>, ZeroError> {
+        self.units[unit].gradient_views()
+    }
+
+    /// Reduces the gradients of a unit whose backward is done, in the background of the
+    /// next one's. `boundary`: this is the last micro step before an update.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn reduce(&mut self, unit: usize, boundary: bool) -> Result<(), ZeroError> {
+        let next = reduce::start(unit, &mut self.units[unit], self.stage, &self.groups, boundary)?;
+        self.finish_reductions()?;
+        self.in_flight = next;
+        Ok(())
+    }
+
+    /// Waits for the last reduction.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn finish_reductions(&mut self) -> Result<(), ZeroError> {
+        match self.in_flight.take() {
+            Some(reduction) => {
+                let unit = &self.units[reduction.unit];
+                reduce::complete(reduction, unit, &self.groups)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Forgets all gradients, for the next accumulation.
+    ///
+    /// # Errors
+    /// A refused operation.
+    pub fn zero_gradients(&self) -> Result<(), ZeroError> {
+        self.units.iter().try_for_each(Unit::zero_gradients)
+    }
+
+    /// Sum of the squares of all reduced gradients, in f64: per partition over its units,
+    /// then over partitions in order, so that all stages give the same bits.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn gradient_sum_of_squares(&self) -> Result<f64, ZeroError> {
+        let of_partition = |rank: usize| {
+            self.units.iter().try_fold(0.0, |sum, unit| match unit.gradient_partition(rank)? {
+                Some(partition) => Ok(sum + crate::ops::reduce::sum_of_squares(&partition)?),
+                None => Ok::<_, ZeroError>(sum),
+            })
+        };
+        if self.stage.partitions_optimizer() {
+            let own = of_partition(self.groups.dp.rank())?;
+            return Ok(self.groups.dp.all_gather_values(&[own])?.into_iter().sum());
+        }
+        (0..self.world_size()).try_fold(0.0, |sum, rank| Ok(sum + of_partition(rank)?))
+    }
+}
+
+fn each<T>(
+    units: &[FlatLayout],
+    make: impl Fn(&FlatLayout) -> Result<T, ZeroError>,
+) -> Result<Vec<T>, ZeroError> {
+    units.iter().map(make).collect()
+}
+
+/// Zeroed optimizer state for the elements that this rank updates.
+fn optimizer_state(
+    layout: &FlatLayout,
+    stage: ZeroStage,
+    config: &OptimizerConfig,
+) -> Result<Vec<Tensor>, ZeroError> {
+    let numel = if stage.partitions_optimizer() { layout.partition_numel() } else { layout.padded_numel() };
+    (0..super::update::state_tensors(config)).map(|_| zeros(numel)).collect()
+}

@@ -1,0 +1,78 @@
+//! Reduction of gradients: over dp first, then over sp, always in rank order.
+
+use super::unit::{Gradients, Unit, zeros};
+use super::{ZeroError, ZeroGroups};
+use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp};
+use crate::config::ZeroStage;
+use crate::ops::reduce;
+use candle_core::Tensor;
+
+/// A unit's reduction over dp that has been started. It completes when the next one
+/// starts, so that it overlaps one layer's backward.
+#[must_use]
+pub(super) struct Reduction {
+    pub(super) unit: usize,
+    pending: Pending,
+    /// Where the reduced own partition arrives; none when the whole is reduced in place.
+    received: Option<Tensor>,
+    boundary: bool,
+}
+
+/// Starts to reduce a unit whose backward is done.
+///
+/// Stages 0 and 1 keep whole gradients and reduce them once per step, at the accumulation
+/// `boundary`; stages 2 and 3 reduce after every micro step and keep their partition.
+pub(super) fn start(
+    index: usize,
+    unit: &mut Unit,
+    stage: ZeroStage,
+    groups: &ZeroGroups,
+    boundary: bool,
+) -> Result<Option<Reduction>, ZeroError> {
+    let whole = match &mut unit.gradients {
+        Gradients::Whole(_) if !boundary => return Ok(None),
+        Gradients::Whole(whole) if !stage.partitions_optimizer() => {
+            let pending = groups.dp.start_all_reduce(&whole.flat, ReduceOp::Sum)?;
+            return Ok(Some(Reduction { unit: index, pending, received: None, boundary }));
+        }
+        Gradients::Whole(whole) => whole.flat.clone(),
+        Gradients::Partitioned { transient, .. } => match transient.take() {
+            Some(whole) => whole.flat,
+            None => return Err(ZeroError::NoGradients { unit: unit.layout.name().to_owned() }),
+        },
+    };
+    let received = zeros(unit.layout.partition_numel())?;
+    let pending = groups.dp.start_reduce_scatter(&whole, &received, ReduceOp::Sum)?;
+    Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))
+}
+
+/// Waits for a reduction over dp, and at the boundary sums the result over sp.
+pub(super) fn complete(reduction: Reduction, unit: &Unit, groups: &ZeroGroups) -> Result<(), ZeroError> {
+    let Reduction { pending, received, boundary, .. } = reduction;
+    pending.wait()?;
+    let Some(received) = received else {
+        return sum_over_sp(unit.gradients.persistent(), groups);
+    };
+    match &unit.gradients {
+        Gradients::Whole(_) => {
+            sum_over_sp(&received, groups)?;
+            if let Some(partition) = unit.gradient_partition(unit.dp_rank)? {
+                reduce::copy(&partition, &received)?;
+            }
+        }
+        Gradients::Partitioned { partition, .. } => {
+            reduce::accumulate(partition, &received)?;
+            if boundary {
+                sum_over_sp(partition, groups)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn sum_over_sp(gradient: &Tensor, groups: &ZeroGroups) -> Result<(), ZeroError> {
+    if groups.sp.world_size() > 1 {
+        groups.sp.all_reduce(gradient, ReduceOp::Sum)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! The optimizer step on what this rank owns, and access to whole parameters.
+
+use super::unit::{Gradients, Parameters, Unit};
+use super::{ZeroError, ZeroOptimizer};
+use crate::comm::ProcessGroupExt;
+use crate::config::OptimizerConfig;
+use crate::ops::adamw::{self, AdamParams};
+use crate::ops::sgd::{self, SgdParams};
+use candle_core::Tensor;
+
+/// How many tensors of state an element needs.
+pub(super) fn state_tensors(config: &OptimizerConfig) -> usize {
+    match *config {
+        OptimizerConfig::Adam { .. } => 2,
+        OptimizerConfig::Sgd { momentum, .. } => usize::from(momentum != 0.0),
+    }
+}
+
+impl ZeroOptimizer {
+    /// Updates the elements that this rank owns and, where parameters are whole but the
+    /// optimizer is partitioned, gathers the others' over dp.
+    ///
+    /// `step` counts updates from 1. Gradients are multiplied by `grad_scale` on the fly
+    /// (normalisation and clipping), in the buffer they keep their values.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn update(&mut self, step: u64, lr: f64, grad_scale: f64) -> Result<(), ZeroError> {
+        for unit in &self.units {
+            self.update_unit(unit, step, lr, grad_scale)?;
+        }
+        if self.stage.partitions_optimizer() && self.world_size() > 1 {
+            let pending = self.units.iter().filter_map(|unit| self.publish(unit).transpose());
+            let pending = pending.collect::<Result<Vec<_>, _>>()?;
+            pending.into_iter().try_for_each(|pending| pending.wait())?;
+        }
+        Ok(())
+    }
+
+    fn update_unit(&self, unit: &Unit, step: u64, lr: f64, grad_scale: f64) -> Result<(), ZeroError> {
+        let (parameters, gradients) = if self.stage.partitions_optimizer() {
+            let own = unit.gradient_partition(unit.dp_rank)?;
+            let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
+            (unit.parameter_partition()?, own.ok_or_else(missing)?)
+        } else {
+            (unit.parameters.persistent().clone(), unit.gradients.persistent().clone())
+        };
+        match self.config {
+            OptimizerConfig::Adam { betas: [beta1, beta2], eps, weight_decay, adam_w_mode, bias_correction, .. } => {
+                let [exp_avg, exp_avg_sq] = &unit.state[..] else {
+                    unreachable!("Adam has two moments by `state_tensors`")
+                };
+                let params = AdamParams {
+                    lr,
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay,
+                    decoupled: adam_w_mode,
+                    bias_correction,
+                    step,
+                    grad_scale,
+                };
+                adamw::step(&parameters, &gradients, exp_avg, exp_avg_sq, &params)?;
+            }
+            OptimizerConfig::Sgd { momentum, nesterov, weight_decay, .. } => {
+                let params = SgdParams { lr, momentum, nesterov, weight_decay, grad_scale };
+                sgd::step(&parameters, &gradients, unit.state.first(), &params)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts to gather a unit whose parameters are whole on every rank.
+    fn publish(&self, unit: &Unit) -> Result<Option<crate::comm::Pending>, ZeroError> {
+        match &unit.parameters {
+            Parameters::Whole(whole) => {
+                // A copy: the gather's input must not share storage with its output.
+                let own = unit.parameter_partition()?.copy()?;
+                Ok(Some(self.groups.dp.start_all_gather(&own, &whole.flat)?))
+            }
+            Parameters::Partitioned { .. } => Ok(None),
+        }
+    }
+
+    /// Every parameter whole, by name, on every rank of the dp group: a collective call.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn gather_parameters(&mut self) -> Result<Vec<(String, Tensor)>, ZeroError> {
+        let mut all = Vec::new();
+        for index in 0..self.units.len() {
+            let views = self.parameters(index)?;
+            for (parameter, view) in self.units[index].layout.parameters().iter().zip(views) {
+                all.push((parameter.name.clone(), view.copy()?));
+            }
+            self.release(index);
+        }
+        Ok(all)
+    }
+
+    /// Every reduced gradient whole, by name, on every rank of the dp group: a collective
+    /// call, valid between the last reduction and the update.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn gather_gradients(&self) -> Result<Vec<(String, Tensor)>, ZeroError> {
+        let mut all = Vec::new();
+        for unit in &self.units {
+            let whole = match &unit.gradients {
+                Gradients::Whole(whole) if !self.stage.partitions_optimizer() => whole.flat.copy()?,
+                _ => {
+                    let own = unit.gradient_partition(unit.dp_rank)?.map(|own| own.copy()).transpose()?;
+                    let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
+                    let whole = super::unit::zeros(unit.layout.padded_numel())?;
+                    self.groups.dp.all_gather(&own.ok_or_else(missing)?, &whole)?;
+                    whole
+                }
+            };
+            let views = unit.layout.views(&whole)?;
+            let names = unit.layout.parameters().iter().map(|parameter| parameter.name.clone());
+            all.extend(names.zip(views));
+        }
+        Ok(all)
+    }
+
+    /// A hash of the parameters that this rank keeps: equal on all ranks of an sp group, or
+    /// their replicas have drifted apart.
+    ///
+    /// # Errors
+    /// A tensor that cannot be read.
+    pub fn parameter_hash(&self) -> Result<u64, ZeroError> {
+        self.units.iter().try_fold(0xcbf2_9ce4_8422_2325, |hash, unit| {
+            let fold = |elements: &[f32]| {
+                elements.iter().fold(hash, |hash: u64, element| {
+                    (hash ^ u64::from(element.to_bits())).wrapping_mul(0x0100_0000_01b3)
+                })
+            };
+            Ok(crate::tensor::with_slice(unit.parameters.persistent(), fold)?)
+        })
+    }
+}
