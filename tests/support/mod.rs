@@ -1,0 +1,10 @@
+//! Helpers shared by the integration tests.
+//!
+//! Every test binary compiles this module for itself and uses a part of it, so
+//! what one of them leaves unused (or unreachable: a test binary exports
+//! nothing) is not dead.
+#![allow(dead_code, unused_imports, unreachable_pub)]
+
+pub mod compare;
+pub mod golden;
+pub mod reference;

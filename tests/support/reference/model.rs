@@ -1,0 +1,135 @@
+//! The decoder, one row at a time.
+//!
+//! Shape legend: S tokens of the row, E hidden size, H heads, D head dimension,
+//! F intermediate size, V vocabulary.
+
+use super::batch::document_ids;
+use super::weights::{ReferenceConfig, Weights};
+use anyhow::{Context, Result};
+use candle_core::{D, Device, Tensor};
+
+/// Logits `[S, V]` of one row.
+pub fn row_logits(
+    config: &ReferenceConfig,
+    weights: &Weights,
+    input_ids: &[u32],
+    position_ids: &[u32],
+) -> Result<Tensor> {
+    let get = |name: &str| weights.get(name).with_context(|| format!("no weight {name}"));
+    let (cos, sin) = rope_tables(config, position_ids)?;
+    let mask = document_causal_mask(position_ids)?;
+
+    let embedding = get("model.embed_tokens.weight")?; // [V, E]
+    let mut x = embedding.index_select(&Tensor::new(input_ids, &Device::Cpu)?, 0)?; // [S, E]
+    for layer in 0..config.num_layers {
+        let part = |part: &str| get(&format!("model.layers.{layer}.{part}.weight"));
+
+        let h = rms_norm(&x, part("input_layernorm")?, config.rms_norm_eps)?;
+        let q = split_heads(&linear(&h, part("self_attn.q_proj")?)?, config.num_heads)?; // [H, S, D]
+        let k = split_heads(&linear(&h, part("self_attn.k_proj")?)?, config.num_kv_heads)?;
+        let v = split_heads(&linear(&h, part("self_attn.v_proj")?)?, config.num_kv_heads)?;
+        let q = rotate(&q, &cos, &sin)?;
+        let k = repeat_kv(&rotate(&k, &cos, &sin)?, config)?; // [H, S, D]
+        let v = repeat_kv(&v, config)?;
+        let attended = merge_heads(&attention(&q, &k, &v, &mask)?)?; // [S, H·D]
+        x = (x + linear(&attended, part("self_attn.o_proj")?)?)?;
+
+        let h = rms_norm(&x, part("post_attention_layernorm")?, config.rms_norm_eps)?;
+        let gate = linear(&h, part("mlp.gate_proj")?)?; // [S, F]
+        let up = linear(&h, part("mlp.up_proj")?)?;
+        x = (x + linear(&(silu(&gate)? * up)?, part("mlp.down_proj")?)?)?;
+    }
+    let h = rms_norm(&x, get("model.norm.weight")?, config.rms_norm_eps)?;
+    let head = if config.tie_word_embeddings { embedding } else { get("lm_head.weight")? };
+    linear(&h, head)
+}
+
+/// `x · wᵀ`: `[S, in]`, `[out, in]` → `[S, out]`.
+fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    Ok(x.matmul(&weight.t()?)?)
+}
+
+/// `x / sqrt(mean(x²) + eps) · weight` over the last dimension.
+fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let size = x.dim(D::Minus1)? as f64;
+    let mean_square = (x.sqr()?.sum_keepdim(D::Minus1)? / size)?;
+    let normalised = x.broadcast_div(&(mean_square + eps)?.sqrt()?)?;
+    Ok(normalised.broadcast_mul(weight)?)
+}
+
+/// `x · sigmoid(x)`
+fn silu(x: &Tensor) -> Result<Tensor> {
+    Ok((x / (x.neg()?.exp()? + 1.0)?)?)
+}
+
+/// `[S, H·D]` → `[H, S, D]`
+fn split_heads(x: &Tensor, num_heads: usize) -> Result<Tensor> {
+    let (seq_len, size) = x.dims2()?;
+    Ok(x.reshape((seq_len, num_heads, size / num_heads))?.transpose(0, 1)?.contiguous()?)
+}
+
+/// `[H, S, D]` → `[S, H·D]`
+fn merge_heads(x: &Tensor) -> Result<Tensor> {
+    let (num_heads, seq_len, head_dim) = x.dims3()?;
+    Ok(x.transpose(0, 1)?.contiguous()?.reshape((seq_len, num_heads * head_dim))?)
+}
+
+/// Gives every query head `h` its own copy of KV head `h · num_kv_heads / num_heads`.
+fn repeat_kv(x: &Tensor, config: &ReferenceConfig) -> Result<Tensor> {
+    let kv_head = |head: usize| (head * config.num_kv_heads / config.num_heads) as u32;
+    let kv_heads: Vec<u32> = (0..config.num_heads).map(kv_head).collect();
+    Ok(x.index_select(&Tensor::new(kv_heads, &Device::Cpu)?, 0)?)
+}
+
+/// cos and sin of `position · theta^(−2i/D)`, `[S, D]`, both halves alike as in Hugging Face's Llama.
+fn rope_tables(config: &ReferenceConfig, position_ids: &[u32]) -> Result<(Tensor, Tensor)> {
+    let head_dim = config.head_dim;
+    let mut angles = Vec::with_capacity(position_ids.len() * head_dim);
+    for &position in position_ids {
+        for i in 0..head_dim {
+            let pair = (i % (head_dim / 2)) as f64;
+            let inv_freq = config.rope_theta.powf(-2.0 * pair / head_dim as f64);
+            angles.push(f64::from(position) * inv_freq);
+        }
+    }
+    let angles = Tensor::from_vec(angles, (position_ids.len(), head_dim), &Device::Cpu)?;
+    Ok((angles.cos()?, angles.sin()?))
+}
+
+/// Rotary embedding of `[H, S, D]`: `x · cos + rotate_half(x) · sin`, where
+/// `rotate_half` turns the halves (a, b) of each head into (−b, a).
+fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let half = x.dim(D::Minus1)? / 2;
+    let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
+    let rotate_half = Tensor::cat(&[&b.neg()?, &a.contiguous()?], D::Minus1)?;
+    Ok((x.broadcast_mul(cos)? + rotate_half.broadcast_mul(sin)?)?)
+}
+
+/// What is added to the scores `[S, S]` of (query, key): 0 for a key of the query's document
+/// that does not come after it, −∞ otherwise.
+fn document_causal_mask(position_ids: &[u32]) -> Result<Tensor> {
+    let documents = document_ids(position_ids);
+    let seq_len = documents.len();
+    let mut mask = Vec::with_capacity(seq_len * seq_len);
+    for query in 0..seq_len {
+        for key in 0..seq_len {
+            let visible = key <= query && documents[key] == documents[query];
+            mask.push(if visible { 0.0 } else { f64::NEG_INFINITY });
+        }
+    }
+    Ok(Tensor::from_vec(mask, (seq_len, seq_len), &Device::Cpu)?)
+}
+
+/// `softmax(q · kᵀ / √D + mask) · v` for `[H, S, D]` each.
+fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    let scale = (q.dim(D::Minus1)? as f64).sqrt();
+    let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? / scale)?;
+    let scores = scores.broadcast_add(mask)?;
+    Ok(softmax(&scores)?.matmul(v)?)
+}
+
+/// Softmax over the last dimension. The shift by the maximum cancels, so it carries no gradient.
+fn softmax(x: &Tensor) -> Result<Tensor> {
+    let exp = x.broadcast_sub(&x.max_keepdim(D::Minus1)?.detach())?.exp()?;
+    Ok(exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)?)
+}

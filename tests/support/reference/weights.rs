@@ -1,0 +1,157 @@
+//! Configuration, parameter names and shapes, and where weights come from.
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor, Var};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Tensors by Hugging Face name.
+pub type Tensors = BTreeMap<String, Tensor>;
+/// Trainable f64 parameters by Hugging Face name.
+pub type Weights = BTreeMap<String, Var>;
+
+/// The shape of a decoder.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReferenceConfig {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_layers: usize,
+    pub num_heads: usize,
+    pub num_kv_heads: usize,
+    pub head_dim: usize,
+    pub rope_theta: f64,
+    pub rms_norm_eps: f64,
+    pub tie_word_embeddings: bool,
+}
+
+/// The part of a Hugging Face `config.json` that this model needs.
+#[derive(Deserialize)]
+struct HuggingFaceConfig {
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    head_dim: usize,
+    rms_norm_eps: f64,
+    tie_word_embeddings: bool,
+    rope_parameters: RopeParameters,
+}
+
+#[derive(Deserialize)]
+struct RopeParameters {
+    rope_theta: f64,
+}
+
+impl ReferenceConfig {
+    /// Reads the `config.json` that `save_pretrained` of transformers 5 writes.
+    pub fn from_hugging_face(path: &Path) -> Result<Self> {
+        let json = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let hf: HuggingFaceConfig =
+            serde_json::from_str(&json).with_context(|| path.display().to_string())?;
+        Ok(Self {
+            vocab_size: hf.vocab_size,
+            hidden_size: hf.hidden_size,
+            intermediate_size: hf.intermediate_size,
+            num_layers: hf.num_hidden_layers,
+            num_heads: hf.num_attention_heads,
+            num_kv_heads: hf.num_key_value_heads,
+            head_dim: hf.head_dim,
+            rope_theta: hf.rope_parameters.rope_theta,
+            rms_norm_eps: hf.rms_norm_eps,
+            tie_word_embeddings: hf.tie_word_embeddings,
+        })
+    }
+
+    /// Every parameter's name and shape; matrices are `[out, in]`.
+    pub fn parameter_shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        let (hidden, intermediate) = (self.hidden_size, self.intermediate_size);
+        let q_size = self.num_heads * self.head_dim;
+        let kv_size = self.num_kv_heads * self.head_dim;
+        let mut shapes = BTreeMap::new();
+        shapes.insert("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, hidden]);
+        for layer in 0..self.num_layers {
+            let mut add = |part: &str, shape: Vec<usize>| {
+                shapes.insert(format!("model.layers.{layer}.{part}.weight"), shape);
+            };
+            add("input_layernorm", vec![hidden]);
+            add("self_attn.q_proj", vec![q_size, hidden]);
+            add("self_attn.k_proj", vec![kv_size, hidden]);
+            add("self_attn.v_proj", vec![kv_size, hidden]);
+            add("self_attn.o_proj", vec![hidden, q_size]);
+            add("post_attention_layernorm", vec![hidden]);
+            add("mlp.gate_proj", vec![intermediate, hidden]);
+            add("mlp.up_proj", vec![intermediate, hidden]);
+            add("mlp.down_proj", vec![hidden, intermediate]);
+        }
+        shapes.insert("model.norm.weight".to_owned(), vec![hidden]);
+        if !self.tie_word_embeddings {
+            shapes.insert("lm_head.weight".to_owned(), vec![self.vocab_size, hidden]);
+        }
+        shapes
+    }
+}
+
+/// Weights strong enough that an error anywhere shows in the loss and in every gradient.
+///
+/// With the usual standard deviation of 0.02 attention is nearly uniform and the
+/// logits nearly zero: swapped heads or a wrong mask would drown in rounding.
+/// Here activations, attention scores and logits are of order 1. All values are
+/// f32 numbers, so a model in f32 starts from exactly the same ones.
+pub fn random_weights(config: &ReferenceConfig, seed: u64) -> Result<Weights> {
+    const STRENGTH: f64 = 1.25;
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let random_tensor = |(name, shape): (String, Vec<usize>)| {
+        let num_elements: usize = shape.iter().product();
+        let fan_in = shape[shape.len() - 1] as f64;
+        let mut element = || match (shape.len(), name.as_str()) {
+            (1, _) => 1.0 + rng.random_range(-0.3..0.3),
+            // Looked up, not multiplied: the rows themselves are of order 1. A tied
+            // embedding is the head as well, so it takes the scale of a matrix.
+            (_, "model.embed_tokens.weight") if !config.tie_word_embeddings => standard_normal(&mut rng),
+            _ => STRENGTH / fan_in.sqrt() * standard_normal(&mut rng),
+        };
+        let elements: Vec<f64> = (0..num_elements).map(|_| f64::from(element() as f32)).collect();
+        Ok((name.clone(), Var::from_vec(elements, shape.as_slice(), &Device::Cpu)?))
+    };
+    config.parameter_shapes().into_iter().map(random_tensor).collect()
+}
+
+/// Box–Muller.
+fn standard_normal(rng: &mut impl Rng) -> f64 {
+    let radius = (-2.0 * (1.0 - rng.random::<f64>()).ln()).sqrt();
+    radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
+}
+
+/// Reads a safetensors file as it is.
+pub fn load_tensors(path: &Path) -> Result<Tensors> {
+    let tensors = candle_core::safetensors::load(path, &Device::Cpu);
+    Ok(tensors.with_context(|| path.display().to_string())?.into_iter().collect())
+}
+
+/// Reads the weights of a model from a safetensors file of any float type.
+pub fn load_weights(config: &ReferenceConfig, path: &Path) -> Result<Weights> {
+    weights_from(config, &load_tensors(path)?)
+}
+
+/// Trainable f64 copies of tensors, which must be exactly those of `config`.
+pub fn weights_from(config: &ReferenceConfig, tensors: &Tensors) -> Result<Weights> {
+    let shapes: BTreeMap<_, _> =
+        tensors.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect();
+    let expected = config.parameter_shapes();
+    ensure!(shapes == expected, "parameters {shapes:?} do not match the configuration's {expected:?}");
+    let variable = |(name, tensor): (&String, &Tensor)| {
+        Ok((name.clone(), Var::from_tensor(&tensor.to_dtype(DType::F64)?.copy()?)?))
+    };
+    tensors.iter().map(variable).collect()
+}
+
+/// The weights as plain tensors, for comparing and for converting to other types.
+pub fn as_tensors(weights: &Weights) -> Tensors {
+    weights.iter().map(|(name, weight)| (name.clone(), weight.as_detached_tensor())).collect()
+}
