@@ -72,7 +72,7 @@ impl DecoderLayer {
     fn normalise(&self, x: &Tensor, weight: &Tensor, ctx: &LayerContext) -> Result<(Tensor, Tensor), ModelError> {
         let y = ctx.workspace().take(x.dims())?;
         let rstd = ctx.workspace().take((ctx.batch(), ctx.seq_len_local()))?;
-        rms_norm::forward(x, weight, self.config.rms_norm_eps as f32, &y, &rstd)?;
+        rms_norm::forward(x, weight, self.config.rms_norm_eps, &y, &rstd)?;
         Ok((y, rstd))
     }
 

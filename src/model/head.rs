@@ -13,7 +13,7 @@ use candle_core::Tensor;
 pub struct LossHead {
     norm: ParameterSpec,
     projection: ParameterSpec,
-    rms_norm_eps: f32,
+    rms_norm_eps: f64,
     tile_tokens: usize,
 }
 
@@ -44,7 +44,7 @@ impl LossHead {
         Self {
             norm: ParameterSpec::new("model.norm.weight", [hidden_size], Init::Ones),
             projection: ParameterSpec::new(projection_name, [vocab_size, hidden_size], Init::Normal { std }),
-            rms_norm_eps: rms_norm_eps as f32,
+            rms_norm_eps,
             tile_tokens: 1024,
         }
     }

@@ -1,6 +1,7 @@
 //! Errors of the exchange.
 
 use crate::comm::CommError;
+use crate::ops::OpError;
 use crate::ops::attention::AttentionError;
 
 /// What can go wrong around the Ulysses exchange.
@@ -74,6 +75,9 @@ pub enum UlyssesError {
     /// The local attention failed.
     #[error(transparent)]
     Attention(#[from] AttentionError),
+    /// Storage could not be had.
+    #[error(transparent)]
+    Op(#[from] OpError),
     /// A tensor operation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),

@@ -22,8 +22,10 @@ mod exchange;
 mod plan;
 #[cfg(test)]
 mod tests;
+mod volume;
 
 pub use attention::UlyssesAttention;
 pub use error::UlyssesError;
 pub use exchange::{Exchange, HeadSharded, Qkv, SeqSharded};
+pub use volume::ExchangeVolume;
 pub use plan::{AttentionShape, ExchangePlan, split_evenly};

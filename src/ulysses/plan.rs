@@ -81,6 +81,16 @@ impl ExchangePlan {
         Ok(Self { shape, rank, seq, q_heads, kv_heads, q_to_kv: q_to_kv.to_vec() })
     }
 
+    /// What is divided.
+    pub fn shape(&self) -> AttentionShape {
+        self.shape
+    }
+
+    /// The rank within the sp group whose sends and receives are planned.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
     /// Tokens of each rank.
     pub fn seq_ranges(&self) -> &[Range<usize>] {
         &self.seq

@@ -2,7 +2,7 @@
 
 use super::unit::{Gradients, Unit, zeros};
 use super::{ZeroError, ZeroGroups};
-use crate::comm::{Pending, ProcessGroup, ProcessGroupExt, ReduceOp};
+use crate::comm::{Pending, ProcessGroupExt, ReduceOp};
 use crate::config::ZeroStage;
 use crate::ops::reduce;
 use candle_core::Tensor;

@@ -21,13 +21,28 @@ impl ZeroOptimizer {
     /// optimizer is partitioned, gathers the others' over dp.
     ///
     /// `step` counts updates from 1. Gradients are multiplied by `grad_scale` on the fly
-    /// (normalisation and clipping), in the buffer they keep their values.
+    /// (normalisation and clipping), in the buffer they keep their values. `betas`
+    /// replaces the config's for schedules that move them.
     ///
     /// # Errors
     /// A failed collective.
-    pub fn update(&mut self, step: u64, lr: f64, grad_scale: f64) -> Result<(), ZeroError> {
+    pub fn update(
+        &mut self,
+        step: u64,
+        lr: f64,
+        betas: Option<[f64; 2]>,
+        grad_scale: f64,
+    ) -> Result<(), ZeroError> {
+        let mut config = self.config.clone();
+        if let (OptimizerConfig::Adam { betas: configured, .. }, Some(betas)) = (&mut config, betas) {
+            *configured = betas;
+        }
+        for unit in &mut self.units {
+            // What was gathered before the update is stale after it.
+            unit.release();
+        }
         for unit in &self.units {
-            self.update_unit(unit, step, lr, grad_scale)?;
+            self.update_unit(unit, &config, step, lr, grad_scale)?;
         }
         if self.stage.partitions_optimizer() && self.world_size() > 1 {
             let pending = self.units.iter().filter_map(|unit| self.publish(unit).transpose());
@@ -37,7 +52,14 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    fn update_unit(&self, unit: &Unit, step: u64, lr: f64, grad_scale: f64) -> Result<(), ZeroError> {
+    fn update_unit(
+        &self,
+        unit: &Unit,
+        config: &OptimizerConfig,
+        step: u64,
+        lr: f64,
+        grad_scale: f64,
+    ) -> Result<(), ZeroError> {
         let (parameters, gradients) = if self.stage.partitions_optimizer() {
             let own = unit.gradient_partition(unit.dp_rank)?;
             let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
@@ -45,7 +67,7 @@ impl ZeroOptimizer {
         } else {
             (unit.parameters.persistent().clone(), unit.gradients.persistent().clone())
         };
-        match self.config {
+        match *config {
             OptimizerConfig::Adam { betas: [beta1, beta2], eps, weight_decay, adam_w_mode, bias_correction, .. } => {
                 let [exp_avg, exp_avg_sq] = &unit.state[..] else {
                     unreachable!("Adam has two moments by `state_tensors`")
@@ -64,7 +86,7 @@ impl ZeroOptimizer {
                 adamw::step(&parameters, &gradients, exp_avg, exp_avg_sq, &params)?;
             }
             OptimizerConfig::Sgd { momentum, nesterov, weight_decay, .. } => {
-                let params = SgdParams { lr, momentum, nesterov, weight_decay, grad_scale };
+                let params = SgdParams { lr, momentum, nesterov, weight_decay, step, grad_scale };
                 sgd::step(&parameters, &gradients, unit.state.first(), &params)?;
             }
         }

@@ -8,3 +8,6 @@
 pub mod compare;
 pub mod golden;
 pub mod reference;
+pub mod doubles;
+pub mod mesh_run;
+pub mod problems;

@@ -1,0 +1,95 @@
+//! Subcommands and exit codes: 0 done, 1 failed check or run, 2 bad arguments or config.
+
+mod mesh;
+mod model;
+pub(crate) mod settings;
+mod train;
+mod verify;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+use ulysses::mesh::DeviceMesh;
+
+/// Trains transformers on sequences too long for one device.
+#[derive(Parser)]
+#[command(version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a model by a DeepSpeed-style JSON config.
+    Train(train::TrainArgs),
+    /// Run one batch on a mesh and compare it with a single rank, or write what it gives.
+    Verify(verify::VerifyArgs),
+    /// Draw who is in which group of a mesh.
+    Mesh(mesh::MeshArgs),
+}
+
+/// Why a command did not do its work.
+pub(crate) enum Failure {
+    /// Arguments, config or model description are at fault: exit code 2.
+    Usage(anyhow::Error),
+    /// The run or the check failed: exit code 1.
+    Run(anyhow::Error),
+}
+
+/// Marks errors with the exit code that they end in.
+pub(crate) trait OrFail<T> {
+    /// An error is the caller's fault.
+    fn or_usage(self) -> Result<T, Failure>;
+    /// An error happened on the way.
+    fn or_run(self) -> Result<T, Failure>;
+}
+
+impl<T, E: Into<anyhow::Error>> OrFail<T> for Result<T, E> {
+    fn or_usage(self) -> Result<T, Failure> {
+        self.map_err(|error| Failure::Usage(error.into()))
+    }
+
+    fn or_run(self) -> Result<T, Failure> {
+        self.map_err(|error| Failure::Run(error.into()))
+    }
+}
+
+pub(crate) fn run() -> ExitCode {
+    let cli = Cli::parse();
+    settings::start_logging();
+    let result = match cli.command {
+        Command::Train(args) => train::run(args),
+        Command::Verify(args) => verify::run(args),
+        Command::Mesh(args) => mesh::run(&args),
+    };
+    let (error, code) = match result {
+        Ok(()) => return ExitCode::SUCCESS,
+        Err(Failure::Run(error)) => (error, 1),
+        Err(Failure::Usage(error)) => (error, 2),
+    };
+    eprintln!("error: {}", causes(&error));
+    ExitCode::from(code)
+}
+
+/// The error and its causes in one line, without what a cause only repeats.
+fn causes(error: &anyhow::Error) -> String {
+    let mut message = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !message.contains(&cause) {
+            message = format!("{message}: {cause}");
+        }
+    }
+    message
+}
+
+/// `(dp, sp)` of a mesh given on the command line.
+fn dp_sp(notation: &str) -> Result<(usize, usize), Failure> {
+    let mesh: DeviceMesh = DeviceMesh::parse(notation, None).or_usage()?;
+    let known = mesh.axis_names().iter().all(|name| name == "dp" || name == "sp");
+    if !known {
+        let names = mesh.axis_names().join(", ");
+        return Err(Failure::Usage(anyhow::anyhow!("--mesh {notation}: the axes are dp and sp, got {names}")));
+    }
+    let size = |axis| mesh.axis_size(axis).unwrap_or(1);
+    Ok((size("dp"), size("sp")))
+}

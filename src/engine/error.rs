@@ -1,0 +1,92 @@
+//! Errors of the engine.
+
+use crate::comm::CommError;
+use crate::data::DataError;
+use crate::model::ModelError;
+use crate::ops::OpError;
+use crate::ulysses::UlyssesError;
+use crate::zero::ZeroError;
+
+/// What can go wrong in a training step.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// The mesh of the process groups is not the config's.
+    #[error("the config asks for {axis} = {configured}, the mesh has {axis} = {actual}")]
+    MeshMismatch {
+        /// Axis name.
+        axis: &'static str,
+        /// Size in the config.
+        configured: usize,
+        /// Size in the mesh.
+        actual: usize,
+    },
+    /// A micro batch does not fit the config or the mesh.
+    #[error("micro batch: {what} is {got}, expected {expected}")]
+    MicroBatch {
+        /// What does not fit.
+        what: &'static str,
+        /// Its value.
+        got: usize,
+        /// The value that would fit.
+        expected: usize,
+    },
+    /// `backward` was called more often than the accumulation allows.
+    #[error(
+        "backward was called {accumulation} times since the last step \
+         (gradient_accumulation_steps = {accumulation}); call step before the next one"
+    )]
+    StepDue {
+        /// Micro steps per update.
+        accumulation: usize,
+    },
+    /// Gradients were asked for before the accumulation was complete.
+    #[error("gradients exist after {accumulation} backward calls, so far there were {done}")]
+    NotAtBoundary {
+        /// Micro steps per update.
+        accumulation: usize,
+        /// Micro steps done.
+        done: usize,
+    },
+    /// An update with this gradient would destroy the parameters.
+    #[error("step {step}: loss {loss}, gradient norm {norm}: not finite, so the parameters were left as they are")]
+    NonFinite {
+        /// The step, from 1.
+        step: u64,
+        /// Its loss.
+        loss: f64,
+        /// Its gradient norm.
+        norm: f64,
+    },
+    /// Ranks that must hold the same parameters do not.
+    #[error(
+        "parameters differ within the sp group: rank {rank} (sp rank {sp_rank}) does not hold what sp rank 0 holds"
+    )]
+    ReplicasDiffer {
+        /// Global rank that differs.
+        rank: usize,
+        /// Its rank within the group.
+        sp_rank: usize,
+    },
+    /// A layer failed.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The partitioned optimizer failed.
+    #[error(transparent)]
+    Zero(#[from] ZeroError),
+    /// The exchange cannot be planned.
+    #[error(transparent)]
+    Ulysses(#[from] UlyssesError),
+    /// The data failed.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// A collective failed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// An operation was refused.
+    #[error(transparent)]
+    Op(#[from] OpError),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+}

@@ -1,0 +1,136 @@
+//! [`Engine`] and its construction.
+
+use super::EngineError;
+use super::step::Accumulation;
+use crate::comm::{MeshGroups, ProcessGroup};
+use crate::config::{Config, LrSchedule};
+use crate::model::{Model, WeightSource};
+use crate::ops::Workspace;
+use crate::ops::attention::{Attention, FlashAttention};
+use crate::ulysses::UlyssesAttention;
+use crate::zero::{FlatLayout, ZeroGroups, ZeroOptimizer};
+use std::sync::Arc;
+
+/// A model in training on one rank of the mesh.
+pub struct Engine {
+    pub(super) config: Config,
+    pub(super) model: Model,
+    pub(super) zero: ZeroOptimizer,
+    pub(super) groups: ZeroGroups,
+    pub(super) global_rank: usize,
+    pub(super) attention: Arc<dyn Attention>,
+    pub(super) workspace: Arc<Workspace>,
+    pub(super) schedule: LrSchedule,
+    pub(super) accumulation: Accumulation,
+    /// Updates done.
+    pub(super) step: u64,
+    /// Steps done, those that were skipped included.
+    pub(super) attempted_steps: u64,
+    /// Bytes sent when the last report was made.
+    pub(super) reported_bytes: u64,
+}
+
+/// Puts `model` on this rank of the mesh: allocates what the ZeRO stage leaves here and
+/// fills it from `weights`. Collective: all ranks call it with equal arguments.
+///
+/// # Errors
+/// A mesh that is not the config's, or weights that do not fit the model.
+pub fn initialize(
+    model: Model,
+    weights: &dyn WeightSource,
+    config: &Config,
+    groups: &MeshGroups,
+) -> Result<Engine, EngineError> {
+    let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+    Engine::with_attention(model, weights, config, groups, Arc::new(FlashAttention))
+}
+
+impl Engine {
+    /// As [`initialize`], around another local attention and over given groups.
+    ///
+    /// # Errors
+    /// As [`initialize`].
+    pub fn with_attention(
+        mut model: Model,
+        weights: &dyn WeightSource,
+        config: &Config,
+        groups: ZeroGroups,
+        local_attention: Arc<dyn Attention>,
+    ) -> Result<Self, EngineError> {
+        check_axis("dp", config.dp_size, &*groups.dp)?;
+        check_axis("sp", config.sp_size, &*groups.sp)?;
+        model.head = model.head.with_tile_tokens(config.loss_tile_tokens);
+        let units = model.units();
+        let layout = |unit: &crate::model::UnitSpec| {
+            let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
+            FlatLayout::new(unit.name.clone(), parameters, config.dp_size)
+        };
+        let layouts = units.iter().map(layout).collect();
+        let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {
+            Ok(weights.read(&units[unit].parameters[parameter], elements, out)?)
+        };
+        let zero =
+            ZeroOptimizer::new::<EngineError>(layouts, config.zero_stage, config.optimizer.clone(), groups.clone(), &fill)?;
+        let workspace = Arc::new(Workspace::default());
+        let attention = UlyssesAttention::new(local_attention, groups.sp.clone(), workspace.clone());
+        Ok(Self {
+            schedule: config.lr_schedule(),
+            config: config.clone(),
+            model,
+            zero,
+            global_rank: groups.dp.global_ranks()[groups.dp.rank()],
+            groups,
+            attention: Arc::new(attention),
+            workspace,
+            accumulation: Accumulation::default(),
+            step: 0,
+            attempted_steps: 0,
+            reported_bytes: 0,
+        })
+    }
+
+    /// The resolved config.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The partitioned optimizer: layouts, held bytes, gathering of whole parameters.
+    pub fn zero(&mut self) -> &mut ZeroOptimizer {
+        &mut self.zero
+    }
+
+    /// The data-parallel group: the ZeRO world.
+    pub fn dp_group(&self) -> &Arc<dyn ProcessGroup> {
+        &self.groups.dp
+    }
+
+    /// The sequence-parallel group.
+    pub fn sp_group(&self) -> &Arc<dyn ProcessGroup> {
+        &self.groups.sp
+    }
+
+    /// Updates done so far; skipped steps do not count.
+    pub fn global_step(&self) -> u64 {
+        self.step
+    }
+
+    /// Storage that is recycled between layers and steps.
+    pub fn workspace(&self) -> &Workspace {
+        &self.workspace
+    }
+
+    /// The model's units in forward order: the embedding is 0, layer i is i + 1.
+    pub(super) fn head_unit(&self) -> usize {
+        if self.model.is_tied() { 0 } else { self.model.layers.len() + 1 }
+    }
+
+    /// The unit that follows layer `index` in the forward pass.
+    pub(super) fn unit_after(&self, index: usize) -> usize {
+        if index + 1 < self.model.layers.len() { index + 2 } else { self.head_unit() }
+    }
+}
+
+fn check_axis(axis: &'static str, configured: usize, group: &dyn ProcessGroup) -> Result<(), EngineError> {
+    let actual = group.world_size();
+    if configured == actual { Ok(()) } else { Err(EngineError::MeshMismatch { axis, configured, actual }) }
+}

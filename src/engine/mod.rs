@@ -1,0 +1,30 @@
+//! The engine: what DeepSpeed calls `initialize`, `forward`, `backward` and `step`.
+//!
+//! ```text
+//! let loss = engine.forward(&micro_batch)?;   // gather, layers, Ulysses exchange, loss
+//! engine.backward(loss)?;                     // layers backwards, reduce over dp and sp
+//! engine.step()?;                             // at the accumulation boundary: norm, clip, update
+//! ```
+//!
+//! [`Engine::train_batch`] does all of it for one global batch.
+//!
+//! **Loss and gradient.** The loss of a step is the sum of all token losses of the global
+//! batch divided by the number N of its valid tokens, over dp, sp and accumulation alike.
+//! N is not known before all ranks have counted, so `backward` scales by the constant `1/C`
+//! with `C = train_batch_size · seq_len`, and `step` multiplies by `C/N` before it takes the
+//! norm. A rank without a valid label contributes zeros.
+
+mod assemble;
+mod backward;
+mod error;
+mod forward;
+mod initialize;
+mod step;
+mod train;
+mod verify;
+
+pub use error::EngineError;
+pub use forward::Loss;
+pub use initialize::{Engine, initialize};
+pub use step::StepReport;
+pub use verify::BatchOutcome;

@@ -1,0 +1,25 @@
+//! One global batch at a time.
+
+use super::{Engine, EngineError, StepReport};
+use crate::data::MicroBatch;
+
+impl Engine {
+    /// Trains on one global batch: `gradient_accumulation_steps` micro batches from
+    /// `next_micro_batch`, then the update.
+    ///
+    /// # Errors
+    /// A micro batch that cannot be had, a step already begun, or whatever a step reports.
+    pub fn train_batch<E: Into<EngineError>>(
+        &mut self,
+        mut next_micro_batch: impl FnMut(usize) -> Result<MicroBatch, E>,
+    ) -> Result<StepReport, EngineError> {
+        let accumulation = self.config.gradient_accumulation_steps;
+        let done = self.accumulation.micro_steps;
+        for micro_step in done..accumulation {
+            let batch = next_micro_batch(micro_step).map_err(Into::into)?;
+            let loss = self.forward(&batch)?;
+            self.backward(loss)?;
+        }
+        self.step()?.ok_or(EngineError::NotAtBoundary { accumulation, done })
+    }
+}

@@ -1,0 +1,9 @@
+//! What a run tells its user: metrics, progress, and a summary at the end.
+
+mod metrics;
+mod progress;
+mod summary;
+
+pub use metrics::{Metrics, MetricsWriter};
+pub use progress::Progress;
+pub use summary::{RankSummary, RunSummary};

@@ -1,0 +1,74 @@
+//! Progress lines on standard error.
+
+use super::Metrics;
+use std::time::Instant;
+
+/// Prints a line every few steps, with the time that is left.
+#[derive(Debug)]
+pub struct Progress {
+    steps: u64,
+    steps_per_print: u64,
+    start: Instant,
+}
+
+impl Progress {
+    /// Starts the clock of a run of `steps`.
+    pub fn new(steps: u64, steps_per_print: u64) -> Self {
+        Self { steps, steps_per_print: steps_per_print.max(1), start: Instant::now() }
+    }
+
+    /// Prints the step if its turn has come: the first, every `steps_per_print`-th, the last,
+    /// and any that was skipped.
+    pub fn report(&self, metrics: &Metrics) {
+        let due = metrics.step == 1 || metrics.step == self.steps || metrics.step % self.steps_per_print == 0;
+        if due || metrics.skipped {
+            eprintln!("{}", self.line(metrics, self.start.elapsed().as_secs_f64()));
+        }
+    }
+
+    fn line(&self, metrics: &Metrics, elapsed_seconds: f64) -> String {
+        let Metrics { step, loss, lr, grad_norm, tokens_per_second, .. } = metrics;
+        if metrics.skipped {
+            return format!("step {step:>5}/{}  skipped: no token of the batch has a label", self.steps);
+        }
+        let left = elapsed_seconds / *step as f64 * (self.steps - step.min(&self.steps)) as f64;
+        format!(
+            "step {step:>5}/{}  loss {loss:<7.4} lr {lr:<9.2e} grad norm {grad_norm:<8.3} \
+             {tokens_per_second:>8.0} tokens/s  {left:>4.0} s left",
+            self.steps
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metrics(step: u64, skipped: bool) -> Metrics {
+        Metrics {
+            step,
+            loss: 2.5,
+            lr: 1e-3,
+            grad_norm: 0.5,
+            tokens: 8192,
+            tokens_per_second: 4096.0,
+            step_seconds: 2.0,
+            loss_scale: 1.0,
+            skipped,
+            comm_bytes: 0,
+            memory_bytes: 0,
+        }
+    }
+
+    #[test]
+    fn a_line_extrapolates_the_time_that_is_left() {
+        let line = Progress::new(20, 1).line(&metrics(5, false), 10.0);
+        assert!(line.contains("step     5/20") && line.contains("30 s left"), "{line}");
+    }
+
+    #[test]
+    fn skipped_steps_say_why() {
+        let line = Progress::new(20, 1).line(&metrics(5, true), 10.0);
+        assert!(line.contains("skipped: no token"), "{line}");
+    }
+}

@@ -1,0 +1,78 @@
+//! The library against PyTorch and Hugging Face: logits, loss, every gradient, and the
+//! parameters after AdamW steps, on every mesh and ZeRO stage.
+
+mod support;
+
+use support::compare::{assert_all_close, assert_close, assert_scalar_close, values};
+use support::golden::Fixture;
+use support::mesh_run::{Layout, Problem, Rule, by_name, layout};
+
+const GRADIENT_TOLERANCE: f64 = 1e-5;
+const PARAMETER_TOLERANCE: f64 = 5e-5;
+
+fn layouts() -> impl Iterator<Item = Layout> {
+    let meshes = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (1, 4), (1, 8)];
+    meshes.into_iter().flat_map(|(dp, sp)| (0..=3).map(move |stage| layout(dp, sp, stage)))
+}
+
+fn problem(fixture: &Fixture, clip: Option<f64>, steps: usize) -> Problem {
+    let rule = Rule::AdamW(fixture.adamw);
+    let (config, weights) = (fixture.config.clone(), fixture.weights.clone());
+    Problem { rule, clip, steps, ..Problem::new(config, weights, fixture.batch.clone()) }
+}
+
+/// Logits, loss and gradients of one fixture.
+fn check_forward_and_backward(name: &str) {
+    let fixture = Fixture::load(name).unwrap();
+    let problem = problem(&fixture, None, 0);
+    for layout in layouts() {
+        let label = format!("{name} {layout:?}");
+        let outcome = problem.run(layout).unwrap();
+        let expected = &fixture.outputs["logits"];
+        // Rows that pad the batch for dp come last.
+        let logits = outcome.logits.narrow(0, 0, expected.dim(0).unwrap()).unwrap();
+        assert_close(&format!("{label}: logits"), &values(&logits), expected, GRADIENT_TOLERANCE);
+        let loss = values(&fixture.outputs["loss"])[0];
+        assert_scalar_close(&format!("{label}: loss"), outcome.loss, loss, GRADIENT_TOLERANCE);
+        let gradients = by_name(&outcome.gradients);
+        assert_all_close(&format!("{label}: gradient"), &gradients, &fixture.grads, GRADIENT_TOLERANCE);
+    }
+}
+
+#[test]
+fn logits_loss_and_gradients_are_pytorch_s() {
+    check_forward_and_backward("tiny_strong");
+}
+
+#[test]
+fn packed_documents_do_not_see_one_another() {
+    check_forward_and_backward("packed_strong");
+}
+
+/// Losses, norms and parameters after every step of one trajectory.
+fn check_trajectory(name: &str) {
+    let fixture = Fixture::load("tiny_strong").unwrap();
+    let trajectory = fixture.trajectory(name).unwrap();
+    for (index, expected) in trajectory.steps.iter().enumerate() {
+        let problem = problem(&fixture, trajectory.clip, index + 1);
+        for layout in layouts() {
+            let label = format!("{name} step {} {layout:?}", index + 1);
+            let outcome = problem.run(layout).unwrap();
+            let report = &outcome.reports[index];
+            assert_scalar_close(&format!("{label}: loss"), report.loss, expected.loss, GRADIENT_TOLERANCE);
+            assert_scalar_close(&format!("{label}: norm"), report.grad_norm, expected.grad_norm, 1e-5);
+            let parameters = by_name(&outcome.parameters);
+            assert_all_close(&label, &parameters, &expected.params, PARAMETER_TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn adamw_steps_are_pytorch_s() {
+    check_trajectory("adamw");
+}
+
+#[test]
+fn clipped_adamw_steps_are_pytorch_s() {
+    check_trajectory("adamw_clip0.5");
+}

@@ -1,0 +1,219 @@
+//! Runs the library on a mesh, on the reference's own weights and batches.
+
+use super::compare::{assert_all_close, assert_scalar_close};
+use super::reference::{
+    AdamW, AdamWConfig, Batch, Optimizer, ReferenceConfig, Sgd, Tensors, Training, Weights, train,
+};
+use anyhow::{Context, Result};
+use candle_core::{DType, Tensor};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use ulysses::comm::MeshGroups;
+use ulysses::comm::thread::{LaunchOptions, launch};
+use ulysses::config::Config;
+use ulysses::data::GlobalBatch;
+use ulysses::engine::{BatchOutcome, Engine};
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::{LlamaConfig, Model, ModelError, ParameterSpec, WeightSource};
+use ulysses::ops::attention::{Attention, FlashAttention};
+use ulysses::zero::ZeroGroups;
+
+/// One way to distribute a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    pub dp: usize,
+    pub sp: usize,
+    pub stage: u8,
+    pub accumulation: usize,
+}
+
+/// Data parallel × sequence parallel, at a ZeRO stage, without accumulation.
+pub const fn layout(dp: usize, sp: usize, stage: u8) -> Layout {
+    Layout { dp, sp, stage, accumulation: 1 }
+}
+
+/// The optimizers that reference and library share.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rule {
+    Sgd { lr: f64 },
+    AdamW(AdamWConfig),
+}
+
+/// A model, a batch, and what to do with them.
+pub struct Problem {
+    pub config: ReferenceConfig,
+    pub weights: Weights,
+    pub batch: Batch,
+    pub rule: Rule,
+    pub clip: Option<f64>,
+    pub steps: usize,
+    /// More keys for the JSON config.
+    pub extra: serde_json::Value,
+}
+
+/// What stands in for parts of the library, to prove that the suite notices.
+pub struct Doubles {
+    pub groups: fn(ZeroGroups) -> ZeroGroups,
+    pub attention: Arc<dyn Attention>,
+    pub batch: fn(Batch, Layout) -> Batch,
+}
+
+impl Default for Doubles {
+    fn default() -> Self {
+        Self { groups: |groups| groups, attention: Arc::new(FlashAttention), batch: |batch, _| batch }
+    }
+}
+
+impl Problem {
+    pub fn new(config: ReferenceConfig, weights: Weights, batch: Batch) -> Self {
+        let rule = Rule::Sgd { lr: 0.1 };
+        Self { config, weights, batch, rule, clip: None, steps: 3, extra: json!({}) }
+    }
+
+    /// What the independent reference makes of it.
+    pub fn reference(&self) -> Result<Training> {
+        let mut optimizer: Box<dyn Optimizer> = match self.rule {
+            Rule::Sgd { lr } => Box::new(Sgd::new(lr, 0.0, 0.0)),
+            Rule::AdamW(config) => Box::new(AdamW::new(config)),
+        };
+        let batches = vec![self.batch.clone(); self.steps];
+        train(&self.config, &self.weights, &batches, &mut *optimizer, self.clip, self.steps)
+    }
+
+    /// What the library makes of it; every rank must say the same.
+    pub fn run(&self, layout: Layout) -> Result<BatchOutcome> {
+        self.run_with(layout, &Doubles::default())
+    }
+
+    pub fn run_with(&self, layout: Layout, doubles: &Doubles) -> Result<BatchOutcome> {
+        let batch = (doubles.batch)(self.batch.clone(), layout);
+        let mut global = global_batch(&batch)?;
+        global.pad_rows(layout.dp * layout.accumulation)?;
+        let config = self.json_config(layout, global.batch())?;
+        let mesh = DeviceMesh::dp_sp(layout.dp, layout.sp)?;
+        let outcomes = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
+            let groups = MeshGroups::new(&mesh, rank.group.clone())?;
+            let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+            let groups = (doubles.groups)(groups);
+            let model = Model::llama(&llama_config(&self.config));
+            let weights = ReferenceWeights(&self.weights);
+            let mut engine =
+                Engine::with_attention(model, &weights, &config, groups, doubles.attention.clone())?;
+            let outcome = engine.run_global_batch(&global, self.steps)?;
+            engine.check_replicas()?;
+            anyhow::Ok(outcome)
+        })?;
+        let mut outcomes = outcomes.into_iter();
+        let first = outcomes.next().context("a mesh has a rank")?;
+        for other in outcomes {
+            anyhow::ensure!(bits(&first)? == bits(&other)?, "ranks disagree on {layout:?}");
+        }
+        Ok(first)
+    }
+
+    pub fn json_config(&self, layout: Layout, rows: usize) -> Result<Config> {
+        let Layout { dp, sp, stage, accumulation } = layout;
+        let optimizer = match self.rule {
+            Rule::Sgd { lr } => json!({ "type": "SGD", "params": { "lr": lr } }),
+            Rule::AdamW(AdamWConfig { lr, betas, eps, weight_decay }) => {
+                let betas = [betas.0, betas.1];
+                let params = json!({ "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay });
+                json!({ "type": "AdamW", "params": params })
+            }
+        };
+        let mut value = json!({
+            "train_batch_size": rows,
+            "gradient_accumulation_steps": accumulation,
+            "mesh_param": [dp, sp],
+            "zero_optimization": { "stage": stage },
+            "optimizer": optimizer,
+            "gradient_clipping": self.clip.unwrap_or(0.0),
+        });
+        for (key, extra) in self.extra.as_object().context("extra keys are an object")? {
+            value[key] = extra.clone();
+        }
+        Ok(Config::from_json_str(&value.to_string(), "test.json")?)
+    }
+}
+
+/// Panics unless loss, norms, gradients and final parameters agree with the reference.
+#[track_caller]
+pub fn assert_matches(outcome: &BatchOutcome, expected: &Training, tolerance: f64, label: &str) {
+    let first = &expected.steps[0];
+    assert_scalar_close(&format!("{label}: loss"), outcome.loss, first.loss, tolerance);
+    let gradients = by_name(&outcome.gradients);
+    assert_all_close(&format!("{label}: gradient"), &gradients, &first.grads, tolerance);
+    for (index, (report, step)) in outcome.reports.iter().zip(&expected.steps).enumerate() {
+        let label = format!("{label}: step {index}");
+        assert_scalar_close(&format!("{label}: loss"), report.loss, step.loss, tolerance);
+        assert_scalar_close(&format!("{label}: norm"), report.grad_norm, step.grad_norm, tolerance);
+    }
+    assert_eq!(outcome.reports.len(), expected.steps.len(), "{label}: steps");
+    let parameters = by_name(&outcome.parameters);
+    let expected: Tensors = super::reference::as_tensors(&expected.weights);
+    assert_all_close(&format!("{label}: parameter"), &parameters, &expected, tolerance);
+}
+
+/// Whether [`assert_matches`] would pass.
+pub fn matches(outcome: &BatchOutcome, expected: &Training, tolerance: f64) -> bool {
+    let check = || assert_matches(outcome, expected, tolerance, "double");
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_ok()
+}
+
+pub fn by_name(tensors: &[(String, Tensor)]) -> BTreeMap<String, Tensor> {
+    tensors.iter().cloned().collect()
+}
+
+/// Every number of an outcome, to the bit.
+pub fn bits(outcome: &BatchOutcome) -> Result<Vec<u64>> {
+    let reported = outcome.reports.iter().flat_map(|report| [report.loss, report.grad_norm]);
+    let mut bits: Vec<u64> = std::iter::once(outcome.loss).chain(reported).map(f64::to_bits).collect();
+    let tensors = outcome.gradients.iter().chain(&outcome.parameters).map(|(_, tensor)| tensor);
+    for tensor in std::iter::once(&outcome.logits).chain(tensors) {
+        let values: Vec<f32> = tensor.flatten_all()?.to_vec1()?;
+        bits.extend(values.into_iter().map(|value| u64::from(value.to_bits())));
+    }
+    Ok(bits)
+}
+
+pub fn global_batch(batch: &Batch) -> Result<GlobalBatch> {
+    let (rows, seq_len) = (batch.num_rows(), batch.input_ids[0].len());
+    Ok(GlobalBatch::new(
+        rows,
+        seq_len,
+        batch.input_ids.concat(),
+        Some(batch.position_ids.concat()),
+        Some(batch.labels.concat()),
+    )?)
+}
+
+pub fn llama_config(config: &ReferenceConfig) -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: config.vocab_size,
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        num_layers: config.num_layers,
+        num_heads: config.num_heads,
+        num_kv_heads: config.num_kv_heads,
+        head_dim: config.head_dim,
+        rope_theta: config.rope_theta,
+        rms_norm_eps: config.rms_norm_eps,
+        initializer_range: 0.02,
+        tie_word_embeddings: config.tie_word_embeddings,
+    }
+}
+
+/// The reference's weights, which are f32 values, as a source for the library.
+pub struct ReferenceWeights<'a>(pub &'a Weights);
+
+impl WeightSource for ReferenceWeights<'_> {
+    fn read(&self, spec: &ParameterSpec, range: Range<usize>, out: &mut [f32]) -> Result<(), ModelError> {
+        let weight = self.0.get(&spec.name).expect("library and reference agree on names");
+        assert_eq!(weight.dims(), spec.shape, "{}", spec.name);
+        let values: Vec<f32> = weight.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
+        out.copy_from_slice(&values[range]);
+        Ok(())
+    }
+}

@@ -1,0 +1,40 @@
+//! The models and batches that the mesh must not change.
+
+use super::mesh_run::{Problem, Rule};
+use super::reference::{AdamWConfig, Batch, ReferenceConfig, random_weights};
+
+/// Two layers, 8 query heads, rows of 22 tokens: divisible by neither 3 nor 4.
+pub const CONFIG: ReferenceConfig = ReferenceConfig {
+    vocab_size: 61,
+    hidden_size: 24,
+    intermediate_size: 40,
+    num_layers: 2,
+    num_heads: 8,
+    num_kv_heads: 4,
+    head_dim: 4,
+    rope_theta: 10_000.0,
+    rms_norm_eps: 1e-5,
+    tie_word_embeddings: false,
+};
+
+pub const SEQ_LEN: usize = 22;
+
+pub const ADAMW: AdamWConfig =
+    AdamWConfig { lr: 1e-3, betas: (0.9, 0.95), eps: 1e-8, weight_decay: 0.1 };
+
+/// Eight rows of documents of many lengths, one of a single token, some rows of one document.
+pub fn packed_batch() -> Batch {
+    let rows: [&[usize]; 8] =
+        [&[22], &[9, 13], &[1, 4, 17], &[21, 1], &[7, 8, 7], &[22], &[11, 11], &[3, 2, 1, 16]];
+    Batch::packed(CONFIG.vocab_size, &rows, 11)
+}
+
+pub fn problem(config: ReferenceConfig, batch: Batch) -> Problem {
+    let weights = random_weights(&config, 5).expect("random weights");
+    Problem::new(config, weights, batch)
+}
+
+/// The model and batch of the full grid.
+pub fn main_problem(rule: Rule, clip: Option<f64>) -> Problem {
+    Problem { rule, clip, ..problem(CONFIG, packed_batch()) }
+}
