@@ -1,0 +1,266 @@
+//! Whole rows of a step, and the part of them that one rank works on.
+
+use super::packing::{check_ids, check_seq_len};
+use super::{DataError, IGNORED_LABEL, Row};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Rows with all their tokens, before they are cut for the sp ranks.
+///
+/// # Shapes
+/// `input_ids`, `shift_labels` and `position_ids` are `[batch, seq_len]`, row-major.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GlobalBatch {
+    batch: usize,
+    seq_len: usize,
+    input_ids: Vec<u32>,
+    shift_labels: Vec<i64>,
+    position_ids: Vec<u32>,
+    /// Per row: the starts of its documents, then `seq_len`.
+    cu_seqlens: Vec<Vec<u32>>,
+}
+
+/// What the engine of one rank consumes at once: its token range of some rows.
+///
+/// # Shapes
+/// `input_ids`, `labels` and `position_ids` are `[batch, seq_len_local]`, row-major, where `seq_len_local` is
+/// the length of `shard`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MicroBatch {
+    /// Number of rows.
+    pub batch: usize,
+    /// Tokens of a whole row, over all sp ranks.
+    pub seq_len: usize,
+    /// The tokens of every row that this rank holds.
+    pub shard: Range<usize>,
+    /// Tokens of the shard.
+    pub input_ids: Vec<u32>,
+    /// The token after each one, or [`IGNORED_LABEL`]; shifted before the row was cut.
+    pub labels: Vec<i64>,
+    /// Position of each token in its document.
+    pub position_ids: Vec<u32>,
+    /// Per row, for the whole row: the starts of its documents, then `seq_len`.
+    pub cu_seqlens: Arc<Vec<Vec<u32>>>,
+}
+
+impl MicroBatch {
+    /// Tokens per row on this rank.
+    pub fn seq_len_local(&self) -> usize {
+        self.shard.len()
+    }
+
+    /// Tokens of this shard that take part in the loss.
+    pub fn num_valid_tokens(&self) -> usize {
+        self.labels.iter().filter(|&&label| label != IGNORED_LABEL).count()
+    }
+}
+
+/// The contiguous tokens of a row that an sp rank holds; the first `seq_len % sp_size` ranks hold one more.
+///
+/// A rank that does not exist holds none.
+pub fn shard_range(seq_len: usize, sp_size: usize, sp_rank: usize) -> Range<usize> {
+    if sp_rank >= sp_size {
+        return seq_len..seq_len;
+    }
+    let (quotient, remainder) = (seq_len / sp_size, seq_len % sp_size);
+    let start = |rank: usize| rank * quotient + rank.min(remainder);
+    start(sp_rank)..start(sp_rank + 1)
+}
+
+impl GlobalBatch {
+    /// Takes rows that the caller made.
+    ///
+    /// Without `position_ids` each row is one document. Documents start wherever a position is not the one
+    /// before plus 1. Without `shift_labels` each token's label is the next one of its document in the row; the
+    /// end of the row has none, since nothing says how it goes on.
+    ///
+    /// # Shapes
+    /// All tensors are `[batch, seq_len]`, row-major.
+    ///
+    /// # Errors
+    /// When there is no row, `seq_len` is invalid or a tensor has another length.
+    pub fn new(
+        batch: usize,
+        seq_len: usize,
+        input_ids: Vec<u32>,
+        position_ids: Option<Vec<u32>>,
+        shift_labels: Option<Vec<i64>>,
+    ) -> Result<Self, DataError> {
+        check_seq_len(seq_len)?;
+        if batch == 0 {
+            return Err(DataError::NoRows);
+        }
+        let check = |tensor, found| match batch.checked_mul(seq_len) {
+            Some(expected) if expected == found => Ok(()),
+            _ => Err(DataError::WrongLength { tensor, found, batch, seq_len }),
+        };
+        check("input_ids", input_ids.len())?;
+        // Lengths of 32 bits: checked above.
+        let position_ids =
+            position_ids.unwrap_or_else(|| (0..batch).flat_map(|_| 0..seq_len as u32).collect());
+        check("position_ids", position_ids.len())?;
+        let cu_seqlens: Vec<_> = position_ids.chunks(seq_len).map(document_bounds).collect();
+        let shift_labels = shift_labels.unwrap_or_else(|| shifted(&input_ids, &cu_seqlens));
+        check("shift_labels", shift_labels.len())?;
+        Ok(Self { batch, seq_len, input_ids, shift_labels, position_ids, cu_seqlens })
+    }
+
+    /// Stacks packed rows of one length.
+    pub(super) fn from_rows(rows: Vec<Row>, seq_len: usize) -> Self {
+        let batch = rows.len();
+        let mut stacked = Self {
+            batch,
+            seq_len,
+            input_ids: Vec::with_capacity(batch * seq_len),
+            shift_labels: Vec::with_capacity(batch * seq_len),
+            position_ids: Vec::with_capacity(batch * seq_len),
+            cu_seqlens: Vec::with_capacity(batch),
+        };
+        for row in rows {
+            stacked.input_ids.extend(row.input_ids);
+            stacked.shift_labels.extend(row.shift_labels);
+            stacked.position_ids.extend(row.position_ids);
+            stacked.cu_seqlens.push(row.cu_seqlens);
+        }
+        stacked
+    }
+
+    /// Number of rows.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
+    /// Tokens per row.
+    pub fn seq_len(&self) -> usize {
+        self.seq_len
+    }
+
+    /// The tokens, `[batch, seq_len]`.
+    pub fn input_ids(&self) -> &[u32] {
+        &self.input_ids
+    }
+
+    /// The token after each one or [`IGNORED_LABEL`], `[batch, seq_len]`.
+    pub fn shift_labels(&self) -> &[i64] {
+        &self.shift_labels
+    }
+
+    /// Position of each token in its document, `[batch, seq_len]`.
+    pub fn position_ids(&self) -> &[u32] {
+        &self.position_ids
+    }
+
+    /// Per row: the starts of its documents, then `seq_len`.
+    pub fn cu_seqlens(&self) -> &[Vec<u32>] {
+        &self.cu_seqlens
+    }
+
+    /// Checks that a model with `vocab_size` embeddings knows every token and label.
+    ///
+    /// # Errors
+    /// Names the first token or label that it does not know.
+    pub fn check_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
+        check_ids(&self.input_ids, self.seq_len, vocab_size)?;
+        let is_known =
+            |label: i64| label == IGNORED_LABEL || usize::try_from(label).is_ok_and(|id| id < vocab_size);
+        match self.shift_labels.iter().position(|&label| !is_known(label)) {
+            None => Ok(()),
+            Some(at) => {
+                let (row, position) = (at / self.seq_len, at % self.seq_len);
+                Err(DataError::LabelOutOfVocab { row, position, label: self.shift_labels[at], vocab_size })
+            }
+        }
+    }
+
+    /// Appends fully masked rows until `multiple` divides the number of rows; returns how many.
+    ///
+    /// # Errors
+    /// When `multiple` is 0.
+    pub fn pad_rows(&mut self, multiple: usize) -> Result<usize, DataError> {
+        if multiple == 0 {
+            return Err(DataError::Zero { name: "the multiple of rows" });
+        }
+        let missing = (multiple - self.batch % multiple) % multiple;
+        for _ in 0..missing {
+            let seq_len = self.seq_len as u32;
+            self.position_ids.extend(0..seq_len);
+            self.cu_seqlens.push(vec![0, seq_len]);
+        }
+        self.batch += missing;
+        self.input_ids.resize(self.batch * self.seq_len, 0);
+        self.shift_labels.resize(self.batch * self.seq_len, IGNORED_LABEL);
+        Ok(missing)
+    }
+
+    /// An sp rank's shard of some of the rows.
+    ///
+    /// # Errors
+    /// When the rows or the rank do not exist, or a rank would hold no token.
+    pub fn micro_batch(
+        &self,
+        rows: Range<usize>,
+        sp_size: usize,
+        sp_rank: usize,
+    ) -> Result<MicroBatch, DataError> {
+        if rows.is_empty() || rows.end > self.batch {
+            return Err(DataError::RowsOutOfRange { rows, available: self.batch });
+        }
+        if sp_rank >= sp_size {
+            return Err(DataError::RankOutOfRange { axis: "sp", rank: sp_rank, size: sp_size });
+        }
+        if self.seq_len < sp_size {
+            return Err(DataError::SeqLenBelowSp { seq_len: self.seq_len, sp_size });
+        }
+        let shard = shard_range(self.seq_len, sp_size, sp_rank);
+        let cut = Cut { rows: rows.clone(), seq_len: self.seq_len, shard: shard.clone() };
+        Ok(MicroBatch {
+            batch: rows.len(),
+            seq_len: self.seq_len,
+            input_ids: cut.of(&self.input_ids),
+            labels: cut.of(&self.shift_labels),
+            position_ids: cut.of(&self.position_ids),
+            cu_seqlens: Arc::new(self.cu_seqlens[rows].to_vec()),
+            shard,
+        })
+    }
+}
+
+/// A block of a row-major `[batch, seq_len]` tensor.
+struct Cut {
+    rows: Range<usize>,
+    seq_len: usize,
+    shard: Range<usize>,
+}
+
+impl Cut {
+    fn of<T: Copy>(&self, tensor: &[T]) -> Vec<T> {
+        let mut block = Vec::with_capacity(self.rows.len() * self.shard.len());
+        for row in tensor.chunks(self.seq_len).skip(self.rows.start).take(self.rows.len()) {
+            block.extend_from_slice(&row[self.shard.clone()]);
+        }
+        block
+    }
+}
+
+/// The starts of a row's documents, then its length.
+fn document_bounds(position_ids: &[u32]) -> Vec<u32> {
+    let continues = |pair: &[u32]| pair[0].checked_add(1) == Some(pair[1]);
+    let starts = position_ids.windows(2).zip(1..).filter(|(pair, _)| !continues(pair)).map(|(_, at)| at);
+    let mut bounds = vec![0];
+    bounds.extend(starts);
+    bounds.push(position_ids.len() as u32);
+    bounds
+}
+
+/// Labels of rows whose continuation is unknown: the next token within each document.
+fn shifted(input_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> Vec<i64> {
+    let mut labels: Vec<i64> = input_ids.iter().skip(1).map(|&id| i64::from(id)).collect();
+    labels.push(IGNORED_LABEL);
+    let seq_len = input_ids.len() / cu_seqlens.len();
+    for (row, bounds) in labels.chunks_mut(seq_len).zip(cu_seqlens) {
+        for &end in &bounds[1..] {
+            row[end as usize - 1] = IGNORED_LABEL;
+        }
+    }
+    labels
+}

@@ -1,0 +1,176 @@
+//! What can be wrong with a corpus, a batch or a request to a loader.
+
+use super::Skipped;
+use crate::mesh::MeshError;
+use std::ops::Range;
+use std::path::PathBuf;
+
+/// The cause reported by the tokenizers library.
+type TokenizerCause = Box<dyn std::error::Error + Send + Sync>;
+
+/// Data that cannot be read, or a batch that cannot be made of it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DataError {
+    /// The path of the data or the tokenizer does not exist.
+    #[error("{} does not exist; give a text file or a directory of them", path.display())]
+    Missing {
+        /// The path as given.
+        path: PathBuf,
+    },
+    /// A file or directory that exists and cannot be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// A path to a pipe, device or socket.
+    #[error("{} is neither a file nor a directory", path.display())]
+    NotAFile {
+        /// The path as given.
+        path: PathBuf,
+    },
+    /// A file given by name that is no text. In a directory such files are skipped.
+    #[error("{} is not valid UTF-8 text", path.display())]
+    NotText {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A file or directory without any token.
+    #[error("{} holds no text ({skipped})", path.display())]
+    Empty {
+        /// The path as given.
+        path: PathBuf,
+        /// What was found there and not used.
+        skipped: Skipped,
+    },
+    /// Documents without any token.
+    #[error("no document holds a token")]
+    NoTokens,
+    /// A tokenizer file that is none.
+    #[error("cannot load the tokenizer {}: expected a Hugging Face tokenizer.json", path.display())]
+    TokenizerLoad {
+        /// The tokenizer file.
+        path: PathBuf,
+        /// The library's reason.
+        source: TokenizerCause,
+    },
+    /// Text that the tokenizer refuses.
+    #[error("the tokenizer fails on {}", path.display())]
+    Tokenize {
+        /// The document.
+        path: PathBuf,
+        /// The library's reason.
+        source: TokenizerCause,
+    },
+    /// A row length that rows cannot have.
+    #[error("seq_len {seq_len} is invalid; valid are 1 to {}", u32::MAX)]
+    InvalidSeqLen {
+        /// Tokens per row asked for.
+        seq_len: usize,
+    },
+    /// Fewer tokens in a row than ranks to share them.
+    #[error("seq_len {seq_len} is smaller than sp {sp_size}; every rank needs at least one token of a row")]
+    SeqLenBelowSp {
+        /// Tokens per row.
+        seq_len: usize,
+        /// Ranks that share a row.
+        sp_size: usize,
+    },
+    /// A token that the model has no embedding for.
+    #[error("token id {id} at row {row}, position {position} is outside the vocabulary 0..{vocab_size}")]
+    TokenOutOfVocab {
+        /// The row.
+        row: usize,
+        /// The position in the row.
+        position: usize,
+        /// The token id.
+        id: u32,
+        /// Size of the vocabulary.
+        vocab_size: usize,
+    },
+    /// A label that is neither a token id nor ignored.
+    #[error(
+        "label {label} at row {row}, position {position} is neither {} nor in the vocabulary 0..{vocab_size}",
+        super::IGNORED_LABEL
+    )]
+    LabelOutOfVocab {
+        /// The row.
+        row: usize,
+        /// The position in the row.
+        position: usize,
+        /// The label.
+        label: i64,
+        /// Size of the vocabulary.
+        vocab_size: usize,
+    },
+    /// A batch without rows.
+    #[error("a batch needs at least one row")]
+    NoRows,
+    /// A tensor with another number of elements than the batch has tokens.
+    #[error("{tensor} has {found} elements; [batch, seq_len] = [{batch}, {seq_len}] takes {}", expected(*batch, *seq_len))]
+    WrongLength {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its number of elements.
+        found: usize,
+        /// Rows of the batch.
+        batch: usize,
+        /// Tokens per row.
+        seq_len: usize,
+    },
+    /// Rows that are not there, or an empty range of them.
+    #[error("rows {rows:?} were asked for; valid are non-empty ranges within 0..{available}")]
+    RowsOutOfRange {
+        /// The rows asked for.
+        rows: Range<usize>,
+        /// Number of rows.
+        available: usize,
+    },
+    /// A count that must be at least 1.
+    #[error("{name} is 0; it must be at least 1")]
+    Zero {
+        /// What is counted.
+        name: &'static str,
+    },
+    /// A rank past the end of its axis.
+    #[error("{axis} rank {rank} does not exist; with {axis} size {size}, ranks are below {size}")]
+    RankOutOfRange {
+        /// The axis.
+        axis: &'static str,
+        /// The rank along it.
+        rank: usize,
+        /// Its size.
+        size: usize,
+    },
+    /// A train batch whose size is no number this machine can hold.
+    #[error("micro_batch {micro_batch} × accumulation {accumulation} × dp {dp_size} overflows")]
+    BatchTooLarge {
+        /// Rows per rank and micro step.
+        micro_batch: usize,
+        /// Micro steps per step.
+        accumulation: usize,
+        /// Data-parallel ranks.
+        dp_size: usize,
+    },
+    /// A cursor so far that a step after it cannot be counted.
+    #[error(
+        "cursor {samples_consumed} + train batch {train_batch_size} overflows; is the checkpoint damaged?"
+    )]
+    CursorOverflow {
+        /// The cursor.
+        samples_consumed: u64,
+        /// Samples per step.
+        train_batch_size: u64,
+    },
+    /// A mesh without the rank or axis asked for.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+}
+
+/// Elements of `[batch, seq_len]`, in words where they cannot be counted.
+fn expected(batch: usize, seq_len: usize) -> String {
+    batch.checked_mul(seq_len).map_or_else(|| "more than memory has".to_owned(), |count| count.to_string())
+}

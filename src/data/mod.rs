@@ -1,0 +1,40 @@
+//! The data path: text → tokens → packed rows → one rank's part of a step.
+//!
+//! ```text
+//! Corpus ─► PackedRows ─► DataLoader ─► GlobalBatch ─► MicroBatch
+//! documents  rows of       order, rows    whole rows     a rank's shard
+//!            seq_len       of a rank                     of these rows
+//! ```
+//!
+//! Three rules hold on this path, and everything downstream relies on them:
+//!
+//! - **The order of the data does not know the mesh.** It is a function of (seed, epoch). A step consumes the
+//!   next `train_batch_size` samples; dp ranks and micro steps take contiguous rows of them. So two meshes
+//!   train on the same data, and a run can continue on another mesh.
+//! - **Labels are shifted before a row is cut.** A shard's last label is the first token of the next shard. No
+//!   label crosses the end of a document; a document that is cut at the end of a row keeps its label there.
+//! - **Document bounds travel with every shard.** Attention sees whole rows, so each shard carries the
+//!   `cu_seqlens` of the whole row, beside the `position_ids` of its own tokens.
+
+mod batch;
+mod corpus;
+mod entropy;
+mod error;
+mod loader;
+mod order;
+mod packing;
+#[cfg(test)]
+mod tests;
+mod tokenizer;
+
+pub use batch::{GlobalBatch, MicroBatch, shard_range};
+pub use corpus::{Corpus, Skipped};
+pub use entropy::unigram_entropy_nats;
+pub use error::DataError;
+pub use loader::{DataLoader, LoaderOptions, Placement};
+pub use order::epoch_order;
+pub use packing::{PackedRows, Row};
+pub use tokenizer::Tokenizer;
+
+/// The label of a token that takes no part in the loss (PyTorch's default `ignore_index`).
+pub const IGNORED_LABEL: i64 = -100;

@@ -1,0 +1,159 @@
+use super::*;
+
+const NONE: i64 = IGNORED_LABEL;
+
+/// Two rows of six tokens `10·(row+1) + position`; the second row holds two documents.
+fn two_rows() -> GlobalBatch {
+    let input_ids = (0..2).flat_map(|row| (0..6).map(move |at| 10 * (row + 1) + at)).collect();
+    let position_ids = vec![0, 1, 2, 3, 4, 5, 0, 1, 0, 1, 2, 3];
+    GlobalBatch::new(2, 6, input_ids, Some(position_ids), None).unwrap()
+}
+
+#[test]
+fn shards_differ_by_one_token_and_tile_the_row() {
+    let lens: Vec<_> = (0..3).map(|rank| shard_range(64, 3, rank).len()).collect();
+    assert_eq!(lens, [22, 21, 21]);
+    for (seq_len, sp_size) in [(64, 3), (64, 4), (5, 5), (7, 2), (1, 1), (3, 8)] {
+        let tiles: Vec<usize> = (0..sp_size).flat_map(|rank| shard_range(seq_len, sp_size, rank)).collect();
+        assert_eq!(tiles, (0..seq_len).collect::<Vec<_>>());
+        assert!(shard_range(seq_len, sp_size, sp_size).is_empty());
+    }
+    assert!(shard_range(8, 0, 0).is_empty());
+}
+
+#[test]
+fn documents_and_labels_follow_from_positions() {
+    let batch = two_rows();
+    assert_eq!(batch.cu_seqlens(), [vec![0, 6], vec![0, 2, 6]]);
+    assert_eq!(batch.shift_labels(), [11, 12, 13, 14, 15, NONE, 21, NONE, 23, 24, 25, NONE]);
+    // A document starts where a position is not its predecessor plus 1, also when it does not start at 0.
+    let jumps = GlobalBatch::new(1, 6, vec![1; 6], Some(vec![5, 6, 8, 8, 9, 0]), None).unwrap();
+    assert_eq!(jumps.cu_seqlens(), [[0, 2, 3, 5, 6]]);
+    let wrap = GlobalBatch::new(1, 2, vec![1; 2], Some(vec![u32::MAX, 0]), None).unwrap();
+    assert_eq!(wrap.cu_seqlens(), [[0, 1, 2]]);
+}
+
+#[test]
+fn rows_without_positions_are_single_documents_and_given_labels_are_kept() {
+    let batch = GlobalBatch::new(2, 3, vec![1, 2, 3, 4, 5, 6], None, None).unwrap();
+    assert_eq!(batch.position_ids(), [0, 1, 2, 0, 1, 2]);
+    assert_eq!(batch.shift_labels(), [2, 3, NONE, 5, 6, NONE]);
+    assert_eq!(batch.cu_seqlens(), [[0, 3], [0, 3]]);
+    let labels = vec![7, NONE, 9];
+    let batch = GlobalBatch::new(1, 3, vec![1, 2, 3], None, Some(labels.clone())).unwrap();
+    assert_eq!(batch.shift_labels(), labels);
+}
+
+#[test]
+fn a_micro_batch_is_a_block_of_rows_and_tokens() {
+    let middle = two_rows().micro_batch(0..2, 4, 1).unwrap();
+    // 6 tokens over 4 ranks: 2, 2, 1, 1.
+    assert_eq!((middle.batch, middle.seq_len, middle.shard.clone()), (2, 6, 2..4));
+    assert_eq!(middle.seq_len_local(), 2);
+    assert_eq!(middle.input_ids, [12, 13, 22, 23]);
+    assert_eq!(
+        middle.labels,
+        [13, 14, 23, 24],
+        "the second label of each row is the next shard's first token"
+    );
+    assert_eq!(middle.position_ids, [2, 3, 0, 1]);
+    assert_eq!(*middle.cu_seqlens, [vec![0, 6], vec![0, 2, 6]], "of the whole rows");
+    let second_row = two_rows().micro_batch(1..2, 3, 0).unwrap();
+    assert_eq!((second_row.input_ids, second_row.labels), (vec![20, 21], vec![21, NONE]));
+    assert_eq!(*second_row.cu_seqlens, [[0, 2, 6]]);
+}
+
+#[test]
+fn shards_laid_side_by_side_are_the_rows() {
+    let batch = two_rows();
+    for sp_size in 1..=6 {
+        let shards: Vec<_> =
+            (0..sp_size).map(|rank| batch.micro_batch(0..2, sp_size, rank).unwrap()).collect();
+        for row in 0..2 {
+            let side_by_side: Vec<_> = shards
+                .iter()
+                .flat_map(|shard| {
+                    let tokens = row * shard.seq_len_local()..(row + 1) * shard.seq_len_local();
+                    tokens.map(|at| (shard.input_ids[at], shard.labels[at], shard.position_ids[at]))
+                })
+                .collect();
+            let whole: Vec<_> = (row * 6..(row + 1) * 6)
+                .map(|at| (batch.input_ids()[at], batch.shift_labels()[at], batch.position_ids()[at]))
+                .collect();
+            assert_eq!(side_by_side, whole);
+        }
+        let valid: usize = shards.iter().map(MicroBatch::num_valid_tokens).sum();
+        assert_eq!(valid, 9);
+    }
+}
+
+#[test]
+fn padding_rows_are_fully_masked() {
+    let mut batch = two_rows();
+    let before = batch.clone();
+    assert_eq!(batch.pad_rows(2).unwrap(), 0);
+    assert_eq!(batch, before);
+    assert_eq!(batch.pad_rows(5).unwrap(), 3);
+    assert_eq!(batch.batch(), 5);
+    let padding = batch.micro_batch(2..5, 1, 0).unwrap();
+    assert_eq!(padding.num_valid_tokens(), 0);
+    assert_eq!(padding.input_ids, [0; 18]);
+    assert_eq!(padding.position_ids, [0, 1, 2, 3, 4, 5].repeat(3));
+    assert_eq!(*padding.cu_seqlens, [[0, 6]; 3]);
+    assert_eq!(batch.micro_batch(0..2, 1, 0).unwrap(), before.micro_batch(0..2, 1, 0).unwrap());
+    assert!(matches!(batch.pad_rows(0), Err(DataError::Zero { .. })));
+}
+
+#[test]
+fn tensors_of_wrong_length_are_named() {
+    let make = |batch, seq_len, ids: usize, positions: Option<usize>, labels: Option<usize>| {
+        let positions = positions.map(|len| vec![0; len]);
+        GlobalBatch::new(batch, seq_len, vec![0; ids], positions, labels.map(|len| vec![0; len])).unwrap_err()
+    };
+    let wrong = |error: DataError| match error {
+        DataError::WrongLength { tensor, found, .. } => (tensor, found),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(wrong(make(2, 3, 5, None, None)), ("input_ids", 5));
+    assert_eq!(wrong(make(2, 3, 6, Some(7), None)), ("position_ids", 7));
+    assert_eq!(wrong(make(2, 3, 6, None, Some(3))), ("shift_labels", 3));
+    assert_eq!(wrong(make(usize::MAX, 3, 6, None, None)), ("input_ids", 6), "the product overflows");
+    assert!(matches!(make(0, 3, 0, None, None), DataError::NoRows));
+    assert!(matches!(make(2, 0, 0, None, None), DataError::InvalidSeqLen { seq_len: 0 }));
+    assert_eq!(
+        make(2, 3, 5, None, None).to_string(),
+        "input_ids has 5 elements; [batch, seq_len] = [2, 3] takes 6"
+    );
+}
+
+#[test]
+fn shards_that_cannot_be_are_errors() {
+    let batch = two_rows();
+    for rows in [0..3, 1..1, 2..3] {
+        let error = batch.micro_batch(rows.clone(), 1, 0).unwrap_err();
+        assert!(matches!(&error, DataError::RowsOutOfRange { rows: found, available: 2 } if *found == rows));
+    }
+    for (sp_size, sp_rank) in [(2, 2), (0, 0)] {
+        let error = batch.micro_batch(0..1, sp_size, sp_rank).unwrap_err();
+        assert!(matches!(error, DataError::RankOutOfRange { axis: "sp", .. }), "{error:?}");
+    }
+    let error = batch.micro_batch(0..1, 7, 0).unwrap_err();
+    assert!(matches!(error, DataError::SeqLenBelowSp { seq_len: 6, sp_size: 7 }), "{error:?}");
+}
+
+#[test]
+fn ids_outside_the_vocabulary_are_located() {
+    let batch = two_rows();
+    batch.check_vocab(26).unwrap();
+    let error = batch.check_vocab(23).unwrap_err();
+    assert_eq!(error.to_string(), "token id 23 at row 1, position 3 is outside the vocabulary 0..23");
+    for label in [-1, 30, i64::MIN] {
+        let labels = vec![NONE, 29, label];
+        let batch = GlobalBatch::new(1, 3, vec![0; 3], None, Some(labels)).unwrap();
+        let error = batch.check_vocab(30).unwrap_err();
+        let DataError::LabelOutOfVocab { row, position, label: found, .. } = error else {
+            panic!("{error:?}")
+        };
+        assert_eq!((row, position, found), (0, 2, label));
+    }
+}

@@ -1,0 +1,146 @@
+use super::*;
+use std::fs;
+use std::path::Path;
+
+fn write(root: &Path, name: &str, content: impl AsRef<[u8]>) {
+    let path = root.join(name);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, content).unwrap();
+}
+
+fn as_texts(corpus: &Corpus) -> Vec<String> {
+    let mut start = 0;
+    let mut texts = Vec::new();
+    for &end in corpus.document_ends() {
+        let bytes = corpus.tokens()[start..end].iter().map(|&token| token as u8).collect();
+        texts.push(String::from_utf8(bytes).unwrap());
+        start = end;
+    }
+    texts
+}
+
+/// A word-level tokenizer whose ids have a gap and whose file asks for truncation and padding.
+fn tokenizer_json(vocab: &str, post_processor: &str) -> String {
+    format!(
+        r#"{{"version":"1.0",
+        "truncation":{{"direction":"Right","max_length":2,"strategy":"LongestFirst","stride":0}},
+        "padding":{{"strategy":{{"Fixed":8}},"direction":"Right","pad_to_multiple_of":null,"pad_id":0,
+                    "pad_type_id":0,"pad_token":"<unk>"}},
+        "added_tokens":[],"normalizer":null,"pre_tokenizer":{{"type":"WhitespaceSplit"}},
+        "post_processor":{post_processor},"decoder":null,
+        "model":{{"type":"WordLevel","vocab":{vocab},"unk_token":"<unk>"}}}}"#
+    )
+}
+
+#[test]
+fn a_directory_is_one_document_per_text_file_in_path_order() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    write(root, "b.txt", "second");
+    write(root, "a/z.txt", "first, in a directory");
+    write(root, "c/d/e.rs", "third: größer");
+    write(root, "target.txt", "fourth: a file's name may start with target");
+    write(root, "b.bin", [0xff, 0xfe, 0x00]);
+    write(root, "empty", "");
+    write(root, ".hidden", "no");
+    write(root, ".git/config", "no");
+    write(root, "c/target/debug/out", "no");
+    let corpus = Corpus::load(root, &Tokenizer::bytes()).unwrap();
+    let expected =
+        ["first, in a directory", "second", "third: größer", "fourth: a file's name may start with target"];
+    assert_eq!(as_texts(&corpus), expected);
+    assert_eq!(corpus.skipped(), Skipped { hidden: 3, not_text: 1, empty: 1, special: 0 });
+    assert_eq!(corpus.skipped().total(), 5);
+
+    let single = Corpus::load(&root.join("b.txt"), &Tokenizer::bytes()).unwrap();
+    assert_eq!(as_texts(&single), ["second"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn links_to_files_are_read_and_links_to_directories_are_not_entered() {
+    use std::os::unix::fs::symlink;
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    write(root, "one", "one");
+    symlink(root.join("one"), root.join("two")).unwrap();
+    symlink(root, root.join("circle")).unwrap();
+    symlink(root.join("nothing"), root.join("dangling")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(root.join("socket")).unwrap();
+    let corpus = Corpus::load(root, &Tokenizer::bytes()).unwrap();
+    assert_eq!(as_texts(&corpus), ["one", "one"]);
+    assert_eq!(corpus.skipped(), Skipped { special: 3, ..Skipped::default() });
+    let error = Corpus::load(&root.join("socket"), &Tokenizer::bytes()).unwrap_err();
+    assert!(matches!(&error, DataError::NotAFile { path } if path.ends_with("socket")), "{error:?}");
+}
+
+#[test]
+fn unusable_paths_are_errors_that_name_them() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    write(root, "binary", [0xff]);
+    write(root, "empty/nothing", "");
+    write(root, "empty/.hidden", "x");
+    let load = |name: &str| Corpus::load(&root.join(name), &Tokenizer::bytes()).unwrap_err();
+    let missing = load("nowhere");
+    assert!(matches!(&missing, DataError::Missing { path } if path.ends_with("nowhere")), "{missing:?}");
+    assert!(missing.to_string().contains("nowhere"));
+    let binary = load("binary");
+    assert!(matches!(&binary, DataError::NotText { path } if path.ends_with("binary")), "{binary:?}");
+    let empty = load("empty");
+    let expected = Skipped { hidden: 1, empty: 1, ..Skipped::default() };
+    assert!(matches!(&empty, DataError::Empty { skipped, .. } if *skipped == expected), "{empty:?}");
+    assert!(empty.to_string().contains("1 hidden, 0 not UTF-8, 1 empty"), "{empty}");
+    let unreadable = load("nul\0byte");
+    assert!(matches!(unreadable, DataError::Read { .. }), "{unreadable:?}");
+    let through_a_file = load("binary/below");
+    assert!(matches!(through_a_file, DataError::Read { .. }), "{through_a_file:?}");
+    assert!(matches!(Corpus::from_documents([vec![], vec![]]), Err(DataError::NoTokens)));
+}
+
+#[test]
+fn a_tokenizer_file_loses_no_token_and_adds_special_ones_per_document() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    let leading_bos = r#"{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<s>","type_id":0}},
+        {"Sequence":{"id":"A","type_id":0}}],"pair":[{"Sequence":{"id":"A","type_id":0}},
+        {"Sequence":{"id":"B","type_id":0}}],"special_tokens":{"<s>":{"id":"<s>","ids":[9],"tokens":["<s>"]}}}"#;
+    let vocab = r#"{"<unk>":0,"a":1,"b":2,"c":7,"<s>":9}"#;
+    write(root, "tokenizer.json", tokenizer_json(vocab, leading_bos));
+    write(root, "text/1", "a b c a");
+    write(root, "text/2", "c other");
+    let tokenizer = Tokenizer::from_file(&root.join("tokenizer.json")).unwrap();
+    assert_eq!(tokenizer.vocab_size(), 10, "one past the largest id, though there are five");
+    let corpus = Corpus::load(&root.join("text"), &tokenizer).unwrap();
+    assert_eq!(corpus.tokens(), [9, 1, 2, 7, 1, 9, 7, 0]);
+    assert_eq!(corpus.document_ends(), [5, 8]);
+}
+
+#[test]
+fn tokenizer_failures_name_the_file() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    write(root, "broken.json", "{}");
+    write(root, "no_unknown.json", tokenizer_json(r#"{"a":0}"#, "null"));
+    write(root, "text/1", "a a");
+    write(root, "text/2", "a b");
+    write(root, "text/3", "b");
+    let missing = Tokenizer::from_file(&root.join("nowhere.json")).unwrap_err();
+    assert!(matches!(missing, DataError::Missing { .. }), "{missing:?}");
+    let broken = Tokenizer::from_file(&root.join("broken.json")).unwrap_err();
+    assert!(matches!(broken, DataError::TokenizerLoad { .. }), "{broken:?}");
+    assert!(broken.to_string().contains("broken.json"));
+    let tokenizer = Tokenizer::from_file(&root.join("no_unknown.json")).unwrap();
+    let refused = Corpus::load(&root.join("text"), &tokenizer).unwrap_err();
+    assert!(matches!(&refused, DataError::Tokenize { path, .. } if path.ends_with("text/2")), "{refused:?}");
+}
+
+#[test]
+fn unigram_entropy_is_that_of_the_frequencies() {
+    assert_eq!(unigram_entropy_nats(&[]), 0.0);
+    assert_eq!(unigram_entropy_nats(&[7, 7, 7]), 0.0);
+    let uniform: Vec<u32> = (0..256).collect();
+    assert!((unigram_entropy_nats(&uniform) - 256_f64.ln()).abs() < 1e-12);
+    // 1/2, 1/4, 1/4: 1.5 bits.
+    assert!((unigram_entropy_nats(&[1, 2, 1, u32::MAX]) - 1.5 * 2_f64.ln()).abs() < 1e-12);
+}

@@ -1,0 +1,97 @@
+use super::*;
+
+const NONE: i64 = IGNORED_LABEL;
+
+#[test]
+fn rows_cut_documents_and_look_one_token_ahead() {
+    // Documents of 3, 6 and 2 tokens over rows of 4: the second one is cut twice, the last row is padded.
+    let rows = packed(&[3, 6, 2], 4);
+    assert_eq!(rows.num_rows(), 3);
+    let expected = [
+        Row {
+            input_ids: vec![1000, 1001, 1002, 2000],
+            shift_labels: vec![1001, 1002, NONE, 2001],
+            position_ids: vec![0, 1, 2, 0],
+            cu_seqlens: vec![0, 3, 4],
+        },
+        Row {
+            input_ids: vec![2001, 2002, 2003, 2004],
+            shift_labels: vec![2002, 2003, 2004, 2005],
+            position_ids: vec![0, 1, 2, 3],
+            cu_seqlens: vec![0, 4],
+        },
+        Row {
+            input_ids: vec![2005, 3000, 3001, 0],
+            shift_labels: vec![NONE, 3001, NONE, NONE],
+            position_ids: vec![0, 0, 1, 0],
+            cu_seqlens: vec![0, 1, 3, 4],
+        },
+    ];
+    for (index, expected) in expected.into_iter().enumerate() {
+        assert_eq!(rows.row(index).unwrap(), expected, "row {index}");
+    }
+}
+
+#[test]
+fn a_document_that_ends_with_the_row_has_no_label_there() {
+    let rows = packed(&[4, 4], 4);
+    assert_eq!(rows.num_rows(), 2, "no row of padding alone");
+    assert_eq!(rows.row(0).unwrap().shift_labels, [1001, 1002, 1003, NONE]);
+    assert_eq!(rows.row(1).unwrap().cu_seqlens, [0, 4]);
+}
+
+#[test]
+fn a_corpus_shorter_than_a_row_is_one_padded_row() {
+    let row = packed(&[2], 5).row(0).unwrap();
+    assert_eq!(row.input_ids, [1000, 1001, 0, 0, 0]);
+    assert_eq!(row.shift_labels, [1001, NONE, NONE, NONE, NONE]);
+    assert_eq!(row.position_ids, [0, 1, 0, 1, 2]);
+    assert_eq!(row.cu_seqlens, [0, 2, 5]);
+}
+
+#[test]
+fn every_token_is_in_one_row_and_every_successor_is_a_label_once() {
+    let lens = [1, 7, 2, 1, 19, 4, 3];
+    for seq_len in 1..=40 {
+        let rows = packed(&lens, seq_len);
+        let (mut tokens, mut labels) = (Vec::new(), Vec::new());
+        for index in 0..rows.num_rows() {
+            let row = rows.row(index).unwrap();
+            assert_eq!(row.input_ids.len(), seq_len);
+            let stated = GlobalBatch::new(1, seq_len, row.input_ids.clone(), Some(row.position_ids), None);
+            assert_eq!(stated.unwrap().cu_seqlens()[0], row.cu_seqlens, "bounds follow from the positions");
+            tokens.extend(row.input_ids);
+            labels.extend(row.shift_labels);
+        }
+        let total: usize = lens.iter().sum();
+        assert_eq!(&tokens[..total], rows.corpus().tokens());
+        assert!(tokens.len() - total < seq_len && tokens[total..].iter().all(|&token| token == 0));
+        // A label is its token plus 1, in the same document, and only the last tokens of documents have none.
+        for (&token, &label) in tokens.iter().zip(&labels) {
+            let is_last =
+                lens.iter().enumerate().any(|(index, len)| document(index, *len).last() == Some(&token));
+            let expected = if token == 0 || is_last { NONE } else { i64::from(token) + 1 };
+            assert_eq!(label, expected, "token {token}, seq_len {seq_len}");
+        }
+    }
+}
+
+#[test]
+fn impossible_rows_are_errors() {
+    for seq_len in [0, 1 << 32] {
+        let error = PackedRows::new(documents(&[3]), seq_len).unwrap_err();
+        assert!(
+            matches!(error, DataError::InvalidSeqLen { seq_len: found } if found == seq_len),
+            "{error:?}"
+        );
+    }
+    let rows = packed(&[3, 6, 2], 4);
+    for index in [3, usize::MAX] {
+        let error = rows.row(index).unwrap_err();
+        assert!(matches!(error, DataError::RowsOutOfRange { available: 3, .. }), "{error:?}");
+    }
+    rows.check_vocab(3002).unwrap();
+    let error = rows.check_vocab(2005).unwrap_err();
+    let DataError::TokenOutOfVocab { row, position, id, vocab_size } = error else { panic!("{error:?}") };
+    assert_eq!((row, position, id, vocab_size), (2, 0, 2005, 2005));
+}
