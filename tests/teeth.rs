@@ -76,7 +76,7 @@ fn labels_shifted_after_the_cut_are_noticed() {
     let batch = |mut batch: Batch, layout: Layout| {
         let seq_len = batch.labels[0].len();
         for sp_rank in 0..layout.sp {
-            let last = ulysses::data::shard_range(seq_len, layout.sp, sp_rank).end - 1;
+            let last = ulysses::mesh::shard_range(seq_len, layout.sp, sp_rank).end - 1;
             batch.labels.iter_mut().for_each(|row| row[last] = IGNORED);
         }
         batch

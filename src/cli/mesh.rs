@@ -16,24 +16,14 @@ pub(super) struct MeshArgs {
 }
 
 pub(super) fn run(args: &MeshArgs) -> Result<(), Failure> {
-    let notation = match &args.names {
-        None => args.shape.clone(),
-        Some(names) => named(&args.shape, names).or_usage()?,
+    let mesh = match &args.names {
+        None => DeviceMesh::parse(&args.shape, args.world_size),
+        Some(names) => {
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            DeviceMesh::parse_with_names(&args.shape, &names, args.world_size)
+        }
     };
-    let mesh = DeviceMesh::parse(&notation, args.world_size).or_usage()?;
+    let mesh = mesh.or_usage()?;
     print!("{}", draw(&mesh));
     Ok(())
-}
-
-/// `2x4` with names `dp,sp` is `dp=2,sp=4`.
-fn named(shape: &str, names: &[String]) -> anyhow::Result<String> {
-    let sizes: Vec<&str> = shape.split('x').collect();
-    anyhow::ensure!(
-        sizes.len() == names.len(),
-        "{shape} has {} axes, --names gives {}",
-        sizes.len(),
-        names.len()
-    );
-    let axes: Vec<String> = names.iter().zip(sizes).map(|(name, size)| format!("{name}={size}")).collect();
-    Ok(axes.join(","))
 }

@@ -1,5 +1,6 @@
 //! Whole rows of a step, and the part of them that one rank works on.
 
+use crate::mesh::shard_range;
 use super::packing::{check_ids, check_seq_len};
 use super::{DataError, IGNORED_LABEL, Row};
 use std::ops::Range;
@@ -53,18 +54,6 @@ impl MicroBatch {
     pub fn num_valid_tokens(&self) -> usize {
         self.labels.iter().filter(|&&label| label != IGNORED_LABEL).count()
     }
-}
-
-/// The contiguous tokens of a row that an sp rank holds; the first `seq_len % sp_size` ranks hold one more.
-///
-/// A rank that does not exist holds none.
-pub fn shard_range(seq_len: usize, sp_size: usize, sp_rank: usize) -> Range<usize> {
-    if sp_rank >= sp_size {
-        return seq_len..seq_len;
-    }
-    let (quotient, remainder) = (seq_len / sp_size, seq_len % sp_size);
-    let start = |rank: usize| rank * quotient + rank.min(remainder);
-    start(sp_rank)..start(sp_rank + 1)
 }
 
 impl GlobalBatch {

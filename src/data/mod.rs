@@ -27,7 +27,7 @@ mod packing;
 mod tests;
 mod tokenizer;
 
-pub use batch::{GlobalBatch, MicroBatch, shard_range};
+pub use batch::{GlobalBatch, MicroBatch};
 pub use corpus::{Corpus, Skipped};
 pub use entropy::unigram_entropy_nats;
 pub use error::DataError;

@@ -11,12 +11,12 @@ impl Engine {
     /// A micro batch that cannot be had, a step already begun, or whatever a step reports.
     pub fn train_batch<E: Into<EngineError>>(
         &mut self,
-        mut next_micro_batch: impl FnMut(usize) -> Result<MicroBatch, E>,
+        mut next_micro_batch: impl FnMut() -> Result<MicroBatch, E>,
     ) -> Result<StepReport, EngineError> {
         let accumulation = self.config.gradient_accumulation_steps;
         let done = self.accumulation.micro_steps;
-        for micro_step in done..accumulation {
-            let batch = next_micro_batch(micro_step).map_err(Into::into)?;
+        for _ in done..accumulation {
+            let batch = next_micro_batch().map_err(Into::into)?;
             let loss = self.forward(&batch)?;
             self.backward(loss)?;
         }

@@ -19,10 +19,12 @@
 mod draw;
 mod error;
 mod notation;
+mod shard;
 mod slice;
 #[cfg(test)]
 mod tests;
 
+pub use shard::shard_range;
 pub use draw::draw;
 pub use error::MeshError;
 

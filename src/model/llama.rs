@@ -89,6 +89,11 @@ impl LlamaConfig {
         Ok(())
     }
 
+    /// The KV head that each query head uses.
+    pub fn q_to_kv(&self) -> Vec<usize> {
+        (0..self.num_heads).map(|head| head * self.num_kv_heads / self.num_heads).collect()
+    }
+
     /// Number of parameters.
     pub fn num_parameters(&self) -> usize {
         Model::llama(self).units().iter().flat_map(|unit| &unit.parameters).map(ParameterSpec::numel).sum()

@@ -28,4 +28,4 @@ pub use attention::UlyssesAttention;
 pub use error::UlyssesError;
 pub use exchange::{Exchange, HeadSharded, Qkv, SeqSharded};
 pub use volume::ExchangeVolume;
-pub use plan::{AttentionShape, ExchangePlan, split_evenly};
+pub use plan::{AttentionShape, ExchangePlan};

@@ -4,20 +4,8 @@
 
 use super::UlyssesError;
 use crate::comm::{RecvBlock, StridedBlock, StridedPlan};
+use crate::mesh::shard_range;
 use std::ops::Range;
-
-/// Divides `len` items over `parts`: contiguous ranges, the first `len % parts`
-/// take one more.
-///
-/// ```
-/// # use ulysses::ulysses::split_evenly;
-/// assert_eq!(split_evenly(64, 3), [0..22, 22..43, 43..64]);
-/// ```
-pub fn split_evenly(len: usize, parts: usize) -> Vec<Range<usize>> {
-    let (base, longer) = (len / parts, len % parts);
-    let start = |part: usize| part * base + part.min(longer);
-    (0..parts).map(|part| start(part)..start(part + 1)).collect()
-}
 
 /// Shape of the attention whose tensors are exchanged. All sizes are global.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -75,9 +63,9 @@ impl ExchangePlan {
         if q_to_kv.len() != num_heads || !ascending || !covers_all || rank >= sp_size {
             return Err(UlyssesError::HeadMap { num_heads, num_kv_heads, q_to_kv: q_to_kv.to_vec() });
         }
-        let q_heads = split_evenly(num_heads, sp_size);
+        let split = |len| (0..sp_size).map(|rank| shard_range(len, sp_size, rank)).collect::<Vec<_>>();
+        let (q_heads, seq) = (split(num_heads), split(seq_len));
         let kv_heads = q_heads.iter().map(|heads| q_to_kv[heads.start]..q_to_kv[heads.end - 1] + 1).collect();
-        let seq = split_evenly(seq_len, sp_size);
         Ok(Self { shape, rank, seq, q_heads, kv_heads, q_to_kv: q_to_kv.to_vec() })
     }
 

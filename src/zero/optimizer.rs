@@ -110,6 +110,13 @@ impl ZeroOptimizer {
         self.held
     }
 
+    /// The same by formula.
+    pub fn expected_held_bytes(&self) -> HeldBytes {
+        let padded_numel = self.layouts().map(FlatLayout::padded_numel).sum();
+        let state_tensors = super::update::state_tensors(&self.config);
+        HeldBytes::expected(self.stage, padded_numel, self.world_size(), state_tensors)
+    }
+
     /// Views of a unit's parameters. Partitioned ones are gathered over dp and stay until
     /// [`release`](Self::release).
     ///

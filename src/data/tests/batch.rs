@@ -1,4 +1,5 @@
 use super::*;
+use crate::mesh::shard_range;
 
 const NONE: i64 = IGNORED_LABEL;
 

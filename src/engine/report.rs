@@ -1,0 +1,72 @@
+//! What an engine tells the monitor.
+
+use super::{Engine, EngineError, StepReport};
+use crate::comm::ProcessGroupExt;
+use crate::memory;
+use crate::model::LlamaConfig;
+use crate::monitor::{Metrics, RankSummary};
+use crate::ulysses::{AttentionShape, ExchangePlan};
+use crate::zero::HeldBytes;
+
+impl StepReport {
+    /// The record of a step that took `step_seconds`.
+    pub fn metrics(&self, step_seconds: f64) -> Metrics {
+        Metrics {
+            step: self.step,
+            loss: self.loss,
+            lr: self.lr,
+            grad_norm: self.grad_norm,
+            tokens: self.tokens,
+            tokens_per_second: self.tokens as f64 / step_seconds,
+            step_seconds,
+            loss_scale: 1.0,
+            skipped: self.skipped,
+            comm_bytes: self.comm_bytes,
+            memory_bytes: u64::try_from(memory::live_bytes()).unwrap_or(0),
+        }
+    }
+}
+
+impl Engine {
+    /// What this rank moved and holds, beside what the formulas say for a Llama-style model
+    /// that was trained on `micro_batches` of rows of `seq_len` tokens. Collective.
+    ///
+    /// # Errors
+    /// Failed communication.
+    pub fn summary(
+        &self,
+        model: &LlamaConfig,
+        seq_len: usize,
+        micro_batches: u64,
+    ) -> Result<RankSummary, EngineError> {
+        // What a rank has sent is complete once all others have taken it.
+        self.groups.dp.barrier()?;
+        self.groups.sp.barrier()?;
+        let (held, expected) = (self.zero.held_bytes(), self.zero.expected_held_bytes());
+        Ok(RankSummary {
+            rank: self.global_rank,
+            groups: [&self.groups.dp, &self.groups.sp].map(|group| (group.name().to_owned(), group.stats())).into(),
+            expected_exchange_bytes: micro_batches * self.exchange_bytes(model, seq_len)?,
+            held_bytes: pairs(held, expected),
+        })
+    }
+
+    /// Bytes that this rank sends in the exchanges of one micro batch, by formula.
+    fn exchange_bytes(&self, model: &LlamaConfig, seq_len: usize) -> Result<u64, EngineError> {
+        let LlamaConfig { num_heads, num_kv_heads, head_dim, num_layers, .. } = *model;
+        let batch = self.config.micro_batch_size;
+        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+        let sp = &self.groups.sp;
+        let plan = ExchangePlan::new(shape, &model.q_to_kv(), sp.world_size(), sp.rank())?;
+        let elems = plan.volume().total_elems(self.config.activation_checkpointing);
+        Ok(elems * num_layers as u64 * size_of::<f32>() as u64)
+    }
+}
+
+fn pairs(held: HeldBytes, expected: HeldBytes) -> [(u64, u64); 3] {
+    [
+        (held.parameters, expected.parameters),
+        (held.gradients, expected.gradients),
+        (held.optimizer, expected.optimizer),
+    ]
+}
