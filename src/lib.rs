@@ -1,6 +1,81 @@
-//! ulysses (tour to be written)
+//! Trains transformers on sequences too long for one device.
+//!
+//! A two-dimensional mesh `(dp_size, sp_size)` organises `dp_size · sp_size` ranks. The `sp`
+//! axis cuts every sequence (Ulysses: an all-to-all around attention trades tokens for heads
+//! and back), the `dp` axis partitions optimizer state, gradients and parameters (ZeRO). The
+//! mesh never changes the maths: loss, gradients and updates are the same for every
+//! (dp, sp, ZeRO stage, accumulation) that describes the same batch.
+//!
+//! # The path of a training step
+//!
+//! Reading the modules in this order follows a batch through the code:
+//!
+//! 1. [`config`]: a DeepSpeed-style JSON file becomes a [`Config`](config::Config).
+//! 2. [`mesh`]: [`DeviceMesh`](mesh::DeviceMesh) says which ranks form which groups.
+//! 3. [`comm`]: [`ProcessGroup`](comm::ProcessGroup) is what a backend offers; ranks as
+//!    threads in [`comm::thread`].
+//! 4. [`data`]: [`DataLoader`](data::DataLoader) cuts one global order of rows over dp and sp.
+//! 5. [`engine`]: [`initialize`](engine::initialize), then `forward`, `backward` and `step`:
+//!    - for each layer, [`zero`] gathers its parameters, [`model`] computes it from [`ops`],
+//!      and [`ulysses`] exchanges tokens for heads around attention;
+//!    - the loss, in tiles of tokens;
+//!    - for each layer, backwards: gather, compute, reduce over dp, then over sp;
+//!    - normalise, clip, update the own partition.
+//! 6. [`monitor`]: what the user sees of it.
+//!
+//! # Example
+//!
+//! Four ranks, ZeRO stage 3 over two, sequences cut in two:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use ulysses::comm::{MeshGroups, thread::{LaunchOptions, launch}};
+//! use ulysses::config::Config;
+//! use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
+//! use ulysses::mesh::DeviceMesh;
+//! use ulysses::model::{Model, RandomWeights, preset};
+//!
+//! let json = r#"{ "train_batch_size": 2, "mesh_param": [2, 2], "zero_optimization": { "stage": 3 } }"#;
+//! let config = Config::from_json_str(json, "config.json")?;
+//! let text = b"the quick brown fox jumps over the lazy dog. ".repeat(20);
+//! let corpus = Corpus::from_documents([text.into_iter().map(u32::from).collect()])?;
+//! let rows = Arc::new(PackedRows::new(corpus, 64)?);
+//! let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+//!
+//! let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
+//!     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
+//!     let model = Model::llama(&preset("nano")?);
+//!     let mut engine = ulysses::engine::initialize(model, &RandomWeights { seed: 1 }, &config, &groups)?;
+//!     let placement = Placement::of(&mesh, rank.rank)?;
+//!     let options = LoaderOptions { seed: 1, micro_batch: 1, accumulation: 1, placement };
+//!     let mut loader = DataLoader::new(rows.clone(), options)?;
+//!     let report = engine.train_batch(|| loader.next_micro_batch())?;
+//!     Ok::<_, anyhow::Error>(report.loss)
+//! })?;
+//! assert!(losses.iter().all(|loss| *loss == losses[0]));
+//! # Ok::<(), anyhow::Error>(())
+//! ```
+//!
+//! # Conventions
+//!
+//! Shapes: `B` batch rows, `S` tokens of a row, `H` query heads, `H_kv` KV heads, `D` head
+//! dimension. Unsuffixed names are global, `_local` is this rank's part. `rank` is relative
+//! to a named group, `global_rank` to the world. A *shard* is a rank's piece of a logical
+//! tensor, a *partition* ZeRO's range of a flat buffer.
+//!
+//! candle runs elementwise ops on more than 64 K elements on a pool that all ranks share.
+//! The library's own ops do not use it, but programs that run candle ops in their layers set
+//! `CANDLE_NUM_THREADS=1` before the first one; the library never changes the environment.
+
 pub mod comm;
+pub mod config;
 pub mod data;
+pub mod engine;
+pub mod memory;
 pub mod mesh;
+pub mod model;
+pub mod monitor;
 pub mod ops;
 pub mod tensor;
+pub mod ulysses;
+pub mod zero;

@@ -1,0 +1,193 @@
+//! The batch arithmetic: `train_batch_size = micro × accumulation × dp`.
+
+/// The three batch sizes; any two of them give the third.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchSizes {
+    /// Rows per optimizer step, over all ranks.
+    pub train: usize,
+    /// Rows per forward pass of one data-parallel rank.
+    pub micro: usize,
+    /// Forward passes per optimizer step.
+    pub accumulation: usize,
+}
+
+/// Why the batch sizes do not fit together.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BatchError {
+    /// Neither of the keys that say how large a batch is.
+    #[error(
+        "the batch size is not set: give `train_batch_size` or `train_micro_batch_size_per_gpu` \
+         (`gradient_accumulation_steps` alone does not tell)"
+    )]
+    Unset,
+    /// All three are given and do not agree.
+    #[error(
+        "`train_batch_size` is {train}, but `train_micro_batch_size_per_gpu` {micro} × \
+         `gradient_accumulation_steps` {accumulation} × dp {dp} = {}: leave one of the three out, or make \
+         them agree (sp does not count)", micro * accumulation * dp
+    )]
+    Contradiction {
+        /// `train_batch_size`.
+        train: usize,
+        /// `train_micro_batch_size_per_gpu`.
+        micro: usize,
+        /// `gradient_accumulation_steps`.
+        accumulation: usize,
+        /// Data-parallel ranks.
+        dp: usize,
+    },
+    /// The train batch size is not a multiple of what divides it.
+    #[error("`train_batch_size` {train} is not a multiple of {factors} = {divisor}: the nearest valid sizes are {}",
+        nearest_multiples(*train, *divisor))]
+    Indivisible {
+        /// `train_batch_size`.
+        train: usize,
+        /// What has to divide it.
+        divisor: usize,
+        /// The divisor as a product of keys.
+        factors: String,
+    },
+    /// A product exceeds the integers.
+    #[error("the batch size is too large: {factors} exceeds 2^{}", usize::BITS)]
+    Overflow {
+        /// The product.
+        factors: String,
+    },
+}
+
+impl BatchSizes {
+    /// Completes and checks the sizes that are given, as DeepSpeed does but in integers:
+    /// accumulation defaults to 1, and a division has to be exact.
+    ///
+    /// # Errors
+    /// When nothing says how large the batch is, the sizes contradict each other or do not divide.
+    pub fn resolve(
+        train: Option<usize>,
+        micro: Option<usize>,
+        accumulation: Option<usize>,
+        dp: usize,
+    ) -> Result<Self, BatchError> {
+        let (dp_factor, one) = (("dp", dp), ("", 1));
+        match (train, micro) {
+            (None, None) => Err(BatchError::Unset),
+            (None, Some(micro)) => {
+                let accumulation = accumulation.unwrap_or(1);
+                let train = product([micro_factor(micro), accumulation_factor(accumulation), dp_factor])?;
+                Ok(Self { train, micro, accumulation })
+            }
+            (Some(train), None) => {
+                let factor = accumulation.map_or(one, accumulation_factor);
+                let micro = exact_quotient(train, [factor, dp_factor])?;
+                Ok(Self { train, micro, accumulation: accumulation.unwrap_or(1) })
+            }
+            (Some(train), Some(micro)) => {
+                let Some(accumulation) = accumulation else {
+                    let accumulation = exact_quotient(train, [micro_factor(micro), dp_factor])?;
+                    return Ok(Self { train, micro, accumulation });
+                };
+                match product([micro_factor(micro), accumulation_factor(accumulation), dp_factor])? {
+                    total if total == train => Ok(Self { train, micro, accumulation }),
+                    _ => Err(BatchError::Contradiction { train, micro, accumulation, dp }),
+                }
+            }
+        }
+    }
+}
+
+/// A key and its value.
+type Factor = (&'static str, usize);
+
+fn micro_factor(micro: usize) -> Factor {
+    ("`train_micro_batch_size_per_gpu`", micro)
+}
+
+fn accumulation_factor(accumulation: usize) -> Factor {
+    ("`gradient_accumulation_steps`", accumulation)
+}
+
+fn product<const N: usize>(factors: [Factor; N]) -> Result<usize, BatchError> {
+    let product = factors.iter().try_fold(1usize, |product, (_, value)| product.checked_mul(*value));
+    product.ok_or_else(|| BatchError::Overflow { factors: spelled_out(factors) })
+}
+
+fn exact_quotient(train: usize, factors: [Factor; 2]) -> Result<usize, BatchError> {
+    let divisor = product(factors)?;
+    match train.is_multiple_of(divisor) {
+        true => Ok(train / divisor),
+        false => Err(BatchError::Indivisible { train, divisor, factors: spelled_out(factors) }),
+    }
+}
+
+fn spelled_out<const N: usize>(factors: [Factor; N]) -> String {
+    let named = factors.iter().filter(|(name, _)| !name.is_empty());
+    named.map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(" × ")
+}
+
+fn nearest_multiples(size: usize, divisor: usize) -> String {
+    let below = size / divisor * divisor;
+    match below.checked_add(divisor) {
+        Some(above) if below > 0 => format!("{below} and {above}"),
+        Some(above) => format!("{above} and its multiples"),
+        None => below.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_two_sizes_give_the_third() {
+        // (train, micro, accumulation, dp) -> (train, micro, accumulation)
+        let table = [
+            ((Some(32), Some(4), Some(2), 4), (32, 4, 2)),
+            ((Some(32), Some(4), None, 4), (32, 4, 2)),
+            ((Some(32), None, Some(2), 4), (32, 4, 2)),
+            ((None, Some(4), Some(2), 4), (32, 4, 2)),
+            ((None, Some(4), None, 4), (16, 4, 1)),
+            ((Some(32), None, None, 4), (32, 8, 1)),
+            ((Some(1), None, None, 1), (1, 1, 1)),
+            ((Some(6), Some(2), None, 1), (6, 2, 3)),
+        ];
+        for ((train, micro, accumulation, dp), (full_train, full_micro, full_accumulation)) in table {
+            assert_eq!(
+                BatchSizes::resolve(train, micro, accumulation, dp),
+                Ok(BatchSizes { train: full_train, micro: full_micro, accumulation: full_accumulation }),
+                "{train:?} {micro:?} {accumulation:?} dp {dp}"
+            );
+        }
+    }
+
+    #[test]
+    fn sizes_that_do_not_fit_are_refused_with_the_arithmetic() {
+        let message =
+            |train, micro, accumulation, dp| match BatchSizes::resolve(train, micro, accumulation, dp) {
+                Ok(sizes) => panic!("accepted: {sizes:?}"),
+                Err(error) => error.to_string(),
+            };
+        assert_eq!(
+            message(Some(30), None, None, 4),
+            "`train_batch_size` 30 is not a multiple of dp 4 = 4: the nearest valid sizes are 28 and 32"
+        );
+        assert_eq!(
+            message(Some(30), Some(4), None, 2),
+            "`train_batch_size` 30 is not a multiple of `train_micro_batch_size_per_gpu` 4 × dp 2 = 8: \
+             the nearest valid sizes are 24 and 32"
+        );
+        assert_eq!(
+            message(Some(3), None, Some(2), 2),
+            "`train_batch_size` 3 is not a multiple of `gradient_accumulation_steps` 2 × dp 2 = 4: \
+             the nearest valid sizes are 4 and its multiples"
+        );
+        assert_eq!(
+            message(Some(30), Some(4), Some(2), 2),
+            "`train_batch_size` is 30, but `train_micro_batch_size_per_gpu` 4 × `gradient_accumulation_steps` 2 \
+             × dp 2 = 16: leave one of the three out, or make them agree (sp does not count)"
+        );
+        assert!(message(None, None, None, 2).starts_with("the batch size is not set"));
+        assert!(message(None, None, Some(2), 2).starts_with("the batch size is not set"));
+        assert!(message(None, Some(usize::MAX), Some(2), 2).contains("too large"));
+        assert!(message(Some(1), Some(usize::MAX), None, 2).contains("too large"));
+    }
+}

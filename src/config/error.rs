@@ -1,0 +1,94 @@
+//! The errors of this module.
+
+use super::batch::BatchError;
+use super::diagnostic::Diagnostic;
+use super::mesh_shape::MeshShapeError;
+use std::fmt;
+use std::path::PathBuf;
+
+/// Why there is no [`Config`](super::Config).
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the config file {}: {reason}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system says.
+        reason: std::io::Error,
+    },
+    /// The file is larger than any config.
+    #[error("{file}: larger than {limit_bytes} bytes, the most that a config file may have")]
+    TooLarge {
+        /// The file.
+        file: String,
+        /// The largest size that is read.
+        limit_bytes: usize,
+    },
+    /// The file has faults; all of them are listed, in the order of the file.
+    #[error("{}", DiagnosticList { file, diagnostics, omitted: *omitted })]
+    Invalid {
+        /// The file.
+        file: String,
+        /// The faults.
+        diagnostics: Vec<Diagnostic>,
+        /// How many more were found than are listed.
+        omitted: usize,
+    },
+    /// The file and the flags do not give one mesh.
+    #[error("{file}: {reason}")]
+    Mesh {
+        /// The file.
+        file: String,
+        /// What contradicts what.
+        reason: Box<MeshShapeError>,
+    },
+    /// The batch sizes do not fit together.
+    #[error("{file}: {reason}")]
+    Batch {
+        /// The file.
+        file: String,
+        /// The arithmetic.
+        reason: Box<BatchError>,
+    },
+    /// A command-line flag is out of range.
+    #[error("--{flag}: expected {expected}, found {found}")]
+    InvalidFlag {
+        /// The flag, without dashes.
+        flag: &'static str,
+        /// What would be valid.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// A setting without a default is needed and was not given.
+    #[error("`ulysses.{key}` is not set: give it in the config file, or as --{flag}")]
+    Unset {
+        /// The key in the `ulysses` section.
+        key: &'static str,
+        /// The flag that sets it, without dashes.
+        flag: &'static str,
+    },
+}
+
+/// `file:line:column: message` for each fault, one per line.
+struct DiagnosticList<'a> {
+    file: &'a str,
+    diagnostics: &'a [Diagnostic],
+    omitted: usize,
+}
+
+impl fmt::Display for DiagnosticList<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, diagnostic) in self.diagnostics.iter().enumerate() {
+            let separator = if index == 0 { "" } else { "\n" };
+            let (line, column) = (diagnostic.position.line, diagnostic.position.column);
+            write!(f, "{separator}{}:{line}:{column}: {diagnostic}", self.file)?;
+        }
+        if self.omitted > 0 {
+            write!(f, "\n{}: {} more faults", self.file, self.omitted)?;
+        }
+        Ok(())
+    }
+}

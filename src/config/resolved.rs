@@ -1,0 +1,279 @@
+//! The configuration without open questions.
+
+use super::batch::BatchSizes;
+use super::error::ConfigError;
+use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
+use super::optimizer::OptimizerConfig;
+use super::raw::RawConfig;
+use super::schedule::{LrSchedule, SchedulerConfig};
+use super::zero_stage::ZeroStage;
+use serde::Serialize;
+use std::path::Path;
+
+/// Everything that a training run is told. It serializes in the vocabulary it is read
+/// from (except [`notes`](Self::notes)), and what it writes reads back as the same config.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// Rows per optimizer step over all ranks: `micro_batch_size × gradient_accumulation_steps × dp_size`.
+    pub train_batch_size: usize,
+    /// `train_micro_batch_size_per_gpu`: rows per forward pass of one data-parallel rank. All
+    /// sequence-parallel ranks of a group hold shards of the same rows.
+    pub micro_batch_size: usize,
+    /// Forward passes per optimizer step; default 1.
+    pub gradient_accumulation_steps: usize,
+    /// The optimizer; default AdamW (DeepSpeed has no default).
+    pub optimizer: OptimizerConfig,
+    /// The learning-rate schedule; default none: the optimizer's `lr` throughout.
+    pub scheduler: Option<SchedulerConfig>,
+    /// The largest norm of the gradient; default 0: no clipping. (DeepSpeed's default was 0 for
+    /// long and is 1.0 in 0.19.8; a note tells when the key is missing.)
+    pub gradient_clipping: f64,
+    /// What ZeRO partitions; default nothing (stage 0), as in DeepSpeed.
+    pub zero_stage: ZeroStage,
+    /// Data-parallel ranks; default 1, or what fills the world.
+    pub dp_size: usize,
+    /// Sequence-parallel ranks; default 1.
+    pub sp_size: usize,
+    /// Optimizer steps between two progress lines; default 10.
+    pub steps_per_print: u64,
+    /// Seed of the initial weights and of the order of the data; default 1234, as in DeepSpeed.
+    pub seed: u64,
+    /// What the loss is divided by; default [`LossNormalization::Global`].
+    pub loss_normalization: LossNormalization,
+    /// `ulysses.model`: a directory in Hugging Face's layout or the name of a preset.
+    pub model: Option<String>,
+    /// `ulysses.data`: the training text.
+    pub data: Option<String>,
+    /// `ulysses.tokenizer`: a tokenizer file.
+    pub tokenizer: Option<String>,
+    /// `ulysses.output`: the directory for metrics and checkpoints.
+    pub output: Option<String>,
+    /// `ulysses.seq_len`: tokens per row, over all sequence-parallel ranks.
+    pub seq_len: Option<usize>,
+    /// `ulysses.steps`: optimizer steps to train.
+    pub steps: Option<u64>,
+    /// `ulysses.threads_per_rank`: CPU threads of one rank; default a fair share of the cores.
+    pub threads_per_rank: Option<usize>,
+    /// `ulysses.backend`: what carries the communication; default threads.
+    pub backend: Backend,
+    /// `ulysses.activation_checkpointing`: recompute activations in the backward pass; default false.
+    pub activation_checkpointing: bool,
+    /// `ulysses.loss_tile_tokens`: tokens whose logits exist at a time; default 1024.
+    pub loss_tile_tokens: usize,
+    /// What the user should know, to be logged: keys without effect, notable defaults.
+    pub notes: Vec<String>,
+}
+
+/// What the sum of the token losses is divided by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossNormalization {
+    /// The valid tokens of the whole global batch.
+    #[default]
+    Global,
+    /// The valid tokens of each micro batch, then the mean over micro batches and
+    /// data-parallel ranks, as DeepSpeed does.
+    MicroBatch,
+}
+
+impl LossNormalization {
+    pub(super) const CHOICES: &[(&str, Self)] =
+        &[("global", Self::Global), ("micro_batch", Self::MicroBatch)];
+}
+
+/// What carries the communication between ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Backend {
+    /// Ranks are threads of one process.
+    #[default]
+    Thread,
+}
+
+impl Backend {
+    pub(super) const CHOICES: &[(&str, Self)] = &[("thread", Self::Thread)];
+}
+
+/// What the command line says. Flags override the file, except the mesh, where a
+/// contradiction is an error.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Overrides {
+    /// `--mesh`: the sizes of (dp, sp).
+    pub mesh: Option<(usize, usize)>,
+    /// How many ranks there are, where that is not the mesh's to say (MPI).
+    pub world_size: Option<usize>,
+    /// `--seq-len`.
+    pub seq_len: Option<usize>,
+    /// `--steps`.
+    pub steps: Option<u64>,
+    /// `--seed`.
+    pub seed: Option<u64>,
+    /// `--threads-per-rank`.
+    pub threads_per_rank: Option<usize>,
+    /// `--model`.
+    pub model: Option<String>,
+    /// `--data`.
+    pub data: Option<String>,
+    /// `--tokenizer`.
+    pub tokenizer: Option<String>,
+    /// `--output`.
+    pub output: Option<String>,
+    /// `--backend`.
+    pub backend: Option<Backend>,
+}
+
+impl RawConfig {
+    /// Adds the command line, applies the defaults, and settles mesh and batch sizes.
+    ///
+    /// # Errors
+    /// When the mesh or the batch sizes contradict themselves, or a flag is out of range.
+    pub fn resolve(&self, overrides: &Overrides) -> Result<Config, ConfigError> {
+        overrides.check()?;
+        let mesh = self.resolve_mesh(overrides)?;
+        let (train, micro) = (self.train_batch_size, self.micro_batch_size);
+        let batch = BatchSizes::resolve(train, micro, self.gradient_accumulation_steps, mesh.dp)
+            .map_err(|reason| ConfigError::Batch { file: self.file.clone(), reason: Box::new(reason) })?;
+        let file = &self.ulysses;
+        Ok(Config {
+            train_batch_size: batch.train,
+            micro_batch_size: batch.micro,
+            gradient_accumulation_steps: batch.accumulation,
+            optimizer: self.optimizer.clone(),
+            scheduler: self.scheduler.clone(),
+            gradient_clipping: self.gradient_clipping.unwrap_or(0.0),
+            zero_stage: self.zero_stage,
+            dp_size: mesh.dp,
+            sp_size: mesh.sp,
+            steps_per_print: self.steps_per_print.unwrap_or(10),
+            seed: overrides.seed.or(self.seed).unwrap_or(1234),
+            loss_normalization: self.loss_normalization,
+            model: overrides.model.clone().or_else(|| file.model.clone()),
+            data: overrides.data.clone().or_else(|| file.data.clone()),
+            tokenizer: overrides.tokenizer.clone().or_else(|| file.tokenizer.clone()),
+            output: overrides.output.clone().or_else(|| file.output.clone()),
+            seq_len: overrides.seq_len.or(file.seq_len),
+            steps: overrides.steps.or(file.steps),
+            threads_per_rank: overrides.threads_per_rank.or(file.threads_per_rank),
+            backend: overrides.backend.or(file.backend).unwrap_or_default(),
+            activation_checkpointing: file.activation_checkpointing.unwrap_or(false),
+            loss_tile_tokens: file.loss_tile_tokens.unwrap_or(1024),
+            notes: self.resolved_notes(),
+        })
+    }
+
+    fn resolve_mesh(&self, overrides: &Overrides) -> Result<MeshShape, ConfigError> {
+        let flag = |size| StatedSize { size, origin: SizeOrigin::Flag };
+        let with_flag = |file: &[StatedSize], size: Option<usize>| -> Vec<_> {
+            file.iter().copied().chain(size.map(flag)).collect()
+        };
+        let dp = with_flag(&self.dp_sizes, overrides.mesh.map(|(dp, _)| dp));
+        let sp = with_flag(&self.sp_sizes, overrides.mesh.map(|(_, sp)| sp));
+        MeshShape::resolve(&dp, &sp, overrides.world_size)
+            .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+    }
+
+    fn resolved_notes(&self) -> Vec<String> {
+        let mut notes = self.notes.clone();
+        if self.gradient_clipping.is_none() {
+            notes.push(
+                "`gradient_clipping` is not given: no clipping (DeepSpeed 0.19.8 would clip at 1.0)".into(),
+            );
+        }
+        notes.extend(self.scheduler.iter().flat_map(|scheduler| scheduler.notes(&self.optimizer)));
+        notes
+    }
+}
+
+impl Overrides {
+    fn check(&self) -> Result<(), ConfigError> {
+        let at_least_1 = |flag, value: Option<u64>| match value {
+            Some(0) => {
+                Err(ConfigError::InvalidFlag { flag, expected: "at least 1".into(), found: "0".into() })
+            }
+            _ => Ok(()),
+        };
+        at_least_1("mesh", self.mesh.map(|(dp, sp)| dp.min(sp) as u64))?;
+        at_least_1("seq-len", self.seq_len.map(|tokens| tokens as u64))?;
+        at_least_1("steps", self.steps)?;
+        at_least_1("threads-per-rank", self.threads_per_rank.map(|threads| threads as u64))?;
+        let strings = [
+            ("model", &self.model),
+            ("data", &self.data),
+            ("tokenizer", &self.tokenizer),
+            ("output", &self.output),
+        ];
+        match strings.into_iter().find(|(_, value)| value.as_deref() == Some("")) {
+            Some((flag, _)) => Err(ConfigError::InvalidFlag {
+                flag,
+                expected: "a string that is not empty".into(),
+                found: "an empty one".into(),
+            }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Config {
+    /// Reads, checks and resolves a file, without a command line.
+    ///
+    /// # Errors
+    /// When the file cannot be read, has faults, or contradicts itself.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
+        RawConfig::from_file(path)?.resolve(&Overrides::default())
+    }
+
+    /// Checks and resolves the text of a config file, without a command line; `file` is
+    /// what error messages call it.
+    ///
+    /// # Errors
+    /// When the text has faults or contradicts itself.
+    pub fn from_json_str(text: &str, file: &str) -> Result<Self, ConfigError> {
+        RawConfig::from_json_str(text, file)?.resolve(&Overrides::default())
+    }
+
+    /// The number of ranks of the mesh.
+    pub fn world_size(&self) -> usize {
+        self.dp_size * self.sp_size
+    }
+
+    /// The learning rate of every step.
+    pub fn lr_schedule(&self) -> LrSchedule {
+        let base_lr = self.optimizer.lr();
+        self.scheduler
+            .as_ref()
+            .map_or(LrSchedule::constant(base_lr), |scheduler| LrSchedule::new(scheduler, base_lr))
+    }
+
+    /// [`model`](Self::model), for those that cannot do without.
+    ///
+    /// # Errors
+    /// When neither the file nor a flag gives it.
+    pub fn require_model(&self) -> Result<&str, ConfigError> {
+        self.model.as_deref().ok_or(ConfigError::Unset { key: "model", flag: "model" })
+    }
+
+    /// [`data`](Self::data), for those that cannot do without.
+    ///
+    /// # Errors
+    /// When neither the file nor a flag gives it.
+    pub fn require_data(&self) -> Result<&str, ConfigError> {
+        self.data.as_deref().ok_or(ConfigError::Unset { key: "data", flag: "data" })
+    }
+
+    /// [`seq_len`](Self::seq_len), for those that cannot do without.
+    ///
+    /// # Errors
+    /// When neither the file nor a flag gives it.
+    pub fn require_seq_len(&self) -> Result<usize, ConfigError> {
+        self.seq_len.ok_or(ConfigError::Unset { key: "seq_len", flag: "seq-len" })
+    }
+
+    /// [`steps`](Self::steps), for those that cannot do without.
+    ///
+    /// # Errors
+    /// When neither the file nor a flag gives it.
+    pub fn require_steps(&self) -> Result<u64, ConfigError> {
+        self.steps.ok_or(ConfigError::Unset { key: "steps", flag: "steps" })
+    }
+}

@@ -1,0 +1,144 @@
+//! Learning-rate schedules with DeepSpeed's names, parameters and values.
+//!
+//! Each schedule is a pure function of the optimizer step: step 0 is the first
+//! update. DeepSpeed keeps state instead: its scheduler sets a first value when it
+//! is constructed and steps *after* each update. So the value at step `n > 0` is
+//! the one that its iteration `n − 1` computes, and the warm-up schedules start
+//! with their minimum twice. A skipped step (overflow, no valid token) does not
+//! count as an optimizer step.
+
+mod one_cycle;
+mod range_test;
+mod warmup;
+
+pub use one_cycle::OneCycle;
+pub use range_test::LrRangeTest;
+pub use warmup::{WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType};
+
+use super::optimizer::OptimizerConfig;
+use super::reader::Section;
+use serde::Serialize;
+
+/// The `scheduler` section.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "type", content = "params")]
+#[non_exhaustive]
+pub enum SchedulerConfig {
+    /// Warm up, then stay.
+    #[serde(rename = "WarmupLR")]
+    WarmupLr(WarmupLr),
+    /// Warm up, then fall linearly to 0.
+    #[serde(rename = "WarmupDecayLR")]
+    WarmupDecayLr(WarmupDecayLr),
+    /// Warm up, then fall along a half cosine.
+    #[serde(rename = "WarmupCosineLR")]
+    WarmupCosineLr(WarmupCosineLr),
+    /// Rise and fall once, then decay.
+    OneCycle(OneCycle),
+    /// Grow without bound, to find the largest rate that trains.
+    #[serde(rename = "LRRangeTest")]
+    LrRangeTest(LrRangeTest),
+}
+
+#[derive(Clone, Copy)]
+enum Type {
+    WarmupLr,
+    WarmupDecayLr,
+    WarmupCosineLr,
+    OneCycle,
+    LrRangeTest,
+}
+
+const TYPES: &[(&str, Type)] = &[
+    ("WarmupLR", Type::WarmupLr),
+    ("WarmupDecayLR", Type::WarmupDecayLr),
+    ("WarmupCosineLR", Type::WarmupCosineLr),
+    ("OneCycle", Type::OneCycle),
+    ("LRRangeTest", Type::LrRangeTest),
+];
+
+impl SchedulerConfig {
+    /// Reads the section, if it is there.
+    pub(super) fn read(section: &mut Section<'_>) -> Option<Self> {
+        if !section.is_present() {
+            return None;
+        }
+        let Some(scheduler_type) = section.required_choice("type", TYPES) else {
+            section.skip("params"); // which keys it may have depends on the type
+            return None;
+        };
+        Some(section.section("params", |params| match scheduler_type {
+            Type::WarmupLr => Self::WarmupLr(WarmupLr::read(params)),
+            Type::WarmupDecayLr => Self::WarmupDecayLr(WarmupDecayLr::read(params)),
+            Type::WarmupCosineLr => Self::WarmupCosineLr(WarmupCosineLr::read(params)),
+            Type::OneCycle => Self::OneCycle(OneCycle::read(params)),
+            Type::LrRangeTest => Self::LrRangeTest(LrRangeTest::read(params)),
+        }))
+    }
+
+    /// What a user of these parameters should know.
+    pub(super) fn notes(&self, optimizer: &OptimizerConfig) -> Vec<String> {
+        let short = |total: u64, warmup: u64| {
+            (total < warmup).then(|| {
+                format!(
+                    "`scheduler.params.total_num_steps` {total} ends before the warm-up of {warmup} steps"
+                )
+            })
+        };
+        let note = match self {
+            Self::WarmupDecayLr(rule) => short(rule.total_num_steps, rule.warmup_num_steps),
+            Self::WarmupCosineLr(rule) => short(rule.total_num_steps, rule.warmup_num_steps),
+            Self::OneCycle(rule) if rule.cycle_momentum => match optimizer {
+                OptimizerConfig::Adam { .. } => rule.first_step_with_invalid_momentum().map(|step| {
+                    format!("`scheduler.params.decay_mom_rate` raises Adam's first beta to 1 at step {step}: stop before")
+                }),
+                OptimizerConfig::Sgd { .. } => {
+                    Some("`scheduler.params.cycle_momentum` has no effect on SGD: it cycles Adam's betas".to_owned())
+                }
+            },
+            _ => None,
+        };
+        note.into_iter().collect()
+    }
+}
+
+/// The learning rate of every optimizer step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LrSchedule {
+    scheduler: Option<SchedulerConfig>,
+    base_lr: f64,
+}
+
+impl LrSchedule {
+    /// The schedule of a `scheduler` section. `base_lr` is the optimizer's own rate, which
+    /// WarmupCosineLR scales and WarmupLR takes for a missing `warmup_max_lr`.
+    pub fn new(scheduler: &SchedulerConfig, base_lr: f64) -> Self {
+        Self { scheduler: Some(scheduler.clone()), base_lr }
+    }
+
+    /// The same rate at every step.
+    pub fn constant(base_lr: f64) -> Self {
+        Self { scheduler: None, base_lr }
+    }
+
+    /// The learning rate of the optimizer step `step`, counted from 0.
+    pub fn lr_at(&self, step: u64) -> f64 {
+        match &self.scheduler {
+            None => self.base_lr,
+            Some(SchedulerConfig::WarmupLr(rule)) => rule.lr_at(step, self.base_lr),
+            Some(SchedulerConfig::WarmupDecayLr(rule)) => rule.lr_at(step),
+            Some(SchedulerConfig::WarmupCosineLr(rule)) => rule.lr_at(step, self.base_lr),
+            Some(SchedulerConfig::OneCycle(rule)) => rule.lr_at(step),
+            Some(SchedulerConfig::LrRangeTest(rule)) => rule.lr_at(step),
+        }
+    }
+
+    /// Adam's betas at the optimizer step `step`, where the schedule cycles them
+    /// (OneCycle with `cycle_momentum`); otherwise the optimizer's own apply.
+    pub fn momentum_at(&self, step: u64) -> Option<[f64; 2]> {
+        match &self.scheduler {
+            Some(SchedulerConfig::OneCycle(rule)) => rule.betas_at(step),
+            _ => None,
+        }
+    }
+}

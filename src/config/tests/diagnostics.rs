@@ -1,0 +1,227 @@
+//! Every class of fault, with its message and place.
+
+use super::*;
+
+#[test]
+fn text_that_is_not_json_is_placed() {
+    assert_eq!(
+        message("{\n  \"seed\": 1,\n  \"steps_per_print\": 5,\n}"),
+        "c.json:3:23: not valid JSON: Trailing commas are not allowed"
+    );
+    assert_eq!(message("{\n  // why\n}"), "c.json:2:3: not valid JSON: Comments are not allowed");
+    assert_eq!(
+        message("{ \"seed\" 1 }"),
+        "c.json:1:10: not valid JSON: Expected colon after the string or word in object property"
+    );
+    assert_eq!(message("{ \"seed\": NaN }"), "c.json:1:11: not valid JSON: Unexpected word");
+    assert_eq!(message("{ \"seed\": 1 "), "c.json:1:1: not valid JSON: Unterminated object");
+    assert_eq!(message("{ \"seed\": 01 }"), "c.json:1:12: not valid JSON: Expected comma");
+    assert_eq!(message("{} {}"), "c.json:1:4: not valid JSON: Text cannot contain more than one JSON value");
+    assert_eq!(message(""), "c.json:1:1: expected a JSON object, found an empty file");
+    assert_eq!(message(" [1, 2]"), "c.json:1:2: expected a JSON object, found an array of 2");
+}
+
+#[test]
+fn what_rfc_8259_forbids_is_refused_even_where_the_parser_is_lenient() {
+    assert!(
+        message("{\n \"ulysses\": {\"data\": \"a\u{1}b\"}}")
+            .starts_with("c.json:2:23: not valid JSON: control character")
+    );
+    assert!(message("{\u{a0}\"seed\": 1}").starts_with("c.json:1:2: not valid JSON"));
+    assert!(message("\u{feff}{}").starts_with("c.json:1:1: not valid JSON"));
+}
+
+#[test]
+fn unknown_keys_come_with_the_nearest_known_key() {
+    let line = |text: &str| message(text).lines().next().map(str::to_owned).unwrap_or_default();
+    let unknown = |text: &str| line(text).split(" (valid here").next().map(str::to_owned).unwrap_or_default();
+    assert_eq!(
+        unknown("{\n  \"gradient_cliping\": 1.0\n}"),
+        "c.json:2:3: unknown key `gradient_cliping`, did you mean `gradient_clipping`?"
+    );
+    assert_eq!(
+        unknown("{\"micro_batch_size\": 1}"),
+        "c.json:1:2: unknown key `micro_batch_size`, did you mean `train_micro_batch_size_per_gpu`?"
+    );
+    assert_eq!(
+        unknown("{\"zero_optimization\": {\n\"Stage\": 1}}"),
+        "c.json:2:1: unknown key `zero_optimization.Stage`, did you mean `zero_optimization.stage`?"
+    );
+    assert_eq!(
+        unknown("{\"seq_len\": 128}"),
+        "c.json:1:2: unknown key `seq_len`, did you mean `ulysses.seq_len`?"
+    );
+    assert_eq!(
+        unknown("{\"optimizer\": {\"type\": \"AdamW\", \"params\": {\"weight_decy\": 1}}}"),
+        "c.json:1:44: unknown key `optimizer.params.weight_decy`, did you mean `optimizer.params.weight_decay`?"
+    );
+    assert_eq!(unknown("{\"steps\": 128}"), "c.json:1:2: unknown key `steps`, did you mean `ulysses.steps`?");
+    assert_eq!(
+        unknown("{\"ulysses\": {\"seed\": 1}}"),
+        "c.json:1:14: unknown key `ulysses.seed`, did you mean `seed`?"
+    );
+    assert_eq!(unknown("{\"zzz\": 1}"), "c.json:1:2: unknown key `zzz`");
+    assert_eq!(
+        line("{\"fp16\": {\"loss_scale\": 0}}"),
+        "c.json:1:11: unknown key `fp16.loss_scale` (valid here: enabled)"
+    );
+}
+
+#[test]
+fn keys_are_valid_only_for_their_type() {
+    assert!(
+        message("{\"optimizer\": {\"type\": \"Adam\", \"params\": {\"momentum\": 0.9}}}")
+            .contains("unknown key `optimizer.params.momentum`")
+    );
+    assert!(
+        message("{\"scheduler\": {\"type\": \"WarmupLR\", \"params\": {\"cycle_min_lr\": 0.9}}}")
+            .contains("unknown key `scheduler.params.cycle_min_lr`")
+    );
+}
+
+#[test]
+fn duplicate_keys_name_both_places() {
+    assert_eq!(
+        message("{\n  \"seed\": 1,\n  \"seed\": 1\n}"),
+        "c.json:3:3: duplicate key `seed`, given before at line 2, column 3"
+    );
+}
+
+#[test]
+fn wrong_types_and_ranges_say_what_would_be_valid() {
+    let cases = [
+        (
+            r#"{"train_batch_size": 0}"#,
+            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 0",
+        ),
+        (
+            r#"{"train_batch_size": -8}"#,
+            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found -8",
+        ),
+        (
+            r#"{"train_batch_size": 4.0}"#,
+            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 4.0",
+        ),
+        (
+            r#"{"train_batch_size": 1e3}"#,
+            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found 1e3",
+        ),
+        (
+            r#"{"seed": 18446744073709551616}"#,
+            "c.json:1:10: `seed`: expected an integer ≥ 0 and < 2^64, found 18446744073709551616",
+        ),
+        (
+            r#"{"train_batch_size": "auto"}"#,
+            "c.json:1:22: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found the string \"auto\"",
+        ),
+        (
+            r#"{"gradient_clipping": 2e400}"#,
+            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found 2e400",
+        ),
+        (
+            r#"{"gradient_clipping": 1e39}"#,
+            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found 1e39",
+        ),
+        (
+            r#"{"gradient_clipping": -0.5}"#,
+            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found -0.5",
+        ),
+        (
+            r#"{"wall_clock_breakdown": "yes"}"#,
+            "c.json:1:26: `wall_clock_breakdown`: expected true or false, found the string \"yes\"",
+        ),
+        (r#"{"optimizer": []}"#, "c.json:1:15: `optimizer`: expected an object, found an array of 0"),
+        (r#"{"scheduler": null}"#, "c.json:1:15: `scheduler`: expected an object, found null"),
+        (
+            r#"{"mesh_param": [2]}"#,
+            "c.json:1:16: `mesh_param`: expected an array of two sizes, [dp, sp], found an array of 1",
+        ),
+        (
+            r#"{"mesh_param": [2, 0]}"#,
+            "c.json:1:20: `mesh_param[1]`: expected an integer ≥ 1 and < 2^64, found 0",
+        ),
+        (
+            r#"{"zero_optimization": {"stage": 4}}"#,
+            "c.json:1:33: `zero_optimization.stage`: expected a stage from 0 to 3, found 4",
+        ),
+        (
+            r#"{"loss_normalization": "mean"}"#,
+            "c.json:1:24: `loss_normalization`: expected one of \"global\", \"micro_batch\", found the string \"mean\"",
+        ),
+        (
+            r#"{"ulysses": {"backend": "mpi"}}"#,
+            "c.json:1:25: `ulysses.backend`: expected \"thread\", found the string \"mpi\"",
+        ),
+        (
+            r#"{"ulysses": {"model": ""}}"#,
+            "c.json:1:23: `ulysses.model`: expected a string that is not empty, found the string \"\"",
+        ),
+        (
+            r#"{"ulysses": {"seq_len": true}}"#,
+            "c.json:1:25: `ulysses.seq_len`: expected an integer ≥ 1 and < 2^64, found true",
+        ),
+        (
+            r#"{"optimizer": {"type": "Lion"}}"#,
+            "c.json:1:24: `optimizer.type`: expected one of \"Adam\", \"AdamW\", \"SGD\", found the string \"Lion\"",
+        ),
+        (
+            r#"{"optimizer": {"params": {}}}"#,
+            "c.json:1:15: missing key `optimizer.type`: expected one of \"Adam\", \"AdamW\", \"SGD\"",
+        ),
+        (
+            r#"{"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}"#,
+            "c.json:1:58: `optimizer.params.betas[1]`: expected a number ≥ 0 and < 1, found 1.0",
+        ),
+        (
+            r#"{"optimizer": {"type": "SGD", "params": {"nesterov": true}}}"#,
+            "c.json:1:54: `optimizer.params.nesterov`: expected false, or a `momentum` above 0 beside it, found true",
+        ),
+        (
+            r#"{"scheduler": {"type": "WarmupDecayLR"}}"#,
+            "c.json:1:15: missing key `scheduler.params.total_num_steps`: expected an integer ≥ 1 and < 2^64",
+        ),
+        (
+            r#"{"bf16": {"enabled": true}}"#,
+            "c.json:1:22: `bf16.enabled`: this version trains in f32: set it to false or leave the section out",
+        ),
+    ];
+    for (text, expected) in cases {
+        assert_eq!(message(text), expected, "{text}");
+    }
+}
+
+#[test]
+fn a_missing_eps_floor_is_refused_because_padding_would_become_nan() {
+    let text =
+        |eps: &str| format!("{{\"optimizer\": {{\"type\": \"Adam\", \"params\": {{\"eps\": {eps}}}}}}}");
+    assert!(message(&text("0")).contains("`optimizer.params.eps`"));
+    assert!(message(&text("1e-50")).contains("`optimizer.params.eps`"));
+}
+
+#[test]
+fn all_faults_of_a_file_are_reported_at_once_in_its_order() {
+    let text = "{\n  \"train_batch_size\": 0,\n  \"sede\": 1,\n  \"ulysses\": { \"steps\": 1.5 },\n  \
+                \"zero_optimization\": { \"stage\": -1 },\n  \"train_batch_size\": 4\n}";
+    let error = RawConfig::from_json_str(text, "c.json");
+    let Err(ConfigError::Invalid { diagnostics, omitted: 0, .. }) = error else { panic!("{error:?}") };
+    let places: Vec<_> =
+        diagnostics.iter().map(|d| (d.position.line, d.position.column, d.key.as_str())).collect();
+    assert_eq!(
+        places,
+        [
+            (2, 23, "train_batch_size"),
+            (3, 3, "sede"),
+            (4, 25, "ulysses.steps"),
+            (5, 35, "zero_optimization.stage"),
+            (6, 3, "train_batch_size"),
+        ]
+    );
+}
+
+#[test]
+fn columns_count_characters_not_bytes() {
+    assert_eq!(
+        message("{ \"ulysses\": { \"data\": \"größe\", \"stps\": 1 } }").split(" (").next(),
+        Some("c.json:1:33: unknown key `ulysses.stps`, did you mean `ulysses.steps`?")
+    );
+}

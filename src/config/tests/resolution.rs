@@ -1,0 +1,238 @@
+//! From a file and flags to a config.
+
+use super::*;
+
+#[test]
+fn an_almost_empty_file_gives_the_documented_defaults() {
+    let config = config_with("\"gradient_clipping\": 0, \"optimizer\": {\"type\": \"Adam\"}");
+    let expected = Config {
+        train_batch_size: 1,
+        micro_batch_size: 1,
+        gradient_accumulation_steps: 1,
+        optimizer: OptimizerConfig::Adam {
+            lr: 1e-3,
+            betas: [0.9, 0.999],
+            eps: 1e-8,
+            weight_decay: 0.0,
+            adam_w_mode: true,
+            bias_correction: true,
+        },
+        scheduler: None,
+        gradient_clipping: 0.0,
+        zero_stage: ZeroStage::Disabled,
+        dp_size: 1,
+        sp_size: 1,
+        steps_per_print: 10,
+        seed: 1234,
+        loss_normalization: LossNormalization::Global,
+        model: None,
+        data: None,
+        tokenizer: None,
+        output: None,
+        seq_len: None,
+        steps: None,
+        threads_per_rank: None,
+        backend: Backend::Thread,
+        activation_checkpointing: false,
+        loss_tile_tokens: 1024,
+        notes: vec![],
+    };
+    assert_eq!(config, expected);
+    assert_eq!(config.lr_schedule(), LrSchedule::constant(1e-3));
+}
+
+#[test]
+fn optimizer_types_have_their_own_defaults() {
+    let adam_w = config_with(r#""optimizer": {"type": "ADAMW"}"#).optimizer;
+    assert_eq!(adam_w, OptimizerConfig::default());
+    assert!(matches!(adam_w, OptimizerConfig::Adam { weight_decay: 0.01, adam_w_mode: true, .. }));
+    let l2 = config_with(r#""optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}"#).optimizer;
+    assert!(matches!(l2, OptimizerConfig::Adam { weight_decay: 0.0, adam_w_mode: false, .. }));
+    let sgd = config_with(r#""optimizer": {"type": "sgd", "params": {"momentum": 0.9, "nesterov": true}}"#);
+    let expected = OptimizerConfig::Sgd { lr: 1e-3, momentum: 0.9, nesterov: true, weight_decay: 0.0 };
+    assert_eq!(sgd.optimizer, expected);
+}
+
+#[test]
+fn every_key_of_a_full_file_arrives() {
+    let config = Config::from_json_str(FULL, "full.json").unwrap();
+    assert_eq!(
+        (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps),
+        (32, 4, 4)
+    );
+    assert_eq!((config.dp_size, config.sp_size, config.world_size()), (2, 4, 8));
+    assert_eq!((config.seed, config.steps_per_print), (u64::MAX, 7));
+    assert_eq!(config.zero_stage, ZeroStage::Gradients);
+    assert_eq!(config.loss_normalization, LossNormalization::MicroBatch);
+    assert_eq!(config.gradient_clipping, 0.5);
+    let expected = OptimizerConfig::Adam {
+        lr: 3e-4,
+        betas: [0.8, 0.95],
+        eps: 1e-6,
+        weight_decay: 0.02,
+        adam_w_mode: false,
+        bias_correction: false,
+    };
+    assert_eq!(config.optimizer, expected);
+    assert_eq!(
+        (config.require_model().unwrap(), config.require_data().unwrap()),
+        ("models/größer", "data.txt")
+    );
+    assert_eq!((config.tokenizer.as_deref(), config.output.as_deref()), (Some("tok.json"), Some("out")));
+    assert_eq!((config.require_seq_len().unwrap(), config.require_steps().unwrap()), (1000, 12));
+    assert_eq!((config.threads_per_rank, config.loss_tile_tokens), (Some(3), 64));
+    assert!(config.activation_checkpointing);
+}
+
+#[test]
+fn keys_without_effect_leave_a_note() {
+    let notes = Config::from_json_str(FULL, "full.json").unwrap().notes;
+    for key in [
+        "wall_clock_breakdown",
+        "torch_adam",
+        "contiguous_gradients",
+        "overlap_comm",
+        "reduce_scatter",
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "allgather_partitions",
+        "round_robin_gradients",
+    ] {
+        let noted = notes.iter().filter(|note| note.contains(key) && note.contains("has no effect")).count();
+        assert_eq!(noted, 1, "{key} in {notes:#?}");
+    }
+    assert!(notes.iter().any(|note| note.contains("decay_mom_rate")), "{notes:#?}");
+}
+
+#[test]
+fn defaults_that_differ_from_deepspeed_leave_a_note() {
+    let notes = config_with("\"seed\": 1").notes;
+    assert_eq!(notes.len(), 2, "{notes:#?}");
+    assert!(notes[0].contains("`optimizer`") && notes[1].contains("`gradient_clipping`"), "{notes:#?}");
+}
+
+#[test]
+fn flags_override_the_file() {
+    let raw = RawConfig::from_json_str(FULL, "full.json").unwrap();
+    let file = raw.resolve(&Overrides::default()).unwrap();
+    let overrides = Overrides {
+        mesh: Some((2, 4)),
+        world_size: Some(8),
+        seq_len: Some(77),
+        steps: Some(5),
+        seed: Some(0),
+        threads_per_rank: Some(1),
+        model: Some("m".into()),
+        data: Some("d".into()),
+        tokenizer: Some("t".into()),
+        output: Some("o".into()),
+        backend: Some(Backend::Thread),
+    };
+    let expected = Config {
+        seq_len: Some(77),
+        steps: Some(5),
+        seed: 0,
+        threads_per_rank: Some(1),
+        model: Some("m".into()),
+        data: Some("d".into()),
+        tokenizer: Some("t".into()),
+        output: Some("o".into()),
+        ..file
+    };
+    assert_eq!(raw.resolve(&overrides).unwrap(), expected);
+}
+
+#[test]
+fn flags_out_of_range_are_refused() {
+    let raw = RawConfig::from_json_str(FULL, "full.json").unwrap();
+    let message = |overrides: Overrides| raw.resolve(&overrides).unwrap_err().to_string();
+    assert_eq!(
+        message(Overrides { seq_len: Some(0), ..Overrides::default() }),
+        "--seq-len: expected at least 1, found 0"
+    );
+    assert_eq!(
+        message(Overrides { mesh: Some((2, 0)), ..Overrides::default() }),
+        "--mesh: expected at least 1, found 0"
+    );
+    assert!(message(Overrides { model: Some(String::new()), ..Overrides::default() }).starts_with("--model"));
+}
+
+#[test]
+fn a_mesh_flag_that_contradicts_the_file_is_an_error_showing_both() {
+    let raw =
+        RawConfig::from_json_str("{\n  \"train_batch_size\": 8,\n  \"mesh_param\": [2, 4]\n}", "c.json")
+            .unwrap();
+    let error = raw.resolve(&Overrides { mesh: Some((2, 2)), ..Overrides::default() }).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "c.json: the mesh is contradictory: sp is 4 by `mesh_param` (line 3, column 21), but 2 by the flag --mesh; \
+         the world size is the product of the mesh, so neither can be taken for right: make them equal or leave one out"
+    );
+}
+
+#[test]
+fn a_mesh_that_contradicts_itself_within_the_file_is_an_error_showing_both() {
+    assert_eq!(
+        message("{\n\"train_batch_size\": 8,\n\"mesh_param\": [2, 4],\n\"data_parallel_size\": 4}")
+            .split(';')
+            .next(),
+        Some(
+            "c.json: the mesh is contradictory: dp is 2 by `mesh_param` (line 3, column 16), \
+             but 4 by `data_parallel_size` (line 4, column 23)"
+        )
+    );
+}
+
+#[test]
+fn half_a_mesh_in_the_file_is_completed_by_flag_or_world() {
+    let raw = RawConfig::from_json_str(r#"{"train_batch_size": 8, "sequence_parallel_size": 2}"#, "c.json")
+        .unwrap();
+    let mesh =
+        |overrides| raw.resolve(&overrides).map(|c| (c.dp_size, c.sp_size, c.micro_batch_size)).unwrap();
+    assert_eq!(mesh(Overrides::default()), (1, 2, 8));
+    assert_eq!(mesh(Overrides { mesh: Some((4, 2)), ..Overrides::default() }), (4, 2, 2));
+    assert_eq!(mesh(Overrides { world_size: Some(4), ..Overrides::default() }), (2, 2, 4));
+}
+
+#[test]
+fn the_batch_counts_data_parallel_ranks_but_not_sequence_parallel_ones() {
+    let config = config_with(r#""gradient_accumulation_steps": 3, "mesh_param": [2, 8]"#);
+    assert_eq!(config.train_batch_size, 6);
+    assert_eq!(
+        message(r#"{"train_batch_size": 30, "mesh_param": [4, 2]}"#),
+        "c.json: `train_batch_size` 30 is not a multiple of dp 4 = 4: the nearest valid sizes are 28 and 32"
+    );
+    assert!(message("{}").starts_with("c.json: the batch size is not set"));
+}
+
+#[test]
+fn a_resolved_config_reads_back_as_itself() {
+    let schedulers = [
+        r#"{"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}"#,
+        r#"{"type": "WarmupLR"}"#,
+        r#"{"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_type": "linear"}}"#,
+        r#"{"type": "warmupcosinelr", "params": {"total_num_steps": 9000, "cos_min_ratio": 0.3}}"#,
+        r#"{"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 0.7}}"#,
+        r#"{"type": "LRRangeTest", "params": {"lr_range_test_staircase": true}}"#,
+    ];
+    let mut configs: Vec<_> =
+        schedulers.iter().map(|s| config_with(&format!("\"scheduler\": {s}"))).collect();
+    configs.push(config_with(r#""optimizer": {"type": "SGD", "params": {"lr": 0.123456789012345678}}"#));
+    configs.push(config_with(r#""optimizer": {"type": "AdamW", "params": {"lr": 1e-7}}"#));
+    configs.push(Config::from_json_str(FULL, "full.json").unwrap());
+    for config in configs {
+        let text = serde_json::to_string_pretty(&config).unwrap();
+        let again =
+            Config::from_json_str(&text, "again.json").unwrap_or_else(|error| panic!("{error}\n{text}"));
+        assert_eq!(Config { notes: vec![], ..again }, Config { notes: vec![], ..config }, "{text}");
+    }
+}
+
+#[test]
+fn settings_without_a_default_name_their_key_and_flag() {
+    let error = config_with("\"seed\": 1").require_seq_len().unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "`ulysses.seq_len` is not set: give it in the config file, or as --seq-len"
+    );
+}

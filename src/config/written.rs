@@ -1,0 +1,83 @@
+//! A resolved config as the file that would say the same.
+
+use super::optimizer::OptimizerConfig;
+use super::resolved::{Backend, Config, LossNormalization};
+use super::schedule::SchedulerConfig;
+use super::zero_stage::ZeroStage;
+use serde::{Serialize, Serializer};
+
+#[derive(Serialize)]
+struct WrittenConfig<'a> {
+    train_batch_size: usize,
+    train_micro_batch_size_per_gpu: usize,
+    gradient_accumulation_steps: usize,
+    data_parallel_size: usize,
+    sequence_parallel_size: usize,
+    zero_optimization: WrittenZero,
+    optimizer: &'a OptimizerConfig,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    scheduler: Option<&'a SchedulerConfig>,
+    gradient_clipping: f64,
+    loss_normalization: LossNormalization,
+    seed: u64,
+    steps_per_print: u64,
+    ulysses: WrittenUlysses<'a>,
+}
+
+#[derive(Serialize)]
+struct WrittenZero {
+    stage: ZeroStage,
+}
+
+#[derive(Serialize)]
+struct WrittenUlysses<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    model: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    data: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tokenizer: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    output: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seq_len: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    steps: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    threads_per_rank: Option<usize>,
+    backend: Backend,
+    activation_checkpointing: bool,
+    loss_tile_tokens: usize,
+}
+
+impl Serialize for Config {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let written = WrittenConfig {
+            train_batch_size: self.train_batch_size,
+            train_micro_batch_size_per_gpu: self.micro_batch_size,
+            gradient_accumulation_steps: self.gradient_accumulation_steps,
+            data_parallel_size: self.dp_size,
+            sequence_parallel_size: self.sp_size,
+            zero_optimization: WrittenZero { stage: self.zero_stage },
+            optimizer: &self.optimizer,
+            scheduler: self.scheduler.as_ref(),
+            gradient_clipping: self.gradient_clipping,
+            loss_normalization: self.loss_normalization,
+            seed: self.seed,
+            steps_per_print: self.steps_per_print,
+            ulysses: WrittenUlysses {
+                model: self.model.as_deref(),
+                data: self.data.as_deref(),
+                tokenizer: self.tokenizer.as_deref(),
+                output: self.output.as_deref(),
+                seq_len: self.seq_len,
+                steps: self.steps,
+                threads_per_rank: self.threads_per_rank,
+                backend: self.backend,
+                activation_checkpointing: self.activation_checkpointing,
+                loss_tile_tokens: self.loss_tile_tokens,
+            },
+        };
+        written.serialize(serializer)
+    }
+}

@@ -1,0 +1,57 @@
+//! The ready files in `configs/` are valid and are what their README says.
+
+use std::path::{Path, PathBuf};
+use ulysses::config::{Config, ZeroStage};
+
+fn configs_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("configs")
+}
+
+fn config(name: &str) -> Config {
+    Config::from_file(configs_dir().join(name)).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn every_file_is_valid_complete_and_without_remarks() {
+    let mut num_files = 0;
+    for entry in std::fs::read_dir(configs_dir()).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "json") {
+            let config = Config::from_file(&path).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(config.notes, Vec::<String>::new(), "{}", path.display());
+            config.require_model().unwrap();
+            config.require_data().unwrap();
+            config.require_seq_len().unwrap();
+            config.require_steps().unwrap();
+            num_files += 1;
+        }
+    }
+    assert_eq!(num_files, 9);
+}
+
+#[test]
+fn the_zero_files_differ_in_their_stage_only() {
+    for (number, stage) in ZeroStage::ALL.into_iter().enumerate() {
+        let file = config(&format!("zero{number}.json"));
+        assert_eq!(file, Config { zero_stage: stage, ..config("zero0.json") });
+        assert_eq!((file.dp_size, file.gradient_accumulation_steps), (2, 2));
+    }
+}
+
+#[test]
+fn the_sp_files_differ_in_their_mesh_only() {
+    for sp_size in [1, 2, 4] {
+        assert_eq!(config(&format!("sp{sp_size}.json")), Config { sp_size, ..config("sp1.json") });
+    }
+}
+
+#[test]
+fn the_mesh_files_use_both_axes() {
+    let zero3 = config("mesh_2x2_zero3.json");
+    assert_eq!((zero3.dp_size, zero3.sp_size, zero3.zero_stage), (2, 2, ZeroStage::Parameters));
+    let long = config("long_sequence.json");
+    assert_eq!((long.dp_size, long.sp_size, long.seq_len), (2, 2, Some(4096)));
+    assert_eq!((long.optimizer.lr(), long.gradient_clipping), (3e-3, 1.0));
+    let peak = long.lr_schedule().lr_at(21);
+    assert!((2.99e-3..3e-3).contains(&peak), "after the warm-up the rate is near the optimizer's: {peak}");
+}
