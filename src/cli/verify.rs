@@ -58,7 +58,7 @@ pub(super) fn run(args: VerifyArgs) -> Result<(), Failure> {
     let (dp, sp) = dp_sp(&args.mesh)?;
     let check = Check::read(&args)?;
     let rows = check.batch.batch();
-    let on_mesh = check.run(dp, sp, args.zero_stage).map_err(|error| error)?;
+    let on_mesh = check.run(dp, sp, args.zero_stage)?;
     if let Some(path) = &args.output {
         return write(&on_mesh, rows, path).or_run();
     }
@@ -120,7 +120,8 @@ impl Check {
     /// The file's optimizer, schedule and clipping; batch sizes and mesh are this run's.
     fn config(&self, dp: usize, sp: usize, stage: Option<u64>, rows: usize) -> Result<Config, Failure> {
         let raw = RawConfig::from_json_str(&self.config_text, &self.config_name).or_usage()?;
-        let mut config = raw.with_batch(rows, dp, sp).resolve(&Overrides::default()).or_usage()?;
+        let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
+        let mut config = raw.for_batch(rows).resolve(&overrides).or_usage()?;
         if let Some(stage) = stage.and_then(ZeroStage::from_number) {
             config.zero_stage = stage;
         }

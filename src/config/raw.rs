@@ -87,6 +87,20 @@ impl RawConfig {
         Ok(config)
     }
 
+    /// The same settings for one batch of `rows` on whatever mesh is asked for: the file's
+    /// batch sizes and mesh are dropped.
+    #[must_use]
+    pub fn for_batch(self, rows: usize) -> Self {
+        Self {
+            train_batch_size: Some(rows),
+            micro_batch_size: None,
+            gradient_accumulation_steps: None,
+            dp_sizes: Vec::new(),
+            sp_sizes: Vec::new(),
+            ..self
+        }
+    }
+
     fn read(root: &mut Section<'_>, file: &str) -> Self {
         let mut notes = Vec::new();
         let (dp_sizes, sp_sizes) = read_mesh(root);

@@ -107,7 +107,7 @@ fn all(range: std::ops::Range<usize>) -> Vec<usize> {
 /// Runs `check` on every rank with its exchange.
 fn on_ranks(shape: AttentionShape, sp_size: usize, check: impl Fn(&Exchange, &Arc<dyn ProcessGroup>) + Sync) {
     launch(sp_size, &LaunchOptions::default(), |ctx| {
-        let group: Arc<dyn ProcessGroup> = ctx.world().clone();
+        let group: Arc<dyn ProcessGroup> = ctx.group.clone();
         let plan = plan(shape, sp_size, group.rank());
         check(&Exchange::new(plan, group.clone(), Arc::new(Workspace::default())), &group);
         Ok::<_, UlyssesError>(())

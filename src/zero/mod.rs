@@ -32,4 +32,4 @@ mod update;
 pub use error::ZeroError;
 pub use held::HeldBytes;
 pub use layout::{FlatLayout, FlatParameter};
-pub use optimizer::{ZeroGroups, ZeroOptimizer};
+pub use optimizer::{Initialise, ZeroGroups, ZeroOptimizer};

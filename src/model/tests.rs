@@ -1,0 +1,212 @@
+//! The fused layer against the same block under autograd; weights and descriptions.
+
+use super::*;
+use crate::ops::Workspace;
+use crate::ops::attention::FlashAttention;
+use crate::tensor::to_vec;
+use candle_core::{D, DType, Device, Result, Tensor};
+use std::sync::Arc;
+
+fn config() -> LlamaConfig {
+    LlamaConfig { hidden_size: 24, intermediate_size: 20, head_dim: 6, ..preset("nano").unwrap() }
+}
+
+fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
+    x.broadcast_div(&(mean_square + eps)?.sqrt()?)?.broadcast_mul(weight)
+}
+
+fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let (batch, seq, _) = x.dims3()?;
+    x.flatten_to(1)?.matmul(&weight.t()?)?.reshape((batch, seq, ()))
+}
+
+fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor)) -> Result<Tensor> {
+    let half = x.dim(D::Minus1)? / 2;
+    let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
+    let first = (a.broadcast_mul(cos)? - b.broadcast_mul(sin)?)?;
+    let second = (b.broadcast_mul(cos)? + a.broadcast_mul(sin)?)?;
+    Tensor::cat(&[first, second], D::Minus1)
+}
+
+/// The Llama block in plain candle ops.
+fn block(config: &LlamaConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> Result<Tensor> {
+    let [q, k, v, o, gate, up, down, norm_in, norm_mid] = params else { candle_core::bail!("nine parameters") };
+    let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, config.head_dim));
+    let normed = rms_norm(x, norm_in, config.rms_norm_eps)?;
+    let tables = ctx.rope_tables(config.head_dim, config.rope_theta)?;
+    let q = rotate(&heads(linear(&normed, q)?, config.num_heads)?, &tables)?;
+    let k = rotate(&heads(linear(&normed, k)?, config.num_kv_heads)?, &tables)?;
+    let v = heads(linear(&normed, v)?, config.num_kv_heads)?;
+    let mid = (x + linear(&ctx.attention(&q, &k, &v)?.flatten_from(2)?, o)?)?;
+    let normed = rms_norm(&mid, norm_mid, config.rms_norm_eps)?;
+    let (gate, up) = (linear(&normed, gate)?, linear(&normed, up)?);
+    let silu = (&gate / (gate.neg()?.exp()? + 1.0)?)?;
+    &mid + linear(&(silu * up)?, down)?
+}
+
+fn context(batch: usize, seq_len: usize) -> LayerContext {
+    let position_ids = (0..batch).flat_map(|_| 0..seq_len as u32).collect();
+    let cu_seqlens = Arc::new(vec![vec![0, seq_len as u32]; batch]);
+    let workspace = Arc::new(Workspace::default());
+    LayerContext::new(0..seq_len, position_ids, cu_seqlens, Arc::new(FlashAttention), workspace).unwrap()
+}
+
+/// Random values of strength 1, different for every `seed`.
+fn random(dims: &[usize], seed: u64) -> Tensor {
+    let spec = ParameterSpec::new("x", dims, Init::Normal { std: 1.0 });
+    let mut values = vec![0.0; spec.numel()];
+    RandomWeights { seed }.read(&spec, 0..spec.numel(), &mut values).unwrap();
+    Tensor::from_vec(values, dims, &Device::Cpu).unwrap()
+}
+
+/// Output, input gradient and parameter gradients of a layer.
+fn run(layer: &dyn Layer, params: &[Tensor], x: &Tensor, dy: &Tensor) -> Vec<Tensor> {
+    let ctx = context(x.dims()[0], x.dims()[1]);
+    let grads: Vec<Tensor> = params.iter().map(|p| p.zeros_like().unwrap()).collect();
+    let (y, saved) = layer.forward(params, x, &ctx).unwrap();
+    let y = y.copy().unwrap();
+    assert!(saved.bytes() > 0);
+    let dx = layer.backward(params, saved, dy.copy().unwrap(), &grads, &ctx).unwrap();
+    [vec![y, dx], grads].concat()
+}
+
+#[test]
+fn fused_decoder_layer_is_the_block_under_autograd() {
+    let config = config();
+    let fused = DecoderLayer::new(&config, 0);
+    let specs = fused.parameters().to_vec();
+    let description = config.clone();
+    let autograd =
+        AutogradLayer::new("block", specs.clone(), move |params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>| {
+            block(&description, params, x, ctx)
+        });
+    let scale = |spec: &ParameterSpec| (1.0 / *spec.shape.last().unwrap() as f64).sqrt();
+    let params: Vec<Tensor> = specs
+        .iter()
+        .zip(0..)
+        .map(|(spec, seed)| (random(&spec.shape, seed) * scale(spec)).unwrap())
+        .collect();
+    let dims = [2, 11, config.hidden_size];
+    let (x, dy) = (random(&dims, 100), random(&dims, 101));
+    let results = run(&fused, &params, &x, &dy).into_iter().zip(run(&autograd, &params, &x, &dy));
+    let names = ["y", "dx"].into_iter().chain(specs.iter().map(|spec| spec.name.as_str()));
+    for (name, (got, expected)) in names.zip(results) {
+        let largest = expected.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        let error = (got - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!(error <= 1e-5 * largest, "{name}: {error} of {largest}");
+    }
+}
+
+#[test]
+fn a_block_that_does_not_reach_a_parameter_is_an_error_that_names_it() {
+    let spec = |name: &str| ParameterSpec::new(name, [4], Init::Ones);
+    let layer = AutogradLayer::new("half", vec![spec("used"), spec("unused")], |p: &[Tensor], x: &Tensor, _: &BlockContext<'_>| {
+        x.broadcast_mul(&p[0])
+    });
+    let params = [random(&[4], 0), random(&[4], 1)];
+    let grads: Vec<Tensor> = params.iter().map(|p| p.zeros_like().unwrap()).collect();
+    let ctx = context(1, 3);
+    let (y, saved) = layer.forward(&params, &random(&[1, 3, 4], 2), &ctx).unwrap();
+    let error = layer.backward(&params, saved, y, &grads, &ctx).err().unwrap().to_string();
+    assert!(error.contains("no gradient reaches unused"), "{error}");
+}
+
+#[test]
+fn saved_state_of_another_layer_is_refused() {
+    let config = config();
+    let layer = DecoderLayer::new(&config, 3);
+    let params: Vec<Tensor> = layer.parameters().iter().map(|spec| random(&spec.shape, 0)).collect();
+    let dy = random(&[1, 2, config.hidden_size], 1);
+    let result = layer.backward(&params, Saved::new((), 0), dy, &params, &context(1, 2));
+    assert!(result.err().unwrap().to_string().contains("model.layers.3"));
+}
+
+#[test]
+fn random_weights_are_a_function_of_seed_name_and_index() {
+    let spec = ParameterSpec::new("w", [40, 25], Init::Normal { std: 0.5 });
+    let source = RandomWeights { seed: 7 };
+    let mut whole = vec![0.0; 1000];
+    source.read(&spec, 0..1000, &mut whole).unwrap();
+    for range in [0..1, 1..2, 333..777, 999..1000] {
+        let mut part = vec![0.0; range.len()];
+        source.read(&spec, range.clone(), &mut part).unwrap();
+        assert_eq!(part, whole[range]);
+    }
+    let mut other = vec![0.0; 1000];
+    source.read(&ParameterSpec::new("v", [1000], spec.init), 0..1000, &mut other).unwrap();
+    assert_ne!(other, whole);
+    RandomWeights { seed: 8 }.read(&spec, 0..1000, &mut other).unwrap();
+    assert_ne!(other, whole);
+}
+
+#[test]
+fn random_weights_have_the_mean_and_deviation_that_were_asked_for() {
+    let n = 200_000;
+    let values = to_vec::<f32>(&random(&[n], 3)).unwrap();
+    let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n as f64;
+    let deviation = (values.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n as f64).sqrt();
+    // Five standard errors of each estimate.
+    assert!(mean.abs() < 0.012 && (deviation - 1.0).abs() < 0.008, "{mean} {deviation}");
+    assert!(values.iter().all(|v| v.is_finite()));
+}
+
+/// `config.json` of a directory, changed by one key.
+fn hf_config(key: &str, value: serde_json::Value) -> std::result::Result<LlamaConfig, ModelError> {
+    let dir = tempfile::tempdir().unwrap();
+    let mut json = config().to_hf_json();
+    json[key] = value;
+    std::fs::write(dir.path().join("config.json"), json.to_string()).unwrap();
+    LlamaConfig::from_hf_dir(dir.path())
+}
+
+#[test]
+fn hugging_face_descriptions_round_trip() {
+    assert_eq!(hf_config("use_cache", true.into()).unwrap(), config());
+    let theta = serde_json::json!({ "rope_type": "default", "rope_theta": 5e5 });
+    assert_eq!(hf_config("rope_parameters", theta).unwrap().rope_theta, 5e5);
+}
+
+#[test]
+fn models_that_would_be_computed_wrongly_are_refused_by_key() {
+    let llama3 = serde_json::json!({ "rope_type": "llama3", "factor": 8.0 });
+    let cases = [
+        ("model_type", serde_json::json!("mistral")),
+        ("hidden_act", serde_json::json!("gelu")),
+        ("rope_scaling", llama3),
+        ("attention_bias", serde_json::json!(true)),
+        ("num_key_value_heads", serde_json::json!(3)),
+        ("head_dim", serde_json::json!(7)),
+        ("hidden_size", serde_json::json!(-4)),
+        ("num_hidden_layers", serde_json::json!(0)),
+    ];
+    for (key, value) in cases {
+        let error = hf_config(key, value).unwrap_err().to_string();
+        assert!(error.contains(key), "{key}: {error}");
+    }
+}
+
+#[test]
+fn tied_models_have_one_unit_less() {
+    let units = |tied| {
+        let model = Model::llama(&LlamaConfig { tie_word_embeddings: tied, ..config() });
+        model.units().into_iter().map(|unit| (unit.name, unit.parameters.len())).collect::<Vec<_>>()
+    };
+    let layer = |index| (format!("model.layers.{index}"), 9);
+    assert_eq!(units(false), [("embedding".into(), 1), layer(0), layer(1), ("head".into(), 2)]);
+    assert_eq!(units(true), [("embedding".into(), 2), layer(0), layer(1)]);
+}
+
+#[test]
+fn an_unknown_preset_lists_the_known_ones() {
+    let error = preset("huge").unwrap_err().to_string();
+    assert!(error.contains("huge") && error.contains("nano, tiny, small, base"), "{error}");
+}
+
+#[test]
+fn blocks_must_keep_the_shape() {
+    let layer = AutogradLayer::new("flat", vec![], |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.flatten_all());
+    let x = Tensor::zeros((1, 3, 4), DType::F32, &Device::Cpu).unwrap();
+    let error = layer.forward(&[], &x, &context(1, 3)).err().unwrap().to_string();
+    assert!(error.contains("[1, 3, 4]") && error.contains("[12]"), "{error}");
+}

@@ -1,0 +1,192 @@
+//! Partition arithmetic by hand, and live optimizers on several meshes.
+
+use super::*;
+use crate::comm::thread::{LaunchOptions, launch};
+use crate::comm::{CollectiveOp, MeshGroups};
+use crate::config::{OptimizerConfig, ZeroStage};
+use crate::mesh::DeviceMesh;
+use crate::tensor::{to_vec, with_slice_mut};
+
+/// Two parameters of 6 and 5 elements.
+fn layout(num_partitions: usize) -> FlatLayout {
+    FlatLayout::new("unit", [("a".into(), vec![2, 3]), ("b".into(), vec![5])], num_partitions)
+}
+
+#[test]
+fn partitions_are_equal_contiguous_and_cover_the_padded_buffer() {
+    let layout = layout(4);
+    assert_eq!((layout.numel(), layout.padded_numel(), layout.partition_numel()), (11, 12, 3));
+    assert_eq!((0..4).map(|rank| layout.partition(rank)).collect::<Vec<_>>(), [0..3, 3..6, 6..9, 9..12]);
+}
+
+#[test]
+fn pieces_cut_parameters_at_partition_boundaries() {
+    let pieces: Vec<_> = layout(2).pieces(6..12).map(|p| (p.parameter, p.elements, p.target)).collect();
+    assert_eq!(pieces, [(1, 0..5, 0..5)]);
+    let pieces: Vec<_> = layout(3).pieces(4..8).map(|p| (p.parameter, p.elements, p.target)).collect();
+    assert_eq!(pieces, [(0, 4..6, 0..2), (1, 0..2, 2..4)]);
+}
+
+#[test]
+fn a_unit_smaller_than_the_number_of_ranks_leaves_ranks_with_padding_only() {
+    let layout = FlatLayout::new("unit", [("a".into(), vec![2])], 4);
+    assert_eq!(layout.padded_numel(), 4);
+    assert_eq!(layout.pieces(layout.partition(3)).count(), 0);
+}
+
+#[test]
+fn expected_bytes_follow_the_table_of_stages() {
+    // Adam, Ψ = 100 padded elements, S = 4: 16Ψ; 8Ψ + 8Ψ/S; 4Ψ + 12Ψ/S; 16Ψ/S.
+    let totals = ZeroStage::ALL.map(|stage| HeldBytes::expected(stage, 100, 4, 2).total());
+    assert_eq!(totals, [1600, 1000, 700, 400]);
+}
+
+/// Runs `check` on every rank of a (dp, sp) mesh with a two-unit optimizer whose parameter
+/// elements start as their index within the unit.
+fn on_mesh(
+    (dp, sp): (usize, usize),
+    stage: ZeroStage,
+    check: impl Fn(&mut ZeroOptimizer, usize, usize) + Sync,
+) {
+    let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
+    launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
+        let groups = MeshGroups::new(&mesh, rank.group.clone())?;
+        let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+        let fill = |(_, parameter): (usize, usize), range: std::ops::Range<usize>, out: &mut [f32]| {
+            let first = range.start + [0, 6][parameter];
+            out.iter_mut().enumerate().for_each(|(i, element)| *element = (first + i) as f32);
+            Ok(())
+        };
+        let config =
+            OptimizerConfig::Sgd { lr: 1.0, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
+        let units = vec![layout(dp), layout(dp)];
+        let (dp_rank, sp_rank) = (groups.dp.rank(), groups.sp.rank());
+        let mut zero = ZeroOptimizer::new::<ZeroError>(units, stage, config, groups, &fill)?;
+        check(&mut zero, dp_rank, sp_rank);
+        Ok::<_, ZeroError>(())
+    })
+    .unwrap();
+}
+
+const MESHES: [(usize, usize); 6] = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 1)];
+
+#[test]
+fn the_zero_world_is_dp_whatever_sp_is() {
+    for mesh in MESHES {
+        for stage in [ZeroStage::OptimizerStates, ZeroStage::Gradients, ZeroStage::Parameters] {
+            on_mesh(mesh, stage, |zero, _, _| {
+                let dp = mesh.0;
+                assert_eq!(zero.world_size(), dp);
+                // Two units of 11 elements: the live momentum buffers are 1/dp of them, not 1/(dp·sp).
+                assert_eq!(zero.state_numel(), 2 * 11_usize.div_ceil(dp), "{mesh:?} {stage:?}");
+            });
+        }
+        on_mesh(mesh, ZeroStage::Disabled, |zero, _, _| {
+            assert_eq!(zero.state_numel(), zero.layouts().map(FlatLayout::padded_numel).sum::<usize>());
+        });
+    }
+}
+
+#[test]
+fn gathered_parameters_are_in_place_on_every_rank_and_stage() {
+    for (mesh, stage) in MESHES.into_iter().flat_map(|mesh| ZeroStage::ALL.map(|stage| (mesh, stage))) {
+        on_mesh(mesh, stage, |zero, _, _| {
+            let views = zero.parameters(1).unwrap();
+            assert_eq!(to_vec::<f32>(&views[0]).unwrap(), [0., 1., 2., 3., 4., 5.]);
+            assert_eq!(to_vec::<f32>(&views[1]).unwrap(), [6., 7., 8., 9., 10.]);
+            assert_eq!(views[0].dims(), [2, 3]);
+        });
+    }
+}
+
+/// Adds `dp_rank + 10·sp_rank + element` to every gradient and reduces.
+fn one_micro_step(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize, boundary: bool) {
+    for unit in [1, 0] {
+        for (view, first) in zero.gradients(unit).unwrap().iter().zip([0, 6]) {
+            with_slice_mut(view, |elements: &mut [f32]| {
+                for (i, element) in elements.iter_mut().enumerate() {
+                    *element += (dp_rank + 10 * sp_rank + first + i) as f32;
+                }
+            })
+            .unwrap();
+        }
+        zero.reduce(unit, boundary).unwrap();
+    }
+    zero.finish_reductions().unwrap();
+}
+
+#[test]
+fn gradients_are_summed_over_dp_sp_and_micro_steps() {
+    for (mesh, stage) in MESHES.into_iter().flat_map(|mesh| ZeroStage::ALL.map(|stage| (mesh, stage))) {
+        on_mesh(mesh, stage, |zero, dp_rank, sp_rank| {
+            one_micro_step(zero, dp_rank, sp_rank, false);
+            one_micro_step(zero, dp_rank, sp_rank, true);
+            let (dp, sp) = mesh;
+            let ranks: usize = (0..dp).flat_map(|d| (0..sp).map(move |s| d + 10 * s)).sum();
+            let expected: Vec<f32> = (0..11).map(|i| (2 * (ranks + dp * sp * i)) as f32).collect();
+            let gathered = zero.gather_gradients().unwrap();
+            let names: Vec<&str> = gathered.iter().map(|(name, _)| name.as_str()).collect();
+            assert_eq!(names, ["a", "b", "a", "b"]);
+            let got: Vec<f32> = gathered[2..].iter().flat_map(|(_, t)| to_vec::<f32>(t).unwrap()).collect();
+            assert_eq!(got, expected, "{mesh:?} {stage:?}");
+            let square: f64 = expected.iter().map(|g| f64::from(*g).powi(2)).sum();
+            assert_eq!(zero.gradient_sum_of_squares().unwrap(), 2.0 * square);
+        });
+    }
+}
+
+#[test]
+fn an_update_reaches_every_rank_s_parameters() {
+    for (mesh, stage) in MESHES.into_iter().flat_map(|mesh| ZeroStage::ALL.map(|stage| (mesh, stage))) {
+        on_mesh(mesh, stage, |zero, dp_rank, sp_rank| {
+            // Parameters gathered before the update must not be served after it.
+            let _stale = zero.parameters(0).unwrap();
+            one_micro_step(zero, dp_rank, sp_rank, true);
+            let gradients = zero.gather_gradients().unwrap();
+            zero.update(1, 0.5, None, 2.0).unwrap();
+            for ((_, gradient), (name, parameter)) in gradients.iter().zip(zero.gather_parameters().unwrap()) {
+                let first = if name == "a" { 0.0 } else { 6.0 };
+                let gradient = to_vec::<f32>(gradient).unwrap();
+                let expected: Vec<f32> =
+                    gradient.iter().enumerate().map(|(i, g)| first + i as f32 - 0.5 * 2.0 * g).collect();
+                assert_eq!(to_vec::<f32>(&parameter).unwrap(), expected, "{mesh:?} {stage:?} {name}");
+            }
+        });
+    }
+}
+
+#[test]
+fn zeroed_gradients_are_zero_again() {
+    on_mesh((2, 2), ZeroStage::Gradients, |zero, dp_rank, sp_rank| {
+        one_micro_step(zero, dp_rank, sp_rank, true);
+        assert!(zero.gradient_sum_of_squares().unwrap() > 0.0);
+        zero.zero_gradients().unwrap();
+        assert_eq!(zero.gradient_sum_of_squares().unwrap(), 0.0);
+    });
+}
+
+#[test]
+fn reducing_before_a_backward_is_an_error_that_names_the_unit() {
+    on_mesh((1, 1), ZeroStage::Gradients, |zero, _, _| {
+        let error = zero.reduce(0, true).unwrap_err().to_string();
+        assert!(error.contains("unit unit"), "{error}");
+    });
+}
+
+#[test]
+fn stage_1_sends_each_gradient_once_and_each_parameter_once() {
+    // Per unit of 12 padded elements over 2 ranks: 6 elements out in the reduce-scatter and
+    // 6 in the all-gather, of 4 bytes, two units.
+    on_mesh((2, 1), ZeroStage::OptimizerStates, |zero, dp_rank, sp_rank| {
+        // The group has carried the comparison of meshes before.
+        let sent = |zero: &ZeroOptimizer, op| {
+            crate::comm::ProcessGroupExt::barrier(&*zero.groups.dp).unwrap();
+            zero.groups.dp.stats().get(op).bytes_sent
+        };
+        let gathered_before = sent(zero, CollectiveOp::AllGather);
+        one_micro_step(zero, dp_rank, sp_rank, true);
+        zero.update(1, 0.5, None, 1.0).unwrap();
+        assert_eq!(sent(zero, CollectiveOp::ReduceScatter), 2 * 6 * 4);
+        assert_eq!(sent(zero, CollectiveOp::AllGather) - gathered_before, 2 * 6 * 4);
+    });
+}
