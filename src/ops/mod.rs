@@ -1,1 +1,56 @@
-//! Fused operations.
+//! Fused tensor operations with hand-written gradients: what the layers are made of.
+//!
+//! | op | computes | gradient |
+//! |---|---|---|
+//! | [`linear`] | x·Wᵀ | input; weight added straight into the flat gradient |
+//! | [`rms_norm`] | w · x / √(mean(x²) + ε) | input, weight |
+//! | [`rope`] | rotary position embedding, in place | the inverse rotation, in place |
+//! | [`swiglu`] | silu(gate) · up | both |
+//! | [`embedding`] | rows of a table | summed per row |
+//! | [`cross_entropy`] | language-model head and loss, tiled over tokens | input, head weight |
+//! | [`adamw`], [`sgd`] | one optimizer step on flat tensors | – |
+//! | [`reduce`] | norms, finiteness, sums and fills of flat tensors | – |
+//!
+//! Each op is a folder: `mod.rs` checks arguments and dispatches on the device, `cpu.rs` holds the kernel on
+//! slices, `reference.rs` the same in slow, readable f64, and `tests.rs` compares the two and checks the
+//! reference's gradient against finite differences. [`gemm`] is the matrix product that ops build on,
+//! [`Workspace`] recycles the tensors between them.
+//!
+//! # Conventions
+//! - All tensors are contiguous f32; views into a larger flat buffer (`narrow`) are fine.
+//! - Outputs are allocated by the caller and written in place. An output shares storage with no other
+//!   argument (an error otherwise); where an op is in place by nature its documentation says so.
+//! - Outputs are overwritten whatever they held, except weight gradients and arguments under an
+//!   `accumulate` flag, which are added to.
+//! - Only the last dimension has a meaning where a shape begins with n; the leading ones are multiplied.
+//! - Results do not depend on the number of threads. Work is shared among the current rayon pool.
+//!
+//! # Shapes
+//! | letter | means |
+//! |---|---|
+//! | B, S | batch, sequence |
+//! | n | tokens here: B · S of this rank's shard |
+//! | H, D | heads, `head_dim` |
+//! | d, f | model width, feed-forward width |
+//! | vocab | rows of the embedding or head |
+
+pub mod adamw;
+mod call;
+pub mod cross_entropy;
+pub mod embedding;
+mod error;
+pub mod gemm;
+pub mod linear;
+mod parallel;
+pub mod reduce;
+pub mod rms_norm;
+pub mod rope;
+pub mod sgd;
+pub mod simd;
+pub mod swiglu;
+#[cfg(test)]
+mod testing;
+mod workspace;
+
+pub use error::OpError;
+pub use workspace::Workspace;

@@ -1,0 +1,175 @@
+//! Tiled linear + cross-entropy on slices. Labels have been checked.
+
+use super::{IGNORED, LossSum, Sizes};
+use crate::ops::OpError;
+use crate::ops::gemm::{MatrixMut, MatrixRef, Threads, gemm};
+use crate::ops::parallel::rows_per_block;
+use crate::ops::simd::{Isa, LANES, Lanes, exp, max_lanes, max_of_lanes, padded, simd_kernel, sum_of_lanes};
+use rayon::prelude::*;
+use std::ops::Range;
+
+pub(super) fn forward(
+    sizes: Sizes,
+    x: &[f32],
+    weight: &[f32],
+    labels: &[i64],
+    lse: &mut [f32],
+) -> Result<LossSum, OpError> {
+    let vocab_size = sizes.vocab_size;
+    let mut scratch = vec![0.0; sizes.tile_tokens * vocab_size];
+    let mut loss = LossSum::default();
+    for tokens in tiles(sizes) {
+        let (labels, lse) = (&labels[tokens.clone()], &mut lse[tokens.clone()]);
+        if all_ignored(labels) {
+            lse.fill(0.0);
+            continue;
+        }
+        let logits = &mut scratch[..tokens.len() * vocab_size];
+        logits_of_tile(sizes, x, weight, tokens, logits)?;
+
+        let rows = rows_per_block(labels.len(), vocab_size);
+        (logits.par_chunks(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks_mut(rows))
+            .into_par_iter()
+            .for_each(|(logits, labels, lse)| lse_rows(logits, vocab_size, labels, lse));
+
+        let rows = logits.chunks_exact(vocab_size).zip(labels).zip(lse);
+        for ((logits, label), lse) in rows.filter(|((_, label), _)| **label != IGNORED) {
+            loss.sum += f64::from(*lse) - f64::from(logits[*label as usize]);
+            loss.valid_tokens += 1;
+        }
+    }
+    Ok(loss)
+}
+
+/// What the backward pass reads.
+#[derive(Clone, Copy)]
+pub(super) struct BackwardInputs<'a> {
+    pub(super) x: &'a [f32],
+    pub(super) weight: &'a [f32],
+    pub(super) labels: &'a [i64],
+    pub(super) lse: &'a [f32],
+    pub(super) scale: f32,
+}
+
+pub(super) fn backward(
+    sizes: Sizes,
+    inputs: BackwardInputs<'_>,
+    dx: &mut [f32],
+    dweight: &mut [f32],
+) -> Result<(), OpError> {
+    let Sizes { dim, vocab_size, .. } = sizes;
+    let BackwardInputs { x, weight, labels, lse, scale } = inputs;
+    let mut scratch = vec![0.0; sizes.tile_tokens * vocab_size];
+    for tokens in tiles(sizes) {
+        let rows_of_x = tokens.start * dim..tokens.end * dim;
+        let (labels, lse) = (&labels[tokens.clone()], &lse[tokens.clone()]);
+        let dx = &mut dx[rows_of_x.clone()];
+        if all_ignored(labels) {
+            dx.fill(0.0);
+            continue;
+        }
+        let n = tokens.len();
+        let tile = &mut scratch[..n * vocab_size];
+        logits_of_tile(sizes, x, weight, tokens, tile)?;
+
+        let rows = rows_per_block(n, vocab_size);
+        (tile.par_chunks_mut(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks(rows))
+            .into_par_iter()
+            .for_each(|(tile, labels, lse)| gradient_rows(tile, vocab_size, labels, lse, scale));
+
+        let dlogits = MatrixRef::new(tile, n, vocab_size)?;
+        let weight = MatrixRef::new(weight, vocab_size, dim)?;
+        gemm(1.0, dlogits, weight, 0.0, MatrixMut::new(dx, n, dim)?, Threads::Pool)?;
+        let x = MatrixRef::new(&x[rows_of_x], n, dim)?;
+        let dweight = MatrixMut::new(dweight, vocab_size, dim)?;
+        gemm(1.0, dlogits.transposed(), x, 1.0, dweight, Threads::Pool)?;
+    }
+    Ok(())
+}
+
+fn tiles(sizes: Sizes) -> impl Iterator<Item = Range<usize>> {
+    let Sizes { tokens, tile_tokens, .. } = sizes;
+    (0..tokens).step_by(tile_tokens).map(move |start| start..(start + tile_tokens).min(tokens))
+}
+
+fn all_ignored(labels: &[i64]) -> bool {
+    labels.iter().all(|label| *label == IGNORED)
+}
+
+fn logits_of_tile(
+    sizes: Sizes,
+    x: &[f32],
+    weight: &[f32],
+    tokens: Range<usize>,
+    logits: &mut [f32],
+) -> Result<(), OpError> {
+    let Sizes { dim, vocab_size, .. } = sizes;
+    let n = tokens.len();
+    let x = MatrixRef::new(&x[tokens.start * dim..tokens.end * dim], n, dim)?;
+    let weight = MatrixRef::new(weight, vocab_size, dim)?;
+    gemm(1.0, x, weight.transposed(), 0.0, MatrixMut::new(logits, n, vocab_size)?, Threads::Pool)
+}
+
+simd_kernel! {
+    fn lse_rows<S>(logits: &[f32], vocab_size: usize, labels: &[i64], lse: &mut [f32]) {
+        for ((logits, label), lse) in logits.chunks_exact(vocab_size).zip(labels).zip(lse) {
+            *lse = if *label == IGNORED { 0.0 } else { log_sum_exp::<S>(logits) };
+        }
+    }
+}
+
+#[inline(always)]
+fn log_sum_exp<S: Isa>(logits: &[f32]) -> f32 {
+    /// Elements summed in f32 before they join the f64 total: keeps the error of a large vocabulary small.
+    const SEGMENT: usize = 4096;
+
+    let max = max_of(logits);
+    let mut total = 0.0f64;
+    for segment in logits.chunks(SEGMENT) {
+        let (chunks, tail) = segment.as_chunks::<LANES>();
+        let mut sums = [0.0; LANES];
+        for chunk in chunks {
+            sums = add_exp::<S>(sums, chunk, max);
+        }
+        if !tail.is_empty() {
+            sums = add_exp::<S>(sums, &padded(tail, f32::NEG_INFINITY), max);
+        }
+        total += f64::from(sum_of_lanes(sums));
+    }
+    (f64::from(max) + total.ln()) as f32
+}
+
+#[inline(always)]
+fn add_exp<S: Isa>(mut sums: Lanes, logits: &Lanes, max: f32) -> Lanes {
+    for lane in 0..LANES {
+        sums[lane] += exp::<S>(logits[lane] - max);
+    }
+    sums
+}
+
+/// The largest element; NaN elements are passed over here and show in the sum.
+#[inline(always)]
+fn max_of(values: &[f32]) -> f32 {
+    let (chunks, tail) = values.as_chunks::<LANES>();
+    let mut max = padded(tail, f32::NEG_INFINITY);
+    for chunk in chunks {
+        max = max_lanes(&max, chunk);
+    }
+    max_of_lanes(max)
+}
+
+simd_kernel! {
+    /// Turns logits into scale · (softmax − one-hot of the label), rows of ignored tokens into zeros.
+    fn gradient_rows<S>(tile: &mut [f32], vocab_size: usize, labels: &[i64], lse: &[f32], scale: f32) {
+        for ((row, label), lse) in tile.chunks_exact_mut(vocab_size).zip(labels).zip(lse) {
+            if *label == IGNORED {
+                row.fill(0.0);
+                continue;
+            }
+            for value in row.iter_mut() {
+                *value = exp::<S>(*value - lse) * scale;
+            }
+            row[*label as usize] -= scale;
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! The language-model head and its loss in one op: `logits = x·Wᵀ` and
+//! `loss = Σ (logsumexp(logits) − logits[label])`.
+//!
+//! Tokens are processed in tiles, so at most `tile_tokens × vocab` logits exist at any time (the idea of
+//! Liger's fused linear cross-entropy and of DeepSpeed's tiled logits loss). [`backward`] recomputes each
+//! tile's logits from the `lse` that [`forward`] kept, which costs one product more than storing them.
+//!
+//! A label of [`IGNORED`] takes its token out: no loss, zero gradient, and an `lse` of 0. A tile without
+//! any other label is skipped. All sums over tokens run in token order.
+
+mod cpu;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+use super::call::Call;
+use super::{OpError, linear};
+use candle_core::{Device, Tensor};
+
+/// The label of a token that has no loss (PyTorch's `ignore_index`).
+pub const IGNORED: i64 = -100;
+
+/// A sum of token losses, and over how many tokens. Sums of shards and micro batches add up.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LossSum {
+    /// Σ of the losses of the tokens that have a label.
+    pub sum: f64,
+    /// How many these are.
+    pub valid_tokens: u64,
+}
+
+/// The summed loss; writes each token's logsumexp for [`backward`].
+///
+/// # Shapes
+/// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
+///
+/// # Errors
+/// When a label is neither [`IGNORED`] nor in 0..vocab, `tile_tokens` is 0, shapes, dtypes, devices or
+/// layouts do not fit, or `lse_out` shares storage with an input.
+pub fn forward(
+    x: &Tensor,
+    weight: &Tensor,
+    labels: &[i64],
+    tile_tokens: usize,
+    lse_out: &Tensor,
+) -> Result<LossSum, OpError> {
+    let call = Call::new("cross_entropy::forward");
+    let shape = check(call, x, weight, labels, tile_tokens)?;
+    call.expect(("lse_out", lse_out), &[shape.tokens])?;
+    match call.device(&[("lse_out", lse_out)], &[("x", x), ("weight", weight)])? {
+        Device::Cpu => {
+            let (x, weight) = (call.read(x)?, call.read(weight)?);
+            call.write(lse_out, |lse| cpu::forward(shape, &x, &weight, labels, lse))
+        }
+        other => call.unsupported(other),
+    }
+}
+
+/// Gradients of `scale` · [`forward`]'s sum: dx is overwritten, dweight is added to.
+///
+/// # Shapes
+/// `x, dx: [n, d], weight, dweight: [vocab, d], labels: [n], lse: [n]`
+///
+/// # Errors
+/// As [`forward`].
+#[expect(clippy::too_many_arguments, reason = "three inputs and what forward left, two outputs")]
+pub fn backward(
+    x: &Tensor,
+    weight: &Tensor,
+    labels: &[i64],
+    lse: &Tensor,
+    scale: f32,
+    dx: &Tensor,
+    dweight: &Tensor,
+    tile_tokens: usize,
+) -> Result<(), OpError> {
+    let call = Call::new("cross_entropy::backward");
+    let shape = check(call, x, weight, labels, tile_tokens)?;
+    call.expect(("lse", lse), &[shape.tokens])?;
+    call.expect(("dx", dx), &[shape.tokens, shape.dim])?;
+    call.expect(("dweight", dweight), &[shape.vocab_size, shape.dim])?;
+    let inputs = [("x", x), ("weight", weight), ("lse", lse)];
+    match call.device(&[("dx", dx), ("dweight", dweight)], &inputs)? {
+        Device::Cpu => {
+            let (x, weight, lse) = (call.read(x)?, call.read(weight)?, call.read(lse)?);
+            let inputs = cpu::BackwardInputs { x: &x, weight: &weight, labels, lse: &lse, scale };
+            call.write(dx, |dx| call.write(dweight, |dweight| cpu::backward(shape, inputs, dx, dweight)))
+        }
+        other => call.unsupported(other),
+    }
+}
+
+/// All logits at once, for callers that want to see them.
+///
+/// # Shapes
+/// `x: [n, d], weight: [vocab, d], out: [n, vocab]`
+///
+/// # Errors
+/// As [`linear::forward`].
+pub fn logits(x: &Tensor, weight: &Tensor, out: &Tensor) -> Result<(), OpError> {
+    linear::forward(x, weight, out, false)
+}
+
+/// The sizes of one call.
+#[derive(Clone, Copy)]
+struct Sizes {
+    tokens: usize,
+    dim: usize,
+    vocab_size: usize,
+    tile_tokens: usize,
+}
+
+fn check(
+    call: Call,
+    x: &Tensor,
+    weight: &Tensor,
+    labels: &[i64],
+    tile_tokens: usize,
+) -> Result<Sizes, OpError> {
+    let (tokens, dim) = call.rows(("x", x))?;
+    let (vocab_size, _) = call.rows(("weight", weight))?;
+    call.expect(("weight", weight), &[vocab_size, dim])?;
+    call.expect_tokens("labels", labels.len(), tokens)?;
+    call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;
+    let valid = |label: i64| label == IGNORED || usize::try_from(label).is_ok_and(|l| l < vocab_size);
+    if let Some((position, &value)) = labels.iter().enumerate().find(|(_, label)| !valid(**label)) {
+        let (op, argument, also_valid) = (call.op, "labels", " and -100 (ignored)");
+        return Err(OpError::IdOutOfRange { op, argument, position, value, vocab_size, also_valid });
+    }
+    // A tile larger than the input would only be a larger scratch buffer.
+    Ok(Sizes { tokens, dim, vocab_size, tile_tokens: tile_tokens.min(tokens.max(1)) })
+}

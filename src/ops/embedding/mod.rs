@@ -1,0 +1,73 @@
+//! Token embedding: rows of a table, and the sum of gradients per row.
+
+mod cpu;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+use super::OpError;
+use super::call::Call;
+use candle_core::{Device, Tensor};
+
+/// `y[i] = weight[ids[i]]`.
+///
+/// # Shapes
+/// `ids: [n], weight: [vocab, d], y: [n, d]`
+///
+/// # Errors
+/// When an id is not below vocab, when shapes, dtypes, devices or layouts do not fit, or when the output
+/// shares storage with the weight.
+pub fn forward(ids: &[u32], weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
+    let call = Call::new("embedding::forward");
+    let (vocab_size, d) = call.rows(("weight", weight))?;
+    call.expect(("y", y), &[ids.len(), d])?;
+    check_ids(call, ids, vocab_size)?;
+    match call.device(&[("y", y)], &[("weight", weight)])? {
+        Device::Cpu => {
+            let weight = call.read(weight)?;
+            call.write(y, |y| {
+                cpu::forward(ids, &weight, y, d);
+                Ok(())
+            })
+        }
+        other => call.unsupported(other),
+    }
+}
+
+/// `dweight[ids[i]] += dy[i]`. Rows are added in the order of the tokens, whatever the number of threads.
+///
+/// # Shapes
+/// `ids: [n], dy: [n, d], dweight: [vocab, d]`
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward(ids: &[u32], dy: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
+    let call = Call::new("embedding::backward");
+    let (vocab_size, d) = call.rows(("dweight", dweight))?;
+    call.expect(("dy", dy), &[ids.len(), d])?;
+    check_ids(call, ids, vocab_size)?;
+    match call.device(&[("dweight", dweight)], &[("dy", dy)])? {
+        Device::Cpu => {
+            let dy = call.read(dy)?;
+            call.write(dweight, |dweight| {
+                cpu::backward(ids, &dy, dweight, d);
+                Ok(())
+            })
+        }
+        other => call.unsupported(other),
+    }
+}
+
+fn check_ids(call: Call, ids: &[u32], vocab_size: usize) -> Result<(), OpError> {
+    match ids.iter().enumerate().find(|(_, id)| **id as usize >= vocab_size) {
+        None => Ok(()),
+        Some((position, &id)) => Err(OpError::IdOutOfRange {
+            op: call.op,
+            argument: "ids",
+            position,
+            value: i64::from(id),
+            vocab_size,
+            also_valid: "",
+        }),
+    }
+}

@@ -1,0 +1,57 @@
+use super::*;
+use crate::ops::testing::*;
+
+#[test]
+fn forward_copies_the_named_rows() {
+    let weight = tensor(&[0.0, 0.5, 1.0, 1.5, 2.0, 2.5], &[3, 2]);
+    let y = output(&[2, 2, 2]);
+    forward(&[2, 0, 1, 2], &weight, &y).unwrap();
+    assert_eq!(read(&y), [2.0, 2.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5]);
+}
+
+#[test]
+fn gradients_of_repeated_ids_add_up_on_top_of_what_is_there() {
+    let (ids, vocab_size, d) = ([3, 0, 3, 3, 1], 5, 7);
+    let dy = random(1, ids.len() * d);
+    let dweight = tensor(&vec![1.0; vocab_size * d], &[vocab_size, d]);
+    backward(&ids, &tensor(&dy, &[ids.len(), d]), &dweight).unwrap();
+    let expected: Vec<f64> =
+        reference::backward(&ids, &to_f64(&dy), vocab_size, d).iter().map(|g| g + 1.0).collect();
+    assert_close("dweight", &read(&dweight), &expected, 3e-7);
+    assert_eq!(read(&dweight)[2 * d..3 * d], [1.0; 7], "an id that does not occur");
+}
+
+#[test]
+fn the_reference_gradient_is_the_derivative_of_the_forward() {
+    let (ids, vocab_size, d) = ([1, 1, 3], 4, 2);
+    let (weight, dy) = (to_f64(&random(1, vocab_size * d)), to_f64(&random(2, ids.len() * d)));
+    let dweight = reference::backward(&ids, &dy, vocab_size, d);
+    let loss = |weight: &[f64]| weighted_sum(&reference::forward(&ids, weight, d), &dy);
+    assert_gradient("dweight", loss, &weight, &dweight);
+}
+
+#[test]
+fn large_inputs_give_the_same_bits_on_any_number_of_threads() {
+    let (n, vocab_size, d) = (4000, 97, 33);
+    let ids: Vec<u32> = (0..n as u32).map(|i| i * i % 97).collect();
+    let (weight, dy) = (random(1, vocab_size * d), random(2, n * d));
+    assert_same_for_any_thread_count(|| {
+        let y = output(&[n, d]);
+        forward(&ids, &tensor(&weight, &[vocab_size, d]), &y).unwrap();
+        let dweight = tensor(&weight, &[vocab_size, d]);
+        backward(&ids, &tensor(&dy, &[n, d]), &dweight).unwrap();
+        [read(&y), read(&dweight)]
+    });
+}
+
+#[test]
+fn an_id_outside_the_vocabulary_is_named_with_its_place() {
+    let (weight, y) = (output(&[3, 2]), tensor(&[7.0; 4], &[2, 2]));
+    let error = forward(&[1, 3], &weight, &y).unwrap_err();
+    assert_eq!(error.to_string(), "embedding::forward: `ids[1]` is 3, valid are 0..3");
+    assert_eq!(read(&y), [7.0; 4]);
+    let error = backward(&[u32::MAX, 0], &y, &weight).unwrap_err();
+    assert!(matches!(error, OpError::IdOutOfRange { position: 0, vocab_size: 3, .. }), "{error}");
+    let error = forward(&[1], &weight, &y).unwrap_err();
+    assert!(matches!(error, OpError::Shape { argument: "y", .. }), "{error}");
+}

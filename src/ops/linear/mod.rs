@@ -1,0 +1,79 @@
+//! Linear layer without bias: y = x·Wᵀ, and the two products of its backward.
+//!
+//! Each is one matrix product over strided views of the caller's tensors: no transpose is materialised, and
+//! a weight gradient is accumulated where it belongs, inside the flat gradient buffer.
+
+mod cpu;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+use super::OpError;
+use super::call::Call;
+use candle_core::{Device, Tensor};
+
+/// y = x·weightᵀ, or y += x·weightᵀ with `accumulate`.
+///
+/// # Shapes
+/// `x: [n, in], weight: [out, in], y: [n, out]`
+///
+/// # Errors
+/// When shapes, dtypes, devices or layouts do not fit, or the output shares storage with an input.
+pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Result<(), OpError> {
+    let call = Call::new("linear::forward");
+    let (n, inputs) = call.rows(("x", x))?;
+    let (outputs, _) = call.rows(("weight", weight))?;
+    call.expect(("weight", weight), &[outputs, inputs])?;
+    call.expect(("y", y), &[n, outputs])?;
+    match call.device(&[("y", y)], &[("x", x), ("weight", weight)])? {
+        Device::Cpu => {
+            let (x, weight) = (call.read(x)?, call.read(weight)?);
+            call.write(y, |y| cpu::forward(&x, &weight, y, [n, inputs, outputs], accumulate))
+        }
+        other => call.unsupported(other),
+    }
+}
+
+/// dx = dy·weight, or dx += dy·weight with `accumulate`.
+///
+/// # Shapes
+/// `dy: [n, out], weight: [out, in], dx: [n, in]`
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: bool) -> Result<(), OpError> {
+    let call = Call::new("linear::backward_input");
+    let (n, outputs) = call.rows(("dy", dy))?;
+    let (_, inputs) = call.rows(("weight", weight))?;
+    call.expect(("weight", weight), &[outputs, inputs])?;
+    call.expect(("dx", dx), &[n, inputs])?;
+    match call.device(&[("dx", dx)], &[("dy", dy), ("weight", weight)])? {
+        Device::Cpu => {
+            let (dy, weight) = (call.read(dy)?, call.read(weight)?);
+            call.write(dx, |dx| cpu::backward_input(&dy, &weight, dx, [n, inputs, outputs], accumulate))
+        }
+        other => call.unsupported(other),
+    }
+}
+
+/// dweight += dyᵀ·x.
+///
+/// # Shapes
+/// `dy: [n, out], x: [n, in], dweight: [out, in]`
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
+    let call = Call::new("linear::backward_weight");
+    let (n, inputs) = call.rows(("x", x))?;
+    let (_, outputs) = call.rows(("dy", dy))?;
+    call.expect(("dy", dy), &[n, outputs])?;
+    call.expect(("dweight", dweight), &[outputs, inputs])?;
+    match call.device(&[("dweight", dweight)], &[("dy", dy), ("x", x)])? {
+        Device::Cpu => {
+            let (dy, x) = (call.read(dy)?, call.read(x)?);
+            call.write(dweight, |dweight| cpu::backward_weight(&dy, &x, dweight, [n, inputs, outputs]))
+        }
+        other => call.unsupported(other),
+    }
+}

@@ -1,0 +1,98 @@
+use super::*;
+use crate::ops::simd::at_every_level;
+use crate::ops::testing::*;
+
+const LENGTHS: [usize; 7] = [0, 1, 7, 32, 100, 131, 5000];
+
+#[test]
+fn the_sum_of_squares_is_exact_to_f64_at_every_level() {
+    at_every_level(|level| {
+        for len in LENGTHS {
+            let data = random(len as u64, len);
+            let expected = reference::sum_of_squares(&to_f64(&data));
+            let got = sum_of_squares(&tensor(&data, &[len])).unwrap();
+            assert!((got - expected).abs() <= 1e-12 * expected, "{level:?}, {len}: {got} {expected}");
+        }
+    });
+}
+
+#[test]
+fn the_sum_of_squares_neither_overflows_nor_underflows_f32() {
+    let x = tensor(&[1e30, 1e30], &[2]);
+    assert!((sum_of_squares(&x).unwrap() / 2e60 - 1.0).abs() < 1e-7);
+    let x = tensor(&[1e-30, 1e-30], &[2]);
+    assert!((sum_of_squares(&x).unwrap() / 2e-60 - 1.0).abs() < 1e-7);
+}
+
+#[test]
+fn the_sum_of_squares_has_the_same_bits_on_any_number_of_threads() {
+    let data = random(1, 300_007);
+    assert_same_for_any_thread_count(|| sum_of_squares(&tensor(&data, &[300_007])).unwrap().to_bits());
+}
+
+#[test]
+fn one_bad_element_anywhere_is_found() {
+    at_every_level(|level| {
+        for len in LENGTHS {
+            let mut data = random(1, len);
+            assert!(all_finite(&tensor(&data, &[len])).unwrap(), "{level:?}, {len}");
+            if len == 0 {
+                continue;
+            }
+            for place in [0, len / 2, len - 1] {
+                for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    let good = std::mem::replace(&mut data[place], bad);
+                    assert!(
+                        !all_finite(&tensor(&data, &[len])).unwrap(),
+                        "{level:?}, {len}: {bad} at {place}"
+                    );
+                    data[place] = good;
+                }
+            }
+        }
+    });
+    let extremes = [f32::MAX, f32::MIN, 0.0, -0.0, f32::MIN_POSITIVE, f32::from_bits(1)];
+    assert!(all_finite(&tensor(&extremes, &[6])).unwrap());
+}
+
+#[test]
+fn a_bad_element_is_found_in_the_last_block_of_a_large_tensor() {
+    let mut data = vec![1.0; 100_000];
+    data[99_999] = f32::INFINITY;
+    assert_same_for_any_thread_count(|| {
+        let found = all_finite(&tensor(&data, &[100_000])).unwrap();
+        assert!(!found);
+        found
+    });
+}
+
+#[test]
+fn buffer_arithmetic_touches_every_element_and_nothing_around_it() {
+    for len in [1, 7, 100, 131, 70_001] {
+        let (a, b) = (random(1, len), random(2, len));
+        // One buffer with a margin on both sides, of which the ops see the middle.
+        let flat = tensor(&vec![9.0; len + 4], &[len + 4]);
+        let dst = flat.narrow(0, 2, len).unwrap();
+        copy(&dst, &tensor(&a, &[len])).unwrap();
+        assert_eq!(read(&dst), a);
+        accumulate(&dst, &tensor(&b, &[len])).unwrap();
+        assert!(read(&dst).iter().zip(a.iter().zip(&b)).all(|(got, (a, b))| *got == a + b));
+        scale(&dst, 0.5).unwrap();
+        assert!(read(&dst).iter().zip(a.iter().zip(&b)).all(|(got, (a, b))| *got == (a + b) * 0.5));
+        fill(&dst, -3.0).unwrap();
+        assert!(read(&dst).iter().all(|got| *got == -3.0));
+        let flat = read(&flat);
+        assert_eq!((&flat[..2], &flat[len + 2..]), (&[9.0, 9.0][..], &[9.0, 9.0][..]));
+    }
+}
+
+#[test]
+fn lengths_and_storage_are_checked() {
+    let flat = tensor(&[1.0; 8], &[8]);
+    let error = accumulate(&flat, &output(&[7])).unwrap_err();
+    assert!(matches!(error, OpError::Shape { argument: "src", .. }), "{error}");
+    let error = copy(&flat.narrow(0, 0, 4).unwrap(), &flat.narrow(0, 4, 4).unwrap()).unwrap_err();
+    assert!(matches!(error, OpError::SharedStorage { output: "dst", other: "src", .. }), "{error}");
+    let error = sum_of_squares(&wrong_dtype(&[3])).unwrap_err();
+    assert!(matches!(error, OpError::DType { argument: "x", .. }), "{error}");
+}

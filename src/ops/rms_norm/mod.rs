@@ -1,0 +1,80 @@
+//! RMS normalisation: y = weight · x / √(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019; the
+//! placement of ε and the order of operations are those of Hugging Face's `LlamaRMSNorm`).
+
+mod cpu;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+use super::OpError;
+use super::call::Call;
+use candle_core::{Device, Tensor};
+
+/// Normalises each row and keeps 1/√(mean(x²) + ε) in `rstd` for [`backward`].
+///
+/// # Shapes
+/// `x, y: [n, d], weight: [d], rstd: [n]`
+///
+/// # Errors
+/// When shapes, dtypes, devices or layouts do not fit, or an output shares storage with another argument.
+pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor) -> Result<(), OpError> {
+    let call = Call::new("rms_norm::forward");
+    let (n, d) = call.rows(("x", x))?;
+    call.expect(("weight", weight), &[d])?;
+    call.expect(("y", y), &[n, d])?;
+    call.expect(("rstd", rstd), &[n])?;
+    match call.device(&[("y", y), ("rstd", rstd)], &[("x", x), ("weight", weight)])? {
+        Device::Cpu => {
+            let (x, weight) = (call.read(x)?, call.read(weight)?);
+            call.write(y, |y| {
+                call.write(rstd, |rstd| {
+                    cpu::forward(&x, &weight, eps, y, rstd);
+                    Ok(())
+                })
+            })
+        }
+        other => call.unsupported(other),
+    }
+}
+
+/// Gradients of [`forward`]: dx is overwritten, or added to with `accumulate_dx`; dweight is added to.
+///
+/// The rows are summed into dweight in an order that depends on their number only, so the result is the
+/// same for any number of threads.
+///
+/// # Shapes
+/// `dy, x, dx: [n, d], weight, dweight: [d], rstd: [n]`
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward(
+    dy: &Tensor,
+    x: &Tensor,
+    weight: &Tensor,
+    rstd: &Tensor,
+    dx: &Tensor,
+    accumulate_dx: bool,
+    dweight: &Tensor,
+) -> Result<(), OpError> {
+    let call = Call::new("rms_norm::backward");
+    let (n, d) = call.rows(("x", x))?;
+    call.expect(("dy", dy), &[n, d])?;
+    call.expect(("weight", weight), &[d])?;
+    call.expect(("rstd", rstd), &[n])?;
+    call.expect(("dx", dx), &[n, d])?;
+    call.expect(("dweight", dweight), &[d])?;
+    let inputs = [("dy", dy), ("x", x), ("weight", weight), ("rstd", rstd)];
+    match call.device(&[("dx", dx), ("dweight", dweight)], &inputs)? {
+        Device::Cpu => {
+            let (dy, x, weight, rstd) = (call.read(dy)?, call.read(x)?, call.read(weight)?, call.read(rstd)?);
+            let inputs = cpu::BackwardInputs { dy: &dy, x: &x, weight: &weight, rstd: &rstd };
+            call.write(dx, |dx| {
+                call.write(dweight, |dweight| {
+                    cpu::backward(inputs, dx, accumulate_dx, dweight);
+                    Ok(())
+                })
+            })
+        }
+        other => call.unsupported(other),
+    }
+}

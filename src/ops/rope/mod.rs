@@ -1,0 +1,89 @@
+//! Rotary position embedding (Su et al. 2021) in the convention of Hugging Face's `rotate_half`: elements i
+//! and i + head_dim/2 of a head form the pair that turns by position · θ^(−2i/head_dim).
+
+mod cpu;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+use super::OpError;
+use super::call::Call;
+use candle_core::{Device, Tensor};
+
+/// Cosines and sines of one batch's tokens, shared by all its layers and by both directions.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Table {
+    /// [n, head_dim/2]
+    cos: Vec<f32>,
+    /// [n, head_dim/2]
+    sin: Vec<f32>,
+    tokens: usize,
+    head_dim: usize,
+}
+
+impl Table {
+    /// The table of tokens at `position_ids`. Angles are computed in f64 and rounded after the cosine, so
+    /// long positions lose nothing.
+    ///
+    /// # Errors
+    /// When `head_dim` is odd or 0, or `theta` is not positive and finite.
+    pub fn new(position_ids: &[u32], head_dim: usize, theta: f64) -> Result<Self, OpError> {
+        let call = Call::new("rope::Table::new");
+        let even = head_dim > 0 && head_dim.is_multiple_of(2);
+        call.expect_value("head_dim", head_dim as f64, even, "a positive even number")?;
+        call.expect_value("theta", theta, theta > 0.0 && theta.is_finite(), "a positive finite number")?;
+        let (cos, sin) = cpu::table(position_ids, head_dim, theta);
+        Ok(Self { cos, sin, tokens: position_ids.len(), head_dim })
+    }
+
+    /// The number of tokens n.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Elements per head.
+    #[must_use]
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Bytes held by the table.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        size_of_val(self.cos.as_slice()) + size_of_val(self.sin.as_slice())
+    }
+}
+
+/// Which way [`apply`] turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// By the positive angle.
+    Forward,
+    /// By the negative angle: the inverse, and for a rotation also the gradient.
+    Backward,
+}
+
+/// Rotates every head of x in place.
+///
+/// # Shapes
+/// `x: [n, heads, head_dim]`, where n may be split further
+///
+/// # Errors
+/// When x does not fit the table, or its dtype, device or layout does not.
+pub fn apply(x: &Tensor, table: &Table, direction: Direction) -> Result<(), OpError> {
+    let call = Call::new("rope::apply");
+    let [leading @ .., heads, head_dim] = x.dims() else {
+        let (expected, got) = ("[n, heads, head_dim]", x.dims().to_vec());
+        return Err(OpError::Dimensions { op: call.op, argument: "x", expected, got });
+    };
+    call.expect(("x", x), &[leading.iter().product(), *heads, table.head_dim])?;
+    call.expect_tokens("table", table.tokens, leading.iter().product())?;
+    match call.device(&[("x", x)], &[])? {
+        Device::Cpu => call.write(x, |x| {
+            cpu::apply(x, &table.cos, &table.sin, heads * head_dim, direction);
+            Ok(())
+        }),
+        other => call.unsupported(other),
+    }
+}

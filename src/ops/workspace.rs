@@ -1,0 +1,176 @@
+//! Recycled storage for intermediate tensors.
+
+use super::OpError;
+use super::call::storage_id;
+use candle_core::{DType, Device, Shape, Storage, Tensor};
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// One rank's store of f32 CPU tensors that are out of use, by element count.
+///
+/// Layers and steps need the same sizes again and again, while fresh memory costs a page fault per 4 KiB.
+/// [`take`](Self::take) hands out a tensor and forgets it; [`give`](Self::give) brings it back.
+///
+/// **Give back only what nobody else still uses.** The next `take` of that size writes into the same
+/// memory, and every clone, view or reshape of the given tensor would see it. A tensor that is dropped
+/// instead of given back is merely freed. Debug builds fill given tensors with NaN, so that a use after
+/// `give`, or a use of a fresh `take` before it is written, shows.
+#[derive(Debug, Default)]
+pub struct Workspace {
+    /// Flat tensors that own their whole storage, none of them twice.
+    free: Mutex<HashMap<usize, Vec<Tensor>>>,
+}
+
+impl Workspace {
+    /// An empty workspace.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A contiguous f32 CPU tensor of this shape with **unspecified content**.
+    ///
+    /// # Errors
+    /// When candle cannot allocate.
+    pub fn take(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
+        let shape = shape.into();
+        let recycled = self.free().get_mut(&shape.elem_count()).and_then(Vec::pop);
+        match recycled {
+            Some(flat) => flat.reshape(shape),
+            None => Tensor::zeros(shape, DType::F32, &Device::Cpu),
+        }
+        .map_err(|source| OpError::Candle { op: "Workspace::take", source })
+    }
+
+    /// As [`take`](Self::take), filled with zeros.
+    ///
+    /// # Errors
+    /// When candle cannot allocate.
+    pub fn take_zeroed(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
+        let tensor = self.take(shape)?;
+        super::reduce::fill(&tensor, 0.0)?;
+        Ok(tensor)
+    }
+
+    /// Takes a tensor back for later [`take`](Self::take)s; see the type's rule on who may.
+    ///
+    /// Only an f32 CPU tensor that covers its whole storage is kept. Others (views of a larger buffer,
+    /// transposes, variables) are dropped, and so is one whose storage is here already.
+    pub fn give(&self, tensor: Tensor) {
+        if tensor.is_variable() || !covers_its_storage(&tensor) {
+            return;
+        }
+        // Detached, or a recycled tensor would keep the graph alive that computed it.
+        let Ok(flat) = tensor.detach().flatten_all() else { return };
+        let mut free = self.free();
+        let same_size = free.entry(flat.elem_count()).or_default();
+        if same_size.iter().any(|held| storage_id(held) == storage_id(&flat)) {
+            return;
+        }
+        if cfg!(debug_assertions) && super::reduce::fill(&flat, f32::NAN).is_err() {
+            return;
+        }
+        same_size.push(flat);
+    }
+
+    /// Bytes of the tensors that wait here.
+    #[must_use]
+    pub fn bytes_held(&self) -> usize {
+        let elems: usize = self.free().iter().map(|(elems, tensors)| elems * tensors.len()).sum();
+        elems * DType::F32.size_in_bytes()
+    }
+
+    /// Frees all tensors that wait here.
+    pub fn clear(&self) {
+        self.free().clear();
+    }
+
+    fn free(&self) -> MutexGuard<'_, HashMap<usize, Vec<Tensor>>> {
+        // No operation under the lock leaves the map half-changed, so a panic elsewhere does not matter.
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn covers_its_storage(tensor: &Tensor) -> bool {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { return false };
+    let Ok(elements) = storage.as_slice::<f32>() else { return false };
+    layout.contiguous_offsets() == Some((0, elements.len())) && !elements.is_empty()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{to_vec, with_slice};
+
+    fn address(tensor: &Tensor) -> usize {
+        with_slice(tensor, |elements: &[f32]| elements.as_ptr().addr()).unwrap()
+    }
+
+    #[test]
+    fn a_given_tensor_is_taken_again_in_another_shape_of_the_same_size() {
+        let workspace = Workspace::new();
+        let first = workspace.take((4, 6)).unwrap();
+        let place = address(&first);
+        workspace.give(first);
+        assert_eq!(workspace.bytes_held(), 24 * 4);
+        let second = workspace.take((2, 3, 4)).unwrap();
+        assert_eq!(second.dims(), [2, 3, 4]);
+        assert_eq!(address(&second), place);
+        assert_eq!(workspace.bytes_held(), 0);
+    }
+
+    #[test]
+    fn storage_is_never_handed_out_twice() {
+        let workspace = Workspace::new();
+        let tensor = workspace.take(8).unwrap();
+        let clone = tensor.reshape((2, 4)).unwrap();
+        workspace.give(tensor);
+        workspace.give(clone);
+        assert_eq!(workspace.bytes_held(), 8 * 4, "the second give of one storage is dropped");
+        let (a, b, c) =
+            (workspace.take(8).unwrap(), workspace.take(8).unwrap(), workspace.take((2, 4)).unwrap());
+        assert_ne!(address(&a), address(&b));
+        assert_ne!(address(&a), address(&c));
+        assert_ne!(address(&b), address(&c));
+    }
+
+    #[test]
+    fn another_size_does_not_reuse_storage() {
+        let workspace = Workspace::new();
+        workspace.give(workspace.take(8).unwrap());
+        assert_eq!(workspace.take(7).unwrap().elem_count(), 7);
+        assert_eq!(workspace.bytes_held(), 8 * 4);
+        workspace.clear();
+        assert_eq!(workspace.bytes_held(), 0);
+    }
+
+    #[test]
+    fn views_transposes_other_types_and_variables_are_not_kept() {
+        let workspace = Workspace::new();
+        let flat = Tensor::zeros(24, DType::F32, &Device::Cpu).unwrap();
+        workspace.give(flat.narrow(0, 0, 8).unwrap());
+        workspace.give(flat.narrow(0, 16, 8).unwrap());
+        workspace.give(flat.reshape((4, 6)).unwrap().t().unwrap());
+        workspace.give(Tensor::zeros(8, DType::F64, &Device::Cpu).unwrap());
+        workspace.give(Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap());
+        workspace.give(candle_core::Var::from_tensor(&flat).unwrap().as_tensor().clone());
+        assert_eq!(workspace.bytes_held(), 0);
+        assert_eq!(to_vec::<f32>(&flat).unwrap(), [0.0; 24], "what is not kept is not touched");
+    }
+
+    #[test]
+    fn take_zeroed_clears_recycled_content() {
+        let workspace = Workspace::new();
+        let tensor = workspace.take(5).unwrap();
+        super::super::reduce::fill(&tensor, 7.0).unwrap();
+        workspace.give(tensor);
+        assert_eq!(to_vec::<f32>(&workspace.take_zeroed(5).unwrap()).unwrap(), [0.0; 5]);
+    }
+
+    #[test]
+    fn a_workspace_may_move_between_threads_and_be_shared() {
+        fn is_send_and_sync<T: Send + Sync>() {}
+        is_send_and_sync::<Workspace>();
+    }
+}
