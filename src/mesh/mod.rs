@@ -1,1 +1,300 @@
-//! Device meshes.
+//! Device meshes: which rank stands where, and who shares a group with whom.
+//!
+//! A [`DeviceMesh`] is pure integers: named axes, their sizes, and the global rank at each coordinate. It
+//! creates no communicators; `comm` turns its ordered lists of ranks into process groups.
+//!
+//! Ranks are row-major, the last axis fastest, unless an order is given. With axes `dp, sp` the peers that
+//! exchange attention heads are therefore neighbours, on one node where that is possible.
+//!
+//! ```
+//! use ulysses::mesh::DeviceMesh;
+//!
+//! let mesh = DeviceMesh::parse("2x4", None)?;
+//! assert_eq!(mesh.axis_names(), ["dp", "sp"]);
+//! assert_eq!(mesh.group_of("sp", 6)?, [4, 5, 6, 7]);
+//! assert_eq!(mesh.group_of("dp", 6)?, [2, 6]);
+//! # Ok::<(), ulysses::mesh::MeshError>(())
+//! ```
+
+mod draw;
+mod error;
+mod notation;
+mod slice;
+#[cfg(test)]
+mod tests;
+
+pub use draw::draw;
+pub use error::MeshError;
+
+use std::collections::HashSet;
+
+/// Most ranks a mesh may have; more is a typing error, and must not exhaust memory.
+pub const MAX_RANKS: usize = 1 << 20;
+
+/// Ranks arranged on named axes.
+///
+/// Meshes are equal when names, shape and the rank at every coordinate are.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct DeviceMesh {
+    axis_names: Vec<String>,
+    shape: Vec<usize>,
+    /// The global rank at each coordinate, coordinates in row-major order.
+    ranks: Vec<usize>,
+}
+
+impl DeviceMesh {
+    /// Arranges ranks `0..world_size` row-major on `axes`, the last one fastest.
+    ///
+    /// One size may be `-1`: it is inferred from `world_size`. Without a world size the product of the sizes
+    /// is the world size. `data_parallel` and `sequence_parallel` are accepted for `dp` and `sp`.
+    ///
+    /// # Errors
+    /// When a name is invalid or repeated, a size is, or the sizes do not multiply to `world_size`.
+    pub fn new(axes: &[(&str, i64)], world_size: Option<usize>) -> Result<Self, MeshError> {
+        let (axis_names, shape) = resolve_axes(axes, world_size)?;
+        let num_ranks = num_ranks_of(&axis_names, &shape)?;
+        if let Some(world_size) = world_size.filter(|&world_size| world_size != num_ranks) {
+            let mesh = notation::axes(&axis_names, &shape);
+            return Err(MeshError::WorldSizeMismatch { mesh, product: num_ranks, world_size });
+        }
+        Ok(Self { axis_names, shape, ranks: (0..num_ranks).collect() })
+    }
+
+    /// Arranges the given ranks on `axes`: `ranks` lists them by coordinate, the last axis fastest.
+    ///
+    /// The ranks need not be `0..n`: a mesh may cover a part of the world. One size may be `-1`.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new) with as many ranks as are listed, and when a rank is listed twice.
+    pub fn with_ranks(axes: &[(&str, i64)], ranks: Vec<usize>) -> Result<Self, MeshError> {
+        let row_major = Self::new(axes, Some(ranks.len()))?;
+        let mut seen = HashSet::with_capacity(ranks.len());
+        if let Some(&rank) = ranks.iter().find(|&&rank| !seen.insert(rank)) {
+            return Err(MeshError::DuplicateRank { rank });
+        }
+        Ok(Self { ranks, ..row_major })
+    }
+
+    /// The mesh of this crate's training runs: `dp` data-parallel rows of `sp` sequence-parallel ranks.
+    ///
+    /// # Errors
+    /// When a size is zero or the mesh is larger than [`MAX_RANKS`].
+    pub fn dp_sp(dp: usize, sp: usize) -> Result<Self, MeshError> {
+        // A size beyond i64 is beyond MAX_RANKS as well, so saturating does not hide it.
+        let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
+        Self::new(&[("dp", size(dp)), ("sp", size(sp))], None)
+    }
+
+    /// Sizes of the axes.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Names of the axes, aliases resolved.
+    pub fn axis_names(&self) -> &[String] {
+        &self.axis_names
+    }
+
+    /// Whether the mesh has the axis.
+    pub fn has_axis(&self, name: &str) -> bool {
+        self.axis_index(name).is_ok()
+    }
+
+    /// The size of an axis.
+    ///
+    /// # Errors
+    /// When the mesh has no such axis.
+    pub fn axis_size(&self, name: &str) -> Result<usize, MeshError> {
+        Ok(self.shape[self.axis_index(name)?])
+    }
+
+    /// Number of ranks in this mesh; for a slice, the ranks of the slice.
+    pub fn world_size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// The global ranks in row-major order of their coordinates.
+    pub fn ranks(&self) -> &[usize] {
+        &self.ranks
+    }
+
+    /// Where a rank stands, one entry per axis.
+    ///
+    /// # Errors
+    /// When the rank is not a member.
+    pub fn coordinate(&self, global_rank: usize) -> Result<Vec<usize>, MeshError> {
+        let position = self.position(global_rank)?;
+        Ok(self.strides().iter().zip(&self.shape).map(|(stride, size)| position / stride % size).collect())
+    }
+
+    /// Where a rank stands along one axis.
+    ///
+    /// # Errors
+    /// When the rank is not a member or the mesh has no such axis.
+    pub fn coordinate_on(&self, axis: &str, global_rank: usize) -> Result<usize, MeshError> {
+        let axis = self.axis_index(axis)?;
+        Ok(self.coordinate(global_rank)?[axis])
+    }
+
+    /// The global rank at a coordinate: the inverse of [`coordinate`](Self::coordinate).
+    ///
+    /// # Errors
+    /// When the coordinate has another number of entries than there are axes, or lies outside one.
+    pub fn rank_at(&self, coordinate: &[usize]) -> Result<usize, MeshError> {
+        if coordinate.len() != self.shape.len() {
+            let axes = self.axis_names.clone();
+            return Err(MeshError::CoordinateLength { given: coordinate.len(), axes });
+        }
+        let mut position = 0;
+        for ((&coordinate, &size), axis) in coordinate.iter().zip(&self.shape).zip(&self.axis_names) {
+            if coordinate >= size {
+                return Err(MeshError::CoordinateOutOfRange { axis: axis.clone(), coordinate, size });
+            }
+            position = position * size + coordinate;
+        }
+        Ok(self.ranks[position])
+    }
+
+    /// A hash of names, shape and rank map that is the same on every platform and in every run.
+    ///
+    /// All ranks compare it when they start: ranks that disagree about the mesh would otherwise wait for each
+    /// other in different groups.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hash = Fnv1a::default();
+        hash.write_len(self.shape.len());
+        for (name, &size) in self.axis_names.iter().zip(&self.shape) {
+            hash.write_len(name.len());
+            hash.write(name.as_bytes());
+            hash.write_len(size);
+        }
+        self.ranks.iter().for_each(|&rank| hash.write_len(rank));
+        hash.0
+    }
+
+    fn axis_index(&self, name: &str) -> Result<usize, MeshError> {
+        let wanted = canonical_axis_name(name);
+        self.axis_names
+            .iter()
+            .position(|axis| axis == wanted)
+            .ok_or_else(|| MeshError::UnknownAxis { axis: name.to_owned(), axes: self.axis_names.clone() })
+    }
+
+    /// Index into `ranks`. The usual mesh, in which rank and position agree, needs no search.
+    fn position(&self, global_rank: usize) -> Result<usize, MeshError> {
+        if self.ranks.get(global_rank) == Some(&global_rank) {
+            return Ok(global_rank);
+        }
+        self.ranks
+            .iter()
+            .position(|&rank| rank == global_rank)
+            .ok_or_else(|| MeshError::NotAMember { rank: global_rank, members: notation::ranks(&self.ranks) })
+    }
+
+    /// Distance in `ranks` between neighbours along each axis.
+    fn strides(&self) -> Vec<usize> {
+        let mut strides = vec![1; self.shape.len()];
+        for axis in (1..self.shape.len()).rev() {
+            strides[axis - 1] = strides[axis] * self.shape[axis];
+        }
+        strides
+    }
+
+    /// Replaces the rank map of freshly named axes; callers guarantee that `ranks` fits and is distinct.
+    fn from_parts(axis_names: Vec<String>, shape: Vec<usize>, ranks: Vec<usize>) -> Result<Self, MeshError> {
+        check_names(&axis_names)?;
+        debug_assert_eq!(shape.iter().product::<usize>(), ranks.len());
+        Ok(Self { axis_names, shape, ranks })
+    }
+}
+
+/// The name an axis goes by here: DeepSpeed's `data_parallel` and `sequence_parallel` are `dp` and `sp`.
+pub fn canonical_axis_name(name: &str) -> &str {
+    match name {
+        "data_parallel" => "dp",
+        "sequence_parallel" => "sp",
+        name => name,
+    }
+}
+
+/// Checks names and sizes and infers a `-1` so that the sizes multiply to `total`.
+fn resolve_axes(axes: &[(&str, i64)], total: Option<usize>) -> Result<(Vec<String>, Vec<usize>), MeshError> {
+    let names: Vec<String> = axes.iter().map(|(name, _)| canonical_axis_name(name).to_owned()).collect();
+    check_names(&names)?;
+    let mut inferred = Vec::new();
+    let mut shape = Vec::with_capacity(axes.len());
+    for (index, (axis, &(_, size))) in names.iter().zip(axes).enumerate() {
+        let known = match size {
+            -1 => {
+                inferred.push(index);
+                1
+            }
+            size => usize::try_from(size).unwrap_or(0),
+        };
+        if known == 0 {
+            return Err(MeshError::InvalidSize { axis: axis.clone(), size });
+        }
+        shape.push(known);
+    }
+    match inferred[..] {
+        [] => {}
+        [index] => {
+            let axis = || names[index].clone();
+            let total = total.ok_or_else(|| MeshError::InferWithoutWorldSize { axis: axis() })?;
+            let known = num_ranks_of(&names, &shape)?;
+            if total == 0 || !total.is_multiple_of(known) {
+                return Err(MeshError::CannotInfer { axis: axis(), known, total });
+            }
+            shape[index] = total / known;
+        }
+        _ => {
+            let axes = inferred.iter().map(|&index| names[index].clone()).collect();
+            return Err(MeshError::SeveralInferred { axes });
+        }
+    }
+    Ok((names, shape))
+}
+
+fn check_names(names: &[String]) -> Result<(), MeshError> {
+    if names.is_empty() {
+        return Err(MeshError::NoAxes);
+    }
+    let is_plain = |c: char| c.is_alphanumeric() || "_-.".contains(c);
+    for (index, name) in names.iter().enumerate() {
+        if name.is_empty() || !name.chars().all(is_plain) {
+            return Err(MeshError::InvalidName { name: name.clone() });
+        }
+        if names[..index].contains(name) {
+            return Err(MeshError::DuplicateName { name: name.clone() });
+        }
+    }
+    Ok(())
+}
+
+/// The product of the sizes, at most [`MAX_RANKS`].
+fn num_ranks_of(names: &[String], shape: &[usize]) -> Result<usize, MeshError> {
+    let product = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
+    product
+        .filter(|&product| product <= MAX_RANKS)
+        .ok_or_else(|| MeshError::TooManyRanks { mesh: notation::axes(names, shape), limit: MAX_RANKS })
+}
+
+/// 64-bit FNV-1a. `std`'s hashers promise no stable value between releases.
+struct Fnv1a(u64);
+
+impl Default for Fnv1a {
+    fn default() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Fnv1a {
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+
+    fn write_len(&mut self, value: usize) {
+        self.write(&(value as u64).to_le_bytes());
+    }
+}

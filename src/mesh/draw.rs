@@ -1,0 +1,157 @@
+//! A mesh as plain text for a terminal of 80 columns.
+
+use super::{DeviceMesh, notation};
+use std::fmt::Write as _;
+
+const WIDTH: usize = 80;
+/// Rows of a grid, and grids of a mesh with more than two axes, that are drawn before some are left out.
+const MAX_ROWS: usize = 16;
+const MAX_GRIDS: usize = 4;
+/// Groups of an axis that are listed before some are left out.
+const MAX_GROUPS: usize = 12;
+const ELLIPSIS: &str = "…";
+
+/// Draws who stands where and who shares a group, at most 80 columns wide for axis names of usual length.
+///
+/// The ranks over the last two axes come as a grid (one per coordinate of the axes before them), then the
+/// groups of each axis, then what the `dp` and `sp` groups do. Long listings are cut with `…`.
+pub fn draw(mesh: &DeviceMesh) -> String {
+    let ranks = if mesh.world_size() == 1 { "rank" } else { "ranks" };
+    // Without the rank map that `Display` adds: the grid shows it.
+    let axes = notation::axes(mesh.axis_names(), mesh.shape());
+    let mut text = format!("mesh {axes}: {} {ranks}\n", mesh.world_size());
+    draw_grids(mesh, &mut text);
+    draw_groups(mesh, &mut text);
+    draw_meaning(mesh, &mut text);
+    text
+}
+
+fn draw_grids(mesh: &DeviceMesh, text: &mut String) {
+    let (names, shape) = (mesh.axis_names(), mesh.shape());
+    let num_leading = shape.len().saturating_sub(2);
+    let num_columns = shape.last().copied().unwrap_or(1);
+    let grid_len = shape[num_leading..].iter().product::<usize>();
+    let corner = names[num_leading..].join("\\");
+    for grid in elide(mesh.world_size() / grid_len, MAX_GRIDS) {
+        text.push('\n');
+        let Some(grid) = grid else {
+            let _ = writeln!(text, "{ELLIPSIS}");
+            continue;
+        };
+        if num_leading > 0 {
+            let _ = writeln!(text, "{}", leading_coordinate(mesh, num_leading, grid));
+        }
+        let ranks = &mesh.ranks()[grid * grid_len..][..grid_len];
+        draw_grid(&corner, num_columns, shape.len() > 1, ranks, text);
+    }
+}
+
+/// `pod=0, pp=1`: where a grid lies on the axes before the last two.
+fn leading_coordinate(mesh: &DeviceMesh, num_leading: usize, mut grid: usize) -> String {
+    let mut parts = Vec::new();
+    for axis in (0..num_leading).rev() {
+        let size = mesh.shape()[axis];
+        parts.push(format!("{}={}", mesh.axis_names()[axis], grid % size));
+        grid /= size;
+    }
+    parts.reverse();
+    parts.join(", ")
+}
+
+/// Coordinates of the last axis above the line, of the one before it left of the line, ranks inside.
+fn draw_grid(corner: &str, num_columns: usize, has_rows: bool, ranks: &[usize], text: &mut String) {
+    let cell = ranks.iter().max().map_or(1, |&rank| digits(rank)).max(digits(num_columns - 1)) + 1;
+    let margin = corner.chars().count().max(digits(ranks.len() / num_columns)) + 2;
+    let max_columns = (WIDTH.saturating_sub(margin + 3) / cell).max(3);
+    let columns = elide(num_columns, max_columns);
+    let line = |label: &str, entry: &dyn Fn(usize) -> String| {
+        let entry = |column: &Option<usize>| column.map_or_else(|| ELLIPSIS.to_owned(), entry);
+        let cells: String = columns.iter().map(|column| format!("{:>cell$}", entry(column))).collect();
+        format!("{label:>margin$} │{cells}\n")
+    };
+    text.push_str(&line(corner, &|column| column.to_string()));
+    let _ = writeln!(text, "  {}─┼{}", "─".repeat(margin - 2), "─".repeat(cell * columns.len()));
+    for row in elide(ranks.len() / num_columns, MAX_ROWS) {
+        match row {
+            Some(row) => {
+                let label = if has_rows { row.to_string() } else { String::new() };
+                text.push_str(&line(&label, &|column| ranks[row * num_columns + column].to_string()));
+            }
+            None => text.push_str(&line(ELLIPSIS, &|_| ELLIPSIS.to_owned())),
+        }
+    }
+}
+
+fn draw_groups(mesh: &DeviceMesh, text: &mut String) {
+    let name_width = mesh.axis_names().iter().map(|name| name.chars().count()).max().unwrap_or(0).max(4);
+    let _ = writeln!(text, "\n{:name_width$}  groups  size  ranks", "axis");
+    let indent = name_width + 16;
+    let width = WIDTH.saturating_sub(indent);
+    for name in mesh.axis_names() {
+        // The names are the mesh's own, so the groups exist.
+        let groups = mesh.all_groups(name).unwrap_or_default();
+        let size = groups.first().map_or(0, Vec::len);
+        let lists = elide(groups.len(), MAX_GROUPS).into_iter().map(|group| match group {
+            Some(group) => list(&groups[group], width),
+            None => ELLIPSIS.to_owned(),
+        });
+        let listing = wrap(lists, width).join(&format!("\n{:indent$}", ""));
+        let _ = writeln!(text, "{name:name_width$}  {:>6}  {size:>4}  {listing}", groups.len());
+    }
+}
+
+fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
+    let sentence_sp = match mesh.axis_size("sp") {
+        Ok(1) => {
+            Some("sp = 1: every rank holds whole sequences, no attention heads are exchanged.".to_owned())
+        }
+        Ok(sp) => Some(format!("sp groups exchange attention heads: {sp} ranks share each sequence.")),
+        Err(_) => None,
+    };
+    let sentence_dp = match mesh.axis_size("dp") {
+        Ok(1) => Some("dp = 1: optimizer state is not partitioned (ZeRO world size = dp = 1).".to_owned()),
+        Ok(dp) => Some(format!("dp groups partition optimizer state (ZeRO world size = dp = {dp}).")),
+        Err(_) => None,
+    };
+    let sentences: Vec<_> = [sentence_sp, sentence_dp].into_iter().flatten().collect();
+    if !sentences.is_empty() {
+        let _ = writeln!(text, "\n{}", sentences.join("\n"));
+    }
+}
+
+/// `[0 1 2 3]`, cut to a line of `width` columns.
+fn list(ranks: &[usize], width: usize) -> String {
+    let widest = ranks.iter().max().map_or(1, |&rank| digits(rank));
+    let max_entries = (width.saturating_sub(1) / (widest + 1)).max(3);
+    let entry =
+        |index: Option<usize>| index.map_or_else(|| ELLIPSIS.to_owned(), |index| ranks[index].to_string());
+    let entries: Vec<_> = elide(ranks.len(), max_entries).into_iter().map(entry).collect();
+    format!("[{}]", entries.join(" "))
+}
+
+/// Joins words by spaces into lines of at most `width` columns; a longer word has a line of its own.
+fn wrap(words: impl Iterator<Item = String>, width: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in words {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => {
+                line.push(' ');
+                line.push_str(&word);
+            }
+            _ => lines.push(word),
+        }
+    }
+    lines
+}
+
+/// Indices `0..len`, at most `max` entries of which one `None` stands for those left out before the last.
+fn elide(len: usize, max: usize) -> Vec<Option<usize>> {
+    if len <= max {
+        return (0..len).map(Some).collect();
+    }
+    (0..max - 2).map(Some).chain([None, Some(len - 1)]).collect()
+}
+
+fn digits(number: usize) -> usize {
+    number.checked_ilog10().unwrap_or(0) as usize + 1
+}

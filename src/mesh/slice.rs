@@ -1,0 +1,208 @@
+//! Groups along axes, and meshes made from meshes.
+//!
+//! Everything here is one idea: the positions that a set of axes reaches from the origin
+//! ([`DeviceMesh::offsets`]). A submesh is those offsets, moved to each position of the remaining axes.
+
+use super::{DeviceMesh, MeshError, canonical_axis_name, notation, resolve_axes};
+
+impl DeviceMesh {
+    /// All groups along an axis, each ordered along it; groups in row-major order of the other axes.
+    ///
+    /// # Errors
+    /// When the mesh has no such axis.
+    pub fn all_groups(&self, axis: &str) -> Result<Vec<Vec<usize>>, MeshError> {
+        Ok(self.rank_lists(&[self.axis_index(axis)?]))
+    }
+
+    /// The group along an axis that a rank belongs to, ordered along the axis.
+    ///
+    /// # Errors
+    /// When the mesh has no such axis or the rank is not a member.
+    pub fn group_of(&self, axis: &str, global_rank: usize) -> Result<Vec<usize>, MeshError> {
+        let axis = self.axis_index(axis)?;
+        Ok(self.ranks_through(&[axis], self.position(global_rank)?))
+    }
+
+    /// All submeshes over the given axes, in row-major order of the axes left out.
+    ///
+    /// Axes keep the order of the mesh: as in PyTorch's `DeviceMesh.__getitem__`, another order is an error,
+    /// since it would make a group of the same ranks in another order.
+    ///
+    /// # Errors
+    /// When no axis is given, one is unknown, or they are repeated or out of order.
+    pub fn slice(&self, axes: &[&str]) -> Result<Vec<Self>, MeshError> {
+        let axes = self.ordered_axes(axes)?;
+        self.rank_lists(&axes).into_iter().map(|ranks| self.submesh(&axes, ranks)).collect()
+    }
+
+    /// The submesh over the given axes that holds a rank: what [`slice`](Self::slice) is to one rank.
+    ///
+    /// # Errors
+    /// As [`slice`](Self::slice), and when the rank is not a member.
+    pub fn slice_for(&self, axes: &[&str], global_rank: usize) -> Result<Self, MeshError> {
+        let axes = self.ordered_axes(axes)?;
+        let ranks = self.ranks_through(&axes, self.position(global_rank)?);
+        self.submesh(&axes, ranks)
+    }
+
+    /// Merges axes, adjacent or not, into one that stands where the first of them stood.
+    ///
+    /// The groups along the new axis are the ranks of each submesh over `axes`, row-major: those of PyTorch's
+    /// `mesh["dp", "tp"]._flatten()`. That call gives one rank's group as a 1-D mesh; here this is
+    /// `mesh.slice_for(&["dp", "tp"], rank)?.flatten(&["dp", "tp"], name)`.
+    ///
+    /// # Errors
+    /// As [`slice`](Self::slice), and when the new name is invalid or taken by an axis that stays.
+    pub fn flatten(&self, axes: &[&str], new_name: &str) -> Result<Self, MeshError> {
+        let merged = self.ordered_axes(axes)?;
+        let merged_size = merged.iter().map(|&axis| self.shape[axis]).product();
+        let mut axis_names = Vec::new();
+        let mut shape = Vec::new();
+        let mut new_order = Vec::new();
+        for axis in 0..self.shape.len() {
+            if axis == merged[0] {
+                axis_names.push(canonical_axis_name(new_name).to_owned());
+                shape.push(merged_size);
+                new_order.extend(&merged);
+            } else if !merged.contains(&axis) {
+                axis_names.push(self.axis_names[axis].clone());
+                shape.push(self.shape[axis]);
+                new_order.push(axis);
+            }
+        }
+        let ranks = self.offsets(&new_order).into_iter().map(|position| self.ranks[position]).collect();
+        Self::from_parts(axis_names, shape, ranks)
+    }
+
+    /// Splits an axis into several that stand in its place, the last one fastest.
+    ///
+    /// One size may be `-1`. The inverse of [`flatten`](Self::flatten) of adjacent axes, and PyTorch's
+    /// `_unflatten`.
+    ///
+    /// # Errors
+    /// When the mesh has no such axis, the sizes do not multiply to its size, or a name is invalid or taken.
+    pub fn unflatten(&self, axis: &str, into: &[(&str, i64)]) -> Result<Self, MeshError> {
+        let index = self.axis_index(axis)?;
+        let size = self.shape[index];
+        let (new_names, new_sizes) = resolve_axes(into, Some(size))?;
+        let product = super::num_ranks_of(&new_names, &new_sizes)?;
+        if product != size {
+            let into = notation::axes(&new_names, &new_sizes);
+            return Err(MeshError::UnflattenSize {
+                axis: self.axis_names[index].clone(),
+                size,
+                into,
+                product,
+            });
+        }
+        let mut axis_names = self.axis_names.clone();
+        axis_names.splice(index..=index, new_names);
+        let mut shape = self.shape.clone();
+        shape.splice(index..=index, new_sizes);
+        Self::from_parts(axis_names, shape, self.ranks.clone())
+    }
+
+    /// Joins submeshes of this mesh into one that has all their axes, in the order given.
+    ///
+    /// This is PyTorch's `DeviceMesh._concatenate`: the parts are submeshes of one rank along different axes
+    /// of `self` (slices, flattened slices), and the result spans them. So the slices `dp` and `tp` of rank r
+    /// joined are the slice `dp, tp` of rank r; unlike a slice, the axes may be in any order and renamed or
+    /// flattened before.
+    ///
+    /// # Errors
+    /// When there is no part, a part holds ranks outside this mesh, parts share no rank or run along the same
+    /// axis, or two of their axes have the same name.
+    pub fn concatenate(&self, parts: &[Self]) -> Result<Self, MeshError> {
+        let anchor = self.coordinate(common_rank(parts)?)?;
+        let mut joined_along: Vec<Option<usize>> = vec![None; self.shape.len()];
+        let mut coordinates = vec![anchor.clone()];
+        for (index, part) in parts.iter().enumerate() {
+            let steps =
+                part.ranks.iter().map(|&rank| self.coordinate(rank)).collect::<Result<Vec<_>, _>>()?;
+            for axis in (0..self.shape.len()).filter(|&axis| steps.iter().any(|at| at[axis] != anchor[axis]))
+            {
+                if let Some(earlier) = joined_along[axis].replace(index) {
+                    return Err(MeshError::OverlappingAxes {
+                        first: parts[earlier].to_string(),
+                        other: part.to_string(),
+                        axis: self.axis_names[axis].clone(),
+                    });
+                }
+            }
+            // The part moves along its own axes only, and no other part does, so coordinates can be composed.
+            let is_own = |axis: usize| joined_along[axis] == Some(index);
+            coordinates = coordinates
+                .iter()
+                .flat_map(|base| steps.iter().map(|step| compose(base, step, is_own)))
+                .collect();
+        }
+        let ranks = coordinates.iter().map(|at| self.rank_at(at)).collect::<Result<_, _>>()?;
+        let axis_names = parts.iter().flat_map(|part| part.axis_names.clone()).collect();
+        Self::from_parts(axis_names, parts.iter().flat_map(|part| part.shape.clone()).collect(), ranks)
+    }
+
+    /// Positions reached from position 0 along `axes`, row-major in the order of `axes`.
+    fn offsets(&self, axes: &[usize]) -> Vec<usize> {
+        let strides = self.strides();
+        axes.iter().fold(vec![0], |offsets, &axis| {
+            let steps = |offset| (0..self.shape[axis]).map(move |step| (offset, step));
+            offsets.into_iter().flat_map(steps).map(|(offset, step)| offset + step * strides[axis]).collect()
+        })
+    }
+
+    /// The ranks of every submesh over `axes`; submeshes in row-major order of the other axes.
+    fn rank_lists(&self, axes: &[usize]) -> Vec<Vec<usize>> {
+        let others: Vec<usize> = (0..self.shape.len()).filter(|axis| !axes.contains(axis)).collect();
+        let inside = self.offsets(axes);
+        let list = |start: usize| inside.iter().map(|offset| self.ranks[start + offset]).collect();
+        self.offsets(&others).into_iter().map(list).collect()
+    }
+
+    /// The ranks of the submesh over `axes` through a position.
+    fn ranks_through(&self, axes: &[usize], position: usize) -> Vec<usize> {
+        let strides = self.strides();
+        let inside: usize =
+            axes.iter().map(|&axis| position / strides[axis] % self.shape[axis] * strides[axis]).sum();
+        self.offsets(axes).into_iter().map(|offset| self.ranks[position - inside + offset]).collect()
+    }
+
+    fn submesh(&self, axes: &[usize], ranks: Vec<usize>) -> Result<Self, MeshError> {
+        let axis_names = axes.iter().map(|&axis| self.axis_names[axis].clone()).collect();
+        Self::from_parts(axis_names, axes.iter().map(|&axis| self.shape[axis]).collect(), ranks)
+    }
+
+    /// Indices of axes that must be named once each, in the order of the mesh.
+    fn ordered_axes(&self, names: &[&str]) -> Result<Vec<usize>, MeshError> {
+        let axes = names.iter().map(|name| self.axis_index(name)).collect::<Result<Vec<_>, _>>()?;
+        if axes.is_empty() {
+            return Err(MeshError::NoAxes);
+        }
+        if axes.windows(2).any(|pair| pair[0] >= pair[1]) {
+            let is_requested = |axis: &usize| axes.contains(axis);
+            let valid = (0..self.shape.len()).filter(is_requested).map(|axis| self.axis_names[axis].clone());
+            return Err(MeshError::AxisOrder {
+                requested: axes.iter().map(|&axis| self.axis_names[axis].clone()).collect(),
+                valid: valid.collect(),
+            });
+        }
+        Ok(axes)
+    }
+}
+
+/// The first rank that all meshes hold.
+fn common_rank(meshes: &[DeviceMesh]) -> Result<usize, MeshError> {
+    let (first, others) = meshes.split_first().ok_or(MeshError::NoAxes)?;
+    let mut common = first.ranks.clone();
+    for other in others {
+        common.retain(|rank| other.ranks.contains(rank));
+        if common.is_empty() {
+            return Err(MeshError::NoCommonRank { first: first.to_string(), other: other.to_string() });
+        }
+    }
+    Ok(common[0])
+}
+
+/// `step` on the axes that are its own, `base` on all others.
+fn compose(base: &[usize], step: &[usize], is_own: impl Fn(usize) -> bool) -> Vec<usize> {
+    (0..base.len()).map(|axis| if is_own(axis) { step[axis] } else { base[axis] }).collect()
+}
