@@ -42,14 +42,6 @@ impl Arguments<'_> {
         Ok(dtype)
     }
 
-    pub(super) fn elements(&self, what: &str, tensor: &Tensor, expected: usize) -> Result<(), CommError> {
-        let actual = tensor.elem_count();
-        if actual == expected {
-            return Ok(());
-        }
-        Err(self.invalid(format!("{what} has {actual} elements, expected {expected}")))
-    }
-
     /// `whole` holds one chunk of the size of `part` for each rank.
     pub(super) fn chunks(&self, whole: (&str, &Tensor), part: (&str, &Tensor)) -> Result<(), CommError> {
         let expected = part.1.elem_count() * self.world_size;

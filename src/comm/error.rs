@@ -1,6 +1,7 @@
 //! What can go wrong between ranks.
 
 use super::CollectiveOp;
+use crate::mesh::MeshError;
 
 /// Why a collective failed. All ranks are global ones.
 ///
@@ -80,14 +81,9 @@ pub enum CommError {
         reason: String,
     },
 
-    /// A mesh has no axis of this name.
-    #[error("the mesh has no axis \"{axis}\"; its axes are {valid:?}")]
-    UnknownAxis {
-        /// The name asked for.
-        axis: String,
-        /// The names that exist.
-        valid: Vec<String>,
-    },
+    /// The mesh itself says no: for one, that it has no axis of a name.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
 
     /// The calling rank is no member of the mesh, hence of none of its groups.
     #[error("rank {rank} is not in the mesh (ranks {members:?}), so it has no group along \"{axis}\"")]
