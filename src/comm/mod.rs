@@ -1,1 +1,45 @@
 //! Collective communication between ranks.
+//!
+//! Reading order:
+//!
+//! 1. [`ProcessGroup`] (`group.rs`): the contract that every backend fulfils, and
+//!    [`ProcessGroupExt`] (`ext.rs`): the blocking and typed forms that callers use.
+//! 2. [`Pending`]: an operation under way. [`StridedPlan`]: the integers of a
+//!    strided all-to-all, the exchange that Ulysses lives on.
+//! 3. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
+//!    starts them.
+//! 4. [`MeshGroups`]: the groups along the axes of a device mesh.
+//!
+//! ```
+//! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
+//!
+//! let sums = launch(4, &LaunchOptions::default(), |context| -> Result<f32, CommError> {
+//!     let sum = context.group.all_reduce_values(&[context.rank as f32], ReduceOp::Sum)?;
+//!     Ok(sum[0])
+//! })?;
+//! assert_eq!(sums, [6.0; 4]);
+//! # Ok::<(), ulysses::comm::LaunchError>(())
+//! ```
+
+mod arguments;
+mod block;
+mod dtype;
+mod error;
+mod ext;
+mod group;
+mod mesh_groups;
+mod pending;
+mod plan;
+mod reduce;
+mod stats;
+mod strided;
+pub mod thread;
+
+pub use error::CommError;
+pub use ext::ProcessGroupExt;
+pub use group::{ProcessGroup, ReduceOp};
+pub use mesh_groups::MeshGroups;
+pub use pending::Pending;
+pub use plan::{RecvBlock, StridedBlock, StridedPlan};
+pub use stats::{CollectiveOp, GroupStats, OpStats};
+pub use thread::{LaunchError, LaunchOptions, RankContext, launch};

@@ -5,9 +5,10 @@
 //! nothing) is not dead.
 #![allow(dead_code, unused_imports, unreachable_pub)]
 
+pub mod comm;
 pub mod compare;
-pub mod golden;
-pub mod reference;
 pub mod doubles;
+pub mod golden;
 pub mod mesh_run;
 pub mod problems;
+pub mod reference;

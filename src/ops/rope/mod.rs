@@ -22,6 +22,18 @@ pub struct Table {
 }
 
 impl Table {
+    /// Cosines, `[tokens, head_dim / 2]`.
+    #[must_use]
+    pub fn cos(&self) -> &[f32] {
+        &self.cos
+    }
+
+    /// Sines, `[tokens, head_dim / 2]`.
+    #[must_use]
+    pub fn sin(&self) -> &[f32] {
+        &self.sin
+    }
+
     /// The table of tokens at `position_ids`. Angles are computed in f64 and rounded after the cosine, so
     /// long positions lose nothing.
     ///

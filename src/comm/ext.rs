@@ -1,0 +1,110 @@
+//! Blocking and typed forms of the [`ProcessGroup`] methods.
+
+use super::{CommError, ProcessGroup, ReduceOp, StridedPlan};
+use crate::tensor::{Element, to_vec};
+use candle_core::{Device, Tensor};
+use std::sync::Arc;
+
+/// What callers with nothing to do meanwhile use: every `start_*` method followed by
+/// [`Pending::wait`](super::Pending::wait), and forms on plain values.
+///
+/// Implemented for every group, `dyn ProcessGroup` included. Errors are those of the
+/// `start_*` method and of `wait`.
+#[allow(clippy::missing_errors_doc)]
+pub trait ProcessGroupExt: ProcessGroup {
+    /// See [`start_all_reduce`](ProcessGroup::start_all_reduce).
+    fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<(), CommError> {
+        self.start_all_reduce(tensor, op)?.wait()
+    }
+
+    /// See [`start_reduce_scatter`](ProcessGroup::start_reduce_scatter).
+    fn reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<(), CommError> {
+        self.start_reduce_scatter(input, output, op)?.wait()
+    }
+
+    /// See [`start_all_gather`](ProcessGroup::start_all_gather).
+    fn all_gather(&self, input: &Tensor, output: &Tensor) -> Result<(), CommError> {
+        self.start_all_gather(input, output)?.wait()
+    }
+
+    /// See [`start_all_to_all`](ProcessGroup::start_all_to_all).
+    fn all_to_all(
+        &self,
+        input: &Tensor,
+        output: &Tensor,
+        send_counts: &[usize],
+        recv_counts: &[usize],
+    ) -> Result<(), CommError> {
+        self.start_all_to_all(input, output, send_counts, recv_counts)?.wait()
+    }
+
+    /// See [`start_all_to_all_strided`](ProcessGroup::start_all_to_all_strided).
+    fn all_to_all_strided(
+        &self,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+        plan: &Arc<StridedPlan>,
+    ) -> Result<(), CommError> {
+        self.start_all_to_all_strided(inputs, outputs, plan)?.wait()
+    }
+
+    /// See [`start_broadcast`](ProcessGroup::start_broadcast).
+    fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<(), CommError> {
+        self.start_broadcast(tensor, root)?.wait()
+    }
+
+    /// See [`start_send`](ProcessGroup::start_send). Returns once the receiver has
+    /// taken the elements: two ranks that both send first wait for each other.
+    fn send(&self, tensor: &Tensor, dst: usize) -> Result<(), CommError> {
+        self.start_send(tensor, dst)?.wait()
+    }
+
+    /// See [`start_recv`](ProcessGroup::start_recv).
+    fn recv(&self, tensor: &Tensor, src: usize) -> Result<(), CommError> {
+        self.start_recv(tensor, src)?.wait()
+    }
+
+    /// See [`start_barrier`](ProcessGroup::start_barrier).
+    fn barrier(&self) -> Result<(), CommError> {
+        self.start_barrier()?.wait()
+    }
+
+    /// Reduces equally many values of every rank, element by element.
+    fn all_reduce_values<T: Element>(&self, values: &[T], op: ReduceOp) -> Result<Vec<T>, CommError> {
+        let tensor = Tensor::from_slice(values, values.len(), &Device::Cpu)?;
+        self.all_reduce(&tensor, op)?;
+        Ok(to_vec(&tensor)?)
+    }
+
+    /// Concatenates equally many values of every rank, in rank order.
+    fn all_gather_values<T: Element>(&self, values: &[T]) -> Result<Vec<T>, CommError> {
+        let input = Tensor::from_slice(values, values.len(), &Device::Cpu)?;
+        let output = Tensor::zeros(values.len() * self.world_size(), T::DTYPE, &Device::Cpu)?;
+        self.all_gather(&input, &output)?;
+        Ok(to_vec(&output)?)
+    }
+
+    /// Gathers any number of values from every rank: `result[j]` are those of rank
+    /// `j`. Two collectives: the lengths, then the values.
+    fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>, CommError> {
+        let ranks = self.world_size();
+        let recv_counts: Vec<usize> =
+            self.all_gather_values(&[values.len() as i64])?.into_iter().map(|length| length as usize).collect();
+        // Everyone sends the same elements to everyone.
+        let input = Tensor::from_slice(&values.repeat(ranks), values.len() * ranks, &Device::Cpu)?;
+        let output = Tensor::zeros(recv_counts.iter().sum::<usize>(), T::DTYPE, &Device::Cpu)?;
+        self.all_to_all(&input, &output, &vec![values.len(); ranks], &recv_counts)?;
+        let gathered: Vec<T> = to_vec(&output)?;
+        let mut rest = gathered.as_slice();
+        Ok(recv_counts
+            .iter()
+            .map(|&count| {
+                let (head, tail) = rest.split_at(count);
+                rest = tail;
+                head.to_vec()
+            })
+            .collect())
+    }
+}
+
+impl<G: ProcessGroup + ?Sized> ProcessGroupExt for G {}

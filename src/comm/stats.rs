@@ -1,0 +1,98 @@
+//! What a rank has moved in a group, operation by operation.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// The operations of a [`ProcessGroup`](super::ProcessGroup), as named in messages
+/// and statistics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum CollectiveOp {
+    /// [`start_all_reduce`](super::ProcessGroup::start_all_reduce)
+    AllReduce,
+    /// [`start_reduce_scatter`](super::ProcessGroup::start_reduce_scatter)
+    ReduceScatter,
+    /// [`start_all_gather`](super::ProcessGroup::start_all_gather)
+    AllGather,
+    /// [`start_all_to_all`](super::ProcessGroup::start_all_to_all)
+    AllToAll,
+    /// [`start_all_to_all_strided`](super::ProcessGroup::start_all_to_all_strided)
+    AllToAllStrided,
+    /// [`start_broadcast`](super::ProcessGroup::start_broadcast)
+    Broadcast,
+    /// [`start_send`](super::ProcessGroup::start_send)
+    Send,
+    /// [`start_recv`](super::ProcessGroup::start_recv)
+    Recv,
+    /// [`start_barrier`](super::ProcessGroup::start_barrier)
+    Barrier,
+    /// [`split`](super::ProcessGroup::split)
+    Split,
+}
+
+impl CollectiveOp {
+    /// Every operation, in the order of the enum.
+    pub const ALL: [CollectiveOp; 10] = [
+        CollectiveOp::AllReduce,
+        CollectiveOp::ReduceScatter,
+        CollectiveOp::AllGather,
+        CollectiveOp::AllToAll,
+        CollectiveOp::AllToAllStrided,
+        CollectiveOp::Broadcast,
+        CollectiveOp::Send,
+        CollectiveOp::Recv,
+        CollectiveOp::Barrier,
+        CollectiveOp::Split,
+    ];
+}
+
+impl fmt::Display for CollectiveOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            CollectiveOp::AllReduce => "all_reduce",
+            CollectiveOp::ReduceScatter => "reduce_scatter",
+            CollectiveOp::AllGather => "all_gather",
+            CollectiveOp::AllToAll => "all_to_all",
+            CollectiveOp::AllToAllStrided => "all_to_all_strided",
+            CollectiveOp::Broadcast => "broadcast",
+            CollectiveOp::Send => "send",
+            CollectiveOp::Recv => "recv",
+            CollectiveOp::Barrier => "barrier",
+            CollectiveOp::Split => "split",
+        })
+    }
+}
+
+/// What one operation has moved between this rank and others. A rank's own part
+/// is copied but not counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct OpStats {
+    /// How often this rank has issued the operation.
+    pub calls: u64,
+    /// Bytes that other ranks have taken from this one.
+    pub bytes_sent: u64,
+    /// Bytes that this rank has taken from others.
+    pub bytes_received: u64,
+}
+
+/// What one rank has moved in one group. Groups of one rank move and count nothing.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GroupStats {
+    /// Operations that were issued at least once.
+    pub ops: BTreeMap<CollectiveOp, OpStats>,
+}
+
+impl GroupStats {
+    /// The counters of `op`, zero when it was never issued.
+    pub fn get(&self, op: CollectiveOp) -> OpStats {
+        self.ops.get(&op).copied().unwrap_or_default()
+    }
+
+    /// Sum over all operations.
+    pub fn total(&self) -> OpStats {
+        self.ops.values().fold(OpStats::default(), |sum, op| OpStats {
+            calls: sum.calls + op.calls,
+            bytes_sent: sum.bytes_sent + op.bytes_sent,
+            bytes_received: sum.bytes_received + op.bytes_received,
+        })
+    }
+}

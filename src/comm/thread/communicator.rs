@@ -1,0 +1,196 @@
+//! What the members of a group share: the table at which their calls meet.
+
+use super::call::{Call, compare};
+use super::mailbox::Mailbox;
+use super::world::World;
+use crate::comm::{CollectiveOp, CommError, GroupStats, OpStats};
+use candle_core::Tensor;
+use parking_lot::{Mutex, RwLock};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+/// A group, seen from no rank in particular.
+#[derive(Debug)]
+pub(super) struct Communicator {
+    pub(super) name: String,
+    pub(super) world: Arc<World>,
+    pub(super) global_ranks: Vec<usize>,
+    pub(super) mailbox: Mailbox,
+    rounds: Mutex<Rounds>,
+    /// `counters[rank][op]`
+    counters: Box<[[Counters; CollectiveOp::ALL.len()]]>,
+}
+
+/// The operations under way: a queue, since they complete in order.
+#[derive(Debug, Default)]
+struct Rounds {
+    /// Sequence number of the queue's front.
+    first: u64,
+    /// Each with the number of ranks that have finished with it.
+    queue: VecDeque<(Arc<Round>, usize)>,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    calls: AtomicU64,
+    bytes_sent: AtomicU64,
+    bytes_received: AtomicU64,
+}
+
+/// One collective operation: a seat for every rank.
+#[derive(Debug)]
+pub(super) struct Round {
+    pub(super) seats: Box<[Seat]>,
+    /// The groups that a split creates, by colour: made by the first who comes.
+    pub(super) children: Mutex<BTreeMap<usize, Arc<Communicator>>>,
+}
+
+/// A rank's part in a collective.
+#[derive(Debug, Default)]
+pub(super) struct Seat {
+    post: OnceLock<Post>,
+    /// The rank's chunk of an all_reduce in two phases, once it is reduced.
+    pub(super) reduced: RwLock<Option<Tensor>>,
+    stage: AtomicU8,
+}
+
+/// What a rank publishes.
+#[derive(Debug)]
+pub(super) struct Post {
+    pub(super) call: Call,
+    /// Peers read these in place and never clone them: the owner empties the list
+    /// when all have read, so a buffer is always freed by the rank that made it.
+    pub(super) inputs: RwLock<Vec<Tensor>>,
+}
+
+/// How far a rank has come within a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub(super) enum Stage {
+    /// Its call and inputs are published.
+    Posted = 1,
+    /// Its chunk of a two-phase all_reduce is published.
+    Reduced = 2,
+    /// It reads nothing of its peers any more.
+    Done = 3,
+}
+
+impl Communicator {
+    pub(super) fn new(name: &str, world: Arc<World>, global_ranks: Vec<usize>) -> Self {
+        let ranks = global_ranks.len();
+        Self {
+            name: name.to_owned(),
+            world,
+            global_ranks,
+            mailbox: Mailbox::new(ranks),
+            rounds: Mutex::default(),
+            counters: (0..ranks).map(|_| Default::default()).collect(),
+        }
+    }
+
+    pub(super) fn world_size(&self) -> usize {
+        self.global_ranks.len()
+    }
+
+    pub(super) fn notify(&self) {
+        self.world.notify(&self.global_ranks);
+    }
+
+    /// The round of a sequence number, opened by the first rank that asks.
+    pub(super) fn round(&self, sequence: u64) -> Arc<Round> {
+        let mut rounds = self.rounds.lock();
+        let index = (sequence - rounds.first) as usize;
+        while rounds.queue.len() <= index {
+            rounds.queue.push_back((Arc::new(Round::new(self.world_size())), 0));
+        }
+        rounds.queue[index].0.clone()
+    }
+
+    /// Notes that a rank has finished with a round; the last one removes it.
+    pub(super) fn release(&self, sequence: u64) {
+        let mut rounds = self.rounds.lock();
+        let index = (sequence - rounds.first) as usize;
+        if let Some((_, finished)) = rounds.queue.get_mut(index) {
+            *finished += 1;
+        }
+        while rounds.queue.front().is_some_and(|&(_, finished)| finished == self.world_size()) {
+            rounds.queue.pop_front();
+            rounds.first += 1;
+        }
+    }
+
+    /// Number of rounds in memory.
+    pub(super) fn open_rounds(&self) -> usize {
+        self.rounds.lock().queue.len()
+    }
+
+    pub(super) fn count_call(&self, rank: usize, op: CollectiveOp) {
+        if self.world_size() > 1 {
+            self.counters[rank][op as usize].calls.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Counts bytes that `to` has copied from `from`; each knows them by its own
+    /// operation's name (send and recv). A rank's own part is no traffic.
+    pub(super) fn count_bytes(&self, from: (usize, CollectiveOp), to: (usize, CollectiveOp), bytes: usize) {
+        if from.0 != to.0 {
+            self.counters[from.0][from.1 as usize].bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
+            self.counters[to.0][to.1 as usize].bytes_received.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn stats(&self, rank: usize) -> GroupStats {
+        let load = |counters: &Counters| OpStats {
+            calls: counters.calls.load(Ordering::Relaxed),
+            bytes_sent: counters.bytes_sent.load(Ordering::Relaxed),
+            bytes_received: counters.bytes_received.load(Ordering::Relaxed),
+        };
+        let all = CollectiveOp::ALL.iter().map(|&op| (op, load(&self.counters[rank][op as usize])));
+        GroupStats { ops: all.filter(|(_, stats)| *stats != OpStats::default()).collect() }
+    }
+}
+
+impl Round {
+    fn new(ranks: usize) -> Self {
+        Self { seats: (0..ranks).map(|_| Seat::default()).collect(), children: Mutex::default() }
+    }
+
+    pub(super) fn post(&self, rank: usize, call: Call, inputs: Vec<Tensor>) {
+        // A rank takes each sequence number once, so the seat is empty.
+        let _ = self.seats[rank].post.set(Post { call, inputs: RwLock::new(inputs) });
+        self.reach(rank, Stage::Posted);
+    }
+
+    pub(super) fn reach(&self, rank: usize, stage: Stage) {
+        self.seats[rank].stage.store(stage as u8, Ordering::SeqCst);
+    }
+
+    /// The ranks (of the group) that are not yet at `stage`.
+    pub(super) fn missing(&self, stage: Stage) -> impl Iterator<Item = usize> + '_ {
+        let late = move |seat: &Seat| seat.stage.load(Ordering::SeqCst) < stage as u8;
+        self.seats.iter().enumerate().filter(move |(_, seat)| late(seat)).map(|(rank, _)| rank)
+    }
+
+    pub(super) fn all_at(&self, stage: Stage) -> bool {
+        self.missing(stage).next().is_none()
+    }
+
+    /// What a rank has published. All ranks must be at [`Stage::Posted`].
+    pub(super) fn post_of(&self, rank: usize) -> Result<&Post, CommError> {
+        self.seats[rank].post.get().ok_or_else(|| CommError::Tensor(format!("nothing posted by rank {rank} of the group")))
+    }
+
+    /// Whether all ranks have called the same thing.
+    pub(super) fn compare(&self, comm: &Communicator, sequence: u64) -> Result<(), CommError> {
+        let posts = (0..self.seats.len()).map(|rank| self.post_of(rank).map(|post| &post.call));
+        compare(&posts.collect::<Result<Vec<_>, _>>()?).map_err(|divergence| CommError::Desync {
+            group: comm.name.clone(),
+            sequence,
+            rank: comm.global_ranks[divergence.rank],
+            called: divergence.called,
+            others: divergence.others.iter().map(|&rank| comm.global_ranks[rank]).collect(),
+            others_called: divergence.others_called,
+        })
+    }
+}

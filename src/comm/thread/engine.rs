@@ -1,0 +1,197 @@
+//! A rank's operations under way, and how it waits for one of them.
+//!
+//! While a rank waits for *any* operation it moves *all* of its operations on, in
+//! every group, as far as they can go. Otherwise two ranks that wait for the same two
+//! operations in opposite orders would each wait for the other's copy.
+
+use super::world::World;
+use crate::comm::{CollectiveOp, CommError};
+use candle_core::Tensor;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// One rank of a world; shared by all its groups.
+#[derive(Debug)]
+pub(super) struct RankState {
+    pub(super) global_rank: usize,
+    pub(super) world: Arc<World>,
+    engine: Mutex<Engine>,
+}
+
+#[derive(Debug, Default)]
+struct Engine {
+    next_id: u64,
+    /// In the order of issue.
+    in_flight: Vec<InFlight>,
+}
+
+#[derive(Debug)]
+struct InFlight {
+    id: u64,
+    lane: Lane,
+    operation: Box<dyn Operation>,
+}
+
+/// Operations of one lane move their data in the order in which they were issued;
+/// those of different lanes are independent. A group has a lane for its collectives
+/// and two for each peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Lane {
+    /// Address of the group's communicator.
+    pub(super) group: usize,
+    pub(super) kind: LaneKind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LaneKind {
+    Collectives,
+    SendTo(usize),
+    RecvFrom(usize),
+}
+
+/// An operation under way on one rank.
+pub(super) trait Operation: Send + std::fmt::Debug {
+    /// Goes as far as possible without waiting. `lent` are the storages that this
+    /// rank's other operations have published for peers to read.
+    fn advance(&mut self, lent: &[StorageId]) -> Result<Step, CommError>;
+
+    /// The storages that peers may read.
+    fn lent(&self) -> &[StorageId];
+
+    /// What it waits for.
+    fn stuck(&self) -> Stuck;
+}
+
+/// How far an operation has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// This rank has yet to move its data: later operations of the lane wait.
+    Blocked,
+    /// This rank has moved its data; peers have yet to read this rank's.
+    Settling,
+    /// All done.
+    Complete,
+}
+
+/// Why an operation does not go on.
+#[derive(Debug)]
+pub(super) struct Stuck {
+    pub(super) group: String,
+    pub(super) op: CollectiveOp,
+    pub(super) sequence: u64,
+    /// The global ranks that it waits for.
+    pub(super) missing: Vec<usize>,
+}
+
+/// Identifies the memory that a tensor is a view of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct StorageId(usize);
+
+impl StorageId {
+    pub(super) fn of(tensor: &Tensor) -> Self {
+        let (storage, _) = tensor.storage_and_layout();
+        StorageId(std::ptr::from_ref(&*storage).addr())
+    }
+}
+
+impl RankState {
+    pub(super) fn new(global_rank: usize, world: Arc<World>) -> Self {
+        Self { global_rank, world, engine: Mutex::default() }
+    }
+
+    /// Queues an operation that `issue` publishes; nothing else of this rank is issued
+    /// meanwhile, so queue and sequence numbers agree.
+    pub(super) fn issue(&self, lane: Lane, issue: impl FnOnce() -> Box<dyn Operation>) -> u64 {
+        let mut engine = self.engine.lock();
+        let id = engine.next_id;
+        engine.next_id += 1;
+        let operation = issue();
+        engine.in_flight.push(InFlight { id, lane, operation });
+        id
+    }
+
+    /// Blocks until operation `id` is complete.
+    ///
+    /// # Errors
+    /// The world's failure, which this call may be the one to notice.
+    pub(super) fn complete(&self, id: u64) -> Result<(), CommError> {
+        let signal = self.world.signal(self.global_rank);
+        let started = Instant::now();
+        let deadline = started + self.world.timeout();
+        loop {
+            let seen = signal.epoch();
+            // Read before looking at the peers' progress: what a rank has published
+            // before it left then counts.
+            let left = self.world.left();
+            let late = Instant::now() >= deadline;
+            let Some(stuck) = self.advance_all(id).map_err(|error| self.fail(error))? else { return Ok(()) };
+            if let Some(&rank) = stuck.missing.iter().find(|rank| left.contains(rank)) {
+                let Stuck { group, op, sequence, .. } = stuck;
+                return Err(self.fail(CommError::PeerLeft { group, op, sequence, rank }));
+            }
+            if late {
+                let waited_ms = started.elapsed().as_millis() as u64;
+                let Stuck { group, op, sequence, missing } = stuck;
+                return Err(self.fail(CommError::Timeout { group, op, sequence, waited_ms, missing }));
+            }
+            signal.wait(seen, deadline);
+        }
+    }
+
+    /// Fails the world; returns the error that counts.
+    pub(super) fn fail(&self, error: CommError) -> CommError {
+        let rank = self.global_rank;
+        let error = match error {
+            // For the others it matters whose tensor it was.
+            CommError::Tensor(reason) => CommError::PeerFailed { rank, reason },
+            named => named,
+        };
+        self.world.fail(rank, error)
+    }
+
+    /// Moves every operation on; `None` when `id` is complete.
+    fn advance_all(&self, id: u64) -> Result<Option<Stuck>, CommError> {
+        let mut engine = self.engine.lock();
+        if !engine.in_flight.iter().any(|operation| operation.id == id) {
+            return Ok(None);
+        }
+        self.world.check()?;
+        engine.advance()?;
+        let Some(waiting) = engine.in_flight.iter().find(|operation| operation.id == id) else { return Ok(None) };
+        // An earlier operation of the lane may be what holds it up.
+        let head = engine.in_flight.iter().find(|operation| operation.lane == waiting.lane).unwrap_or(waiting);
+        Ok(Some(head.operation.stuck()))
+    }
+}
+
+impl Engine {
+    fn advance(&mut self) -> Result<(), CommError> {
+        let mut blocked: Vec<Lane> = Vec::new();
+        let mut index = 0;
+        while index < self.in_flight.len() {
+            let lane = self.in_flight[index].lane;
+            let step = if blocked.contains(&lane) {
+                Step::Blocked
+            } else {
+                let lent = self.lent_by_others(index);
+                self.in_flight[index].operation.advance(&lent)?
+            };
+            match step {
+                Step::Blocked => blocked.push(lane),
+                Step::Settling => {}
+                Step::Complete => {
+                    self.in_flight.remove(index);
+                    continue;
+                }
+            }
+            index += 1;
+        }
+        Ok(())
+    }
+
+    fn lent_by_others(&self, index: usize) -> Vec<StorageId> {
+        let others = self.in_flight.iter().enumerate().filter(|&(other, _)| other != index);
+        others.flat_map(|(_, other)| other.operation.lent()).copied().collect()
+    }
+}

@@ -1,0 +1,19 @@
+//! The backend whose ranks are threads of one process.
+//!
+//! Ranks read one another's tensors in place, so an exchange is a single copy into
+//! its final layout. See `README.md` beside this module for the way of a collective.
+
+mod call;
+mod collective;
+mod communicator;
+mod engine;
+mod exchange;
+mod group;
+mod launch;
+mod mailbox;
+mod signal;
+#[cfg(test)]
+mod tests;
+mod world;
+
+pub use launch::{LaunchError, LaunchOptions, RankContext, launch};

@@ -1,0 +1,100 @@
+//! How a rank waits for the others.
+
+use parking_lot::{Condvar, Mutex};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Iterations of busy waiting: a peer on another core is often there in a microsecond.
+const SPINS: usize = 200;
+/// Then the core is offered to other ranks, which may be what we wait for.
+const YIELD_FOR: Duration = Duration::from_micros(60);
+
+/// An event counter that a rank sleeps on. Whoever changes something that the rank
+/// may wait for calls [`notify`](Self::notify) afterwards; the rank reads
+/// [`epoch`](Self::epoch), looks at the state, and if that is not yet what it needs
+/// calls [`wait`](Self::wait) with the epoch: a change in between is never missed.
+#[derive(Debug, Default)]
+pub(super) struct Signal {
+    epoch: AtomicU64,
+    sleepers: AtomicUsize,
+    lock: Mutex<()>,
+    wake: Condvar,
+}
+
+impl Signal {
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn notify(&self) {
+        self.epoch.fetch_add(1, Ordering::SeqCst);
+        // Either we see the sleeper here, or it sees the new epoch before it sleeps.
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            let _guard = self.lock.lock();
+            self.wake.notify_all();
+        }
+    }
+
+    /// Returns when the epoch is no longer `seen`, or at the deadline.
+    pub(super) fn wait(&self, seen: u64, deadline: Instant) {
+        for _ in 0..SPINS {
+            if self.epoch() != seen {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let started = Instant::now();
+        while started.elapsed() < YIELD_FOR {
+            if self.epoch() != seen {
+                return;
+            }
+            std::thread::yield_now();
+        }
+        let mut guard = self.lock.lock();
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        while self.epoch() == seen && !self.wake.wait_until(&mut guard, deadline).timed_out() {}
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn a_notification_wakes_a_sleeper_before_its_deadline() {
+        let signal = Arc::new(Signal::default());
+        let seen = signal.epoch();
+        let sleeper = {
+            let signal = signal.clone();
+            std::thread::spawn(move || {
+                let started = Instant::now();
+                signal.wait(seen, started + Duration::from_secs(30));
+                started.elapsed()
+            })
+        };
+        std::thread::sleep(Duration::from_millis(20));
+        signal.notify();
+        assert!(sleeper.join().unwrap() < Duration::from_secs(10));
+        assert_ne!(signal.epoch(), seen);
+    }
+
+    #[test]
+    fn a_notification_before_the_wait_is_not_missed() {
+        let signal = Signal::default();
+        let seen = signal.epoch();
+        signal.notify();
+        let started = Instant::now();
+        signal.wait(seen, started + Duration::from_secs(30));
+        assert!(started.elapsed() < Duration::from_secs(10));
+    }
+
+    #[test]
+    fn without_a_notification_the_wait_ends_at_the_deadline() {
+        let signal = Signal::default();
+        let started = Instant::now();
+        signal.wait(signal.epoch(), started + Duration::from_millis(30));
+        assert!(started.elapsed() >= Duration::from_millis(30));
+    }
+}

@@ -1,0 +1,258 @@
+//! What every rank is told when one of them fails.
+
+use super::{Backend, Group, tensor, zeros};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use ulysses::comm::{CollectiveOp, CommError, LaunchError, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
+
+const TIMEOUT: Duration = Duration::from_millis(1_500);
+
+/// Runs `work`, which must fail. Returns the launch's error and each rank's own
+/// (`None` for one that panicked or returned well), and checks that `within` held.
+fn fail(
+    backend: &impl Backend,
+    world_size: usize,
+    within: Duration,
+    work: impl Fn(&Group) -> Result<(), CommError> + Sync,
+) -> (LaunchError, Vec<Option<CommError>>) {
+    let errors = Mutex::new(vec![None; world_size]);
+    let started = Instant::now();
+    let launched = backend.run_for(world_size, TIMEOUT, |group| {
+        let result = work(&group);
+        errors.lock().unwrap()[group.rank()] = result.as_ref().err().cloned();
+        result
+    });
+    let took = started.elapsed();
+    assert!(took < within, "took {took:?}");
+    (launched.unwrap_err(), errors.into_inner().unwrap())
+}
+
+fn all_reduce(count: usize, group: &Group) -> Result<(), CommError> {
+    group.all_reduce(&tensor(count, |i| i as f32), ReduceOp::Sum)
+}
+
+pub(crate) fn a_panic_reaches_the_others_at_once(backend: &impl Backend) {
+    let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
+        all_reduce(10, group)?;
+        assert!(group.rank() != 1, "out of cheese");
+        all_reduce(10, group)
+    });
+    assert!(matches!(&launched, LaunchError::Panicked { rank: 1, message } if message.contains("out of cheese")));
+    for rank in [0, 2] {
+        let error = errors[rank].as_ref().unwrap();
+        assert!(matches!(error, CommError::PeerFailed { rank: 1, reason } if reason.contains("out of cheese")), "{error}");
+    }
+}
+
+pub(crate) fn a_panic_with_an_operation_under_way_reaches_the_others_at_once(backend: &impl Backend) {
+    let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
+        let tensor = tensor(9_000, |i| i as f32);
+        let pending = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
+        assert!(group.rank() != 2, "mid-flight");
+        pending.wait()
+    });
+    assert!(matches!(launched, LaunchError::Panicked { rank: 2, .. }), "{launched}");
+    for error in errors[..2].iter().flatten() {
+        assert!(matches!(error, CommError::PeerFailed { rank: 2, .. }), "{error}");
+    }
+    assert!(errors[0].is_some() && errors[1].is_some());
+}
+
+pub(crate) fn an_error_reaches_the_others_at_once_and_is_what_the_launch_returns(backend: &impl Backend) {
+    let own = CommError::Tensor("disk full".into());
+    let (launched, errors) = fail(backend, 4, TIMEOUT, |group| {
+        if group.rank() == 3 { Err(own.clone()) } else { group.barrier() }
+    });
+    assert_eq!((launched.rank(), launched.comm_error()), (Some(3), Some(&own)));
+    for error in errors[..3].iter().map(|error| error.as_ref().unwrap()) {
+        assert!(matches!(error, CommError::PeerFailed { rank: 3, reason } if reason.contains("disk full")), "{error}");
+    }
+}
+
+pub(crate) fn an_invalid_argument_on_one_rank_reaches_the_others(backend: &impl Backend) {
+    let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
+        let count = if group.rank() == 1 { 5 } else { 4 };
+        group.all_gather(&tensor(count, |i| i as f32), &zeros::<f32>(12))
+    });
+    assert!(matches!(launched.comm_error(), Some(CommError::InvalidArgument { op: CollectiveOp::AllGather, .. })));
+    assert_eq!(launched.rank(), Some(1));
+    for rank in [0, 2] {
+        assert!(matches!(&errors[rank], Some(CommError::PeerFailed { rank: 1, .. })), "{:?}", errors[rank]);
+    }
+}
+
+/// Rank 2 of four diverges: every rank is told so, with both calls and the place.
+fn diverge(
+    backend: &impl Backend,
+    called: &str,
+    others_called: &str,
+    divergent: impl Fn(&Group) -> Result<(), CommError> + Sync,
+    usual: impl Fn(&Group) -> Result<(), CommError> + Sync,
+) {
+    let (launched, errors) = fail(backend, 4, TIMEOUT, |group| {
+        group.barrier()?;
+        if group.rank() == 2 { divergent(group) } else { usual(group) }
+    });
+    let expected = CommError::Desync {
+        group: "world".into(),
+        sequence: 1,
+        rank: 2,
+        called: called.into(),
+        others: vec![0, 1, 3],
+        others_called: others_called.into(),
+    };
+    assert_eq!(launched.comm_error(), Some(&expected));
+    assert_eq!(errors, vec![Some(expected); 4]);
+}
+
+pub(crate) fn another_collective_is_named_with_both_calls(backend: &impl Backend) {
+    let (called, others) = ("barrier", "all_reduce(Sum, 10 × f32)");
+    diverge(backend, called, others, |group| group.barrier(), |group| all_reduce(10, group));
+}
+
+pub(crate) fn another_count_dtype_operator_or_root_is_named(backend: &impl Backend) {
+    let usual = "all_reduce(Sum, 10 × f32)";
+    diverge(backend, "all_reduce(Sum, 11 × f32)", usual, |group| all_reduce(11, group), |group| all_reduce(10, group));
+    let doubles = |group: &Group| group.all_reduce(&tensor(10, |i| i as f64), ReduceOp::Sum);
+    diverge(backend, "all_reduce(Sum, 10 × f64)", usual, doubles, |group| all_reduce(10, group));
+    let max = |group: &Group| group.all_reduce(&tensor(10, |i| i as f32), ReduceOp::Max);
+    diverge(backend, "all_reduce(Max, 10 × f32)", usual, max, |group| all_reduce(10, group));
+    let broadcast = |root| move |group: &Group| group.broadcast(&tensor(3, |i| i as u8), root);
+    let (called, others) =
+        ("broadcast(3 × u8 from rank 0 of the group)", "broadcast(3 × u8 from rank 1 of the group)");
+    diverge(backend, called, others, broadcast(0), broadcast(1));
+}
+
+pub(crate) fn a_count_matrix_that_does_not_match_is_refused_before_data_moves(backend: &impl Backend) {
+    let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
+        // Rank 1 sends two elements to each where one is expected.
+        let send = if group.rank() == 1 { 2 } else { 1 };
+        let output = tensor(3, |_| -1.0_f32);
+        let result = group.all_to_all(&tensor(3 * send, |i| i as f32), &output, &[send; 3], &[1; 3]);
+        assert_eq!(super::values::<f32>(&output), [-1.0; 3]);
+        result
+    });
+    assert!(matches!(launched.comm_error(), Some(CommError::Desync { rank: 1, .. })), "{launched}");
+    assert!(errors.iter().all(|error| matches!(error, Some(CommError::Desync { rank: 1, .. }))), "{errors:?}");
+}
+
+pub(crate) fn strided_plans_that_do_not_match_are_refused(backend: &impl Backend) {
+    let (_, errors) = fail(backend, 3, TIMEOUT, |group| {
+        let run = if group.rank() == 0 { 3 } else { 2 };
+        let block = StridedBlock { tensor: 0, offset: 0, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run };
+        let recv = RecvBlock { block: block.clone(), accumulate: false };
+        let plan = StridedPlan { send: vec![vec![block]; 3], recv: vec![vec![recv]; 3] };
+        group.all_to_all_strided(&[zeros::<f32>(3)], &[zeros::<f32>(3)], &Arc::new(plan))
+    });
+    assert!(errors.iter().all(|error| matches!(error, Some(CommError::Desync { rank: 0, .. }))), "{errors:?}");
+}
+
+pub(crate) fn a_rank_that_never_comes_is_named_after_the_timeout(backend: &impl Backend) {
+    let (launched, errors) = fail(backend, 3, 3 * TIMEOUT, |group| {
+        if group.rank() == 1 {
+            std::thread::sleep(2 * TIMEOUT);
+        }
+        all_reduce(10, group)
+    });
+    for error in errors.iter().map(|error| error.as_ref().unwrap()).chain(launched.comm_error()) {
+        let CommError::Timeout { group, op, sequence, waited_ms, missing } = error else { panic!("{error}") };
+        assert_eq!((group.as_str(), *op, *sequence), ("world", CollectiveOp::AllReduce, 0));
+        assert_eq!(*missing, [1]);
+        assert!((1_500..2_500).contains(waited_ms), "{waited_ms}");
+    }
+}
+
+pub(crate) fn a_rank_that_leaves_early_is_named_at_once(backend: &impl Backend) {
+    let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
+        all_reduce(10, group)?;
+        if group.rank() == 0 { Ok(()) } else { all_reduce(10, group) }
+    });
+    let expected =
+        CommError::PeerLeft { group: "world".into(), op: CollectiveOp::AllReduce, sequence: 1, rank: 0 };
+    assert_eq!(launched.comm_error(), Some(&expected));
+    assert_eq!(errors, [None, Some(expected.clone()), Some(expected)]);
+}
+
+pub(crate) fn a_failure_in_a_small_group_fails_the_whole_world(backend: &impl Backend) {
+    let (_, errors) = fail(backend, 4, TIMEOUT, |group| {
+        let pair = group.split("pair", Some(group.rank() / 2), 0)?.unwrap();
+        if group.rank() == 3 {
+            pair.abort("told to");
+        }
+        pair.barrier()?;
+        group.barrier()
+    });
+    let expected = CommError::PeerFailed { rank: 3, reason: "told to".into() };
+    assert_eq!(errors, vec![Some(expected); 4]);
+}
+
+pub(crate) fn ranks_of_a_sub_group_are_named_by_their_global_rank(backend: &impl Backend) {
+    let (_, errors) = fail(backend, 4, TIMEOUT, |group| {
+        let odd = group.split("parity", Some(group.rank() % 2), 0)?.unwrap();
+        if group.rank() == 3 { all_reduce(5, &odd) } else { odd.barrier() }?;
+        group.barrier()
+    });
+    for error in errors.iter().map(|error| error.as_ref().unwrap()) {
+        assert!(matches!(error, CommError::Desync { rank: 3, others, group, .. } if *others == [1] && group == "parity"));
+    }
+}
+
+pub(crate) fn a_message_of_another_kind_fails_both_sides(backend: &impl Backend) {
+    let recv = |group: &Group| group.recv(&zeros::<f32>(4), 0);
+    for (described, send) in [("5 × f32", tensor(5, |i| i as f32)), ("4 × i64", tensor(4, |i| i as i64))] {
+        let (_, errors) = fail(backend, 2, TIMEOUT, |group| {
+            if group.rank() == 0 { group.send(&send, 1) } else { recv(group) }
+        });
+        for error in errors.iter().map(|error| error.as_ref().unwrap()) {
+            assert!(matches!(error, CommError::Desync { rank: 0, .. }), "{error}");
+            assert!(error.to_string().contains(described) && error.to_string().contains("recv(4 × f32)"), "{error}");
+        }
+    }
+}
+
+pub(crate) fn a_message_to_or_from_a_rank_that_left_fails_at_once(backend: &impl Backend) {
+    for send in [true, false] {
+        let (_, errors) = fail(backend, 2, TIMEOUT, |group| match (group.rank(), send) {
+            (0, true) => group.send(&zeros::<u8>(1), 1),
+            (0, false) => group.recv(&zeros::<u8>(1), 1),
+            _ => Ok(()),
+        });
+        assert!(matches!(&errors[0], Some(CommError::PeerLeft { rank: 1, .. })), "{errors:?}");
+    }
+}
+
+pub(crate) fn what_is_called_after_a_failure_fails_with_the_same_error(backend: &impl Backend) {
+    let (_, errors) = fail(backend, 2, TIMEOUT, |group| {
+        let first = if group.rank() == 0 { group.barrier() } else { all_reduce(3, group) };
+        let again = group.barrier();
+        assert!(first.is_err());
+        assert_eq!(first, again);
+        assert_eq!(group.split("late", Some(0), 0).unwrap_err(), first.clone().unwrap_err());
+        first
+    });
+    assert!(errors.iter().all(|error| matches!(error, Some(CommError::Desync { .. }))));
+}
+
+pub(crate) fn wrong_arguments_are_typed_errors_and_leave_the_group_usable(backend: &impl Backend) {
+    backend.run(2, |group| {
+        let (four, eight) = (tensor(4, |i| i as f32), tensor(8, |i| i as f32));
+        let transposed = eight.reshape((2, 4))?.t()?;
+        let refused = [
+            group.all_gather(&four, &four),
+            group.all_gather(&four, &tensor(8, |i| i as u32)),
+            group.reduce_scatter(&four, &four, ReduceOp::Sum),
+            group.all_reduce(&transposed, ReduceOp::Sum),
+            group.all_to_all(&four, &four, &[2, 1], &[2, 2]),
+            group.all_to_all(&four, &four, &[4], &[2, 2]),
+            group.all_to_all(&four, &four, &[2, 2], &[usize::MAX, 5]),
+            group.broadcast(&four, 2),
+            group.send(&four, 9),
+            group.recv(&four, 2),
+            group.all_to_all_strided(&[], &[], &Arc::new(StridedPlan::default())),
+        ];
+        for result in refused {
+            assert!(matches!(result, Err(CommError::InvalidArgument { .. })), "{result:?}");
+        }
+        group.barrier()
+    });
+}

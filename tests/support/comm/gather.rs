@@ -1,0 +1,74 @@
+//! all_gather, broadcast, and the forms on plain values.
+
+use super::{Backend, code, for_each_dtype, tensor, values, zeros};
+use ulysses::comm::{ProcessGroupExt, ReduceOp};
+use ulysses::tensor::Element;
+
+pub(crate) fn all_gather_concatenates_in_rank_order(backend: &impl Backend) {
+    fn case<T: Element>(backend: &impl Backend) {
+        for (world_size, count) in [(1, 3), (2, 0), (2, 1), (3, 7), (4, 40_001), (8, 5)] {
+            let gathered = backend.run(world_size, |group| {
+                let output = zeros::<T>(count * group.world_size());
+                group.all_gather(&tensor(count, |i| code::<T>(group.rank(), i)), &output)?;
+                Ok(values::<T>(&output))
+            });
+            let expected: Vec<T> =
+                (0..world_size).flat_map(|rank| (0..count).map(move |i| code::<T>(rank, i))).collect();
+            assert!(gathered.iter().all(|values| *values == expected), "{:?} {world_size} × {count}", T::DTYPE);
+        }
+    }
+    for_each_dtype!(case(backend));
+}
+
+pub(crate) fn all_gather_of_a_part_of_its_own_output_works_in_place(backend: &impl Backend) {
+    // ZeRO's way: each rank owns a partition of the flat buffer that it gathers.
+    for _ in 0..20 {
+        let gathered = backend.run(4, |group| {
+            let own = group.rank() * 500..(group.rank() + 1) * 500;
+            let flat = tensor(2_000, |i| if own.contains(&i) { i as f32 } else { -1.0 });
+            group.all_gather(&flat.narrow(0, own.start, 500)?, &flat)?;
+            Ok(values::<f32>(&flat))
+        });
+        assert!(gathered.iter().all(|flat| flat.iter().enumerate().all(|(i, &x)| x == i as f32)));
+    }
+}
+
+pub(crate) fn broadcast_reaches_all_ranks_from_every_root(backend: &impl Backend) {
+    fn case<T: Element>(backend: &impl Backend) {
+        for (world_size, count) in [(1, 2), (2, 0), (3, 9), (4, 10_000)] {
+            let results = backend.run(world_size, |group| {
+                let from_root = |root| {
+                    let tensor = tensor(count, |i| code::<T>(group.rank(), i));
+                    group.broadcast(&tensor, root)?;
+                    Ok(values::<T>(&tensor))
+                };
+                (0..world_size).map(from_root).collect::<Result<Vec<_>, _>>()
+            });
+            for (root, tensor) in results.iter().flat_map(|tensors| tensors.iter().enumerate()) {
+                assert!(tensor.iter().copied().eq((0..count).map(|i| code::<T>(root, i))), "{:?}", T::DTYPE);
+            }
+        }
+    }
+    for_each_dtype!(case(backend));
+}
+
+pub(crate) fn values_are_reduced_and_gathered(backend: &impl Backend) {
+    backend.run(3, |group| {
+        let rank = group.rank() as i64;
+        assert_eq!(group.all_reduce_values(&[rank, 10 * rank], ReduceOp::Sum)?, [3, 30]);
+        assert_eq!(group.all_reduce_values(&[rank as f64], ReduceOp::Max)?, [2.0]);
+        assert_eq!(group.all_gather_values(&[rank, -rank])?, [0, 0, 1, -1, 2, -2]);
+        assert!(group.all_gather_values::<u8>(&[])?.is_empty());
+        Ok(())
+    });
+}
+
+pub(crate) fn varied_lengths_are_gathered_including_none(backend: &impl Backend) {
+    backend.run(4, |group| {
+        // Rank r brings r values, so rank 0 brings none.
+        let own: Vec<u32> = (0..group.rank() as u32).map(|i| 10 * group.rank() as u32 + i).collect();
+        assert_eq!(group.all_gather_varied(&own)?, [vec![], vec![10], vec![20, 21], vec![30, 31, 32]]);
+        assert_eq!(group.all_gather_varied::<u8>(&[])?, vec![Vec::<u8>::new(); 4]);
+        Ok(())
+    });
+}

@@ -1,0 +1,173 @@
+//! The conformance suite of `ProcessGroup`: one file per kind of operation, each case
+//! a function over a [`Backend`], so that every backend runs the same cases.
+
+pub(crate) mod counters;
+pub(crate) mod exchange;
+pub(crate) mod failures;
+pub(crate) mod gather;
+pub(crate) mod groups;
+pub(crate) mod pending;
+pub(crate) mod point_to_point;
+pub(crate) mod reduce;
+
+use candle_core::{Device, Tensor};
+use std::sync::Arc;
+use std::time::Duration;
+use ulysses::comm::{
+    CommError, GroupStats, LaunchError, LaunchOptions, Pending, ProcessGroup, ReduceOp, launch,
+};
+use ulysses::tensor::{Element, to_vec};
+
+pub(crate) type Group = Arc<dyn ProcessGroup>;
+
+/// Something that can start ranks.
+pub(crate) trait Backend {
+    fn run_for<T: Send>(
+        &self,
+        world_size: usize,
+        timeout: Duration,
+        run: impl Fn(Group) -> Result<T, CommError> + Sync,
+    ) -> Result<Vec<T>, LaunchError>;
+
+    /// Runs what must not fail. The timeout only keeps a broken backend from hanging.
+    fn run<T: Send>(&self, world_size: usize, run: impl Fn(Group) -> Result<T, CommError> + Sync) -> Vec<T> {
+        self.run_for(world_size, Duration::from_secs(20), run).unwrap()
+    }
+}
+
+/// The thread backend.
+pub(crate) struct Threads {
+    pub(crate) threads_per_rank: usize,
+}
+
+impl Backend for Threads {
+    fn run_for<T: Send>(
+        &self,
+        world_size: usize,
+        timeout: Duration,
+        run: impl Fn(Group) -> Result<T, CommError> + Sync,
+    ) -> Result<Vec<T>, LaunchError> {
+        let options = LaunchOptions { threads_per_rank: self.threads_per_rank, timeout, ..Default::default() };
+        launch(world_size, &options, |context| run(context.group))
+    }
+}
+
+/// The thread backend behind [`DefaultsOnly`].
+pub(crate) struct Defaults;
+
+impl Backend for Defaults {
+    fn run_for<T: Send>(
+        &self,
+        world_size: usize,
+        timeout: Duration,
+        run: impl Fn(Group) -> Result<T, CommError> + Sync,
+    ) -> Result<Vec<T>, LaunchError> {
+        Threads { threads_per_rank: 1 }.run_for(world_size, timeout, |group| run(Arc::new(DefaultsOnly(group))))
+    }
+}
+
+/// A group that implements what it must and leaves every default method untouched,
+/// so that the defaults are tested.
+#[derive(Debug)]
+struct DefaultsOnly(Group);
+
+impl ProcessGroup for DefaultsOnly {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        self.0.global_ranks()
+    }
+
+    fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
+        self.0.start_all_reduce(tensor, op)
+    }
+
+    fn start_reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
+        self.0.start_reduce_scatter(input, output, op)
+    }
+
+    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
+        self.0.start_all_gather(input, output)
+    }
+
+    fn start_all_to_all(
+        &self,
+        input: &Tensor,
+        output: &Tensor,
+        send_counts: &[usize],
+        recv_counts: &[usize],
+    ) -> Result<Pending, CommError> {
+        self.0.start_all_to_all(input, output, send_counts, recv_counts)
+    }
+
+    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
+        self.0.start_broadcast(tensor, root)
+    }
+
+    fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
+        self.0.start_send(tensor, dst)
+    }
+
+    fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
+        self.0.start_recv(tensor, src)
+    }
+
+    fn start_barrier(&self) -> Result<Pending, CommError> {
+        self.0.start_barrier()
+    }
+
+    fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>, CommError> {
+        Ok(self.0.split(name, color, key)?.map(|group| Arc::new(DefaultsOnly(group)) as Group))
+    }
+
+    fn stats(&self) -> GroupStats {
+        self.0.stats()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.0.abort(reason);
+    }
+}
+
+/// A flat tensor of `count` elements made from their indices.
+pub(crate) fn tensor<T: Element>(count: usize, element: impl Fn(usize) -> T) -> Tensor {
+    Tensor::from_vec((0..count).map(element).collect::<Vec<T>>(), count, &Device::Cpu).unwrap()
+}
+
+pub(crate) fn zeros<T: Element>(count: usize) -> Tensor {
+    Tensor::zeros(count, T::DTYPE, &Device::Cpu).unwrap()
+}
+
+pub(crate) fn values<T: Element>(tensor: &Tensor) -> Vec<T> {
+    to_vec(tensor).unwrap()
+}
+
+/// Small enough to be exact in every dtype, sums over eight ranks included.
+pub(crate) fn code<T: Element>(rank: usize, index: usize) -> T {
+    T::from_f64((rank * 5 + index % 11) as f64)
+}
+
+/// Irregular values, for which the order of additions matters.
+pub(crate) fn irregular(rank: usize, index: usize) -> f32 {
+    ((index * 2_654_435_761 + rank * 40_503) % 100_003) as f32 * 1.7e-3 - 80.0
+}
+
+/// Calls a generic case with every dtype that collectives carry.
+macro_rules! for_each_dtype {
+    ($case:ident($($argument:expr),*)) => {
+        $case::<f32>($($argument),*);
+        $case::<f64>($($argument),*);
+        $case::<half::bf16>($($argument),*);
+        $case::<half::f16>($($argument),*);
+        $case::<i64>($($argument),*);
+        $case::<u32>($($argument),*);
+        $case::<u8>($($argument),*);
+    };
+}
+pub(crate) use for_each_dtype;

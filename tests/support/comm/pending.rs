@@ -1,0 +1,120 @@
+//! Operations under way.
+
+use super::{Backend, code, tensor, values, zeros};
+use std::sync::Arc;
+use ulysses::comm::{ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
+use ulysses::tensor::with_slice_mut;
+
+pub(crate) fn operations_can_be_waited_for_in_any_order(backend: &impl Backend) {
+    backend.run(3, |group| {
+        let rank = group.rank();
+        let reduced: Vec<_> = (0..4).map(|n| tensor(3_000 * n, |i| code::<f32>(rank, i + n))).collect();
+        let gathered = zeros::<u32>(6);
+        let mut pending = Vec::new();
+        for tensor in &reduced[..2] {
+            pending.push(group.start_all_reduce(tensor, ReduceOp::Sum)?);
+        }
+        pending.push(group.start_all_gather(&tensor(2, |i| (10 * rank + i) as u32), &gathered)?);
+        for tensor in &reduced[2..] {
+            pending.push(group.start_all_reduce(tensor, ReduceOp::Sum)?);
+        }
+        // Another order on every rank.
+        pending.rotate_left(rank);
+        pending.into_iter().rev().try_for_each(|pending| pending.wait())?;
+        for (n, tensor) in reduced.iter().enumerate() {
+            assert!(values::<f32>(tensor).into_iter().enumerate().all(|(i, x)| x == (15 + 3 * ((i + n) % 11)) as f32));
+        }
+        assert_eq!(values::<u32>(&gathered), [0, 1, 10, 11, 20, 21]);
+        Ok(())
+    });
+}
+
+pub(crate) fn a_dropped_operation_still_completes(backend: &impl Backend) {
+    let sums = backend.run(3, |group| {
+        let tensor = tensor(10_000, |i| code::<f32>(group.rank(), i));
+        drop(group.start_all_reduce(&tensor, ReduceOp::Sum)?);
+        Ok(values::<f32>(&tensor))
+    });
+    assert!(sums.iter().all(|sum| sum.iter().enumerate().all(|(i, &x)| x == (15 + 3 * (i % 11)) as f32)));
+}
+
+pub(crate) fn operations_of_two_groups_can_be_waited_for_in_opposite_orders(backend: &impl Backend) {
+    backend.run(2, |group| {
+        let twin = group.split("twin", Some(0), group.rank())?.unwrap();
+        for round in 0..50 {
+            let rank = group.rank();
+            let (a, b) = (tensor(5_000, |_| (rank + round) as f32), tensor(5_000, |_| (rank * round) as f32));
+            let (first, second) = if rank == 0 {
+                (group.start_all_reduce(&a, ReduceOp::Sum)?, twin.start_all_reduce(&b, ReduceOp::Sum)?)
+            } else {
+                let b = twin.start_all_reduce(&b, ReduceOp::Sum)?;
+                (b, group.start_all_reduce(&a, ReduceOp::Sum)?)
+            };
+            first.wait()?;
+            second.wait()?;
+            assert!(values::<f32>(&a).iter().all(|&x| x == (1 + 2 * round) as f32));
+            assert!(values::<f32>(&b).iter().all(|&x| x == round as f32));
+        }
+        Ok(())
+    });
+}
+
+pub(crate) fn an_operation_goes_on_while_its_rank_waits_in_another_group(backend: &impl Backend) {
+    backend.run(2, |group| {
+        let twin = group.split("twin", Some(0), group.rank())?.unwrap();
+        let tensor = tensor(10_000, |_| 1.0_f32);
+        let reducing = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
+        if group.rank() == 0 {
+            // Rank 1 comes to this barrier only when rank 0 has done its part above.
+            twin.barrier()?;
+            reducing.wait()?;
+        } else {
+            reducing.wait()?;
+            twin.barrier()?;
+        }
+        assert!(values::<f32>(&tensor).iter().all(|&x| x == 2.0));
+        Ok(())
+    });
+}
+
+pub(crate) fn inputs_may_be_overwritten_once_waited_for(backend: &impl Backend) {
+    backend.run(4, |group| {
+        let (input, output) = (zeros::<f32>(20_000), zeros::<f32>(80_000));
+        for round in 0..50 {
+            let value = (round * 10 + group.rank()) as f32;
+            with_slice_mut::<f32, _>(&input, |input| input.fill(value))?;
+            group.all_gather(&input, &output)?;
+            with_slice_mut::<f32, _>(&input, |input| input.fill(-1.0))?;
+            let expected = |i: usize| (round * 10 + i / 20_000) as f32;
+            assert!(values::<f32>(&output).into_iter().enumerate().all(|(i, x)| x == expected(i)), "round {round}");
+        }
+        Ok(())
+    });
+}
+
+pub(crate) fn an_output_may_share_storage_with_the_input_of_another_operation(backend: &impl Backend) {
+    // Left and right half of one buffer: while the left is lent, the right is filled,
+    // and the other way round on the other ranks.
+    for _ in 0..30 {
+        backend.run(3, |group| {
+            let rank = group.rank();
+            let flat = tensor(12_000, |i| (rank * 100 + i / 6_000) as f32);
+            let (left, right) = (flat.narrow(0, 0, 6_000)?, flat.narrow(0, 6_000, 6_000)?);
+            let gathered = zeros::<f32>(18_000);
+            let lending = group.start_all_gather(&left, &gathered)?;
+            let run = |offset| StridedBlock { tensor: 0, offset, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run: 2_000 };
+            let plan = StridedPlan {
+                send: vec![vec![run(0)]; 3],
+                recv: (0..3).map(|peer| vec![RecvBlock { block: run(peer * 2_000), accumulate: true }]).collect(),
+            };
+            let filling = group.start_all_to_all_strided(&[tensor(2_000, |_| rank as f32)], &[right.clone()], &Arc::new(plan))?;
+            let receiving = group.start_recv(&left.narrow(0, 0, 0)?, rank)?;
+            group.send(&zeros::<f32>(0), rank)?;
+            [receiving, filling, lending].into_iter().try_for_each(|pending| pending.wait())?;
+            assert!(values::<f32>(&gathered).into_iter().enumerate().all(|(i, x)| x == (i / 6_000 * 100) as f32));
+            let filled = |i: usize| (rank * 100 + 1 + i / 2_000) as f32;
+            assert!(values::<f32>(&right).into_iter().enumerate().all(|(i, x)| x == filled(i)));
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,66 @@
+//! send and recv.
+
+use super::{Backend, code, for_each_dtype, tensor, values, zeros};
+use ulysses::comm::ProcessGroupExt;
+use ulysses::tensor::Element;
+
+pub(crate) fn a_ring_passes_tensors_on(backend: &impl Backend) {
+    fn case<T: Element>(backend: &impl Backend) {
+        for (world_size, count) in [(1, 4), (2, 0), (2, 9), (3, 5_000), (4, 1)] {
+            backend.run(world_size, |group| {
+                let rank = group.rank();
+                let (next, previous) = ((rank + 1) % world_size, (rank + world_size - 1) % world_size);
+                let received = zeros::<T>(count);
+                let sending = group.start_send(&tensor(count, |i| code::<T>(rank, i)), next)?;
+                group.recv(&received, previous)?;
+                sending.wait()?;
+                assert!(values::<T>(&received).into_iter().eq((0..count).map(|i| code::<T>(previous, i))));
+                Ok(())
+            });
+        }
+    }
+    for_each_dtype!(case(backend));
+}
+
+pub(crate) fn messages_between_a_pair_keep_their_order(backend: &impl Backend) {
+    backend.run(2, |group| {
+        let other = 1 - group.rank();
+        let sends: Vec<_> =
+            (0..10).map(|n| group.start_send(&tensor(n, |i| (100 * n + i) as u32), other)).collect::<Result<_, _>>()?;
+        for n in 0..10 {
+            let received = zeros::<u32>(n);
+            group.recv(&received, other)?;
+            assert!(values::<u32>(&received).into_iter().eq((0..n).map(|i| (100 * n + i) as u32)));
+        }
+        // The last first: waiting in another order than issued is allowed.
+        sends.into_iter().rev().try_for_each(|send| send.wait())
+    });
+}
+
+pub(crate) fn pairs_do_not_wait_for_each_other(backend: &impl Backend) {
+    // Rank 0 expects rank 1's message first, which rank 1 sends only once rank 2 was
+    // served by rank 0; and a collective runs between.
+    backend.run(3, |group| {
+        let buffer = || tensor(3, |i| (group.rank() * 10 + i) as f32);
+        match group.rank() {
+            0 => {
+                let (from_1, from_2) = (buffer(), buffer());
+                let first = group.start_recv(&from_1, 1)?;
+                let second = group.start_recv(&from_2, 2)?;
+                second.wait()?;
+                group.barrier()?;
+                first.wait()?;
+                assert_eq!((values::<f32>(&from_1), values::<f32>(&from_2)), (vec![10., 11., 12.], vec![20., 21., 22.]));
+            }
+            1 => {
+                group.barrier()?;
+                group.send(&buffer(), 0)?;
+            }
+            _ => {
+                group.send(&buffer(), 0)?;
+                group.barrier()?;
+            }
+        }
+        Ok(())
+    });
+}

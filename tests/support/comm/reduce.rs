@@ -1,0 +1,109 @@
+//! all_reduce and reduce_scatter.
+
+use super::{Backend, code, for_each_dtype, irregular, tensor, values, zeros};
+use half::bf16;
+use ulysses::comm::{ProcessGroupExt, ReduceOp};
+use ulysses::tensor::Element;
+
+/// Both sides of the step from one phase to two, uneven chunks, and enough for
+/// several blocks and tasks.
+const COUNTS: [usize; 7] = [0, 1, 5, 4096, 4097, 10_001, 200_003];
+
+pub(crate) fn all_reduce_sums_every_dtype_at_every_size(backend: &impl Backend) {
+    fn case<T: Element>(backend: &impl Backend) {
+        for (world_size, count) in [1, 2, 3, 4, 8].into_iter().flat_map(|n| COUNTS.map(|count| (n, count))) {
+            let sums = backend.run(world_size, |group| {
+                let tensor = tensor(count, |i| code::<T>(group.rank(), i));
+                group.all_reduce(&tensor, ReduceOp::Sum)?;
+                Ok(values::<T>(&tensor))
+            });
+            let ranks: usize = (0..world_size).map(|rank| rank * 5).sum();
+            let expected: Vec<T> =
+                (0..count).map(|i| T::from_f64((ranks + world_size * (i % 11)) as f64)).collect();
+            for (rank, sum) in sums.iter().enumerate() {
+                assert!(*sum == expected, "{:?} × {count} on rank {rank} of {world_size}", T::DTYPE);
+            }
+        }
+    }
+    for_each_dtype!(case(backend));
+}
+
+pub(crate) fn all_reduce_finds_max_and_min(backend: &impl Backend) {
+    fn case<T: Element>(backend: &impl Backend) {
+        for count in [3, 9_000] {
+            // The largest element stands on another rank for every index.
+            let element = |rank: usize, i: usize| T::from_f64(((rank + i) % 3 + 1) as f64);
+            let results = backend.run(3, |group| {
+                let (max, min) = (tensor(count, |i| element(group.rank(), i)), tensor(count, |i| element(group.rank(), i)));
+                group.all_reduce(&max, ReduceOp::Max)?;
+                group.all_reduce(&min, ReduceOp::Min)?;
+                Ok((values::<T>(&max), values::<T>(&min)))
+            });
+            for (max, min) in results {
+                assert!(max.iter().all(|&x| x == T::from_f64(3.0)), "{:?}", T::DTYPE);
+                assert!(min.iter().all(|&x| x == T::from_f64(1.0)), "{:?}", T::DTYPE);
+            }
+        }
+    }
+    for_each_dtype!(case(backend));
+}
+
+pub(crate) fn sums_run_in_rank_order_bit_for_bit_on_all_ranks_and_in_all_runs(backend: &impl Backend) {
+    for count in [1_000, 30_011] {
+        let expected: Vec<u32> =
+            (0..count).map(|i| (1..4).fold(irregular(0, i), |sum, rank| sum + irregular(rank, i)).to_bits()).collect();
+        for _ in 0..3 {
+            let sums = backend.run(4, |group| {
+                let tensor = tensor(count, |i| irregular(group.rank(), i));
+                group.all_reduce(&tensor, ReduceOp::Sum)?;
+                Ok(values::<f32>(&tensor))
+            });
+            for sum in sums {
+                assert!(sum.iter().map(|x| x.to_bits()).eq(expected.iter().copied()), "{count} elements");
+            }
+        }
+    }
+}
+
+pub(crate) fn sixteen_bit_sums_are_rounded_once(backend: &impl Backend) {
+    for count in [1, 5_000] {
+        let sums = backend.run(4, |group| {
+            let tensor = tensor(count, |_| bf16::from_f32(if group.rank() == 0 { 256.0 } else { 1.0 }));
+            group.all_reduce(&tensor, ReduceOp::Sum)?;
+            Ok(values::<bf16>(&tensor))
+        });
+        // 256 + 1 is 256 in bf16; 259 lies between 258 and 260, and goes to even.
+        assert!(sums.iter().flatten().all(|&sum| sum == bf16::from_f32(260.0)));
+    }
+}
+
+pub(crate) fn reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit(backend: &impl Backend) {
+    fn case<T: Element>(backend: &impl Backend) {
+        for (world_size, chunk) in [(1, 7), (2, 0), (2, 5), (3, 1), (3, 4_099), (4, 30_000)] {
+            let count = world_size * chunk;
+            backend.run(world_size, |group| {
+                let element = |i| T::from_f64(f64::from(irregular(group.rank(), i)).abs() / 4.0);
+                let (input, output, whole) = (tensor(count, element), zeros::<T>(chunk), tensor(count, element));
+                group.reduce_scatter(&input, &output, ReduceOp::Sum)?;
+                group.all_reduce(&whole, ReduceOp::Sum)?;
+                let whole = values::<T>(&whole);
+                assert!(values::<T>(&output) == whole[group.rank() * chunk..][..chunk], "{:?} × {count}", T::DTYPE);
+                assert!(values::<T>(&input).into_iter().eq((0..count).map(element)), "the input was written to");
+                Ok(())
+            });
+        }
+    }
+    for_each_dtype!(case(backend));
+}
+
+pub(crate) fn reduce_scatter_may_write_over_its_own_input(backend: &impl Backend) {
+    let results = backend.run(3, |group| {
+        let flat = tensor(3_000, |i| code::<f32>(group.rank(), i));
+        let output = flat.narrow(0, group.rank() * 1_000, 1_000)?;
+        group.reduce_scatter(&flat, &output, ReduceOp::Sum)?;
+        Ok(values::<f32>(&output))
+    });
+    for (rank, chunk) in results.into_iter().enumerate() {
+        assert!((0..1_000).all(|i| chunk[i] == (15 + 3 * ((rank * 1_000 + i) % 11)) as f32));
+    }
+}
