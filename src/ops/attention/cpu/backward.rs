@@ -135,21 +135,9 @@ impl Pass<'_> {
                         let (p, ds) = self.recompute(row, head, &span, &block, p, ds);
                         let q = q.head(row, head, &span.queries);
                         let dout = self.upstream.dout.head(row, head, &span.queries);
-                        let first = block.of(&span).start * dims.head_dim;
-                        multiply(
-                            as_rows(&mut dv[first..], &span, dims.head_dim),
-                            Store::Add,
-                            1.0,
-                            p.t(),
-                            dout,
-                        );
-                        multiply(
-                            as_rows(&mut dk[first..], &span, dims.head_dim),
-                            Store::Add,
-                            *scale,
-                            ds.t(),
-                            q,
-                        );
+                        let (dk, dv) = (block.rows_of(&span, dk), block.rows_of(&span, dv));
+                        multiply(dv, Store::Add, 1.0, p.t(), dout);
+                        multiply(dk, Store::Add, *scale, ds.t(), q);
                         if add_to_dq {
                             // SAFETY: a query head has one KV head and is only touched by that head's task.
                             unsafe { self.add_to_dq(row, head, &span, &block, ds) };
@@ -247,11 +235,13 @@ impl KeyBlock<'_> {
     fn of(&self, span: &Span) -> Range<usize> {
         span.keys.start - self.keys.start..span.keys.end - self.keys.start
     }
-}
 
-/// The rows of a block's gradient that belong to the rectangle's keys.
-fn as_rows<'a>(gradient: &'a mut [f32], span: &Span, head_dim: usize) -> MatMut<'a> {
-    MatMut::new(gradient, span.keys.len(), head_dim, head_dim)
+    /// The rows of the block's gradient that belong to the rectangle's keys.
+    fn rows_of<'g>(&self, span: &Span, gradient: &'g mut [f32]) -> MatMut<'g> {
+        let head_dim = self.k.num_cols();
+        let rows = &mut gradient[self.of(span).start * head_dim..];
+        MatMut::new(rows, span.keys.len(), head_dim, head_dim)
+    }
 }
 
 #[cfg(test)]

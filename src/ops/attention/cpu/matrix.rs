@@ -19,6 +19,10 @@ impl<'a> Mat<'a> {
         Self { data, rows, cols, row_stride, col_stride: 1 }
     }
 
+    pub(super) fn num_cols(&self) -> usize {
+        self.cols
+    }
+
     /// A view of some of the rows; not for transposed views.
     pub(super) fn rows(self, rows: Range<usize>) -> Self {
         assert_eq!(self.col_stride, 1);
