@@ -32,12 +32,13 @@ fn the_right_parts_are_accepted() {
 
 #[test]
 fn a_group_that_skips_the_sum_over_sp_is_noticed() {
-    let groups = |groups: ZeroGroups| ZeroGroups {
-        sp: FaultyGroup::new(groups.sp, Fault::SkipsTheSum),
-        ..groups
-    };
+    let groups =
+        |groups: ZeroGroups| ZeroGroups { sp: FaultyGroup::new(groups.sp, Fault::SkipsTheSum), ..groups };
     for stage in 0..=3 {
-        assert!(!is_accepted(layout(2, 2, stage), &Doubles { groups, ..Doubles::default() }), "stage {stage}");
+        assert!(
+            !is_accepted(layout(2, 2, stage), &Doubles { groups, ..Doubles::default() }),
+            "stage {stage}"
+        );
     }
 }
 
@@ -48,7 +49,10 @@ fn a_loss_scaled_by_sp_is_noticed() {
         ..groups
     };
     for stage in 0..=3 {
-        assert!(!is_accepted(layout(2, 2, stage), &Doubles { groups, ..Doubles::default() }), "stage {stage}");
+        assert!(
+            !is_accepted(layout(2, 2, stage), &Doubles { groups, ..Doubles::default() }),
+            "stage {stage}"
+        );
     }
 }
 
@@ -62,10 +66,8 @@ fn attention_across_documents_is_noticed() {
 #[test]
 fn kv_heads_found_by_division_are_noticed_where_heads_are_uneven() {
     // Even heads: division happens to be right, so sp 3 is the case that tells.
-    let doubles = || Doubles {
-        attention: Arc::new(WrongGeometry::divides_heads_by_group()),
-        ..Doubles::default()
-    };
+    let doubles =
+        || Doubles { attention: Arc::new(WrongGeometry::divides_heads_by_group()), ..Doubles::default() };
     assert!(is_accepted(layout(1, 2, 0), &doubles()));
     assert!(!is_accepted(layout(1, 3, 0), &doubles()));
 }

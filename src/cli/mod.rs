@@ -88,7 +88,9 @@ fn dp_sp(notation: &str) -> Result<(usize, usize), Failure> {
     let known = mesh.axis_names().iter().all(|name| name == "dp" || name == "sp");
     if !known {
         let names = mesh.axis_names().join(", ");
-        return Err(Failure::Usage(anyhow::anyhow!("--mesh {notation}: the axes are dp and sp, got {names}")));
+        return Err(Failure::Usage(anyhow::anyhow!(
+            "--mesh {notation}: the axes are dp and sp, got {names}"
+        )));
     }
     let size = |axis| mesh.axis_size(axis).unwrap_or(1);
     Ok((size("dp"), size("sp")))

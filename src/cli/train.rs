@@ -219,7 +219,11 @@ impl Reporter {
         let path = run.output.join("metrics.jsonl");
         let writer = MetricsWriter::create(&path).with_context(|| path.display().to_string())?;
         let progress = Progress::new(run.steps, run.config.steps_per_print);
-        Ok(Self { writer, progress, curve: Curve { first_loss: 0.0, last_loss: 0.0, tokens: 0, seconds: 0.0 } })
+        Ok(Self {
+            writer,
+            progress,
+            curve: Curve { first_loss: 0.0, last_loss: 0.0, tokens: 0, seconds: 0.0 },
+        })
     }
 
     fn record(&mut self, metrics: &ulysses::monitor::Metrics) -> anyhow::Result<()> {

@@ -165,7 +165,8 @@ fn read_batch(path: &Path) -> anyhow::Result<GlobalBatch> {
 fn named(outcome: &BatchOutcome, rows: usize) -> anyhow::Result<Vec<(String, Tensor)>> {
     let loss = Tensor::from_slice(&[outcome.loss as f32], 1, &Device::Cpu)?;
     let mut all = vec![("loss".to_owned(), loss), ("logits".to_owned(), outcome.logits.narrow(0, 0, rows)?)];
-    let prefixed = |prefix: &str, (name, tensor): &(String, Tensor)| (format!("{prefix}.{name}"), tensor.clone());
+    let prefixed =
+        |prefix: &str, (name, tensor): &(String, Tensor)| (format!("{prefix}.{name}"), tensor.clone());
     all.extend(outcome.gradients.iter().map(|gradient| prefixed("grad", gradient)));
     if !outcome.reports.is_empty() {
         all.extend(outcome.parameters.iter().map(|parameter| prefixed("param", parameter)));
@@ -174,8 +175,10 @@ fn named(outcome: &BatchOutcome, rows: usize) -> anyhow::Result<Vec<(String, Ten
 }
 
 fn write(outcome: &BatchOutcome, rows: usize, path: &Path) -> anyhow::Result<()> {
-    let tensors: HashMap<String, Tensor> =
-        named(outcome, rows)?.into_iter().map(|(name, tensor)| Ok((name, tensor.contiguous()?))).collect::<anyhow::Result<_>>()?;
+    let tensors: HashMap<String, Tensor> = named(outcome, rows)?
+        .into_iter()
+        .map(|(name, tensor)| Ok((name, tensor.contiguous()?)))
+        .collect::<anyhow::Result<_>>()?;
     candle_core::safetensors::save(&tensors, path).with_context(|| path.display().to_string())?;
     println!("loss {:.6}; {} tensors written to {}", outcome.loss, tensors.len(), path.display());
     Ok(())

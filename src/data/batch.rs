@@ -1,8 +1,8 @@
 //! Whole rows of a step, and the part of them that one rank works on.
 
-use crate::mesh::shard_range;
 use super::packing::{check_ids, check_seq_len};
 use super::{DataError, IGNORED_LABEL, Row};
+use crate::mesh::shard_range;
 use std::ops::Range;
 use std::sync::Arc;
 

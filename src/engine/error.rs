@@ -49,7 +49,9 @@ pub enum EngineError {
         done: usize,
     },
     /// An update with this gradient would destroy the parameters.
-    #[error("step {step}: loss {loss}, gradient norm {norm}: not finite, so the parameters were left as they are")]
+    #[error(
+        "step {step}: loss {loss}, gradient norm {norm}: not finite, so the parameters were left as they are"
+    )]
     NonFinite {
         /// The step, from 1.
         step: u64,

@@ -69,7 +69,10 @@ impl Engine {
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
         let (input_ids, labels) = (batch.input_ids.clone(), batch.labels.clone());
-        Ok(Loss { local, tape: Tape { ctx, seq_len: batch.seq_len, input_ids, labels, inputs, saved, hidden, head } })
+        Ok(Loss {
+            local,
+            tape: Tape { ctx, seq_len: batch.seq_len, input_ids, labels, inputs, saved, hidden, head },
+        })
     }
 
     /// Sum of the token losses and number of valid tokens of this rank, without a gradient.

@@ -69,8 +69,13 @@ impl Engine {
         let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {
             Ok(weights.read(&units[unit].parameters[parameter], elements, out)?)
         };
-        let zero =
-            ZeroOptimizer::new::<EngineError>(layouts, config.zero_stage, config.optimizer.clone(), groups.clone(), &fill)?;
+        let zero = ZeroOptimizer::new::<EngineError>(
+            layouts,
+            config.zero_stage,
+            config.optimizer.clone(),
+            groups.clone(),
+            &fill,
+        )?;
         let workspace = Arc::new(Workspace::default());
         let attention = UlyssesAttention::new(local_attention, groups.sp.clone(), workspace.clone());
         Ok(Self {

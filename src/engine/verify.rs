@@ -25,7 +25,11 @@ impl Engine {
     ///
     /// # Errors
     /// A batch whose rows the config's batch sizes do not make up, or whatever a step reports.
-    pub fn run_global_batch(&mut self, batch: &GlobalBatch, steps: usize) -> Result<BatchOutcome, EngineError> {
+    pub fn run_global_batch(
+        &mut self,
+        batch: &GlobalBatch,
+        steps: usize,
+    ) -> Result<BatchOutcome, EngineError> {
         let micro_batches = self.micro_batches(batch)?;
         let mut logits = Vec::new();
         for micro_batch in &micro_batches {
@@ -59,7 +63,11 @@ impl Engine {
     fn micro_batches(&self, batch: &GlobalBatch) -> Result<Vec<MicroBatch>, EngineError> {
         let (got, expected) = (batch.batch(), self.config.train_batch_size);
         if got != expected {
-            return Err(EngineError::MicroBatch { what: "the number of rows of its global batch", got, expected });
+            return Err(EngineError::MicroBatch {
+                what: "the number of rows of its global batch",
+                got,
+                expected,
+            });
         }
         let rows = self.config.micro_batch_size;
         let (sp_size, sp_rank) = (self.groups.sp.world_size(), self.groups.sp.rank());

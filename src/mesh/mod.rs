@@ -24,9 +24,9 @@ mod slice;
 #[cfg(test)]
 mod tests;
 
-pub use shard::shard_range;
 pub use draw::draw;
 pub use error::MeshError;
+pub use shard::shard_range;
 
 use std::collections::HashSet;
 

@@ -52,8 +52,10 @@ impl DecoderLayer {
         let normal = Init::Normal { std: config.initializer_range };
         // The two projections that write to the residual stream start smaller by the square
         // root of how many there are (GPT-2, section 2.3), so its variance does not grow with depth.
-        let residual = Init::Normal { std: config.initializer_range / (2.0 * config.num_layers as f64).sqrt() };
-        let spec = |suffix: &str, shape: &[usize], init| ParameterSpec::new(format!("{name}.{suffix}"), shape, init);
+        let residual =
+            Init::Normal { std: config.initializer_range / (2.0 * config.num_layers as f64).sqrt() };
+        let spec =
+            |suffix: &str, shape: &[usize], init| ParameterSpec::new(format!("{name}.{suffix}"), shape, init);
         let parameters = vec![
             spec("self_attn.q_proj.weight", &[q, d], normal),
             spec("self_attn.k_proj.weight", &[kv, d], normal),
@@ -69,7 +71,12 @@ impl DecoderLayer {
     }
 
     /// `x` normalised, with the reciprocal root mean square of every token.
-    fn normalise(&self, x: &Tensor, weight: &Tensor, ctx: &LayerContext) -> Result<(Tensor, Tensor), ModelError> {
+    fn normalise(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Tensor), ModelError> {
         let y = ctx.workspace().take(x.dims())?;
         let rstd = ctx.workspace().take((ctx.batch(), ctx.seq_len_local()))?;
         rms_norm::forward(x, weight, self.config.rms_norm_eps, &y, &rstd)?;
@@ -77,7 +84,13 @@ impl DecoderLayer {
     }
 
     /// `x · weightᵀ`, shaped `[batch, seq_local, …dims]`.
-    fn project(&self, x: &Tensor, weight: &Tensor, dims: &[usize], ctx: &LayerContext) -> Result<Tensor, ModelError> {
+    fn project(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dims: &[usize],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, ModelError> {
         let y = ctx.workspace().take(token_dims(ctx, dims))?;
         linear::forward(x, weight, &y.flatten_from(2)?, false)?;
         Ok(y)
@@ -206,8 +219,7 @@ impl Layer for DecoderLayer {
         reduce::copy(&y, &mid)?;
         linear::forward(&product, weights.down, &y, true)?;
         ws.give(product);
-        let saved =
-            SavedDecoder { x: x.clone(), rstd_x, attention, attention_out, mid, rstd_mid, gate, up };
+        let saved = SavedDecoder { x: x.clone(), rstd_x, attention, attention_out, mid, rstd_mid, gate, up };
         let bytes = saved.bytes();
         Ok((y, Saved::new(saved, bytes)))
     }
@@ -232,8 +244,10 @@ impl Layer for DecoderLayer {
 
 impl SavedDecoder {
     fn bytes(&self) -> usize {
-        let own = [&self.x, &self.rstd_x, &self.attention_out, &self.mid, &self.rstd_mid, &self.gate, &self.up];
-        own.iter().map(|tensor| tensor.elem_count() * size_of::<f32>()).sum::<usize>() + self.attention.bytes()
+        let own =
+            [&self.x, &self.rstd_x, &self.attention_out, &self.mid, &self.rstd_mid, &self.gate, &self.up];
+        own.iter().map(|tensor| tensor.elem_count() * size_of::<f32>()).sum::<usize>()
+            + self.attention.bytes()
     }
 }
 
@@ -241,7 +255,11 @@ impl<'a> Weights<'a> {
     /// Names the views that the engine passes in the order of `DecoderLayer::parameters`.
     fn of(views: &'a [Tensor], layer: &str) -> Result<Self, ModelError> {
         let [q, k, v, o, gate, up, down, input_norm, post_attention_norm] = views else {
-            return Err(ModelError::ParameterCount { layer: layer.to_owned(), expected: 9, got: views.len() });
+            return Err(ModelError::ParameterCount {
+                layer: layer.to_owned(),
+                expected: 9,
+                got: views.len(),
+            });
         };
         Ok(Self { q, k, v, o, gate, up, down, input_norm, post_attention_norm })
     }

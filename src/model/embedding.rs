@@ -31,7 +31,12 @@ impl Embedding {
     ///
     /// # Errors
     /// A token id outside the vocabulary.
-    pub fn forward(&self, weight: &Tensor, input_ids: &[u32], ctx: &LayerContext) -> Result<Tensor, ModelError> {
+    pub fn forward(
+        &self,
+        weight: &Tensor,
+        input_ids: &[u32],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, ModelError> {
         let y = ctx.workspace().take((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
         embedding::forward(input_ids, weight, &y)?;
         Ok(y)

@@ -66,7 +66,12 @@ impl LossHead {
         &self.projection
     }
 
-    fn normalise(&self, x: &Tensor, norm: &Tensor, ctx: &LayerContext) -> Result<(Tensor, Tensor), ModelError> {
+    fn normalise(
+        &self,
+        x: &Tensor,
+        norm: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Tensor), ModelError> {
         let y = ctx.workspace().take(x.dims())?;
         let rstd = ctx.workspace().take((ctx.batch(), ctx.seq_len_local()))?;
         rms_norm::forward(x, norm, self.rms_norm_eps, &y, &rstd)?;

@@ -82,7 +82,12 @@ impl WeightSource for HfWeights {
 }
 
 /// Decodes elements `range` of a little-endian array.
-fn widen<const N: usize>(bytes: &[u8], range: Range<usize>, out: &mut [f32], decode: impl Fn([u8; N]) -> f32) {
+fn widen<const N: usize>(
+    bytes: &[u8],
+    range: Range<usize>,
+    out: &mut [f32],
+    decode: impl Fn([u8; N]) -> f32,
+) {
     let (elements, _) = bytes.as_chunks::<N>();
     for (out, element) in out.iter_mut().zip(&elements[range]) {
         *out = decode(*element);

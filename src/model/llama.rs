@@ -39,7 +39,8 @@ impl LlamaConfig {
     /// would compute wrongly (other architectures, RoPE scaling, biases, sliding windows).
     pub fn from_hf_dir(dir: &Path) -> Result<Self, ModelError> {
         let path = dir.join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
+        let text =
+            std::fs::read_to_string(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
         let value: Value = serde_json::from_str(&text)
             .map_err(|error| ModelError::Format { path: path.clone(), reason: error.to_string() })?;
         let config = HfConfig { origin: path.display().to_string(), value }.llama()?;

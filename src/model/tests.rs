@@ -31,7 +31,9 @@ fn rotate(x: &Tensor, (cos, sin): &(Tensor, Tensor)) -> Result<Tensor> {
 
 /// The Llama block in plain candle ops.
 fn block(config: &LlamaConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> Result<Tensor> {
-    let [q, k, v, o, gate, up, down, norm_in, norm_mid] = params else { candle_core::bail!("nine parameters") };
+    let [q, k, v, o, gate, up, down, norm_in, norm_mid] = params else {
+        candle_core::bail!("nine parameters")
+    };
     let heads = |t: Tensor, n: usize| t.reshape((ctx.batch(), ctx.seq_len_local(), n, config.head_dim));
     let normed = rms_norm(x, norm_in, config.rms_norm_eps)?;
     let tables = ctx.rope_tables(config.head_dim, config.rope_theta)?;
@@ -77,10 +79,11 @@ fn fused_decoder_layer_is_the_block_under_autograd() {
     let fused = DecoderLayer::new(&config, 0);
     let specs = fused.parameters().to_vec();
     let description = config.clone();
-    let autograd =
-        AutogradLayer::new("block", specs.clone(), move |params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>| {
-            block(&description, params, x, ctx)
-        });
+    let autograd = AutogradLayer::new(
+        "block",
+        specs.clone(),
+        move |params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>| block(&description, params, x, ctx),
+    );
     let scale = |spec: &ParameterSpec| (1.0 / *spec.shape.last().unwrap() as f64).sqrt();
     let params: Vec<Tensor> = specs
         .iter()
@@ -101,9 +104,11 @@ fn fused_decoder_layer_is_the_block_under_autograd() {
 #[test]
 fn a_block_that_does_not_reach_a_parameter_is_an_error_that_names_it() {
     let spec = |name: &str| ParameterSpec::new(name, [4], Init::Ones);
-    let layer = AutogradLayer::new("half", vec![spec("used"), spec("unused")], |p: &[Tensor], x: &Tensor, _: &BlockContext<'_>| {
-        x.broadcast_mul(&p[0])
-    });
+    let layer = AutogradLayer::new(
+        "half",
+        vec![spec("used"), spec("unused")],
+        |p: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.broadcast_mul(&p[0]),
+    );
     let params = [random(&[4], 0), random(&[4], 1)];
     let grads: Vec<Tensor> = params.iter().map(|p| p.zeros_like().unwrap()).collect();
     let ctx = context(1, 3);
@@ -205,7 +210,8 @@ fn an_unknown_preset_lists_the_known_ones() {
 
 #[test]
 fn blocks_must_keep_the_shape() {
-    let layer = AutogradLayer::new("flat", vec![], |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.flatten_all());
+    let layer =
+        AutogradLayer::new("flat", vec![], |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.flatten_all());
     let x = Tensor::zeros((1, 3, 4), DType::F32, &Device::Cpu).unwrap();
     let error = layer.forward(&[], &x, &context(1, 3)).err().unwrap().to_string();
     assert!(error.contains("[1, 3, 4]") && error.contains("[12]"), "{error}");

@@ -47,7 +47,8 @@ impl Display for RunSummary {
         writeln!(f, "\nbytes held per rank: measured by the allocator (expected by the ZeRO formula)")?;
         for rank in ranks {
             let part = |(name, (measured, expected)): (&str, (u64, u64))| {
-                let measured = if measured == 0 && expected > 0 { "not counted".into() } else { bytes(measured) };
+                let measured =
+                    if measured == 0 && expected > 0 { "not counted".into() } else { bytes(measured) };
                 format!("{name} {measured} ({})", bytes(expected))
             };
             let parts: Vec<String> = CATEGORIES.into_iter().zip(rank.held_bytes).map(part).collect();

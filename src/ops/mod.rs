@@ -9,6 +9,7 @@
 //! | [`embedding`] | rows of a table | summed per row |
 //! | [`cross_entropy`] | language-model head and loss, tiled over tokens | input, head weight |
 //! | [`adamw`], [`sgd`] | one optimizer step on flat tensors | – |
+//! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
 //! | [`reduce`] | norms, finiteness, sums and fills of flat tensors | – |
 //!
 //! Each op is a folder: `mod.rs` checks arguments and dispatches on the device, `cpu.rs` holds the kernel on
@@ -35,6 +36,7 @@
 //! | vocab | rows of the embedding or head |
 
 pub mod adamw;
+pub mod attention;
 mod call;
 pub mod cross_entropy;
 pub mod embedding;

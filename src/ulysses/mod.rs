@@ -27,5 +27,5 @@ mod volume;
 pub use attention::UlyssesAttention;
 pub use error::UlyssesError;
 pub use exchange::{Exchange, HeadSharded, Qkv, SeqSharded};
-pub use volume::ExchangeVolume;
 pub use plan::{AttentionShape, ExchangePlan};
+pub use volume::ExchangeVolume;

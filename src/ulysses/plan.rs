@@ -59,7 +59,8 @@ impl ExchangePlan {
             return Err(UlyssesError::SequenceTooShort { seq_len, sp_size });
         }
         let ascending = q_to_kv.windows(2).all(|pair| pair[1] == pair[0] || pair[1] == pair[0] + 1);
-        let covers_all = q_to_kv.first() == Some(&0) && q_to_kv.last() == Some(&(num_kv_heads.wrapping_sub(1)));
+        let covers_all =
+            q_to_kv.first() == Some(&0) && q_to_kv.last() == Some(&(num_kv_heads.wrapping_sub(1)));
         if q_to_kv.len() != num_heads || !ascending || !covers_all || rank >= sp_size {
             return Err(UlyssesError::HeadMap { num_heads, num_kv_heads, q_to_kv: q_to_kv.to_vec() });
         }
@@ -215,7 +216,11 @@ fn parts_by_owner(heads: &[Range<usize>], rank: usize) -> impl Iterator<Item = (
 /// there every element has one source.
 fn transposed(plan: StridedPlan) -> StridedPlan {
     StridedPlan {
-        send: plan.recv.into_iter().map(|blocks| blocks.into_iter().map(|recv| recv.block).collect()).collect(),
+        send: plan
+            .recv
+            .into_iter()
+            .map(|blocks| blocks.into_iter().map(|recv| recv.block).collect())
+            .collect(),
         recv: plan
             .send
             .into_iter()

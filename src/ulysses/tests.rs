@@ -172,7 +172,8 @@ fn gradients_of_shared_kv_heads_are_summed_over_the_ranks_that_used_them() {
             let grads = [0, 1, 2].map(|t| part(t, shape.batch, &whole, &heads[t], shape.head_dim));
             let SeqSharded(got) = exchange.qkv_head_to_seq(&HeadSharded(grads)).unwrap();
             let tokens = plan.seq_ranges()[rank].clone();
-            let users = |kv_head: usize| plan.kv_head_ranges().iter().filter(|r| r.contains(&kv_head)).count();
+            let users =
+                |kv_head: usize| plan.kv_head_ranges().iter().filter(|r| r.contains(&kv_head)).count();
             let num_heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
             for t in 0..3 {
                 let mut expected = Vec::new();

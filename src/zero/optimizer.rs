@@ -54,14 +54,17 @@ impl ZeroOptimizer {
         let gradient_bytes = meter.bytes();
         let meter = memory::Meter::start();
         let state = each(&units, |layout| optimizer_state(layout, stage, &config))?;
-        let held = HeldBytes {
-            parameters: parameter_bytes,
-            gradients: gradient_bytes,
-            optimizer: meter.bytes(),
-        };
+        let held =
+            HeldBytes { parameters: parameter_bytes, gradients: gradient_bytes, optimizer: meter.bytes() };
         let parts = units.into_iter().zip(parameters).zip(gradients).zip(state);
         let units = parts
-            .map(|(((layout, parameters), gradients), state)| Unit { layout, dp_rank, parameters, gradients, state })
+            .map(|(((layout, parameters), gradients), state)| Unit {
+                layout,
+                dp_rank,
+                parameters,
+                gradients,
+                state,
+            })
             .collect();
         let this = Self { stage, config, groups, units, in_flight: None, held };
         this.initialise(initialise)?;

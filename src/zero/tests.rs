@@ -57,8 +57,7 @@ fn on_mesh(
             out.iter_mut().enumerate().for_each(|(i, element)| *element = (first + i) as f32);
             Ok(())
         };
-        let config =
-            OptimizerConfig::Sgd { lr: 1.0, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
+        let config = OptimizerConfig::Sgd { lr: 1.0, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
         let units = vec![layout(dp), layout(dp)];
         let (dp_rank, sp_rank) = (groups.dp.rank(), groups.sp.rank());
         let mut zero = ZeroOptimizer::new::<ZeroError>(units, stage, config, groups, &fill)?;
@@ -144,7 +143,8 @@ fn an_update_reaches_every_rank_s_parameters() {
             one_micro_step(zero, dp_rank, sp_rank, true);
             let gradients = zero.gather_gradients().unwrap();
             zero.update(1, 0.5, None, 2.0).unwrap();
-            for ((_, gradient), (name, parameter)) in gradients.iter().zip(zero.gather_parameters().unwrap()) {
+            for ((_, gradient), (name, parameter)) in gradients.iter().zip(zero.gather_parameters().unwrap())
+            {
                 let first = if name == "a" { 0.0 } else { 6.0 };
                 let gradient = to_vec::<f32>(gradient).unwrap();
                 let expected: Vec<f32> =

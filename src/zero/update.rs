@@ -68,7 +68,14 @@ impl ZeroOptimizer {
             (unit.parameters.persistent().clone(), unit.gradients.persistent().clone())
         };
         match *config {
-            OptimizerConfig::Adam { betas: [beta1, beta2], eps, weight_decay, adam_w_mode, bias_correction, .. } => {
+            OptimizerConfig::Adam {
+                betas: [beta1, beta2],
+                eps,
+                weight_decay,
+                adam_w_mode,
+                bias_correction,
+                ..
+            } => {
                 let [exp_avg, exp_avg_sq] = &unit.state[..] else {
                     unreachable!("Adam has two moments by `state_tensors`")
                 };

@@ -19,8 +19,7 @@ pub const CONFIG: ReferenceConfig = ReferenceConfig {
 
 pub const SEQ_LEN: usize = 22;
 
-pub const ADAMW: AdamWConfig =
-    AdamWConfig { lr: 1e-3, betas: (0.9, 0.95), eps: 1e-8, weight_decay: 0.1 };
+pub const ADAMW: AdamWConfig = AdamWConfig { lr: 1e-3, betas: (0.9, 0.95), eps: 1e-8, weight_decay: 0.1 };
 
 /// Eight rows of documents of many lengths, one of a single token, some rows of one document.
 pub fn packed_batch() -> Batch {

@@ -22,7 +22,12 @@ pub(crate) fn operations_can_be_waited_for_in_any_order(backend: &impl Backend) 
         pending.rotate_left(rank);
         pending.into_iter().rev().try_for_each(|pending| pending.wait())?;
         for (n, tensor) in reduced.iter().enumerate() {
-            assert!(values::<f32>(tensor).into_iter().enumerate().all(|(i, x)| x == (15 + 3 * ((i + n) % 11)) as f32));
+            assert!(
+                values::<f32>(tensor)
+                    .into_iter()
+                    .enumerate()
+                    .all(|(i, x)| x == (15 + 3 * ((i + n) % 11)) as f32)
+            );
         }
         assert_eq!(values::<u32>(&gathered), [0, 1, 10, 11, 20, 21]);
         Ok(())
@@ -86,7 +91,10 @@ pub(crate) fn inputs_may_be_overwritten_once_waited_for(backend: &impl Backend) 
             group.all_gather(&input, &output)?;
             with_slice_mut::<f32, _>(&input, |input| input.fill(-1.0))?;
             let expected = |i: usize| (round * 10 + i / 20_000) as f32;
-            assert!(values::<f32>(&output).into_iter().enumerate().all(|(i, x)| x == expected(i)), "round {round}");
+            assert!(
+                values::<f32>(&output).into_iter().enumerate().all(|(i, x)| x == expected(i)),
+                "round {round}"
+            );
         }
         Ok(())
     });
@@ -102,16 +110,32 @@ pub(crate) fn an_output_may_share_storage_with_the_input_of_another_operation(ba
             let (left, right) = (flat.narrow(0, 0, 6_000)?, flat.narrow(0, 6_000, 6_000)?);
             let gathered = zeros::<f32>(18_000);
             let lending = group.start_all_gather(&left, &gathered)?;
-            let run = |offset| StridedBlock { tensor: 0, offset, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run: 2_000 };
+            let run = |offset| StridedBlock {
+                tensor: 0,
+                offset,
+                batch: 1,
+                batch_stride: 0,
+                rows: 1,
+                row_stride: 0,
+                run: 2_000,
+            };
             let plan = StridedPlan {
                 send: vec![vec![run(0)]; 3],
-                recv: (0..3).map(|peer| vec![RecvBlock { block: run(peer * 2_000), accumulate: true }]).collect(),
+                recv: (0..3)
+                    .map(|peer| vec![RecvBlock { block: run(peer * 2_000), accumulate: true }])
+                    .collect(),
             };
-            let filling = group.start_all_to_all_strided(&[tensor(2_000, |_| rank as f32)], &[right.clone()], &Arc::new(plan))?;
+            let filling = group.start_all_to_all_strided(
+                &[tensor(2_000, |_| rank as f32)],
+                &[right.clone()],
+                &Arc::new(plan),
+            )?;
             let receiving = group.start_recv(&left.narrow(0, 0, 0)?, rank)?;
             group.send(&zeros::<f32>(0), rank)?;
             [receiving, filling, lending].into_iter().try_for_each(|pending| pending.wait())?;
-            assert!(values::<f32>(&gathered).into_iter().enumerate().all(|(i, x)| x == (i / 6_000 * 100) as f32));
+            assert!(
+                values::<f32>(&gathered).into_iter().enumerate().all(|(i, x)| x == (i / 6_000 * 100) as f32)
+            );
             let filled = |i: usize| (rank * 100 + 1 + i / 2_000) as f32;
             assert!(values::<f32>(&right).into_iter().enumerate().all(|(i, x)| x == filled(i)));
             Ok(())

@@ -1,0 +1,260 @@
+//! Backward: recomputes the probabilities from the log-denominators, rectangle by rectangle.
+//!
+//! `p = exp(scale q k^T - lse)`, `ds = p * (dout v^T - delta)`, then `dv += p^T dout`, `dk += scale ds^T q` and
+//! `dq += scale ds k`.
+
+use super::{
+    Problem,
+    matrix::{Heads, HeadsMut, Mat, MatMut, Store, multiply},
+    scratch::with_scratch,
+    softmax::{ROW_STRIDE, RowTerms, row_dots, softmax_backward},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, blocks, spans},
+};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// What backward reads besides the [`Problem`].
+pub(in crate::ops::attention) struct Upstream<'a> {
+    /// `[b, sq, hq, d]`
+    pub(in crate::ops::attention) dout: Heads<'a>,
+    /// `[b, hq, sq]`
+    pub(in crate::ops::attention) lse: &'a [f32],
+    /// `[b, hq, sq]`
+    pub(in crate::ops::attention) delta: &'a [f32],
+}
+
+/// Where backward writes.
+pub(in crate::ops::attention) struct Gradients<'a> {
+    /// `[b, sq, hq, d]`
+    pub(in crate::ops::attention) dq: &'a mut [f32],
+    /// `[b, skv, hkv, d]`
+    pub(in crate::ops::attention) dk: &'a mut [f32],
+    /// `[b, skv, hkv, d]`
+    pub(in crate::ops::attention) dv: &'a mut [f32],
+}
+
+/// Writes `delta [b, hq, sq] = rowsum(o * dout)`.
+pub(in crate::ops::attention) fn delta(o: &Heads<'_>, dout: &Heads<'_>, delta: &mut [f32]) {
+    delta.par_chunks_mut(o.num_tokens().max(1)).enumerate().for_each(|(index, delta)| {
+        let (row, head) = (index / o.num_heads(), index % o.num_heads());
+        row_dots(o.head_slice(row, head), dout.head_slice(row, head), o.row_stride(), o.head_dim(), delta);
+    });
+}
+
+/// Writes the gradients, with the same bits whichever of the two ways is taken.
+///
+/// One task per (batch row, KV head) does everything in five products per rectangle. Where there are too few
+/// of those for the threads, one task per (batch row, KV head, block of keys) makes `dk` and `dv`, and then
+/// one per (batch row, query head, block of queries) makes `dq`: seven products, since the scores and their
+/// gradients are computed twice, but as many tasks as there are blocks. Both add up the same rectangles in the
+/// same order.
+pub(in crate::ops::attention) fn backward(
+    problem: &Problem<'_>,
+    upstream: &Upstream<'_>,
+    gradients: Gradients<'_>,
+) {
+    let dims = &problem.dims;
+    if dims.num_queries == 0 || dims.num_keys == 0 {
+        for gradient in [gradients.dq, gradients.dk, gradients.dv] {
+            gradient.fill(0.0);
+        }
+        return;
+    }
+    let pass = Pass {
+        problem,
+        upstream,
+        dq: HeadsMut::new(gradients.dq, dims.num_queries, dims.num_heads, dims.head_dim),
+        dk: HeadsMut::new(gradients.dk, dims.num_keys, dims.num_kv_heads, dims.head_dim),
+        dv: HeadsMut::new(gradients.dv, dims.num_keys, dims.num_kv_heads, dims.head_dim),
+    };
+    let num_tasks = dims.batch * dims.num_kv_heads;
+    if one_task_per_kv_head(num_tasks, rayon::current_num_threads()) {
+        (0..num_tasks).into_par_iter().for_each(|index| {
+            pass.kv_head(index / dims.num_kv_heads, index % dims.num_kv_heads);
+        });
+    } else {
+        pass.in_two_sweeps();
+    }
+}
+
+/// Whether the share of the threads that whole KV heads keep busy outweighs the two extra products of seven.
+fn one_task_per_kv_head(num_tasks: usize, num_threads: usize) -> bool {
+    7 * num_tasks >= 5 * num_threads * num_tasks.div_ceil(num_threads)
+}
+
+struct Pass<'a> {
+    problem: &'a Problem<'a>,
+    upstream: &'a Upstream<'a>,
+    dq: HeadsMut<'a>,
+    dk: HeadsMut<'a>,
+    dv: HeadsMut<'a>,
+}
+
+impl Pass<'_> {
+    /// All gradients of one KV head and the query heads that use it.
+    fn kv_head(&self, row: usize, kv_head: usize) {
+        let dims = &self.problem.dims;
+        for head in self.query_heads(kv_head) {
+            // SAFETY: a query head has one KV head and is only touched by that head's task.
+            unsafe { self.dq.head(row, head, &(0..dims.num_queries)) }.fill(0.0);
+        }
+        for keys in blocks(0..dims.num_keys, dims.num_keys, KEY_BLOCK) {
+            self.key_block(row, kv_head, keys, true);
+        }
+    }
+
+    fn in_two_sweeps(&self) {
+        let dims = &self.problem.dims;
+        let key_blocks = dims.num_keys.div_ceil(KEY_BLOCK);
+        (0..dims.batch * dims.num_kv_heads * key_blocks).into_par_iter().for_each(|index| {
+            let (head, block) = (index / key_blocks, index % key_blocks);
+            let keys = block * KEY_BLOCK..dims.num_keys.min((block + 1) * KEY_BLOCK);
+            self.key_block(head / dims.num_kv_heads, head % dims.num_kv_heads, keys, false);
+        });
+        let query_blocks = dims.num_queries.div_ceil(QUERY_BLOCK);
+        (0..dims.batch * dims.num_heads * query_blocks).into_par_iter().for_each(|index| {
+            let (head, block) = (index / query_blocks, index % query_blocks);
+            let queries = block * QUERY_BLOCK..dims.num_queries.min((block + 1) * QUERY_BLOCK);
+            self.query_block(head / dims.num_heads, head % dims.num_heads, queries);
+        });
+    }
+
+    /// `dk` and `dv` of a block of keys and, if asked for, what the block adds to `dq`.
+    fn key_block(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
+        let Problem { q, dims, scale, geometry, .. } = self.problem;
+        let visible = geometry.visible(row);
+        let tile = QUERY_BLOCK * ROW_STRIDE;
+        let block = keys.len() * dims.head_dim;
+        with_scratch([tile, tile, block, block, block, block], |[p, ds, k, v, dk, dv]| {
+            let block = self.gather(row, kv_head, keys.clone(), k, v);
+            dk.fill(0.0);
+            dv.fill(0.0);
+            for head in self.query_heads(kv_head) {
+                for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
+                    for span in spans(visible, queries, keys.clone()) {
+                        let (p, ds) = self.recompute(row, head, &span, &block, p, ds);
+                        let q = q.head(row, head, &span.queries);
+                        let dout = self.upstream.dout.head(row, head, &span.queries);
+                        let (dk, dv) = (block.rows_of(&span, dk), block.rows_of(&span, dv));
+                        multiply(dv, Store::Add, 1.0, p.t(), dout);
+                        multiply(dk, Store::Add, *scale, ds.t(), q);
+                        if add_to_dq {
+                            // SAFETY: a query head has one KV head and is only touched by that head's task.
+                            unsafe { self.add_to_dq(row, head, &span, &block, ds) };
+                        }
+                    }
+                }
+            }
+            // SAFETY: no other task has this row, KV head and block of keys.
+            unsafe { self.dk.head(row, kv_head, &keys) }.copy_from(dk);
+            // SAFETY: as above.
+            unsafe { self.dv.head(row, kv_head, &keys) }.copy_from(dv);
+        });
+    }
+
+    /// `dq` of a block of queries.
+    fn query_block(&self, row: usize, head: usize, queries: Range<usize>) {
+        let Problem { dims, geometry, .. } = self.problem;
+        let visible = geometry.visible(row);
+        let (tile, block) = (queries.len() * ROW_STRIDE, KEY_BLOCK * dims.head_dim);
+        with_scratch([tile, tile, block, block], |[p, ds, k, v]| {
+            // SAFETY: no other task has this row, head and block of queries.
+            unsafe { self.dq.head(row, head, &queries) }.fill(0.0);
+            for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
+                let block = self.gather(row, geometry.q_to_kv()[head], keys.clone(), k, v);
+                for span in spans(visible, queries.clone(), keys) {
+                    let (_, ds) = self.recompute(row, head, &span, &block, p, ds);
+                    // SAFETY: as above.
+                    unsafe { self.add_to_dq(row, head, &span, &block, ds) };
+                }
+            }
+        });
+    }
+
+    fn gather<'s>(
+        &self,
+        row: usize,
+        kv_head: usize,
+        keys: Range<usize>,
+        k: &'s mut [f32],
+        v: &'s mut [f32],
+    ) -> KeyBlock<'s> {
+        let k = self.problem.k.gather(row, kv_head, &keys, k);
+        let v = self.problem.v.gather(row, kv_head, &keys, v);
+        KeyBlock { keys, k, v }
+    }
+
+    /// The probabilities of a rectangle and the gradients of its scores, `[queries, keys]` both.
+    fn recompute<'s>(
+        &self,
+        row: usize,
+        head: usize,
+        span: &Span,
+        block: &KeyBlock<'_>,
+        p: &'s mut [f32],
+        ds: &'s mut [f32],
+    ) -> (Mat<'s>, Mat<'s>) {
+        let Problem { q, dims, scale, geometry, .. } = self.problem;
+        let Upstream { dout, lse, delta } = self.upstream;
+        let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
+        let (q, dout) = (q.head(row, head, &span.queries), dout.head(row, head, &span.queries));
+        let (k, v) = (block.k.rows(block.of(span)), block.v.rows(block.of(span)));
+        multiply(MatMut::new(p, num_queries, num_keys, ROW_STRIDE), Store::Overwrite, *scale, q, k.t());
+        multiply(MatMut::new(ds, num_queries, num_keys, ROW_STRIDE), Store::Overwrite, 1.0, dout, v.t());
+        let first = (row * dims.num_heads + head) * dims.num_queries + span.queries.start;
+        let terms = RowTerms { lse: &lse[first..][..num_queries], delta: &delta[first..][..num_queries] };
+        softmax_backward(span, geometry.visible(row), &terms, p, ds);
+        (Mat::new(p, num_queries, num_keys, ROW_STRIDE), Mat::new(ds, num_queries, num_keys, ROW_STRIDE))
+    }
+
+    /// Adds `scale ds k` of a rectangle.
+    ///
+    /// # Safety
+    /// No other thread may touch these queries of this row and head of `dq` meanwhile.
+    unsafe fn add_to_dq(&self, row: usize, head: usize, span: &Span, block: &KeyBlock<'_>, ds: Mat<'_>) {
+        // SAFETY: as the caller promises.
+        let dq = unsafe { self.dq.head(row, head, &span.queries) };
+        multiply(dq, Store::Add, self.problem.scale, ds, block.k.rows(block.of(span)));
+    }
+
+    fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> {
+        let q_to_kv = self.problem.geometry.q_to_kv().iter().enumerate();
+        q_to_kv.filter(move |(_, used)| **used == kv_head).map(|(head, _)| head)
+    }
+}
+
+/// A block of one KV head, copied together.
+struct KeyBlock<'a> {
+    keys: Range<usize>,
+    k: Mat<'a>,
+    v: Mat<'a>,
+}
+
+impl KeyBlock<'_> {
+    /// The rectangle's keys, counted from the block's first.
+    fn of(&self, span: &Span) -> Range<usize> {
+        span.keys.start - self.keys.start..span.keys.end - self.keys.start
+    }
+
+    /// The rows of the block's gradient that belong to the rectangle's keys.
+    fn rows_of<'g>(&self, span: &Span, gradient: &'g mut [f32]) -> MatMut<'g> {
+        let head_dim = self.k.num_cols();
+        let rows = &mut gradient[self.of(span).start * head_dim..];
+        MatMut::new(rows, span.keys.len(), head_dim, head_dim)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::one_task_per_kv_head;
+
+    #[test]
+    fn kv_heads_are_divided_when_they_leave_too_many_threads_idle() {
+        for (num_tasks, num_threads) in [(8, 1), (1, 1), (8, 2), (3, 2), (8, 8), (23, 8)] {
+            assert!(one_task_per_kv_head(num_tasks, num_threads), "{num_tasks} on {num_threads}");
+        }
+        for (num_tasks, num_threads) in [(1, 2), (3, 5), (8, 6), (9, 8)] {
+            assert!(!one_task_per_kv_head(num_tasks, num_threads), "{num_tasks} on {num_threads}");
+        }
+    }
+}

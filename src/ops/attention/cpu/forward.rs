@@ -1,0 +1,92 @@
+//! Forward: one task per (batch row, query head, block of queries), each with a running softmax.
+
+use super::{
+    Problem,
+    matrix::{HeadsMut, Mat, MatMut, Store, multiply},
+    scratch::with_scratch,
+    softmax::{ROW_STRIDE, Running, online_softmax},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, blocks, spans},
+};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
+pub(in crate::ops::attention) fn forward(problem: &Problem<'_>, o: &mut [f32], lse: &mut [f32]) {
+    let dims = &problem.dims;
+    let o = HeadsMut::new(o, dims.num_queries, dims.num_heads, dims.head_dim);
+    let mut tasks: Vec<(Task, &mut [f32])> = Vec::new();
+    for (index, lse) in lse.chunks_mut(dims.num_queries.max(1)).enumerate() {
+        for (block, lse) in lse.chunks_mut(QUERY_BLOCK).enumerate() {
+            let start = block * QUERY_BLOCK;
+            let (row, head) = (index / dims.num_heads, index % dims.num_heads);
+            tasks.push((Task { row, head, queries: start..start + lse.len() }, lse));
+        }
+    }
+    tasks.into_par_iter().for_each(|(task, lse)| task.run(problem, &o, lse));
+}
+
+struct Task {
+    row: usize,
+    head: usize,
+    queries: Range<usize>,
+}
+
+impl Task {
+    fn run(&self, problem: &Problem<'_>, o: &HeadsMut<'_>, lse: &mut [f32]) {
+        let head_dim = problem.dims.head_dim;
+        let rows = self.queries.len();
+        let lengths = [rows * ROW_STRIDE, KEY_BLOCK * head_dim, rows * head_dim, rows, rows];
+        with_scratch(lengths, |[scores, k_block, output, max, sum]| {
+            output.fill(0.0);
+            max.fill(f32::NEG_INFINITY);
+            sum.fill(0.0);
+            let mut running = Running { max, sum, output, head_dim, first_query: self.queries.start };
+            self.accumulate(problem, scores, k_block, &mut running);
+            // SAFETY: no other task has this row, head and block of queries.
+            let o = unsafe { o.head(self.row, self.head, &self.queries) };
+            finish(&running, o, lse);
+        });
+    }
+
+    fn accumulate(
+        &self,
+        problem: &Problem<'_>,
+        scores: &mut [f32],
+        k_block: &mut [f32],
+        running: &mut Running<'_>,
+    ) {
+        let Problem { q, k, v, dims, scale, geometry } = problem;
+        let visible = geometry.visible(self.row);
+        let kv_head = geometry.q_to_kv()[self.head];
+        for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {
+            let k_block = k.gather(self.row, kv_head, &keys, k_block);
+            for span in spans(visible, self.queries.clone(), keys.clone()) {
+                let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
+                let q = q.head(self.row, self.head, &span.queries);
+                let k = k_block.rows(span.keys.start - keys.start..span.keys.end - keys.start);
+                let v = v.head(self.row, kv_head, &span.keys);
+                let s = MatMut::new(scores, num_queries, num_keys, ROW_STRIDE);
+                multiply(s, Store::Overwrite, *scale, q, k.t());
+                online_softmax(&span, visible, scores, running);
+                let p = Mat::new(scores, num_queries, num_keys, ROW_STRIDE);
+                let first = span.queries.start - self.queries.start;
+                let output = &mut running.output[first * dims.head_dim..];
+                let output = MatMut::new(output, num_queries, dims.head_dim, dims.head_dim);
+                multiply(output, Store::Add, 1.0, p, v);
+            }
+        }
+    }
+}
+
+/// Divides by the softmax's denominator; a query that saw nothing gets 0 and -inf.
+fn finish(running: &Running<'_>, mut o: MatMut<'_>, lse: &mut [f32]) {
+    let rows = running.output.chunks(running.head_dim);
+    let states = running.max.iter().zip(running.sum.iter());
+    for (index, ((lse, output), (&max, &sum))) in lse.iter_mut().zip(rows).zip(states).enumerate() {
+        let inverse = if max == f32::NEG_INFINITY { 0.0 } else { 1.0 / sum };
+        *lse = max + sum.ln();
+        for (o, output) in o.row(index).iter_mut().zip(output) {
+            *o = output * inverse;
+        }
+    }
+}

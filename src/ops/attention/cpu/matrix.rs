@@ -1,0 +1,216 @@
+//! Strided matrix views of `[batch, tokens, heads, head_dim]` tensors, and their products.
+
+use std::{marker::PhantomData, ops::Range};
+
+/// A read-only matrix within a slice.
+#[derive(Clone, Copy)]
+pub(super) struct Mat<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a> Mat<'a> {
+    /// Rows of `cols` elements, `row_stride` apart, from the start of `data`.
+    pub(super) fn new(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its slice");
+        Self { data, rows, cols, row_stride, col_stride: 1 }
+    }
+
+    pub(super) fn num_cols(&self) -> usize {
+        self.cols
+    }
+
+    /// A view of some of the rows; not for transposed views.
+    pub(super) fn rows(self, rows: Range<usize>) -> Self {
+        assert_eq!(self.col_stride, 1);
+        Self::new(&self.data[rows.start * self.row_stride..], rows.len(), self.cols, self.row_stride)
+    }
+
+    /// The transposed view.
+    pub(super) fn t(self) -> Self {
+        let Self { data, rows, cols, row_stride, col_stride } = self;
+        Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
+    }
+}
+
+/// A matrix to write to; each row is contiguous.
+///
+/// Not a slice, because several threads hold the interleaved rows of one tensor.
+pub(super) struct MatMut<'a> {
+    data: *mut f32,
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    _borrowed: PhantomData<&'a mut [f32]>,
+}
+
+impl<'a> MatMut<'a> {
+    /// Rows of `cols` elements, `row_stride` apart, from the start of `data`.
+    pub(super) fn new(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its slice");
+        Self { data: data.as_mut_ptr(), rows, cols, row_stride, _borrowed: PhantomData }
+    }
+
+    pub(super) fn row(&mut self, row: usize) -> &mut [f32] {
+        assert!(row < self.rows);
+        // SAFETY: the view's rows are in bounds and, while it lives, nobody else's.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.row_stride), self.cols) }
+    }
+
+    /// Overwrites the matrix with rows that lie one behind the other.
+    pub(super) fn copy_from(&mut self, rows: &[f32]) {
+        for (index, source) in rows.chunks(self.cols).take(self.rows).enumerate() {
+            self.row(index).copy_from_slice(source);
+        }
+    }
+
+    pub(super) fn fill(&mut self, value: f32) {
+        for row in 0..self.rows {
+            self.row(row).fill(value);
+        }
+    }
+}
+
+fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
+    cols <= row_stride && (rows == 0 || (rows - 1) * row_stride + cols <= len)
+}
+
+/// Whether a product replaces its destination or adds to it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Store {
+    Overwrite,
+    Add,
+}
+
+/// `dst (+)= factor * lhs * rhs` on the calling thread.
+pub(super) fn multiply(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
+    assert_eq!((dst.rows, dst.cols, lhs.cols), (lhs.rows, rhs.cols, rhs.rows));
+    // SAFETY: the views are in bounds of live slices (checked where they are made), the shapes agree, and
+    // `dst` is the only way to its elements.
+    unsafe {
+        gemm::gemm(
+            dst.rows,
+            dst.cols,
+            lhs.cols,
+            dst.data,
+            1,
+            dst.row_stride as isize,
+            store == Store::Add,
+            lhs.data.as_ptr(),
+            lhs.col_stride as isize,
+            lhs.row_stride as isize,
+            rhs.data.as_ptr(),
+            rhs.col_stride as isize,
+            rhs.row_stride as isize,
+            1.0,
+            factor,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// A tensor `[batch, tokens, heads, head_dim]` to read.
+#[derive(Clone, Copy)]
+pub(in crate::ops::attention) struct Heads<'a> {
+    data: &'a [f32],
+    tokens: usize,
+    heads: usize,
+    head_dim: usize,
+}
+
+impl<'a> Heads<'a> {
+    pub(in crate::ops::attention) fn new(
+        data: &'a [f32],
+        tokens: usize,
+        heads: usize,
+        head_dim: usize,
+    ) -> Self {
+        Self { data, tokens, heads, head_dim }
+    }
+
+    pub(super) fn num_tokens(&self) -> usize {
+        self.tokens
+    }
+
+    pub(super) fn num_heads(&self) -> usize {
+        self.heads
+    }
+
+    pub(super) fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// A copy without gaps of [`Self::head`], in `into`.
+    ///
+    /// The left operand of `a b^T` is read across its rows when it is packed. Rows of a head are a power of two
+    /// apart as a rule, so they share few cache sets, and packing them costs a quarter of the product.
+    pub(super) fn gather<'b>(
+        &self,
+        row: usize,
+        head: usize,
+        tokens: &Range<usize>,
+        into: &'b mut [f32],
+    ) -> Mat<'b> {
+        let source = self.head(row, head, tokens);
+        for (index, copy) in into.chunks_exact_mut(self.head_dim).take(source.rows).enumerate() {
+            copy.copy_from_slice(&source.data[index * source.row_stride..][..self.head_dim]);
+        }
+        Mat::new(into, tokens.len(), self.head_dim, self.head_dim)
+    }
+
+    /// One head of a batch row from its first element on, rows of `head_dim` [`Self::row_stride`] apart.
+    pub(super) fn head_slice(&self, row: usize, head: usize) -> &'a [f32] {
+        &self.data[(row * self.tokens * self.heads + head) * self.head_dim..]
+    }
+
+    /// Distance between two tokens of a head.
+    pub(super) fn row_stride(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Some tokens of one head, `[tokens, head_dim]`.
+    pub(super) fn head(&self, row: usize, head: usize, tokens: &Range<usize>) -> Mat<'a> {
+        assert!(head < self.heads && tokens.end <= self.tokens);
+        let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
+        Mat::new(&self.data[start..], tokens.len(), self.head_dim, self.row_stride())
+    }
+}
+
+/// A tensor `[batch, tokens, heads, head_dim]` of which each thread writes its own heads and tokens.
+pub(super) struct HeadsMut<'a> {
+    data: *mut f32,
+    len: usize,
+    tokens: usize,
+    heads: usize,
+    head_dim: usize,
+    _borrowed: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: elements are reached through `head` only, whose callers promise not to overlap.
+unsafe impl Sync for HeadsMut<'_> {}
+
+impl<'a> HeadsMut<'a> {
+    pub(super) fn new(data: &'a mut [f32], tokens: usize, heads: usize, head_dim: usize) -> Self {
+        Self { data: data.as_mut_ptr(), len: data.len(), tokens, heads, head_dim, _borrowed: PhantomData }
+    }
+
+    /// Some tokens of one head, `[tokens, head_dim]`.
+    ///
+    /// # Safety
+    /// While the view lives, no other view of the same row and head may share a token with it.
+    pub(super) unsafe fn head(&self, row: usize, head: usize, tokens: &Range<usize>) -> MatMut<'_> {
+        assert!(head < self.heads && tokens.end <= self.tokens);
+        let row_stride = self.heads * self.head_dim;
+        let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
+        assert!(start <= self.len && fits(self.len - start, tokens.len(), self.head_dim, row_stride));
+        // SAFETY: in bounds, as just checked.
+        let data = unsafe { self.data.add(start) };
+        MatMut { data, rows: tokens.len(), cols: self.head_dim, row_stride, _borrowed: PhantomData }
+    }
+}

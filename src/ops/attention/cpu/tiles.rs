@@ -1,0 +1,135 @@
+//! Cutting the visible (query, key) pairs into rectangles.
+
+use crate::ops::attention::VisibleRanges;
+use std::ops::Range;
+
+/// Queries per tile.
+pub(super) const QUERY_BLOCK: usize = 256;
+/// Keys per tile.
+pub(super) const KEY_BLOCK: usize = 256;
+/// Queries per rectangle where a tile is only partly visible.
+const PANEL: usize = 64;
+/// A tile's fully visible keys become a rectangle of their own from this many on.
+const MIN_DENSE_KEYS: usize = 64;
+
+/// A rectangle of (query, key) pairs, computed as a whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) queries: Range<usize>,
+    pub(super) keys: Range<usize>,
+}
+
+/// The blocks of a grid over `0..total` that `range` touches.
+///
+/// Blocks are never cut to `range`, so that all passes over a problem see the same ones.
+pub(super) fn blocks(range: Range<usize>, total: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+    let touched = if range.is_empty() { 0..0 } else { range.start / size..range.end.div_ceil(size) };
+    touched.map(move |block| block * size..total.min((block + 1) * size))
+}
+
+/// Rectangles that cover what `queries` see of `keys`, each pair once.
+///
+/// The keys that all of the queries see make one rectangle. What is left on either side (the diagonal, the
+/// edges of documents and of the window) is cut into panels of few queries, each with the keys it needs.
+pub(super) fn spans(
+    visible: &VisibleRanges,
+    queries: Range<usize>,
+    keys: Range<usize>,
+) -> impl Iterator<Item = Span> {
+    let hull = intersect(&visible.hull(&queries), &keys);
+    let mut dense = intersect(&visible.common(&queries), &hull);
+    if dense.len() < MIN_DENSE_KEYS && dense != hull {
+        dense = hull.start..hull.start;
+    }
+    let sides = [hull.start..dense.start, dense.end..hull.end];
+    let panels = blocks(queries.clone(), queries.end, PANEL).flat_map(move |panel| {
+        let seen = visible.hull(&panel);
+        sides.clone().map(|side| Span { keys: intersect(&seen, &side), queries: panel.clone() })
+    });
+    std::iter::once(Span { queries, keys: dense }).chain(panels).filter(|span| !span.keys.is_empty())
+}
+
+/// The common part of two ranges; empty, but within `b`'s ends, when there is none.
+pub(super) fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.clamp(b.start, b.end);
+    start..a.end.clamp(start, b.end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::attention::{AttentionError, Geometry, reference};
+
+    fn packed(length: u32, boundaries: Vec<u32>, window: Option<usize>) -> Result<Geometry, AttentionError> {
+        let positions: Vec<u32> = (0..length).collect();
+        Geometry::new(positions.clone(), positions, vec![boundaries], vec![0], window)
+    }
+
+    fn all_spans(geometry: &Geometry) -> Vec<Span> {
+        let visible = geometry.visible(0);
+        let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+        blocks(0..num_queries, num_queries, QUERY_BLOCK)
+            .flat_map(|queries| {
+                blocks(visible.hull(&queries), num_keys, KEY_BLOCK)
+                    .flat_map(move |keys| spans(visible, queries.clone(), keys))
+            })
+            .collect()
+    }
+
+    fn area(spans: &[Span]) -> usize {
+        spans.iter().map(|span| span.queries.len() * span.keys.len()).sum()
+    }
+
+    #[test]
+    fn every_visible_pair_lies_in_exactly_one_span() -> Result<(), AttentionError> {
+        let even: Vec<u32> = (0..700).map(|index| 2 * index).collect();
+        let late: Vec<u32> = (300..1400).collect();
+        let geometries = [
+            packed(700, vec![0, 700], None)?,
+            packed(700, vec![0, 1, 90, 91, 400, 700], None)?,
+            packed(700, vec![0, 500, 700], Some(33))?,
+            packed(900, vec![0, 900], Some(300))?,
+            Geometry::new(even.clone(), late.clone(), vec![vec![0, 800, 1400]], vec![0], None)?,
+            Geometry::new(late, even, vec![vec![0, 350, 1400]], vec![0], Some(500))?,
+        ];
+        for (case, geometry) in geometries.iter().enumerate() {
+            let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+            let mut covered = vec![0u8; num_queries * num_keys];
+            for span in all_spans(geometry) {
+                for query in span.queries {
+                    for key in span.keys.clone() {
+                        covered[query * num_keys + key] += 1;
+                    }
+                }
+            }
+            for (pair, count) in covered.into_iter().enumerate() {
+                let (query, key) = (pair / num_keys, pair % num_keys);
+                let visible = reference::is_visible(geometry, 0, query, key);
+                assert!(
+                    count <= 1 && (count == 1 || !visible),
+                    "case {case}: ({query}, {key}) {count} times"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn the_diagonal_wastes_little_and_documents_cost_their_own_squares() -> Result<(), AttentionError> {
+        let whole = all_spans(&packed(4096, vec![0, 4096], None)?);
+        let visible = 4096 * 4097 / 2;
+        assert!(area(&whole) * 50 < visible * 51, "{} for {visible} visible pairs", area(&whole));
+        let boundaries: Vec<u32> = (0..=16).map(|document| document * 256).collect();
+        let documents = all_spans(&packed(4096, boundaries, None)?);
+        assert!(area(&documents) * 12 < area(&whole), "{} of {}", area(&documents), area(&whole));
+        Ok(())
+    }
+
+    #[test]
+    fn blocks_are_those_of_the_grid_that_the_range_touches() {
+        assert_eq!(blocks(5..21, 22, 10).collect::<Vec<_>>(), [0..10, 10..20, 20..22]);
+        assert_eq!(blocks(10..21, 22, 10).collect::<Vec<_>>(), [10..20, 20..22]);
+        assert!(blocks(10..20, 22, 10).eq(std::iter::once(10..20)));
+        assert_eq!(blocks(7..7, 22, 10).count(), 0);
+    }
+}

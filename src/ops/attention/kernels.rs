@@ -1,0 +1,235 @@
+//! The tensor-level entry points: check the operands, open their slices, run the CPU kernels.
+
+use super::{
+    AttentionError, Geometry,
+    cpu::{self, Dims, Heads},
+};
+use crate::tensor::{with_slice, with_slice_mut};
+use candle_core::{DType, Storage, Tensor};
+
+/// What both directions read.
+#[derive(Debug, Clone, Copy)]
+pub struct Operands<'a> {
+    /// Queries `[b, sq, hq, d]`.
+    pub q: &'a Tensor,
+    /// Keys `[b, skv, hkv, d]`.
+    pub k: &'a Tensor,
+    /// Values `[b, skv, hkv, d]`.
+    pub v: &'a Tensor,
+    /// Factor on the logits, usually `1 / sqrt(d)`.
+    pub scale: f32,
+    /// Which keys each query sees, and which KV head each query head uses.
+    pub geometry: &'a Geometry,
+}
+
+/// What backward reads besides. `lse` and `delta` may cover more keys than the operands do: with those of the
+/// whole row, the gradients of a row's key shards sum to the gradients of the row (ring attention).
+#[derive(Debug, Clone, Copy)]
+pub struct Upstream<'a> {
+    /// Gradient of the output, `[b, sq, hq, d]`.
+    pub dout: &'a Tensor,
+    /// Logarithm of each query's softmax denominator, `[b, hq, sq]`.
+    pub lse: &'a Tensor,
+    /// Row sums of `o * dout`, `[b, hq, sq]`; see [`delta`].
+    pub delta: &'a Tensor,
+}
+
+/// Where backward writes; what was there is overwritten.
+#[derive(Debug, Clone, Copy)]
+pub struct Gradients<'a> {
+    /// Gradient of the queries, `[b, sq, hq, d]`.
+    pub dq: &'a Tensor,
+    /// Gradient of the keys, summed over the query heads that share a KV head, `[b, skv, hkv, d]`.
+    pub dk: &'a Tensor,
+    /// Gradient of the values, likewise.
+    pub dv: &'a Tensor,
+}
+
+/// Writes `o = softmax(scale * q k^T) v` over the visible keys, and the softmax's log-denominators.
+///
+/// A query that sees no key gets `o = 0` and `lse = -inf`.
+///
+/// # Shapes
+/// [`Operands`] to `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
+///
+/// # Errors
+/// When a tensor is not a contiguous f32 CPU tensor of the expected shape, when `q_to_kv` names a KV head that
+/// is not there, and when an output shares storage with another operand.
+pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), AttentionError> {
+    let call = Call { op: "attention forward" };
+    let Operands { q, k, v, scale, geometry } = *operands;
+    let dims = call.dims(operands)?;
+    call.check("o", o, &dims.q_shape())?;
+    call.check("lse", lse, &dims.row_shape())?;
+    call.own_storage(&[("o", o), ("lse", lse)], &[("q", q), ("k", k), ("v", v)])?;
+    read3([q, k, v], |[q, k, v]| {
+        let problem = problem(&dims, [q, k, v], scale, geometry);
+        with_slice_mut(o, |o| with_slice_mut(lse, |lse| cpu::forward(&problem, o, lse)))?
+    })??;
+    Ok(())
+}
+
+/// Writes `delta = rowsum(o * dout)`, the term of the softmax's derivative that a query's keys share.
+///
+/// # Shapes
+/// `o, dout [b, sq, hq, d]` to `delta [b, hq, sq]`.
+///
+/// # Errors
+/// As [`forward`].
+pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionError> {
+    let call = Call { op: "attention delta" };
+    let (b, sq, hq, d) = o.dims4()?;
+    call.check("o", o, &[b, sq, hq, d.max(1)])?;
+    call.check("dout", dout, &[b, sq, hq, d])?;
+    call.check("delta", delta, &[b, hq, sq])?;
+    call.own_storage(&[("delta", delta)], &[("o", o), ("dout", dout)])?;
+    with_slice(o, |o| {
+        with_slice(dout, |dout| {
+            let (o, dout) = (Heads::new(o, sq, hq, d), Heads::new(dout, sq, hq, d));
+            with_slice_mut(delta, |delta| cpu::delta(&o, &dout, delta))
+        })?
+    })??;
+    Ok(())
+}
+
+/// Writes the gradients of `q`, `k` and `v`.
+///
+/// The same bits whatever the number of threads. A query that sees no key gets a zero gradient, and so does a
+/// key that no query sees.
+///
+/// # Shapes
+/// [`Operands`] and [`Upstream`] to [`Gradients`].
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward(
+    operands: &Operands<'_>,
+    upstream: &Upstream<'_>,
+    gradients: &Gradients<'_>,
+) -> Result<(), AttentionError> {
+    let call = Call { op: "attention backward" };
+    let Operands { q, k, v, scale, geometry } = *operands;
+    let Upstream { dout, lse, delta } = *upstream;
+    let Gradients { dq, dk, dv } = *gradients;
+    let dims = call.dims(operands)?;
+    call.check("dout", dout, &dims.q_shape())?;
+    call.check("lse", lse, &dims.row_shape())?;
+    call.check("delta", delta, &dims.row_shape())?;
+    call.check("dq", dq, &dims.q_shape())?;
+    call.check("dk", dk, &dims.kv_shape())?;
+    call.check("dv", dv, &dims.kv_shape())?;
+    call.own_storage(
+        &[("dq", dq), ("dk", dk), ("dv", dv)],
+        &[("q", q), ("k", k), ("v", v), ("dout", dout), ("lse", lse), ("delta", delta)],
+    )?;
+    read3([q, k, v], |[q, k, v]| {
+        let problem = problem(&dims, [q, k, v], scale, geometry);
+        read3([dout, lse, delta], |[dout, lse, delta]| {
+            let dout = Heads::new(dout, dims.num_queries, dims.num_heads, dims.head_dim);
+            let upstream = cpu::Upstream { dout, lse, delta };
+            write3([dq, dk, dv], |[dq, dk, dv]| {
+                cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv });
+            })
+        })?
+    })??;
+    Ok(())
+}
+
+fn read3<R>(tensors: [&Tensor; 3], read: impl FnOnce([&[f32]; 3]) -> R) -> candle_core::Result<R> {
+    let [a, b, c] = tensors;
+    with_slice(a, |a| with_slice(b, |b| with_slice(c, |c| read([a, b, c]))))??
+}
+
+fn write3<R>(tensors: [&Tensor; 3], write: impl FnOnce([&mut [f32]; 3]) -> R) -> candle_core::Result<R> {
+    let [a, b, c] = tensors;
+    with_slice_mut(a, |a| with_slice_mut(b, |b| with_slice_mut(c, |c| write([a, b, c]))))??
+}
+
+fn problem<'a>(
+    dims: &Dims,
+    [q, k, v]: [&'a [f32]; 3],
+    scale: f32,
+    geometry: &'a Geometry,
+) -> cpu::Problem<'a> {
+    cpu::Problem {
+        q: Heads::new(q, dims.num_queries, dims.num_heads, dims.head_dim),
+        k: Heads::new(k, dims.num_keys, dims.num_kv_heads, dims.head_dim),
+        v: Heads::new(v, dims.num_keys, dims.num_kv_heads, dims.head_dim),
+        dims: *dims,
+        scale,
+        geometry,
+    }
+}
+
+/// The checks of one call, which carry its name into the errors.
+struct Call {
+    op: &'static str,
+}
+
+impl Call {
+    /// Checks `q`, `k` and `v` against each other and the geometry.
+    fn dims(&self, operands: &Operands<'_>) -> Result<Dims, AttentionError> {
+        let Operands { q, k, v, geometry, .. } = *operands;
+        let (_, _, num_kv_heads, _) = k.dims4()?;
+        let (_, _, _, head_dim) = q.dims4()?;
+        let dims = Dims {
+            batch: geometry.batch(),
+            num_queries: geometry.q_positions().len(),
+            num_keys: geometry.kv_positions().len(),
+            num_heads: geometry.q_to_kv().len(),
+            num_kv_heads,
+            head_dim: head_dim.max(1),
+        };
+        self.check("q", q, &dims.q_shape())?;
+        self.check("k", k, &dims.kv_shape())?;
+        self.check("v", v, &dims.kv_shape())?;
+        for (q_head, &kv_head) in geometry.q_to_kv().iter().enumerate() {
+            if kv_head >= num_kv_heads {
+                return Err(AttentionError::NoSuchKvHead { op: self.op, q_head, kv_head, num_kv_heads });
+            }
+        }
+        Ok(dims)
+    }
+
+    fn check(&self, name: &'static str, tensor: &Tensor, expected: &[usize]) -> Result<(), AttentionError> {
+        if tensor.dims() != expected {
+            return Err(AttentionError::Shape {
+                op: self.op,
+                tensor: name,
+                expected: expected.to_vec(),
+                got: tensor.dims().to_vec(),
+            });
+        }
+        if tensor.dtype() != DType::F32 || !tensor.device().is_cpu() || !tensor.is_contiguous() {
+            let got = format!(
+                "{:?} on {:?} with strides {:?}",
+                tensor.dtype(),
+                tensor.device().location(),
+                tensor.stride()
+            );
+            return Err(AttentionError::Unsupported { op: self.op, tensor: name, got });
+        }
+        Ok(())
+    }
+
+    /// candle guards each storage with a lock: writing one that is also locked here would wait for ever.
+    fn own_storage(
+        &self,
+        outputs: &[(&'static str, &Tensor)],
+        inputs: &[(&'static str, &Tensor)],
+    ) -> Result<(), AttentionError> {
+        for (index, (output, tensor)) in outputs.iter().enumerate() {
+            for (other, operand) in inputs.iter().chain(&outputs[..index]) {
+                if storage_address(tensor) == storage_address(operand) {
+                    return Err(AttentionError::SharedStorage { op: self.op, output, other });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn storage_address(tensor: &Tensor) -> *const Storage {
+    let (storage, _) = tensor.storage_and_layout();
+    &raw const *storage
+}

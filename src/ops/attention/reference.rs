@@ -1,0 +1,177 @@
+//! Attention as the formula says, one pair of query and key at a time: what the kernels are tested against.
+//!
+//! In f64 it is the truth; in f32 it shows the error that f32 has anyway. The mask comes from positions and
+//! documents directly, not from the ranges that the kernels use.
+
+use super::Geometry;
+use std::ops::{Add, AddAssign, Div, Mul, Sub};
+
+/// The arithmetic that the reference is generic over: f32 or f64.
+pub trait Real:
+    Copy
+    + PartialOrd
+    + From<f32>
+    + AddAssign
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+{
+    /// `e^self`
+    fn exp(self) -> Self;
+    /// The natural logarithm.
+    fn ln(self) -> Self;
+}
+
+impl Real for f32 {
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn ln(self) -> Self {
+        self.ln()
+    }
+}
+
+impl Real for f64 {
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn ln(self) -> Self {
+        self.ln()
+    }
+}
+
+/// Operands of both directions, laid out as in [`super::Operands`].
+#[derive(Debug, Clone, Copy)]
+pub struct Problem<'a, T> {
+    /// `[b, sq, hq, d]`
+    pub q: &'a [T],
+    /// `[b, skv, hkv, d]`
+    pub k: &'a [T],
+    /// `[b, skv, hkv, d]`
+    pub v: &'a [T],
+    /// `hkv`
+    pub num_kv_heads: usize,
+    /// `d`
+    pub head_dim: usize,
+    /// Factor on the logits.
+    pub scale: T,
+    /// Which keys each query sees.
+    pub geometry: &'a Geometry,
+}
+
+/// Whether the definition of [`Geometry`] lets a query see a key, by indices.
+pub fn is_visible(geometry: &Geometry, row: usize, query: usize, key: usize) -> bool {
+    let (q, k) = (geometry.q_positions()[query], geometry.kv_positions()[key]);
+    let document = |position| geometry.cu_seqlens()[row].iter().filter(|start| **start <= position).count();
+    k <= q && document(k) == document(q) && geometry.window().is_none_or(|window| ((q - k) as usize) < window)
+}
+
+/// Returns `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
+pub fn forward<T: Real>(problem: &Problem<'_, T>) -> (Vec<T>, Vec<T>) {
+    let zero = T::from(0.0);
+    let mut o = vec![zero; problem.q.len()];
+    let mut lse = Vec::new();
+    problem.for_each_query(|query| {
+        let (weights, row_lse) = problem.softmax(&query);
+        lse.push(row_lse);
+        for (key, weight) in weights {
+            for column in 0..problem.head_dim {
+                o[query.offset + column] += weight * problem.v[problem.kv_offset(&query, key) + column];
+            }
+        }
+    });
+    (o, lse)
+}
+
+/// Returns `(dq, dk, dv)`.
+pub fn backward<T: Real>(problem: &Problem<'_, T>, dout: &[T]) -> (Vec<T>, Vec<T>, Vec<T>) {
+    let zero = T::from(0.0);
+    let (mut dq, mut dk) = (vec![zero; problem.q.len()], vec![zero; problem.k.len()]);
+    let mut dv = dk.clone();
+    problem.for_each_query(|query| {
+        let (weights, _) = problem.softmax(&query);
+        let dout = &dout[query.offset..][..problem.head_dim];
+        let dweights: Vec<T> =
+            weights.iter().map(|(key, _)| dot(dout, &problem.v[problem.kv_offset(&query, *key)..])).collect();
+        let mut mean = zero;
+        for ((_, weight), dweight) in weights.iter().zip(&dweights) {
+            mean += *weight * *dweight;
+        }
+        for ((key, weight), dweight) in weights.into_iter().zip(dweights) {
+            let dlogit = weight * (dweight - mean) * problem.scale;
+            let kv = problem.kv_offset(&query, key);
+            for column in 0..problem.head_dim {
+                dv[kv + column] += weight * dout[column];
+                dk[kv + column] += dlogit * problem.q[query.offset + column];
+                dq[query.offset + column] += dlogit * problem.k[kv + column];
+            }
+        }
+    });
+    (dq, dk, dv)
+}
+
+/// One query of one head.
+struct Query {
+    row: usize,
+    index: usize,
+    head: usize,
+    /// Its first element in `q`.
+    offset: usize,
+}
+
+impl<T: Real> Problem<'_, T> {
+    /// In the order of `lse`: rows, heads, queries.
+    fn for_each_query(&self, mut visit: impl FnMut(Query)) {
+        let (queries, heads) = (self.geometry.q_positions().len(), self.geometry.q_to_kv().len());
+        for row in 0..self.geometry.batch() {
+            for head in 0..heads {
+                for index in 0..queries {
+                    let offset = ((row * queries + index) * heads + head) * self.head_dim;
+                    visit(Query { row, index, head, offset });
+                }
+            }
+        }
+    }
+
+    /// The first element of the key, and of its value, that the query's head uses.
+    fn kv_offset(&self, query: &Query, key: usize) -> usize {
+        let keys = self.geometry.kv_positions().len();
+        let kv_head = self.geometry.q_to_kv()[query.head];
+        ((query.row * keys + key) * self.num_kv_heads + kv_head) * self.head_dim
+    }
+
+    /// The visible keys with their probabilities, and the log-denominator.
+    fn softmax(&self, query: &Query) -> (Vec<(usize, T)>, T) {
+        let keys = 0..self.geometry.kv_positions().len();
+        let mut weights: Vec<(usize, T)> = keys
+            .filter(|key| is_visible(self.geometry, query.row, query.index, *key))
+            .map(|key| {
+                let k = &self.k[self.kv_offset(query, key)..];
+                (key, self.scale * dot(&self.q[query.offset..][..self.head_dim], k))
+            })
+            .collect();
+        let mut max = T::from(f32::NEG_INFINITY);
+        for (_, logit) in &weights {
+            max = if *logit > max { *logit } else { max };
+        }
+        let mut sum = T::from(0.0);
+        for (_, weight) in &mut weights {
+            *weight = (*weight - max).exp();
+            sum += *weight;
+        }
+        for (_, weight) in &mut weights {
+            *weight = *weight / sum;
+        }
+        (weights, max + sum.ln())
+    }
+}
+
+/// The dot product over the length of `a`.
+fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+    let mut sum = T::from(0.0);
+    for (a, b) in a.iter().zip(b) {
+        sum += *a * *b;
+    }
+    sum
+}
