@@ -29,14 +29,20 @@ impl Arguments<'_> {
         }
         for tensor in tensors {
             if tensor.dtype() != dtype {
-                return Err(self.invalid(format!("tensors of dtype {dtype:?} and {:?} in one call", tensor.dtype())));
+                return Err(
+                    self.invalid(format!("tensors of dtype {dtype:?} and {:?} in one call", tensor.dtype()))
+                );
             }
             if !tensor.device().is_cpu() {
-                return Err(self.invalid(format!("needs a CPU tensor, got one on {:?}", tensor.device().location())));
+                return Err(
+                    self.invalid(format!("needs a CPU tensor, got one on {:?}", tensor.device().location()))
+                );
             }
             if !tensor.is_contiguous() {
                 let (shape, stride) = (tensor.shape(), tensor.stride());
-                return Err(self.invalid(format!("needs contiguous tensors, got shape {shape:?} strides {stride:?}")));
+                return Err(
+                    self.invalid(format!("needs contiguous tensors, got shape {shape:?} strides {stride:?}"))
+                );
             }
         }
         Ok(dtype)
@@ -67,7 +73,9 @@ impl Arguments<'_> {
         let sum = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
         if sum != Some(tensor.elem_count()) {
             let elements = tensor.elem_count();
-            return Err(self.invalid(format!("{what} counts {counts:?} do not add up to the {elements} elements given")));
+            return Err(self.invalid(format!(
+                "{what} counts {counts:?} do not add up to the {elements} elements given"
+            )));
         }
         Ok(())
     }

@@ -10,13 +10,34 @@ macro_rules! for_dtype {
     ($dtype:expr, $element:ident => $body:expr) => {{
         use candle_core::DType;
         match $dtype {
-            DType::F32 => { type $element = f32; $body }
-            DType::F64 => { type $element = f64; $body }
-            DType::BF16 => { type $element = half::bf16; $body }
-            DType::F16 => { type $element = half::f16; $body }
-            DType::I64 => { type $element = i64; $body }
-            DType::U32 => { type $element = u32; $body }
-            DType::U8 => { type $element = u8; $body }
+            DType::F32 => {
+                type $element = f32;
+                $body
+            }
+            DType::F64 => {
+                type $element = f64;
+                $body
+            }
+            DType::BF16 => {
+                type $element = half::bf16;
+                $body
+            }
+            DType::F16 => {
+                type $element = half::f16;
+                $body
+            }
+            DType::I64 => {
+                type $element = i64;
+                $body
+            }
+            DType::U32 => {
+                type $element = u32;
+                $body
+            }
+            DType::U8 => {
+                type $element = u8;
+                $body
+            }
             other => Err($crate::comm::CommError::Tensor(format!("collectives do not carry {other:?}"))),
         }
     }};

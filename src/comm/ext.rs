@@ -88,8 +88,11 @@ pub trait ProcessGroupExt: ProcessGroup {
     /// `j`. Two collectives: the lengths, then the values.
     fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>, CommError> {
         let ranks = self.world_size();
-        let recv_counts: Vec<usize> =
-            self.all_gather_values(&[values.len() as i64])?.into_iter().map(|length| length as usize).collect();
+        let recv_counts: Vec<usize> = self
+            .all_gather_values(&[values.len() as i64])?
+            .into_iter()
+            .map(|length| length as usize)
+            .collect();
         // Everyone sends the same elements to everyone.
         let input = Tensor::from_slice(&values.repeat(ranks), values.len() * ranks, &Device::Cpu)?;
         let output = Tensor::zeros(recv_counts.iter().sum::<usize>(), T::DTYPE, &Device::Cpu)?;

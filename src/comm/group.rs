@@ -59,7 +59,12 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
     ///
     /// # Shapes
     /// `input`: `world_size · n` elements, `output`: `n`.
-    fn start_reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Pending, CommError>;
+    fn start_reduce_scatter(
+        &self,
+        input: &Tensor,
+        output: &Tensor,
+        op: ReduceOp,
+    ) -> Result<Pending, CommError>;
 
     /// Concatenates every rank's `input`, in rank order, into `output`.
     ///

@@ -35,7 +35,8 @@ impl MeshGroups {
     pub fn new(mesh: &DeviceMesh, world: Arc<dyn ProcessGroup>) -> Result<Self, CommError> {
         compare_meshes(mesh, &*world)?;
         let members = world.global_ranks().to_vec();
-        let missing: Vec<usize> = mesh.ranks().iter().copied().filter(|rank| !members.contains(rank)).collect();
+        let missing: Vec<usize> =
+            mesh.ranks().iter().copied().filter(|rank| !members.contains(rank)).collect();
         if !missing.is_empty() {
             return Err(CommError::MeshOutsideGroup { group: world.name().to_owned(), missing, members });
         }
@@ -113,7 +114,8 @@ fn compare_meshes(mesh: &DeviceMesh, world: &dyn ProcessGroup) -> Result<(), Com
     let fingerprints = world.all_gather_values(&[mesh.fingerprint().cast_signed()])?;
     let votes = |of: i64| fingerprints.iter().filter(|&&fingerprint| fingerprint == of).count();
     // Of equal votes, that of the lowest rank.
-    let majority = fingerprints.iter().copied().reduce(|best, next| if votes(next) > votes(best) { next } else { best });
+    let majority =
+        fingerprints.iter().copied().reduce(|best, next| if votes(next) > votes(best) { next } else { best });
     let differs = |&(fingerprint, _): &(&i64, &usize)| Some(*fingerprint) != majority;
     let ranks = fingerprints.iter().zip(world.global_ranks());
     let differing: Vec<usize> = ranks.filter(differs).map(|(_, &rank)| rank).collect();
@@ -146,7 +148,10 @@ mod tests {
             let sp = groups.get_group("sequence_parallel")?;
             assert_eq!((dp.name(), sp.name()), ("dp", "sp"));
             assert_eq!(dp.global_ranks(), [rank % 2, rank % 2 + 2]);
-            Ok((dp.all_reduce_values(&value, ReduceOp::Sum)?[0], sp.all_reduce_values(&value, ReduceOp::Sum)?[0]))
+            Ok((
+                dp.all_reduce_values(&value, ReduceOp::Sum)?[0],
+                sp.all_reduce_values(&value, ReduceOp::Sum)?[0],
+            ))
         });
         assert_eq!(sums, [(101.0, 11.0), (1010.0, 11.0), (101.0, 1100.0), (1010.0, 1100.0)]);
     }
@@ -188,7 +193,10 @@ mod tests {
             match groups.get_group("sp") {
                 Ok(group) => assert_eq!((rank != 1, group.global_ranks()), (true, &[0, 2][..])),
                 Err(error) => {
-                    assert_eq!(error, CommError::NotMember { axis: "sp".into(), rank: 1, members: vec![0, 2] });
+                    assert_eq!(
+                        error,
+                        CommError::NotMember { axis: "sp".into(), rank: 1, members: vec![0, 2] }
+                    );
                 }
             }
             assert_eq!(groups.whole().is_ok(), rank != 1);
@@ -215,7 +223,10 @@ mod tests {
             Ok(error)
         });
         for error in errors {
-            assert!(matches!(&error, CommError::MeshMismatch { differing, .. } if *differing == [2]), "{error}");
+            assert!(
+                matches!(&error, CommError::MeshMismatch { differing, .. } if *differing == [2]),
+                "{error}"
+            );
         }
     }
 
@@ -223,7 +234,10 @@ mod tests {
     fn a_mesh_larger_than_the_world_is_refused() {
         on_ranks(2, |_, world| {
             let error = MeshGroups::new(&DeviceMesh::dp_sp(2, 2).unwrap(), world).unwrap_err();
-            assert!(matches!(&error, CommError::MeshOutsideGroup { missing, .. } if *missing == [2, 3]), "{error}");
+            assert!(
+                matches!(&error, CommError::MeshOutsideGroup { missing, .. } if *missing == [2, 3]),
+                "{error}"
+            );
             Ok(())
         });
     }

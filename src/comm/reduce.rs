@@ -135,7 +135,8 @@ mod tests {
     fn a_nan_survives_max_and_min_from_any_rank() {
         for op in [ReduceOp::Max, ReduceOp::Min] {
             for place in 0..3 {
-                let ranks: Vec<[f32; 1]> = (0..3).map(|r| [if r == place { f32::NAN } else { r as f32 }]).collect();
+                let ranks: Vec<[f32; 1]> =
+                    (0..3).map(|r| [if r == place { f32::NAN } else { r as f32 }]).collect();
                 let ranks: Vec<&[f32]> = ranks.iter().map(|r| &r[..]).collect();
                 assert!(reduce(op, &ranks)[0].is_nan(), "{op:?} with NaN on rank {place}");
             }
@@ -145,8 +146,9 @@ mod tests {
     #[test]
     fn parts_and_threads_do_not_change_the_result() {
         let len = 3 * TASK + 17;
-        let sources =
-            Slices((0..3).map(|r| (0..len).map(|i| ((i * 7 + r) as f32).sin()).collect()).collect::<Vec<Vec<f32>>>());
+        let sources = Slices(
+            (0..3).map(|r| (0..len).map(|i| ((i * 7 + r) as f32).sin()).collect()).collect::<Vec<Vec<f32>>>(),
+        );
         let mut whole = vec![0.0; len];
         reduce_into(ReduceOp::Sum, &sources, 0, &mut whole).unwrap();
         let mut part = vec![0.0; len - 1000];

@@ -26,7 +26,9 @@ pub(super) fn validate(
     let dtype = arguments.tensors(&inputs.iter().chain(outputs).collect::<Vec<_>>())?;
     for (what, ranks) in [("send", plan.send.len()), ("recv", plan.recv.len())] {
         if ranks != world_size {
-            return Err(arguments.invalid(format!("the plan has {what} blocks for {ranks} ranks, not {world_size}")));
+            return Err(
+                arguments.invalid(format!("the plan has {what} blocks for {ranks} ranks, not {world_size}"))
+            );
         }
     }
     for (rank, blocks) in plan.send.iter().enumerate() {

@@ -73,10 +73,12 @@ pub(super) fn compare(calls: &[&Call]) -> Result<(), Divergence> {
     if calls.iter().all(|call| calls[0].agrees_with(call)) {
         return compare_counts(calls);
     }
-    let agreeing =
-        |rank: usize| (0..calls.len()).filter(|&other| calls[rank].agrees_with(calls[other])).collect::<Vec<_>>();
+    let agreeing = |rank: usize| {
+        (0..calls.len()).filter(|&other| calls[rank].agrees_with(calls[other])).collect::<Vec<_>>()
+    };
     // The largest set of ranks that agree; of equal ones, that of the lowest rank.
-    let others = (0..calls.len()).map(agreeing).reduce(|best, next| if next.len() > best.len() { next } else { best });
+    let others =
+        (0..calls.len()).map(agreeing).reduce(|best, next| if next.len() > best.len() { next } else { best });
     let others = others.unwrap_or_default();
     let Some(rank) = (0..calls.len()).find(|rank| !others.contains(rank)) else {
         return compare_counts(calls);
@@ -94,7 +96,8 @@ fn compare_counts(calls: &[&Call]) -> Result<(), Divergence> {
     let faults = |rank: usize| faulty.iter().filter(|&&(src, dst)| src == rank || dst == rank).count();
     let Some(&(mut src, mut dst)) = faulty.first() else { return Ok(()) };
     let most = (0..ranks).map(faults).max().unwrap_or(0);
-    let culprit = if faults(src) == most { src } else { (0..ranks).find(|&r| faults(r) == most).unwrap_or(src) };
+    let culprit =
+        if faults(src) == most { src } else { (0..ranks).find(|&r| faults(r) == most).unwrap_or(src) };
     if let Some(&pair) = faulty.iter().find(|&&(src, dst)| src == culprit || dst == culprit) {
         (src, dst) = pair;
     }
@@ -162,7 +165,9 @@ impl fmt::Display for Call {
                 write!(f, "{name}({count} × {} from rank {root} of the group)", dtype.as_str())
             }
             Call::Barrier => write!(f, "{name}"),
-            Call::Split { name: group, color, key } => write!(f, "{name}(\"{group}\", color {color:?}, key {key})"),
+            Call::Split { name: group, color, key } => {
+                write!(f, "{name}(\"{group}\", color {color:?}, key {key})")
+            }
         }
     }
 }
@@ -199,7 +204,11 @@ mod tests {
     #[test]
     fn a_wrong_row_of_the_count_matrix_names_its_rank() {
         // Rank 2 sends one element too many to both of the others.
-        let calls = [exchange(&[1, 1, 1], &[1, 1, 1]), exchange(&[1, 1, 1], &[1, 1, 1]), exchange(&[2, 2, 1], &[1, 1, 1])];
+        let calls = [
+            exchange(&[1, 1, 1], &[1, 1, 1]),
+            exchange(&[1, 1, 1], &[1, 1, 1]),
+            exchange(&[2, 2, 1], &[1, 1, 1]),
+        ];
         let divergence = compare(&calls.iter().collect::<Vec<_>>()).unwrap_err();
         assert_eq!(divergence.rank, 2);
         assert_eq!(divergence.called, "all_to_all sending 2 elements to rank 0 of the group");
@@ -216,7 +225,8 @@ mod tests {
     fn split_names_must_agree_only_within_a_color() {
         let split = |name: &str, color| Call::Split { name: name.into(), color, key: 0 };
         assert_eq!(compare(&[&split("a", Some(0)), &split("b", Some(1)), &split("c", None)]), Ok(()));
-        let divergence = compare(&[&split("a", Some(0)), &split("b", Some(0)), &split("a", Some(0))]).unwrap_err();
+        let divergence =
+            compare(&[&split("a", Some(0)), &split("b", Some(0)), &split("a", Some(0))]).unwrap_err();
         assert_eq!(divergence.rank, 1);
     }
 }

@@ -4,8 +4,8 @@ use super::call::Call;
 use super::communicator::{Communicator, Round, Stage};
 use super::engine::{Operation, Step, StorageId, Stuck};
 use super::exchange::{DIRECT_REDUCE_MAX_ELEMS, Exchange};
-use crate::comm::dtype::{copy_into, copy_of};
 use crate::comm::CommError;
+use crate::comm::dtype::{copy_into, copy_of};
 use candle_core::Tensor;
 use std::sync::{Arc, OnceLock};
 
@@ -123,10 +123,16 @@ impl Collective {
         }
         members.sort_unstable();
         let child_rank = members.iter().position(|&(_, rank)| rank == self.rank).unwrap_or(0);
-        let child = self.round.children.lock().entry(*color).or_insert_with(|| {
-            let global_ranks = members.iter().map(|&(_, rank)| self.comm.global_ranks[rank]).collect();
-            Arc::new(Communicator::new(name, self.comm.world.clone(), global_ranks))
-        }).clone();
+        let child = self
+            .round
+            .children
+            .lock()
+            .entry(*color)
+            .or_insert_with(|| {
+                let global_ranks = members.iter().map(|&(_, rank)| self.comm.global_ranks[rank]).collect();
+                Arc::new(Communicator::new(name, self.comm.world.clone(), global_ranks))
+            })
+            .clone();
         // A split is pulled once, so the cell is empty.
         let _ = self.split.set((child, child_rank));
         Ok(())
@@ -142,7 +148,6 @@ impl Collective {
         self.comm.release(self.sequence);
         Ok(())
     }
-
 }
 
 impl Operation for Collective {

@@ -121,6 +121,7 @@ impl Communicator {
     }
 
     /// Number of rounds in memory.
+    #[cfg(test)]
     pub(super) fn open_rounds(&self) -> usize {
         self.rounds.lock().queue.len()
     }
@@ -178,7 +179,10 @@ impl Round {
 
     /// What a rank has published. All ranks must be at [`Stage::Posted`].
     pub(super) fn post_of(&self, rank: usize) -> Result<&Post, CommError> {
-        self.seats[rank].post.get().ok_or_else(|| CommError::Tensor(format!("nothing posted by rank {rank} of the group")))
+        self.seats[rank]
+            .post
+            .get()
+            .ok_or_else(|| CommError::Tensor(format!("nothing posted by rank {rank} of the group")))
     }
 
     /// Whether all ranks have called the same thing.

@@ -158,9 +158,12 @@ impl RankState {
         }
         self.world.check()?;
         engine.advance()?;
-        let Some(waiting) = engine.in_flight.iter().find(|operation| operation.id == id) else { return Ok(None) };
+        let Some(waiting) = engine.in_flight.iter().find(|operation| operation.id == id) else {
+            return Ok(None);
+        };
         // An earlier operation of the lane may be what holds it up.
-        let head = engine.in_flight.iter().find(|operation| operation.lane == waiting.lane).unwrap_or(waiting);
+        let head =
+            engine.in_flight.iter().find(|operation| operation.lane == waiting.lane).unwrap_or(waiting);
         Ok(Some(head.operation.stuck()))
     }
 }

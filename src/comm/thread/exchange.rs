@@ -42,7 +42,10 @@ impl Exchange<'_> {
     ) -> Result<R, CommError> {
         let inputs = self.round.post_of(peer)?.inputs.read();
         let input = inputs.get(tensor).ok_or_else(|| {
-            CommError::Tensor(format!("rank {peer} of the group has published {} tensors, not {tensor}", inputs.len()))
+            CommError::Tensor(format!(
+                "rank {peer} of the group has published {} tensors, not {tensor}",
+                inputs.len()
+            ))
         })?;
         Ok(with_slice(input, read)?)
     }
@@ -60,7 +63,12 @@ impl Exchange<'_> {
     }
 
     /// Reduces a range of all ranks' inputs into a new tensor.
-    pub(super) fn reduce(&self, op: ReduceOp, dtype: DType, range: Range<usize>) -> Result<Tensor, CommError> {
+    pub(super) fn reduce(
+        &self,
+        op: ReduceOp,
+        dtype: DType,
+        range: Range<usize>,
+    ) -> Result<Tensor, CommError> {
         let count = range.len();
         for_dtype!(dtype, T => {
             let mut reduced = vec![<T as WithDType>::from_f64(0.0); count];
@@ -79,7 +87,12 @@ impl Exchange<'_> {
         for_dtype!(dtype, T => with_slice_mut(output, |output: &mut [T]| self.reduce_range(op, begin, output))?)
     }
 
-    fn reduce_range<T: Arithmetic>(&self, op: ReduceOp, begin: usize, target: &mut [T]) -> Result<(), CommError> {
+    fn reduce_range<T: Arithmetic>(
+        &self,
+        op: ReduceOp,
+        begin: usize,
+        target: &mut [T],
+    ) -> Result<(), CommError> {
         let elements = target.len();
         reduce_into::<T>(op, self, begin, target)?;
         (0..self.comm.world_size()).for_each(|peer| self.moved::<T>(peer, elements));
@@ -88,7 +101,12 @@ impl Exchange<'_> {
 
     /// Second phase of an all_reduce: all chunks are reduced, and nobody reads any
     /// rank's elements any more.
-    pub(super) fn collect_chunks(&self, dtype: DType, count: usize, output: &Tensor) -> Result<(), CommError> {
+    pub(super) fn collect_chunks(
+        &self,
+        dtype: DType,
+        count: usize,
+        output: &Tensor,
+    ) -> Result<(), CommError> {
         for_dtype!(dtype, T => with_slice_mut(output, |output: &mut [T]| {
             for (peer, seat) in self.round.seats.iter().enumerate() {
                 let reduced = seat.reduced.read();
@@ -137,10 +155,13 @@ impl Exchange<'_> {
         outputs: &[Tensor],
     ) -> Result<(), CommError> {
         for peer in 0..self.comm.world_size() {
-            let super::call::Call::AllToAllStrided { plan: theirs, .. } = &self.round.post_of(peer)?.call else {
+            let super::call::Call::AllToAllStrided { plan: theirs, .. } = &self.round.post_of(peer)?.call
+            else {
                 return Err(CommError::Tensor(format!("rank {peer} of the group has posted another call")));
             };
-            for (from, RecvBlock { block: to, accumulate }) in theirs.send[self.rank].iter().zip(&plan.recv[peer]) {
+            for (from, RecvBlock { block: to, accumulate }) in
+                theirs.send[self.rank].iter().zip(&plan.recv[peer])
+            {
                 for_dtype!(dtype, T => {
                     let moved = with_slice_mut(&outputs[to.tensor], |output: &mut [T]| {
                         self.with_input(peer, from.tensor, |input| copy_block(input, from, output, to, *accumulate))

@@ -7,7 +7,9 @@ use super::engine::{Lane, LaneKind, Operation, RankState, StorageId};
 use super::mailbox::{RecvOperation, SendOperation};
 use crate::comm::arguments::Arguments;
 use crate::comm::dtype::copy_of;
-use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan, strided};
+use crate::comm::{
+    CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan, strided,
+};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
@@ -117,7 +119,12 @@ impl ProcessGroup for ThreadGroup {
         self.start(Call::AllReduce { op, dtype, count }, vec![tensor.clone()], &[tensor])
     }
 
-    fn start_reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
+    fn start_reduce_scatter(
+        &self,
+        input: &Tensor,
+        output: &Tensor,
+        op: ReduceOp,
+    ) -> Result<Pending, CommError> {
         let arguments = self.arguments(CollectiveOp::ReduceScatter);
         let dtype = arguments.tensors(&[input, output])?;
         arguments.chunks(("input", input), ("output", output))?;

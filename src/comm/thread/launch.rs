@@ -153,7 +153,9 @@ where
         };
         let threads: Vec<_> = (0..world_size).map(spawn).collect();
         let join = |(rank, thread): (usize, Result<std::thread::ScopedJoinHandle<'_, _>, _>)| {
-            thread?.join().unwrap_or_else(|panic| Err(LaunchError::Panicked { rank, message: message_of(&*panic) }))
+            thread?
+                .join()
+                .unwrap_or_else(|panic| Err(LaunchError::Panicked { rank, message: message_of(&*panic) }))
         };
         threads.into_iter().enumerate().map(join).collect()
     });
@@ -161,7 +163,12 @@ where
 }
 
 /// The body of a rank's thread.
-fn start_rank<T, E, F>(rank: usize, comm: &Arc<Communicator>, threads: usize, run: &F) -> Result<T, LaunchError>
+fn start_rank<T, E, F>(
+    rank: usize,
+    comm: &Arc<Communicator>,
+    threads: usize,
+    run: &F,
+) -> Result<T, LaunchError>
 where
     E: Into<Box<dyn Error + Send + Sync>>,
     F: Fn(RankContext) -> Result<T, E>,
@@ -186,7 +193,10 @@ where
 }
 
 /// All values, or the error of the rank that noticed the world's failure first.
-fn original<T>(outcomes: Vec<Result<T, LaunchError>>, reporter: Option<usize>) -> Result<Vec<T>, LaunchError> {
+fn original<T>(
+    outcomes: Vec<Result<T, LaunchError>>,
+    reporter: Option<usize>,
+) -> Result<Vec<T>, LaunchError> {
     let mut values = Vec::with_capacity(outcomes.len());
     let mut first: Option<LaunchError> = None;
     for (rank, outcome) in outcomes.into_iter().enumerate() {

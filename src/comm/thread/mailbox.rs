@@ -47,7 +47,13 @@ pub(super) struct SendOperation {
 
 impl SendOperation {
     /// Publishes the message: from here on the receiver may read it.
-    pub(super) fn publish(comm: &Arc<Communicator>, rank: usize, dst: usize, sequence: u64, tensor: &Tensor) -> Self {
+    pub(super) fn publish(
+        comm: &Arc<Communicator>,
+        rank: usize,
+        dst: usize,
+        sequence: u64,
+        tensor: &Tensor,
+    ) -> Self {
         let message =
             Arc::new(Message { tensor: RwLock::new(Some(tensor.clone())), taken: AtomicBool::new(false) });
         comm.count_call(rank, CollectiveOp::Send);
@@ -87,13 +93,20 @@ pub(super) struct RecvOperation {
 }
 
 impl RecvOperation {
-    pub(super) fn new(comm: &Arc<Communicator>, rank: usize, src: usize, sequence: u64, output: &Tensor) -> Self {
+    pub(super) fn new(
+        comm: &Arc<Communicator>,
+        rank: usize,
+        src: usize,
+        sequence: u64,
+        output: &Tensor,
+    ) -> Self {
         comm.count_call(rank, CollectiveOp::Recv);
         Self { comm: comm.clone(), rank, src, sequence, output: output.clone() }
     }
 
     fn take(&self, tensor: &Tensor, lent: &[StorageId]) -> Result<(), CommError> {
-        let describe = |op: CollectiveOp, t: &Tensor| format!("{op}({} × {})", t.elem_count(), t.dtype().as_str());
+        let describe =
+            |op: CollectiveOp, t: &Tensor| format!("{op}({} × {})", t.elem_count(), t.dtype().as_str());
         if (tensor.dtype(), tensor.elem_count()) != (self.output.dtype(), self.output.elem_count()) {
             return Err(CommError::Desync {
                 group: self.comm.name.clone(),

@@ -3,7 +3,8 @@
 use super::{Backend, tensor, zeros};
 use std::sync::Arc;
 use ulysses::comm::{
-    CollectiveOp, CommError, OpStats, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
+    CollectiveOp, CommError, OpStats, ProcessGroup, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock,
+    StridedPlan,
 };
 
 fn stats(calls: u64, bytes_sent: u64, bytes_received: u64) -> OpStats {
@@ -86,7 +87,15 @@ pub(crate) fn strided_exchange_counts_what_it_moves(backend: &impl Backend) {
     // Two rows of three elements to each peer. Whether the backend moves them itself
     // or packs them for an all_to_all, the bytes are the same.
     let totals = backend.run(3, |group| {
-        let block = |offset| StridedBlock { tensor: 0, offset, batch: 1, batch_stride: 0, rows: 2, row_stride: 9, run: 3 };
+        let block = |offset| StridedBlock {
+            tensor: 0,
+            offset,
+            batch: 1,
+            batch_stride: 0,
+            rows: 2,
+            row_stride: 9,
+            run: 3,
+        };
         let plan = StridedPlan {
             send: (0..3).map(|peer| vec![block(3 * peer)]).collect(),
             recv: (0..3).map(|peer| vec![RecvBlock { block: block(3 * peer), accumulate: false }]).collect(),

@@ -44,7 +44,12 @@ const BATCH: usize = 2;
 const HEAD_DIM: usize = 3;
 
 /// The box of some tokens and heads within `[batch, tokens, heads, head_dim]`.
-fn tokens_by_heads(shape: (usize, usize), tokens: Range<usize>, heads: Range<usize>, tensor: usize) -> StridedBlock {
+fn tokens_by_heads(
+    shape: (usize, usize),
+    tokens: Range<usize>,
+    heads: Range<usize>,
+    tensor: usize,
+) -> StridedBlock {
     let (num_tokens, num_heads) = shape;
     StridedBlock {
         tensor,
@@ -81,7 +86,8 @@ fn seq_to_head(rank: usize, ranks: usize, seq_len: usize, heads: [usize; 2]) -> 
 
 /// The way back.
 fn inverse(plan: &StridedPlan) -> StridedPlan {
-    let send = plan.recv.iter().map(|blocks| blocks.iter().map(|recv| recv.block.clone()).collect()).collect();
+    let send =
+        plan.recv.iter().map(|blocks| blocks.iter().map(|recv| recv.block.clone()).collect()).collect();
     let to_recv = |block: &StridedBlock| RecvBlock { block: block.clone(), accumulate: false };
     let recv = plan.send.iter().map(|blocks| blocks.iter().map(to_recv).collect()).collect();
     StridedPlan { send, recv }
@@ -109,7 +115,9 @@ fn flat(elements: Vec<f32>) -> Tensor {
 }
 
 pub(crate) fn strided_exchange_turns_sequence_shards_into_head_shards_and_back(backend: &impl Backend) {
-    for (ranks, seq_len, heads) in [(1, 5, [3, 2]), (2, 7, [4, 3]), (3, 64, [8, 4]), (4, 3, [5, 4]), (4, 900, [9, 6])] {
+    for (ranks, seq_len, heads) in
+        [(1, 5, [3, 2]), (2, 7, [4, 3]), (3, 64, [8, 4]), (4, 3, [5, 4]), (4, 900, [9, 6])]
+    {
         backend.run(ranks, |group| {
             let rank = group.rank();
             let plan = Arc::new(seq_to_head(rank, ranks, seq_len, heads));
@@ -146,15 +154,24 @@ pub(crate) fn strided_exchange_accumulates_in_rank_order(backend: &impl Backend)
             let mut plan = StridedPlan { send: vec![vec![]; ranks], recv: vec![vec![]; ranks] };
             plan.send[0].push(run(0, 0, 6));
             if rank == 0 {
-                plan.recv = (0..ranks).map(|_| vec![RecvBlock { block: run(0, 2, 6), accumulate: true }]).collect();
+                plan.recv =
+                    (0..ranks).map(|_| vec![RecvBlock { block: run(0, 2, 6), accumulate: true }]).collect();
             }
             let output = tensor(8, |i| T::from_f64(i as f64));
-            group.all_to_all_strided(&[tensor(6, |i| code::<T>(rank, i))], std::slice::from_ref(&output), &Arc::new(plan))?;
+            group.all_to_all_strided(
+                &[tensor(6, |i| code::<T>(rank, i))],
+                std::slice::from_ref(&output),
+                &Arc::new(plan),
+            )?;
             Ok(values::<T>(&output))
         });
         let before: Vec<T> = (0..8).map(|i| T::from_f64(i as f64)).collect();
         let after = |i: usize| if i < 2 { i } else { i + 30 + 4 * (i - 2) };
-        assert!(results[0] == (0..8).map(|i| T::from_f64(after(i) as f64)).collect::<Vec<T>>(), "{:?}", T::DTYPE);
+        assert!(
+            results[0] == (0..8).map(|i| T::from_f64(after(i) as f64)).collect::<Vec<T>>(),
+            "{:?}",
+            T::DTYPE
+        );
         assert!(results[1..].iter().all(|output| *output == before), "{:?}", T::DTYPE);
     }
     for_each_dtype!(case(backend));
@@ -164,7 +181,11 @@ pub(crate) fn strided_exchange_accumulates_in_rank_order(backend: &impl Backend)
         let to_all = vec![vec![run(0, 0, 1)]; 4];
         let recv = vec![vec![RecvBlock { block: run(0, 0, 1), accumulate: true }]; 4];
         let (input, output) = (tensor(1, |_| [1e8_f32, 1.0, -1e8, 1.0][group.rank()]), zeros::<f32>(1));
-        group.all_to_all_strided(&[input], std::slice::from_ref(&output), &Arc::new(StridedPlan { send: to_all, recv }))?;
+        group.all_to_all_strided(
+            &[input],
+            std::slice::from_ref(&output),
+            &Arc::new(StridedPlan { send: to_all, recv }),
+        )?;
         Ok(values::<f32>(&output)[0])
     });
     assert_eq!(sums, [1.0; 4]);
@@ -179,10 +200,14 @@ pub(crate) fn strided_exchange_may_write_into_the_storage_it_reads(backend: &imp
             let (input, output) = (flat.narrow(0, 0, 300)?, flat.narrow(0, 300, 300)?);
             let plan = StridedPlan {
                 send: (0..ranks).map(|peer| vec![run(0, 100 * peer, 100)]).collect(),
-                recv: (0..ranks).map(|peer| vec![RecvBlock { block: run(0, 100 * peer, 100), accumulate: false }]).collect(),
+                recv: (0..ranks)
+                    .map(|peer| vec![RecvBlock { block: run(0, 100 * peer, 100), accumulate: false }])
+                    .collect(),
             };
             group.all_to_all_strided(&[input], &[output], &Arc::new(plan))?;
-            let expected = |i: usize| if i < 300 { rank * 1_000 + i } else { (i / 100 - 3) * 1_000 + rank * 100 + i % 100 };
+            let expected = |i: usize| {
+                if i < 300 { rank * 1_000 + i } else { (i / 100 - 3) * 1_000 + rank * 100 + i % 100 }
+            };
             assert!(values::<f32>(&flat).into_iter().enumerate().all(|(i, x)| x == expected(i) as f32));
             Ok(())
         });
@@ -193,7 +218,10 @@ pub(crate) fn plans_that_leave_their_tensors_are_refused(backend: &impl Backend)
     backend.run(2, |group| {
         let good = StridedPlan {
             send: vec![vec![run(0, 0, 2)], vec![run(0, 2, 2)]],
-            recv: vec![vec![RecvBlock { block: run(0, 0, 2), accumulate: false }], vec![RecvBlock { block: run(0, 2, 2), accumulate: false }]],
+            recv: vec![
+                vec![RecvBlock { block: run(0, 0, 2), accumulate: false }],
+                vec![RecvBlock { block: run(0, 2, 2), accumulate: false }],
+            ],
         };
         let (input, output) = ([tensor(4, |i| i as f32)], [zeros::<f32>(4)]);
         let refuse = |expected: &str, break_it: &dyn Fn(&mut StridedPlan)| {

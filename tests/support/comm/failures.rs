@@ -3,7 +3,9 @@
 use super::{Backend, Group, tensor, zeros};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use ulysses::comm::{CollectiveOp, CommError, LaunchError, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
+use ulysses::comm::{
+    CollectiveOp, CommError, LaunchError, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
+};
 
 const TIMEOUT: Duration = Duration::from_millis(1_500);
 
@@ -37,10 +39,15 @@ pub(crate) fn a_panic_reaches_the_others_at_once(backend: &impl Backend) {
         assert!(group.rank() != 1, "out of cheese");
         all_reduce(10, group)
     });
-    assert!(matches!(&launched, LaunchError::Panicked { rank: 1, message } if message.contains("out of cheese")));
+    assert!(
+        matches!(&launched, LaunchError::Panicked { rank: 1, message } if message.contains("out of cheese"))
+    );
     for rank in [0, 2] {
         let error = errors[rank].as_ref().unwrap();
-        assert!(matches!(error, CommError::PeerFailed { rank: 1, reason } if reason.contains("out of cheese")), "{error}");
+        assert!(
+            matches!(error, CommError::PeerFailed { rank: 1, reason } if reason.contains("out of cheese")),
+            "{error}"
+        );
     }
 }
 
@@ -60,12 +67,14 @@ pub(crate) fn a_panic_with_an_operation_under_way_reaches_the_others_at_once(bac
 
 pub(crate) fn an_error_reaches_the_others_at_once_and_is_what_the_launch_returns(backend: &impl Backend) {
     let own = CommError::Tensor("disk full".into());
-    let (launched, errors) = fail(backend, 4, TIMEOUT, |group| {
-        if group.rank() == 3 { Err(own.clone()) } else { group.barrier() }
-    });
+    let (launched, errors) =
+        fail(backend, 4, TIMEOUT, |group| if group.rank() == 3 { Err(own.clone()) } else { group.barrier() });
     assert_eq!((launched.rank(), launched.comm_error()), (Some(3), Some(&own)));
     for error in errors[..3].iter().map(|error| error.as_ref().unwrap()) {
-        assert!(matches!(error, CommError::PeerFailed { rank: 3, reason } if reason.contains("disk full")), "{error}");
+        assert!(
+            matches!(error, CommError::PeerFailed { rank: 3, reason } if reason.contains("disk full")),
+            "{error}"
+        );
     }
 }
 
@@ -74,7 +83,10 @@ pub(crate) fn an_invalid_argument_on_one_rank_reaches_the_others(backend: &impl 
         let count = if group.rank() == 1 { 5 } else { 4 };
         group.all_gather(&tensor(count, |i| i as f32), &zeros::<f32>(12))
     });
-    assert!(matches!(launched.comm_error(), Some(CommError::InvalidArgument { op: CollectiveOp::AllGather, .. })));
+    assert!(matches!(
+        launched.comm_error(),
+        Some(CommError::InvalidArgument { op: CollectiveOp::AllGather, .. })
+    ));
     assert_eq!(launched.rank(), Some(1));
     for rank in [0, 2] {
         assert!(matches!(&errors[rank], Some(CommError::PeerFailed { rank: 1, .. })), "{:?}", errors[rank]);
@@ -112,7 +124,13 @@ pub(crate) fn another_collective_is_named_with_both_calls(backend: &impl Backend
 
 pub(crate) fn another_count_dtype_operator_or_root_is_named(backend: &impl Backend) {
     let usual = "all_reduce(Sum, 10 × f32)";
-    diverge(backend, "all_reduce(Sum, 11 × f32)", usual, |group| all_reduce(11, group), |group| all_reduce(10, group));
+    diverge(
+        backend,
+        "all_reduce(Sum, 11 × f32)",
+        usual,
+        |group| all_reduce(11, group),
+        |group| all_reduce(10, group),
+    );
     let doubles = |group: &Group| group.all_reduce(&tensor(10, |i| i as f64), ReduceOp::Sum);
     diverge(backend, "all_reduce(Sum, 10 × f64)", usual, doubles, |group| all_reduce(10, group));
     let max = |group: &Group| group.all_reduce(&tensor(10, |i| i as f32), ReduceOp::Max);
@@ -133,18 +151,25 @@ pub(crate) fn a_count_matrix_that_does_not_match_is_refused_before_data_moves(ba
         result
     });
     assert!(matches!(launched.comm_error(), Some(CommError::Desync { rank: 1, .. })), "{launched}");
-    assert!(errors.iter().all(|error| matches!(error, Some(CommError::Desync { rank: 1, .. }))), "{errors:?}");
+    assert!(
+        errors.iter().all(|error| matches!(error, Some(CommError::Desync { rank: 1, .. }))),
+        "{errors:?}"
+    );
 }
 
 pub(crate) fn strided_plans_that_do_not_match_are_refused(backend: &impl Backend) {
     let (_, errors) = fail(backend, 3, TIMEOUT, |group| {
         let run = if group.rank() == 0 { 3 } else { 2 };
-        let block = StridedBlock { tensor: 0, offset: 0, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run };
+        let block =
+            StridedBlock { tensor: 0, offset: 0, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run };
         let recv = RecvBlock { block: block.clone(), accumulate: false };
         let plan = StridedPlan { send: vec![vec![block]; 3], recv: vec![vec![recv]; 3] };
         group.all_to_all_strided(&[zeros::<f32>(3)], &[zeros::<f32>(3)], &Arc::new(plan))
     });
-    assert!(errors.iter().all(|error| matches!(error, Some(CommError::Desync { rank: 0, .. }))), "{errors:?}");
+    assert!(
+        errors.iter().all(|error| matches!(error, Some(CommError::Desync { rank: 0, .. }))),
+        "{errors:?}"
+    );
 }
 
 pub(crate) fn a_rank_that_never_comes_is_named_after_the_timeout(backend: &impl Backend) {
@@ -193,19 +218,30 @@ pub(crate) fn ranks_of_a_sub_group_are_named_by_their_global_rank(backend: &impl
         group.barrier()
     });
     for error in errors.iter().map(|error| error.as_ref().unwrap()) {
-        assert!(matches!(error, CommError::Desync { rank: 3, others, group, .. } if *others == [1] && group == "parity"));
+        assert!(
+            matches!(error, CommError::Desync { rank: 3, others, group, .. } if *others == [1] && group == "parity")
+        );
     }
 }
 
 pub(crate) fn a_message_of_another_kind_fails_both_sides(backend: &impl Backend) {
     let recv = |group: &Group| group.recv(&zeros::<f32>(4), 0);
     for (described, send) in [("5 × f32", tensor(5, |i| i as f32)), ("4 × i64", tensor(4, |i| i as i64))] {
-        let (_, errors) = fail(backend, 2, TIMEOUT, |group| {
-            if group.rank() == 0 { group.send(&send, 1) } else { recv(group) }
-        });
+        let (_, errors) =
+            fail(
+                backend,
+                2,
+                TIMEOUT,
+                |group| {
+                    if group.rank() == 0 { group.send(&send, 1) } else { recv(group) }
+                },
+            );
         for error in errors.iter().map(|error| error.as_ref().unwrap()) {
             assert!(matches!(error, CommError::Desync { rank: 0, .. }), "{error}");
-            assert!(error.to_string().contains(described) && error.to_string().contains("recv(4 × f32)"), "{error}");
+            assert!(
+                error.to_string().contains(described) && error.to_string().contains("recv(4 × f32)"),
+                "{error}"
+            );
         }
     }
 }

@@ -14,7 +14,11 @@ pub(crate) fn all_gather_concatenates_in_rank_order(backend: &impl Backend) {
             });
             let expected: Vec<T> =
                 (0..world_size).flat_map(|rank| (0..count).map(move |i| code::<T>(rank, i))).collect();
-            assert!(gathered.iter().all(|values| *values == expected), "{:?} {world_size} × {count}", T::DTYPE);
+            assert!(
+                gathered.iter().all(|values| *values == expected),
+                "{:?} {world_size} × {count}",
+                T::DTYPE
+            );
         }
     }
     for_each_dtype!(case(backend));

@@ -38,7 +38,8 @@ pub(crate) fn groups_can_be_split_again_and_work_side_by_side(backend: &impl Bac
         assert_eq!(pair.global_ranks(), [rank / 2 * 2, rank / 2 * 2 + 1]);
         for round in 0..10 {
             // Pairs run ahead of nodes, and nodes of the world.
-            let sums = [&pair, &node, &group].map(|g| g.all_reduce_values(&[(rank + round) as i64], ReduceOp::Sum));
+            let sums =
+                [&pair, &node, &group].map(|g| g.all_reduce_values(&[(rank + round) as i64], ReduceOp::Sum));
             let sum = |ranks: std::ops::Range<usize>| ranks.map(|r| (r + round) as i64).sum::<i64>();
             let (pair_start, node_start) = (rank / 2 * 2, rank / 4 * 4);
             let expected = [sum(pair_start..pair_start + 2), sum(node_start..node_start + 4), sum(0..8)];

@@ -47,7 +47,8 @@ impl Backend for Threads {
         timeout: Duration,
         run: impl Fn(Group) -> Result<T, CommError> + Sync,
     ) -> Result<Vec<T>, LaunchError> {
-        let options = LaunchOptions { threads_per_rank: self.threads_per_rank, timeout, ..Default::default() };
+        let options =
+            LaunchOptions { threads_per_rank: self.threads_per_rank, timeout, ..Default::default() };
         launch(world_size, &options, |context| run(context.group))
     }
 }
@@ -62,7 +63,8 @@ impl Backend for Defaults {
         timeout: Duration,
         run: impl Fn(Group) -> Result<T, CommError> + Sync,
     ) -> Result<Vec<T>, LaunchError> {
-        Threads { threads_per_rank: 1 }.run_for(world_size, timeout, |group| run(Arc::new(DefaultsOnly(group))))
+        Threads { threads_per_rank: 1 }
+            .run_for(world_size, timeout, |group| run(Arc::new(DefaultsOnly(group))))
     }
 }
 
@@ -88,7 +90,12 @@ impl ProcessGroup for DefaultsOnly {
         self.0.start_all_reduce(tensor, op)
     }
 
-    fn start_reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
+    fn start_reduce_scatter(
+        &self,
+        input: &Tensor,
+        output: &Tensor,
+        op: ReduceOp,
+    ) -> Result<Pending, CommError> {
         self.0.start_reduce_scatter(input, output, op)
     }
 

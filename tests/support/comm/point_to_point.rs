@@ -25,8 +25,9 @@ pub(crate) fn a_ring_passes_tensors_on(backend: &impl Backend) {
 pub(crate) fn messages_between_a_pair_keep_their_order(backend: &impl Backend) {
     backend.run(2, |group| {
         let other = 1 - group.rank();
-        let sends: Vec<_> =
-            (0..10).map(|n| group.start_send(&tensor(n, |i| (100 * n + i) as u32), other)).collect::<Result<_, _>>()?;
+        let sends: Vec<_> = (0..10)
+            .map(|n| group.start_send(&tensor(n, |i| (100 * n + i) as u32), other))
+            .collect::<Result<_, _>>()?;
         for n in 0..10 {
             let received = zeros::<u32>(n);
             group.recv(&received, other)?;
@@ -50,7 +51,10 @@ pub(crate) fn pairs_do_not_wait_for_each_other(backend: &impl Backend) {
                 second.wait()?;
                 group.barrier()?;
                 first.wait()?;
-                assert_eq!((values::<f32>(&from_1), values::<f32>(&from_2)), (vec![10., 11., 12.], vec![20., 21., 22.]));
+                assert_eq!(
+                    (values::<f32>(&from_1), values::<f32>(&from_2)),
+                    (vec![10., 11., 12.], vec![20., 21., 22.])
+                );
             }
             1 => {
                 group.barrier()?;

@@ -34,7 +34,10 @@ pub(crate) fn all_reduce_finds_max_and_min(backend: &impl Backend) {
             // The largest element stands on another rank for every index.
             let element = |rank: usize, i: usize| T::from_f64(((rank + i) % 3 + 1) as f64);
             let results = backend.run(3, |group| {
-                let (max, min) = (tensor(count, |i| element(group.rank(), i)), tensor(count, |i| element(group.rank(), i)));
+                let (max, min) = (
+                    tensor(count, |i| element(group.rank(), i)),
+                    tensor(count, |i| element(group.rank(), i)),
+                );
                 group.all_reduce(&max, ReduceOp::Max)?;
                 group.all_reduce(&min, ReduceOp::Min)?;
                 Ok((values::<T>(&max), values::<T>(&min)))
@@ -50,8 +53,9 @@ pub(crate) fn all_reduce_finds_max_and_min(backend: &impl Backend) {
 
 pub(crate) fn sums_run_in_rank_order_bit_for_bit_on_all_ranks_and_in_all_runs(backend: &impl Backend) {
     for count in [1_000, 30_011] {
-        let expected: Vec<u32> =
-            (0..count).map(|i| (1..4).fold(irregular(0, i), |sum, rank| sum + irregular(rank, i)).to_bits()).collect();
+        let expected: Vec<u32> = (0..count)
+            .map(|i| (1..4).fold(irregular(0, i), |sum, rank| sum + irregular(rank, i)).to_bits())
+            .collect();
         for _ in 0..3 {
             let sums = backend.run(4, |group| {
                 let tensor = tensor(count, |i| irregular(group.rank(), i));
@@ -83,12 +87,20 @@ pub(crate) fn reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit(backend:
             let count = world_size * chunk;
             backend.run(world_size, |group| {
                 let element = |i| T::from_f64(f64::from(irregular(group.rank(), i)).abs() / 4.0);
-                let (input, output, whole) = (tensor(count, element), zeros::<T>(chunk), tensor(count, element));
+                let (input, output, whole) =
+                    (tensor(count, element), zeros::<T>(chunk), tensor(count, element));
                 group.reduce_scatter(&input, &output, ReduceOp::Sum)?;
                 group.all_reduce(&whole, ReduceOp::Sum)?;
                 let whole = values::<T>(&whole);
-                assert!(values::<T>(&output) == whole[group.rank() * chunk..][..chunk], "{:?} × {count}", T::DTYPE);
-                assert!(values::<T>(&input).into_iter().eq((0..count).map(element)), "the input was written to");
+                assert!(
+                    values::<T>(&output) == whole[group.rank() * chunk..][..chunk],
+                    "{:?} × {count}",
+                    T::DTYPE
+                );
+                assert!(
+                    values::<T>(&input).into_iter().eq((0..count).map(element)),
+                    "the input was written to"
+                );
                 Ok(())
             });
         }
