@@ -85,3 +85,9 @@ fn a_rank_that_swallows_anothers_failure_does_not_hide_it() {
     });
     assert!(matches!(launched.unwrap_err(), LaunchError::Panicked { rank: 1, .. }));
 }
+
+#[test]
+fn a_timeout_beyond_the_clock_means_for_ever() {
+    let options = LaunchOptions { timeout: Duration::MAX, ..Default::default() };
+    launch(2, &options, |context| context.group.barrier()).unwrap();
+}
