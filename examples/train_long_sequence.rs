@@ -16,7 +16,9 @@ use std::time::Instant;
 use ulysses::comm::MeshGroups;
 use ulysses::comm::thread::{LaunchOptions, RankContext, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement, Tokenizer, unigram_entropy_nats};
+use ulysses::data::{
+    Corpus, DataLoader, LoaderOptions, PackedRows, Placement, Tokenizer, unigram_entropy_nats,
+};
 use ulysses::engine::initialize;
 use ulysses::mesh::{DeviceMesh, draw};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
