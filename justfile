@@ -18,6 +18,14 @@ fmt:
 deny:
     cargo deny check
 
-# Trains: `just train CONFIG.json --mesh 2x2`.
+# Trains: `just train configs/sp2.json --steps 10`.
 train *args:
     cargo run --release -- train {{args}}
+
+# Trains on long rows of this repository's text, on a 2 × 2 mesh.
+example:
+    cargo run --release --example train_long_sequence
+
+# Attention's rate beside that of a matrix product: `just bench [seq_len] [num_heads] [head_dim] [threads] [repeats]`.
+bench *args:
+    cargo bench --bench attention -- {{args}}

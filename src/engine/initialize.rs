@@ -31,10 +31,11 @@ pub struct Engine {
 }
 
 /// Puts `model` on this rank of the mesh: allocates what the ZeRO stage leaves here and
-/// fills it from `weights`. Collective: all ranks call it with equal arguments.
+/// fills it from `weights`, of which a rank reads only what it keeps. All ranks call it with
+/// equal arguments; `groups` are those of a mesh with the axes `dp` and `sp`.
 ///
 /// # Errors
-/// A mesh that is not the config's, or weights that do not fit the model.
+/// A mesh that lacks an axis or is not the config's, or weights that do not fit the model.
 pub fn initialize(
     model: Model,
     weights: &dyn WeightSource,

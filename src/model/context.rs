@@ -74,7 +74,7 @@ impl LayerContext {
         &self.attention
     }
 
-    /// Recycled storage.
+    /// Recycled storage, shared by the layers of this rank.
     pub fn workspace(&self) -> &Workspace {
         &self.workspace
     }

@@ -43,8 +43,8 @@ impl ExchangePlan {
     /// `q_to_kv[h]` is the KV head of query head `h`, ascending.
     ///
     /// # Errors
-    /// Fewer heads or tokens than ranks (the largest valid `sp_size` is named), or a
-    /// `q_to_kv` that is not ascending over all KV heads.
+    /// Fewer heads or tokens than ranks (the largest valid `sp_size` is named), a
+    /// `q_to_kv` that is not ascending over all KV heads, or a `rank` outside the group.
     pub fn new(
         shape: AttentionShape,
         q_to_kv: &[usize],
@@ -80,7 +80,7 @@ impl ExchangePlan {
         self.rank
     }
 
-    /// Tokens of each rank.
+    /// Tokens of each rank, as positions within the row.
     pub fn seq_ranges(&self) -> &[Range<usize>] {
         &self.seq
     }

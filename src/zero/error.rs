@@ -13,7 +13,7 @@ pub enum ZeroError {
         /// The name that was asked for.
         name: String,
     },
-    /// Parameters were asked for that nobody gathered.
+    /// A reduction or an update needs gradients that no backward pass has made.
     #[error("unit {unit}: its gradients were reduced before its backward pass made any")]
     NoGradients {
         /// The unit.

@@ -34,6 +34,9 @@ use candle_core::{DType, Tensor};
 pub trait Attention: Send + Sync {
     /// Returns `o` and what [`Attention::backward`] needs.
     ///
+    /// `q`, `k` and `v` are the implementation's to keep or to overwrite: candle tensors share their storage,
+    /// so a clone that the caller holds on to may change.
+    ///
     /// # Shapes
     /// `q [b, sq, hq, d]`, `k, v [b, skv, hkv, d]` to `o [b, sq, hq, d]`.
     ///
