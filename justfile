@@ -26,6 +26,6 @@ train *args:
 example:
     cargo run --release --example train_long_sequence
 
-# Attention's rate beside that of a matrix product: `just bench [seq_len] [num_heads] [head_dim] [threads] [repeats]`.
-bench *args:
-    cargo bench --bench attention -- {{args}}
+# Rates, each beside its baseline in the same run: `just bench attention 4096 8 64`, `just bench exchange`.
+bench name *args:
+    cargo bench --bench {{name}} -- {{args}}
