@@ -2,6 +2,7 @@
 
 use super::hf_config::HfConfig;
 use super::{Model, ModelError, ParameterSpec};
+use crate::ops::attention::grouped_heads;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -93,7 +94,7 @@ impl LlamaConfig {
 
     /// The KV head that each query head uses.
     pub fn q_to_kv(&self) -> Vec<usize> {
-        (0..self.num_heads).map(|head| head * self.num_kv_heads / self.num_heads).collect()
+        grouped_heads(self.num_heads, self.num_kv_heads)
     }
 
     /// Number of parameters.

@@ -55,13 +55,16 @@ impl ExchangePlan {
         if num_heads < sp_size {
             return Err(UlyssesError::TooFewHeads { num_heads, sp_size });
         }
+        if rank >= sp_size {
+            return Err(UlyssesError::NoSuchRank { rank, sp_size });
+        }
         if seq_len < sp_size {
             return Err(UlyssesError::SequenceTooShort { seq_len, sp_size });
         }
         let ascending = q_to_kv.windows(2).all(|pair| pair[1] == pair[0] || pair[1] == pair[0] + 1);
         let covers_all =
             q_to_kv.first() == Some(&0) && q_to_kv.last() == Some(&(num_kv_heads.wrapping_sub(1)));
-        if q_to_kv.len() != num_heads || !ascending || !covers_all || rank >= sp_size {
+        if q_to_kv.len() != num_heads || !ascending || !covers_all {
             return Err(UlyssesError::HeadMap { num_heads, num_kv_heads, q_to_kv: q_to_kv.to_vec() });
         }
         let split = |len| (0..sp_size).map(|rank| shard_range(len, sp_size, rank)).collect::<Vec<_>>();

@@ -31,5 +31,5 @@ mod update;
 
 pub use error::ZeroError;
 pub use held::HeldBytes;
-pub use layout::{FlatLayout, FlatParameter};
+pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialise, ZeroGroups, ZeroOptimizer};

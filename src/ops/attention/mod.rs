@@ -23,7 +23,7 @@ pub mod reference;
 mod tests;
 
 pub use error::AttentionError;
-pub use geometry::{Geometry, VisibleRanges};
+pub use geometry::{Geometry, VisibleRanges, grouped_heads};
 pub use kernels::{Gradients, Operands, Upstream, backward, delta, forward};
 
 use candle_core::{DType, Tensor};
