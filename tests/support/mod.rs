@@ -5,6 +5,7 @@
 //! nothing) is not dead.
 #![allow(dead_code, unused_imports, unreachable_pub)]
 
+pub mod cli;
 pub mod comm;
 pub mod compare;
 pub mod doubles;
