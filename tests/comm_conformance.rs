@@ -57,7 +57,7 @@ macro_rules! suite {
                     operations_of_two_groups_can_be_waited_for_in_opposite_orders,
                     an_operation_goes_on_while_its_rank_waits_in_another_group,
                     inputs_may_be_overwritten_once_waited_for,
-                    an_output_may_share_storage_with_the_input_of_another_operation;
+                    operations_may_read_and_write_the_same_two_storages_crosswise;
                 counters:
                     collectives_count_the_bytes_that_crossed_ranks,
                     all_reduce_counts_its_real_traffic_small_and_large,

@@ -1,5 +1,7 @@
 //! The mesh never changes the maths: every layout against an independent f64 reference.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};

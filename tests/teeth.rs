@@ -1,6 +1,8 @@
 //! The parity suite notices what it is there to notice: wrong parts put in at the library's
 //! trait seams each make it fail.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use std::sync::Arc;
@@ -33,7 +35,7 @@ fn the_right_parts_are_accepted() {
 #[test]
 fn a_group_that_skips_the_sum_over_sp_is_noticed() {
     let groups =
-        |groups: ZeroGroups| ZeroGroups { sp: FaultyGroup::new(groups.sp, Fault::SkipsTheSum), ..groups };
+        |groups: ZeroGroups| ZeroGroups { sp: FaultyGroup::wrap(groups.sp, Fault::SkipsTheSum), ..groups };
     for stage in 0..=3 {
         assert!(
             !is_accepted(layout(2, 2, stage), &Doubles { groups, ..Doubles::default() }),
@@ -45,7 +47,7 @@ fn a_group_that_skips_the_sum_over_sp_is_noticed() {
 #[test]
 fn a_loss_scaled_by_sp_is_noticed() {
     let groups = |groups: ZeroGroups| ZeroGroups {
-        sp: FaultyGroup::new(groups.sp, Fault::ScalesByWorldSize),
+        sp: FaultyGroup::wrap(groups.sp, Fault::ScalesByWorldSize),
         ..groups
     };
     for stage in 0..=3 {

@@ -5,6 +5,9 @@ use candle_core::Tensor;
 use std::sync::Arc;
 
 /// How a reduction combines the ranks' elements.
+///
+/// 16-bit floats are reduced in `f32` and rounded once; integer sums wrap; a NaN on
+/// any rank gives NaN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// Adds the ranks' elements, always in rank order.
@@ -19,7 +22,7 @@ pub enum ReduceOp {
 ///
 /// The trait is object-safe: the library passes `Arc<dyn ProcessGroup>` about.
 /// A backend implements the `start_*` methods; callers who have nothing to do
-/// meanwhile use the blocking ones of [`ProcessGroupExt`].
+/// meanwhile use the blocking ones of [`ProcessGroupExt`](super::ProcessGroupExt).
 ///
 /// A candle [`Tensor`] is the type-erased buffer: it knows its device and its
 /// dtype, and cloning it is a reference count. All tensors must be contiguous.
@@ -32,7 +35,11 @@ pub enum ReduceOp {
 /// - `start_*` publishes the operation and returns; the data is valid once
 ///   [`Pending::wait`] returned. Until then the caller writes none of the inputs
 ///   and reads none of the outputs.
-/// - Operations of a group complete in the order in which they were issued.
+/// - Collectives of a group complete in the order in which they were issued. Messages
+///   ([`start_send`](Self::start_send)) keep their order within a pair of ranks and
+///   are independent of collectives and of other pairs.
+/// - While a rank waits for one operation its others go on, in all groups: ranks may
+///   wait in different orders.
 /// - A failure on any rank (error, panic, timeout, diverging call) ends in an
 ///   error on every rank that names the culprit.
 /// - Reductions add in rank order 0, 1, 2 …, so results are bit-identical on all

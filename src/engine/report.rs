@@ -45,8 +45,9 @@ impl Engine {
         let (held, expected) = (self.zero.held_bytes(), self.zero.expected_held_bytes());
         Ok(RankSummary {
             rank: self.global_rank,
-            groups: [&self.groups.dp, &self.groups.sp]
-                .map(|group| (group.name().to_owned(), group.stats()))
+            // By axis: a group that spans the world is the world's and bears its name.
+            groups: [("dp", &self.groups.dp), ("sp", &self.groups.sp)]
+                .map(|(axis, group)| (axis.to_owned(), group.stats()))
                 .into(),
             expected_exchange_bytes: micro_batches * self.exchange_bytes(model, seq_len)?,
             held_bytes: pairs(held, expected),

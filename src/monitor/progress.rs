@@ -21,7 +21,9 @@ impl Progress {
     /// Prints the step if its turn has come: the first, every `steps_per_print`-th, the last,
     /// and any that was skipped.
     pub fn report(&self, metrics: &Metrics) {
-        let due = metrics.step == 1 || metrics.step == self.steps || metrics.step % self.steps_per_print == 0;
+        let due = metrics.step == 1
+            || metrics.step == self.steps
+            || metrics.step.is_multiple_of(self.steps_per_print);
         if due || metrics.skipped {
             // The run goes on when nobody reads its progress any more.
             let _ = writeln!(std::io::stderr(), "{}", self.line(metrics, self.start.elapsed().as_secs_f64()));

@@ -1,5 +1,6 @@
 //! The summary of a run: what was learnt, moved and held, against the formulas.
 
+use super::Metrics;
 use crate::comm::{CollectiveOp, GroupStats};
 use std::fmt::{self, Display, Formatter};
 
@@ -31,6 +32,23 @@ pub struct RunSummary {
     pub seconds: f64,
     /// Every rank's report.
     pub ranks: Vec<RankSummary>,
+}
+
+impl RunSummary {
+    /// Sums up a run's steps; `None` without a step.
+    pub fn new(metrics: &[Metrics], ranks: Vec<RankSummary>) -> Option<Self> {
+        let (first, last) = (metrics.first()?, metrics.last()?);
+        let seconds: f64 = metrics.iter().map(|step| step.step_seconds).sum();
+        let tokens: u64 = metrics.iter().map(|step| step.tokens).sum();
+        Some(Self {
+            steps: last.step,
+            first_loss: first.loss,
+            last_loss: last.loss,
+            tokens_per_second: tokens as f64 / seconds,
+            seconds,
+            ranks,
+        })
+    }
 }
 
 const CATEGORIES: [&str; 3] = ["parameters", "gradients", "optimizer"];

@@ -1,5 +1,7 @@
 //! The command line as its users meet it: the real binary, its files and its messages.
 
+#![allow(clippy::unwrap_used)]
+
 #[path = "../support/mod.rs"]
 mod support;
 

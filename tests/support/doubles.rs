@@ -22,7 +22,7 @@ pub struct FaultyGroup {
 }
 
 impl FaultyGroup {
-    pub fn new(inner: Arc<dyn ProcessGroup>, fault: Fault) -> Arc<dyn ProcessGroup> {
+    pub fn wrap(inner: Arc<dyn ProcessGroup>, fault: Fault) -> Arc<dyn ProcessGroup> {
         Arc::new(Self { inner, fault })
     }
 }

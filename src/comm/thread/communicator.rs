@@ -121,6 +121,7 @@ impl Communicator {
     }
 
     /// Number of rounds in memory.
+    #[cfg(test)]
     pub(super) fn open_rounds(&self) -> usize {
         self.rounds.lock().queue.len()
     }

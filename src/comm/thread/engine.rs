@@ -9,7 +9,10 @@ use crate::comm::{CollectiveOp, CommError};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// Stands in for a timeout beyond what the clock can add.
+const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// One rank of a world; shared by all its groups.
 #[derive(Debug)]
@@ -118,7 +121,7 @@ impl RankState {
     pub(super) fn complete(&self, id: u64) -> Result<(), CommError> {
         let signal = self.world.signal(self.global_rank);
         let started = Instant::now();
-        let deadline = started + self.world.timeout();
+        let deadline = started.checked_add(self.world.timeout()).unwrap_or(started + FOR_EVER);
         loop {
             let seen = signal.epoch();
             // Read before looking at the peers' progress: what a rank has published
@@ -130,7 +133,8 @@ impl RankState {
                 let Stuck { group, op, sequence, .. } = stuck;
                 return Err(self.fail(CommError::PeerLeft { group, op, sequence, rank }));
             }
-            if late {
+            // A peer that came at the last moment is no longer missing.
+            if late && !stuck.missing.is_empty() {
                 let waited_ms = started.elapsed().as_millis() as u64;
                 let Stuck { group, op, sequence, missing } = stuck;
                 return Err(self.fail(CommError::Timeout { group, op, sequence, waited_ms, missing }));

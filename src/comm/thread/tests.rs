@@ -1,1 +1,93 @@
+//! What the conformance suite cannot see from outside: threads, pools, slots.
 
+use super::communicator::Communicator;
+use super::engine::RankState;
+use super::group::ThreadGroup;
+use super::world::World;
+use super::{LaunchError, LaunchOptions, launch};
+use crate::comm::{CommError, ProcessGroupExt, ReduceOp};
+use candle_core::{DType, Device, Tensor};
+use std::sync::Arc;
+use std::time::Duration;
+
+#[test]
+fn rounds_are_freed_as_they_complete() {
+    let world = Arc::new(World::new(3, Duration::from_secs(20)));
+    let comm = Arc::new(Communicator::new("world", world.clone(), vec![0, 1, 2]));
+    let rank_main = |rank: usize| {
+        let group = ThreadGroup::new(Arc::new(RankState::new(rank, world.clone())), comm.clone(), rank);
+        let (small, large) =
+            (Tensor::ones(3, DType::F32, &Device::Cpu)?, Tensor::ones(5000, DType::F32, &Device::Cpu)?);
+        for _ in 0..1000 {
+            group.all_reduce(&small, ReduceOp::Max)?;
+            group.all_reduce(&large, ReduceOp::Max)?;
+            group.barrier()?;
+            // A rank is at most two operations behind one that has passed a barrier.
+            assert!(comm.open_rounds() <= 5, "{} rounds open", comm.open_rounds());
+        }
+        Ok::<(), CommError>(())
+    };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..3).map(|rank| scope.spawn(move || rank_main(rank))).collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap().unwrap());
+    });
+    assert_eq!(comm.open_rounds(), 0);
+}
+
+#[test]
+fn each_rank_is_a_named_thread_with_a_pool_of_its_own() {
+    for threads_per_rank in [1, 3] {
+        let options = LaunchOptions { threads_per_rank, ..Default::default() };
+        let ranks = launch(2, &options, |context| {
+            let name = std::thread::current().name().unwrap_or_default().to_owned();
+            context.group.barrier()?;
+            let pool: Vec<String> =
+                rayon::broadcast(|_| std::thread::current().name().unwrap_or_default().to_owned());
+            assert_eq!((context.threads, rayon::current_thread_index()), (threads_per_rank, Some(0)));
+            Ok::<_, CommError>((name, pool))
+        });
+        for (rank, (name, pool)) in ranks.unwrap().into_iter().enumerate() {
+            assert_eq!(name, format!("rank-{rank}"));
+            let helpers = (1..threads_per_rank).map(|index| format!("rank-{rank}.{index}"));
+            assert_eq!(pool, std::iter::once(name).chain(helpers).collect::<Vec<_>>());
+        }
+    }
+}
+
+#[test]
+fn ranks_return_in_order_and_any_error_type_will_do() {
+    let squares =
+        launch(4, &LaunchOptions::default(), |context| Ok::<_, String>(context.rank * context.rank));
+    assert_eq!(squares.unwrap(), [0, 1, 4, 9]);
+    let failed = launch(2, &LaunchOptions::default(), |context| {
+        if context.rank == 1 { Err("no data".to_owned()) } else { Ok(()) }
+    });
+    assert_eq!(failed.unwrap_err().to_string(), "rank 1: no data");
+}
+
+#[test]
+fn worlds_without_ranks_or_threads_are_refused() {
+    let nothing = |_: super::RankContext| Ok::<(), CommError>(());
+    let refused = launch(0, &LaunchOptions::default(), nothing).unwrap_err();
+    assert!(matches!(refused, LaunchError::InvalidOptions { world_size: 0, .. }), "{refused}");
+    let options = LaunchOptions { threads_per_rank: 0, ..Default::default() };
+    assert!(matches!(launch(1, &options, nothing).unwrap_err(), LaunchError::InvalidOptions { .. }));
+}
+
+#[test]
+fn a_rank_that_swallows_anothers_failure_does_not_hide_it() {
+    let launched = launch(2, &LaunchOptions::default(), |context| -> Result<(), CommError> {
+        if context.rank == 0 {
+            assert!(context.group.barrier().is_err());
+            return Ok(());
+        }
+        panic!("gone")
+    });
+    assert!(matches!(launched.unwrap_err(), LaunchError::Panicked { rank: 1, .. }));
+}
+
+#[test]
+fn a_timeout_beyond_the_clock_means_for_ever() {
+    let options = LaunchOptions { timeout: Duration::MAX, ..Default::default() };
+    launch(2, &options, |context| context.group.barrier()).unwrap();
+}

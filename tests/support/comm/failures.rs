@@ -183,7 +183,7 @@ pub(crate) fn a_rank_that_never_comes_is_named_after_the_timeout(backend: &impl 
         let CommError::Timeout { group, op, sequence, waited_ms, missing } = error else { panic!("{error}") };
         assert_eq!((group.as_str(), *op, *sequence), ("world", CollectiveOp::AllReduce, 0));
         assert_eq!(*missing, [1]);
-        assert!((1_500..2_500).contains(waited_ms), "{waited_ms}");
+        assert!((1_500..3_000).contains(waited_ms), "{waited_ms}");
     }
 }
 

@@ -1,8 +1,8 @@
 //! Operations under way.
 
 use super::{Backend, code, tensor, values, zeros};
-use std::sync::Arc;
-use ulysses::comm::{ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
+use candle_core::Tensor;
+use ulysses::comm::{CommError, ProcessGroupExt, ReduceOp};
 use ulysses::tensor::with_slice_mut;
 
 pub(crate) fn operations_can_be_waited_for_in_any_order(backend: &impl Backend) {
@@ -100,45 +100,30 @@ pub(crate) fn inputs_may_be_overwritten_once_waited_for(backend: &impl Backend) 
     });
 }
 
-pub(crate) fn an_output_may_share_storage_with_the_input_of_another_operation(backend: &impl Backend) {
-    // Left and right half of one buffer: while the left is lent, the right is filled,
-    // and the other way round on the other ranks.
-    for _ in 0..30 {
-        backend.run(3, |group| {
-            let rank = group.rank();
-            let flat = tensor(12_000, |i| (rank * 100 + i / 6_000) as f32);
-            let (left, right) = (flat.narrow(0, 0, 6_000)?, flat.narrow(0, 6_000, 6_000)?);
-            let gathered = zeros::<f32>(18_000);
-            let lending = group.start_all_gather(&left, &gathered)?;
-            let run = |offset| StridedBlock {
-                tensor: 0,
-                offset,
-                batch: 1,
-                batch_stride: 0,
-                rows: 1,
-                row_stride: 0,
-                run: 2_000,
+pub(crate) fn operations_may_read_and_write_the_same_two_storages_crosswise(backend: &impl Backend) {
+    // One exchange goes from the left half of `x` to the right half of `y`, the next
+    // from the left half of `y` to the right half of `x`. A rank in the first and one
+    // in the second would each hold the storage that the other needs.
+    const PART: usize = 20_000;
+    backend.run(3, |group| {
+        let (rank, ranks) = (group.rank(), group.world_size());
+        let buffer = |base: usize| tensor(PART * (1 + ranks), |i| (base + rank * 10 + i % 7) as f32);
+        let halves = |flat: &Tensor| {
+            Ok::<_, CommError>((flat.narrow(0, 0, PART)?, flat.narrow(0, PART, PART * ranks)?))
+        };
+        for round in 0..100 {
+            let (x, y) = (buffer(1_000 + round), buffer(2_000 + round));
+            let ((x_left, x_right), (y_left, y_right)) = (halves(&x)?, halves(&y)?);
+            let there = group.start_all_gather(&x_left, &y_right)?;
+            let back = group.start_all_gather(&y_left, &x_right)?;
+            there.wait()?;
+            back.wait()?;
+            let gathered = |base: usize| {
+                move |(i, x): (usize, f32)| x == (base + round + i / PART * 10 + i % PART % 7) as f32
             };
-            let plan = StridedPlan {
-                send: vec![vec![run(0)]; 3],
-                recv: (0..3)
-                    .map(|peer| vec![RecvBlock { block: run(peer * 2_000), accumulate: true }])
-                    .collect(),
-            };
-            let filling = group.start_all_to_all_strided(
-                &[tensor(2_000, |_| rank as f32)],
-                &[right.clone()],
-                &Arc::new(plan),
-            )?;
-            let receiving = group.start_recv(&left.narrow(0, 0, 0)?, rank)?;
-            group.send(&zeros::<f32>(0), rank)?;
-            [receiving, filling, lending].into_iter().try_for_each(|pending| pending.wait())?;
-            assert!(
-                values::<f32>(&gathered).into_iter().enumerate().all(|(i, x)| x == (i / 6_000 * 100) as f32)
-            );
-            let filled = |i: usize| (rank * 100 + 1 + i / 2_000) as f32;
-            assert!(values::<f32>(&right).into_iter().enumerate().all(|(i, x)| x == filled(i)));
-            Ok(())
-        });
-    }
+            assert!(values::<f32>(&y_right).into_iter().enumerate().all(gathered(1_000)), "round {round}");
+            assert!(values::<f32>(&x_right).into_iter().enumerate().all(gathered(2_000)), "round {round}");
+        }
+        Ok(())
+    });
 }

@@ -1,0 +1,60 @@
+//! A model as a stack: embedding, layers, head.
+
+use super::{DecoderLayer, Embedding, Layer, LlamaConfig, LossHead, ParameterSpec};
+
+/// An embedding, a stack of layers, and a head with its loss.
+pub struct Model {
+    /// Token ids to hidden states.
+    pub embedding: Embedding,
+    /// Hidden states to hidden states.
+    pub layers: Vec<Box<dyn Layer>>,
+    /// Hidden states to a loss.
+    pub head: LossHead,
+}
+
+/// Parameters that are partitioned, gathered and reduced as a whole.
+#[derive(Debug, Clone)]
+pub struct UnitSpec {
+    /// Name for messages and reports.
+    pub name: String,
+    /// The parameters, in the order in which they lie in the flat buffer.
+    pub parameters: Vec<ParameterSpec>,
+}
+
+impl Model {
+    /// The layers of a Llama-style decoder.
+    pub fn llama(config: &LlamaConfig) -> Self {
+        let LlamaConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
+        let embedding = Embedding::new(vocab_size, hidden_size, std);
+        let projection =
+            if config.tie_word_embeddings { &embedding.parameter().name } else { "lm_head.weight" };
+        let head = LossHead::new(projection, vocab_size, hidden_size, rms_norm_eps, std);
+        let layer = |index| Box::new(DecoderLayer::new(config, index)) as Box<dyn Layer>;
+        Self { layers: (0..config.num_layers).map(layer).collect(), embedding, head }
+    }
+
+    /// Whether the head's projection is the embedding's matrix, told by its name.
+    pub fn is_tied(&self) -> bool {
+        self.head.projection().name == self.embedding.parameter().name
+    }
+
+    /// All parameters by unit: the embedding, every layer, the head. With a tied head the
+    /// first unit holds the head's norm too and there is no last one, so that the shared
+    /// matrix is gathered and reduced once.
+    pub fn units(&self) -> Vec<UnitSpec> {
+        let embedding = self.embedding.parameter().clone();
+        let (norm, projection) = (self.head.norm().clone(), self.head.projection().clone());
+        let mut units = vec![UnitSpec { name: "embedding".into(), parameters: vec![embedding] }];
+        units.extend(
+            self.layers
+                .iter()
+                .map(|layer| UnitSpec { name: layer.name().into(), parameters: layer.parameters().to_vec() }),
+        );
+        if self.is_tied() {
+            units[0].parameters.push(norm);
+        } else {
+            units.push(UnitSpec { name: "head".into(), parameters: vec![norm, projection] });
+        }
+        units
+    }
+}
