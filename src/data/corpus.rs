@@ -150,7 +150,7 @@ fn read_text(path: &Path) -> Result<Option<String>, DataError> {
     Ok(String::from_utf8(bytes).ok())
 }
 
-pub(super) fn read_error(path: &Path, source: io::Error) -> DataError {
+fn read_error(path: &Path, source: io::Error) -> DataError {
     let path = path.to_owned();
     match source.kind() {
         io::ErrorKind::NotFound => DataError::Missing { path },

@@ -137,7 +137,8 @@ fn tokenizer_failures_name_the_file() {
     write(root, "text/2", "a b");
     write(root, "text/3", "b");
     let missing = Tokenizer::from_file(&root.join("nowhere.json")).unwrap_err();
-    assert!(matches!(missing, DataError::Missing { .. }), "{missing:?}");
+    assert!(matches!(missing, DataError::TokenizerLoad { .. }), "{missing:?}");
+    assert!(missing.to_string().contains("nowhere.json"));
     let broken = Tokenizer::from_file(&root.join("broken.json")).unwrap_err();
     assert!(matches!(broken, DataError::TokenizerLoad { .. }), "{broken:?}");
     assert!(broken.to_string().contains("broken.json"));
