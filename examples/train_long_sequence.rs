@@ -13,8 +13,7 @@ use anyhow::{Context, Result};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-use ulysses::comm::MeshGroups;
-use ulysses::comm::thread::{LaunchOptions, RankContext, launch};
+use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
 use ulysses::data::{
     Corpus, DataLoader, LoaderOptions, PackedRows, Placement, Tokenizer, unigram_entropy_nats,
@@ -22,7 +21,7 @@ use ulysses::data::{
 use ulysses::engine::initialize;
 use ulysses::mesh::{DeviceMesh, draw};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
-use ulysses::monitor::{Metrics, Progress, RankSummary, RunSummary};
+use ulysses::monitor::{Progress, RankSummary, RunSummary, RunTotals};
 
 /// Counts what each rank holds, and keeps freed blocks for the next allocation.
 #[global_allocator]
@@ -72,20 +71,20 @@ fn main() -> Result<()> {
     let results = launch(run.mesh.world_size(), &options, |rank| run.train(&rank))?;
 
     // 5. The summary: what was learnt, moved and held, against the formulas.
-    let (metrics, _) = results.first().context("a mesh has a rank")?;
-    let ranks = results.iter().map(|(_, summary)| summary.clone()).collect();
-    let summary = RunSummary::new(metrics, ranks).context("a run has a step")?;
-    println!("\n{summary}");
+    let (totals, ranks): (Vec<RunTotals>, Vec<RankSummary>) = results.into_iter().unzip();
+    let totals = totals.into_iter().next().context("a mesh has a rank")?;
+    let (_, last_loss) = totals.last_loss.context("every step was skipped")?;
+    println!("\n{}", RunSummary { totals, ranks });
     println!(
         "byte-unigram entropy of the corpus {unigram_entropy:.4} nat; the last loss is {:.4} below it",
-        unigram_entropy - summary.last_loss
+        unigram_entropy - last_loss
     );
     Ok(())
 }
 
 impl Run {
     /// One rank's run: its part of the model and of every batch.
-    fn train(&self, rank: &RankContext) -> Result<(Vec<Metrics>, RankSummary)> {
+    fn train(&self, rank: &RankContext) -> Result<(RunTotals, RankSummary)> {
         let config = &self.config;
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?;
         let weights = RandomWeights { seed: config.seed };
@@ -100,18 +99,19 @@ impl Run {
 
         let steps = config.require_steps()?;
         let progress = Progress::new(steps, config.steps_per_print);
-        let mut metrics = Vec::new();
+        let mut totals = RunTotals::default();
         for _ in 0..steps {
             let start = Instant::now();
             let report = engine.train_batch(|| loader.next_micro_batch())?;
-            metrics.push(report.metrics(start.elapsed().as_secs_f64()));
+            let metrics = report.metrics(start.elapsed().as_secs_f64());
+            totals.record(&metrics);
             if rank.rank == 0 {
-                progress.report(&metrics[metrics.len() - 1]);
+                progress.report(&metrics);
             }
         }
         engine.check_replicas()?;
         let micro_batches = steps * config.gradient_accumulation_steps as u64;
         let summary = engine.summary(&self.model, self.rows.seq_len(), micro_batches)?;
-        Ok((metrics, summary))
+        Ok((totals, summary))
     }
 }

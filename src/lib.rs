@@ -31,7 +31,7 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use ulysses::comm::{MeshGroups, thread::{LaunchOptions, launch}};
+//! use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 //! use ulysses::config::Config;
 //! use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
 //! use ulysses::mesh::DeviceMesh;

@@ -6,4 +6,4 @@ mod summary;
 
 pub use metrics::{Metrics, MetricsWriter};
 pub use progress::Progress;
-pub use summary::{RankSummary, RunSummary};
+pub use summary::{RankSummary, RunSummary, RunTotals};

@@ -17,47 +17,55 @@ pub struct RankSummary {
     pub held_bytes: [(u64, u64); 3],
 }
 
+/// What a run's steps add up to.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RunTotals {
+    /// Steps, skipped ones included.
+    pub steps: u64,
+    /// Loss of the first step that was not skipped, and its number.
+    pub first_loss: Option<(u64, f64)>,
+    /// Loss of the last step that was not skipped, and its number.
+    pub last_loss: Option<(u64, f64)>,
+    /// Valid tokens of all steps.
+    pub tokens: u64,
+    /// Wall time of all steps.
+    pub seconds: f64,
+}
+
+impl RunTotals {
+    /// Adds a step.
+    pub fn record(&mut self, metrics: &Metrics) {
+        self.steps += 1;
+        self.tokens += metrics.tokens;
+        self.seconds += metrics.step_seconds;
+        if !metrics.skipped {
+            let loss = (metrics.step, metrics.loss);
+            self.first_loss.get_or_insert(loss);
+            self.last_loss = Some(loss);
+        }
+    }
+}
+
 /// The end of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunSummary {
-    /// Optimizer steps.
-    pub steps: u64,
-    /// Loss of the first step.
-    pub first_loss: f64,
-    /// Loss of the last step.
-    pub last_loss: f64,
-    /// Valid tokens of all steps over the time they took.
-    pub tokens_per_second: f64,
-    /// Wall time of all steps.
-    pub seconds: f64,
+    /// What rank 0 saw.
+    pub totals: RunTotals,
     /// Every rank's report.
     pub ranks: Vec<RankSummary>,
-}
-
-impl RunSummary {
-    /// Sums up a run's steps; `None` without a step.
-    pub fn new(metrics: &[Metrics], ranks: Vec<RankSummary>) -> Option<Self> {
-        let (first, last) = (metrics.first()?, metrics.last()?);
-        let seconds: f64 = metrics.iter().map(|step| step.step_seconds).sum();
-        let tokens: u64 = metrics.iter().map(|step| step.tokens).sum();
-        Some(Self {
-            steps: last.step,
-            first_loss: first.loss,
-            last_loss: last.loss,
-            tokens_per_second: tokens as f64 / seconds,
-            seconds,
-            ranks,
-        })
-    }
 }
 
 const CATEGORIES: [&str; 3] = ["parameters", "gradients", "optimizer"];
 
 impl Display for RunSummary {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { steps, first_loss, last_loss, tokens_per_second, seconds, ranks } = self;
-        writeln!(f, "loss        {first_loss:.4} at step 1, {last_loss:.4} at step {steps}")?;
-        writeln!(f, "throughput  {tokens_per_second:.0} tokens/s over {seconds:.1} s")?;
+        let Self { totals: RunTotals { first_loss, last_loss, tokens, seconds, .. }, ranks } = self;
+        if let (Some((first_step, first)), Some((last_step, last))) = (first_loss, last_loss) {
+            writeln!(f, "loss        {first:.4} at step {first_step}, {last:.4} at step {last_step}")?;
+        } else {
+            writeln!(f, "loss        none: every step was skipped")?;
+        }
+        writeln!(f, "throughput  {:.0} tokens/s over {seconds:.1} s", *tokens as f64 / seconds)?;
         writeln!(f, "\nbytes sent per rank, by group and operation")?;
         for rank in ranks {
             rank.write_traffic(f)?;

@@ -1,8 +1,7 @@
 //! Plans against hand-worked literals; exchanges with values that encode their position.
 
 use super::*;
-use crate::comm::thread::{LaunchOptions, launch};
-use crate::comm::{CollectiveOp, ProcessGroup};
+use crate::comm::{CollectiveOp, LaunchOptions, ProcessGroup, launch};
 use crate::ops::Workspace;
 use crate::tensor::to_vec;
 use candle_core::{Device, Tensor};

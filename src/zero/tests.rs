@@ -1,8 +1,7 @@
 //! Partition arithmetic by hand, and live optimizers on several meshes.
 
 use super::*;
-use crate::comm::thread::{LaunchOptions, launch};
-use crate::comm::{CollectiveOp, MeshGroups};
+use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, launch};
 use crate::config::{OptimizerConfig, ZeroStage};
 use crate::mesh::DeviceMesh;
 use crate::tensor::{to_vec, with_slice_mut};

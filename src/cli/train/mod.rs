@@ -7,18 +7,17 @@ mod reporter;
 use super::{Failure, OrFail, note, print};
 use anyhow::Context;
 use clap::ValueEnum;
-use reporter::{Curve, Reporter};
+use reporter::Reporter;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
-use ulysses::comm::MeshGroups;
-use ulysses::comm::thread::{LaunchOptions, RankContext, launch};
+use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
 use ulysses::data::{DataLoader, LoaderOptions, PackedRows, Placement};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{LlamaConfig, Model, WeightSource};
-use ulysses::monitor::{RankSummary, RunSummary};
+use ulysses::monitor::{RankSummary, RunSummary, RunTotals};
 
 #[derive(clap::Args)]
 pub(super) struct TrainArgs {
@@ -79,20 +78,14 @@ pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
     let run = prepare::prepare(args)?;
     note(&run);
     let results = launch(run.mesh.world_size(), &run.launch, |rank| run.train(&rank)).or_run()?;
-    let curve = results.iter().find_map(|(curve, _)| curve.as_ref()).context("rank 0 reports").or_run()?;
-    let summary = RunSummary {
-        steps: run.steps,
-        first_loss: curve.first_loss,
-        last_loss: curve.last_loss,
-        tokens_per_second: curve.tokens as f64 / curve.seconds,
-        seconds: curve.seconds,
-        ranks: results.iter().map(|(_, summary)| summary.clone()).collect(),
-    };
+    let ranks = results.iter().map(|(_, summary)| summary.clone()).collect();
+    let totals = results.into_iter().find_map(|(totals, _)| totals).context("rank 0 reports").or_run()?;
+    let summary = RunSummary { totals, ranks };
     print(format_args!("{summary}\nmetrics     {}\n", run.output.join("metrics.jsonl").display()))
 }
 
 impl Run {
-    fn train(&self, rank: &RankContext) -> anyhow::Result<(Option<Curve>, RankSummary)> {
+    fn train(&self, rank: &RankContext) -> anyhow::Result<(Option<RunTotals>, RankSummary)> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?;
         let mut engine = initialize(Model::llama(&self.llama), &*self.weights, &self.config, &groups)?;
         let options = LoaderOptions {
@@ -113,7 +106,7 @@ impl Run {
         engine.check_replicas()?;
         let micro_batches = self.steps * self.config.gradient_accumulation_steps as u64;
         let summary = engine.summary(&self.llama, self.rows.seq_len(), micro_batches)?;
-        Ok((reporter.map(|reporter| reporter.curve), summary))
+        Ok((reporter.map(|reporter| reporter.totals), summary))
     }
 }
 

@@ -14,7 +14,7 @@ pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     let config_path = args.config.clone();
     let raw = RawConfig::from_file(&config_path).or_usage()?;
     let mut config = raw.resolve(&overrides(args)?).or_usage()?;
-    config.notes.iter().for_each(|note| tracing::info!("{note}"));
+    config.notes.iter().for_each(|text| note(format_args!("note: {text}")));
     let (steps, seq_len) = (config.require_steps().or_usage()?, config.require_seq_len().or_usage()?);
     config.require_data().or_usage()?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
