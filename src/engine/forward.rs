@@ -116,10 +116,7 @@ impl Engine {
         ctx: &LayerContext,
         mut keep: impl FnMut(Tensor, Saved),
     ) -> Result<Tensor, EngineError> {
-        let params = self.zero.parameters(0)?;
-        self.zero.prefetch(if self.model.layers.is_empty() { self.head_unit() } else { 1 })?;
-        let mut x = self.model.embedding.forward(&params[0], input_ids, ctx)?;
-        self.zero.release(0);
+        let mut x = self.embed(input_ids, ctx)?;
         for index in 0..self.model.layers.len() {
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;
@@ -127,6 +124,16 @@ impl Engine {
             self.zero.release(index + 1);
             keep(std::mem::replace(&mut x, y), state);
         }
+        Ok(x)
+    }
+
+    /// Looks up the embedding. The views end here, or they would keep the gathered matrix
+    /// beyond its release.
+    fn embed(&mut self, input_ids: &[u32], ctx: &LayerContext) -> Result<Tensor, EngineError> {
+        let params = self.zero.parameters(0)?;
+        self.zero.prefetch(if self.model.layers.is_empty() { self.head_unit() } else { 1 })?;
+        let x = self.model.embedding.forward(&params[0], input_ids, ctx)?;
+        self.zero.release(0);
         Ok(x)
     }
 
