@@ -18,6 +18,14 @@ fmt:
 deny:
     cargo deny check
 
-# Trains: `just train CONFIG.json --mesh 2x2`.
+# Trains: `just train configs/sp2.json --steps 10`.
 train *args:
     cargo run --release -- train {{args}}
+
+# Trains on long rows of this repository's text, on a 2 × 2 mesh.
+example:
+    cargo run --release --example train_long_sequence
+
+# Rates, each beside its baseline in the same run: `just bench attention 4096 8 64`, `just bench exchange`.
+bench name *args:
+    cargo bench --bench {{name}} -- {{args}}

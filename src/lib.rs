@@ -23,6 +23,8 @@
 //!    - normalise, clip, update the own partition.
 //! 6. [`monitor`]: what the user sees of it.
 //!
+//! [`tensor`] (candle tensors as slices) and [`memory`] (bytes held per thread) serve all of them.
+//!
 //! # Example
 //!
 //! Four ranks, ZeRO stage 3 over two, sequences cut in two:
@@ -79,3 +81,8 @@ pub mod ops;
 pub mod tensor;
 pub mod ulysses;
 pub mod zero;
+
+/// Runs the example of the front page.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

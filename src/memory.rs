@@ -1,7 +1,8 @@
 //! What the allocator holds, counted per thread.
 //!
-//! A rank of the thread backend is one OS thread, so a rank's memory is its thread's. The
-//! count costs an addition per allocation and exists only in programs that install it:
+//! A rank of the thread backend is one OS thread, so a rank's memory is its thread's; what the
+//! further threads of its pool allocate is counted as theirs. The count
+//! costs an addition per allocation and exists only in programs that install it:
 //!
 //! ```
 //! use ulysses::memory::CountingAllocator;

@@ -1,4 +1,5 @@
-//! Subcommands and exit codes: 0 done, 1 failed check or run, 2 bad arguments or config.
+//! Subcommands and exit codes: 0 done; 1 failed check or run, or data that cannot be trained
+//! on; 2 bad arguments, config, model description or batch file.
 
 mod mesh;
 mod model;
@@ -6,7 +7,10 @@ pub(crate) mod settings;
 mod train;
 mod verify;
 
+use anyhow::Context;
 use clap::{Parser, Subcommand};
+use std::fmt::Display;
+use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 use ulysses::mesh::DeviceMesh;
 
@@ -30,7 +34,7 @@ enum Command {
 
 /// Why a command did not do its work.
 pub(crate) enum Failure {
-    /// Arguments, config or model description are at fault: exit code 2.
+    /// Arguments, config, model description or batch file are at fault: exit code 2.
     Usage(anyhow::Error),
     /// The run or the check failed: exit code 1.
     Run(anyhow::Error),
@@ -67,8 +71,23 @@ pub(crate) fn run() -> ExitCode {
         Err(Failure::Run(error)) => (error, 1),
         Err(Failure::Usage(error)) => (error, 2),
     };
-    eprintln!("error: {}", causes(&error));
+    note(format_args!("error: {}", causes(&error)));
     ExitCode::from(code)
+}
+
+/// Writes a result to standard output. A reader that closes it early, such as `head`, has
+/// seen what it wanted.
+fn print(text: impl Display) -> Result<(), Failure> {
+    let mut stdout = std::io::stdout().lock();
+    match write!(stdout, "{text}").and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        written => written.context("cannot write to standard output").or_run(),
+    }
+}
+
+/// Writes a line about the run to standard error, if somebody reads it.
+fn note(line: impl Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// The error and its causes in one line, without what a cause only repeats.
@@ -84,13 +103,11 @@ fn causes(error: &anyhow::Error) -> String {
 
 /// `(dp, sp)` of a mesh given on the command line.
 fn dp_sp(notation: &str) -> Result<(usize, usize), Failure> {
-    let mesh: DeviceMesh = DeviceMesh::parse(notation, None).or_usage()?;
-    let known = mesh.axis_names().iter().all(|name| name == "dp" || name == "sp");
-    if !known {
+    let flag = || format!("--mesh {notation}");
+    let mesh = DeviceMesh::parse(notation, None).with_context(flag).or_usage()?;
+    if mesh.axis_names().iter().any(|name| name != "dp" && name != "sp") {
         let names = mesh.axis_names().join(", ");
-        return Err(Failure::Usage(anyhow::anyhow!(
-            "--mesh {notation}: the axes are dp and sp, got {names}"
-        )));
+        return Err(Failure::Usage(anyhow::anyhow!("{}: the axes are dp and sp, got {names}", flag())));
     }
     let size = |axis| mesh.axis_size(axis).unwrap_or(1);
     Ok((size("dp"), size("sp")))

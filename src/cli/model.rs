@@ -1,8 +1,9 @@
 //! `--model`: a preset by name or a directory in Hugging Face's layout.
 
 use super::{Failure, OrFail};
-use std::path::Path;
-use ulysses::model::{HfWeights, LlamaConfig, PRESETS, RandomWeights, WeightSource, preset};
+use std::path::{Path, PathBuf};
+use ulysses::model::{HfWeights, LlamaConfig, Model, PRESETS, RandomWeights, WeightSource, preset};
+use ulysses::ulysses::{AttentionShape, ExchangePlan};
 
 /// A model's description and where its weights come from.
 pub(super) struct ModelSource {
@@ -13,12 +14,38 @@ pub(super) struct ModelSource {
 /// Presets start from random weights made from `seed` and take the tokenizer's vocabulary;
 /// a directory brings weights and vocabulary.
 pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSource, Failure> {
-    let dir = Path::new(model);
-    if PRESETS.contains(&model) || !dir.exists() {
+    let Some(dir) = directory(model) else {
         let config = LlamaConfig { vocab_size, ..preset(model).or_usage()? };
+        config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
         return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }) });
-    }
+    };
     let config = LlamaConfig::from_hf_dir(dir).or_usage()?;
     let weights = Box::new(HfWeights::open(dir).or_usage()?);
+    let units = Model::llama(&config).units();
+    for spec in units.iter().flat_map(|unit| &unit.parameters) {
+        // Reading nothing of a tensor still checks its name, shape and type.
+        weights.read(spec, 0..0, &mut []).or_usage()?;
+    }
     Ok(ModelSource { config, weights })
+}
+
+/// The tokenizer that comes with the model, if one does.
+pub(super) fn own_tokenizer(model: &str) -> Option<PathBuf> {
+    directory(model).map(|dir| dir.join("tokenizer.json")).filter(|path| path.exists())
+}
+
+/// The directory that `model` names, unless it names a preset.
+fn directory(model: &str) -> Option<&Path> {
+    let dir = Path::new(model);
+    (!PRESETS.contains(&model) && dir.exists()).then_some(dir)
+}
+
+impl ModelSource {
+    /// Every sp rank needs a head and a token: better said before a rank starts.
+    pub(super) fn check_exchange(&self, batch: usize, seq_len: usize, sp_size: usize) -> Result<(), Failure> {
+        let LlamaConfig { num_heads, num_kv_heads, head_dim, .. } = self.config;
+        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+        ExchangePlan::new(shape, &self.config.q_to_kv(), sp_size, 0).or_usage()?;
+        Ok(())
+    }
 }

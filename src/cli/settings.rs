@@ -1,6 +1,16 @@
-//! Settings of the process, made before anything else runs.
+//! Settings of the process, and what it can bear.
 
+use super::Failure;
+use anyhow::anyhow;
+use std::io::IsTerminal;
 use tracing_subscriber::EnvFilter;
+use ulysses::comm::thread::LaunchOptions;
+use ulysses::config::Config;
+use ulysses::model::LlamaConfig;
+
+/// Most threads of all ranks together. More is a typing error that would keep the machine
+/// busy for minutes before it fails.
+const MAX_THREADS: usize = 4096;
 
 /// candle runs large elementwise ops on one pool behind a barrier that all ranks would
 /// share. Ranks bring their own threads, so candle gets one, unless the user says otherwise.
@@ -15,11 +25,54 @@ pub(crate) fn limit_candle_threads() {
 /// Log lines on standard error, chosen by `RUST_LOG`; warnings by default.
 pub(crate) fn start_logging() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).init();
+    let stderr = std::io::stderr;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(stderr().is_terminal())
+        .with_writer(stderr)
+        .with_target(false)
+        .without_time()
+        .init();
 }
 
 /// Threads of each rank: what was asked for, or a fair share of the cores.
-pub(crate) fn threads_per_rank(asked: Option<usize>, world_size: usize) -> usize {
+pub(super) fn launch_options(asked: Option<usize>, world_size: usize) -> Result<LaunchOptions, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    asked.unwrap_or((cores / world_size).max(1))
+    let threads_per_rank = asked.unwrap_or((cores / world_size.max(1)).max(1));
+    if world_size.saturating_mul(threads_per_rank) > MAX_THREADS {
+        return Err(Failure::Usage(anyhow!(
+            "{world_size} rank(s) of {threads_per_rank} thread(s) each are too many: this process starts at \
+             most {MAX_THREADS} threads, so choose a smaller mesh or fewer --threads-per-rank"
+        )));
+    }
+    Ok(LaunchOptions { threads_per_rank, ..LaunchOptions::default() })
+}
+
+/// Refuses what cannot fit, since all ranks share this machine's memory: parameters and
+/// gradients exist at least once, and the backward pass needs the input of every layer.
+pub(super) fn check_memory(config: &Config, llama: &LlamaConfig, seq_len: usize) -> Result<(), Failure> {
+    const GIB: f64 = (1_u64 << 30) as f64;
+    let Some(available) = physical_memory_bytes() else { return Ok(()) };
+    let values = 2.0 * llama.num_parameters() as f64;
+    let rows = config.micro_batch_size as f64 * config.dp_size as f64;
+    let inputs = rows * seq_len as f64 * llama.hidden_size as f64 * llama.num_layers as f64;
+    let needed = 4.0 * (values + inputs);
+    if needed <= available {
+        return Ok(());
+    }
+    Err(Failure::Usage(anyhow!(
+        "this machine has {:.1} GiB of memory, but the parameters with their gradients take {:.1} GiB and the \
+         layers' inputs {:.1} GiB ({rows} rows of {seq_len} tokens): choose a smaller model, seq_len or batch",
+        available / GIB,
+        4.0 * values / GIB,
+        4.0 * inputs / GIB
+    )))
+}
+
+/// Where the system tells.
+fn physical_memory_bytes() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024.0)
 }

@@ -68,7 +68,8 @@ impl fmt::Display for CollectiveOp {
 pub struct OpStats {
     /// How often this rank has issued the operation.
     pub calls: u64,
-    /// Bytes that other ranks have taken from this one.
+    /// Bytes that other ranks have taken from this one: complete once they have completed the
+    /// operation too.
     pub bytes_sent: u64,
     /// Bytes that this rank has taken from others.
     pub bytes_received: u64,

@@ -42,11 +42,11 @@ pub struct Config {
     pub loss_normalization: LossNormalization,
     /// `ulysses.model`: a directory in Hugging Face's layout or the name of a preset.
     pub model: Option<String>,
-    /// `ulysses.data`: the training text.
+    /// `ulysses.data`: a text file, or a directory whose text files are read.
     pub data: Option<String>,
-    /// `ulysses.tokenizer`: a tokenizer file.
+    /// `ulysses.tokenizer`: a Hugging Face `tokenizer.json`; default bytes.
     pub tokenizer: Option<String>,
-    /// `ulysses.output`: the directory for metrics and checkpoints.
+    /// `ulysses.output`: the directory for metrics and the resolved config.
     pub output: Option<String>,
     /// `ulysses.seq_len`: tokens per row, over all sequence-parallel ranks.
     pub seq_len: Option<usize>,
@@ -101,7 +101,7 @@ impl Backend {
 pub struct Overrides {
     /// `--mesh`: the sizes of (dp, sp).
     pub mesh: Option<(usize, usize)>,
-    /// How many ranks there are, where that is not the mesh's to say (MPI).
+    /// How many ranks there are, where a launcher rather than the mesh says so; dp is then inferred from it.
     pub world_size: Option<usize>,
     /// `--seq-len`.
     pub seq_len: Option<usize>,

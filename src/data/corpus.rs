@@ -20,7 +20,8 @@ pub struct Corpus {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Skipped {
-    /// Files and directories whose name starts with a dot, and build directories (`target`).
+    /// Files and directories whose name starts with a dot, build directories (`target`), and
+    /// what training runs have written (directories with a `metrics.jsonl`).
     pub hidden: usize,
     /// Files that are not valid UTF-8.
     pub not_text: usize,
@@ -119,8 +120,9 @@ fn read_directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<(PathBuf, St
             let path = entry.path();
             let file_type = entry.file_type().map_err(|source| read_error(&path, source))?;
             let name = entry.file_name();
-            let is_build_directory = file_type.is_dir() && name == "target";
-            if is_build_directory || name.to_string_lossy().starts_with('.') {
+            // A run that read what an earlier one wrote would train on other data each time.
+            let is_output = file_type.is_dir() && (name == "target" || path.join("metrics.jsonl").exists());
+            if is_output || name.to_string_lossy().starts_with('.') {
                 skipped.hidden += 1;
             } else if file_type.is_dir() {
                 directories.push(path);
@@ -148,7 +150,7 @@ fn read_text(path: &Path) -> Result<Option<String>, DataError> {
     Ok(String::from_utf8(bytes).ok())
 }
 
-pub(super) fn read_error(path: &Path, source: io::Error) -> DataError {
+fn read_error(path: &Path, source: io::Error) -> DataError {
     let path = path.to_owned();
     match source.kind() {
         io::ErrorKind::NotFound => DataError::Missing { path },

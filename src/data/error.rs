@@ -12,7 +12,7 @@ type TokenizerCause = Box<dyn std::error::Error + Send + Sync>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
-    /// The path of the data or the tokenizer does not exist.
+    /// The path of the data does not exist.
     #[error("{} does not exist; give a text file or a directory of them", path.display())]
     Missing {
         /// The path as given.

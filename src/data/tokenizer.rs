@@ -31,8 +31,8 @@ impl Tokenizer {
     /// # Errors
     /// When the file does not exist, cannot be read, or is no tokenizer.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
-        let json = std::fs::read(path).map_err(|source| super::corpus::read_error(path, source))?;
         let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
+        let json = std::fs::read(path).map_err(|error| load_error(error.into()))?;
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(json).map_err(load_error)?;
         tokenizer.with_truncation(None).map_err(load_error)?;
         tokenizer.with_padding(None);

@@ -9,7 +9,7 @@ use candle_core::Tensor;
 
 impl Engine {
     /// Adds the gradients of a micro batch. Each unit's are reduced while the next one's
-    /// backward runs.
+    /// backward runs. Collective. The first call after a step forgets the gradients of the last.
     ///
     /// # Errors
     /// More calls than the accumulation allows, or failed communication.

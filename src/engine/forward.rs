@@ -41,7 +41,7 @@ impl Loss {
         self.local.valid_tokens
     }
 
-    /// Bytes that are kept for the backward pass.
+    /// Bytes of the tensors kept for the backward pass; one that is kept twice counts twice.
     pub fn saved_bytes(&self) -> usize {
         let layers: usize = self.tape.saved.iter().flatten().map(Saved::bytes).sum();
         let inputs = if self.tape.saved.iter().any(Option::is_none) { &self.tape.inputs[..] } else { &[] };
@@ -51,7 +51,7 @@ impl Loss {
 }
 
 impl Engine {
-    /// Runs the model on this rank's shard of a micro batch.
+    /// Runs the model on this rank's shard of a micro batch. Collective.
     ///
     /// # Errors
     /// A batch that does not fit the config, a token or label outside the vocabulary, or
@@ -76,7 +76,8 @@ impl Engine {
         })
     }
 
-    /// Sum of the token losses and number of valid tokens of this rank, without a gradient.
+    /// Sum of the token losses and number of valid tokens of this rank, without a gradient:
+    /// the mesh's loss is the sum of the one over the sum of the other. Collective.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -92,7 +93,7 @@ impl Engine {
     }
 
     /// Logits of this rank's tokens, `[batch, seq_local, vocab]`, for checks: training
-    /// never holds them.
+    /// never holds them. Collective.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).

@@ -31,10 +31,11 @@ pub struct Engine {
 }
 
 /// Puts `model` on this rank of the mesh: allocates what the ZeRO stage leaves here and
-/// fills it from `weights`. Collective: all ranks call it with equal arguments.
+/// fills it from `weights`, of which a rank reads only what it keeps. All ranks call it with
+/// equal arguments; `groups` are those of a mesh with the axes `dp` and `sp`.
 ///
 /// # Errors
-/// A mesh that is not the config's, or weights that do not fit the model.
+/// A mesh that lacks an axis or is not the config's, or weights that do not fit the model.
 pub fn initialize(
     model: Model,
     weights: &dyn WeightSource,
@@ -57,6 +58,7 @@ impl Engine {
         groups: ZeroGroups,
         local_attention: Arc<dyn Attention>,
     ) -> Result<Self, EngineError> {
+        warn_about_candle_threads();
         check_axis("dp", config.dp_size, &*groups.dp)?;
         check_axis("sp", config.sp_size, &*groups.sp)?;
         model.head = model.head.with_tile_tokens(config.loss_tile_tokens);
@@ -76,6 +78,13 @@ impl Engine {
             groups.clone(),
             &fill,
         )?;
+        tracing::debug!(
+            stage = u8::from(config.zero_stage),
+            dp_rank = groups.dp.rank(),
+            sp_rank = groups.sp.rank(),
+            held_bytes = zero.held_bytes().total(),
+            "initialised"
+        );
         let workspace = Arc::new(Workspace::default());
         let attention = UlyssesAttention::new(local_attention, groups.sp.clone(), workspace.clone());
         Ok(Self {
@@ -133,6 +142,20 @@ impl Engine {
     pub(super) fn unit_after(&self, index: usize) -> usize {
         if index + 1 < self.model.layers.len() { index + 2 } else { self.head_unit() }
     }
+}
+
+/// The library's ops do not use candle's own pool, layers written with candle ops do: it is
+/// one pool behind a barrier, for which the ranks of a process would queue. Only the program
+/// may change the environment, so the library says so, once.
+fn warn_about_candle_threads() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        if std::env::var("CANDLE_NUM_THREADS").as_deref() != Ok("1") {
+            tracing::info!(
+                "CANDLE_NUM_THREADS is not 1: candle ops on more than 64 K elements share one pool among all ranks"
+            );
+        }
+    });
 }
 
 fn check_axis(axis: &'static str, configured: usize, group: &dyn ProcessGroup) -> Result<(), EngineError> {

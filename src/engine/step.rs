@@ -55,7 +55,7 @@ struct GlobalGradient {
 
 impl Engine {
     /// At the accumulation boundary: normalises, clips and updates. Before it: nothing, as
-    /// in DeepSpeed, and `None`.
+    /// in DeepSpeed, and `None`. Collective.
     ///
     /// # Errors
     /// A loss or gradient that is not finite, or failed communication.

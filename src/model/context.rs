@@ -2,7 +2,7 @@
 
 use super::ModelError;
 use crate::ops::Workspace;
-use crate::ops::attention::{Attention, Geometry};
+use crate::ops::attention::{Attention, Geometry, grouped_heads};
 use crate::ops::rope;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -74,7 +74,7 @@ impl LayerContext {
         &self.attention
     }
 
-    /// Recycled storage.
+    /// Recycled storage, shared by the layers of this rank.
     pub fn workspace(&self) -> &Workspace {
         &self.workspace
     }
@@ -83,10 +83,7 @@ impl LayerContext {
     /// `num_heads / num_kv_heads` to a KV head.
     pub fn geometry(&self, num_heads: usize, num_kv_heads: usize) -> Geometry {
         let mut geometries = self.head_geometries.lock().unwrap_or_else(PoisonError::into_inner);
-        let make = || {
-            let q_to_kv: Vec<usize> = (0..num_heads).map(|head| head * num_kv_heads / num_heads).collect();
-            self.geometry.with_heads(q_to_kv)
-        };
+        let make = || self.geometry.with_heads(grouped_heads(num_heads, num_kv_heads));
         geometries.entry((num_heads, num_kv_heads)).or_insert_with(make).clone()
     }
 

@@ -2,6 +2,7 @@
 
 use super::hf_config::HfConfig;
 use super::{Model, ModelError, ParameterSpec};
+use crate::ops::attention::grouped_heads;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -42,8 +43,13 @@ impl LlamaConfig {
         let path = dir.join("config.json");
         let text =
             std::fs::read_to_string(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
-        let value: Value = serde_json::from_str(&text)
-            .map_err(|error| ModelError::Format { path: path.clone(), reason: error.to_string() })?;
+        let value: Value = serde_json::from_str(&text).map_err(|error| ModelError::Format {
+            path: path.clone(),
+            reason: format!("not valid JSON: {error}"),
+        })?;
+        if !value.is_object() {
+            return Err(ModelError::Format { path, reason: "expected a JSON object".into() });
+        }
         let config = HfConfig { origin: path.display().to_string(), value }.llama()?;
         config.validate(&path.display().to_string())?;
         Ok(config)
@@ -64,36 +70,43 @@ impl LlamaConfig {
     /// Checks what the layers rely on; `origin` names the description in errors.
     ///
     /// # Errors
-    /// Zero sizes, an odd `head_dim`, or KV heads that do not divide the query heads.
+    /// Sizes that are zero or beyond any model, an odd `head_dim`, or KV heads that do not
+    /// divide the query heads.
     pub fn validate(&self, origin: &str) -> Result<(), ModelError> {
-        let error = |key, got: usize, expected: String| {
-            Err(ModelError::Config { origin: origin.to_owned(), key, got: got.to_string(), expected })
+        let error = |key, got: String, expected: String| {
+            Err(ModelError::Config { origin: origin.to_owned(), key, got, expected })
         };
+        // No model comes near these limits; within them no count of elements overflows.
         let sizes = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_layers),
-            ("num_attention_heads", self.num_heads),
-            ("num_key_value_heads", self.num_kv_heads),
-            ("head_dim", self.head_dim),
+            ("vocab_size", self.vocab_size, 1 << 32),
+            ("hidden_size", self.hidden_size, 1 << 18),
+            ("intermediate_size", self.intermediate_size, 1 << 20),
+            ("num_hidden_layers", self.num_layers, 1 << 14),
+            ("num_attention_heads", self.num_heads, 1 << 12),
+            ("num_key_value_heads", self.num_kv_heads, 1 << 12),
+            ("head_dim", self.head_dim, 1 << 12),
         ];
-        if let Some((key, got)) = sizes.into_iter().find(|(_, size)| *size == 0) {
-            return error(key, got, "it must be at least 1".into());
+        let refused = sizes.into_iter().find(|(_, size, limit)| !(1..=*limit).contains(size));
+        if let Some((key, got, limit)) = refused {
+            return error(key, got.to_string(), format!("it must be from 1 to {limit}"));
+        }
+        let numbers = [("rope_theta", self.rope_theta, 1.0), ("rms_norm_eps", self.rms_norm_eps, 0.0)];
+        if let Some((key, got, least)) = numbers.into_iter().find(|(_, number, least)| number < least) {
+            return error(key, got.to_string(), format!("it must be at least {least}"));
         }
         if !self.head_dim.is_multiple_of(2) {
-            return error("head_dim", self.head_dim, "rotary embedding needs an even one".into());
+            return error("head_dim", self.head_dim.to_string(), "rotary embedding needs an even one".into());
         }
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
             let expected = format!("it must divide num_attention_heads = {}", self.num_heads);
-            return error("num_key_value_heads", self.num_kv_heads, expected);
+            return error("num_key_value_heads", self.num_kv_heads.to_string(), expected);
         }
         Ok(())
     }
 
     /// The KV head that each query head uses.
     pub fn q_to_kv(&self) -> Vec<usize> {
-        (0..self.num_heads).map(|head| head * self.num_kv_heads / self.num_heads).collect()
+        grouped_heads(self.num_heads, self.num_kv_heads)
     }
 
     /// Number of parameters.

@@ -26,9 +26,10 @@ pub struct Metrics {
     pub loss_scale: f64,
     /// Nothing was updated.
     pub skipped: bool,
-    /// Bytes that rank 0 sent.
+    /// Bytes that the reporting rank sent, over all groups.
     pub comm_bytes: u64,
-    /// Bytes that rank 0's thread holds after the step, where the allocator counts.
+    /// Bytes that the reporting rank's thread holds after the step; 0 unless the program's allocator
+    /// counts ([`memory`](crate::memory)).
     pub memory_bytes: u64,
 }
 

@@ -1,6 +1,7 @@
 //! Progress lines on standard error.
 
 use super::Metrics;
+use std::io::Write;
 use std::time::Instant;
 
 /// Prints a line every few steps, with the time that is left.
@@ -24,7 +25,8 @@ impl Progress {
             || metrics.step == self.steps
             || metrics.step.is_multiple_of(self.steps_per_print);
         if due || metrics.skipped {
-            eprintln!("{}", self.line(metrics, self.start.elapsed().as_secs_f64()));
+            // The run goes on when nobody reads its progress any more.
+            let _ = writeln!(std::io::stderr(), "{}", self.line(metrics, self.start.elapsed().as_secs_f64()));
         }
     }
 

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// pass is head-sharded: the exchange of q, k and v is not repeated.
 ///
 /// Communication per layer: one all-to-all of q, k, v and one of the output forward,
-/// the same backward; nothing with `sp_size` 1.
+/// the same backward; nothing with `sp_size` 1. Both calls are collective over the group.
 pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
@@ -117,9 +117,16 @@ impl UlyssesAttention {
 }
 
 impl Attention for UlyssesAttention {
+    /// Once sent, the storage of `q`, `k` and `v` goes to the workspace.
+    ///
     /// # Shapes
     /// `q`, `o`: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
-    /// `[batch, seq_local, num_kv_heads, head_dim]`.
+    /// `[batch, seq_local, num_kv_heads, head_dim]`. What is saved is head-sharded:
+    /// `[batch, seq, heads_local, head_dim]`.
+    ///
+    /// # Errors
+    /// Fewer heads or tokens than ranks, a geometry whose positions are not this rank's shard of
+    /// the row, tensors of another shape, or a failed collective.
     fn forward(
         &self,
         q: Tensor,

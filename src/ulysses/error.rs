@@ -27,6 +27,14 @@ pub enum UlyssesError {
         /// Ranks of the sp axis.
         sp_size: usize,
     },
+    /// The plan was asked for from the view of a rank that does not exist.
+    #[error("sp rank {rank} does not exist: an sp axis of {sp_size} has ranks below that")]
+    NoSuchRank {
+        /// The rank that was asked for.
+        rank: usize,
+        /// Ranks of the sp axis.
+        sp_size: usize,
+    },
     /// The map from query heads to KV heads cannot be split over ranks.
     #[error(
         "q_to_kv must map {num_heads} query heads to {num_kv_heads} KV heads in ascending order without gaps, \

@@ -43,8 +43,8 @@ impl ExchangePlan {
     /// `q_to_kv[h]` is the KV head of query head `h`, ascending.
     ///
     /// # Errors
-    /// Fewer heads or tokens than ranks (the largest valid `sp_size` is named), or a
-    /// `q_to_kv` that is not ascending over all KV heads.
+    /// Fewer heads or tokens than ranks (the largest valid `sp_size` is named), a
+    /// `q_to_kv` that is not ascending over all KV heads, or a `rank` outside the group.
     pub fn new(
         shape: AttentionShape,
         q_to_kv: &[usize],
@@ -55,13 +55,16 @@ impl ExchangePlan {
         if num_heads < sp_size {
             return Err(UlyssesError::TooFewHeads { num_heads, sp_size });
         }
+        if rank >= sp_size {
+            return Err(UlyssesError::NoSuchRank { rank, sp_size });
+        }
         if seq_len < sp_size {
             return Err(UlyssesError::SequenceTooShort { seq_len, sp_size });
         }
         let ascending = q_to_kv.windows(2).all(|pair| pair[1] == pair[0] || pair[1] == pair[0] + 1);
         let covers_all =
             q_to_kv.first() == Some(&0) && q_to_kv.last() == Some(&(num_kv_heads.wrapping_sub(1)));
-        if q_to_kv.len() != num_heads || !ascending || !covers_all || rank >= sp_size {
+        if q_to_kv.len() != num_heads || !ascending || !covers_all {
             return Err(UlyssesError::HeadMap { num_heads, num_kv_heads, q_to_kv: q_to_kv.to_vec() });
         }
         let split = |len| (0..sp_size).map(|rank| shard_range(len, sp_size, rank)).collect::<Vec<_>>();
@@ -80,7 +83,7 @@ impl ExchangePlan {
         self.rank
     }
 
-    /// Tokens of each rank.
+    /// Tokens of each rank, as positions within the row.
     pub fn seq_ranges(&self) -> &[Range<usize>] {
         &self.seq
     }

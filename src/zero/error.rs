@@ -7,13 +7,7 @@ use crate::ops::OpError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ZeroError {
-    /// The model has no parameter of that name.
-    #[error("the model has no parameter named {name}")]
-    UnknownParameter {
-        /// The name that was asked for.
-        name: String,
-    },
-    /// Parameters were asked for that nobody gathered.
+    /// A reduction or an update needs gradients that no backward pass has made.
     #[error("unit {unit}: its gradients were reduced before its backward pass made any")]
     NoGradients {
         /// The unit.

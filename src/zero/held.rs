@@ -14,8 +14,8 @@ pub struct HeldBytes {
 }
 
 impl HeldBytes {
-    /// By formula, for f32 with `state_tensors` tensors of optimizer state (Adam: 2) and
-    /// `padded_numel` parameter elements over all units.
+    /// By formula (the table in the folder's README), for f32 with `state_tensors` tensors of
+    /// optimizer state (Adam: 2) and `padded_numel` parameter elements over all units.
     pub fn expected(stage: ZeroStage, padded_numel: usize, dp_size: usize, state_tensors: usize) -> Self {
         let bytes = |partitioned: bool| {
             let numel = if partitioned { padded_numel / dp_size } else { padded_numel };

@@ -84,12 +84,15 @@ impl FlatLayout {
         self.num_partitions
     }
 
-    /// Elements of the flat buffer that belong to `rank`.
+    /// Elements of the flat buffer that belong to `rank` of the dp group.
     pub fn partition(&self, rank: usize) -> Range<usize> {
         rank * self.partition_numel()..(rank + 1) * self.partition_numel()
     }
 
     /// One view per parameter of a flat buffer of all padded elements.
+    ///
+    /// # Shapes
+    /// `flat`: `[padded_numel]` → the shape of each parameter. Views share its storage.
     ///
     /// # Errors
     /// A buffer of another length.

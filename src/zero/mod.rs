@@ -15,9 +15,9 @@
 //!
 //! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.
 //! - [`ZeroOptimizer`]: storage, gathering, reduction and update of all units.
-//! - [`HeldBytes`]: what that costs, by formula and by allocator.
+//! - [`HeldBytes`]: what that costs, by formula, to be held against the allocator's count.
 //!
-//! The folder's README explains the order of summation that makes all stages bit-equal.
+//! The folder's README explains the order of summation, and which stages it makes bit-equal.
 
 mod error;
 mod held;
@@ -31,5 +31,5 @@ mod update;
 
 pub use error::ZeroError;
 pub use held::HeldBytes;
-pub use layout::{FlatLayout, FlatParameter};
+pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialise, ZeroGroups, ZeroOptimizer};

@@ -20,6 +20,10 @@ pub struct ZeroGroups {
 }
 
 /// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
+///
+/// Methods name a unit by its index in the list that [`new`](Self::new) was given, and panic on
+/// one beyond it. Calls that communicate are collective: every rank of both groups makes them
+/// for the same units in the same order.
 pub struct ZeroOptimizer {
     pub(super) stage: ZeroStage,
     pub(super) config: OptimizerConfig,
@@ -29,7 +33,8 @@ pub struct ZeroOptimizer {
     held: HeldBytes,
 }
 
-/// Writes elements `range` of parameter `(unit, parameter)` to a slice.
+/// Writes elements `range` of parameter `(unit, parameter)`, in row-major order, to a slice of
+/// as many elements.
 pub type Initialise<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
 
 impl ZeroOptimizer {
@@ -120,8 +125,8 @@ impl ZeroOptimizer {
         HeldBytes::expected(self.stage, padded_numel, self.world_size(), state_tensors)
     }
 
-    /// Views of a unit's parameters. Partitioned ones are gathered over dp and stay until
-    /// [`release`](Self::release).
+    /// Views of a unit's parameters, in the order of its layout. Partitioned ones are gathered
+    /// over dp and stay until [`release`](Self::release); do not write to them.
     ///
     /// # Errors
     /// A failed collective.
@@ -129,7 +134,7 @@ impl ZeroOptimizer {
         self.units[unit].gather(&*self.groups.dp)
     }
 
-    /// Starts to gather a unit that will be needed next.
+    /// Starts to gather a unit that will be needed next; nothing where parameters are whole.
     ///
     /// # Errors
     /// A failed collective.
@@ -137,7 +142,7 @@ impl ZeroOptimizer {
         self.units[unit].start_gather(&*self.groups.dp)
     }
 
-    /// Frees a unit's gathered parameters.
+    /// Frees a unit's gathered parameters; nothing where parameters are whole.
     pub fn release(&mut self, unit: usize) {
         self.units[unit].release();
     }
@@ -150,11 +155,13 @@ impl ZeroOptimizer {
         self.units[unit].gradient_views()
     }
 
-    /// Reduces the gradients of a unit whose backward is done, in the background of the
-    /// next one's. `boundary`: this is the last micro step before an update.
+    /// Starts to reduce the gradients of a unit whose backward is done, and completes the
+    /// reduction that was started before it, so that one is under way during each unit's
+    /// backward. `boundary`: this is the last micro step before an update. Before it, stages 0
+    /// and 1 do nothing.
     ///
     /// # Errors
-    /// A failed collective.
+    /// A failed collective, or at stages 2 and 3 a unit without gradients.
     pub fn reduce(&mut self, unit: usize, boundary: bool) -> Result<(), ZeroError> {
         let next = reduce::start(unit, &mut self.units[unit], self.stage, &self.groups, boundary)?;
         self.finish_reductions()?;
@@ -162,7 +169,7 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    /// Waits for the last reduction.
+    /// Completes the last reduction: what every step needs before its norm.
     ///
     /// # Errors
     /// A failed collective.
@@ -185,7 +192,7 @@ impl ZeroOptimizer {
     }
 
     /// Sum of the squares of all reduced gradients, in f64: per partition over its units,
-    /// then over partitions in order, so that all stages give the same bits.
+    /// then over partitions in order, so that stages with equal gradients give equal bits.
     ///
     /// # Errors
     /// A failed collective.

@@ -22,7 +22,7 @@ impl ZeroOptimizer {
     ///
     /// `step` counts updates from 1. Gradients are multiplied by `grad_scale` on the fly
     /// (normalisation and clipping), in the buffer they keep their values. `betas`
-    /// replaces the config's for schedules that move them.
+    /// replaces Adam's for schedules that move them. Collective over dp.
     ///
     /// # Errors
     /// A failed collective.

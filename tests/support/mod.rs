@@ -5,6 +5,7 @@
 //! nothing) is not dead. And `unwrap` is how a test fails.
 #![allow(dead_code, unused_imports, unreachable_pub, clippy::unwrap_used)]
 
+pub mod cli;
 pub mod comm;
 pub mod compare;
 pub mod doubles;

@@ -1,7 +1,7 @@
 //! The backend whose ranks are threads of one process.
 //!
 //! Ranks read one another's tensors in place, so an exchange is a single copy into
-//! its final layout. See `README.md` beside this module for the way of a collective.
+//! its final layout. `src/comm/README.md` tells the way of a collective.
 
 mod call;
 mod collective;

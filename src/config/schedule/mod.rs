@@ -27,7 +27,7 @@ pub enum SchedulerConfig {
     /// Warm up, then stay.
     #[serde(rename = "WarmupLR")]
     WarmupLr(WarmupLr),
-    /// Warm up, then fall linearly to 0.
+    /// Warm up, then fall linearly to where the warm-up began.
     #[serde(rename = "WarmupDecayLR")]
     WarmupDecayLr(WarmupDecayLr),
     /// Warm up, then fall along a half cosine.

@@ -56,6 +56,17 @@ fn a_directory_is_one_document_per_text_file_in_path_order() {
     assert_eq!(as_texts(&single), ["second"]);
 }
 
+#[test]
+fn what_training_runs_have_written_is_no_training_text() {
+    let root = tempfile::tempdir().unwrap();
+    write(root.path(), "a.txt", "text");
+    write(root.path(), "runs/tiny-1/metrics.jsonl", "{}");
+    write(root.path(), "runs/tiny-1/config.json", "{}");
+    let corpus = Corpus::load(root.path(), &Tokenizer::bytes()).unwrap();
+    assert_eq!(as_texts(&corpus), ["text"]);
+    assert_eq!(corpus.skipped().hidden, 1);
+}
+
 #[cfg(unix)]
 #[test]
 fn links_to_files_are_read_and_links_to_directories_are_not_entered() {
@@ -126,7 +137,8 @@ fn tokenizer_failures_name_the_file() {
     write(root, "text/2", "a b");
     write(root, "text/3", "b");
     let missing = Tokenizer::from_file(&root.join("nowhere.json")).unwrap_err();
-    assert!(matches!(missing, DataError::Missing { .. }), "{missing:?}");
+    assert!(matches!(missing, DataError::TokenizerLoad { .. }), "{missing:?}");
+    assert!(missing.to_string().contains("nowhere.json"));
     let broken = Tokenizer::from_file(&root.join("broken.json")).unwrap_err();
     assert!(matches!(broken, DataError::TokenizerLoad { .. }), "{broken:?}");
     assert!(broken.to_string().contains("broken.json"));

@@ -227,6 +227,13 @@ fn check_positions(which: &'static str, positions: &[u32], seq_len: u32) -> Resu
     }
 }
 
+/// The KV head of each query head where every KV head serves equally many neighbours (MHA, GQA, MQA):
+/// `h * num_kv_heads / num_heads`.
+#[must_use]
+pub fn grouped_heads(num_heads: usize, num_kv_heads: usize) -> Vec<usize> {
+    (0..num_heads).map(|head| head * num_kv_heads / num_heads).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -23,7 +23,7 @@ pub mod reference;
 mod tests;
 
 pub use error::AttentionError;
-pub use geometry::{Geometry, VisibleRanges};
+pub use geometry::{Geometry, VisibleRanges, grouped_heads};
 pub use kernels::{Gradients, Operands, Upstream, backward, delta, forward};
 
 use candle_core::{DType, Tensor};
@@ -33,6 +33,9 @@ use candle_core::{DType, Tensor};
 /// Implementations differ in where heads and tokens live, not in what they compute.
 pub trait Attention: Send + Sync {
     /// Returns `o` and what [`Attention::backward`] needs.
+    ///
+    /// `q`, `k` and `v` are the implementation's to keep or to overwrite: candle tensors share their storage,
+    /// so a clone that the caller holds on to may change.
     ///
     /// # Shapes
     /// `q [b, sq, hq, d]`, `k, v [b, skv, hkv, d]` to `o [b, sq, hq, d]`.

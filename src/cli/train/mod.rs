@@ -1,0 +1,133 @@
+//! `ulysses train`.
+
+mod output;
+mod prepare;
+mod reporter;
+
+use super::{Failure, OrFail, note, print};
+use anyhow::Context;
+use clap::ValueEnum;
+use reporter::{Curve, Reporter};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+use ulysses::comm::MeshGroups;
+use ulysses::comm::thread::{LaunchOptions, RankContext, launch};
+use ulysses::config::Config;
+use ulysses::data::{DataLoader, LoaderOptions, PackedRows, Placement};
+use ulysses::engine::initialize;
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::{LlamaConfig, Model, WeightSource};
+use ulysses::monitor::{RankSummary, RunSummary};
+
+#[derive(clap::Args)]
+pub(super) struct TrainArgs {
+    /// DeepSpeed-style JSON config. Flags override what it says.
+    config: PathBuf,
+    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors.
+    /// A directory named like a preset is `./NAME`.
+    #[arg(long)]
+    model: Option<String>,
+    /// Text file or directory.
+    #[arg(long)]
+    data: Option<String>,
+    /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
+    #[arg(long)]
+    tokenizer: Option<String>,
+    /// Ranks: `DPxSP` or `dp=2,sp=2`. Must not contradict the config.
+    #[arg(long, allow_hyphen_values = true)]
+    mesh: Option<String>,
+    /// Tokens in a row, over all sp ranks.
+    #[arg(long, allow_negative_numbers = true)]
+    seq_len: Option<usize>,
+    /// Optimizer steps.
+    #[arg(long, allow_negative_numbers = true)]
+    steps: Option<u64>,
+    /// CPU threads of each rank; a fair share of the cores without it.
+    #[arg(long, allow_negative_numbers = true)]
+    threads_per_rank: Option<usize>,
+    /// What carries the communication.
+    #[arg(long)]
+    backend: Option<BackendArg>,
+    /// Directory for metrics.jsonl and the resolved config; `runs/NAME-N` without it.
+    #[arg(long)]
+    output: Option<String>,
+    /// Seed of the initial weights and of the order of the data.
+    #[arg(long, allow_negative_numbers = true)]
+    seed: Option<u64>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum BackendArg {
+    /// Ranks are threads of this process.
+    Thread,
+}
+
+/// Everything that the ranks share.
+struct Run {
+    config: Config,
+    mesh: DeviceMesh,
+    launch: LaunchOptions,
+    llama: LlamaConfig,
+    weights: Box<dyn WeightSource>,
+    rows: Arc<PackedRows>,
+    steps: u64,
+    output: PathBuf,
+}
+
+pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
+    let run = prepare::prepare(args)?;
+    note(&run);
+    let results = launch(run.mesh.world_size(), &run.launch, |rank| run.train(&rank)).or_run()?;
+    let curve = results.iter().find_map(|(curve, _)| curve.as_ref()).context("rank 0 reports").or_run()?;
+    let summary = RunSummary {
+        steps: run.steps,
+        first_loss: curve.first_loss,
+        last_loss: curve.last_loss,
+        tokens_per_second: curve.tokens as f64 / curve.seconds,
+        seconds: curve.seconds,
+        ranks: results.iter().map(|(_, summary)| summary.clone()).collect(),
+    };
+    print(format_args!("{summary}\nmetrics     {}\n", run.output.join("metrics.jsonl").display()))
+}
+
+impl Run {
+    fn train(&self, rank: &RankContext) -> anyhow::Result<(Option<Curve>, RankSummary)> {
+        let groups = MeshGroups::new(&self.mesh, rank.group.clone())?;
+        let mut engine = initialize(Model::llama(&self.llama), &*self.weights, &self.config, &groups)?;
+        let options = LoaderOptions {
+            seed: self.config.seed,
+            micro_batch: self.config.micro_batch_size,
+            accumulation: self.config.gradient_accumulation_steps,
+            placement: Placement::of(&self.mesh, rank.rank)?,
+        };
+        let mut loader = DataLoader::new(self.rows.clone(), options)?;
+        let mut reporter = (rank.rank == 0).then(|| Reporter::new(self)).transpose()?;
+        for _ in 0..self.steps {
+            let start = Instant::now();
+            let report = engine.train_batch(|| loader.next_micro_batch())?;
+            if let Some(reporter) = &mut reporter {
+                reporter.record(&report.metrics(start.elapsed().as_secs_f64()))?;
+            }
+        }
+        engine.check_replicas()?;
+        let micro_batches = self.steps * self.config.gradient_accumulation_steps as u64;
+        let summary = engine.summary(&self.llama, self.rows.seq_len(), micro_batches)?;
+        Ok((reporter.map(|reporter| reporter.curve), summary))
+    }
+}
+
+impl std::fmt::Display for Run {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Config { dp_size, sp_size, zero_stage, .. } = &self.config;
+        write!(
+            f,
+            "mesh dp {dp_size} × sp {sp_size}, ZeRO {zero_stage:?}, {:.2} M parameters, {} rows of {} tokens, \
+             {} thread(s) per rank",
+            self.llama.num_parameters() as f64 / 1e6,
+            self.rows.num_rows(),
+            self.rows.seq_len(),
+            self.launch.threads_per_rank,
+        )
+    }
+}

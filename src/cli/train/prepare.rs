@@ -1,0 +1,100 @@
+//! Everything that is read and checked before a rank starts.
+
+use super::output::prepare_output;
+use super::{BackendArg, Run, TrainArgs};
+use crate::cli::{Failure, OrFail, dp_sp, model, note, settings};
+use anyhow::{Context, ensure};
+use std::path::Path;
+use std::sync::Arc;
+use ulysses::config::{Backend, Config, Overrides, RawConfig};
+use ulysses::data::{Corpus, PackedRows, Tokenizer};
+use ulysses::mesh::DeviceMesh;
+
+pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
+    let config_path = args.config.clone();
+    let raw = RawConfig::from_file(&config_path).or_usage()?;
+    let mut config = raw.resolve(&overrides(args)?).or_usage()?;
+    config.notes.iter().for_each(|note| tracing::info!("{note}"));
+    let (steps, seq_len) = (config.require_steps().or_usage()?, config.require_seq_len().or_usage()?);
+    config.require_data().or_usage()?;
+    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
+    let launch = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
+    let tokenizer = open_tokenizer(&mut config)?;
+    let source = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
+    source.check_exchange(config.micro_batch_size, seq_len, config.sp_size)?;
+    settings::check_memory(&config, &source.config, seq_len)?;
+    let rows = read_rows(&config, &tokenizer, seq_len, source.config.vocab_size).or_run()?;
+    // Last: nothing is written for a run that cannot start.
+    let output = prepare_output(&config_path, &config).or_run()?;
+    Ok(Run {
+        mesh,
+        launch,
+        llama: source.config,
+        weights: source.weights,
+        rows: Arc::new(rows),
+        steps,
+        output,
+        config,
+    })
+}
+
+fn overrides(args: TrainArgs) -> Result<Overrides, Failure> {
+    let mesh = args.mesh.as_deref().map(dp_sp).transpose()?;
+    let backend = args.backend.map(|BackendArg::Thread| Backend::Thread);
+    let TrainArgs { model, data, tokenizer, seq_len, steps, threads_per_rank, output, seed, .. } = args;
+    Ok(Overrides {
+        mesh,
+        world_size: None,
+        seq_len,
+        steps,
+        seed,
+        threads_per_rank,
+        model,
+        data,
+        tokenizer,
+        output,
+        backend,
+    })
+}
+
+/// The tokenizer that was asked for, or the model's own, or bytes.
+fn open_tokenizer(config: &mut Config) -> Result<Tokenizer, Failure> {
+    if config.tokenizer.is_none()
+        && let Some(path) = config.model.as_deref().and_then(model::own_tokenizer)
+    {
+        note(format_args!("tokenizer: {}", path.display()));
+        config.tokenizer = Some(path.display().to_string());
+    }
+    match &config.tokenizer {
+        Some(path) => Tokenizer::from_file(Path::new(path)).or_usage(),
+        None => Ok(Tokenizer::bytes()),
+    }
+}
+
+fn read_rows(
+    config: &Config,
+    tokenizer: &Tokenizer,
+    seq_len: usize,
+    vocab_size: usize,
+) -> anyhow::Result<PackedRows> {
+    let data = config.require_data()?;
+    let corpus = Corpus::load(Path::new(data), tokenizer).context("the data cannot be read")?;
+    if corpus.skipped().total() > 0 {
+        note(format_args!("data: {}", corpus.skipped()));
+    }
+    let num_tokens = corpus.tokens().len();
+    ensure!(
+        num_tokens > corpus.document_ends().len(),
+        "{data}: every document has a single token, so there is no next token to learn"
+    );
+    if num_tokens < seq_len {
+        tracing::warn!("{data} has {num_tokens} tokens: most of its only row of {seq_len} is padding");
+    }
+    let rows = PackedRows::new(corpus, seq_len)?;
+    rows.check_vocab(vocab_size).with_context(|| {
+        let tokenizer = config.tokenizer.as_deref().unwrap_or("of bytes");
+        let model = config.model.as_deref().unwrap_or_default();
+        format!("the tokenizer {tokenizer} does not fit the model {model}")
+    })?;
+    Ok(rows)
+}

@@ -1,0 +1,61 @@
+//! The batch file: safetensors with `input_ids`, `position_ids` and `shift_labels`.
+
+use anyhow::{Context, bail, ensure};
+use safetensors::{Dtype, SafeTensors};
+use std::path::Path;
+use ulysses::data::GlobalBatch;
+
+/// Reads a batch; every error names the file.
+pub(super) fn read(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
+    read_tensors(path, vocab_size).with_context(|| path.display().to_string())
+}
+
+fn read_tensors(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
+    let bytes = std::fs::read(path)?;
+    let file = SafeTensors::deserialize(&bytes).context("not a safetensors file")?;
+    let Ok(ids) = file.tensor("input_ids") else {
+        bail!("no tensor input_ids; the file has {:?}", file.names())
+    };
+    let [rows, seq_len] = *ids.shape() else {
+        bail!("input_ids has shape {:?}, expected [batch, seq_len]", ids.shape())
+    };
+    if file.tensor("labels").is_ok() && file.tensor("shift_labels").is_err() {
+        tracing::warn!("{}: labels is not read; labels that are shifted go by shift_labels", path.display());
+    }
+    let shape = [rows, seq_len];
+    let ids = optional(&file, "input_ids", shape, |value| u32::try_from(value).ok())?.unwrap_or_default();
+    let positions = optional(&file, "position_ids", shape, |value| u32::try_from(value).ok())?;
+    let labels = optional(&file, "shift_labels", shape, Some)?;
+    let batch = GlobalBatch::new(rows, seq_len, ids, positions, labels)?;
+    batch.check_vocab(vocab_size)?;
+    Ok(batch)
+}
+
+/// An integer tensor of the given shape, if the file has it.
+fn optional<T>(
+    file: &SafeTensors<'_>,
+    name: &str,
+    shape: [usize; 2],
+    convert: impl Fn(i64) -> Option<T>,
+) -> anyhow::Result<Option<Vec<T>>> {
+    let Ok(tensor) = file.tensor(name) else { return Ok(None) };
+    ensure!(tensor.shape() == shape, "{name} has shape {:?}, input_ids has {shape:?}", tensor.shape());
+    let values: Vec<i64> = match tensor.dtype() {
+        Dtype::I64 => decode(tensor.data(), i64::from_le_bytes),
+        Dtype::I32 => decode(tensor.data(), |bytes| i32::from_le_bytes(bytes).into()),
+        Dtype::U32 => decode(tensor.data(), |bytes| u32::from_le_bytes(bytes).into()),
+        other => bail!("{name} is {other:?}; integers are expected: I64, I32 or U32"),
+    };
+    let converted = values.into_iter().enumerate().map(|(index, value)| {
+        let (row, position) = (index / shape[1], index % shape[1]);
+        convert(value).with_context(|| {
+            format!("{name} is {value} at row {row}, position {position}; valid are 0 to {}", u32::MAX)
+        })
+    });
+    converted.collect::<anyhow::Result<_>>().map(Some)
+}
+
+fn decode<const N: usize>(bytes: &[u8], decode: impl Fn([u8; N]) -> i64) -> Vec<i64> {
+    let (elements, _) = bytes.as_chunks::<N>();
+    elements.iter().map(|element| decode(*element)).collect()
+}

@@ -1,0 +1,164 @@
+//! `ulysses verify`: one batch on a mesh, against a single rank or written to a file.
+
+mod batch;
+mod results;
+
+use super::{Failure, OrFail, dp_sp, model, print, settings};
+use anyhow::Context;
+use serde_json::json;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use ulysses::comm::MeshGroups;
+use ulysses::comm::thread::launch;
+use ulysses::config::{Config, Overrides, RawConfig, ZeroStage};
+use ulysses::data::GlobalBatch;
+use ulysses::engine::{BatchOutcome, initialize};
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::Model;
+
+#[derive(clap::Args)]
+pub(super) struct VerifyArgs {
+    /// Directory with config.json and model.safetensors, or a preset.
+    #[arg(long)]
+    model: String,
+    /// Safetensors file: input_ids [b, s] i64, optional position_ids and shift_labels
+    /// (already shifted, -100 ignored).
+    #[arg(long)]
+    batch: PathBuf,
+    /// Ranks: `DPxSP` or `dp=2,sp=2`.
+    #[arg(long, allow_hyphen_values = true)]
+    mesh: String,
+    /// What ZeRO partitions, 0 to 3; the config file's without it.
+    #[arg(long, allow_negative_numbers = true, value_parser = clap::value_parser!(u64).range(0..=3))]
+    zero_stage: Option<u64>,
+    /// Optimizer steps on the batch.
+    #[arg(long, allow_negative_numbers = true, default_value_t = 0)]
+    steps: usize,
+    /// DeepSpeed-style JSON config for the optimizer and clipping.
+    #[arg(long)]
+    config: Option<PathBuf>,
+    /// Writes loss, logits, gradients and parameters to this safetensors file instead of
+    /// comparing them.
+    #[arg(long)]
+    output: Option<PathBuf>,
+    /// Largest relative error that passes.
+    #[arg(long, allow_negative_numbers = true, default_value_t = 2e-5, value_parser = parse_tolerance)]
+    tolerance: f64,
+    /// Prints the comparison as one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_tolerance(text: &str) -> Result<f64, String> {
+    let tolerance = text.parse().ok().filter(|tolerance: &f64| tolerance.is_finite() && *tolerance >= 0.0);
+    tolerance.ok_or_else(|| "expected a number from 0, such as 2e-5".to_owned())
+}
+
+/// A model and a batch, to be run on any mesh.
+struct Check {
+    source: model::ModelSource,
+    batch: GlobalBatch,
+    steps: usize,
+    raw: RawConfig,
+}
+
+pub(super) fn run(args: VerifyArgs) -> Result<(), Failure> {
+    let (dp, sp) = dp_sp(&args.mesh)?;
+    if let Some(path) = &args.output {
+        results::check_place(path).or_usage()?;
+    }
+    let check = Check::read(&args)?;
+    let rows = check.batch.batch();
+    let on_mesh = check.run(dp, sp, args.zero_stage)?;
+    if let Some(path) = &args.output {
+        let tensors = results::write(&on_mesh, rows, path).or_run()?;
+        return print(written(on_mesh.loss, tensors, path, args.json));
+    }
+    let single = check.run(1, 1, Some(0))?;
+    let errors = results::compare(&on_mesh, &single, rows).or_run()?;
+    let worst = errors.iter().map(|(_, error)| *error).fold(0.0, f64::max);
+    print(if args.json { as_json(&errors, &args, worst) } else { as_text(&errors, &args, worst) })?;
+    if worst <= args.tolerance {
+        return Ok(());
+    }
+    let message = "the mesh changes the result: largest relative error";
+    Err(Failure::Run(anyhow::anyhow!("{message} {worst:.2e} > tolerance {:.2e}", args.tolerance)))
+}
+
+impl Check {
+    fn read(args: &VerifyArgs) -> Result<Self, Failure> {
+        let raw = match &args.config {
+            Some(path) => RawConfig::from_file(path),
+            None => RawConfig::from_json_str("{}", "no config file"),
+        };
+        let raw = raw.or_usage()?;
+        let source = model::open(&args.model, 0, 256)?;
+        let batch = batch::read(&args.batch, source.config.vocab_size).or_usage()?;
+        Ok(Self { source, batch, steps: args.steps, raw })
+    }
+
+    /// The batch, padded to what dp divides, on a mesh of its own.
+    fn run(&self, dp: usize, sp: usize, stage: Option<u64>) -> Result<BatchOutcome, Failure> {
+        let mesh = DeviceMesh::dp_sp(dp, sp).or_usage()?;
+        let mut batch = self.batch.clone();
+        self.source.check_exchange(batch.batch(), batch.seq_len(), sp)?;
+        batch.pad_rows(dp).or_usage()?;
+        let config = self.config(dp, sp, stage, batch.batch())?;
+        let world_size = mesh.world_size();
+        let options = settings::launch_options(config.threads_per_rank, world_size)?;
+        let outcomes = launch(world_size, &options, |rank| {
+            let groups = MeshGroups::new(&mesh, rank.group.clone())?;
+            let model = Model::llama(&self.source.config);
+            let mut engine = initialize(model, &*self.source.weights, &config, &groups)?;
+            let outcome = engine.run_global_batch(&batch, self.steps)?;
+            engine.check_replicas()?;
+            anyhow::Ok(outcome)
+        });
+        outcomes.or_run()?.into_iter().next().context("a mesh has a rank").or_run()
+    }
+
+    /// The file's optimizer, schedule and clipping; batch sizes and mesh are this run's.
+    fn config(&self, dp: usize, sp: usize, stage: Option<u64>, rows: usize) -> Result<Config, Failure> {
+        let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
+        let mut config = self.raw.clone().for_batch(rows).resolve(&overrides).or_usage()?;
+        if let Some(stage) = stage.and_then(ZeroStage::from_number) {
+            config.zero_stage = stage;
+        }
+        Ok(config)
+    }
+}
+
+fn written(loss: f64, tensors: usize, path: &Path, as_json: bool) -> String {
+    if as_json {
+        return format!(
+            "{}\n",
+            json!({ "loss": loss, "tensors": tensors, "output": path.display().to_string() })
+        );
+    }
+    format!("loss {loss:.6}; {tensors} tensors written to {}\n", path.display())
+}
+
+fn as_json(errors: &[(String, f64)], args: &VerifyArgs, worst: f64) -> String {
+    let errors: serde_json::Map<_, _> =
+        errors.iter().map(|(name, error)| (name.clone(), json!(error))).collect();
+    let all = json!({
+        "mesh": args.mesh, "tolerance": args.tolerance, "largest_relative_error": worst,
+        "passed": worst <= args.tolerance, "relative_errors": errors,
+    });
+    format!("{all}\n")
+}
+
+fn as_text(errors: &[(String, f64)], args: &VerifyArgs, worst: f64) -> String {
+    const LISTED: usize = 10;
+    let mut text =
+        format!("mesh {} against a single rank, error relative to each tensor's largest entry:\n", args.mesh);
+    for (name, error) in errors.iter().take(LISTED) {
+        let _ = writeln!(text, "  {error:.2e}  {name}");
+    }
+    if errors.len() > LISTED {
+        let _ = writeln!(text, "  … and {} tensors with smaller errors", errors.len() - LISTED);
+    }
+    let verdict = if worst <= args.tolerance { "within" } else { "PAST" };
+    let _ = writeln!(text, "largest {worst:.2e}, {verdict} the tolerance of {:.2e}", args.tolerance);
+    text
+}

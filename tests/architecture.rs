@@ -1,0 +1,298 @@
+//! The rules of the source tree, checked by reading it: who may import whom, where `unsafe`
+//! may stand, how long a file may be, and what must lie beside what.
+//!
+//! Every checker takes paths and texts, so the second half of this file runs it on made-up
+//! sources that break its rule.
+
+#[path = "support/source_tree.rs"]
+mod source_tree;
+
+use source_tree::{Source, Violation, imports, read_rust_files, repository_files, tokens};
+use std::path::Path;
+
+/// What each module of `src/` may import besides itself and the leaves. `CONTRIBUTING.md` has
+/// the same table, with what the modules hold.
+const MAY_IMPORT: [(&str, &[&str]); 11] = [
+    ("mesh", &[]),
+    ("comm", &["mesh"]),
+    ("config", &["mesh"]),
+    ("ops", &[]),
+    ("ulysses", &["mesh", "comm", "ops"]),
+    ("model", &["ops"]),
+    ("zero", &["comm", "config", "ops"]),
+    ("data", &["mesh"]),
+    ("monitor", &["comm"]),
+    ("engine", &["mesh", "comm", "config", "ops", "ulysses", "model", "zero", "data", "monitor"]),
+    ("cli", &["mesh", "comm", "config", "ops", "ulysses", "model", "zero", "data", "monitor", "engine"]),
+];
+
+/// Modules that all others may import and that import none.
+const LEAVES: [&str; 2] = ["tensor", "memory"];
+
+/// Where `unsafe` may stand in `src/` and `examples/`.
+const MAY_BE_UNSAFE: [&str; 5] =
+    ["src/ops/", "src/comm/thread/", "src/memory.rs", "src/cli/settings.rs", "src/main.rs"];
+
+/// Folders that hide something hard, and so explain it.
+const NEEDS_README: [&str; 4] = ["src/comm", "src/ops/attention", "src/ulysses", "src/zero"];
+
+const MAX_LINES: usize = 500;
+const RUST_FOLDERS: [&str; 4] = ["src", "tests", "examples", "benches"];
+
+fn may_import(module: &str) -> Option<&'static [&'static str]> {
+    let of_leaf = LEAVES.contains(&module).then_some(&[][..]);
+    of_leaf.or_else(|| MAY_IMPORT.iter().find(|(name, _)| *name == module).map(|(_, imports)| *imports))
+}
+
+/// Modules import only what the table allows. `lib.rs` and `main.rs` stand above the modules.
+fn check_imports(sources: &[Source]) -> Vec<Violation> {
+    let mut violations = Vec::new();
+    for import in imports(sources) {
+        let rule = match may_import(&import.from) {
+            None => format!("`{}` has no row in the table of imports", import.from),
+            Some(_) if import.to == import.from || LEAVES.contains(&import.to.as_str()) => continue,
+            Some(allowed) if allowed.contains(&import.to.as_str()) => continue,
+            Some(allowed) => {
+                format!("`{}` must not import `{}`; it may import {allowed:?}", import.from, import.to)
+            }
+        };
+        violations.push(Violation { path: import.path, line: import.line, rule });
+    }
+    violations
+}
+
+fn check_unsafe(sources: &[Source]) -> Vec<Violation> {
+    let guarded = |source: &&Source| source.path.starts_with("src/") || source.path.starts_with("examples/");
+    let forbidden = |source: &&Source| !MAY_BE_UNSAFE.iter().any(|allowed| source.path.starts_with(allowed));
+    let mut violations = Vec::new();
+    for source in sources.iter().filter(guarded).filter(forbidden) {
+        let found = tokens(source).into_iter().filter(|token| token.text == "unsafe");
+        let rule = format!("`unsafe` may stand only in {}", MAY_BE_UNSAFE.join(", "));
+        violations.extend(found.map(|token| Violation::new(source, token.line, rule.clone())));
+    }
+    violations
+}
+
+fn check_stubs(sources: &[Source]) -> Vec<Violation> {
+    let mut violations = Vec::new();
+    for source in sources {
+        for pair in tokens(source).windows(2) {
+            if ["todo", "unimplemented"].contains(&pair[0].text.as_str()) && pair[1].text == "!" {
+                let rule = format!("no stubs: `{}!`", pair[0].text);
+                violations.push(Violation::new(source, pair[0].line, rule));
+            }
+        }
+    }
+    violations
+}
+
+fn check_length(sources: &[Source]) -> Vec<Violation> {
+    let long = |source: &&Source| source.text.lines().count() > MAX_LINES;
+    let violation = |source: &Source| {
+        let rule =
+            format!("a file has at most {MAX_LINES} lines, this one has {}", source.text.lines().count());
+        Violation::new(source, MAX_LINES + 1, rule)
+    };
+    sources.iter().filter(long).map(violation).collect()
+}
+
+/// A CUDA kernel belongs to the op of the same name: `kernels/rope.cu` to `src/ops/rope`.
+fn check_kernels(files: &[String]) -> Vec<Violation> {
+    let has_op = |stem: &str| {
+        let (folder, file) = (format!("src/ops/{stem}/"), format!("src/ops/{stem}.rs"));
+        files.iter().any(|path| path.starts_with(&folder) || *path == file)
+    };
+    let kernels = files.iter().filter_map(|path| Some((path, path.strip_prefix("kernels/")?)));
+    let stems = kernels.filter_map(|(path, name)| Some((path, name.strip_suffix(".cu")?)));
+    stems
+        .filter(|(_, stem)| !has_op(stem))
+        .map(|(path, stem)| Violation {
+            path: path.clone(),
+            line: 1,
+            rule: format!("a kernel has an op of the same name: there is no src/ops/{stem}"),
+        })
+        .collect()
+}
+
+fn check_readmes(files: &[String]) -> Vec<Violation> {
+    let readmes = NEEDS_README.iter().map(|folder| format!("{folder}/README.md"));
+    let missing = readmes.filter(|readme| !files.contains(readme));
+    let rule = "this folder hides something hard, so a README.md explains it".to_owned();
+    missing.map(|path| Violation { path, line: 1, rule: rule.clone() }).collect()
+}
+
+/// The rows of `CONTRIBUTING.md`'s table that are missing or say something else.
+fn check_contributing(text: &str) -> Vec<Violation> {
+    let mut violations = Vec::new();
+    for (module, allowed) in MAY_IMPORT {
+        let expected = if allowed.is_empty() { "–".to_owned() } else { allowed.join(", ") };
+        let start = format!("| `{module}` |");
+        let found = text.lines().enumerate().find(|(_, line)| line.starts_with(&start));
+        let (index, line) = found.unwrap_or((0, "no row"));
+        if !line.ends_with(&format!("| {expected} |")) {
+            let rule = format!("`{module}` may import {expected}, but here is: {line}");
+            violations.push(Violation { path: "CONTRIBUTING.md".into(), line: index + 1, rule });
+        }
+    }
+    violations
+}
+
+#[track_caller]
+fn assert_none(violations: &[Violation]) {
+    let lines: Vec<String> = violations.iter().map(ToString::to_string).collect();
+    assert!(violations.is_empty(), "\n{}", lines.join("\n"));
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn modules_import_only_what_the_table_allows() {
+    let sources = read_rust_files(root(), &["src"]);
+    assert_none(&check_imports(&sources));
+    for (module, _) in MAY_IMPORT.iter().filter(|(module, _)| !["cli", "mesh", "config"].contains(module)) {
+        let found = imports(&sources).iter().any(|import| import.from == *module);
+        assert!(found, "no import found in `{module}`: is the table stale, or the scanner blind?");
+    }
+}
+
+#[test]
+fn the_table_of_contributing_is_the_one_that_is_checked() {
+    assert_none(&check_contributing(&std::fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap()));
+}
+
+#[test]
+fn unsafe_code_stays_in_kernels_and_backends() {
+    let sources = read_rust_files(root(), &RUST_FOLDERS);
+    assert_none(&check_unsafe(&sources));
+    let kernel = sources.iter().find(|source| source.path == "src/ops/gemm.rs").unwrap();
+    assert!(tokens(kernel).iter().any(|token| token.text == "unsafe"), "the scanner must see it where it is");
+}
+
+#[test]
+fn there_are_no_stubs_and_no_endless_files() {
+    let sources = read_rust_files(root(), &RUST_FOLDERS);
+    assert!(RUST_FOLDERS.iter().all(|folder| sources.iter().any(|source| source.path.starts_with(folder))));
+    assert_none(&check_stubs(&sources));
+    assert_none(&check_length(&sources));
+}
+
+#[test]
+fn hard_folders_are_explained_and_kernels_belong_to_ops() {
+    let files = repository_files(root());
+    assert!(files.contains(&"src/lib.rs".to_owned()));
+    assert_none(&check_readmes(&files));
+    assert_none(&check_kernels(&files));
+}
+
+// The checkers on made-up sources.
+
+fn sources(files: &[(&str, &str)]) -> Vec<Source> {
+    files.iter().map(|(path, text)| Source { path: (*path).into(), text: (*text).into() }).collect()
+}
+
+fn lines(violations: &[Violation]) -> Vec<(&str, usize)> {
+    violations.iter().map(|violation| (violation.path.as_str(), violation.line)).collect()
+}
+
+#[test]
+fn an_import_that_the_table_forbids_is_named_with_its_file_and_line() {
+    let made_up = sources(&[
+        ("src/model/mod.rs", "//! Docs.\nuse crate::ops;\nuse crate::comm::ProcessGroup;\n"),
+        ("src/ops/mod.rs", "fn f() {\n    crate::mesh::shard_range(1, 1, 0);\n}\n"),
+        ("src/mesh/mod.rs", "use crate::{tensor, zero::Layout};"),
+        ("src/comm/thread/group.rs", "use super::super::super::model::Layer;"),
+    ]);
+    let violations = check_imports(&made_up);
+    assert_eq!(
+        lines(&violations),
+        [
+            ("src/model/mod.rs", 3),
+            ("src/ops/mod.rs", 2),
+            ("src/mesh/mod.rs", 1),
+            ("src/comm/thread/group.rs", 1)
+        ]
+    );
+    assert_eq!(
+        violations[0].to_string(),
+        "src/model/mod.rs:3: `model` must not import `comm`; it may import [\"ops\"]"
+    );
+}
+
+#[test]
+fn what_the_table_allows_and_what_is_no_import_passes() {
+    let made_up = sources(&[
+        ("src/zero/mod.rs", "use crate::{comm::{Pending, mesh}, memory, ops};\npub(crate) fn f() {}"),
+        ("src/zero/unit.rs", "use super::{FlatLayout, comm};\n/// [`Model`](crate::model::Model)\nstruct A;"),
+        ("src/mesh/mod.rs", "// use crate::zero;\nconst TEXT: &str = \"crate::zero::x\";"),
+        ("src/lib.rs", "pub use crate::engine::initialize;"),
+    ]);
+    assert_none(&check_imports(&made_up));
+}
+
+#[test]
+fn test_code_may_import_anything() {
+    let made_up = sources(&[
+        ("src/mesh/mod.rs", "#[cfg(test)]\nmod checks;\n#[cfg(test)]\n#[allow(unused)]\nuse crate::comm::X;"),
+        ("src/mesh/checks.rs", "use crate::comm::launch;"),
+        ("src/mesh/checks/more.rs", "use crate::comm::launch;"),
+        ("src/mesh/draw.rs", "fn f() {}\n#[cfg(test)]\nmod tests {\n    use crate::comm::launch;\n}\n"),
+    ]);
+    assert_none(&check_imports(&made_up));
+    let after = sources(&[("src/mesh/mod.rs", "#[cfg(test)]\nmod tests {}\nuse crate::comm::X;")]);
+    assert_eq!(lines(&check_imports(&after)), [("src/mesh/mod.rs", 3)]);
+}
+
+#[test]
+fn a_module_without_a_row_is_named() {
+    let violations = check_imports(&sources(&[("src/extra.rs", "use crate::comm::X;")]));
+    assert_eq!(lines(&violations), [("src/extra.rs", 1)]);
+    let violations = check_imports(&sources(&[("src/engine/mod.rs", "use crate::extra::X;")]));
+    assert_eq!(lines(&violations), [("src/engine/mod.rs", 1)]);
+}
+
+#[test]
+fn unsafe_is_found_in_code_and_not_in_prose() {
+    let made_up = sources(&[
+        ("src/engine/step.rs", "// unsafe\n#![deny(unsafe_code)]\nfn f() {\n    unsafe { g() }\n}\n"),
+        ("src/zero/unit.rs", "fn f() { vec![unsafe { g() }]; }"),
+        ("src/ops/simd.rs", "unsafe fn f() {}"),
+        ("tests/comm_memory.rs", "unsafe impl Send for A {}"),
+    ]);
+    assert_eq!(lines(&check_unsafe(&made_up)), [("src/engine/step.rs", 4), ("src/zero/unit.rs", 1)]);
+}
+
+#[test]
+fn stubs_and_long_files_are_named() {
+    let stubs = format!("fn f() {{ {}!() }}\nfn g() {{ {}!(\"later\") }}", "todo", "unimplemented");
+    let long = "\n".repeat(MAX_LINES + 1);
+    let made_up = sources(&[
+        ("src/data/mod.rs", &stubs),
+        ("examples/long.rs", &long),
+        ("tests/exact.rs", &long[1..]),
+        ("tests/prose.rs", "/// todo! is not allowed\nfn todo() {}"),
+    ]);
+    assert_eq!(lines(&check_stubs(&made_up)), [("src/data/mod.rs", 1), ("src/data/mod.rs", 2)]);
+    assert_eq!(lines(&check_length(&made_up)), [("examples/long.rs", MAX_LINES + 1)]);
+}
+
+#[test]
+fn a_kernel_without_an_op_and_a_folder_without_a_readme_are_named() {
+    let files = ["kernels/rope.cu", "kernels/gemm.cu", "kernels/orphan.cu", "kernels/README.md"];
+    let ops = ["src/ops/rope/mod.rs", "src/ops/gemm.rs", "src/comm/README.md", "src/zero/README.md"];
+    let files: Vec<String> = files.iter().chain(&ops).map(|path| (*path).to_owned()).collect();
+    assert_eq!(lines(&check_kernels(&files)), [("kernels/orphan.cu", 1)]);
+    let missing = [("src/ops/attention/README.md", 1), ("src/ulysses/README.md", 1)];
+    assert_eq!(lines(&check_readmes(&files)), missing);
+}
+
+#[test]
+fn a_table_that_says_something_else_is_named() {
+    let text = std::fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap();
+    let changed = text.replace("| comm, config, ops |", "| comm, config, ops, model |");
+    let violations = check_contributing(&changed);
+    assert_eq!(violations.len(), 1);
+    assert!(violations[0].rule.starts_with("`zero` may import comm, config, ops, but"), "{}", violations[0]);
+    assert_eq!(check_contributing("").len(), MAY_IMPORT.len());
+}

@@ -1,0 +1,22 @@
+//! The command line as its users meet it: the real binary, its files and its messages.
+
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod mesh;
+mod refused_arguments;
+mod refused_batches;
+mod refused_files;
+mod refused_models;
+mod train;
+mod verify;
+
+use std::path::PathBuf;
+
+/// A file of a fixture that PyTorch computed.
+fn golden(fixture: &str, file: &str) -> String {
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/golden");
+    root.join(fixture).join(file).display().to_string()
+}

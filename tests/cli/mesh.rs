@@ -1,0 +1,123 @@
+//! `ulysses mesh` and `--help`.
+
+use crate::support::cli::Workplace;
+use std::process::Stdio;
+
+/// What `mesh` draws.
+fn drawing(arguments: &[&str]) -> String {
+    let outcome = Workplace::new().run(&[&["mesh"], arguments].concat());
+    outcome.assert_done();
+    assert_eq!(outcome.stderr, "");
+    outcome.stdout
+}
+
+/// The columns of a row of the table of groups.
+fn groups_of(drawing: &str, axis: &str) -> String {
+    let row = drawing.lines().find(|line| line.starts_with(&format!("{axis} ")));
+    let words: Vec<&str> =
+        row.unwrap_or_else(|| panic!("no {axis} in {drawing}")).split_whitespace().collect();
+    words.join(" ")
+}
+
+#[test]
+fn a_drawing_shows_ranks_groups_and_what_they_do() {
+    let drawing = drawing(&["2x4"]);
+    assert!(drawing.starts_with("mesh dp=2,sp=4: 8 ranks\n"), "{drawing}");
+    for row in ["0 │ 0 1 2 3", "1 │ 4 5 6 7"] {
+        assert!(drawing.contains(row), "{drawing}");
+    }
+    assert_eq!(groups_of(&drawing, "dp"), "dp 4 2 [0 4] [1 5] [2 6] [3 7]");
+    assert_eq!(groups_of(&drawing, "sp"), "sp 2 4 [0 1 2 3] [4 5 6 7]");
+    assert!(drawing.contains("4 ranks share each sequence") && drawing.contains("ZeRO world size = dp = 2"));
+}
+
+#[test]
+fn both_notations_draw_the_same() {
+    assert_eq!(drawing(&["dp=2,sp=4"]), drawing(&["2x4"]));
+    assert_eq!(drawing(&["2x4", "--names", "dp,sp"]), drawing(&["2x4"]));
+    assert_eq!(drawing(&["data_parallel=2,sequence_parallel=4"]), drawing(&["2x4"]));
+}
+
+#[test]
+fn other_axes_have_other_groups() {
+    let drawing = drawing(&["2x2x2", "--names", "pp,dp,sp"]);
+    assert_eq!(groups_of(&drawing, "pp"), "pp 4 2 [0 4] [1 5] [2 6] [3 7]");
+    assert_eq!(groups_of(&drawing, "dp"), "dp 4 2 [0 2] [1 3] [4 6] [5 7]");
+    assert_eq!(groups_of(&drawing, "sp"), "sp 4 2 [0 1] [2 3] [4 5] [6 7]");
+}
+
+#[test]
+fn one_size_is_inferred_from_the_world_size() {
+    for shape in ["-1x4", "2x-1", "dp=-1,sp=4"] {
+        assert_eq!(drawing(&[shape, "--world-size", "8"]), drawing(&["2x4"]), "{shape}");
+    }
+}
+
+#[test]
+fn a_million_ranks_are_drawn_in_a_page() {
+    let drawing = drawing(&["1000x1000"]);
+    assert!(drawing.contains("1000000 ranks") && drawing.contains('…'), "{drawing}");
+    assert!(drawing.lines().count() < 60, "{drawing}");
+}
+
+#[test]
+fn a_reader_that_closes_the_pipe_early_is_no_failure() {
+    let place = Workplace::new();
+    let mut child =
+        place.command(&["mesh", "1000x1000"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let outcome = child.wait_with_output().unwrap();
+    assert_eq!((outcome.status.code(), outcome.stderr.len()), (Some(0), 0), "{outcome:?}");
+}
+
+#[test]
+fn help_documents_every_flag_of_every_subcommand() {
+    let flags: [(&str, &[&str]); 3] = [
+        (
+            "train",
+            &[
+                "<CONFIG>",
+                "--model",
+                "--data",
+                "--tokenizer",
+                "--mesh",
+                "--seq-len",
+                "--steps",
+                "--threads-per-rank",
+                "--backend",
+                "--output",
+                "--seed",
+            ],
+        ),
+        (
+            "verify",
+            &[
+                "--model",
+                "--batch",
+                "--mesh",
+                "--zero-stage",
+                "--steps",
+                "--config",
+                "--output",
+                "--tolerance",
+                "--json",
+            ],
+        ),
+        ("mesh", &["<SHAPE>", "--names", "--world-size"]),
+    ];
+    let place = Workplace::new();
+    for (subcommand, flags) in flags {
+        let help = place.run(&[subcommand, "--help"]);
+        help.assert_done();
+        let lines = help.stdout.lines().map(str::trim).filter(|line| !line.starts_with("Usage:"));
+        let lines: Vec<&str> = lines.collect();
+        for flag in flags.iter().chain(&["--help"]) {
+            let at = lines.iter().position(|line| line.split([' ', ',']).any(|word| word == *flag));
+            let at = at.unwrap_or_else(|| panic!("{subcommand} {flag}: {}", help.stdout));
+            let described =
+                lines[at].contains("  ") || lines.get(at + 1).is_some_and(|line| !line.is_empty());
+            assert!(described, "{subcommand} {flag} has no description: {}", help.stdout);
+        }
+        assert!(place.run(&["--help"]).assert_done().stdout.contains(subcommand));
+    }
+}

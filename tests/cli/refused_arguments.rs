@@ -1,0 +1,104 @@
+//! Arguments that make no sense.
+
+use crate::golden;
+use crate::support::cli::Workplace;
+use serde_json::json;
+
+/// Runs `train` with flags on a config that is fine without them.
+fn train(flags: &[&str]) -> crate::support::cli::Outcome {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({}));
+    let outcome = place.run(&[&["train", "c.json"], flags].concat());
+    assert!(!place.path("out").exists(), "nothing is written: {outcome:?}");
+    outcome
+}
+
+fn verify(flags: &[&str]) -> crate::support::cli::Outcome {
+    let (model, batch) = (golden("tiny_strong", ""), golden("tiny_strong", "inputs.safetensors"));
+    Workplace::new().run(&[&["verify", "--model", &model, "--batch", &batch], flags].concat())
+}
+
+#[test]
+fn meshes_that_are_none_are_refused() {
+    for (mesh, expected) in [
+        ("0x2", "size 0; valid are sizes from 1"),
+        ("2x2x2", "3 sizes"),
+        ("2", "1 sizes"),
+        ("tp=2", "the axes are dp and sp, got tp"),
+        ("dp=2,dp=2", "named twice"),
+        ("100000x100000", "more than 1048576 ranks"),
+        ("99999999999999999999x1", "is not a size"),
+        ("-1x2", "needs a known world size"),
+        ("two", "write DPxSP such as `2x4`"),
+        ("", "write DPxSP such as `2x4`"),
+    ] {
+        let named = format!("--mesh {mesh}");
+        train(&["--mesh", mesh]).assert_refused(2, &[expected, &named]);
+        verify(&["--mesh", mesh]).assert_refused(2, &[expected, &named]);
+    }
+    for (mesh, expected) in [("2x2x2", "3 sizes"), ("0x2", "axis `dp` has size 0"), ("-1x2", "world size")] {
+        Workplace::new().run(&["mesh", mesh]).assert_refused(2, &[expected]);
+    }
+    let names = Workplace::new().run(&["mesh", "2x4", "--names", "a"]);
+    names.assert_refused(2, &["2 sizes for the axes [\"a\"]"]);
+    Workplace::new().run(&["mesh", "dp=2", "--names", "a"]).assert_refused(2, &["--names", "dp=2"]);
+    let world = Workplace::new().run(&["mesh", "2x4", "--world-size", "7"]);
+    world.assert_refused(2, &["takes 8 ranks, but there are 7"]);
+}
+
+#[test]
+fn more_sequence_ranks_than_heads_or_tokens_are_refused() {
+    let heads = ["num_heads = 4", "sp = 5", "largest valid sp is 4"];
+    train(&["--mesh", "1x5"]).assert_refused(2, &heads);
+    let tokens = ["seq_len = 3", "sp = 4", "largest valid sp is 3"];
+    train(&["--mesh", "1x4", "--seq-len", "3"]).assert_refused(2, &tokens);
+    verify(&["--mesh", "1x16"]).assert_refused(2, &["num_heads = 8", "sp = 16", "largest valid sp is 8"]);
+}
+
+#[test]
+fn counts_of_zero_and_below_are_refused() {
+    for flag in ["--steps", "--threads-per-rank", "--seq-len"] {
+        train(&[flag, "0"]).assert_refused(2, &[flag, "at least 1", "found 0"]);
+    }
+    for flag in ["--steps", "--threads-per-rank", "--seq-len", "--seed"] {
+        train(&[flag, "-1"]).assert_refused(2, &[flag, "invalid value '-1'"]);
+        train(&[flag, "many"]).assert_refused(2, &[flag, "invalid value 'many'"]);
+    }
+}
+
+#[test]
+fn what_this_machine_cannot_bear_is_refused() {
+    train(&["--threads-per-rank", "100000"]).assert_refused(2, &["100000 thread(s)", "at most 4096"]);
+    train(&["--seq-len", "4000000000"]).assert_refused(2, &["GiB", "4000000000 tokens", "seq_len"]);
+    verify(&["--mesh", "100000x1"]).assert_refused(2, &["100000 rank(s)", "at most 4096"]);
+    let place = Workplace::new();
+    let per_rank = json!({ "train_batch_size": null, "train_micro_batch_size_per_gpu": 1 });
+    place.write_config("c.json", per_rank);
+    let outcome = place.run(&["train", "c.json", "--mesh", "100000x1"]);
+    outcome.assert_refused(2, &["100000 rank(s)", "at most 4096", "mesh"]);
+}
+
+#[test]
+fn verify_refuses_tolerances_stages_and_places_that_are_none() {
+    for tolerance in ["-1", "nan", "inf", "small"] {
+        let refused = verify(&["--mesh", "1x1", "--tolerance", tolerance]);
+        refused.assert_refused(2, &["--tolerance", tolerance, "a number from 0"]);
+    }
+    verify(&["--mesh", "1x1", "--zero-stage", "4"]).assert_refused(2, &["--zero-stage", "4", "0..=3"]);
+    let no_directory = verify(&["--mesh", "1x1", "--output", "no/such/o.safetensors"]);
+    no_directory.assert_refused(2, &["--output", "no/such/o.safetensors", "does not exist"]);
+    verify(&["--mesh", "1x1", "--output", "."]).assert_refused(2, &["--output", "a file is needed"]);
+    let config = verify(&["--mesh", "1x1", "--config", "nothing.json"]);
+    config.assert_refused(2, &["nothing.json", "No such file"]);
+}
+
+#[test]
+fn what_there_is_not_is_refused() {
+    train(&["--resume"]).assert_refused(2, &["--resume"]);
+    train(&["--backend", "mpi"]).assert_refused(2, &["--backend", "mpi", "thread"]);
+    train(&["--backend", "nccl"]).assert_refused(2, &["--backend", "nccl", "thread"]);
+    train(&["--speed", "11"]).assert_refused(2, &["--speed"]);
+    Workplace::new().run(&["fly"]).assert_refused(2, &["fly", "subcommand"]);
+    Workplace::new().run(&["train"]).assert_refused(2, &["<CONFIG>"]);
+    Workplace::new().run(&["verify"]).assert_refused(2, &["--model", "--batch", "--mesh"]);
+}

@@ -1,0 +1,140 @@
+//! Config, data, tokenizer and output that cannot be used.
+
+use crate::support::cli::{Outcome, Workplace};
+use crate::train::word_tokenizer;
+use serde_json::{Value, json};
+
+/// Trains by the text of a config file.
+fn by_text(config: &str) -> Outcome {
+    let place = Workplace::new();
+    place.write("c.json", config);
+    place.run(&["train", "c.json"])
+}
+
+/// Trains by the usual config with changes.
+fn by_config(changes: Value) -> Outcome {
+    let place = Workplace::new();
+    place.write_config("c.json", changes);
+    let outcome = place.run(&["train", "c.json"]);
+    assert!(!place.path("out").exists(), "nothing is written: {outcome:?}");
+    outcome
+}
+
+#[test]
+fn config_files_that_cannot_be_read_are_named() {
+    let place = Workplace::new();
+    place.run(&["train", "nothing.json"]).assert_refused(2, &["nothing.json", "No such file"]);
+    place.run(&["train", "."]).assert_refused(2, &["config file .", "directory"]);
+    place.write("bytes.json", [0xff, 0xfe, 0x00]);
+    place.run(&["train", "bytes.json"]).assert_refused(2, &["bytes.json", "UTF-8"]);
+}
+
+#[test]
+fn faults_in_a_config_are_told_by_line_and_column() {
+    by_text("").assert_refused(2, &["c.json:1:1", "an empty file"]);
+    by_text("{ \"train_batch_size\": }").assert_refused(2, &["c.json:1:23", "not valid JSON"]);
+    by_text("[]").assert_refused(2, &["c.json:1:1", "JSON object", "array"]);
+    let unknown = by_text("{\n  \"train_batch_sise\": 4\n}");
+    unknown.assert_refused(2, &["c.json:2:3", "`train_batch_sise`", "did you mean `train_batch_size`?"]);
+    let misplaced = by_text("{ \"train_batch_size\": 4, \"steps\": 3 }");
+    misplaced.assert_refused(2, &["c.json:1:26", "did you mean `ulysses.steps`?"]);
+    by_text("{ \"train_batch_size\": \"4\" }").assert_refused(2, &["c.json:1:23", "found the string \"4\""]);
+}
+
+#[test]
+fn values_out_of_range_are_refused_with_their_key() {
+    for (changes, key) in [
+        (json!({ "train_batch_size": 0 }), "`train_batch_size`"),
+        (json!({ "ulysses": { "seq_len": 0 } }), "`ulysses.seq_len`"),
+        (json!({ "ulysses": { "steps": 0 } }), "`ulysses.steps`"),
+        (json!({ "ulysses": { "threads_per_rank": 0 } }), "`ulysses.threads_per_rank`"),
+        (json!({ "ulysses": { "seq_len": -64 } }), "`ulysses.seq_len`"),
+        (json!({ "ulysses": { "backend": "mpi" } }), "`ulysses.backend`"),
+        (json!({ "zero_optimization": { "stage": 4 } }), "`zero_optimization.stage`"),
+        (json!({ "mesh_param": [2, 0] }), "`mesh_param"),
+        (json!({ "bf16": { "enabled": true } }), "`bf16.enabled`"),
+    ] {
+        by_config(changes).assert_refused(2, &["c.json:1:", key]);
+    }
+}
+
+#[test]
+fn batch_sizes_and_meshes_that_contradict_themselves_are_refused_with_the_arithmetic() {
+    let triple = json!({ "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2 });
+    by_config(triple).assert_refused(2, &["`train_batch_size` is 4", "= 6", "make them agree"]);
+    by_config(json!({ "mesh_param": [3, 1] })).assert_refused(2, &["4 is not a multiple of dp 3", "3 and 6"]);
+    by_config(json!({ "train_batch_size": null })).assert_refused(2, &["batch size is not set"]);
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "mesh_param": [2, 1] }));
+    let outcome = place.run(&["train", "c.json", "--mesh", "1x2"]);
+    outcome.assert_refused(2, &["`mesh_param` (line 1", "by the flag --mesh", "make them equal"]);
+    by_config(json!({ "train_batch_size": 1_000_000_000_000_u64 })).assert_refused(2, &["GiB", "batch"]);
+}
+
+#[test]
+fn settings_without_a_default_are_asked_for() {
+    for key in ["model", "data", "seq_len", "steps"] {
+        let flag = format!("--{}", key.replace('_', "-"));
+        let outcome = by_config(json!({ "ulysses": { key: null } }));
+        outcome.assert_refused(2, &[&format!("`ulysses.{key}` is not set"), &flag]);
+    }
+}
+
+#[test]
+fn data_that_is_no_text_is_refused() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({}));
+    place.write("empty.txt", "");
+    place.write("one.txt", "a");
+    place.write("binary.dat", [0x80_u8, 0xff, 0x00, 0xc3].repeat(100));
+    place.write("binaries/a.dat", [0x80_u8, 0xff]);
+    std::fs::create_dir(place.path("nothing_in_it")).unwrap();
+    for (data, expected) in [
+        ("missing.txt", "does not exist; give a text file or a directory"),
+        ("empty.txt", "holds no text"),
+        ("nothing_in_it", "holds no text"),
+        ("binary.dat", "is not valid UTF-8 text"),
+        ("binaries", "1 not UTF-8"),
+        ("one.txt", "no next token to learn"),
+        ("/dev/null", "neither a file nor a directory"),
+    ] {
+        let outcome = place.run(&["train", "c.json", "--data", data]);
+        outcome.assert_refused(1, &[data, expected]);
+        assert!(!place.path("out").exists(), "{data}");
+    }
+}
+
+#[test]
+fn tokenizers_that_are_none_or_do_not_fit_are_refused() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({}));
+    place.write("broken.json", "{}");
+    place.write("text.json", "hello");
+    for tokenizer in ["missing.json", "broken.json", "text.json", "."] {
+        let outcome = place.run(&["train", "c.json", "--tokenizer", tokenizer]);
+        outcome.assert_refused(2, &["cannot load the tokenizer", tokenizer, "tokenizer.json"]);
+    }
+    place.write("large.json", word_tokenizer(json!({ "[UNK]": 0, "the": 300 })));
+    let model = crate::golden("tiny_strong", "");
+    let outcome = place.run(&["train", "c.json", "--tokenizer", "large.json", "--model", &model]);
+    outcome.assert_refused(1, &["large.json does not fit the model", "token id 300", "0..256"]);
+    place.write("huge.json", word_tokenizer(json!({ "[UNK]": 0, "the": u32::MAX })));
+    let outcome = place.run(&["train", "c.json", "--tokenizer", "huge.json"]);
+    outcome.assert_refused(2, &["GiB", "choose a smaller model"]);
+}
+
+#[test]
+fn output_directories_that_cannot_be_are_refused() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({}));
+    place.write("file", "kept");
+    for (output, expected) in [
+        ("file", "a directory is needed"),
+        ("file/below", "cannot create the output directory"),
+        ("/proc/nothing", "cannot create the output directory"),
+    ] {
+        place.run(&["train", "c.json", "--output", output]).assert_refused(1, &[output, expected]);
+    }
+    assert_eq!(place.read("file"), "kept");
+    place.run(&["train", "c.json", "--output", ""]).assert_refused(2, &["--output", "not empty"]);
+}

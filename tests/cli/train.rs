@@ -1,0 +1,221 @@
+//! `ulysses train` from end to end.
+
+use crate::golden;
+use crate::support::cli::Workplace;
+use serde_json::json;
+use std::collections::BTreeSet;
+
+const METRICS: [&str; 11] = [
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "tokens_per_second",
+    "step_seconds",
+    "loss_scale",
+    "skipped",
+    "comm_bytes",
+    "memory_bytes",
+];
+
+/// Trains with a config changed by `changes` and returns the losses.
+fn losses(place: &Workplace, changes: serde_json::Value, flags: &[&str]) -> Vec<f64> {
+    place.write_config("c.json", changes);
+    place.run(&[&["train", "c.json"], flags].concat()).assert_done();
+    place.losses("out/metrics.jsonl")
+}
+
+#[test]
+fn training_records_every_step_and_the_loss_falls() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "mesh_param": [2, 2], "ulysses": { "steps": 12 } }));
+    let outcome = place.run(&["train", "c.json"]);
+    assert!(outcome.assert_done().stdout.contains("out/metrics.jsonl"), "{outcome:?}");
+    assert!(outcome.stderr.contains("mesh dp 2 × sp 2") && outcome.stderr.contains("12/12"), "{outcome:?}");
+    let metrics = place.metrics("out/metrics.jsonl");
+    assert_eq!(metrics.len(), 12);
+    for (index, step) in metrics.iter().enumerate() {
+        let keys: BTreeSet<&str> = step.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, BTreeSet::from(METRICS));
+        assert_eq!(step["step"], index as u64 + 1);
+        assert_eq!((&step["skipped"], &step["loss_scale"]), (&json!(false), &json!(1.0)));
+        assert_eq!(step["lr"], 3e-3);
+        let tokens = step["tokens"].as_u64().unwrap();
+        assert!((1..=4 * 64).contains(&tokens), "{step}");
+        for key in ["grad_norm", "tokens_per_second", "step_seconds", "comm_bytes", "memory_bytes"] {
+            assert!(step[key].as_f64().unwrap() > 0.0, "{key}: {step}");
+        }
+    }
+    let losses = place.losses("out/metrics.jsonl");
+    assert!((5.0..6.0).contains(&losses[0]), "a model of 256 tokens that knows nothing: {losses:?}");
+    assert!(losses[11] < losses[0] - 1.0, "{losses:?}");
+}
+
+#[test]
+fn a_single_rank_sends_nothing() {
+    let place = Workplace::new();
+    losses(&place, json!({}), &[]);
+    assert!(place.metrics("out/metrics.jsonl").iter().all(|step| step["comm_bytes"] == 0));
+}
+
+#[test]
+fn mesh_stage_and_accumulation_do_not_change_the_losses() {
+    let place = Workplace::new();
+    let batch = json!({ "train_batch_size": 12 });
+    let expected = losses(&place, batch, &[]);
+    assert_eq!(expected.len(), 4);
+    let layouts = [(1, 1, 3), (2, 2, 1), (2, 2, 2), (1, 3, 1), (3, 1, 4), (1, 4, 1)];
+    for (dp, sp, accumulation) in layouts {
+        for stage in 0..=3 {
+            let layout = json!({
+                "train_batch_size": 12,
+                "gradient_accumulation_steps": accumulation,
+                "mesh_param": [dp, sp],
+                "zero_optimization": { "stage": stage },
+            });
+            let label = layout.to_string();
+            for (actual, expected) in losses(&place, layout, &[]).into_iter().zip(&expected) {
+                assert!((actual - expected).abs() <= 1e-5 * expected, "{label}: {actual} for {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_same_command_twice_gives_identical_numbers() {
+    let place = Workplace::new();
+    place.write_config(
+        "c.json",
+        json!({ "mesh_param": [2, 2], "zero_optimization": { "stage": 3 }, "gradient_clipping": 0.5 }),
+    );
+    let run = |output: &str| -> Vec<[String; 2]> {
+        place.run(&["train", "c.json", "--output", output]).assert_done();
+        let metrics = place.metrics(&format!("{output}/metrics.jsonl"));
+        metrics.iter().map(|step| ["loss", "grad_norm"].map(|key| step[key].to_string())).collect()
+    };
+    let first = run("first");
+    assert_eq!(first.len(), 4);
+    assert_eq!(first, run("second"));
+}
+
+#[test]
+fn the_resolved_config_trains_the_same() {
+    let place = Workplace::new();
+    let flags = ["--mesh", "dp=1,sp=2", "--seq-len", "48", "--steps", "3", "--seed", "7"];
+    let first = losses(&place, json!({}), &flags);
+    let config = place.read_json("out/config.json");
+    assert_eq!(config["sequence_parallel_size"], 2);
+    assert_eq!((&config["ulysses"]["seq_len"], &config["seed"]), (&json!(48), &json!(7)));
+    place.run(&["train", "out/config.json", "--output", "again"]).assert_done();
+    assert_eq!(place.losses("again/metrics.jsonl"), first);
+    assert_eq!(first.len(), 3);
+}
+
+#[test]
+fn flags_override_the_file() {
+    let place = Workplace::new();
+    place.write("other/a.txt", "pack my box with five dozen liquor jugs. ".repeat(50));
+    let by_flags = [
+        ["--model", "nano"],
+        ["--data", "other"],
+        ["--seq-len", "32"],
+        ["--steps", "2"],
+        ["--seed", "3"],
+        ["--threads-per-rank", "1"],
+        ["--backend", "thread"],
+        ["--output", "flags"],
+    ];
+    let wrong = json!({
+        "seed": 1,
+        "ulysses": { "model": "nothing", "data": "nothing", "threads_per_rank": 2, "output": "file" },
+    });
+    place.write_config("wrong.json", wrong);
+    place.run(&[&["train", "wrong.json"], by_flags.concat().as_slice()].concat()).assert_done();
+    let right = json!({
+        "seed": 3,
+        "ulysses": { "data": "other", "seq_len": 32, "steps": 2, "threads_per_rank": 1, "output": "file" },
+    });
+    place.write_config("right.json", right);
+    place.run(&["train", "right.json"]).assert_done();
+    assert_eq!(place.losses("flags/metrics.jsonl"), place.losses("file/metrics.jsonl"));
+    let (mut flags, file) = (place.read_json("flags/config.json"), place.read_json("file/config.json"));
+    flags["ulysses"]["output"] = json!("file");
+    assert_eq!(flags, file);
+}
+
+#[test]
+fn metrics_and_config_of_earlier_runs_are_kept() {
+    let place = Workplace::new();
+    losses(&place, json!({}), &["--steps", "1"]);
+    let (metrics, config) = (place.read("out/metrics.jsonl"), place.read("out/config.json"));
+    losses(&place, json!({}), &["--steps", "2"]);
+    losses(&place, json!({}), &["--steps", "3"]);
+    assert_eq!(place.read("out/metrics.1.jsonl"), metrics);
+    assert_eq!(place.read("out/config.1.json"), config);
+    assert_eq!(place.metrics("out/metrics.2.jsonl").len(), 2);
+    assert_eq!(place.metrics("out/metrics.jsonl").len(), 3);
+    assert_eq!(place.read_json("out/config.json")["ulysses"]["steps"], 3);
+}
+
+#[test]
+fn a_run_that_cannot_start_leaves_the_earlier_one_alone() {
+    let place = Workplace::new();
+    losses(&place, json!({}), &[]);
+    for flags in [["--seq-len", "0"], ["--data", "nothing"], ["--mesh", "1x64"], ["--model", "nothing"]] {
+        assert_ne!(place.run(&["train", "c.json", flags[0], flags[1]]).code, Some(0), "{flags:?}");
+    }
+    let mut names: Vec<_> = std::fs::read_dir(place.path("out"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["config.json", "metrics.jsonl"]);
+}
+
+#[test]
+fn without_an_output_every_run_has_a_directory_of_its_own() {
+    let place = Workplace::new();
+    place.write_config("my.json", json!({ "ulysses": { "output": null, "steps": 1 } }));
+    for directory in ["runs/my-1", "runs/my-2"] {
+        place.run(&["train", "my.json"]).assert_done();
+        assert_eq!(place.metrics(&format!("{directory}/metrics.jsonl")).len(), 1);
+    }
+}
+
+#[test]
+fn a_model_directory_brings_weights_and_tokenizer() {
+    let place = Workplace::new();
+    for file in ["config.json", "model.safetensors"] {
+        place.write(&format!("model/{file}"), std::fs::read(golden("tiny_strong", file)).unwrap());
+    }
+    let by_bytes = losses(&place, json!({ "ulysses": { "model": "model" } }), &["--seed", "1"]);
+    let random = losses(&place, json!({}), &["--seed", "1"]);
+    assert_ne!(by_bytes[0], random[0]);
+    let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
+    place.write("model/tokenizer.json", word_tokenizer(vocab));
+    let by_words = losses(&place, json!({ "ulysses": { "model": "model" } }), &["--seed", "1"]);
+    assert_eq!(place.read_json("out/config.json")["ulysses"]["tokenizer"], "model/tokenizer.json");
+    assert_ne!(by_bytes[0], by_words[0]);
+}
+
+#[test]
+fn a_preset_takes_the_vocabulary_of_the_tokenizer() {
+    let place = Workplace::new();
+    let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 511 });
+    place.write("tokenizer.json", word_tokenizer(vocab));
+    let losses = losses(&place, json!({}), &["--tokenizer", "tokenizer.json"]);
+    let uniform = 512_f64.ln();
+    assert!((losses[0] - uniform).abs() < 0.5, "{losses:?} starts near ln 512 = {uniform}");
+}
+
+/// A Hugging Face tokenizer of whole words.
+pub(crate) fn word_tokenizer(vocab: serde_json::Value) -> String {
+    json!({
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": { "type": "Whitespace" },
+        "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]" },
+    })
+    .to_string()
+}

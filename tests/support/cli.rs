@@ -1,0 +1,156 @@
+//! Runs the `ulysses` binary as users do: a child process in a directory of its own.
+
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Far more than any of these commands takes; one that is not done by then hangs.
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// What a command left.
+#[derive(Debug)]
+pub struct Outcome {
+    /// The exit code; `None` for a signal.
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// A directory that holds text to train on, where commands run.
+pub struct Workplace {
+    dir: TempDir,
+}
+
+impl Workplace {
+    pub fn new() -> Self {
+        let place = Self { dir: tempfile::tempdir().unwrap() };
+        place.write("text.txt", "the quick brown fox jumps over the lazy dog. ".repeat(100));
+        place
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, content: impl AsRef<[u8]>) {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+
+    pub fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    pub fn read_json(&self, name: &str) -> Value {
+        serde_json::from_str(&self.read(name)).unwrap()
+    }
+
+    /// Writes a config that trains, changed by `changes`: objects are merged, null removes a key.
+    pub fn write_config(&self, name: &str, changes: Value) {
+        let mut config = json!({
+            "train_batch_size": 4,
+            "optimizer": { "type": "AdamW", "params": { "lr": 3e-3 } },
+            "ulysses": { "model": "nano", "data": "text.txt", "seq_len": 64, "steps": 4, "output": "out" },
+        });
+        merge(&mut config, changes);
+        self.write(name, config.to_string());
+    }
+
+    /// Runs the binary here.
+    ///
+    /// # Panics
+    /// When it does not end in time.
+    #[track_caller]
+    pub fn run(&self, arguments: &[&str]) -> Outcome {
+        // Files, not pipes: nobody has to read them for the command to go on.
+        let output = tempfile::tempdir().unwrap();
+        let [stdout, stderr] = ["stdout", "stderr"].map(|name| output.path().join(name));
+        let mut command = self.command(arguments);
+        command.stdout(File::create(&stdout).unwrap()).stderr(File::create(&stderr).unwrap());
+        let code = wait(command, arguments);
+        let text = |path: &Path| String::from_utf8(fs::read(path).unwrap()).unwrap();
+        Outcome { code, stdout: text(&stdout), stderr: text(&stderr) }
+    }
+
+    /// The binary with its arguments, to be run here.
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ulysses"));
+        command.args(arguments).current_dir(self.dir.path()).stdin(Stdio::null());
+        command.env_remove("RUST_LOG").env("RUST_BACKTRACE", "1");
+        command
+    }
+
+    /// The lines of a metrics file.
+    pub fn metrics(&self, name: &str) -> Vec<Value> {
+        self.read(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// The losses of a metrics file.
+    pub fn losses(&self, name: &str) -> Vec<f64> {
+        self.metrics(name).iter().map(|step| step["loss"].as_f64().unwrap()).collect()
+    }
+}
+
+impl Outcome {
+    /// # Panics
+    /// Unless the command succeeded.
+    #[track_caller]
+    pub fn assert_done(&self) -> &Self {
+        assert_eq!(self.code, Some(0), "{self:?}");
+        self
+    }
+
+    /// # Panics
+    /// Unless the command ended with `code`, and with one message that says all of `expected`.
+    #[track_caller]
+    pub fn assert_refused(&self, code: i32, expected: &[&str]) {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        let errors = self.stderr.lines().filter(|line| line.starts_with("error: ")).count();
+        assert_eq!(errors, 1, "one message: {self:?}");
+        for unwanted in ["panicked", "backtrace", "src/"] {
+            assert!(!self.stderr.contains(unwanted), "{unwanted} in {self:?}");
+        }
+        for expected in expected {
+            assert!(self.stderr.contains(expected), "no {expected:?} in {self:?}");
+        }
+    }
+}
+
+/// The exit code of a command that ends in time.
+#[track_caller]
+fn wait(mut command: Command, arguments: &[&str]) -> Option<i32> {
+    let mut child = command.spawn().unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code();
+        }
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            panic!("{arguments:?} hangs");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn merge(target: &mut Value, changes: Value) {
+    let Value::Object(changes) = changes else {
+        *target = changes;
+        return;
+    };
+    if !target.is_object() {
+        *target = json!({});
+    }
+    for (key, change) in changes {
+        if change.is_null() {
+            target.as_object_mut().unwrap().remove(&key);
+        } else {
+            merge(&mut target[&key], change);
+        }
+    }
+}
