@@ -4,7 +4,7 @@ use super::forward::{Loss, Tape, head_views};
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
-use crate::model::{LayerContext, Saved};
+use crate::model::{HeadSaved, LayerContext, Saved};
 use candle_core::Tensor;
 
 impl Engine {
@@ -27,19 +27,10 @@ impl Engine {
         self.accumulation.add(&loss, seq_len, weight);
 
         let Tape { ctx, input_ids, labels, inputs, saved, hidden, head, .. } = loss.tape;
-        let head_unit = self.head_unit();
-        let params = self.zero.parameters(head_unit)?;
-        let grads = self.zero.gradients(head_unit)?;
-        let tied = self.model.is_tied();
-        if !inputs.is_empty() {
-            self.zero.prefetch(inputs.len())?;
-        }
-        let (params, grads) = (head_views(&params, tied), head_views(&grads, tied));
-        let mut dx = self.model.head.backward(params, head, &labels, scale, grads, &ctx)?;
+        let mut dx = self.backward_head(head, &labels, scale, &ctx)?;
         self.workspace.give(hidden);
-        self.zero.release(head_unit);
-        if !tied {
-            self.zero.reduce(head_unit, boundary)?;
+        if !self.model.is_tied() {
+            self.zero.reduce(self.head_unit(), boundary)?;
         }
         for (index, (x, state)) in inputs.into_iter().zip(saved).enumerate().rev() {
             dx = self.backward_layer(index, x, state, dx, &ctx)?;
@@ -52,6 +43,28 @@ impl Engine {
         self.zero.finish_reductions()?;
         self.accumulation.micro_steps += 1;
         Ok(())
+    }
+
+    /// Backward of the loss and the head. The views end here, or they would keep the head's
+    /// whole parameters and gradients through the backward of all layers.
+    fn backward_head(
+        &mut self,
+        saved: HeadSaved,
+        labels: &[i64],
+        scale: f32,
+        ctx: &LayerContext,
+    ) -> Result<Tensor, EngineError> {
+        let (unit, tied) = (self.head_unit(), self.model.is_tied());
+        let params = self.zero.parameters(unit)?;
+        let grads = self.zero.gradients(unit)?;
+        let num_layers = self.model.layers.len();
+        if num_layers > 0 {
+            self.zero.prefetch(num_layers)?;
+        }
+        let (params, grads) = (head_views(&params, tied), head_views(&grads, tied));
+        let dx = self.model.head.backward(params, saved, labels, scale, grads, ctx)?;
+        self.zero.release(unit);
+        Ok(dx)
     }
 
     /// Backward of one layer, after its forward once more where its state was dropped.

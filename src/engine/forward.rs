@@ -2,6 +2,7 @@
 
 use super::{Engine, EngineError};
 use crate::data::MicroBatch;
+use crate::mesh::shard_range;
 use crate::model::{HeadSaved, LayerContext, Saved};
 use crate::ops::cross_entropy::LossSum;
 use candle_core::Tensor;
@@ -116,10 +117,7 @@ impl Engine {
         ctx: &LayerContext,
         mut keep: impl FnMut(Tensor, Saved),
     ) -> Result<Tensor, EngineError> {
-        let params = self.zero.parameters(0)?;
-        self.zero.prefetch(if self.model.layers.is_empty() { self.head_unit() } else { 1 })?;
-        let mut x = self.model.embedding.forward(&params[0], input_ids, ctx)?;
-        self.zero.release(0);
+        let mut x = self.embed(input_ids, ctx)?;
         for index in 0..self.model.layers.len() {
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;
@@ -130,11 +128,28 @@ impl Engine {
         Ok(x)
     }
 
+    /// Looks up the embedding. The views end here, or they would keep the gathered matrix
+    /// beyond its release.
+    fn embed(&mut self, input_ids: &[u32], ctx: &LayerContext) -> Result<Tensor, EngineError> {
+        let params = self.zero.parameters(0)?;
+        self.zero.prefetch(if self.model.layers.is_empty() { self.head_unit() } else { 1 })?;
+        let x = self.model.embedding.forward(&params[0], input_ids, ctx)?;
+        self.zero.release(0);
+        Ok(x)
+    }
+
     fn context(&self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
+        let sp = &self.groups.sp;
+        let shard = shard_range(batch.seq_len, sp.world_size(), sp.rank());
+        let tokens = batch.batch * shard.len();
         let sizes = [
             ("its number of rows", batch.batch, self.config.micro_batch_size),
-            ("the number of its tokens on this rank", batch.input_ids.len(), batch.batch * batch.shard.len()),
-            ("the number of its labels on this rank", batch.labels.len(), batch.batch * batch.shard.len()),
+            ("the number of rows that its document boundaries cover", batch.cu_seqlens.len(), batch.batch),
+            ("the first token of its shard", batch.shard.start, shard.start),
+            ("the end of its shard", batch.shard.end, shard.end),
+            ("the number of its tokens on this rank", batch.input_ids.len(), tokens),
+            ("the number of its labels on this rank", batch.labels.len(), tokens),
+            ("the number of its position ids on this rank", batch.position_ids.len(), tokens),
         ];
         if let Some((what, got, expected)) = sizes.into_iter().find(|(_, got, expected)| got != expected) {
             return Err(EngineError::MicroBatch { what, got, expected });

@@ -5,10 +5,10 @@ use crate::data::MicroBatch;
 
 impl Engine {
     /// Trains on one global batch: `gradient_accumulation_steps` micro batches from
-    /// `next_micro_batch`, then the update.
+    /// `next_micro_batch` (fewer when `backward` has begun the step), then the update.
     ///
     /// # Errors
-    /// A micro batch that cannot be had, a step already begun, or whatever a step reports.
+    /// A micro batch that cannot be had, or whatever a step reports.
     pub fn train_batch<E: Into<EngineError>>(
         &mut self,
         mut next_micro_batch: impl FnMut() -> Result<MicroBatch, E>,

@@ -60,6 +60,10 @@ impl BlockContext<'_> {
 /// that is what lets the engine cut the sequence. Every op that it uses must be
 /// differentiable in candle (the fused softmax, norms and rope of `candle_nn` are not, and
 /// silently give no gradient: a parameter without a gradient is an error here).
+///
+/// From forward to backward the layer keeps a copy of its whole parameters, at ZeRO stage 3
+/// too, and all that candle's graph holds; [`Saved::bytes`] counts parameters, input and
+/// output. With activation checkpointing it keeps its input only.
 pub struct AutogradLayer<F> {
     name: String,
     parameters: Vec<ParameterSpec>,

@@ -244,10 +244,13 @@ impl Layer for DecoderLayer {
 
 impl SavedDecoder {
     fn bytes(&self) -> usize {
-        let own =
-            [&self.x, &self.rstd_x, &self.attention_out, &self.mid, &self.rstd_mid, &self.gate, &self.up];
-        own.iter().map(|tensor| tensor.elem_count() * size_of::<f32>()).sum::<usize>()
-            + self.attention.bytes()
+        let mut own = vec![&self.x, &self.rstd_x, &self.mid, &self.rstd_mid, &self.gate, &self.up];
+        // Without sequence parallelism the attention keeps the very tensor that it returned.
+        if self.attention_out.id() != self.attention.o.id() {
+            own.push(&self.attention_out);
+        }
+        let own: usize = own.iter().map(|tensor| tensor.elem_count() * size_of::<f32>()).sum();
+        own + self.attention.bytes()
     }
 }
 

@@ -11,9 +11,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses::comm::MeshGroups;
-use ulysses::comm::thread::{LaunchOptions, launch};
+use ulysses::comm::thread::{LaunchError, LaunchOptions, launch};
 use ulysses::config::Config;
-use ulysses::data::GlobalBatch;
+use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{LlamaConfig, Model, ModelError, ParameterSpec, WeightSource};
@@ -51,6 +51,9 @@ pub struct Problem {
     pub steps: usize,
     /// More keys for the JSON config.
     pub extra: serde_json::Value,
+    /// Makes the model; [`Model::llama`] unless a test plugs in layers of its own.
+    pub model: fn(&LlamaConfig) -> Model,
+    pub threads_per_rank: usize,
 }
 
 /// What stands in for parts of the library, to prove that the suite notices.
@@ -69,7 +72,8 @@ impl Default for Doubles {
 impl Problem {
     pub fn new(config: ReferenceConfig, weights: Weights, batch: Batch) -> Self {
         let rule = Rule::Sgd { lr: 0.1 };
-        Self { config, weights, batch, rule, clip: None, steps: 3, extra: json!({}) }
+        let (clip, steps, extra) = (None, 3, json!({}));
+        Self { config, weights, batch, rule, clip, steps, extra, model: Model::llama, threads_per_rank: 1 }
     }
 
     /// What the independent reference makes of it.
@@ -92,18 +96,12 @@ impl Problem {
         let mut global = global_batch(&batch)?;
         global.pad_rows(layout.dp * layout.accumulation)?;
         let config = self.json_config(layout, global.batch())?;
-        let mesh = DeviceMesh::dp_sp(layout.dp, layout.sp)?;
-        let outcomes = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
-            let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-            let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+        let outcomes = on_mesh(&config, &self.launch_options(), |_, groups| {
             let groups = (doubles.groups)(groups);
-            let model = Model::llama(&llama_config(&self.config));
-            let weights = ReferenceWeights(&self.weights);
-            let mut engine =
-                Engine::with_attention(model, &weights, &config, groups, doubles.attention.clone())?;
+            let mut engine = self.engine(&config, groups, doubles.attention.clone())?;
             let outcome = engine.run_global_batch(&global, self.steps)?;
             engine.check_replicas()?;
-            anyhow::Ok(outcome)
+            Ok(outcome)
         })?;
         let mut outcomes = outcomes.into_iter();
         let first = outcomes.next().context("a mesh has a rank")?;
@@ -111,6 +109,21 @@ impl Problem {
             anyhow::ensure!(bits(&first)? == bits(&other)?, "ranks disagree on {layout:?}");
         }
         Ok(first)
+    }
+
+    /// One rank's engine, on the reference's weights.
+    pub fn engine(
+        &self,
+        config: &Config,
+        groups: ZeroGroups,
+        attention: Arc<dyn Attention>,
+    ) -> Result<Engine> {
+        let model = (self.model)(&llama_config(&self.config));
+        Ok(Engine::with_attention(model, &ReferenceWeights(&self.weights), config, groups, attention)?)
+    }
+
+    fn launch_options(&self) -> LaunchOptions {
+        LaunchOptions { threads_per_rank: self.threads_per_rank, ..LaunchOptions::default() }
     }
 
     pub fn json_config(&self, layout: Layout, rows: usize) -> Result<Config> {
@@ -136,6 +149,31 @@ impl Problem {
         }
         Ok(Config::from_json_str(&value.to_string(), "test.json")?)
     }
+}
+
+/// Runs `work` on every rank of the config's mesh; results in rank order.
+pub fn on_mesh<T: Send>(
+    config: &Config,
+    options: &LaunchOptions,
+    work: impl Fn(usize, ZeroGroups) -> Result<T> + Sync,
+) -> Result<Vec<T>, LaunchError> {
+    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).expect("the mesh of a config");
+    launch(mesh.world_size(), options, |rank| {
+        let groups = MeshGroups::new(&mesh, rank.group.clone())?;
+        let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+        work(rank.rank, groups)
+    })
+}
+
+/// The shards of an engine's rank: micro step `a` of dp rank `d` takes rows `(a·dp + d)·micro_batch` on.
+pub fn micro_batches(global: &GlobalBatch, engine: &Engine) -> Result<Vec<MicroBatch>> {
+    let (config, dp, sp) = (engine.config(), engine.dp_group(), engine.sp_group());
+    let rows = config.micro_batch_size;
+    let shard = |step: usize| {
+        let first = (step * config.dp_size + dp.rank()) * rows;
+        Ok(global.micro_batch(first..first + rows, sp.world_size(), sp.rank())?)
+    };
+    (0..config.gradient_accumulation_steps).map(shard).collect()
 }
 
 /// Panics unless loss, norms, gradients and final parameters agree with the reference.

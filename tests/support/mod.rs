@@ -10,6 +10,7 @@ pub mod comm;
 pub mod compare;
 pub mod doubles;
 pub mod golden;
+pub mod llama_block;
 pub mod mesh_run;
 pub mod problems;
 pub mod reference;
