@@ -107,7 +107,7 @@ fn parameters_gradients_and_optimizer_state_take_what_zero_says() {
             let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
                 let model = Model::llama(&MODEL);
                 let meter = Meter::start();
-                let mut engine = engine(model, &Constant, &config, groups)?;
+                let engine = engine(model, &Constant, &config, groups)?;
                 let all = meter.bytes();
                 assert_eq!(engine.zero().expected_held_bytes().total(), by_formula(stage, dp) as u64);
                 Ok((all, engine.zero().held_bytes()))

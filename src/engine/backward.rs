@@ -14,35 +14,48 @@ impl Engine {
     /// # Errors
     /// More calls than the accumulation allows, or failed communication.
     pub fn backward(&mut self, loss: Loss) -> Result<(), EngineError> {
+        self.check_usable()?;
         let accumulation = self.config.gradient_accumulation_steps;
         if self.accumulation.micro_steps == accumulation {
             return Err(EngineError::StepDue { accumulation });
         }
+        if loss.tape.step != self.attempted_steps {
+            let (made, now) = (loss.tape.step, self.attempted_steps);
+            return Err(EngineError::StaleLoss { made, now });
+        }
         if self.accumulation.micro_steps == 0 {
             self.zero.zero_gradients()?;
         }
-        let boundary = self.accumulation.micro_steps + 1 == accumulation;
-        let seq_len = loss.tape.seq_len;
-        let (scale, weight) = self.loss_scale(&loss, seq_len)?;
-        self.accumulation.add(&loss, seq_len, weight);
+        // Until the end: what fails on the way leaves part of a gradient behind.
+        self.is_broken = true;
+        let (scale, weight) = self.loss_scale(&loss)?;
+        self.accumulation.add(&loss, weight);
+        self.backward_pass(loss.tape, scale, self.accumulation.micro_steps + 1 == accumulation)?;
+        self.accumulation.micro_steps += 1;
+        self.is_broken = false;
+        Ok(())
+    }
 
-        let Tape { ctx, input_ids, labels, inputs, saved, hidden, head, .. } = loss.tape;
+    /// Head, layers and embedding. The output of a layer is given back after that layer's own
+    /// backward, since it may have kept it.
+    fn backward_pass(&mut self, tape: Tape, scale: f32, boundary: bool) -> Result<(), EngineError> {
+        let Tape { ctx, input_ids, labels, inputs, saved, hidden, head, .. } = tape;
         let mut dx = self.backward_head(head, &labels, scale, &ctx)?;
-        self.workspace.give(hidden);
         if !self.model.is_tied() {
             self.zero.reduce(self.head_unit(), boundary)?;
         }
+        let mut output = hidden;
         for (index, (x, state)) in inputs.into_iter().zip(saved).enumerate().rev() {
-            dx = self.backward_layer(index, x, state, dx, &ctx)?;
+            dx = self.backward_layer(index, &x, state, dx, &ctx)?;
+            self.workspace.give(std::mem::replace(&mut output, x));
             self.zero.reduce(index + 1, boundary)?;
         }
         let grads = self.zero.gradients(0)?;
         self.model.embedding.backward(&input_ids, &dx, &grads[0])?;
+        self.workspace.give(output);
         self.workspace.give(dx);
         self.zero.reduce(0, boundary)?;
-        self.zero.finish_reductions()?;
-        self.accumulation.micro_steps += 1;
-        Ok(())
+        Ok(self.zero.finish_reductions()?)
     }
 
     /// Backward of the loss and the head. The views end here, or they would keep the head's
@@ -71,7 +84,7 @@ impl Engine {
     fn backward_layer(
         &mut self,
         index: usize,
-        x: Tensor,
+        x: &Tensor,
         state: Option<Saved>,
         dy: Tensor,
         ctx: &LayerContext,
@@ -83,16 +96,15 @@ impl Engine {
             self.zero.prefetch(unit - 1)?;
         }
         let layer = &self.model.layers[index];
-        let state = match state {
-            Some(state) => state,
+        let (output, state) = match state {
+            Some(state) => (None, state),
             None => {
-                let (y, state) = layer.forward(&params, &x, ctx)?;
-                self.workspace.give(y);
-                state
+                let (y, state) = layer.forward(&params, x, ctx)?;
+                (Some(y), state)
             }
         };
         let dx = layer.backward(&params, state, dy, &grads, ctx)?;
-        self.workspace.give(x);
+        output.into_iter().for_each(|y| self.workspace.give(y));
         self.zero.release(unit);
         Ok(dx)
     }
@@ -102,12 +114,9 @@ impl Engine {
     ///
     /// `global`: the constant `1/C`; what is missing follows in `step`. `micro_batch`: the
     /// mean over the sp group's valid tokens, then over dp and accumulation (DeepSpeed's).
-    fn loss_scale(&self, loss: &Loss, seq_len: usize) -> Result<(f32, f64), EngineError> {
+    fn loss_scale(&self, loss: &Loss) -> Result<(f32, f64), EngineError> {
         match self.config.loss_normalization {
-            LossNormalization::Global => {
-                let constant = (self.config.train_batch_size * seq_len) as f64;
-                Ok(((1.0 / constant) as f32, 1.0))
-            }
+            LossNormalization::Global => Ok(((1.0 / self.loss_constant()) as f32, 1.0)),
             LossNormalization::MicroBatch => {
                 let valid =
                     self.groups.sp.all_reduce_values(&[loss.valid_tokens() as f64], ReduceOp::Sum)?[0];

@@ -61,14 +61,33 @@ pub enum EngineError {
         norm: f64,
     },
     /// Ranks that must hold the same parameters do not.
-    #[error(
-        "parameters differ within the sp group: rank {rank} (sp rank {sp_rank}) does not hold what sp rank 0 holds"
-    )]
+    #[error("parameters differ along {axis}: rank {rank} does not hold what rank {first} holds")]
     ReplicasDiffer {
+        /// Axis of the group.
+        axis: &'static str,
         /// Global rank that differs.
         rank: usize,
-        /// Its rank within the group.
-        sp_rank: usize,
+        /// Global rank of the group's first member.
+        first: usize,
+    },
+    /// A loss went backward after a step had changed the parameters that it was computed with.
+    #[error("this loss was computed before step {now} (after step {made}); run forward again")]
+    StaleLoss {
+        /// Steps done when the loss was computed.
+        made: u64,
+        /// Steps done now.
+        now: u64,
+    },
+    /// An earlier call failed half-way.
+    #[error(
+        "an earlier backward or step failed half-way, so gradients or parameters are incomplete; start anew"
+    )]
+    Broken,
+    /// Two parameters of the model have one name.
+    #[error("two parameters are named {name}; names tell parameters apart, give each layer its own")]
+    DuplicateParameter {
+        /// The name.
+        name: String,
     },
     /// A layer failed.
     #[error(transparent)]

@@ -17,8 +17,8 @@ pub struct Loss {
 /// What the forward pass leaves for the backward pass.
 pub(super) struct Tape {
     pub(super) ctx: LayerContext,
-    /// Tokens of a whole row.
-    pub(super) seq_len: usize,
+    /// Steps that were done when it was made: the parameters that it saw.
+    pub(super) step: u64,
     pub(super) input_ids: Vec<u32>,
     pub(super) labels: Vec<i64>,
     /// Input of every layer.
@@ -57,6 +57,9 @@ impl Engine {
     /// A batch that does not fit the config, a token or label outside the vocabulary, or
     /// failed communication.
     pub fn forward(&mut self, batch: &MicroBatch) -> Result<Loss, EngineError> {
+        self.check_usable()?;
+        // A loss that was dropped instead of going backward leaves its head gathered.
+        self.zero.release_all();
         let ctx = self.context(batch)?;
         let mut inputs = Vec::with_capacity(self.model.layers.len());
         let mut saved = Vec::with_capacity(self.model.layers.len());
@@ -72,7 +75,7 @@ impl Engine {
         let (input_ids, labels) = (batch.input_ids.clone(), batch.labels.clone());
         Ok(Loss {
             local,
-            tape: Tape { ctx, seq_len: batch.seq_len, input_ids, labels, inputs, saved, hidden, head },
+            tape: Tape { ctx, step: self.attempted_steps, input_ids, labels, inputs, saved, hidden, head },
         })
     }
 

@@ -9,6 +9,8 @@ use crate::ops::Workspace;
 use crate::ops::attention::{Attention, FlashAttention};
 use crate::ulysses::UlyssesAttention;
 use crate::zero::{FlatLayout, ZeroGroups, ZeroOptimizer};
+use candle_core::Tensor;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 /// A model in training on one rank of the mesh.
@@ -26,6 +28,8 @@ pub struct Engine {
     pub(super) step: u64,
     /// Steps done, those that were skipped included.
     pub(super) attempted_steps: u64,
+    /// Set while gradients or parameters are half done; stays so after an error.
+    pub(super) is_broken: bool,
     /// Bytes sent when the last report was made.
     pub(super) reported_bytes: u64,
 }
@@ -63,6 +67,11 @@ impl Engine {
         check_axis("sp", config.sp_size, &*groups.sp)?;
         model.head = model.head.with_tile_tokens(config.loss_tile_tokens);
         let units = model.units();
+        let mut names = HashSet::new();
+        let parameters = units.iter().flat_map(|unit| &unit.parameters);
+        if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
+            return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
+        }
         let layout = |unit: &crate::model::UnitSpec| {
             let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
             FlatLayout::new(unit.name.clone(), parameters, config.dp_size)
@@ -99,6 +108,7 @@ impl Engine {
             accumulation: Accumulation::default(),
             step: 0,
             attempted_steps: 0,
+            is_broken: false,
             reported_bytes: 0,
         })
     }
@@ -108,9 +118,17 @@ impl Engine {
         &self.config
     }
 
-    /// The partitioned optimizer: layouts, held bytes, gathering of whole parameters.
-    pub fn zero(&mut self) -> &mut ZeroOptimizer {
-        &mut self.zero
+    /// The partitioned optimizer: layouts and held bytes.
+    pub fn zero(&self) -> &ZeroOptimizer {
+        &self.zero
+    }
+
+    /// Every parameter whole, by name, on every rank. Collective.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn gather_parameters(&mut self) -> Result<Vec<(String, Tensor)>, EngineError> {
+        Ok(self.zero.gather_parameters()?)
     }
 
     /// The data-parallel group: the ZeRO world.

@@ -11,7 +11,7 @@
 //! **Loss and gradient.** The loss of a step is the sum of all token losses of the global
 //! batch divided by the number N of its valid tokens, over dp, sp and accumulation alike.
 //! N is not known before all ranks have counted, so `backward` scales by the constant `1/C`
-//! with `C = train_batch_size · seq_len`, and `step` multiplies by `C/N` before it takes the
+//! (the config's `train_batch_size · seq_len`), and `step` multiplies by `C/N` before it takes the
 //! norm. A rank without a valid label contributes zeros.
 
 mod assemble;

@@ -5,20 +5,20 @@ use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use candle_core::Tensor;
 
+/// Updates between two comparisons of replicas.
+const STEPS_PER_REPLICA_CHECK: u64 = 100;
+
 /// What has been accumulated since the last step, on this rank.
 #[derive(Debug, Default)]
 pub(super) struct Accumulation {
     pub(super) micro_steps: usize,
-    /// Tokens that a constant `1/C` stands for.
-    seq_len: usize,
     /// Weighted sum of the token losses.
     loss_sum: f64,
     valid_tokens: u64,
 }
 
 impl Accumulation {
-    pub(super) fn add(&mut self, loss: &Loss, seq_len: usize, weight: f64) {
-        self.seq_len = seq_len;
+    pub(super) fn add(&mut self, loss: &Loss, weight: f64) {
         self.loss_sum += loss.sum() * weight;
         self.valid_tokens += loss.valid_tokens();
     }
@@ -60,6 +60,7 @@ impl Engine {
     /// # Errors
     /// A loss or gradient that is not finite, or failed communication.
     pub fn step(&mut self) -> Result<Option<StepReport>, EngineError> {
+        self.check_usable()?;
         if self.accumulation.micro_steps < self.config.gradient_accumulation_steps {
             return Ok(None);
         }
@@ -93,9 +94,11 @@ impl Engine {
         // torch.nn.utils.clip_grad_norm_'s epsilon.
         let coefficient = if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 };
         let betas = self.schedule.momentum_at(self.step);
+        self.is_broken = true;
         self.zero.update(self.step + 1, lr, betas, factor * coefficient)?;
+        self.is_broken = false;
         self.step += 1;
-        Ok(())
+        if self.step.is_multiple_of(STEPS_PER_REPLICA_CHECK) { self.check_replicas() } else { Ok(()) }
     }
 
     /// Loss of the accumulated batch over the whole mesh. Collective; valid between the last
@@ -119,10 +122,7 @@ impl Engine {
         let (loss_sum, valid) = (global[0], global[1]);
         let (loss, factor) = match self.config.loss_normalization {
             _ if valid == 0.0 => (0.0, 0.0),
-            LossNormalization::Global => {
-                let constant = (self.config.train_batch_size * self.accumulation.seq_len) as f64;
-                (loss_sum / valid, constant / valid)
-            }
+            LossNormalization::Global => (loss_sum / valid, self.loss_constant() / valid),
             LossNormalization::MicroBatch => (loss_sum, 1.0),
         };
         let norm = factor * self.zero.gradient_sum_of_squares()?.sqrt();
@@ -141,20 +141,46 @@ impl Engine {
         scaled.collect()
     }
 
-    /// Compares the parameters that the ranks of the sp group hold and update redundantly.
+    /// Forgets what has been accumulated since the last step, as DeepSpeed's `zero_grad`.
+    pub fn zero_grad(&mut self) {
+        self.accumulation = Accumulation::default();
+    }
+
+    /// Compares the parameters that several ranks hold and update redundantly: those of an sp
+    /// group, and below ZeRO stage 3 those of a dp group. Collective; `step` calls it every
+    /// hundred updates.
     ///
     /// # Errors
     /// Replicas that differ; the first rank that does is named.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
-        let own = self.zero.parameter_hash()? as i64;
-        let hashes = self.groups.sp.all_gather_values(&[own])?;
+        self.check_replicas_along("sp", &*self.groups.sp)?;
+        if self.zero.stage().partitions_parameters() {
+            return Ok(());
+        }
+        self.check_replicas_along("dp", &*self.groups.dp)
+    }
+
+    fn check_replicas_along(&self, axis: &'static str, group: &dyn ProcessGroup) -> Result<(), EngineError> {
+        let hashes = group.all_gather_values(&[self.zero.parameter_hash()?.cast_signed()])?;
         match hashes.iter().position(|hash| *hash != hashes[0]) {
             None => Ok(()),
-            Some(sp_rank) => {
-                let rank = self.groups.sp.global_ranks()[sp_rank];
-                Err(EngineError::ReplicasDiffer { rank, sp_rank })
+            Some(differs) => {
+                let ranks = group.global_ranks();
+                Err(EngineError::ReplicasDiffer { axis, rank: ranks[differs], first: ranks[0] })
             }
         }
+    }
+
+    /// The constant that losses are divided by before their number is known: any would do, this
+    /// one keeps gradients near their final size.
+    pub(super) fn loss_constant(&self) -> f64 {
+        (self.config.train_batch_size * self.config.seq_len.unwrap_or(1)) as f64
+    }
+
+    /// After an error in the middle of a backward pass or an update, gradients or parameters
+    /// are half done, and differently on different ranks.
+    pub(super) fn check_usable(&self) -> Result<(), EngineError> {
+        if self.is_broken { Err(EngineError::Broken) } else { Ok(()) }
     }
 
     fn bytes_sent(&self) -> u64 {

@@ -47,7 +47,8 @@ impl Engine {
             }
             reports.extend(self.step()?);
         }
-        let parameters = self.zero.gather_parameters()?;
+        self.zero_grad();
+        let parameters = self.gather_parameters()?;
         Ok(BatchOutcome { logits, loss, gradients, reports, parameters })
     }
 

@@ -52,6 +52,11 @@ impl HfConfig {
             let key = if get("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
             return Err(self.error(key, "this version computes the default rotary embedding, unscaled"));
         }
+        if get("sliding_window").is_some() {
+            return Err(
+                self.error("sliding_window", "this version attends to the whole document: leave it out")
+            );
+        }
         for key in ["attention_bias", "mlp_bias"] {
             if self.flag(key)? {
                 return Err(self.error(key, "this version has no biases"));

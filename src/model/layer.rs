@@ -86,7 +86,8 @@ pub trait Layer: Send + Sync {
     /// The parameters, in the order of `params` and `grads`.
     fn parameters(&self) -> &[ParameterSpec];
 
-    /// Computes the layer.
+    /// Computes the layer. `x` and the result stay as they are until after this layer's
+    /// backward, so both may go into the saved state; the result owns its storage.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.

@@ -180,6 +180,7 @@ fn models_that_would_be_computed_wrongly_are_refused_by_key() {
         ("hidden_act", serde_json::json!("gelu")),
         ("rope_scaling", llama3),
         ("attention_bias", serde_json::json!(true)),
+        ("sliding_window", serde_json::json!(4096)),
         ("num_key_value_heads", serde_json::json!(3)),
         ("head_dim", serde_json::json!(7)),
         ("hidden_size", serde_json::json!(-4)),

@@ -70,7 +70,10 @@ impl Display for RunSummary {
         for rank in ranks {
             rank.write_traffic(f)?;
         }
-        writeln!(f, "\nbytes held per rank: measured by the allocator (expected by the ZeRO formula)")?;
+        writeln!(
+            f,
+            "\nbytes held per rank: measured by the allocator, bookkeeping included (by the ZeRO formula)"
+        )?;
         for rank in ranks {
             let part = |(name, (measured, expected)): (&str, (u64, u64))| {
                 let measured =
@@ -108,7 +111,7 @@ impl RankSummary {
     }
 }
 
-/// Whole bytes with separators: these are compared to the byte.
+/// Whole bytes with separators.
 fn bytes(bytes: u64) -> String {
     let digits = bytes.to_string();
     let groups: Vec<&str> =

@@ -15,10 +15,21 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// memory, and every clone, view or reshape of the given tensor would see it. A tensor that is dropped
 /// instead of given back is merely freed. Debug builds fill given tensors with NaN, so that a use after
 /// `give`, or a use of a fresh `take` before it is written, shows.
+///
+/// No more is kept than was taken: a tensor that comes from elsewhere takes the place of one that was
+/// taken and dropped, or is freed. So nothing grows from step to step, whatever layers give back.
 #[derive(Debug, Default)]
 pub struct Workspace {
+    shelves: Mutex<HashMap<usize, Shelf>>,
+}
+
+/// The tensors of one size.
+#[derive(Debug, Default)]
+struct Shelf {
     /// Flat tensors that own their whole storage, none of them twice.
-    free: Mutex<HashMap<usize, Vec<Tensor>>>,
+    free: Vec<Tensor>,
+    /// Tensors taken and not given back.
+    taken: usize,
 }
 
 impl Workspace {
@@ -34,7 +45,12 @@ impl Workspace {
     /// When candle cannot allocate.
     pub fn take(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
         let shape = shape.into();
-        let recycled = self.free().get_mut(&shape.elem_count()).and_then(Vec::pop);
+        let recycled = {
+            let mut shelves = self.shelves();
+            let shelf = shelves.entry(shape.elem_count()).or_default();
+            shelf.taken += 1;
+            shelf.free.pop()
+        };
         match recycled {
             Some(flat) => flat.reshape(shape),
             None => Tensor::zeros(shape, DType::F32, &Device::Cpu),
@@ -62,32 +78,33 @@ impl Workspace {
         }
         // Detached, or a recycled tensor would keep the graph alive that computed it.
         let Ok(flat) = tensor.detach().flatten_all() else { return };
-        let mut free = self.free();
-        let same_size = free.entry(flat.elem_count()).or_default();
-        if same_size.iter().any(|held| storage_id(held) == storage_id(&flat)) {
+        let mut shelves = self.shelves();
+        let Some(shelf) = shelves.get_mut(&flat.elem_count()).filter(|shelf| shelf.taken > 0) else { return };
+        if shelf.free.iter().any(|held| storage_id(held) == storage_id(&flat)) {
             return;
         }
         if cfg!(debug_assertions) && super::reduce::fill(&flat, f32::NAN).is_err() {
             return;
         }
-        same_size.push(flat);
+        shelf.taken -= 1;
+        shelf.free.push(flat);
     }
 
     /// Bytes of the tensors that wait here.
     #[must_use]
     pub fn bytes_held(&self) -> usize {
-        let elems: usize = self.free().iter().map(|(elems, tensors)| elems * tensors.len()).sum();
+        let elems: usize = self.shelves().iter().map(|(elems, shelf)| elems * shelf.free.len()).sum();
         elems * DType::F32.size_in_bytes()
     }
 
     /// Frees all tensors that wait here.
     pub fn clear(&self) {
-        self.free().clear();
+        self.shelves().values_mut().for_each(|shelf| shelf.free.clear());
     }
 
-    fn free(&self) -> MutexGuard<'_, HashMap<usize, Vec<Tensor>>> {
+    fn shelves(&self) -> MutexGuard<'_, HashMap<usize, Shelf>> {
         // No operation under the lock leaves the map half-changed, so a panic elsewhere does not matter.
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -147,6 +147,11 @@ impl ZeroOptimizer {
         self.units[unit].release();
     }
 
+    /// Frees all gathered parameters.
+    pub fn release_all(&mut self) {
+        self.units.iter_mut().for_each(Unit::release);
+    }
+
     /// Views that a unit's backward adds its gradients to.
     ///
     /// # Errors

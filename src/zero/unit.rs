@@ -96,13 +96,14 @@ impl Unit {
         self.start_gather(dp)?;
         match &mut self.parameters {
             Parameters::Whole(whole) => Ok(whole.views.clone()),
-            Parameters::Partitioned { gathered: Some(gathered), .. } => {
-                if let Some(pending) = gathered.pending.take() {
-                    pending.wait()?;
-                }
-                Ok(gathered.whole.views.clone())
+            Parameters::Partitioned { gathered, .. } => {
+                // Out of the unit while it is waited for: what failed to arrive must not be served.
+                let Some(Gathered { whole, pending }) = gathered.take() else {
+                    unreachable!("a gather was started above")
+                };
+                pending.map_or(Ok(()), Pending::wait)?;
+                Ok(gathered.insert(Gathered { whole, pending: None }).whole.views.clone())
             }
-            Parameters::Partitioned { gathered: None, .. } => unreachable!("a gather was started above"),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
-use crate::comm::ProcessGroupExt;
+use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
 use crate::ops::adamw::{self, AdamParams};
 use crate::ops::sgd::{self, SgdParams};
@@ -37,17 +37,21 @@ impl ZeroOptimizer {
         if let (OptimizerConfig::Adam { betas: configured, .. }, Some(betas)) = (&mut config, betas) {
             *configured = betas;
         }
-        for unit in &mut self.units {
-            // What was gathered before the update is stale after it.
-            unit.release();
-        }
+        // What was gathered before the update is stale after it.
+        self.release_all();
         for unit in &self.units {
             self.update_unit(unit, &config, step, lr, grad_scale)?;
         }
         if self.stage.partitions_optimizer() && self.world_size() > 1 {
-            let pending = self.units.iter().filter_map(|unit| self.publish(unit).transpose());
-            let pending = pending.collect::<Result<Vec<_>, _>>()?;
-            pending.into_iter().try_for_each(|pending| pending.wait())?;
+            // Two gathers at a time: each holds a copy of the own partition.
+            let mut in_flight: Option<Pending> = None;
+            for unit in &self.units {
+                let next = self.publish(unit)?;
+                if let Some(pending) = std::mem::replace(&mut in_flight, next) {
+                    pending.wait()?;
+                }
+            }
+            in_flight.map_or(Ok(()), Pending::wait)?;
         }
         Ok(())
     }
@@ -101,7 +105,7 @@ impl ZeroOptimizer {
     }
 
     /// Starts to gather a unit whose parameters are whole on every rank.
-    fn publish(&self, unit: &Unit) -> Result<Option<crate::comm::Pending>, ZeroError> {
+    fn publish(&self, unit: &Unit) -> Result<Option<Pending>, ZeroError> {
         match &unit.parameters {
             Parameters::Whole(whole) => {
                 // A copy: the gather's input must not share storage with its output.
