@@ -46,9 +46,9 @@ fn on_ranks<T: Send>(
     on_mesh(&config, &LaunchOptions::default(), run).unwrap()
 }
 
-fn micro_step(engine: &mut Engine, batch: &MicroBatch) -> Result<(), EngineError> {
+fn micro_step(engine: &mut Engine, batch: &MicroBatch) -> Result<()> {
     let loss = engine.forward(batch)?;
-    engine.backward(loss)
+    Ok(engine.backward(loss)?)
 }
 
 /// A Llama between a block under autograd and a layer that keeps what it returns.
