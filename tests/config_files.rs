@@ -30,6 +30,13 @@ fn every_file_is_valid_complete_and_without_remarks() {
 }
 
 #[test]
+fn the_readme_walks_through_the_file_as_it_is() {
+    let readme = std::fs::read_to_string(configs_dir().join("../README.md")).unwrap();
+    let file = std::fs::read_to_string(configs_dir().join("long_sequence.json")).unwrap();
+    assert!(readme.contains(file.trim()), "README.md shows another configs/long_sequence.json");
+}
+
+#[test]
 fn the_zero_files_differ_in_their_stage_only() {
     for (number, stage) in ZeroStage::ALL.into_iter().enumerate() {
         let file = config(&format!("zero{number}.json"));

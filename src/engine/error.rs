@@ -91,19 +91,19 @@ pub enum EngineError {
     },
     /// A layer failed.
     #[error(transparent)]
-    Model(#[from] ModelError),
+    Model(Box<ModelError>),
     /// The partitioned optimizer failed.
     #[error(transparent)]
-    Zero(#[from] ZeroError),
+    Zero(Box<ZeroError>),
     /// The exchange cannot be planned.
     #[error(transparent)]
-    Ulysses(#[from] UlyssesError),
+    Ulysses(Box<UlyssesError>),
     /// The data failed.
     #[error(transparent)]
     Data(#[from] DataError),
     /// A collective failed.
     #[error(transparent)]
-    Comm(#[from] CommError),
+    Comm(Box<CommError>),
     /// An operation was refused.
     #[error(transparent)]
     Op(#[from] OpError),
@@ -111,3 +111,17 @@ pub enum EngineError {
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
 }
+
+/// Boxes the errors that carry shapes and names: every `Result` of the engine would be as
+/// large as the largest of them.
+macro_rules! boxed {
+    ($($variant:ident($error:ty)),* $(,)?) => {$(
+        impl From<$error> for EngineError {
+            fn from(error: $error) -> Self {
+                Self::$variant(Box::new(error))
+            }
+        }
+    )*};
+}
+
+boxed! { Model(ModelError), Zero(ZeroError), Ulysses(UlyssesError), Comm(CommError) }
