@@ -52,10 +52,10 @@ impl ZeroOptimizer {
     ) -> Result<Self, E> {
         let dp_rank = groups.dp.rank();
         let meter = memory::Meter::start();
-        let parameters = each(&units, |layout| Parameters::zeros(layout, stage))?;
+        let parameters = each(&units, |layout| Parameters::zeros(layout, stage.partitions_parameters()))?;
         let parameter_bytes = meter.bytes();
         let meter = memory::Meter::start();
-        let gradients = each(&units, |layout| Gradients::zeros(layout, stage))?;
+        let gradients = each(&units, |layout| Gradients::zeros(layout, stage.partitions_gradients()))?;
         let gradient_bytes = meter.bytes();
         let meter = memory::Meter::start();
         let state = each(&units, |layout| optimizer_state(layout, stage, &config))?;

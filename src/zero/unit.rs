@@ -2,7 +2,6 @@
 
 use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};
-use crate::config::ZeroStage;
 use crate::ops::reduce;
 use candle_core::{DType, Device, Tensor};
 
@@ -24,57 +23,29 @@ pub(super) fn zeros(numel: usize) -> Result<Tensor, ZeroError> {
     Ok(Tensor::zeros(numel, DType::F32, &Device::Cpu)?)
 }
 
-/// Parameters: whole (stages 0–2), or the own partition and, while in use, the gathered whole.
-pub(super) enum Parameters {
+/// One flat buffer of a unit as the stage leaves it on this rank: whole, or the own partition
+/// and, while it is needed, something that holds the whole.
+pub(super) enum Stored<T> {
     Whole(Viewed),
-    Partitioned { partition: Tensor, gathered: Option<Gathered> },
+    Partitioned { partition: Tensor, transient: Option<T> },
 }
 
-/// The whole of a partitioned unit; `pending` until its gather has been waited for.
+/// Partitioned parameters are gathered for their use.
+pub(super) type Parameters = Stored<Gathered>;
+
+/// Partitioned gradients accumulate over micro steps; the whole gradient exists from a unit's
+/// backward to its reduction.
+pub(super) type Gradients = Stored<Viewed>;
+
+/// The whole of partitioned parameters; `pending` until the gather has been waited for.
 pub(super) struct Gathered {
     whole: Viewed,
     pending: Option<Pending>,
 }
 
-/// Gradients: whole (stages 0 and 1), or the own partition, which accumulates over micro
-/// steps, and the whole gradient from a unit's backward to its reduction.
-pub(super) enum Gradients {
-    Whole(Viewed),
-    Partitioned { partition: Tensor, transient: Option<Viewed> },
-}
-
-/// One unit on one rank.
-pub(super) struct Unit {
-    pub(super) layout: FlatLayout,
-    /// This rank's partition is `layout.partition(dp_rank)`.
-    pub(super) dp_rank: usize,
-    pub(super) parameters: Parameters,
-    pub(super) gradients: Gradients,
-    /// Optimizer state, each as long as [`Unit::updated`]: Adam's two moments, SGD's momentum.
-    pub(super) state: Vec<Tensor>,
-}
-
-impl Parameters {
-    pub(super) fn zeros(layout: &FlatLayout, stage: ZeroStage) -> Result<Self, ZeroError> {
-        Ok(if stage.partitions_parameters() {
-            Self::Partitioned { partition: zeros(layout.partition_numel())?, gathered: None }
-        } else {
-            Self::Whole(Viewed::zeros(layout)?)
-        })
-    }
-
-    /// The elements that persist: all, or the own partition.
-    pub(super) fn persistent(&self) -> &Tensor {
-        match self {
-            Self::Whole(whole) => &whole.flat,
-            Self::Partitioned { partition, .. } => partition,
-        }
-    }
-}
-
-impl Gradients {
-    pub(super) fn zeros(layout: &FlatLayout, stage: ZeroStage) -> Result<Self, ZeroError> {
-        Ok(if stage.partitions_gradients() {
+impl<T> Stored<T> {
+    pub(super) fn zeros(layout: &FlatLayout, partitioned: bool) -> Result<Self, ZeroError> {
+        Ok(if partitioned {
             Self::Partitioned { partition: zeros(layout.partition_numel())?, transient: None }
         } else {
             Self::Whole(Viewed::zeros(layout)?)
@@ -90,37 +61,48 @@ impl Gradients {
     }
 }
 
+/// One unit on one rank.
+pub(super) struct Unit {
+    pub(super) layout: FlatLayout,
+    /// This rank's partition is `layout.partition(dp_rank)`.
+    pub(super) dp_rank: usize,
+    pub(super) parameters: Parameters,
+    pub(super) gradients: Gradients,
+    /// Adam's two moments or SGD's momentum, for the elements that this rank updates.
+    pub(super) state: Vec<Tensor>,
+}
+
 impl Unit {
     /// Views of all parameters, gathered over dp first where they are partitioned.
     pub(super) fn gather(&mut self, dp: &dyn ProcessGroup) -> Result<Vec<Tensor>, ZeroError> {
         self.start_gather(dp)?;
         match &mut self.parameters {
             Parameters::Whole(whole) => Ok(whole.views.clone()),
-            Parameters::Partitioned { gathered, .. } => {
+            Parameters::Partitioned { transient, .. } => {
                 // Out of the unit while it is waited for: what failed to arrive must not be served.
-                let Some(Gathered { whole, pending }) = gathered.take() else {
+                let Some(Gathered { whole, pending }) = transient.take() else {
                     unreachable!("a gather was started above")
                 };
                 pending.map_or(Ok(()), Pending::wait)?;
-                Ok(gathered.insert(Gathered { whole, pending: None }).whole.views.clone())
+                Ok(transient.insert(Gathered { whole, pending: None }).whole.views.clone())
             }
         }
     }
 
     /// Begins to gather partitioned parameters, unless that is done or under way.
     pub(super) fn start_gather(&mut self, dp: &dyn ProcessGroup) -> Result<(), ZeroError> {
-        if let Parameters::Partitioned { partition, gathered: gathered @ None } = &mut self.parameters {
+        if let Parameters::Partitioned { partition, transient: transient @ None } = &mut self.parameters {
             let whole = Viewed::zeros(&self.layout)?;
             let pending = Some(dp.start_all_gather(partition, &whole.flat)?);
-            *gathered = Some(Gathered { whole, pending });
+            *transient = Some(Gathered { whole, pending });
         }
         Ok(())
     }
 
     /// Frees gathered parameters.
     pub(super) fn release(&mut self) {
-        if let Parameters::Partitioned { gathered, .. } = &mut self.parameters {
-            *gathered = None;
+        if let Parameters::Partitioned { transient, .. } = &mut self.parameters {
+            *transient = None;
         }
     }
 
