@@ -2,6 +2,7 @@
 
 use super::Metrics;
 use crate::comm::{CollectiveOp, GroupStats};
+use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
 
 /// What one rank reports when a run ends.
@@ -55,60 +56,88 @@ pub struct RunSummary {
     pub ranks: Vec<RankSummary>,
 }
 
-const CATEGORIES: [&str; 3] = ["parameters", "gradients", "optimizer"];
-
 impl Display for RunSummary {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { totals: RunTotals { first_loss, last_loss, tokens, seconds, .. }, ranks } = self;
+        let RunTotals { first_loss, last_loss, tokens, seconds, .. } = &self.totals;
         if let (Some((first_step, first)), Some((last_step, last))) = (first_loss, last_loss) {
             writeln!(f, "loss        {first:.4} at step {first_step}, {last:.4} at step {last_step}")?;
         } else {
             writeln!(f, "loss        none: every step was skipped")?;
         }
         writeln!(f, "throughput  {:.0} tokens/s over {seconds:.1} s", *tokens as f64 / seconds)?;
-        writeln!(f, "\nbytes sent per rank, by group and operation")?;
-        for rank in ranks {
-            rank.write_traffic(f)?;
+        writeln!(f, "\nbytes sent, by axis and operation; the Ulysses exchange beside its formula")?;
+        write_table(f, &self.traffic())?;
+        writeln!(f, "\nbytes held, by the allocator (with bookkeeping) and by the ZeRO formula")?;
+        write_table(f, &self.held())
+    }
+}
+
+impl RunSummary {
+    /// A column for every operation that moved anything on any rank.
+    fn traffic(&self) -> Vec<Vec<String>> {
+        let columns: BTreeSet<(&str, CollectiveOp)> =
+            self.ranks.iter().flat_map(RankSummary::traffic).map(|(axis, op, _)| (axis, op)).collect();
+        let mut header = vec!["rank".to_owned()];
+        for (axis, op) in &columns {
+            match op {
+                CollectiveOp::AllToAllStrided => {
+                    header.extend([format!("{axis} all_to_all"), "formula".into()])
+                }
+                op => header.push(format!("{axis} {op}")),
+            }
         }
-        writeln!(
-            f,
-            "\nbytes held per rank: measured by the allocator, bookkeeping included (by the ZeRO formula)"
-        )?;
-        for rank in ranks {
-            let part = |(name, (measured, expected)): (&str, (u64, u64))| {
-                let measured =
-                    if measured == 0 && expected > 0 { "not counted".into() } else { bytes(measured) };
-                format!("{name} {measured} ({})", bytes(expected))
-            };
-            let parts: Vec<String> = CATEGORIES.into_iter().zip(rank.held_bytes).map(part).collect();
-            writeln!(f, "  rank {:<3} {}", rank.rank, parts.join("  "))?;
-        }
-        Ok(())
+        let row = |rank: &RankSummary| {
+            let mut row = vec![rank.rank.to_string()];
+            for column in &columns {
+                let sent =
+                    rank.traffic().find(|(axis, op, _)| (*axis, *op) == *column).map_or(0, |(.., sent)| sent);
+                row.push(bytes(sent));
+                if column.1 == CollectiveOp::AllToAllStrided {
+                    row.push(bytes(rank.expected_exchange_bytes));
+                }
+            }
+            row
+        };
+        std::iter::once(header).chain(self.ranks.iter().map(row)).collect()
+    }
+
+    fn held(&self) -> Vec<Vec<String>> {
+        let header = ["rank", "parameters", "formula", "gradients", "formula", "optimizer", "formula"];
+        let row = |rank: &RankSummary| {
+            let mut row = vec![rank.rank.to_string()];
+            for (measured, expected) in rank.held_bytes {
+                let is_counted = measured > 0 || expected == 0;
+                row.push(if is_counted { bytes(measured) } else { "not counted".into() });
+                row.push(bytes(expected));
+            }
+            row
+        };
+        std::iter::once(header.map(str::to_owned).to_vec()).chain(self.ranks.iter().map(row)).collect()
     }
 }
 
 impl RankSummary {
-    /// Bytes that this rank sent in Ulysses exchanges.
-    pub fn exchange_bytes(&self) -> u64 {
-        self.groups.iter().map(|(_, stats)| stats.get(CollectiveOp::AllToAllStrided).bytes_sent).sum()
+    /// Axis, operation and bytes sent of what moved anything.
+    fn traffic(&self) -> impl Iterator<Item = (&str, CollectiveOp, u64)> {
+        self.groups.iter().flat_map(|(axis, stats)| {
+            let sent = stats.ops.iter().map(|(op, counted)| (axis.as_str(), *op, counted.bytes_sent));
+            sent.filter(|(.., sent)| *sent > 0)
+        })
     }
+}
 
-    fn write_traffic(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let mut parts = Vec::new();
-        for (group, stats) in &self.groups {
-            for (op, counted) in stats.ops.iter().filter(|(_, counted)| counted.bytes_sent > 0) {
-                let sent = bytes(counted.bytes_sent);
-                parts.push(match op {
-                    CollectiveOp::AllToAllStrided => {
-                        format!("{group} all_to_all {sent} (formula {})", bytes(self.expected_exchange_bytes))
-                    }
-                    op => format!("{group} {op} {sent}"),
-                });
-            }
+/// Right-aligned columns.
+fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
+    let columns = rows.first().map_or(0, Vec::len);
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    for row in rows {
+        for (cell, width) in row.iter().zip(&widths) {
+            write!(f, "  {cell:>width$}")?;
         }
-        let parts = if parts.is_empty() { "nothing".to_owned() } else { parts.join("  ") };
-        writeln!(f, "  rank {:<3} {parts}", self.rank)
+        writeln!(f)?;
     }
+    Ok(())
 }
 
 /// Whole bytes with separators.
@@ -122,6 +151,60 @@ fn bytes(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::OpStats;
+
+    fn rank(rank: usize, sent: u64) -> RankSummary {
+        let stats = |op, bytes_sent| {
+            let counted = OpStats { calls: 1, bytes_sent, bytes_received: 0 };
+            GroupStats { ops: [(op, counted)].into() }
+        };
+        RankSummary {
+            rank,
+            groups: vec![
+                ("dp".into(), stats(CollectiveOp::Barrier, 0)),
+                ("sp".into(), stats(CollectiveOp::AllToAllStrided, sent)),
+            ],
+            expected_exchange_bytes: 4096,
+            held_bytes: [(400, 400), (0, 400), (0, 0)],
+        }
+    }
+
+    #[test]
+    fn the_summary_lays_measured_bytes_beside_the_formulas() {
+        let totals = RunTotals { tokens: 300, seconds: 2.0, ..RunTotals::default() };
+        let text = RunSummary { totals, ranks: vec![rank(0, 4096), rank(1, 0)] }.to_string();
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert!(text.contains("every step was skipped") && text.contains("150 tokens/s"), "{text}");
+        assert!(lines.contains(&vec!["rank", "sp", "all_to_all", "formula"]), "{text}");
+        assert!(
+            lines.contains(&vec!["0", "4_096", "4_096"]) && lines.contains(&vec!["1", "0", "4_096"]),
+            "{text}"
+        );
+        // Without a counting allocator a category is not zero, it is unknown.
+        assert!(lines.contains(&vec!["0", "400", "400", "not", "counted", "400", "0", "0"]), "{text}");
+    }
+
+    #[test]
+    fn skipped_steps_have_no_loss() {
+        let step = |step, loss, skipped| Metrics {
+            step,
+            loss,
+            lr: 0.0,
+            grad_norm: 0.0,
+            tokens: 1,
+            tokens_per_second: 1.0,
+            step_seconds: 1.0,
+            loss_scale: 1.0,
+            skipped,
+            comm_bytes: 0,
+            memory_bytes: 0,
+        };
+        let mut totals = RunTotals::default();
+        let steps = [step(1, 0.0, true), step(2, 5.0, false), step(3, 4.0, false), step(4, 0.0, true)];
+        steps.iter().for_each(|metrics| totals.record(metrics));
+        assert_eq!((totals.first_loss, totals.last_loss), (Some((2, 5.0)), Some((3, 4.0))));
+        assert_eq!(totals.steps, 4);
+    }
 
     #[test]
     fn bytes_are_grouped_by_thousands() {
