@@ -88,7 +88,7 @@ impl Run {
         let config = &self.config;
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?;
         let weights = RandomWeights { seed: config.seed };
-        let mut engine = initialize(Model::llama(&self.model), &weights, config, &groups)?;
+        let mut engine = initialize(Model::llama(&self.model)?, &weights, config, &groups)?;
         let options = LoaderOptions {
             seed: config.seed,
             micro_batch: config.micro_batch_size,

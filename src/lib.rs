@@ -46,7 +46,7 @@
 //!
 //! let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
 //!     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-//!     let model = Model::llama(&preset("nano")?);
+//!     let model = Model::llama(&preset("nano")?)?;
 //!     let mut engine = ulysses::engine::initialize(model, &RandomWeights { seed: 1 }, &config, &groups)?;
 //!     let placement = Placement::of(&mesh, rank.rank)?;
 //!     let options = LoaderOptions { seed: 1, micro_batch: 1, accumulation: 1, placement };

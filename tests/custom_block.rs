@@ -13,7 +13,7 @@ use std::sync::Arc;
 use support::compare::{assert_all_close, assert_scalar_close};
 use support::llama_block::autograd_decoder_layer;
 use support::mesh_run::{
-    Layout, Problem, Rule, assert_matches, by_name, global_batch, layout, llama_config, on_mesh,
+    Layout, Problem, Rule, assert_matches, by_name, global_batch, layout, llama, llama_config, on_mesh,
 };
 use support::problems::{CONFIG, main_problem, packed_batch};
 use support::reference::{Batch, ReferenceConfig};
@@ -91,7 +91,7 @@ fn autograd_and_fused_layers_mix() {
 
 /// A Llama model whose first layer is under candle's autograd.
 fn half_autograd(config: &LlamaConfig) -> Model {
-    let mut model = Model::llama(config);
+    let mut model = llama(config);
     model.layers[0] = autograd_decoder_layer(config, 0);
     model
 }

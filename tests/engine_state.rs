@@ -10,7 +10,7 @@ use candle_core::Tensor;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use support::mesh_run::{
-    Layout, Problem, Rule, by_name, global_batch, layout, llama_config, micro_batches, on_mesh,
+    Layout, Problem, Rule, by_name, global_batch, layout, llama, llama_config, micro_batches, on_mesh,
 };
 use support::problems::{CONFIG, main_problem, packed_batch};
 use support::reference::Batch;
@@ -53,7 +53,7 @@ fn micro_step(engine: &mut Engine, batch: &MicroBatch) -> Result<()> {
 
 /// A Llama between a block under autograd and a layer that keeps what it returns.
 fn mixed_model(config: &LlamaConfig) -> Model {
-    let mut model = Model::llama(config);
+    let mut model = llama(config);
     let double = |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x + x.sin()?;
     model.layers.insert(0, Box::new(AutogradLayer::new("sine", vec![], double)));
     model.layers.push(Box::new(Tanh));
@@ -64,7 +64,7 @@ fn mixed_model(config: &LlamaConfig) -> Model {
 fn recycled_storage_does_not_grow_from_step_to_step() {
     let checkpointing = serde_json::json!({ "ulysses": { "activation_checkpointing": true } });
     for extra in [serde_json::json!({}), checkpointing] {
-        for model in [Model::llama, mixed_model] {
+        for model in [llama, mixed_model] {
             let problem = Problem { model, extra: extra.clone(), ..problem() };
             for layout in [layout(1, 1, 0), layout(1, 2, 0), layout(2, 2, 3)] {
                 on_ranks(&problem, layout, |engine, batches| {
@@ -136,7 +136,7 @@ fn a_layer_may_keep_its_own_output() {
 }
 
 fn with_tanh_layers(config: &LlamaConfig, tanh: fn() -> Box<dyn Layer>) -> Model {
-    let mut model = Model::llama(config);
+    let mut model = llama(config);
     model.layers.insert(1, tanh());
     model.layers.push(tanh());
     model
@@ -211,7 +211,7 @@ impl Layer for FailsOnce {
 #[test]
 fn after_a_failed_backward_nothing_trains_on_half_a_gradient() {
     let model = |config: &LlamaConfig| {
-        let mut model = Model::llama(config);
+        let mut model = llama(config);
         model.layers.insert(1, Box::new(FailsOnce(AtomicBool::new(false))));
         model
     };
@@ -256,7 +256,7 @@ fn two_parameters_of_one_name_are_refused() {
     let block = |p: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.broadcast_mul(&p[0]);
     let config = problem().json_config(layout(1, 1, 0), ROWS).unwrap();
     on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-        let mut model = Model::llama(&llama_config(&CONFIG));
+        let mut model = llama(&llama_config(&CONFIG));
         for _ in 0..2 {
             model.layers.push(Box::new(AutogradLayer::new("block", vec![spec.clone()], block)));
         }
@@ -267,4 +267,36 @@ fn two_parameters_of_one_name_are_refused() {
         Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn evaluation_is_the_loss_over_the_whole_mesh_whatever_the_number_of_rows() {
+    let expected = problem().reference().unwrap().steps[0].loss;
+    let global = global_batch(&packed_batch()).unwrap();
+    for layout in [layout(1, 1, 0), layout(2, 3, 3), layout(4, 1, 2)] {
+        // Twice as many rows as a training micro batch has with accumulation 2.
+        let accumulated = Layout { accumulation: 2, ..layout };
+        on_ranks(&problem(), accumulated, |engine, _| {
+            let rows = ROWS / layout.dp;
+            let (dp, sp) = (engine.dp_group().rank(), engine.sp_group().clone());
+            let batch = global.micro_batch(dp * rows..(dp + 1) * rows, sp.world_size(), sp.rank())?;
+            let sum = engine.evaluate(&batch)?;
+            let loss = sum.sum / sum.valid_tokens as f64;
+            assert!((loss / expected - 1.0).abs() < 1e-6, "{layout:?}: {loss} for {expected}");
+            assert!(engine.forward(&batch).err().unwrap().to_string().contains("micro_batch_size"));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn document_boundaries_must_end_with_the_row() {
+    on_ranks(&problem(), layout(1, 1, 0), |engine, batches| {
+        let mut batch = batches[0].clone();
+        let mut boundaries = batch.cu_seqlens.to_vec();
+        boundaries.iter_mut().for_each(|row| *row.last_mut().unwrap() += 12);
+        batch.cu_seqlens = Arc::new(boundaries);
+        assert!(engine.forward(&batch).err().unwrap().to_string().contains("document boundaries"));
+        Ok(())
+    });
 }

@@ -63,7 +63,7 @@ fn run(
 }
 
 fn llama(_rank: usize, config: &LlamaConfig) -> Model {
-    Model::llama(config)
+    Model::llama(config).unwrap()
 }
 
 fn step(engine: &mut Engine, batch: &MicroBatch) -> Result<()> {
@@ -164,7 +164,7 @@ impl Layer for Faulty {
 fn a_layer_that_panics_on_one_rank() {
     for (layout, panics_in) in LAYOUTS.into_iter().flat_map(|l| [(l, Pass::Forward), (l, Pass::Backward)]) {
         let model = |rank: usize, config: &LlamaConfig| {
-            let mut model = Model::llama(config);
+            let mut model = Model::llama(config).unwrap();
             if rank == CULPRIT {
                 // The first layer: in the backward pass, reductions and gathers are under way.
                 model.layers[0] = Box::new(Faulty { layer: DecoderLayer::new(config, 0), panics_in });

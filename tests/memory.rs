@@ -83,7 +83,7 @@ fn on_engines<T: Send>(
 ) -> Vec<T> {
     let global = global_batch(&Batch::random(MODEL.vocab_size, config.train_batch_size, seq_len, 3)).unwrap();
     let ranks = on_mesh(config, &LaunchOptions::default(), |_, groups| {
-        let mut engine = engine(Model::llama(&MODEL), &RandomWeights { seed: 1 }, config, groups)?;
+        let mut engine = engine(Model::llama(&MODEL)?, &RandomWeights { seed: 1 }, config, groups)?;
         let batch = micro_batches(&global, &engine)?.remove(0);
         work(&mut engine, &batch)
     });
@@ -105,7 +105,7 @@ fn parameters_gradients_and_optimizer_state_take_what_zero_says() {
         for stage in 0..=3 {
             let config = config(dp, sp, stage, false);
             let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-                let model = Model::llama(&MODEL);
+                let model = Model::llama(&MODEL)?;
                 let meter = Meter::start();
                 let engine = engine(model, &Constant, &config, groups)?;
                 let all = meter.bytes();
@@ -170,7 +170,7 @@ impl Probe {
     fn model(held: &Arc<Mutex<Vec<i64>>>) -> Model {
         let probe = |index| Probe { layer: DecoderLayer::new(&MODEL, index), held: held.clone() };
         let layers = (0..MODEL.num_layers).map(|index| Box::new(probe(index)) as Box<dyn Layer>);
-        Model { layers: layers.collect(), ..Model::llama(&MODEL) }
+        Model { layers: layers.collect(), ..Model::llama(&MODEL).unwrap() }
     }
 }
 

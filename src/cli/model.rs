@@ -21,7 +21,7 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
     };
     let config = LlamaConfig::from_hf_dir(dir).or_usage()?;
     let weights = Box::new(HfWeights::open(dir).or_usage()?);
-    let units = Model::llama(&config).units();
+    let units = Model::llama(&config).or_usage()?.units();
     for spec in units.iter().flat_map(|unit| &unit.parameters) {
         // Reading nothing of a tensor still checks its name, shape and type.
         weights.read(spec, 0..0, &mut []).or_usage()?;

@@ -20,9 +20,11 @@ pub struct Corpus {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Skipped {
-    /// Files and directories whose name starts with a dot, build directories (`target`), and
-    /// what training runs have written (directories with a `metrics.jsonl`).
+    /// Files and directories whose name starts with a dot.
     pub hidden: usize,
+    /// What programs have written: directories tagged as caches (`CACHEDIR.TAG`, as cargo's
+    /// `target` is), and the metrics and configs of earlier training runs.
+    pub outputs: usize,
     /// Files that are not valid UTF-8.
     pub not_text: usize,
     /// Files without a token.
@@ -34,14 +36,17 @@ pub struct Skipped {
 impl Skipped {
     /// Number of entries skipped; a directory counts as one.
     pub fn total(&self) -> usize {
-        self.hidden + self.not_text + self.empty + self.special
+        self.hidden + self.outputs + self.not_text + self.empty + self.special
     }
 }
 
 impl fmt::Display for Skipped {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { hidden, not_text, empty, special } = self;
-        write!(f, "skipped: {hidden} hidden, {not_text} not UTF-8, {empty} empty, {special} special files")
+        let Self { hidden, outputs, not_text, empty, special } = self;
+        write!(
+            f,
+            "skipped: {hidden} hidden, {outputs} outputs, {not_text} not UTF-8, {empty} empty, {special} special files"
+        )
     }
 }
 
@@ -114,16 +119,20 @@ fn read_directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<(PathBuf, St
     let mut files = Vec::new();
     let mut directories = vec![root.to_owned()];
     while let Some(directory) = directories.pop() {
+        let holds_a_run = directory.join("metrics.jsonl").exists();
         let entries = fs::read_dir(&directory).map_err(|source| read_error(&directory, source))?;
         for entry in entries {
             let entry = entry.map_err(|source| read_error(&directory, source))?;
             let path = entry.path();
             let file_type = entry.file_type().map_err(|source| read_error(&path, source))?;
             let name = entry.file_name();
+            let is_cache = file_type.is_dir() && path.join("CACHEDIR.TAG").exists();
             // A run that read what an earlier one wrote would train on other data each time.
-            let is_output = file_type.is_dir() && (name == "target" || path.join("metrics.jsonl").exists());
-            if is_output || name.to_string_lossy().starts_with('.') {
+            let is_of_a_run = holds_a_run && is_written_by_a_run(&name.to_string_lossy());
+            if name.to_string_lossy().starts_with('.') {
                 skipped.hidden += 1;
+            } else if is_cache || is_of_a_run {
+                skipped.outputs += 1;
             } else if file_type.is_dir() {
                 directories.push(path);
             } else if file_type.is_file() || (file_type.is_symlink() && path.is_file()) {
@@ -142,6 +151,16 @@ fn read_directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<(PathBuf, St
         }
     }
     Ok(texts)
+}
+
+/// `metrics.jsonl`, `config.json`, and those of earlier runs in the same place (`metrics.1.jsonl`).
+fn is_written_by_a_run(name: &str) -> bool {
+    let (stem, extension) = name.split_once('.').unwrap_or((name, ""));
+    match stem {
+        "metrics" => extension.ends_with("jsonl"),
+        "config" => extension.ends_with("json"),
+        _ => false,
+    }
 }
 
 /// The file's text, or `None` when it is not valid UTF-8.

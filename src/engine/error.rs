@@ -98,6 +98,9 @@ pub enum EngineError {
     /// The exchange cannot be planned.
     #[error(transparent)]
     Ulysses(Box<UlyssesError>),
+    /// The caller's source of micro batches failed.
+    #[error(transparent)]
+    Source(Box<dyn std::error::Error + Send + Sync>),
     /// The data failed.
     #[error(transparent)]
     Data(#[from] DataError),

@@ -60,6 +60,11 @@ impl Engine {
         self.check_usable()?;
         // A loss that was dropped instead of going backward leaves its head gathered.
         self.zero.release_all();
+        let (got, expected) = (batch.batch, self.config.micro_batch_size);
+        if got != expected {
+            let what = "its number of rows (train_micro_batch_size_per_gpu)";
+            return Err(EngineError::MicroBatch { what, got, expected });
+        }
         let ctx = self.context(batch)?;
         let mut inputs = Vec::with_capacity(self.model.layers.len());
         let mut saved = Vec::with_capacity(self.model.layers.len());
@@ -79,12 +84,14 @@ impl Engine {
         })
     }
 
-    /// Sum of the token losses and number of valid tokens of this rank, without a gradient:
-    /// the mesh's loss is the sum of the one over the sum of the other. Collective.
+    /// Sum of the token losses and number of valid tokens of a held-out batch, over the whole
+    /// mesh and without a gradient: their quotient is the loss. Collective; each dp rank brings
+    /// rows of its own, any number of them.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<LossSum, EngineError> {
+        self.check_usable()?;
         let ctx = self.context(batch)?;
         let hidden = self.run_layers(&batch.input_ids, &ctx, |_, _| {})?;
         let head_unit = self.head_unit();
@@ -92,7 +99,8 @@ impl Engine {
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let (local, _) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
         self.zero.release(head_unit);
-        Ok(local)
+        let [sum, valid_tokens] = self.sum_over_mesh([local.sum, local.valid_tokens as f64])?;
+        Ok(LossSum { sum, valid_tokens: valid_tokens as u64 })
     }
 
     /// Logits of this rank's tokens, `[batch, seq_local, vocab]`, for checks: training
@@ -101,6 +109,7 @@ impl Engine {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn logits(&mut self, batch: &MicroBatch) -> Result<Tensor, EngineError> {
+        self.check_usable()?;
         let ctx = self.context(batch)?;
         let hidden = self.run_layers(&batch.input_ids, &ctx, |_, _| {})?;
         let head_unit = self.head_unit();
@@ -145,9 +154,10 @@ impl Engine {
         let sp = &self.groups.sp;
         let shard = shard_range(batch.seq_len, sp.world_size(), sp.rank());
         let tokens = batch.batch * shard.len();
+        let row_end = batch.cu_seqlens.first().and_then(|row| row.last()).map_or(0, |&end| end as usize);
         let sizes = [
-            ("its number of rows", batch.batch, self.config.micro_batch_size),
             ("the number of rows that its document boundaries cover", batch.cu_seqlens.len(), batch.batch),
+            ("the end of its first row's document boundaries", row_end, batch.seq_len),
             ("the first token of its shard", batch.shard.start, shard.start),
             ("the end of its shard", batch.shard.end, shard.end),
             ("the number of its tokens on this rank", batch.input_ids.len(), tokens),

@@ -51,7 +51,8 @@ pub fn initialize(
 }
 
 impl Engine {
-    /// As [`initialize`], around another local attention and over given groups.
+    /// As [`initialize`], around another local attention and over given groups. The attention
+    /// sees whole sequences: it is wrapped in a [`UlyssesAttention`] here.
     ///
     /// # Errors
     /// As [`initialize`].

@@ -117,9 +117,7 @@ impl Engine {
             return Err(EngineError::NotAtBoundary { accumulation, done });
         }
         let local = [self.accumulation.loss_sum, self.accumulation.valid_tokens as f64];
-        let dp = self.groups.dp.all_reduce_values(&local, ReduceOp::Sum)?;
-        let global = self.groups.sp.all_reduce_values(&dp, ReduceOp::Sum)?;
-        let (loss_sum, valid) = (global[0], global[1]);
+        let [loss_sum, valid] = self.sum_over_mesh(local)?;
         let (loss, factor) = match self.config.loss_normalization {
             _ if valid == 0.0 => (0.0, 0.0),
             LossNormalization::Global => (loss_sum / valid, self.loss_constant() / valid),
@@ -127,6 +125,13 @@ impl Engine {
         };
         let norm = factor * self.zero.gradient_sum_of_squares()?.sqrt();
         Ok(GlobalGradient { loss, valid_tokens: valid as u64, factor, norm })
+    }
+
+    /// Sums two numbers over dp, then over sp.
+    pub(super) fn sum_over_mesh(&self, local: [f64; 2]) -> Result<[f64; 2], EngineError> {
+        let dp = self.groups.dp.all_reduce_values(&local, ReduceOp::Sum)?;
+        let global = self.groups.sp.all_reduce_values(&dp, ReduceOp::Sum)?;
+        Ok([global[0], global[1]])
     }
 
     /// Every gradient of the accumulated batch, whole, normalised and unclipped, by

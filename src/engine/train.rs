@@ -2,6 +2,7 @@
 
 use super::{Engine, EngineError, StepReport};
 use crate::data::MicroBatch;
+use std::error::Error;
 
 impl Engine {
     /// Trains on one global batch: `gradient_accumulation_steps` micro batches from
@@ -9,14 +10,14 @@ impl Engine {
     ///
     /// # Errors
     /// A micro batch that cannot be had, or whatever a step reports.
-    pub fn train_batch<E: Into<EngineError>>(
+    pub fn train_batch<E: Into<Box<dyn Error + Send + Sync>>>(
         &mut self,
         mut next_micro_batch: impl FnMut() -> Result<MicroBatch, E>,
     ) -> Result<StepReport, EngineError> {
         let accumulation = self.config.gradient_accumulation_steps;
         let done = self.accumulation.micro_steps;
         for _ in done..accumulation {
-            let batch = next_micro_batch().map_err(Into::into)?;
+            let batch = next_micro_batch().map_err(|error| EngineError::Source(error.into()))?;
             let loss = self.forward(&batch)?;
             self.backward(loss)?;
         }

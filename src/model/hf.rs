@@ -67,6 +67,14 @@ impl WeightSource for HfWeights {
                 got: stored.shape.clone(),
             });
         }
+        if range.end > spec.numel() || range.len() != out.len() {
+            let (name, elements) = (&spec.name, spec.numel());
+            let reason = format!(
+                "elements {range:?} of {name}, which has {elements}, do not fill {} asked for",
+                out.len()
+            );
+            return Err(ModelError::Format { path: self.path.clone(), reason });
+        }
         let bytes = &self.bytes[stored.bytes.clone()];
         match stored.dtype {
             Dtype::F32 => widen(bytes, range, out, f32::from_le_bytes),

@@ -91,7 +91,9 @@ impl LlamaConfig {
             return error(key, got.to_string(), format!("it must be from 1 to {limit}"));
         }
         let numbers = [("rope_theta", self.rope_theta, 1.0), ("rms_norm_eps", self.rms_norm_eps, 0.0)];
-        if let Some((key, got, least)) = numbers.into_iter().find(|(_, number, least)| number < least) {
+        if let Some((key, got, least)) =
+            numbers.into_iter().find(|(_, number, least)| !(number.is_finite() && number >= least))
+        {
             return error(key, got.to_string(), format!("it must be at least {least}"));
         }
         if !self.head_dim.is_multiple_of(2) {
@@ -111,6 +113,11 @@ impl LlamaConfig {
 
     /// Number of parameters.
     pub fn num_parameters(&self) -> usize {
-        Model::llama(self).units().iter().flat_map(|unit| &unit.parameters).map(ParameterSpec::numel).sum()
+        Model::layers_of(self)
+            .units()
+            .iter()
+            .flat_map(|unit| &unit.parameters)
+            .map(ParameterSpec::numel)
+            .sum()
     }
 }

@@ -1,6 +1,6 @@
 //! A model as a stack: embedding, layers, head.
 
-use super::{DecoderLayer, Embedding, Layer, LlamaConfig, LossHead, ParameterSpec};
+use super::{DecoderLayer, Embedding, Layer, LlamaConfig, LossHead, ModelError, ParameterSpec};
 
 /// An embedding, a stack of layers, and a head with its loss.
 pub struct Model {
@@ -23,7 +23,16 @@ pub struct UnitSpec {
 
 impl Model {
     /// The layers of a Llama-style decoder.
-    pub fn llama(config: &LlamaConfig) -> Self {
+    ///
+    /// # Errors
+    /// A description that [`LlamaConfig::validate`] refuses.
+    pub fn llama(config: &LlamaConfig) -> Result<Self, ModelError> {
+        config.validate("model")?;
+        Ok(Self::layers_of(config))
+    }
+
+    /// As [`llama`](Self::llama), of a description that may be absurd; nothing is allocated.
+    pub(super) fn layers_of(config: &LlamaConfig) -> Self {
         let LlamaConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
         let embedding = Embedding::new(vocab_size, hidden_size, std);
         let projection =

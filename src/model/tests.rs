@@ -195,7 +195,7 @@ fn models_that_would_be_computed_wrongly_are_refused_by_key() {
 #[test]
 fn tied_models_have_one_unit_less() {
     let units = |tied| {
-        let model = Model::llama(&LlamaConfig { tie_word_embeddings: tied, ..config() });
+        let model = Model::llama(&LlamaConfig { tie_word_embeddings: tied, ..config() }).unwrap();
         model.units().into_iter().map(|unit| (unit.name, unit.parameters.len())).collect::<Vec<_>>()
     };
     let layer = |index| (format!("model.layers.{index}"), 9);
@@ -216,4 +216,32 @@ fn blocks_must_keep_the_shape() {
     let x = Tensor::zeros((1, 3, 4), DType::F32, &Device::Cpu).unwrap();
     let error = layer.forward(&[], &x, &context(1, 3)).err().unwrap().to_string();
     assert!(error.contains("[1, 3, 4]") && error.contains("[12]"), "{error}");
+}
+
+#[test]
+fn absurd_descriptions_make_no_model() {
+    let absurd = [
+        LlamaConfig { num_kv_heads: 3, ..config() },
+        LlamaConfig { num_heads: 0, ..config() },
+        LlamaConfig { hidden_size: usize::MAX / 2, ..config() },
+        LlamaConfig { rope_theta: f64::NAN, ..config() },
+    ];
+    for description in absurd {
+        assert!(Model::llama(&description).is_err(), "{description:?}");
+    }
+}
+
+#[test]
+fn elements_outside_a_stored_tensor_are_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let tensors = std::collections::HashMap::from([("w", random(&[2, 3], 0))]);
+    candle_core::safetensors::save(&tensors, dir.path().join("model.safetensors")).unwrap();
+    let weights = HfWeights::open(dir.path()).unwrap();
+    let spec = ParameterSpec::new("w", [2, 3], Init::Zeros);
+    let mut out = [0.0; 2];
+    weights.read(&spec, 4..6, &mut out).unwrap();
+    assert!(out.iter().all(|value| *value != 0.0));
+    for range in [5..7, 6..8, 0..3] {
+        assert!(weights.read(&spec, range.clone(), &mut out).is_err(), "{range:?}");
+    }
 }

@@ -7,7 +7,8 @@ use std::ops::Range;
 
 /// Initial values of parameters, element by element: a rank asks only for what it keeps.
 pub trait WeightSource: Send + Sync {
-    /// Writes elements `range` (row-major, within the whole parameter) to `out`.
+    /// Writes elements `range` (row-major, within the whole parameter) to `out`, which is as
+    /// long as the range.
     ///
     /// # Errors
     /// A parameter that the source does not have in this shape.

@@ -63,7 +63,8 @@ pub enum UlyssesError {
     /// The local tokens are not this rank's shard of the rows.
     #[error(
         "sp rank {rank} of {sp_size} holds tokens {expected:?} of a row of {seq_len}, \
-         but its geometry covers positions {got:?}"
+         but its geometry covers {}",
+        got.map_or("no position".into(), |(first, last)| format!("positions {first} to {last}"))
     )]
     Shard {
         /// Rank within the sp group.

@@ -51,7 +51,7 @@ pub struct Problem {
     pub steps: usize,
     /// More keys for the JSON config.
     pub extra: serde_json::Value,
-    /// Makes the model; [`Model::llama`] unless a test plugs in layers of its own.
+    /// Makes the model; [`llama`] unless a test plugs in layers of its own.
     pub model: fn(&LlamaConfig) -> Model,
     pub threads_per_rank: usize,
 }
@@ -73,7 +73,8 @@ impl Problem {
     pub fn new(config: ReferenceConfig, weights: Weights, batch: Batch) -> Self {
         let rule = Rule::Sgd { lr: 0.1 };
         let (clip, steps, extra) = (None, 3, json!({}));
-        Self { config, weights, batch, rule, clip, steps, extra, model: Model::llama, threads_per_rank: 1 }
+        let model = llama;
+        Self { config, weights, batch, rule, clip, steps, extra, model, threads_per_rank: 1 }
     }
 
     /// What the independent reference makes of it.
@@ -237,6 +238,11 @@ pub fn global_batch(batch: &Batch) -> Result<GlobalBatch> {
         Some(batch.position_ids.concat()),
         Some(batch.labels.concat()),
     )?)
+}
+
+/// The library's own model.
+pub fn llama(config: &LlamaConfig) -> Model {
+    Model::llama(config).expect("a valid description")
 }
 
 pub fn llama_config(config: &ReferenceConfig) -> LlamaConfig {

@@ -87,7 +87,7 @@ pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
 impl Run {
     fn train(&self, rank: &RankContext) -> anyhow::Result<(Option<RunTotals>, RankSummary)> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?;
-        let mut engine = initialize(Model::llama(&self.llama), &*self.weights, &self.config, &groups)?;
+        let mut engine = initialize(Model::llama(&self.llama)?, &*self.weights, &self.config, &groups)?;
         let options = LoaderOptions {
             seed: self.config.seed,
             micro_batch: self.config.micro_batch_size,
@@ -115,8 +115,9 @@ impl std::fmt::Display for Run {
         let Config { dp_size, sp_size, zero_stage, .. } = &self.config;
         write!(
             f,
-            "mesh dp {dp_size} × sp {sp_size}, ZeRO {zero_stage:?}, {:.2} M parameters, {} rows of {} tokens, \
+            "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}, {:.2} M parameters, {} rows of {} tokens, \
              {} thread(s) per rank",
+            u8::from(*zero_stage),
             self.llama.num_parameters() as f64 / 1e6,
             self.rows.num_rows(),
             self.rows.seq_len(),

@@ -107,7 +107,7 @@ impl Check {
         let options = settings::launch_options(config.threads_per_rank, world_size)?;
         let outcomes = launch(world_size, &options, |rank| {
             let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-            let model = Model::llama(&self.source.config);
+            let model = Model::llama(&self.source.config)?;
             let mut engine = initialize(model, &*self.source.weights, &config, &groups)?;
             let outcome = engine.run_global_batch(&batch, self.steps)?;
             engine.check_replicas()?;

@@ -73,7 +73,7 @@ pub enum LaunchError {
         source: rayon::ThreadPoolBuildError,
     },
     /// A rank returned an error.
-    #[error("rank {rank}: {source}")]
+    #[error("rank {rank} failed")]
     Failed {
         /// The rank.
         rank: usize,

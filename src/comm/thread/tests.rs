@@ -62,7 +62,9 @@ fn ranks_return_in_order_and_any_error_type_will_do() {
     let failed = launch(2, &LaunchOptions::default(), |context| {
         if context.rank == 1 { Err("no data".to_owned()) } else { Ok(()) }
     });
-    assert_eq!(failed.unwrap_err().to_string(), "rank 1: no data");
+    let error = failed.unwrap_err();
+    assert_eq!(error.to_string(), "rank 1 failed");
+    assert_eq!(std::error::Error::source(&error).unwrap().to_string(), "no data");
 }
 
 #[test]

@@ -39,17 +39,24 @@ fn a_directory_is_one_document_per_text_file_in_path_order() {
     write(root, "b.txt", "second");
     write(root, "a/z.txt", "first, in a directory");
     write(root, "c/d/e.rs", "third: größer");
-    write(root, "target.txt", "fourth: a file's name may start with target");
+    write(root, "target.txt", "fifth: a file's name may start with target");
     write(root, "b.bin", [0xff, 0xfe, 0x00]);
     write(root, "empty", "");
     write(root, ".hidden", "no");
     write(root, ".git/config", "no");
+    write(root, "c/target/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55");
     write(root, "c/target/debug/out", "no");
+    write(root, "target/translation.txt", "fourth: a directory may be called target");
     let corpus = Corpus::load(root, &Tokenizer::bytes()).unwrap();
-    let expected =
-        ["first, in a directory", "second", "third: größer", "fourth: a file's name may start with target"];
+    let expected = [
+        "first, in a directory",
+        "second",
+        "third: größer",
+        "fourth: a directory may be called target",
+        "fifth: a file's name may start with target",
+    ];
     assert_eq!(as_texts(&corpus), expected);
-    assert_eq!(corpus.skipped(), Skipped { hidden: 3, not_text: 1, empty: 1, special: 0 });
+    assert_eq!(corpus.skipped(), Skipped { hidden: 2, outputs: 1, not_text: 1, empty: 1, special: 0 });
     assert_eq!(corpus.skipped().total(), 5);
 
     let single = Corpus::load(&root.join("b.txt"), &Tokenizer::bytes()).unwrap();
@@ -62,9 +69,14 @@ fn what_training_runs_have_written_is_no_training_text() {
     write(root.path(), "a.txt", "text");
     write(root.path(), "runs/tiny-1/metrics.jsonl", "{}");
     write(root.path(), "runs/tiny-1/config.json", "{}");
+    write(root.path(), "runs/tiny-1/metrics.1.jsonl", "{}");
+    write(root.path(), "runs/tiny-1/notes.txt", "notes");
     let corpus = Corpus::load(root.path(), &Tokenizer::bytes()).unwrap();
-    assert_eq!(as_texts(&corpus), ["text"]);
-    assert_eq!(corpus.skipped().hidden, 1);
+    assert_eq!(as_texts(&corpus), ["text", "notes"]);
+    assert_eq!(corpus.skipped().outputs, 3);
+    // Also where the data itself is the output directory.
+    let own = Corpus::load(&root.path().join("runs/tiny-1"), &Tokenizer::bytes()).unwrap();
+    assert_eq!(as_texts(&own), ["notes"]);
 }
 
 #[cfg(unix)]
@@ -101,7 +113,7 @@ fn unusable_paths_are_errors_that_name_them() {
     let empty = load("empty");
     let expected = Skipped { hidden: 1, empty: 1, ..Skipped::default() };
     assert!(matches!(&empty, DataError::Empty { skipped, .. } if *skipped == expected), "{empty:?}");
-    assert!(empty.to_string().contains("1 hidden, 0 not UTF-8, 1 empty"), "{empty}");
+    assert!(empty.to_string().contains("1 hidden, 0 outputs, 0 not UTF-8, 1 empty"), "{empty}");
     let unreadable = load("nul\0byte");
     assert!(matches!(unreadable, DataError::Read { .. }), "{unreadable:?}");
     let through_a_file = load("binary/below");
