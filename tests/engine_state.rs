@@ -9,6 +9,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use support::doubles::{Fault, FaultyGroup};
 use support::mesh_run::{
     Layout, Problem, Rule, by_name, global_batch, layout, llama, llama_config, micro_batches, on_mesh,
 };
@@ -23,6 +24,7 @@ use ulysses::model::{
     RandomWeights, Saved,
 };
 use ulysses::ops::attention::FlashAttention;
+use ulysses::zero::ZeroGroups;
 
 const ROWS: usize = 8;
 
@@ -299,4 +301,34 @@ fn document_boundaries_must_end_with_the_row() {
         assert!(engine.forward(&batch).err().unwrap().to_string().contains("document boundaries"));
         Ok(())
     });
+}
+
+#[test]
+fn replicas_that_drift_apart_along_dp_are_noticed() {
+    let problem = problem();
+    let global = global_batch(&problem.batch).unwrap();
+    // At stage 0 each dp rank updates its own copy of everything: without the sum over dp the
+    // copies follow different gradients.
+    let config = problem.json_config(layout(2, 1, 0), ROWS).unwrap();
+    let check = |fault: Option<Fault>| {
+        let run = |_: usize, groups: ZeroGroups| {
+            let groups = match fault {
+                Some(fault) => ZeroGroups { dp: FaultyGroup::wrap(groups.dp, fault), ..groups },
+                None => groups,
+            };
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            for batch in micro_batches(&global, &engine)? {
+                micro_step(&mut engine, &batch)?;
+            }
+            engine.step()?;
+            Ok(engine.check_replicas().err())
+        };
+        on_mesh(&config, &LaunchOptions::default(), run).unwrap()
+    };
+    assert!(check(None).iter().all(Option::is_none));
+    for error in check(Some(Fault::SkipsTheSum)) {
+        let Some(EngineError::ReplicasDiffer { axis: "dp", rank: 1, first: 0 }) = error else {
+            panic!("{error:?}")
+        };
+    }
 }
