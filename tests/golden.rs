@@ -60,7 +60,7 @@ fn packed_documents_do_not_see_one_another() {
 /// AdamW divides a gradient by its own size, so where the gradient is smaller than f32's
 /// rounding error the direction of the step is that error's: no two correct f32
 /// implementations agree there. Such entries, told by PyTorch's f64 gradient, may differ by
-/// a whole step per step and are then set to the expected value; returns how many there are.
+/// twice the learning rate per step and are then set to the expected value; returns how many there are.
 fn settle_noise(actual: &mut Tensors, expected: &Tensors, fixture: &Fixture, steps: usize) -> usize {
     let noise = fixture.f32_errors["max_rel_grad_err_f32_vs_f64"];
     let mut settled = 0;
