@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use std::fmt;
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// The tokens of all documents, in order, and where each document ends.
@@ -96,6 +97,55 @@ impl Corpus {
             return Err(DataError::NoTokens);
         }
         Ok(Self { tokens, document_ends, skipped: Skipped::default() })
+    }
+
+    /// Tokens of all documents.
+    pub fn num_tokens(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Number of documents, none of them empty.
+    pub fn num_documents(&self) -> usize {
+        self.document_ends.len()
+    }
+
+    /// The tokens of a document, counted over all of them.
+    ///
+    /// # Errors
+    /// When there is no such document.
+    pub fn document(&self, index: usize) -> Result<Range<usize>, DataError> {
+        let out_of_range = || DataError::NoDocument { index, available: self.num_documents() };
+        let end = *self.document_ends.get(index).ok_or_else(out_of_range)?;
+        let start = index.checked_sub(1).map_or(0, |before| self.document_ends[before]);
+        Ok(start..end)
+    }
+
+    /// The document that holds a token; one past the last where no document does.
+    pub fn document_at(&self, token: usize) -> usize {
+        self.document_ends.partition_point(|&end| end <= token)
+    }
+
+    /// Appends the tokens of a range.
+    ///
+    /// # Errors
+    /// When the range ends beyond the last token.
+    pub fn read_tokens(&self, range: Range<usize>, tokens: &mut Vec<u32>) -> Result<(), DataError> {
+        let available = self.num_tokens();
+        let found = self.tokens.get(range.clone()).ok_or(DataError::NoTokenRange { range, available })?;
+        tokens.extend(found);
+        Ok(())
+    }
+
+    /// Appends what each token of a range counts for as a target: itself, or [`IGNORED_LABEL`](super::IGNORED_LABEL) where the token
+    /// is context only. Not shifted: the label of token i is token i's, as in Hugging Face's datasets.
+    ///
+    /// # Errors
+    /// As [`read_tokens`](Self::read_tokens).
+    pub fn read_labels(&self, range: Range<usize>, labels: &mut Vec<i64>) -> Result<(), DataError> {
+        let mut tokens = Vec::with_capacity(range.len());
+        self.read_tokens(range, &mut tokens)?;
+        labels.extend(tokens.into_iter().map(i64::from));
+        Ok(())
     }
 
     /// The tokens of all documents, one after the other.

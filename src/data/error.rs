@@ -121,6 +121,22 @@ pub enum DataError {
         /// Tokens per row.
         seq_len: usize,
     },
+    /// A document that is not there.
+    #[error("document {index} was asked for; there are {available}, counted from 0")]
+    NoDocument {
+        /// The document asked for.
+        index: usize,
+        /// Number of documents.
+        available: usize,
+    },
+    /// Tokens that are not there.
+    #[error("tokens {range:?} were asked for; there are {available}")]
+    NoTokenRange {
+        /// The tokens asked for.
+        range: Range<usize>,
+        /// Number of tokens.
+        available: usize,
+    },
     /// Rows that are not there, or an empty range of them.
     #[error("rows {rows:?} were asked for; valid are non-empty ranges within 0..{available}")]
     RowsOutOfRange {

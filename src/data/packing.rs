@@ -1,6 +1,7 @@
 //! Documents laid end to end and cut into rows.
 
 use super::{Corpus, DataError, IGNORED_LABEL};
+use std::ops::Range;
 
 /// A corpus as rows of `seq_len` tokens.
 ///
@@ -44,7 +45,7 @@ impl PackedRows {
 
     /// Number of rows, at least 1.
     pub fn num_rows(&self) -> usize {
-        self.corpus.tokens().len().div_ceil(self.seq_len)
+        self.corpus.num_tokens().div_ceil(self.seq_len)
     }
 
     /// Tokens per row.
@@ -75,20 +76,18 @@ impl PackedRows {
             let rows = index..index.saturating_add(1);
             return Err(DataError::RowsOutOfRange { rows, available });
         }
-        let tokens = self.corpus.tokens();
         let start = index * self.seq_len;
-        let end = tokens.len().min(start + self.seq_len);
+        let end = self.corpus.num_tokens().min(start + self.seq_len);
         let mut row = Row::empty(self.seq_len);
-        let ends = self.corpus.document_ends();
-        let first = ends.partition_point(|&document_end| document_end <= start);
-        for &document_end in &ends[first..] {
-            let piece = start + row.input_ids.len()..end.min(document_end);
-            if piece.is_empty() {
-                break;
-            }
-            // One token ahead, which may lie in the next row.
-            let next = &tokens[piece.start + 1..document_end.min(piece.end + 1)];
-            row.push_document(&tokens[piece], next);
+        let mut document = self.corpus.document_at(start);
+        while start + row.input_ids.len() < end {
+            let document_end = self.corpus.document(document)?.end;
+            row.push_document(
+                &self.corpus,
+                start + row.input_ids.len()..end.min(document_end),
+                document_end,
+            )?;
+            document += 1;
         }
         row.pad(self.seq_len);
         Ok(row)
@@ -105,20 +104,33 @@ impl Row {
         }
     }
 
-    /// Appends a piece of a document; `labels` may be one shorter than it, at the document's end.
-    fn push_document(&mut self, tokens: &[u32], labels: &[u32]) {
-        self.input_ids.extend(tokens);
-        self.shift_labels.extend(labels.iter().map(|&label| i64::from(label)));
-        self.shift_labels.resize(self.input_ids.len(), IGNORED_LABEL);
-        self.position_ids.extend((0_u32..).take(tokens.len()));
+    /// Appends a piece of a document. Its labels are read one token ahead, which may lie in the next row.
+    fn push_document(
+        &mut self,
+        corpus: &Corpus,
+        piece: Range<usize>,
+        document_end: usize,
+    ) -> Result<(), DataError> {
+        corpus.read_tokens(piece.clone(), &mut self.input_ids)?;
+        corpus.read_labels(piece.start + 1..document_end.min(piece.end + 1), &mut self.shift_labels)?;
+        self.end_document();
+        Ok(())
+    }
+
+    /// Fills up what the tokens since the last document's end came without.
+    fn end_document(&mut self) {
+        let len = self.input_ids.len();
+        let missing = len - self.position_ids.len();
+        self.shift_labels.resize(len, IGNORED_LABEL);
+        self.position_ids.extend((0_u32..).take(missing));
         // Rows are limited to 32-bit lengths.
-        self.cu_seqlens.push(self.input_ids.len() as u32);
+        self.cu_seqlens.push(len as u32);
     }
 
     fn pad(&mut self, seq_len: usize) {
-        let missing = seq_len - self.input_ids.len();
-        if missing > 0 {
-            self.push_document(&vec![0; missing], &[]);
+        if self.input_ids.len() < seq_len {
+            self.input_ids.resize(seq_len, 0);
+            self.end_document();
         }
     }
 }

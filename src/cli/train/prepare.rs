@@ -116,9 +116,9 @@ fn read_rows(
     if corpus.skipped().total() > 0 {
         note(format_args!("data: {}", corpus.skipped()));
     }
-    let num_tokens = corpus.tokens().len();
+    let num_tokens = corpus.num_tokens();
     ensure!(
-        num_tokens > corpus.document_ends().len(),
+        num_tokens > corpus.num_documents(),
         "{data}: every document has a single token, so there is no next token to learn"
     );
     if num_tokens < seq_len {
