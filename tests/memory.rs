@@ -154,6 +154,53 @@ fn every_optimizer_holds_as_many_tensors_as_its_rule_has() {
     }
 }
 
+/// Frozen parameters are all that is held of them, and partitioned at stage 3 as the others are.
+#[test]
+fn frozen_parameters_hold_nothing_but_themselves() {
+    // All layers but their norms; a norm has two of 128.
+    const FROZEN: usize = 4 * (LAYER - 4 * 2 * 128);
+    const TRAINED: usize = PARAMETERS - FROZEN;
+    for (dtype, element) in [("f32", 4), ("bf16", 2)] {
+        for (dp, stage) in [1, 2, 4].into_iter().flat_map(|dp| [0, 1, 2, 3].map(|stage| (dp, stage))) {
+            let json = json!({
+                "train_batch_size": 4,
+                "mesh_param": [dp, 1],
+                "bf16": { "enabled": dtype == "bf16" },
+                "zero_optimization": { "stage": stage },
+                "ulysses": { "parameter_groups": [{ "match": "_proj", "frozen": true }] },
+            });
+            let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
+            let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+                let meter = Meter::start();
+                let engine = engine(Model::llama(&MODEL)?, &Constant, &config, groups)?;
+                Ok((meter.bytes(), engine.zero().held_bytes(), engine.zero().expected_held_bytes()))
+            });
+            let of = |bytes: usize, partitioned: bool| if partitioned { bytes / dp } else { bytes };
+            let f32_copies = if dtype == "bf16" { 3 } else { 2 };
+            let parameters = of((FROZEN + TRAINED) / 4 * element, stage >= 3);
+            let gradients = of(TRAINED, stage >= 2);
+            let optimizer = of(f32_copies * TRAINED, stage >= 1);
+            for (all, held, expected) in ranks.unwrap() {
+                let label = format!("{dtype} dp {dp} stage {stage}");
+                for (what, held, expected, by_hand) in [
+                    ("parameters", held.parameters, expected.parameters, parameters),
+                    ("gradients", held.gradients, expected.gradients, gradients),
+                    ("optimizer", held.optimizer, expected.optimizer, optimizer),
+                ] {
+                    assert_eq!(expected, by_hand as u64, "{label}: {what} by formula");
+                    assert_holds(&format!("{label}: {what}"), held, by_hand);
+                }
+                // Names, views and the compiled pattern.
+                let (tensors, bookkeeping) = ((parameters + gradients + optimizer) as u64, 40 << 10);
+                assert!(
+                    (tensors..tensors + bookkeeping).contains(&all),
+                    "{label}: {all} held, {tensors} of tensors"
+                );
+            }
+        }
+    }
+}
+
 /// f32 with AdamW, from the ZeRO paper: 16Ψ; 8Ψ + 8Ψ/S; 4Ψ + 12Ψ/S; 16Ψ/S, in bytes.
 fn by_formula(stage: usize, dp: usize) -> usize {
     let numel = PARAMETERS / 4;
@@ -228,7 +275,7 @@ impl Layer for Probe {
         params: &[Tensor],
         saved: Saved,
         dy: Tensor,
-        grads: &[Tensor],
+        grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
         self.held.lock().unwrap().push(live_bytes());

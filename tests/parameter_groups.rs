@@ -12,23 +12,38 @@ use support::reference::{
     AdagradConfig, AdamWConfig, LambConfig, LionConfig, Optimizer, Tensors, Weights, as_tensors,
 };
 
-/// Norms have no decay; the first layer and the embedding have rates of their own. The norms of the first layer
-/// are in the first group.
+/// The head's own rate.
+const HEAD_LR: f64 = 3e-4;
+
+/// Norms have no decay; the first layer, the embedding and the head have rates of their own. The norms of the first
+/// layer are in the first group.
 fn groups() -> Value {
     json!([
         { "match": "norm", "weight_decay": 0.0 },
         { "match": r"layers\.0\.", "lr_scale": 2.0, "weight_decay": 0.3 },
         { "match": "^model.embed_tokens", "lr_scale": 0.25 },
+        { "match": "lm_head", "lr": HEAD_LR },
     ])
 }
 
 /// The group of a parameter, worked out by hand, as (factor of the rate, weight decay).
-fn settings(name: &str) -> (f64, f64) {
+fn settings(name: &str, rule: Rule) -> (f64, f64) {
     match name {
+        "lm_head.weight" => (HEAD_LR / lr(rule), 0.1),
         _ if name.contains("norm") => (1.0, 0.0),
         _ if name.contains("layers.0.") => (2.0, 0.3),
         "model.embed_tokens.weight" => (0.25, 0.1),
         _ => (1.0, 0.1),
+    }
+}
+
+fn lr(rule: Rule) -> f64 {
+    match rule {
+        Rule::Sgd { lr } => lr,
+        Rule::AdamW(config) => config.lr,
+        Rule::Lion(config) => config.lr,
+        Rule::Adagrad(config) => config.lr,
+        Rule::Lamb(config) => config.lr,
     }
 }
 
@@ -60,7 +75,7 @@ struct Grouped {
 impl Optimizer for Grouped {
     fn step(&mut self, weights: &mut Weights, grads: &Tensors) -> Result<()> {
         for (name, weight) in weights {
-            let (factor, weight_decay) = settings(name);
+            let (factor, weight_decay) = settings(name, (self.rule)(1.0, 0.1));
             let new = || (self.rule)(factor, weight_decay).reference();
             let optimizer = self.optimizers.entry(name.clone()).or_insert_with(new);
             let mut alone: Weights = [(name.clone(), weight.clone())].into();
@@ -107,6 +122,24 @@ fn all_four_stages_give_the_same_bits() {
             }
         }
     }
+}
+
+/// As in PyTorch, where a `LambdaLR` multiplies every group's rate by the same number.
+#[test]
+fn a_schedule_scales_a_group_s_own_rate_as_it_does_the_optimizer_s() {
+    let run = |group: Value| {
+        let mut problem = main_problem(Rule::AdamW(ADAMW), None);
+        problem.extra = json!({
+            "ulysses": { "parameter_groups": [group] },
+            "scheduler": { "type": "WarmupLR", "params": {
+                "warmup_min_lr": 1e-4, "warmup_max_lr": 5e-4, "warmup_num_steps": 3, "warmup_type": "linear" } },
+        });
+        bits(&problem.run(layout(2, 1, 3)).unwrap()).unwrap()
+    };
+    // A power of two: both ways of writing it are the same number.
+    let scaled = run(json!({ "match": "lm_head", "lr_scale": 0.5 }));
+    assert!(run(json!({ "match": "lm_head", "lr": 0.5 * ADAMW.lr })) == scaled);
+    assert!(run(json!({ "match": "lm_head", "lr": 0.25 * ADAMW.lr })) != scaled);
 }
 
 #[test]

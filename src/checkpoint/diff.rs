@@ -62,7 +62,8 @@ type Place = ((usize, usize), usize);
 fn places(checkpoint: &Checkpoint) -> BTreeMap<(String, String), Place> {
     let mut places = BTreeMap::new();
     for (kind, kind_name) in checkpoint.manifest().kinds.iter().enumerate() {
-        for (unit, layout) in checkpoint.layouts().iter().enumerate() {
+        let layouts = checkpoint.layouts().iter().enumerate();
+        for (unit, layout) in layouts.filter(|(_, layout)| checkpoint.manifest().has(layout, kind_name)) {
             for (index, parameter) in layout.parameters().iter().enumerate() {
                 places.insert((kind_name.clone(), parameter.name.clone()), ((unit, kind), index));
             }

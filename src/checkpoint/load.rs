@@ -85,6 +85,10 @@ impl Checkpoint {
             units.iter().flat_map(of_unit).collect()
         };
         let units: Vec<UnitEntry> = units.map(UnitEntry::of).collect();
+        if let Some((name, saved)) = differently_frozen(&self.manifest.units, &units) {
+            let word = |frozen| if frozen { "frozen" } else { "trained" }.to_owned();
+            return mismatch(&format!("parameter {name}"), word(saved), word(!saved));
+        }
         let (wanted, saved) = (flat(&units), flat(&self.manifest.units));
         let differs = (0..saved.len().max(wanted.len())).find(|&index| saved.get(index) != wanted.get(index));
         if let Some(index) = differs {
@@ -106,6 +110,16 @@ impl Checkpoint {
     pub fn reader(&self) -> Reader<'_> {
         Reader { checkpoint: self, shards: HashMap::new() }
     }
+}
+
+/// The first parameter that is frozen on one side only, and whether that is the first side.
+fn differently_frozen<'a>(saved: &'a [UnitEntry], wanted: &'a [UnitEntry]) -> Option<(&'a str, bool)> {
+    let flat = |units: &'a [UnitEntry]| {
+        let of_unit = |unit: &'a UnitEntry| unit.parameters.iter().map(|p| (p.name.as_str(), unit.frozen));
+        units.iter().flat_map(of_unit)
+    };
+    let wanted: HashMap<_, _> = flat(wanted).collect();
+    flat(saved).find(|(name, frozen)| wanted.get(name).is_some_and(|wanted| wanted != frozen))
 }
 
 /// Reads ranges of a checkpoint's flat buffers, whatever partitions they lie in.

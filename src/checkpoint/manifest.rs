@@ -112,6 +112,9 @@ pub struct UnitEntry {
     pub name: String,
     /// Its parameters in order.
     pub parameters: Vec<ParameterEntry>,
+    /// Whether they are frozen: of the kinds there is only the first.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub frozen: bool,
 }
 
 /// A parameter within its unit.
@@ -153,7 +156,8 @@ impl UnitEntry {
             shape: p.shape.clone(),
             offset: p.offset,
         };
-        Self { name: layout.name().to_owned(), parameters: layout.parameters().iter().map(entry).collect() }
+        let (name, frozen) = (layout.name().to_owned(), layout.is_frozen());
+        Self { name, parameters: layout.parameters().iter().map(entry).collect(), frozen }
     }
 }
 
@@ -199,9 +203,15 @@ impl Manifest {
     pub fn layouts(&self) -> Vec<FlatLayout> {
         let layout = |unit: &UnitEntry| {
             let parameters = unit.parameters.iter().map(|p| (p.name.clone(), p.shape.clone()));
-            FlatLayout::new(unit.name.clone(), parameters, self.num_partitions)
+            let layout = FlatLayout::new(unit.name.clone(), parameters, self.num_partitions);
+            if unit.frozen { layout.frozen() } else { layout }
         };
         self.units.iter().map(layout).collect()
+    }
+
+    /// Whether something of `kind` is kept of the parameters of `layout`: of frozen ones, only they themselves.
+    pub(super) fn has(&self, layout: &FlatLayout, kind: &str) -> bool {
+        !layout.is_frozen() || self.kinds.first().is_some_and(|parameters| parameters == kind)
     }
 
     /// Bytes of all files but the manifest.

@@ -77,7 +77,8 @@ impl TensorFile {
 }
 
 /// What the file of one kind of one partition holds: the unit's elements in that partition,
-/// without padding, as one tensor of the unit's name. Units without any have none.
+/// without padding, as one tensor of the unit's name. Units without any have none, nor have frozen ones of a kind of
+/// optimizer state.
 pub(super) fn expected_header(
     manifest: &Manifest,
     layouts: &[FlatLayout],
@@ -90,7 +91,7 @@ pub(super) fn expected_header(
         ("kind", kind.to_owned()),
         ("partition", format!("{partition} of {}", manifest.num_partitions)),
     ]);
-    for layout in layouts {
+    for layout in layouts.iter().filter(|layout| manifest.has(layout, kind)) {
         let elements = layout.unpadded(layout.partition(partition)).len();
         if elements > 0 {
             header.push(layout.name(), Dtype::F32, vec![elements]);

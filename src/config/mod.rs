@@ -64,7 +64,7 @@ pub use error::ConfigError;
 pub use explain::{UnknownKey, explain};
 pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};
 pub use optimizer::OptimizerConfig;
-pub use parameter_groups::{NamePattern, ParameterGroup};
+pub use parameter_groups::{GroupRate, NamePattern, ParameterGroup};
 pub use precision::{DynamicLossScale, LossScale, Precision};
 pub use raw::RawConfig;
 pub use reference::reference_markdown;

@@ -17,10 +17,18 @@ pub struct ParameterGroup {
     #[serde(rename = "match")]
     pub pattern: NamePattern,
     /// Multiplies the learning rate of every step; default 1.
-    pub lr_scale: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr_scale: Option<f64>,
+    /// Takes the place of the optimizer's rate, which the schedule then scales as it does that one; never beside
+    /// `lr_scale`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr: Option<f64>,
     /// Replaces the optimizer's; default the optimizer's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
+    /// The parameters stay what they are: they have no gradient and no optimizer state.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub frozen: bool,
 }
 
 impl ParameterGroup {
@@ -29,23 +37,64 @@ impl ParameterGroup {
         groups.iter().find(|group| group.pattern.matches(name))
     }
 
-    pub(super) fn read_all(section: &Section<'_>) -> Vec<Self> {
+    /// How fast the parameters are trained.
+    pub fn rate(&self) -> GroupRate {
+        match self.lr {
+            Some(lr) => GroupRate::Own(lr),
+            None => GroupRate::Scaled(self.lr_scale.unwrap_or(1.0)),
+        }
+    }
+
+    pub(super) fn read_all(section: &Section<'_>, optimizer_lr: f64) -> Vec<Self> {
         let groups = section.sections("parameter_groups");
         if groups.len() > MAX_GROUPS {
             section.contradiction("parameter_groups", &format!("at most {MAX_GROUPS} groups"));
             return Vec::new();
         }
-        groups.iter().filter_map(Self::read).collect()
+        groups.iter().filter_map(|group| Self::read(group, optimizer_lr)).collect()
     }
 
-    fn read(group: &Section<'_>) -> Option<Self> {
+    fn read(group: &Section<'_>, optimizer_lr: f64) -> Option<Self> {
+        let frozen = group.boolean("frozen");
+        if frozen {
+            let settings = ["lr", "lr_scale", "weight_decay"];
+            for key in settings {
+                group.contradiction(key, "no such setting of parameters that are `frozen`");
+            }
+        } else if group.names("lr_scale") {
+            group.contradiction("lr", "either `lr` or `lr_scale`");
+        } else if optimizer_lr == 0.0 {
+            group.contradiction("lr", "an optimizer with a rate above 0, as the schedule scales both alike");
+        }
         let pattern = NamePattern::new(&group.text("match")?);
         let pattern = pattern.map_err(|expected| group.contradiction("match", &expected)).ok()?;
         Some(Self {
             pattern,
-            lr_scale: group.number("lr_scale").unwrap_or_default(),
+            lr_scale: group.names("lr_scale").then(|| group.number("lr_scale")).flatten(),
+            lr: group.number("lr"),
             weight_decay: group.number("weight_decay"),
+            frozen,
         })
+    }
+}
+
+/// The learning rate of a group.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum GroupRate {
+    /// The optimizer's, times this.
+    Scaled(f64),
+    /// This in place of the optimizer's.
+    Own(f64),
+}
+
+impl GroupRate {
+    /// The rate of a step for which the schedule says `scheduled`, where the optimizer's own is `optimizer_lr`. The
+    /// schedule scales a group's own rate as it does the optimizer's, as PyTorch's `LambdaLR` does.
+    pub fn at(self, scheduled: f64, optimizer_lr: f64) -> f64 {
+        match self {
+            Self::Scaled(factor) => scheduled * factor,
+            Self::Own(lr) => scheduled / optimizer_lr * lr,
+        }
     }
 }
 

@@ -133,6 +133,7 @@ impl RawConfig {
             sp_sizes,
             scheduler: SchedulerConfig::read(&scheduler, optimizer.lr()),
             decays_to_last_step: scheduler.section("params").is_auto("total_num_steps"),
+            ulysses: UlyssesSection::read(&root.section("ulysses"), optimizer.lr()),
             optimizer,
             gradient_clipping: root.number("gradient_clipping").unwrap_or_default(),
             names_gradient_clipping: root.names("gradient_clipping"),
@@ -144,14 +145,13 @@ impl RawConfig {
                 .choice("loss_normalization", LossNormalization::CHOICES)
                 .unwrap_or_default(),
             checkpoint: CheckpointConfig::read(&root.section("checkpoint")),
-            ulysses: UlyssesSection::read(&root.section("ulysses")),
             remarks: Remarks::default(),
         }
     }
 }
 
 impl UlyssesSection {
-    fn read(section: &Section<'_>) -> Self {
+    fn read(section: &Section<'_>, optimizer_lr: f64) -> Self {
         Self {
             model: section.text("model"),
             data: section.text("data"),
@@ -163,7 +163,7 @@ impl UlyssesSection {
             backend: section.choice("backend", Backend::CHOICES).unwrap_or_default(),
             activation_checkpointing: section.boolean("activation_checkpointing"),
             loss_tile_tokens: section.count("loss_tile_tokens").unwrap_or(1),
-            parameter_groups: ParameterGroup::read_all(section),
+            parameter_groups: ParameterGroup::read_all(section, optimizer_lr),
         }
     }
 }

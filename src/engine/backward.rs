@@ -51,7 +51,9 @@ impl Engine {
             self.zero.reduce(index + 1, boundary)?;
         }
         let grads = self.zero.gradients(0)?;
-        self.model.embedding.backward(&input_ids, &dx, &grads[0])?;
+        if let Some(dweight) = &grads[0] {
+            self.model.embedding.backward(&input_ids, &dx, dweight)?;
+        }
         self.workspace.give(output);
         self.workspace.give(dx);
         self.zero.reduce(0, boundary)?;
@@ -74,7 +76,8 @@ impl Engine {
         if num_layers > 0 {
             self.zero.prefetch(num_layers)?;
         }
-        let (params, grads) = (head_views(&params, tied), head_views(&grads, tied));
+        let (params, (dnorm, dprojection)) = (head_views(&params, tied), head_views(&grads, tied));
+        let grads = (dnorm.as_ref(), dprojection.as_ref());
         let dx = self.model.head.backward(params, saved, labels, scale, grads, ctx)?;
         self.zero.release(unit);
         Ok(dx)

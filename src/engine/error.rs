@@ -35,6 +35,14 @@ pub enum EngineError {
         /// Names of parameters that resemble the pattern.
         similar: Vec<String>,
     },
+    /// Parameter groups freeze everything.
+    #[error(
+        "`ulysses.parameter_groups` freezes every parameter ({}), so there is nothing to train;          leave some to other patterns", patterns.join(", ")
+    )]
+    AllFrozen {
+        /// The patterns of the groups that are frozen.
+        patterns: Vec<String>,
+    },
     /// A micro batch does not fit the config or the mesh.
     #[error("micro batch: {what} is {got}, expected {expected}")]
     MicroBatch {

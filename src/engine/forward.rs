@@ -179,6 +179,6 @@ impl Engine {
 
 /// Norm and projection among the parameters (or gradients) of the head's unit, which is the
 /// embedding's when the two are tied.
-pub(super) fn head_views(views: &[Tensor], tied: bool) -> (&Tensor, &Tensor) {
+pub(super) fn head_views<T>(views: &[T], tied: bool) -> (&T, &T) {
     if tied { (&views[1], &views[0]) } else { (&views[0], &views[1]) }
 }

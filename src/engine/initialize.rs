@@ -195,9 +195,16 @@ fn warn_about_candle_threads() {
     });
 }
 
-/// A pattern that matches nothing is a slip of the pen: its parameters would be trained with other settings.
+/// A pattern that matches nothing is a slip of the pen: its parameters would be trained with other settings. Patterns
+/// that freeze everything leave nothing to train.
 fn check_parameter_groups(groups: &[ParameterGroup], names: &HashSet<&String>) -> Result<(), EngineError> {
     const MAX_SIMILAR: usize = 3;
+    let is_frozen = |name: &&String| ParameterGroup::of(groups, name).is_some_and(|group| group.frozen);
+    if !names.is_empty() && names.iter().all(|name| is_frozen(name)) {
+        let frozen = groups.iter().filter(|group| group.frozen);
+        let patterns = frozen.map(|group| format!("{:?}", group.pattern.as_str())).collect();
+        return Err(EngineError::AllFrozen { patterns });
+    }
     let matches_none = |group: &&ParameterGroup| !names.iter().any(|name| group.pattern.matches(name));
     let Some(index) = groups.iter().position(|group| matches_none(&group)) else { return Ok(()) };
     let pattern = groups[index].pattern.as_str().to_owned();

@@ -65,7 +65,8 @@ impl BlockContext<'_> {
 ///
 /// From forward to backward the layer keeps a copy of its whole parameters, at ZeRO stage 3
 /// too, and all that candle's graph holds; [`Saved::bytes`] counts parameters, input and
-/// output. With activation checkpointing it keeps its input only.
+/// output. With activation checkpointing it keeps its input only. candle computes the gradients of frozen
+/// parameters too, for as long as the layer's backward lasts.
 pub struct AutogradLayer<F> {
     name: String,
     parameters: Vec<ParameterSpec>,
@@ -131,7 +132,7 @@ where
         _params: &[Tensor],
         saved: Saved,
         dy: Tensor,
-        grads: &[Tensor],
+        grads: &[Option<Tensor>],
         _ctx: &LayerContext,
     ) -> std::result::Result<Tensor, ModelError> {
         let SavedGraph { x, params, y } = saved.downcast(&self.name)?;
@@ -142,7 +143,9 @@ where
             Ok::<_, ModelError>(store.get(var).ok_or_else(missing)?.detach().contiguous()?)
         };
         for ((var, spec), grad) in params.iter().zip(&self.parameters).zip(grads) {
-            reduce::accumulate(grad, &gradient(var, &spec.name)?.to_dtype(DType::F32)?)?;
+            if let Some(grad) = grad {
+                reduce::accumulate(grad, &gradient(var, &spec.name)?.to_dtype(DType::F32)?)?;
+            }
         }
         gradient(&x, "(the layer's input)")
     }

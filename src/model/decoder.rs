@@ -1,6 +1,6 @@
 //! The Llama decoder block, forward and backward by hand.
 
-use super::decoder_weights::{Weights, parameters};
+use super::decoder_weights::{Weights, add_weight_gradient, parameters};
 use super::heads::{self, SavedHeadNorm};
 use super::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
 use crate::ops::attention::{Geometry, SavedAttention};
@@ -74,8 +74,9 @@ impl DecoderLayer {
     }
 
     /// Views by name.
-    fn weights<'a>(&self, views: &'a [Tensor]) -> Result<Weights<'a>, ModelError> {
-        Weights::of(views, &self.config, &self.name, self.parameters.len())
+    fn weights<T: Copy>(&self, views: impl Iterator<Item = T>) -> Result<Weights<T>, ModelError> {
+        let views: Vec<T> = views.collect();
+        Weights::of(&views, &self.config, &self.name, self.parameters.len())
     }
 
     /// Which keys each query sees.
@@ -87,7 +88,7 @@ impl DecoderLayer {
     /// Attention half: `x + o_proj(attention(norm(x)))`, and what its backward needs.
     fn attend(
         &self,
-        weights: &Weights<'_>,
+        weights: &Weights<&Tensor>,
         x: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Tensor, AttentionSaved), ModelError> {
@@ -111,8 +112,8 @@ impl DecoderLayer {
     /// Gradient of the MLP half. `dy` becomes the gradient of its input `mid`.
     fn backward_mlp(
         &self,
-        weights: &Weights<'_>,
-        grads: &Weights<'_>,
+        weights: &Weights<&Tensor>,
+        grads: &Weights<Option<&Tensor>>,
         saved: [Tensor; 4],
         dy: &Tensor,
         ctx: &LayerContext,
@@ -122,7 +123,7 @@ impl DecoderLayer {
         let dims = gate.dims();
         let product = ws.take(dims)?;
         swiglu::forward(&gate, &up, &product)?;
-        linear::backward_weight(dy, &product, grads.down)?;
+        add_weight_gradient(dy, &product, grads.down)?;
         let dproduct = product;
         linear::backward_input(dy, weights.down, &dproduct, false)?;
         let (dgate, dup) = (ws.take(dims)?, ws.take(dims)?);
@@ -130,8 +131,8 @@ impl DecoderLayer {
         [dproduct, gate, up].into_iter().for_each(|tensor| ws.give(tensor));
 
         let (normed, rstd_again) = self.normalise(&mid, weights.post_attention_norm, ctx)?;
-        linear::backward_weight(&dgate, &normed, grads.gate)?;
-        linear::backward_weight(&dup, &normed, grads.up)?;
+        add_weight_gradient(&dgate, &normed, grads.gate)?;
+        add_weight_gradient(&dup, &normed, grads.up)?;
         let dnormed = normed;
         linear::backward_input(&dgate, weights.gate, &dnormed, false)?;
         linear::backward_input(&dup, weights.up, &dnormed, true)?;
@@ -144,15 +145,15 @@ impl DecoderLayer {
     /// Gradient of the attention half. `dmid` becomes the gradient of its input `x`.
     fn backward_attention(
         &self,
-        weights: &Weights<'_>,
-        grads: &Weights<'_>,
+        weights: &Weights<&Tensor>,
+        grads: &Weights<Option<&Tensor>>,
         (x, rstd, saved): (Tensor, Tensor, AttentionSaved),
         dmid: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(), ModelError> {
         let AttentionSaved { inner, out, q_norm, k_norm } = saved;
         let ws = ctx.workspace();
-        linear::backward_weight(dmid, &out.flatten_from(2)?, grads.o)?;
+        add_weight_gradient(dmid, &out.flatten_from(2)?, grads.o)?;
         let dout = ws.take(out.dims())?;
         linear::backward_input(dmid, weights.o, &dout.flatten_from(2)?, false)?;
         let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.geometry(ctx)?)?;
@@ -191,7 +192,7 @@ impl Layer for DecoderLayer {
         x: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), ModelError> {
-        let weights = self.weights(params)?;
+        let weights = self.weights(params.iter())?;
         let ws = ctx.workspace();
         let f = self.config.intermediate_size;
         let (mid, rstd_x, attention) = self.attend(&weights, x, ctx)?;
@@ -215,11 +216,12 @@ impl Layer for DecoderLayer {
         params: &[Tensor],
         saved: Saved,
         dy: Tensor,
-        grads: &[Tensor],
+        grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
         let saved: SavedDecoder = saved.downcast(&self.name)?;
-        let (weights, grads) = (self.weights(params)?, self.weights(grads)?);
+        let (weights, grads) =
+            (self.weights(params.iter())?, self.weights(grads.iter().map(Option::as_ref))?);
         let mlp = [saved.mid, saved.rstd_mid, saved.gate, saved.up];
         self.backward_mlp(&weights, &grads, mlp, &dy, ctx)?;
         let attention = (saved.x, saved.rstd_x, saved.attention);

@@ -1,6 +1,7 @@
 //! The parameters of the decoder block: which there are, and views of them by name.
 
 use super::{Init, LlamaConfig, ModelError, ParameterSpec};
+use crate::ops::linear;
 use candle_core::Tensor;
 
 /// The parameters of the layer called `layer`, in the order of [`Weights::of`]: those of every
@@ -41,50 +42,50 @@ pub(super) fn parameters(config: &LlamaConfig, layer: &str) -> Vec<ParameterSpec
     parameters
 }
 
-/// A projection to heads. Of parameters or of their gradients, as all of [`Weights`].
+/// A projection to heads: of parameters `&Tensor`, of their gradients `Option<&Tensor>`, as all of [`Weights`].
 #[derive(Clone, Copy)]
-pub(super) struct HeadWeights<'a> {
+pub(super) struct HeadWeights<T> {
     /// `[heads · head_dim, hidden]`
-    pub(super) weight: &'a Tensor,
+    pub(super) weight: T,
     /// `[heads · head_dim]`
-    pub(super) bias: Option<&'a Tensor>,
+    pub(super) bias: Option<T>,
     /// `[head_dim]`
-    pub(super) norm: Option<&'a Tensor>,
+    pub(super) norm: Option<T>,
 }
 
-/// Views of the parameters or of their gradients, by name.
-pub(super) struct Weights<'a> {
-    pub(super) q: HeadWeights<'a>,
-    pub(super) k: HeadWeights<'a>,
-    pub(super) v: HeadWeights<'a>,
-    pub(super) o: &'a Tensor,
-    pub(super) gate: &'a Tensor,
-    pub(super) up: &'a Tensor,
-    pub(super) down: &'a Tensor,
-    pub(super) input_norm: &'a Tensor,
-    pub(super) post_attention_norm: &'a Tensor,
+/// Views of the parameters or of their gradients, by name. A frozen parameter has no gradient.
+pub(super) struct Weights<T> {
+    pub(super) q: HeadWeights<T>,
+    pub(super) k: HeadWeights<T>,
+    pub(super) v: HeadWeights<T>,
+    pub(super) o: T,
+    pub(super) gate: T,
+    pub(super) up: T,
+    pub(super) down: T,
+    pub(super) input_norm: T,
+    pub(super) post_attention_norm: T,
 }
 
-impl<'a> Weights<'a> {
+impl<T: Copy> Weights<T> {
     /// Names the views that the engine passes in the order of [`parameters`], `expected` of them.
     pub(super) fn of(
-        views: &'a [Tensor],
+        views: &[T],
         config: &LlamaConfig,
         layer: &str,
         expected: usize,
     ) -> Result<Self, ModelError> {
         let wrong = || ModelError::ParameterCount { layer: layer.to_owned(), expected, got: views.len() };
-        let [q, k, v, o, gate, up, down, input_norm, post_attention_norm, added @ ..] = views else {
+        let &[q, k, v, o, gate, up, down, input_norm, post_attention_norm, ref added @ ..] = views else {
             return Err(wrong());
         };
         let (biases, added) = match (config.architecture.has_qkv_bias(), added) {
             (false, _) => ([None; 3], added),
-            (true, [q, k, v, added @ ..]) => ([Some(q), Some(k), Some(v)], added),
+            (true, &[q, k, v, ref added @ ..]) => ([Some(q), Some(k), Some(v)], added),
             (true, _) => return Err(wrong()),
         };
         let (norms, added) = match (config.architecture.has_qk_norm(), added) {
             (false, _) => ([None; 2], added),
-            (true, [q, k, added @ ..]) => ([Some(q), Some(k)], added),
+            (true, &[q, k, ref added @ ..]) => ([Some(q), Some(k)], added),
             (true, _) => return Err(wrong()),
         };
         if !added.is_empty() {
@@ -101,5 +102,17 @@ impl<'a> Weights<'a> {
             input_norm,
             post_attention_norm,
         })
+    }
+}
+
+/// Adds to the gradient of a linear layer's weight, unless it is frozen: `dweight += dyᵀ·x`.
+pub(super) fn add_weight_gradient(
+    dy: &Tensor,
+    x: &Tensor,
+    dweight: Option<&Tensor>,
+) -> Result<(), ModelError> {
+    match dweight {
+        Some(dweight) => Ok(linear::backward_weight(dy, x, dweight)?),
+        None => Ok(()),
     }
 }

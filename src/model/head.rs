@@ -100,7 +100,8 @@ impl LossHead {
         Ok((loss, HeadSaved { x: x.clone(), rstd, lse }))
     }
 
-    /// Gradient of `scale · Σ loss`: adds to `dnorm` and `dprojection`, returns that of `x`.
+    /// Gradient of `scale · Σ loss`: adds to `dnorm` and `dprojection`, unless they are frozen, and returns
+    /// that of `x`.
     ///
     /// # Shapes
     /// Result: `[batch, seq_local, hidden]`.
@@ -114,7 +115,7 @@ impl LossHead {
         saved: HeadSaved,
         labels: &[i64],
         scale: f32,
-        (dnorm, dprojection): (&Tensor, &Tensor),
+        (dnorm, dprojection): (Option<&Tensor>, Option<&Tensor>),
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
         let HeadSaved { x, rstd, lse } = saved;

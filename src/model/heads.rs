@@ -1,6 +1,6 @@
 //! Projections to heads, with a bias or a norm where a family has them; forward and backward.
 
-use super::decoder_weights::HeadWeights;
+use super::decoder_weights::{HeadWeights, add_weight_gradient};
 use super::{LayerContext, ModelError};
 use crate::ops::{linear, reduce, rms_norm};
 use candle_core::Tensor;
@@ -24,7 +24,7 @@ impl SavedHeadNorm {
 /// `x`: `[batch, seq_local, hidden]`; result: `[batch, seq_local, heads, head_dim]`.
 pub(super) fn forward(
     x: &Tensor,
-    weights: HeadWeights<'_>,
+    weights: HeadWeights<&Tensor>,
     head_dim: usize,
     eps: f64,
     ctx: &LayerContext,
@@ -50,7 +50,7 @@ pub(super) fn forward(
     Ok((normed, Some(SavedHeadNorm { heads: y, rstd })))
 }
 
-/// Adds to the gradients of the weights and returns that of the projection's result, from which
+/// Adds to the gradients of the weights, as far as they are not frozen, and returns that of the projection's result, from which
 /// [`backward_input`] makes that of `x`. `dy` is used up.
 ///
 /// # Shapes
@@ -58,36 +58,36 @@ pub(super) fn forward(
 pub(super) fn backward_weights(
     dy: Tensor,
     x: &Tensor,
-    weights: HeadWeights<'_>,
-    grads: HeadWeights<'_>,
+    weights: HeadWeights<&Tensor>,
+    grads: HeadWeights<Option<&Tensor>>,
     saved: Option<SavedHeadNorm>,
     ctx: &LayerContext,
 ) -> Result<Tensor, ModelError> {
     let ws = ctx.workspace();
-    let dy = match (weights.norm, grads.norm, saved) {
-        (Some(norm), Some(dnorm), Some(SavedHeadNorm { heads, rstd })) => {
+    let dy = match (weights.norm, saved) {
+        (Some(norm), Some(SavedHeadNorm { heads, rstd })) => {
             let dheads = ws.take(dy.dims())?;
-            rms_norm::backward(&dy, &heads, norm, &rstd, &dheads, false, dnorm)?;
+            rms_norm::backward(&dy, &heads, norm, &rstd, &dheads, false, grads.norm.flatten())?;
             [dy, heads, rstd].into_iter().for_each(|tensor| ws.give(tensor));
             dheads
         }
         _ => dy,
     };
     let rows = dy.flatten_from(2)?;
-    if let Some(dbias) = grads.bias {
+    if let Some(dbias) = grads.bias.flatten() {
         // Σ dy over the tokens, as a product with ones.
         let ones = ones(ctx)?;
         linear::backward_weight(&rows, &ones, &as_column(dbias)?)?;
         ws.give(ones);
     }
-    linear::backward_weight(&rows, x, grads.weight)?;
+    add_weight_gradient(&rows, x, grads.weight)?;
     Ok(dy)
 }
 
 /// Gradient of `x`: `dx = dy · weight`, added to `dx` with `accumulate`. `dy` is used up.
 pub(super) fn backward_input(
     dy: Tensor,
-    weights: HeadWeights<'_>,
+    weights: HeadWeights<&Tensor>,
     dx: &Tensor,
     accumulate: bool,
     ctx: &LayerContext,

@@ -75,7 +75,8 @@ impl Saved {
 ///
 /// The engine owns the parameters: it passes `params` (and in the backward pass `grads`),
 /// one tensor per entry of [`parameters`](Self::parameters) and in that order, and it may
-/// take the storage back in between. A layer therefore keeps no parameter tensor.
+/// take the storage back in between. A layer therefore keeps no parameter tensor. A frozen
+/// parameter has no gradient to add to: a layer leaves out what it would compute for it.
 ///
 /// With sequence parallelism a layer sees this rank's tokens only. What mixes tokens goes
 /// through [`LayerContext::attention`]; everything else must be independent per token.
@@ -101,11 +102,11 @@ pub trait Layer: Send + Sync {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), ModelError>;
 
-    /// **Adds** the parameters' gradients to `grads` and returns that of `x`. `dy` is the
-    /// layer's to overwrite; it may come back as the result.
+    /// **Adds** the parameters' gradients to `grads`, where there are any, and returns that of
+    /// `x`. `dy` is the layer's to overwrite; it may come back as the result.
     ///
     /// # Shapes
-    /// `dy`, result: `[batch, seq_local, hidden]`; `grads`: as `params`.
+    /// `dy`, result: `[batch, seq_local, hidden]`; `grads`: as `params`, none of frozen ones.
     ///
     /// # Errors
     /// A refused operation or failed communication.
@@ -114,7 +115,7 @@ pub trait Layer: Send + Sync {
         params: &[Tensor],
         saved: Saved,
         dy: Tensor,
-        grads: &[Tensor],
+        grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError>;
 }

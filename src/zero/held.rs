@@ -2,6 +2,7 @@
 
 use crate::config::ZeroStage;
 use candle_core::DType;
+use std::ops::Add;
 
 /// Persistent bytes of one rank by category.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -38,8 +39,26 @@ impl HeldBytes {
         }
     }
 
+    /// By formula, of parameters that are frozen: they are all that is held.
+    pub fn expected_frozen(stage: ZeroStage, padded_numel: usize, dp_size: usize, dtype: DType) -> Self {
+        let Self { parameters, .. } = Self::expected(stage, padded_numel, dp_size, 0, dtype);
+        Self { parameters, ..Self::default() }
+    }
+
     /// Sum of the categories.
     pub fn total(&self) -> u64 {
         self.parameters + self.gradients + self.optimizer
+    }
+}
+
+impl Add for HeldBytes {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            parameters: self.parameters + other.parameters,
+            gradients: self.gradients + other.gradients,
+            optimizer: self.optimizer + other.optimizer,
+        }
     }
 }

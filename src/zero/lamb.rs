@@ -17,8 +17,8 @@ impl ZeroOptimizer {
     /// Overwrites the gradients with the directions of the step, then moves the parameters. One collective over
     /// dp between the two, where the optimizer is partitioned.
     pub(super) fn update_by_lamb(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
-        let owned = self.units.iter().map(|unit| self.owned(unit)).collect::<Result<Vec<_>, _>>()?;
-        let each = || self.units.iter().zip(&owned);
+        let owned = self.trained_units().map(|unit| self.owned(unit)).collect::<Result<Vec<_>, _>>()?;
+        let each = || self.trained_units().zip(&owned);
         let norms = each().map(|(unit, owned)| find_directions(unit, owned, config, step));
         let norms = self.sum_over_partitions(norms.collect::<Result<_, _>>()?)?;
         for ((unit, owned), norms) in each().zip(&norms) {

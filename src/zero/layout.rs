@@ -35,6 +35,7 @@ pub struct FlatLayout {
     parameters: Vec<FlatParameter>,
     numel: usize,
     num_partitions: usize,
+    is_frozen: bool,
 }
 
 impl FlatLayout {
@@ -51,7 +52,19 @@ impl FlatLayout {
             parameter
         };
         let parameters = parameters.into_iter().map(place).collect();
-        Self { name: name.into(), parameters, numel, num_partitions: num_partitions.max(1) }
+        let (name, num_partitions) = (name.into(), num_partitions.max(1));
+        Self { name, parameters, numel, num_partitions, is_frozen: false }
+    }
+
+    /// The same, of parameters that are not trained.
+    #[must_use]
+    pub fn frozen(self) -> Self {
+        Self { is_frozen: true, ..self }
+    }
+
+    /// Whether nothing is kept of the parameters but themselves.
+    pub fn is_frozen(&self) -> bool {
+        self.is_frozen
     }
 
     /// Name of the unit.

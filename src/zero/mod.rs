@@ -27,6 +27,7 @@ mod optimizer;
 mod reduce;
 mod rule;
 mod spans;
+mod split;
 mod state;
 #[cfg(test)]
 mod tests;

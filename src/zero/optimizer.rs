@@ -1,6 +1,7 @@
 //! [`ZeroOptimizer`]: the units of a model on one rank.
 
 use super::reduce::{self, Reduction};
+use super::split::{Split, split};
 use super::unit::{Gradients, Parameters, Unit};
 use super::{FlatLayout, HeldBytes, ZeroError, rule};
 use crate::comm::{ProcessGroup, ProcessGroupExt};
@@ -23,13 +24,16 @@ pub struct ZeroGroups {
 /// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
 ///
 /// Methods name a unit by its index in the list that [`new`](Self::new) was given, and panic on
-/// one beyond it. Calls that communicate are collective: every rank of both groups makes them
+/// one beyond it; those that read or restore state name one of [`layouts`](Self::layouts). Calls that communicate are collective: every rank of both groups makes them
 /// for the same units in the same order.
 pub struct ZeroOptimizer {
     pub(super) stage: ZeroStage,
     pub(super) config: OptimizerConfig,
     pub(super) groups: ZeroGroups,
     options: TensorOptions,
+    /// The model's units, each of one or two of `units`.
+    splits: Vec<Split>,
+    /// Trained parameters and frozen ones are never in the same.
     pub(super) units: Vec<Unit>,
     in_flight: Option<Reduction>,
     held: HeldBytes,
@@ -41,7 +45,7 @@ pub type Initialise<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]
 
 impl ZeroOptimizer {
     /// Allocates what this rank keeps of every unit and asks `initialise` for exactly the
-    /// parameter elements that it keeps.
+    /// parameter elements that it keeps. Parameters in a frozen group have no gradient and no state.
     ///
     /// # Errors
     /// Whatever `initialise` reports, or a failed allocation.
@@ -55,6 +59,9 @@ impl ZeroOptimizer {
         initialise: Initialise<'_, E>,
     ) -> Result<Self, E> {
         let dp_rank = groups.dp.rank();
+        let is_frozen =
+            |name: &str| ParameterGroup::of(parameter_groups, name).is_some_and(|group| group.frozen);
+        let (units, splits) = split(units, is_frozen);
         let TensorOptions { device, dtype } = &options;
         let meter = memory::Meter::start();
         let parameters =
@@ -62,7 +69,8 @@ impl ZeroOptimizer {
         let parameter_bytes = meter.bytes();
         let meter = memory::Meter::start();
         let gradients = each(&units, |layout| {
-            Gradients::zeros(layout, stage.partitions_gradients(), DType::F32, device)
+            let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), DType::F32, device);
+            (!layout.is_frozen()).then(zeros).transpose()
         })?;
         let gradient_bytes = meter.bytes();
         let meter = memory::Meter::start();
@@ -81,13 +89,13 @@ impl ZeroOptimizer {
                 spans: Vec::new(),
             })
             .collect();
-        let mut this = Self { stage, config, groups, options, units, in_flight: None, held };
+        let mut this = Self { stage, config, groups, options, splits, units, in_flight: None, held };
         if !this.options.device.is_cpu() {
             // The allocator counts the host's memory. On a device nothing but the tensors is held.
             this.held = this.expected_held_bytes();
         }
         let updates_all = !stage.partitions_optimizer();
-        for unit in &mut this.units {
+        for unit in this.units.iter_mut().filter(|unit| !unit.layout.is_frozen()) {
             unit.spans = unit.cut_spans(updates_all, &this.config, parameter_groups, &this.options.device)?;
         }
         this.initialise(initialise)?;
@@ -95,14 +103,19 @@ impl ZeroOptimizer {
     }
 
     fn initialise<E: From<ZeroError>>(&self, initialise: Initialise<'_, E>) -> Result<(), E> {
-        for (index, unit) in self.units.iter().enumerate() {
+        let flats = self.splits.iter().enumerate().flat_map(|(index, split)| {
+            split.flats.clone().map(move |flat| (index, flat, split.parameters_of(flat)))
+        });
+        for (index, flat, parameters) in flats {
+            let unit = &self.units[flat];
             let range = match unit.parameters {
                 Parameters::Whole(_) => 0..unit.layout.padded_numel(),
                 Parameters::Partitioned { .. } => unit.layout.partition(unit.dp_rank),
             };
             let fill = |elements: &mut [f32]| {
                 unit.layout.pieces(range.clone()).try_for_each(|piece| {
-                    initialise((index, piece.parameter), piece.elements, &mut elements[piece.target])
+                    let place = (index, parameters[piece.parameter]);
+                    initialise(place, piece.elements, &mut elements[piece.target])
                 })
             };
             let parameters = unit.parameters.persistent();
@@ -145,7 +158,8 @@ impl ZeroOptimizer {
         self.stage
     }
 
-    /// The units' layouts.
+    /// The layouts of the flat buffers: one for each unit, and after it one for its frozen parameters, where it has
+    /// any (or instead of it, where it has no other).
     pub fn layouts(&self) -> impl Iterator<Item = &FlatLayout> {
         self.units.iter().map(|unit| &unit.layout)
     }
@@ -163,9 +177,14 @@ impl ZeroOptimizer {
 
     /// The same by formula.
     pub fn expected_held_bytes(&self) -> HeldBytes {
-        let padded_numel = self.layouts().map(FlatLayout::padded_numel).sum();
+        let padded_numel = |frozen| {
+            let layouts = self.layouts().filter(|layout| layout.is_frozen() == frozen);
+            layouts.map(FlatLayout::padded_numel).sum()
+        };
+        let (stage, dp_size, dtype) = (self.stage, self.world_size(), self.options.dtype);
         let state_tensors = rule::state_kinds(&self.config).len();
-        HeldBytes::expected(self.stage, padded_numel, self.world_size(), state_tensors, self.options.dtype)
+        HeldBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
+            + HeldBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype)
     }
 
     /// Views of a unit's parameters, in the order of its layout. Partitioned ones are gathered
@@ -174,7 +193,12 @@ impl ZeroOptimizer {
     /// # Errors
     /// A failed collective.
     pub fn parameters(&mut self, unit: usize) -> Result<Vec<Tensor>, ZeroError> {
-        self.units[unit].gather(&*self.groups.dp)
+        self.prefetch(unit)?;
+        let split = &self.splits[unit];
+        let units = self.units[split.flats.clone()].iter_mut();
+        let views: Vec<_> =
+            units.map(|unit| unit.gather(&*self.groups.dp)).collect::<Result<_, ZeroError>>()?;
+        Ok(split.in_order(&views))
     }
 
     /// Starts to gather a unit that will be needed next; nothing where parameters are whole.
@@ -182,12 +206,14 @@ impl ZeroOptimizer {
     /// # Errors
     /// A failed collective.
     pub fn prefetch(&mut self, unit: usize) -> Result<(), ZeroError> {
-        self.units[unit].start_gather(&*self.groups.dp)
+        let flats = self.splits[unit].flats.clone();
+        self.units[flats].iter_mut().try_for_each(|unit| unit.start_gather(&*self.groups.dp))
     }
 
     /// Frees a unit's gathered parameters; nothing where parameters are whole.
     pub fn release(&mut self, unit: usize) {
-        self.units[unit].release();
+        let flats = self.splits[unit].flats.clone();
+        self.units[flats].iter_mut().for_each(Unit::release);
     }
 
     /// Frees all gathered parameters.
@@ -195,23 +221,29 @@ impl ZeroOptimizer {
         self.units.iter_mut().for_each(Unit::release);
     }
 
-    /// Views that a unit's backward adds its gradients to.
+    /// Views that a unit's backward adds its gradients to, in the order of its parameters; none of those that are
+    /// frozen.
     ///
     /// # Errors
     /// A failed allocation.
-    pub fn gradients(&mut self, unit: usize) -> Result<Vec<Tensor>, ZeroError> {
-        self.units[unit].gradient_views()
+    pub fn gradients(&mut self, unit: usize) -> Result<Vec<Option<Tensor>>, ZeroError> {
+        let split = &self.splits[unit];
+        let units = self.units[split.flats.clone()].iter_mut();
+        let views: Vec<_> = units.map(Unit::gradient_views).collect::<Result<_, ZeroError>>()?;
+        Ok(split.in_order(&views))
     }
 
     /// Starts to reduce the gradients of a unit whose backward is done, and completes the
     /// reduction that was started before it, so that one is under way during each unit's
     /// backward. `boundary`: this is the last micro step before an update. Before it, stages 0
-    /// and 1 do nothing.
+    /// and 1 do nothing; of a frozen unit there is nothing to reduce.
     ///
     /// # Errors
     /// A failed collective, or at stages 2 and 3 a unit without gradients.
     pub fn reduce(&mut self, unit: usize, boundary: bool) -> Result<(), ZeroError> {
-        let next = reduce::start(unit, &mut self.units[unit], self.stage, &self.groups, boundary)?;
+        let mut flats = self.splits[unit].flats.clone();
+        let Some(trained) = flats.find(|flat| !self.units[*flat].layout.is_frozen()) else { return Ok(()) };
+        let next = reduce::start(trained, &mut self.units[trained], self.stage, &self.groups, boundary)?;
         self.finish_reductions()?;
         self.in_flight = next;
         Ok(())
@@ -245,7 +277,9 @@ impl ZeroOptimizer {
     /// A refused operation.
     pub fn first_non_finite_unit(&self) -> Result<Option<usize>, ZeroError> {
         for (index, unit) in self.units.iter().enumerate() {
-            if !crate::ops::reduce::all_finite(unit.gradients.persistent())? {
+            if let Some(gradients) = unit.persistent_gradients()
+                && !crate::ops::reduce::all_finite(gradients)?
+            {
                 return Ok(Some(index));
             }
         }
@@ -287,6 +321,9 @@ fn optimizer_state(
     config: &OptimizerConfig,
     options: &TensorOptions,
 ) -> Result<(Option<Tensor>, Vec<Tensor>), ZeroError> {
+    if layout.is_frozen() {
+        return Ok((None, Vec::new()));
+    }
     let numel = if stage.partitions_optimizer() { layout.partition_numel() } else { layout.padded_numel() };
     let zeros = || Ok::<_, ZeroError>(options.zeros_f32(numel)?);
     let master = (options.dtype != DType::F32).then(zeros).transpose()?;

@@ -30,13 +30,14 @@ pub(super) fn start(
     boundary: bool,
 ) -> Result<Option<Reduction>, ZeroError> {
     let whole = match &mut unit.gradients {
-        Gradients::Whole(_) if !boundary => return Ok(None),
-        Gradients::Whole(whole) if !stage.partitions_optimizer() => {
+        None => return Ok(None),
+        Some(Gradients::Whole(_)) if !boundary => return Ok(None),
+        Some(Gradients::Whole(whole)) if !stage.partitions_optimizer() => {
             let pending = groups.dp.start_all_reduce(&whole.flat, ReduceOp::Sum)?;
             return Ok(Some(Reduction { unit: index, pending, received: None, boundary }));
         }
-        Gradients::Whole(whole) => whole.flat.clone(),
-        Gradients::Partitioned { transient, .. } => match transient.take() {
+        Some(Gradients::Whole(whole)) => whole.flat.clone(),
+        Some(Gradients::Partitioned { transient, .. }) => match transient.take() {
             Some(whole) => whole.flat,
             None => return Err(ZeroError::NoGradients { unit: unit.layout.name().to_owned() }),
         },
@@ -50,17 +51,16 @@ pub(super) fn start(
 pub(super) fn complete(reduction: Reduction, unit: &Unit, groups: &ZeroGroups) -> Result<(), ZeroError> {
     let Reduction { pending, received, boundary, .. } = reduction;
     pending.wait()?;
-    let Some(received) = received else {
-        return sum_over_sp(unit.gradients.persistent(), groups);
-    };
-    match &unit.gradients {
-        Gradients::Whole(_) => {
+    match (&unit.gradients, received) {
+        (None, _) => {}
+        (Some(gradients), None) => sum_over_sp(gradients.persistent(), groups)?,
+        (Some(Gradients::Whole(_)), Some(received)) => {
             sum_over_sp(&received, groups)?;
             if let Some(partition) = unit.gradient_partition(unit.dp_rank)? {
                 reduce::copy(&partition, &received)?;
             }
         }
-        Gradients::Partitioned { partition, .. } => {
+        (Some(Gradients::Partitioned { partition, .. }), Some(received)) => {
             reduce::accumulate(partition, &received)?;
             if boundary {
                 sum_over_sp(partition, groups)?;

@@ -3,7 +3,7 @@
 use super::rule::Step;
 use super::unit::Unit;
 use super::{FlatLayout, ZeroError};
-use crate::config::{OptimizerConfig, ParameterGroup};
+use crate::config::{GroupRate, OptimizerConfig, ParameterGroup};
 use crate::ops::lamb::Segments;
 use candle_core::Device;
 use std::ops::Range;
@@ -11,26 +11,27 @@ use std::ops::Range;
 /// What a parameter group changes of the optimizer.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct Settings {
-    pub(super) lr_scale: f64,
+    pub(super) rate: GroupRate,
     pub(super) weight_decay: Option<f64>,
 }
 
 impl Settings {
     fn of(groups: &[ParameterGroup], name: &str) -> Self {
         match ParameterGroup::of(groups, name) {
-            Some(group) => Self { lr_scale: group.lr_scale, weight_decay: group.weight_decay },
-            None => Self { lr_scale: 1.0, weight_decay: None },
+            Some(group) => Self { rate: group.rate(), weight_decay: group.weight_decay },
+            None => Self { rate: GroupRate::Scaled(1.0), weight_decay: None },
         }
     }
 
     /// The optimizer and the step with these settings.
     pub(super) fn applied(self, config: &OptimizerConfig, step: Step) -> (OptimizerConfig, Step) {
+        let lr = self.rate.at(step.lr, config.lr());
         let config = config.clone();
         let config = match self.weight_decay {
             Some(weight_decay) => config.with_weight_decay(weight_decay),
             None => config,
         };
-        (config, Step { lr: step.lr * self.lr_scale, ..step })
+        (config, Step { lr, ..step })
     }
 }
 

@@ -3,7 +3,7 @@
 use super::unit::Unit;
 use super::{ZeroError, ZeroOptimizer, rule};
 use crate::ops::reduce;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use std::ops::Range;
 
 /// Asked for elements `range` of the flat buffer of `(unit, kind)`, writes them to a slice of
@@ -12,7 +12,8 @@ pub type RestoreState<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f3
 
 impl ZeroOptimizer {
     /// What is kept of every element, by name, f32 each: the parameters first (the master copy of
-    /// 16-bit ones), then the optimizer's own state. Other methods name a kind by its index in this list.
+    /// 16-bit ones), then the optimizer's own state. Other methods name a kind by its index in this list. Of frozen
+    /// parameters there is only the first.
     pub fn state_kinds(&self) -> Vec<&'static str> {
         [&["parameters"], rule::state_kinds(&self.config)].concat()
     }
@@ -21,18 +22,20 @@ impl ZeroOptimizer {
     /// stage the partitions of all dp ranks together are the whole.
     ///
     /// # Shapes
-    /// Result: the elements of `layout.partition(dp_rank)` that are below `layout.numel()`.
+    /// Result: the elements of `layout.partition(dp_rank)` that are below `layout.numel()`; none of the
+    /// optimizer's state of a frozen unit.
     ///
     /// # Errors
     /// A tensor that cannot be read.
     pub fn state_partition(&self, unit: usize, kind: usize) -> Result<Vec<f32>, ZeroError> {
         let unit = &self.units[unit];
-        let (tensor, held) = unit.state_tensor(kind);
+        let Some((tensor, held)) = unit.state_tensor(kind) else { return Ok(Vec::new()) };
         let own = unit.layout.unpadded(unit.layout.partition(unit.dp_rank));
         if own.is_empty() {
             return Ok(Vec::new());
         }
-        Ok(crate::tensor::to_vec(&tensor.narrow(0, own.start - held.start, own.len())?)?)
+        let own = tensor.narrow(0, own.start - held.start, own.len())?;
+        Ok(crate::tensor::to_vec(&own.to_dtype(DType::F32)?)?)
     }
 
     /// Replaces parameters and optimizer state. `restore` is asked for exactly the elements
@@ -46,7 +49,7 @@ impl ZeroOptimizer {
         let kinds = self.state_kinds().len();
         for (index, unit) in self.units.iter().enumerate() {
             for kind in 0..kinds {
-                let (tensor, held) = unit.state_tensor(kind);
+                let Some((tensor, held)) = unit.state_tensor(kind) else { continue };
                 let range = unit.layout.unpadded(held.clone());
                 // Padding stays what it is from the start.
                 if range.is_empty() {
@@ -62,20 +65,20 @@ impl ZeroOptimizer {
 }
 
 impl Unit {
-    /// The tensor of one kind, and which elements of the flat buffer it holds.
-    fn state_tensor(&self, kind: usize) -> (&Tensor, Range<usize>) {
+    /// The tensor of one kind, where there is one, and which elements of the flat buffer it holds.
+    fn state_tensor(&self, kind: usize) -> Option<(&Tensor, Range<usize>)> {
         let tensor = match kind {
             0 => self.master.as_ref().unwrap_or(self.parameters.persistent()),
-            kind => &self.state[kind - 1],
+            kind => self.state.get(kind - 1)?,
         };
         let whole = tensor.elem_count() == self.layout.padded_numel();
         let held = if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.dp_rank) };
-        (tensor, held)
+        Some((tensor, held))
     }
 }
 
 fn overwrite(tensor: &Tensor, start: usize, elements: Vec<f32>) -> Result<(), ZeroError> {
     let numel = elements.len();
-    let source = Tensor::from_vec(elements, numel, tensor.device())?;
+    let source = Tensor::from_vec(elements, numel, tensor.device())?.to_dtype(tensor.dtype())?;
     Ok(reduce::copy(&tensor.narrow(0, start, numel)?, &source)?)
 }

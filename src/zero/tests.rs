@@ -111,7 +111,7 @@ fn gathered_parameters_are_in_place_on_every_rank_and_stage() {
 /// Adds `dp_rank + 10·sp_rank + element` to every gradient and reduces.
 fn one_micro_step(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize, boundary: bool) {
     for unit in [1, 0] {
-        for (view, first) in zero.gradients(unit).unwrap().iter().zip([0, 6]) {
+        for (view, first) in zero.gradients(unit).unwrap().iter().flatten().zip([0, 6]) {
             with_slice_mut(view, |elements: &mut [f32]| {
                 for (i, element) in elements.iter_mut().enumerate() {
                     *element += (dp_rank + 10 * sp_rank + first + i) as f32;

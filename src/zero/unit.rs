@@ -71,7 +71,8 @@ pub(super) struct Unit {
     /// This rank's partition is `layout.partition(dp_rank)`.
     pub(super) dp_rank: usize,
     pub(super) parameters: Parameters,
-    pub(super) gradients: Gradients,
+    /// None of frozen parameters, which have no master copy and no state either.
+    pub(super) gradients: Option<Gradients>,
     /// f32 copy of 16-bit parameters, of the elements that this rank updates: steps are too
     /// small to be seen in 16 bits.
     pub(super) master: Option<Tensor>,
@@ -115,28 +116,38 @@ impl Unit {
         }
     }
 
-    /// Views that a backward pass adds gradients to.
-    pub(super) fn gradient_views(&mut self) -> Result<Vec<Tensor>, ZeroError> {
-        match &mut self.gradients {
-            Gradients::Whole(whole) => Ok(whole.views.clone()),
-            Gradients::Partitioned { transient, partition } => {
+    /// Views that a backward pass adds gradients to: one for each parameter, none where they are frozen.
+    pub(super) fn gradient_views(&mut self) -> Result<Vec<Option<Tensor>>, ZeroError> {
+        let views = match &mut self.gradients {
+            None => return Ok(vec![None; self.layout.parameters().len()]),
+            Some(Gradients::Whole(whole)) => &whole.views,
+            Some(Gradients::Partitioned { transient, partition }) => {
                 let whole = match transient.take() {
                     Some(whole) => whole,
                     None => Viewed::zeros(&self.layout, partition.dtype(), partition.device())?,
                 };
-                Ok(transient.insert(whole).views.clone())
+                &transient.insert(whole).views
             }
-        }
+        };
+        Ok(views.iter().cloned().map(Some).collect())
+    }
+
+    /// The gradients that persist.
+    pub(super) fn persistent_gradients(&self) -> Option<&Tensor> {
+        self.gradients.as_ref().map(Stored::persistent)
     }
 
     /// Partition `rank` within the persistent gradients, if this rank holds it.
     pub(super) fn gradient_partition(&self, rank: usize) -> Result<Option<Tensor>, ZeroError> {
         match &self.gradients {
-            Gradients::Whole(whole) => {
+            None => Ok(None),
+            Some(Gradients::Whole(whole)) => {
                 let range = self.layout.partition(rank);
                 Ok(Some(whole.flat.narrow(0, range.start, range.len())?))
             }
-            Gradients::Partitioned { partition, .. } => Ok((rank == self.dp_rank).then(|| partition.clone())),
+            Some(Gradients::Partitioned { partition, .. }) => {
+                Ok((rank == self.dp_rank).then(|| partition.clone()))
+            }
         }
     }
 
@@ -162,6 +173,6 @@ impl Unit {
     }
 
     pub(super) fn zero_gradients(&self) -> Result<(), ZeroError> {
-        Ok(reduce::fill(self.gradients.persistent(), 0.0)?)
+        self.persistent_gradients().map_or(Ok(()), |gradients| Ok(reduce::fill(gradients, 0.0)?))
     }
 }

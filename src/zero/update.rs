@@ -34,9 +34,14 @@ impl ZeroOptimizer {
         self.release_all();
         match config {
             OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step)?,
-            _ => self.units.iter().try_for_each(|unit| self.update_unit(unit, &config, step))?,
+            _ => self.trained_units().try_for_each(|unit| self.update_unit(unit, &config, step))?,
         }
         self.publish_all()
+    }
+
+    /// The units that an update changes.
+    pub(super) fn trained_units(&self) -> impl Iterator<Item = &Unit> {
+        self.units.iter().filter(|unit| !unit.layout.is_frozen())
     }
 
     /// Rounds restored master copies to the parameters, where these are 16 bits wide.
@@ -53,7 +58,7 @@ impl ZeroOptimizer {
         if self.stage.partitions_optimizer() && self.world_size() > 1 {
             // Two gathers at a time: each holds a copy of the own partition.
             let mut in_flight: Option<Pending> = None;
-            for unit in &self.units {
+            for unit in self.trained_units() {
                 let next = self.publish(unit)?;
                 if let Some(pending) = std::mem::replace(&mut in_flight, next) {
                     pending.wait()?;
@@ -76,11 +81,12 @@ impl ZeroOptimizer {
     /// The elements that this rank updates.
     pub(super) fn owned(&self, unit: &Unit) -> Result<Owned, ZeroError> {
         let gradients = if self.stage.partitions_optimizer() {
-            let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
-            unit.gradient_partition(unit.dp_rank)?.ok_or_else(missing)?
+            unit.gradient_partition(unit.dp_rank)?
         } else {
-            unit.gradients.persistent().clone()
+            unit.persistent_gradients().cloned()
         };
+        let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
+        let gradients = gradients.ok_or_else(missing)?;
         let parameters = match &unit.master {
             Some(master) => master.clone(),
             None => unit.updated_parameters(self.stage)?,
@@ -116,14 +122,17 @@ impl ZeroOptimizer {
     pub fn gather_parameters(&mut self) -> Result<Vec<(String, Tensor)>, ZeroError> {
         let mut all = Vec::new();
         for index in 0..self.units.len() {
-            let views = match self.whole_master(index)? {
-                Some(whole) => self.units[index].layout.views(&whole)?,
-                None => self.parameters(index)?,
+            let master = self.whole_master(index)?;
+            let unit = &mut self.units[index];
+            let views = match master {
+                Some(whole) => unit.layout.views(&whole)?,
+                None => unit.gather(&*self.groups.dp)?,
             };
-            for (parameter, view) in self.units[index].layout.parameters().iter().zip(views) {
-                all.push((parameter.name.clone(), view.force_contiguous()?));
+            for (parameter, view) in unit.layout.parameters().iter().zip(views) {
+                // What is frozen has no master copy.
+                all.push((parameter.name.clone(), view.to_dtype(DType::F32)?.force_contiguous()?));
             }
-            self.release(index);
+            unit.release();
         }
         Ok(all)
     }
@@ -141,16 +150,16 @@ impl ZeroOptimizer {
         }
     }
 
-    /// Every reduced gradient whole, by name, on every rank of the dp group: a collective
-    /// call, valid between the last reduction and the update.
+    /// Every reduced gradient whole, by name, on every rank of the dp group, but those of frozen parameters: a
+    /// collective call, valid between the last reduction and the update.
     ///
     /// # Errors
     /// A failed collective.
     pub fn gather_gradients(&self) -> Result<Vec<(String, Tensor)>, ZeroError> {
         let mut all = Vec::new();
-        for unit in &self.units {
+        for unit in self.trained_units() {
             let whole = match &unit.gradients {
-                Gradients::Whole(whole) if !self.stage.partitions_optimizer() => whole.flat.copy()?,
+                Some(Gradients::Whole(whole)) if !self.stage.partitions_optimizer() => whole.flat.copy()?,
                 _ => {
                     let own = unit
                         .gradient_partition(unit.dp_rank)?
@@ -170,13 +179,13 @@ impl ZeroOptimizer {
         Ok(all)
     }
 
-    /// A hash of the parameters that this rank keeps: equal on all ranks of an sp group, or
+    /// A hash of the trained parameters that this rank keeps: equal on all ranks of an sp group, or
     /// their replicas have drifted apart.
     ///
     /// # Errors
     /// A tensor that cannot be read.
     pub fn parameter_hash(&self) -> Result<u64, ZeroError> {
-        self.units.iter().try_fold(0xcbf2_9ce4_8422_2325, |hash, unit| {
+        self.trained_units().try_fold(0xcbf2_9ce4_8422_2325, |hash, unit| {
             let fold = |elements: &[f32]| {
                 elements.iter().fold(hash, |hash: u64, element| {
                     (hash ^ u64::from(element.to_bits())).wrapping_mul(0x0100_0000_01b3)

@@ -6,5 +6,6 @@
 mod damage;
 mod directory;
 mod export;
+mod frozen;
 mod meshes;
 mod training;

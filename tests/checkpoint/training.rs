@@ -25,6 +25,8 @@ pub(crate) struct Setup {
     pub(crate) stage: u8,
     pub(crate) accumulation: usize,
     pub(crate) optimizer: &'static str,
+    /// More keys for the config: an object.
+    pub(crate) extra: &'static str,
 }
 
 pub(crate) const ADAM: &str = r#"{ "type": "AdamW", "params": { "lr": 1e-2 } }"#;
@@ -36,7 +38,7 @@ pub(crate) const LAMB: &str = r#"{ "type": "Lamb", "params": { "lr": 1e-2 } }"#;
 pub(crate) const LION: &str = r#"{ "type": "Lion", "params": { "lr": 1e-3 } }"#;
 
 pub(crate) const fn setup(dp: usize, sp: usize, stage: u8) -> Setup {
-    Setup { dp, sp, stage, accumulation: 1, optimizer: ADAM }
+    Setup { dp, sp, stage, accumulation: 1, optimizer: ADAM, extra: "{}" }
 }
 
 /// One rank in training.
@@ -90,8 +92,8 @@ impl Trainee {
 
 /// Runs `work` on every rank; results in rank order.
 pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Result<T> + Sync) -> Vec<T> {
-    let Setup { dp, sp, stage, accumulation, optimizer } = setup;
-    let config = json!({
+    let Setup { dp, sp, stage, accumulation, optimizer, extra } = setup;
+    let mut config = json!({
         "train_batch_size": ROWS_PER_STEP,
         "gradient_accumulation_steps": accumulation,
         "mesh_param": [dp, sp],
@@ -100,6 +102,8 @@ pub(crate) fn on_mesh<T: Send>(setup: Setup, work: impl Fn(&mut Trainee) -> Resu
         "gradient_clipping": 0.5,
         "scheduler": { "type": "WarmupLR", "params": { "warmup_max_lr": 0.01, "warmup_num_steps": 5 } },
     });
+    let extra: serde_json::Map<String, serde_json::Value> = serde_json::from_str(extra).unwrap();
+    config.as_object_mut().unwrap().extend(extra);
     let config = Config::from_json_str(&config.to_string(), "test.json").unwrap();
     let tokens = (0..8 * 70_u32).map(|i| i * i % 29);
     let corpus = Corpus::from_documents([tokens.collect()]).unwrap();

@@ -308,6 +308,32 @@ fn contradictions_between_keys_are_found_where_they_stand() {
 }
 
 #[test]
+fn settings_of_a_group_that_contradict_each_other_are_refused() {
+    let of_group = |group: &str, lr: f64| {
+        let optimizer = format!(r#"{{"type": "AdamW", "params": {{"lr": {lr}}}}}"#);
+        let groups = format!(r#"{{"parameter_groups": [{{"match": "a", {group}}}]}}"#);
+        message(&format!(r#"{{"optimizer": {optimizer}, "ulysses": {groups}}}"#))
+    };
+    for (group, lr, expected) in [
+        (r#""lr": 0.1, "lr_scale": 2"#, 1e-3, "[0].lr`: expected either `lr` or `lr_scale`, found 0.1"),
+        (
+            r#""frozen": true, "lr_scale": 2"#,
+            1e-3,
+            "[0].lr_scale`: expected no such setting of parameters that are `frozen`, found 2",
+        ),
+        (
+            r#""frozen": true, "lr": 2, "weight_decay": 0"#,
+            1e-3,
+            "[0].weight_decay`: expected no such setting of parameters that are `frozen`, found 0",
+        ),
+        (r#""lr": 0.1"#, 0.0, "[0].lr`: expected an optimizer with a rate above 0"),
+    ] {
+        let message = of_group(group, lr);
+        assert!(message.contains(&format!("`ulysses.parameter_groups{expected}")), "{message}");
+    }
+}
+
+#[test]
 fn patterns_that_would_take_much_time_or_memory_are_refused() {
     let of_patterns = |patterns: &[&str]| {
         let groups: Vec<_> = patterns.iter().map(|pattern| format!("{{\"match\": \"{pattern}\"}}")).collect();

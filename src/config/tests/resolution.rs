@@ -231,6 +231,8 @@ fn a_resolved_config_reads_back_as_itself() {
     }
     let groups = r#"[{"match": "norm|bias$", "weight_decay": 0}, {"match": "\\.0\\.", "lr_scale": 0.5}]"#;
     configs.push(config_with(&format!(r#""ulysses": {{"parameter_groups": {groups}}}"#)));
+    let groups = r#"[{"match": "norm", "lr": 1e-5}, {"match": "embed", "frozen": true}]"#;
+    configs.push(config_with(&format!(r#""ulysses": {{"parameter_groups": {groups}}}"#)));
     configs.push(Config::from_json_str(FULL, "full.json").unwrap());
     for config in configs {
         let text = serde_json::to_string_pretty(&config).unwrap();

@@ -26,5 +26,8 @@ const PARAMETER_GROUP: &[Key] = &[
     key("match", Value::Text, "A regular expression, looked for anywhere in a parameter's full name.")
         .required(),
     key("lr_scale", NOT_NEGATIVE, "Multiplies the learning rate.").number(1.0),
+    key("lr", NOT_NEGATIVE, "Replaces the optimizer's `lr`; a schedule scales both in proportion.")
+        .derived("the optimizer's"),
     key("weight_decay", NOT_NEGATIVE, "Replaces the optimizer's.").derived("the optimizer's"),
+    flag("frozen", "Leaves the parameters as they are: no gradient, no optimizer state."),
 ];

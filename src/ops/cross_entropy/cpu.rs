@@ -55,7 +55,7 @@ pub(super) fn backward(
     sizes: Sizes,
     inputs: BackwardInputs<'_>,
     dx: &mut [f32],
-    dweight: &mut [f32],
+    mut dweight: Option<&mut [f32]>,
 ) -> Result<(), OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
     let BackwardInputs { x, weight, labels, lse, scale } = inputs;
@@ -81,8 +81,10 @@ pub(super) fn backward(
         let weight = MatrixRef::new(weight, vocab_size, dim)?;
         gemm(1.0, dlogits, weight, 0.0, MatrixMut::new(dx, n, dim)?, Threads::Pool)?;
         let x = MatrixRef::new(&x[rows_of_x], n, dim)?;
-        let dweight = MatrixMut::new(dweight, vocab_size, dim)?;
-        gemm(1.0, dlogits.transposed(), x, 1.0, dweight, Threads::Pool)?;
+        if let Some(dweight) = dweight.as_deref_mut() {
+            let dweight = MatrixMut::new(dweight, vocab_size, dim)?;
+            gemm(1.0, dlogits.transposed(), x, 1.0, dweight, Threads::Pool)?;
+        }
     }
     Ok(())
 }

@@ -65,7 +65,7 @@ pub(super) struct Backward<'a> {
     pub(super) weight: &'a Tensor,
     pub(super) lse: &'a Tensor,
     pub(super) dx: &'a Tensor,
-    pub(super) dweight: &'a Tensor,
+    pub(super) dweight: Option<&'a Tensor>,
 }
 
 pub(super) fn backward(
@@ -87,11 +87,12 @@ pub(super) fn backward(
         .then(|| Tensor::zeros((sizes.tile_tokens, row_stride(sizes)), dtype, device))
         .transpose()?;
     let device_labels = Tensor::from_slice(labels, sizes.tokens, device)?;
-    let outputs: Vec<_> = [dx, dweight, &logits].into_iter().chain(&narrow).collect();
+    let outputs: Vec<_> = [dx, &logits].into_iter().chain(dweight).chain(&narrow).collect();
     launcher.open_slices(&outputs, &[x, weight, lse, &device_labels], |addresses| {
         let (outputs, inputs) = addresses.split_at(outputs.len());
-        let [dx, dweight, logits] = std::array::from_fn(|i| outputs[i]);
-        let gradient = outputs[outputs.len() - 1];
+        let [dx, logits] = std::array::from_fn(|i| outputs[i]);
+        let dweight = dweight.map(|_| outputs[2]);
+        let gradient = if narrow.is_some() { outputs[outputs.len() - 1] } else { logits };
         let [x, weight, lse, device_labels] = std::array::from_fn(|i| inputs[i]);
         for tokens in sizes.tiles() {
             let dx = dx.offset(tokens.start * sizes.dim);
@@ -108,7 +109,7 @@ pub(super) fn backward(
                 logits_of_tile(launcher, sizes, [x, weight, logits], &tokens)?;
                 gradient_of_tile(launcher, sizes, [gradient, logits], of_rows, tokens.len())?;
                 let factors = [gradient, x_of_tile, weight];
-                gradient_products(launcher, sizes, factors, [dx, dweight], scale, tokens.len())?;
+                gradient_products(launcher, sizes, factors, (dx, dweight), scale, tokens.len())?;
             }
         }
         Ok(())
@@ -164,7 +165,7 @@ unsafe fn gradient_of_tile(
     unsafe { launcher.launch(&kernel, Grid { blocks, ..Grid::blocks(rows) }, &args) }
 }
 
-/// dx = scale · gradient·weight and dweight += scale · gradientᵀ·x.
+/// dx = scale · gradient·weight, and dweight += scale · gradientᵀ·x where there is one.
 ///
 /// # Safety
 /// `gradient`, `x` and `dx` have `rows` rows, `weight` and `dweight` are tensors of these `sizes`.
@@ -172,19 +173,22 @@ unsafe fn gradient_products(
     launcher: &Launcher,
     sizes: Sizes,
     [gradient, x, weight]: [Address; 3],
-    [dx, dweight]: [Address; 2],
+    (dx, dweight): (Address, Option<Address>),
     scale: f32,
     rows: usize,
 ) -> Result<(), DeviceError> {
     let Sizes { dim, vocab_size, .. } = sizes;
     let gradient = MatrixAt::row_major(gradient, rows, vocab_size, row_stride(sizes));
     let [x, dx] = [x, dx].map(|address| MatrixAt::row_major(address, rows, dim, dim));
-    let [weight, dweight] =
-        [weight, dweight].map(|address| MatrixAt::row_major(address, vocab_size, dim, dim));
+    let of_weight = |address| MatrixAt::row_major(address, vocab_size, dim, dim);
     // SAFETY: the caller's promise.
-    unsafe {
-        launcher.gemm(&product(scale, gradient, weight, 0.0, dx))?;
-        launcher.gemm(&product(scale, gradient.transposed(), x, 1.0, dweight))
+    unsafe { launcher.gemm(&product(scale, gradient, of_weight(weight), 0.0, dx))? };
+    match dweight {
+        // SAFETY: as above.
+        Some(dweight) => unsafe {
+            launcher.gemm(&product(scale, gradient.transposed(), x, 1.0, of_weight(dweight)))
+        },
+        None => Ok(()),
     }
 }
 

@@ -63,7 +63,7 @@ pub fn forward(
     }
 }
 
-/// Gradients of `scale` · [`forward`]'s sum: dx is overwritten, dweight is added to.
+/// Gradients of `scale` · [`forward`]'s sum: dx is overwritten, dweight is added to, where there is one.
 ///
 /// # Shapes
 /// `x, dx: [n, d], weight, dweight: [vocab, d], labels: [n], lse: [n]`
@@ -71,30 +71,38 @@ pub fn forward(
 /// # Errors
 /// As [`forward`].
 #[expect(clippy::too_many_arguments, reason = "three inputs and what forward left, two outputs")]
-pub fn backward(
+pub fn backward<'a>(
     x: &Tensor,
     weight: &Tensor,
     labels: &[i64],
     lse: &Tensor,
     scale: f32,
     dx: &Tensor,
-    dweight: &Tensor,
+    dweight: impl Into<Option<&'a Tensor>>,
     tile_tokens: usize,
 ) -> Result<(), OpError> {
+    let dweight = dweight.into();
     let call = Call::new("cross_entropy::backward");
     let shape = check(call, x, weight, labels, tile_tokens)?;
     call.expect(("lse", lse), &[shape.tokens])?;
     call.expect(("dx", dx), &[shape.tokens, shape.dim])?;
-    call.expect(("dweight", dweight), &[shape.vocab_size, shape.dim])?;
+    let dweight_argument = dweight.map(|dweight| ("dweight", dweight));
+    dweight_argument.map_or(Ok(()), |argument| call.expect(argument, &[shape.vocab_size, shape.dim]))?;
+    let with_dweight = |argument| -> Vec<_> { [argument].into_iter().chain(dweight_argument).collect() };
     let inputs = [("x", x), ("weight", weight), ("lse", lse)];
-    let target = call.target(&[("dx", dx), ("dweight", dweight)], &inputs)?;
+    let target = call.target(&with_dweight(("dx", dx)), &inputs)?;
     let elements = [("x", x), ("weight", weight), ("dx", dx)];
-    let dtype = call.element_type(&elements, &[("lse", lse), ("dweight", dweight)])?;
+    let dtype = call.element_type(&elements, &with_dweight(("lse", lse)))?;
     match target {
         Target::Cpu => {
             let (x, weight, lse) = (call.read(x)?, call.read(weight)?, call.read(lse)?);
             let inputs = cpu::BackwardInputs { x: &x, weight: &weight, labels, lse: &lse, scale };
-            call.write(dx, |dx| call.write(dweight, |dweight| cpu::backward(shape, inputs, dx, dweight)))
+            call.write(dx, |dx| match dweight {
+                Some(dweight) => {
+                    call.write(dweight, |dweight| cpu::backward(shape, inputs, dx, Some(dweight)))
+                }
+                None => cpu::backward(shape, inputs, dx, None),
+            })
         }
         Target::Kernels(launcher) => {
             let tensors = cuda::Backward { x, weight, lse, dx, dweight };

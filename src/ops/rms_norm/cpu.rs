@@ -41,7 +41,8 @@ pub(super) struct BackwardInputs<'a> {
     pub(super) rstd: &'a [f32],
 }
 
-pub(super) fn backward(inputs: BackwardInputs<'_>, dx: &mut [f32], accumulate_dx: bool, dweight: &mut [f32]) {
+/// Writes dx and returns the weight gradient's partial sums, for [`add_partials`]: they are made in the same pass.
+pub(super) fn backward(inputs: BackwardInputs<'_>, dx: &mut [f32], accumulate_dx: bool) -> Vec<f32> {
     let BackwardInputs { dy, x, weight, rstd } = inputs;
     let d = weight.len();
     // The cut must not depend on the number of threads: it fixes the order of the sum over rows.
@@ -65,7 +66,7 @@ pub(super) fn backward(inputs: BackwardInputs<'_>, dx: &mut [f32], accumulate_dx
             }
         },
     );
-    add_partials(&partials, dweight);
+    partials
 }
 
 simd_kernel! {
@@ -103,7 +104,7 @@ fn backward_rows_with<S: simd::Isa, const ACCUMULATE: bool>(
 }
 
 /// dweight += Σ partials, block by block in f64.
-fn add_partials(partials: &[f32], dweight: &mut [f32]) {
+pub(super) fn add_partials(partials: &[f32], dweight: &mut [f32]) {
     let mut sums = vec![0.0f64; dweight.len()];
     for partial in partials.chunks_exact(dweight.len()) {
         for (sum, value) in sums.iter_mut().zip(partial) {

@@ -39,7 +39,7 @@ pub(super) struct Backward<'a> {
     pub(super) weight: &'a Tensor,
     pub(super) rstd: &'a Tensor,
     pub(super) dx: &'a Tensor,
-    pub(super) dweight: &'a Tensor,
+    pub(super) dweight: Option<&'a Tensor>,
 }
 
 pub(super) fn backward(
@@ -64,7 +64,10 @@ pub(super) fn backward(
         // SAFETY: `dy`, `x` and `dx` have `rows` rows of `d` elements, `rstd` one element a row and `weight` d.
         unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }
     })?;
-    backward_weight(launcher, dtype, [dy, x, rstd, dweight], (rows, d))
+    match dweight {
+        Some(dweight) => backward_weight(launcher, dtype, [dy, x, rstd, dweight], (rows, d)),
+        None => Ok(()),
+    }
 }
 
 /// Sums chunks of the rows, then the chunks, both in order.

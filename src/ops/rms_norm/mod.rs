@@ -43,7 +43,8 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
     }
 }
 
-/// Gradients of [`forward`]: dx is overwritten, or added to with `accumulate_dx`; dweight is added to.
+/// Gradients of [`forward`]: dx is overwritten, or added to with `accumulate_dx`; dweight is added to, where there
+/// is one.
 ///
 /// The rows are summed into dweight in an order that depends on their number only, so the result is the
 /// same for any number of threads.
@@ -53,34 +54,40 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward(
+pub fn backward<'a>(
     dy: &Tensor,
     x: &Tensor,
     weight: &Tensor,
     rstd: &Tensor,
     dx: &Tensor,
     accumulate_dx: bool,
-    dweight: &Tensor,
+    dweight: impl Into<Option<&'a Tensor>>,
 ) -> Result<(), OpError> {
+    let dweight = dweight.into();
     let call = Call::new("rms_norm::backward");
     let (n, d) = call.rows(("x", x))?;
     call.expect(("dy", dy), &[n, d])?;
     call.expect(("weight", weight), &[d])?;
     call.expect(("rstd", rstd), &[n])?;
     call.expect(("dx", dx), &[n, d])?;
-    call.expect(("dweight", dweight), &[d])?;
+    let dweight_argument = dweight.map(|dweight| ("dweight", dweight));
+    dweight_argument.map_or(Ok(()), |argument| call.expect(argument, &[d]))?;
+    let with_dweight = |argument| -> Vec<_> { [argument].into_iter().chain(dweight_argument).collect() };
     let inputs = [("dy", dy), ("x", x), ("weight", weight), ("rstd", rstd)];
-    let target = call.target(&[("dx", dx), ("dweight", dweight)], &inputs)?;
+    let target = call.target(&with_dweight(("dx", dx)), &inputs)?;
     let elements = [("x", x), ("dy", dy), ("weight", weight), ("dx", dx)];
-    let dtype = call.element_type(&elements, &[("rstd", rstd), ("dweight", dweight)])?;
+    let dtype = call.element_type(&elements, &with_dweight(("rstd", rstd)))?;
     match target {
         Target::Cpu => {
             let (dy, x, weight, rstd) = (call.read(dy)?, call.read(x)?, call.read(weight)?, call.read(rstd)?);
             let inputs = cpu::BackwardInputs { dy: &dy, x: &x, weight: &weight, rstd: &rstd };
             call.write(dx, |dx| {
-                call.write(dweight, |dweight| {
-                    cpu::backward(inputs, dx, accumulate_dx, dweight);
-                    Ok(())
+                let partials = cpu::backward(inputs, dx, accumulate_dx);
+                dweight.map_or(Ok(()), |dweight| {
+                    call.write(dweight, |dweight| {
+                        cpu::add_partials(&partials, dweight);
+                        Ok(())
+                    })
                 })
             })
         }

@@ -1,0 +1,103 @@
+//! Frozen parameters in checkpoints: saved as they are, without state, for any mesh.
+
+use crate::training::{ADAM, LAMB, Setup, on_mesh, setup};
+use candle_core::Tensor;
+use std::path::Path;
+use ulysses::checkpoint::{Checkpoint, Comparison, diff, step_name};
+
+/// Parts of the layers, and all of the head.
+const FROZEN: &str =
+    r#"{ "ulysses": { "parameter_groups": [{ "match": "q_proj|norm|lm_head", "frozen": true }] } }"#;
+const FROZEN_BF16: &str = r#"{ "bf16": { "enabled": true },
+    "ulysses": { "parameter_groups": [{ "match": "q_proj|norm|lm_head", "frozen": true }] } }"#;
+
+fn is_frozen(name: &str) -> bool {
+    ["q_proj", "norm", "lm_head"].iter().any(|part| name.contains(part))
+}
+
+fn open(dir: &Path, step: u64) -> Checkpoint {
+    let checkpoint = Checkpoint::open(&dir.join(step_name(step))).unwrap();
+    checkpoint.verify().unwrap();
+    checkpoint
+}
+
+#[test]
+fn frozen_parameters_are_saved_without_state_and_load_on_every_mesh() {
+    for (optimizer, extra) in [(ADAM, FROZEN), (ADAM, FROZEN_BF16), (LAMB, FROZEN)] {
+        let dir = tempfile::tempdir().unwrap();
+        on_mesh(Setup { optimizer, extra, ..setup(2, 2, 3) }, |rank| {
+            rank.train(3)?;
+            rank.save(dir.path())
+        });
+        let saved = open(dir.path(), 3);
+        // Without state of the head at least, two partitions.
+        let bytes_of = |kind: &str| -> u64 {
+            saved.manifest().files.iter().filter(|file| file.kind == kind).map(|file| file.bytes).sum()
+        };
+        assert!(bytes_of("exp_avg") + 4 * 29 * 11 < bytes_of("parameters"));
+        let meshes = [(1, 1), (4, 1), (1, 3), (3, 2), (5, 1)];
+        for ((dp, sp), stage) in meshes.into_iter().flat_map(|mesh| [0, 1, 2, 3].map(|stage| (mesh, stage))) {
+            let again = tempfile::tempdir().unwrap();
+            on_mesh(Setup { optimizer, extra, ..setup(dp, sp, stage) }, |rank| {
+                rank.resume(dir.path())?;
+                rank.save(again.path())
+            });
+            let comparisons = diff(&saved, &open(again.path(), 3)).unwrap();
+            // Of 21 parameters 8 are frozen: two q_proj, five norms and the head.
+            assert_eq!(comparisons.len(), 21 + 2 * (21 - 8));
+            for ((kind, name), comparison) in comparisons {
+                let label = format!("{optimizer} {extra} on {dp}x{sp} stage {stage}: {kind} of {name}");
+                assert_eq!(comparison, Comparison::Equal, "{label}");
+                assert!(kind == "parameters" || !is_frozen(&name), "{label}");
+            }
+        }
+    }
+}
+
+/// Every parameter to the bit.
+fn parameters(all: Vec<(String, Tensor)>) -> Vec<(String, Vec<u32>)> {
+    let bits = |tensor: Tensor| {
+        let elements: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
+        elements.into_iter().map(f32::to_bits).collect()
+    };
+    all.into_iter().map(|(name, tensor)| (name, bits(tensor))).collect()
+}
+
+#[test]
+fn a_resumed_run_with_frozen_parameters_is_the_uninterrupted_one_to_the_bit() {
+    for extra in [FROZEN, FROZEN_BF16] {
+        for (dp, sp, stage) in [(1, 1, 0), (2, 2, 1), (3, 1, 2), (2, 2, 3)] {
+            let setup = Setup { extra, ..setup(dp, sp, stage) };
+            let dir = tempfile::tempdir().unwrap();
+            let uninterrupted = on_mesh(setup, |rank| {
+                rank.train(3)?;
+                rank.save(dir.path())?;
+                rank.train(3)?;
+                Ok(parameters(rank.engine.gather_parameters()?))
+            });
+            let resumed = on_mesh(setup, |rank| {
+                rank.resume(dir.path())?;
+                rank.train(3)?;
+                Ok(parameters(rank.engine.gather_parameters()?))
+            });
+            assert!(resumed == uninterrupted, "{setup:?}");
+        }
+    }
+}
+
+/// There is no optimizer state to go on with, or state that would be dropped.
+#[test]
+fn freezing_or_unfreezing_at_a_resumption_is_refused_by_the_parameter_s_name() {
+    for (before, after, expected) in [
+        ("{}", FROZEN, "parameter model.layers.0.self_attn.q_proj.weight is trained there and frozen here"),
+        (FROZEN, "{}", "parameter model.layers.0.self_attn.q_proj.weight is frozen there and trained here"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        on_mesh(Setup { extra: before, ..setup(2, 1, 3) }, |rank| rank.save(dir.path()));
+        on_mesh(Setup { extra: after, ..setup(1, 1, 0) }, |rank| {
+            let error = rank.resume(dir.path()).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+            Ok(())
+        });
+    }
+}
