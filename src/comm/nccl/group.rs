@@ -59,13 +59,11 @@ type Enqueue<'a> = &'a dyn Fn(sys::ncclComm_t, sys::cudaStream_t, &[Address]) ->
 impl NcclGroup {
     pub(super) fn new(
         world: Arc<World>,
-        communicator: Communicator,
+        communicator: Arc<Communicator>,
         name: String,
         rank: usize,
         global_ranks: Vec<usize>,
     ) -> Self {
-        let communicator = Arc::new(communicator);
-        world.adopt(&communicator);
         Self(Arc::new(Inner { world, communicator, name, rank, global_ranks, state: Mutex::default() }))
     }
 
@@ -195,7 +193,7 @@ impl Inner {
         taken.map_err(failed)?;
         let done = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
         let done = Arc::new(done);
-        let probe = UnderWay { done: done.clone(), communicator: self.communicator.clone() };
+        let probe = UnderWay { done: done.clone(), communicator: Arc::downgrade(&self.communicator) };
         let (group, op, rank, started) = (self.name.clone(), traffic.op, self.world.rank, Instant::now());
         self.world.watch(Watched { group, op, sequence, rank, started, probe });
         Ok(done)
@@ -445,6 +443,7 @@ impl ProcessGroup for NcclGroup {
             self.0.world.fail(CommError::Library { library: "NCCL", group, op, sequence, rank, reason })
         })?;
         let Some(child) = child else { return Ok(None) };
+        self.0.world.adopt(&child)?;
         let asked = all.chunks(2).enumerate();
         let mut members: Vec<(i64, usize)> =
             asked.filter(|(_, asked)| asked[0] == color_code).map(|(rank, asked)| (asked[1], rank)).collect();

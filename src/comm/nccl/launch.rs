@@ -102,8 +102,10 @@ fn join(
     rank: usize,
     global_ranks: Vec<usize>,
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    let communicator = Communicator::join(id, rank, global_ranks.len(), world.deadline());
-    let refuse = |reason| CommError::Start { library: "NCCL", rank: Some(world.rank), reason };
-    let communicator = communicator.map_err(|reason| world.fail(refuse(reason)))?;
+    let refuse = |reason| world.fail(CommError::Start { library: "NCCL", rank: Some(world.rank), reason });
+    let communicator = Communicator::join(id, rank, global_ranks.len()).map_err(refuse)?;
+    // From here on a failure elsewhere ends the wait for the others.
+    world.adopt(&communicator)?;
+    communicator.settle(world.deadline()).map_err(refuse)?;
     Ok(Arc::new(NcclGroup::new(world.clone(), communicator, name, rank, global_ranks)))
 }
