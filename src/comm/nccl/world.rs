@@ -3,7 +3,7 @@
 use super::communicator::{Communicator, abort};
 use super::watch::{Probe, Watched, inspect};
 use crate::comm::{CommError, ProcessGroup};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock, Weak};
@@ -20,6 +20,8 @@ const WATCH_EVERY: Duration = Duration::from_millis(20);
 pub(super) struct World {
     under_way: Mutex<Vec<Watched<UnderWay>>>,
     communicators: Mutex<Vec<Weak<Communicator>>>,
+    /// What failed operations may still read or write.
+    kept: Mutex<Vec<Tensor>>,
     /// The stream of all its communication: operations of several groups run in the order of issue, on all ranks.
     pub(super) communication: Arc<CudaStream>,
     /// The stream of the device's tensors.
@@ -71,6 +73,7 @@ impl World {
         let world = Arc::new(Self {
             under_way: Mutex::default(),
             communicators: Mutex::default(),
+            kept: Mutex::default(),
             communication,
             compute,
             device: device.clone(),
@@ -113,6 +116,11 @@ impl World {
 
     pub(super) fn watch(&self, operation: Watched<UnderWay>) {
         self.under_way.lock().push(operation);
+    }
+
+    /// Keeps tensors to its own end: of operations that failed, whose memory a straggler may still use.
+    pub(super) fn keep(&self, tensors: Vec<Tensor>) {
+        self.kept.lock().extend(tensors);
     }
 
     /// The error that counts, once there is one.
