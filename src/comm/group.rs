@@ -26,7 +26,8 @@ use std::sync::Arc;
 ///   waited for the GPU.
 /// - Collectives of a group complete in the order in which they were issued. Messages
 ///   ([`start_send`](Self::start_send)) keep their order within a pair of ranks and
-///   are independent of collectives and of other pairs.
+///   are independent of other pairs. With regard to collectives, of any group, both
+///   ranks issue a message at the same place: NCCL has one order for all of them.
 /// - While a rank waits for one operation its others go on, in all groups: ranks may
 ///   wait in different orders.
 /// - A failure on any rank (error, panic, timeout, diverging call) ends in an

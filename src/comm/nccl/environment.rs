@@ -5,7 +5,7 @@ use crate::comm::CommError;
 /// The first NCCL that lets two ranks share a GPU, as `ncclGetVersion` counts.
 const MULTI_RANK_VERSION: i32 = 23_000;
 
-/// The port of `MASTER_ADDR` where `MASTER_PORT` is not set, as torchrun's.
+/// The launcher's port where `MASTER_PORT` is not set, as torchrun's.
 const DEFAULT_PORT: u16 = 29_500;
 
 /// One process among those of a job.
@@ -25,8 +25,9 @@ pub(super) struct Environment {
 pub(super) enum Meeting {
     /// NCCL itself reads `NCCL_COMM_ID`.
     Nccl,
-    /// Rank 0 hands it out at `MASTER_ADDR:MASTER_PORT`.
-    Address(String),
+    /// Rank 0, on the machine `host`, hands it out at `port`: `ULYSSES_MASTER_PORT`, or one more than `MASTER_PORT`,
+    /// which a launcher's own store may hold.
+    Address { host: String, port: u16 },
 }
 
 impl Environment {
@@ -50,11 +51,26 @@ impl Environment {
         let meeting = match (lookup("NCCL_COMM_ID"), lookup("MASTER_ADDR")) {
             (Some(_), _) => Meeting::Nccl,
             (None, Some(host)) => {
-                let port = lookup("MASTER_PORT").unwrap_or_else(|| DEFAULT_PORT.to_string());
-                let port: u16 = port.trim().parse().map_err(|_| {
-                    refuse(format!("MASTER_PORT is `{port}`, expected a port from 1 to 65535"))
-                })?;
-                Meeting::Address(format!("{host}:{port}"))
+                let port = |name: &str| {
+                    let parse = |text: String| {
+                        let parsed = text.trim().parse::<u16>().ok().filter(|port| *port > 0);
+                        parsed.ok_or_else(|| {
+                            refuse(format!("{name} is `{text}`, expected a port from 1 to 65535"))
+                        })
+                    };
+                    lookup(name).map(parse).transpose()
+                };
+                let port = match port("ULYSSES_MASTER_PORT")? {
+                    Some(port) => port,
+                    None => port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT).checked_add(1).ok_or_else(|| {
+                        refuse(
+                            "MASTER_PORT is 65535, and the ranks would meet at the port after it: set \
+                             ULYSSES_MASTER_PORT"
+                                .to_owned(),
+                        )
+                    })?,
+                };
+                Meeting::Address { host, port }
             }
             (None, None) if world_size == 1 => Meeting::Nccl,
             (None, None) => {
@@ -106,8 +122,11 @@ mod tests {
     fn a_launchers_variables_say_who_and_where() {
         let with =
             |more: &[(&'static str, &'static str)]| read(&[&RANK_1_OF_4[..], more].concat()).unwrap().meeting;
-        assert_eq!(with(&[("MASTER_ADDR", "n0")]), Meeting::Address("n0:29500".into()));
-        assert_eq!(with(&[("MASTER_ADDR", "n0"), ("MASTER_PORT", "7")]), Meeting::Address("n0:7".into()));
+        let at = |port| Meeting::Address { host: "n0".into(), port };
+        assert_eq!(with(&[("MASTER_ADDR", "n0")]), at(29_501));
+        assert_eq!(with(&[("MASTER_ADDR", "n0"), ("MASTER_PORT", "7")]), at(8), "a launcher holds the port");
+        let own = [("MASTER_ADDR", "n0"), ("MASTER_PORT", "65535"), ("ULYSSES_MASTER_PORT", "9")];
+        assert_eq!(with(&own), at(9));
         assert_eq!(with(&[("MASTER_ADDR", "n0"), ("NCCL_COMM_ID", "n1:5")]), Meeting::Nccl);
         let alone = read(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "3")]).unwrap();
         assert_eq!((alone.rank, alone.world_size, alone.local_rank), (0, 1, 3));
@@ -123,8 +142,10 @@ mod tests {
         refuse(&[("RANK", "x"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")], "RANK is `x`");
         refuse(&[("RANK", "4"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0")], "less than WORLD_SIZE, 4");
         refuse(&RANK_1_OF_4, "neither NCCL_COMM_ID");
-        let port = [("MASTER_ADDR", "n0"), ("MASTER_PORT", "70000")];
-        refuse(&[&RANK_1_OF_4[..], &port].concat(), "MASTER_PORT is `70000`");
+        let port = |name, port| [&RANK_1_OF_4[..], &[("MASTER_ADDR", "n0"), (name, port)]].concat();
+        refuse(&port("MASTER_PORT", "70000"), "MASTER_PORT is `70000`");
+        refuse(&port("ULYSSES_MASTER_PORT", "0"), "ULYSSES_MASTER_PORT is `0`");
+        refuse(&port("MASTER_PORT", "65535"), "set ULYSSES_MASTER_PORT");
     }
 
     #[test]

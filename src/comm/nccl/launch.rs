@@ -65,7 +65,8 @@ pub fn over(
 /// The group of all processes of a job in which every process drives one GPU.
 ///
 /// Reads RANK, WORLD_SIZE and LOCAL_RANK (the GPU's ordinal), and NCCL_COMM_ID (`host:port`, the same everywhere) or
-/// MASTER_ADDR with MASTER_PORT.
+/// MASTER_ADDR, the host of rank 0. The ranks meet there at ULYSSES_MASTER_PORT, or else at MASTER_PORT + 1:
+/// torchrun's own store listens on MASTER_PORT.
 ///
 /// # Errors
 /// [`CommError::Start`] naming the variable that is missing or wrong, or why NCCL or the GPU cannot be used.
@@ -76,12 +77,12 @@ pub fn from_env(timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
     let world = World::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
     let id = match meeting {
         Meeting::Nccl => unique_id().map_err(refuse)?,
-        Meeting::Address(address) if rank == 0 => {
+        Meeting::Address { host, port } if rank == 0 => {
             let id = unique_id().map_err(refuse)?;
-            hand_out(&id, &address, world_size - 1, timeout)?;
+            hand_out(&id, &host, port, world_size - 1, timeout)?;
             id
         }
-        Meeting::Address(address) => fetch(&address, rank, timeout)?,
+        Meeting::Address { host, port } => fetch(&host, port, rank, timeout)?,
     };
     join(&world, &id, "world".to_owned(), rank, (0..world_size).collect())
 }
@@ -102,8 +103,10 @@ fn join(
     rank: usize,
     global_ranks: Vec<usize>,
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    let communicator = Communicator::join(id, rank, global_ranks.len(), world.deadline());
-    let refuse = |reason| CommError::Start { library: "NCCL", rank: Some(world.rank), reason };
-    let communicator = communicator.map_err(|reason| world.fail(refuse(reason)))?;
+    let refuse = |reason| world.fail(CommError::Start { library: "NCCL", rank: Some(world.rank), reason });
+    let communicator = Communicator::join(id, rank, global_ranks.len()).map_err(refuse)?;
+    // From here on a failure elsewhere ends the wait for the others.
+    world.adopt(&communicator)?;
+    communicator.settle(world.deadline()).map_err(refuse)?;
     Ok(Arc::new(NcclGroup::new(world.clone(), communicator, name, rank, global_ranks)))
 }

@@ -5,7 +5,8 @@
 //! 1. `environment.rs`, `rendezvous.rs`: who the ranks are and how they come by the id of their communicator.
 //! 2. `traffic.rs`, `watch.rs`: what an operation moves, and when it has failed.
 //! 3. `communicator.rs`: NCCL's calls. `world.rs`: a rank's stream, what is under way on it, its failure.
-//! 4. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on them. `launch.rs`: the ways to start.
+//! 4. `operation.rs`: how an operation is given to NCCL. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on it.
+//!    `launch.rs`: the ways to start.
 //!
 //! The first two need no NCCL and are compiled and tested always, the rest with the feature `nccl`.
 //! `src/comm/README.md` tells how operations, streams and failures go together.
@@ -21,6 +22,8 @@ mod environment;
 mod group;
 #[cfg(feature = "nccl")]
 mod launch;
+#[cfg(feature = "nccl")]
+mod operation;
 mod rendezvous;
 mod traffic;
 mod watch;

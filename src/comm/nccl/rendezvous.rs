@@ -1,8 +1,9 @@
 //! Handing the id of a communicator from rank 0 to all others, over TCP.
 
 use crate::comm::CommError;
+use std::collections::BTreeSet;
 use std::io::{Error, ErrorKind, Read, Write};
-use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// Bytes of a unique id.
@@ -10,57 +11,93 @@ pub(super) const ID_BYTES: usize = 128;
 /// A unique id.
 pub(super) type Id = [u8; ID_BYTES];
 
+/// What a rank says before its number, so that a stranger who finds the port gets nothing.
+const GREETING: [u8; 8] = *b"ulysses\0";
+
 /// Between two attempts to reach rank 0, or to see somebody come.
 const PAUSE: Duration = Duration::from_millis(20);
+/// How long one side waits for the other once they are connected.
+const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Rank 0: gives `id` to the `peers` others, each of which comes to `address` once.
+/// Rank 0, on the machine `host`: gives `id` to ranks 1 to `peers`, which come to `port`.
 ///
 /// # Errors
-/// [`CommError::Start`] when the address cannot be listened on, or not all have come in time.
-pub(super) fn hand_out(id: &Id, address: &str, peers: usize, timeout: Duration) -> Result<(), CommError> {
+/// [`CommError::Start`] when the port cannot be listened on, or not all have come in time.
+pub(super) fn hand_out(
+    id: &Id,
+    host: &str,
+    port: u16,
+    peers: usize,
+    timeout: Duration,
+) -> Result<(), CommError> {
     let started = Instant::now();
-    let listen = || -> std::io::Result<usize> {
-        let listener = TcpListener::bind(address)?;
+    let mut missing: BTreeSet<u64> = (1..=peers as u64).collect();
+    let mut listen = || -> std::io::Result<()> {
+        let listener = TcpListener::bind(any_address(host, port))?;
         listener.set_nonblocking(true)?;
-        let mut served = 0;
-        while served < peers && started.elapsed() < timeout {
+        while !missing.is_empty() && started.elapsed() < timeout {
             match listener.accept() {
-                // A peer that goes away before it has the id comes again.
-                Ok((mut peer, _)) => served += usize::from(serve(&mut peer, id).is_ok()),
+                // A peer that goes away before it has the id comes again; who is no rank gets none.
+                Ok((mut peer, _)) => {
+                    if let Ok(rank) = serve(&mut peer, id) {
+                        missing.remove(&rank);
+                    }
+                }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::sleep(PAUSE),
                 Err(error) => return Err(error),
             }
         }
-        Ok(served)
+        Ok(())
     };
-    let served = listen().map_err(|error| failed(0, format!("cannot listen on {address}: {error}")))?;
-    if served < peers {
-        let seconds = timeout.as_secs_f32();
-        return Err(failed(0, format!("{served} of {peers} peers came to {address} within {seconds} s")));
+    listen().map_err(|error| {
+        failed(0, format!("cannot listen on port {port}: {error}; ULYSSES_MASTER_PORT names another"))
+    })?;
+    if missing.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    let seconds = timeout.as_secs_f32();
+    Err(failed(0, format!("ranks {missing:?} did not come to {host}:{port} within {seconds} s")))
 }
 
-fn serve(peer: &mut TcpStream, id: &Id) -> std::io::Result<()> {
+/// All addresses of this machine: which of them the others take `host` for is theirs to know.
+fn any_address(host: &str, port: u16) -> SocketAddr {
+    let known = (host, port).to_socket_addrs().ok().and_then(|mut known| known.next());
+    let ip: IpAddr = match known {
+        Some(SocketAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+        _ => Ipv4Addr::UNSPECIFIED.into(),
+    };
+    SocketAddr::new(ip, port)
+}
+
+/// Gives the id to who says which rank it is.
+fn serve(peer: &mut TcpStream, id: &Id) -> std::io::Result<u64> {
     peer.set_nonblocking(false)?;
-    peer.set_write_timeout(Some(Duration::from_secs(5)))?;
-    peer.write_all(id)
+    peer.set_read_timeout(Some(PATIENCE))?;
+    peer.set_write_timeout(Some(PATIENCE))?;
+    let (mut greeting, mut rank) = ([0; GREETING.len()], [0; 8]);
+    peer.read_exact(&mut greeting)?;
+    if greeting != GREETING {
+        return Err(Error::new(ErrorKind::InvalidData, "not a rank"));
+    }
+    peer.read_exact(&mut rank)?;
+    peer.write_all(id)?;
+    Ok(u64::from_le_bytes(rank))
 }
 
-/// The others: asks rank 0 at `address` until it answers.
+/// The others: asks rank 0 at `host` until it answers.
 ///
 /// # Errors
 /// [`CommError::Start`] when it has not answered in time.
-pub(super) fn fetch(address: &str, rank: usize, timeout: Duration) -> Result<Id, CommError> {
+pub(super) fn fetch(host: &str, port: u16, rank: usize, timeout: Duration) -> Result<Id, CommError> {
     let started = Instant::now();
     loop {
-        match ask(address) {
+        match ask(host, port, rank) {
             Ok(id) => return Ok(id),
             Err(error) if started.elapsed() >= timeout => {
                 let seconds = timeout.as_secs_f32();
                 return Err(failed(
                     rank,
-                    format!("no id from rank 0 at {address} within {seconds} s: {error}"),
+                    format!("no id from rank 0 at {host}:{port} within {seconds} s: {error}"),
                 ));
             }
             Err(_) => std::thread::sleep(PAUSE),
@@ -68,11 +105,24 @@ pub(super) fn fetch(address: &str, rank: usize, timeout: Duration) -> Result<Id,
     }
 }
 
-fn ask(address: &str) -> std::io::Result<Id> {
-    let found = address.to_socket_addrs()?.next();
-    let resolved = found.ok_or_else(|| Error::new(ErrorKind::NotFound, "no such host"))?;
-    let mut stream = TcpStream::connect_timeout(&resolved, Duration::from_secs(5))?;
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+/// Asks at the addresses of `host`, one after another.
+fn ask(host: &str, port: u16, rank: usize) -> std::io::Result<Id> {
+    let mut outcome = Err(Error::new(ErrorKind::NotFound, "no such host"));
+    for address in (host, port).to_socket_addrs()? {
+        outcome = ask_at(&address, rank);
+        if outcome.is_ok() {
+            break;
+        }
+    }
+    outcome
+}
+
+fn ask_at(address: &SocketAddr, rank: usize) -> std::io::Result<Id> {
+    let mut stream = TcpStream::connect_timeout(address, PATIENCE)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.write_all(&GREETING)?;
+    stream.write_all(&(rank as u64).to_le_bytes())?;
     let mut id = [0; ID_BYTES];
     stream.read_exact(&mut id)?;
     Ok(id)
@@ -86,24 +136,23 @@ fn failed(rank: usize, reason: String) -> CommError {
 mod tests {
     use super::*;
 
-    /// An address that was free a moment ago.
-    fn free_address() -> String {
-        TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+    const HOST: &str = "127.0.0.1";
+    const PATIENT: Duration = Duration::from_secs(20);
+    const BRIEF: Duration = Duration::from_millis(60);
+
+    /// A port that was free a moment ago.
+    fn free_port() -> u16 {
+        TcpListener::bind((HOST, 0)).unwrap().local_addr().unwrap().port()
     }
 
     #[test]
     fn all_ranks_get_the_id_of_rank_0_whoever_comes_first() {
-        let address = free_address();
+        let port = free_port();
         let id: Id = std::array::from_fn(|i| i as u8 ^ 0x5a);
         std::thread::scope(|scope| {
-            let early = scope.spawn(|| fetch(&address, 1, Duration::from_secs(20)));
-            let root = scope.spawn(|| hand_out(&id, &address, 3, Duration::from_secs(20)));
-            let late = [2, 3].map(|rank| {
-                scope.spawn({
-                    let address = &address;
-                    move || fetch(address, rank, Duration::from_secs(20))
-                })
-            });
+            let early = scope.spawn(|| fetch(HOST, port, 1, PATIENT));
+            let root = scope.spawn(|| hand_out(&id, HOST, port, 3, PATIENT));
+            let late = [2, 3].map(|rank| scope.spawn(move || fetch("localhost", port, rank, PATIENT)));
             assert_eq!(early.join().unwrap().unwrap(), id);
             late.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap().unwrap(), id));
             root.join().unwrap().unwrap();
@@ -111,11 +160,40 @@ mod tests {
     }
 
     #[test]
+    fn a_stranger_gets_nothing_and_takes_no_ranks_place() {
+        let port = free_port();
+        std::thread::scope(|scope| {
+            let root = scope.spawn(|| hand_out(&[7; ID_BYTES], HOST, port, 1, PATIENT));
+            let mut stranger = loop {
+                match TcpStream::connect((HOST, port)) {
+                    Ok(stream) => break stream,
+                    Err(_) => std::thread::sleep(PAUSE),
+                }
+            };
+            stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+            let mut answer = Vec::new();
+            // Closed with bytes unread, a connection ends with an error.
+            let _ = stranger.read_to_end(&mut answer);
+            assert!(answer.is_empty(), "{answer:?}");
+            assert_eq!(fetch(HOST, port, 1, PATIENT).unwrap(), [7; ID_BYTES]);
+            root.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
     fn who_waits_in_vain_is_told_for_whom() {
-        let address = free_address();
-        let error = fetch(&address, 3, Duration::from_millis(60)).unwrap_err();
+        let port = free_port();
+        let error = fetch(HOST, port, 3, BRIEF).unwrap_err();
         assert!(matches!(error, CommError::Start { rank: Some(3), .. }), "{error}");
-        let error = hand_out(&[0; ID_BYTES], &address, 2, Duration::from_millis(60)).unwrap_err();
-        assert!(error.to_string().contains("0 of 2 peers came"), "{error}");
+        let error = hand_out(&[0; ID_BYTES], HOST, port, 2, BRIEF).unwrap_err();
+        assert!(error.to_string().contains("ranks {1, 2} did not come"), "{error}");
+    }
+
+    #[test]
+    fn a_port_in_use_is_named() {
+        let taken = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).unwrap();
+        let port = taken.local_addr().unwrap().port();
+        let error = hand_out(&[0; ID_BYTES], HOST, port, 1, BRIEF).unwrap_err().to_string();
+        assert!(error.contains(&format!("cannot listen on port {port}")), "{error}");
     }
 }

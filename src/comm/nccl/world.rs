@@ -1,9 +1,9 @@
 //! What the groups of one rank share: its GPU, what is under way there, the failure.
 
-use super::communicator::Communicator;
+use super::communicator::{Communicator, abort};
 use super::watch::{Probe, Watched, inspect};
 use crate::comm::{CommError, ProcessGroup};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock, Weak};
@@ -14,29 +14,34 @@ use std::time::{Duration, Instant};
 const WATCH_EVERY: Duration = Duration::from_millis(20);
 
 /// One rank.
+///
+/// The fields are dropped in this order: what is under way before the streams that it runs on, those before the device.
 #[derive(Debug)]
 pub(super) struct World {
-    pub(super) rank: usize,
-    pub(super) device: Device,
-    /// The stream of the device's tensors.
-    pub(super) compute: Arc<CudaStream>,
+    under_way: Mutex<Vec<Watched<UnderWay>>>,
+    communicators: Mutex<Vec<Weak<Communicator>>>,
+    /// What failed operations may still read or write.
+    kept: Mutex<Vec<Tensor>>,
     /// The stream of all its communication: operations of several groups run in the order of issue, on all ranks.
     pub(super) communication: Arc<CudaStream>,
-    pub(super) timeout: Duration,
+    /// The stream of the device's tensors.
+    pub(super) compute: Arc<CudaStream>,
+    pub(super) device: Device,
     /// The group of the same ranks that they met through, if they are threads of one process. It hears of their
     /// failures, and tells.
     bootstrap: Option<Arc<dyn ProcessGroup>>,
-    thread: ThreadId,
     failure: OnceLock<CommError>,
-    under_way: Mutex<Vec<Watched<UnderWay>>>,
-    communicators: Mutex<Vec<Weak<Communicator>>>,
+    pub(super) rank: usize,
+    pub(super) timeout: Duration,
+    thread: ThreadId,
 }
 
 /// An operation on the GPU.
 #[derive(Debug)]
 pub(super) struct UnderWay {
     pub(super) done: Arc<CudaEvent>,
-    pub(super) communicator: Arc<Communicator>,
+    /// Its group's: whoever drops the group ends the communicator, and not the thread that watches.
+    pub(super) communicator: Weak<Communicator>,
 }
 
 impl Probe for UnderWay {
@@ -45,7 +50,7 @@ impl Probe for UnderWay {
     }
 
     fn fault(&self) -> Option<String> {
-        self.communicator.fault()
+        self.communicator.upgrade()?.fault()
     }
 }
 
@@ -66,16 +71,17 @@ impl World {
         let communication = compute.context().new_stream().map_err(driver)?;
         compute.context().bind_to_thread().map_err(driver)?;
         let world = Arc::new(Self {
-            rank,
-            device: device.clone(),
-            compute,
-            communication,
-            timeout,
-            bootstrap,
-            thread: std::thread::current().id(),
-            failure: OnceLock::new(),
             under_way: Mutex::default(),
             communicators: Mutex::default(),
+            kept: Mutex::default(),
+            communication,
+            compute,
+            device: device.clone(),
+            bootstrap,
+            failure: OnceLock::new(),
+            rank,
+            timeout,
+            thread: std::thread::current().id(),
         });
         let watched = Arc::downgrade(&world);
         let watcher = std::thread::Builder::new().name(format!("nccl-watch-{rank}"));
@@ -96,12 +102,25 @@ impl World {
     }
 
     /// Lets a failure of the rank abort the communicator too.
-    pub(super) fn adopt(&self, communicator: &Arc<Communicator>) {
+    ///
+    /// # Errors
+    /// That failure, if it came first.
+    pub(super) fn adopt(&self, communicator: &Arc<Communicator>) -> Result<(), CommError> {
         self.communicators.lock().push(Arc::downgrade(communicator));
+        if let Some(failure) = self.failure.get() {
+            self.abort();
+            return Err(failure.clone());
+        }
+        Ok(())
     }
 
     pub(super) fn watch(&self, operation: Watched<UnderWay>) {
         self.under_way.lock().push(operation);
+    }
+
+    /// Keeps tensors to its own end: of operations that failed, whose memory a straggler may still use.
+    pub(super) fn keep(&self, tensors: Vec<Tensor>) {
+        self.kept.lock().extend(tensors);
     }
 
     /// The error that counts, once there is one.
@@ -116,12 +135,27 @@ impl World {
     /// nobody waits for the GPU for ever, and what they have written is worth nothing.
     pub(super) fn fail(&self, error: CommError) -> CommError {
         let failure = self.failure.get_or_init(|| error).clone();
-        let communicators: Vec<_> = self.communicators.lock().drain(..).collect();
-        communicators.iter().filter_map(Weak::upgrade).for_each(|communicator| communicator.abort());
+        // The others first: what follows may have to wait for them to abort theirs.
         if let Some(bootstrap) = &self.bootstrap {
             bootstrap.abort(&failure.to_string());
         }
+        self.abort();
         failure
+    }
+
+    fn abort(&self) {
+        let adopted: Vec<_> = self.communicators.lock().drain(..).collect();
+        abort(&adopted.iter().filter_map(Weak::upgrade).collect::<Vec<_>>());
+    }
+
+    /// Looks at what is under way. It is taken out meanwhile, so that the rank's thread never waits for this.
+    fn inspect(&self) -> Result<(), CommError> {
+        let mut under_way = std::mem::take(&mut *self.under_way.lock());
+        let outcome = inspect(&mut under_way, Instant::now(), self.timeout);
+        let mut issued_since = self.under_way.lock();
+        under_way.append(&mut issued_since);
+        *issued_since = under_way;
+        outcome
     }
 }
 
@@ -133,7 +167,7 @@ fn watch(world: &Weak<World>) {
         let bound = world.compute.context().bind_to_thread();
         let outcome = bound.map_err(|error| CommError::Tensor(error.to_string())).and_then(|()| {
             world.check()?;
-            inspect(&mut world.under_way.lock(), Instant::now(), world.timeout)
+            world.inspect()
         });
         if let Err(error) = outcome {
             world.fail(error);
