@@ -2,6 +2,7 @@
 
 use super::{Init, LlamaConfig, ModelError, ParameterSpec};
 use candle_core::Tensor;
+use std::ops::Range;
 
 /// The parameters of the layer called `layer`, in the order of [`Weights::of`]: those of every
 /// family, then what `config.architecture` adds.
@@ -42,21 +43,29 @@ pub(super) fn parameters(config: &LlamaConfig, layer: &str) -> Vec<ParameterSpec
 }
 
 /// A projection to heads. Of parameters or of their gradients, as all of [`Weights`].
-#[derive(Clone, Copy)]
-pub(super) struct HeadWeights<'a> {
+pub(super) struct HeadWeights {
     /// `[heads · head_dim, hidden]`
-    pub(super) weight: &'a Tensor,
+    pub(super) weight: Tensor,
     /// `[heads · head_dim]`
-    pub(super) bias: Option<&'a Tensor>,
+    pub(super) bias: Option<Tensor>,
     /// `[head_dim]`
-    pub(super) norm: Option<&'a Tensor>,
+    pub(super) norm: Option<Tensor>,
+}
+
+impl HeadWeights {
+    /// The part of some heads: the same storage.
+    pub(super) fn heads(&self, heads: &Range<usize>, head_dim: usize) -> Result<Self, ModelError> {
+        let rows = |tensor: &Tensor| tensor.narrow(0, heads.start * head_dim, heads.len() * head_dim);
+        let bias = self.bias.as_ref().map(rows).transpose()?;
+        Ok(Self { weight: rows(&self.weight)?, bias, norm: self.norm.clone() })
+    }
 }
 
 /// Views of the parameters or of their gradients, by name.
 pub(super) struct Weights<'a> {
-    pub(super) q: HeadWeights<'a>,
-    pub(super) k: HeadWeights<'a>,
-    pub(super) v: HeadWeights<'a>,
+    pub(super) q: HeadWeights,
+    pub(super) k: HeadWeights,
+    pub(super) v: HeadWeights,
     pub(super) o: &'a Tensor,
     pub(super) gate: &'a Tensor,
     pub(super) up: &'a Tensor,
@@ -90,10 +99,15 @@ impl<'a> Weights<'a> {
         if !added.is_empty() {
             return Err(wrong());
         }
+        let head = |weight: &Tensor, bias: Option<&Tensor>, norm: Option<&Tensor>| HeadWeights {
+            weight: weight.clone(),
+            bias: bias.cloned(),
+            norm: norm.cloned(),
+        };
         Ok(Self {
-            q: HeadWeights { weight: q, bias: biases[0], norm: norms[0] },
-            k: HeadWeights { weight: k, bias: biases[1], norm: norms[1] },
-            v: HeadWeights { weight: v, bias: biases[2], norm: None },
+            q: head(q, biases[0], norms[0]),
+            k: head(k, biases[1], norms[1]),
+            v: head(v, biases[2], None),
             o,
             gate,
             up,
