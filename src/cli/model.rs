@@ -1,8 +1,11 @@
 //! `--model`: a preset by name or a directory in Hugging Face's layout.
 
 use super::{Failure, OrFail};
+use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
+use ulysses::config::Config;
 use ulysses::model::{HfWeights, LlamaConfig, Model, PRESETS, RandomWeights, WeightSource, preset};
+use ulysses::ops::attention::grouped_heads;
 use ulysses::ulysses::{AttentionShape, ExchangePlan};
 
 /// A model's description and where its weights come from.
@@ -42,10 +45,32 @@ fn directory(model: &str) -> Option<&Path> {
 
 impl ModelSource {
     /// Every sp rank needs a head and a token: better said before a rank starts.
-    pub(super) fn check_exchange(&self, batch: usize, seq_len: usize, sp_size: usize) -> Result<(), Failure> {
-        let LlamaConfig { num_heads, num_kv_heads, head_dim, .. } = self.config;
-        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
-        ExchangePlan::new(shape, &self.config.q_to_kv(), sp_size, 0).or_usage()?;
+    pub(super) fn check_exchange(
+        &self,
+        batch: usize,
+        seq_len: usize,
+        config: &Config,
+        sp_size: usize,
+    ) -> Result<(), Failure> {
+        let LlamaConfig { num_kv_heads, head_dim, .. } = self.config;
+        let chunks = config.memory.head_chunks;
+        if chunks > num_kv_heads {
+            return Err(Failure::Usage(anyhow!(
+                "`ulysses.head_chunks` is {chunks}, the model has {num_kv_heads} KV heads: at most \
+                 {num_kv_heads} chunks of whole heads are possible"
+            )));
+        }
+        for chunk in self.config.head_chunks(chunks) {
+            let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
+            let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+            let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sp_size, 0);
+            let of_chunks = || format!("with `ulysses.head_chunks` of {chunks}");
+            if chunks > 1 {
+                plan.with_context(of_chunks).or_usage()?
+            } else {
+                plan.or_usage()?
+            };
+        }
         Ok(())
     }
 }

@@ -5,6 +5,7 @@ use super::checkpoint::CheckpointConfig;
 use super::diagnostic::{Excerpt, Position};
 use super::document::{self, MAX_FILE_BYTES};
 use super::error::ConfigError;
+use super::memory::MemoryConfig;
 use super::mesh_shape::{SizeOrigin, StatedSize};
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
@@ -60,6 +61,7 @@ pub(super) struct UlyssesSection {
     pub(super) backend: Backend,
     pub(super) activation_checkpointing: bool,
     pub(super) loss_tile_tokens: usize,
+    pub(super) memory: MemoryConfig,
     pub(super) parameter_groups: Vec<ParameterGroup>,
 }
 
@@ -163,6 +165,7 @@ impl UlyssesSection {
             backend: section.choice("backend", Backend::CHOICES).unwrap_or_default(),
             activation_checkpointing: section.boolean("activation_checkpointing"),
             loss_tile_tokens: section.count("loss_tile_tokens").unwrap_or(1),
+            memory: MemoryConfig::read(section),
             parameter_groups: ParameterGroup::read_all(section, optimizer_lr),
         }
     }

@@ -4,6 +4,7 @@ use super::auto::resolve_autos;
 use super::batch::BatchSizes;
 use super::checkpoint::CheckpointConfig;
 use super::error::ConfigError;
+use super::memory::MemoryConfig;
 use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
@@ -68,6 +69,8 @@ pub struct Config {
     pub activation_checkpointing: bool,
     /// `ulysses.loss_tile_tokens`: tokens whose logits exist at a time; default 1024.
     pub loss_tile_tokens: usize,
+    /// What exists at a time.
+    pub memory: MemoryConfig,
     /// `ulysses.parameter_groups`: parameters with settings of their own; default none.
     pub parameter_groups: Vec<ParameterGroup>,
     /// What the user should know, to be logged: keys without effect, notable defaults.
@@ -193,6 +196,7 @@ impl RawConfig {
             backend: overrides.backend.unwrap_or(file.backend),
             activation_checkpointing: file.activation_checkpointing,
             loss_tile_tokens: file.loss_tile_tokens,
+            memory: file.memory.clone(),
             parameter_groups: file.parameter_groups.clone(),
             notes,
             autos: Vec::new(),

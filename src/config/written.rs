@@ -1,6 +1,7 @@
 //! A resolved config as the file that would say the same.
 
 use super::checkpoint::CheckpointConfig;
+use super::memory::MemoryConfig;
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
 use super::precision::{Precision, WrittenPrecision};
@@ -57,6 +58,8 @@ struct WrittenUlysses<'a> {
     backend: Backend,
     activation_checkpointing: bool,
     loss_tile_tokens: usize,
+    #[serde(flatten)]
+    memory: &'a MemoryConfig,
     #[serde(skip_serializing_if = "<[_]>::is_empty")]
     parameter_groups: &'a [ParameterGroup],
 }
@@ -95,6 +98,7 @@ impl Serialize for Config {
                 backend: self.backend,
                 activation_checkpointing: self.activation_checkpointing,
                 loss_tile_tokens: self.loss_tile_tokens,
+                memory: &self.memory,
                 parameter_groups: &self.parameter_groups,
             },
         };

@@ -1,10 +1,10 @@
 //! The backward pass.
 
-use super::forward::{Loss, Tape, head_views};
+use super::forward::{LayerTape, Loss, Tape, head_views};
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
-use crate::model::{HeadSaved, LayerContext, Saved};
+use crate::model::{HeadSaved, LayerContext};
 use candle_core::Tensor;
 
 impl Engine {
@@ -36,25 +36,22 @@ impl Engine {
         Ok(())
     }
 
-    /// Head, layers and embedding. The output of a layer is given back after that layer's own
-    /// backward, since it may have kept it.
+    /// Head, layers and embedding.
     fn backward_pass(&mut self, tape: Tape, scale: f32, boundary: bool) -> Result<(), EngineError> {
-        let Tape { ctx, input_ids, labels, inputs, saved, hidden, head, .. } = tape;
+        let Tape { ctx, input_ids, labels, layers, hidden, head, .. } = tape;
         let mut dx = self.backward_head(head, &labels, scale, &ctx)?;
         if !self.model.is_tied() {
             self.zero.reduce(self.head_unit(), boundary)?;
         }
-        let mut output = hidden;
-        for (index, (x, state)) in inputs.into_iter().zip(saved).enumerate().rev() {
-            dx = self.backward_layer(index, &x, state, dx, &ctx)?;
-            self.workspace.give(std::mem::replace(&mut output, x));
+        self.workspace.give(hidden);
+        for (index, left) in layers.into_iter().enumerate().rev() {
+            dx = self.backward_layer(index, left, dx, &ctx)?;
             self.zero.reduce(index + 1, boundary)?;
         }
         let grads = self.zero.gradients(0)?;
         if let Some(dweight) = &grads[0] {
             self.model.embedding.backward(&input_ids, &dx, dweight)?;
         }
-        self.workspace.give(output);
         self.workspace.give(dx);
         self.zero.reduce(0, boundary)?;
         Ok(self.zero.finish_reductions()?)
@@ -83,12 +80,11 @@ impl Engine {
         Ok(dx)
     }
 
-    /// Backward of one layer, after its forward once more where its state was dropped.
+    /// Backward of one layer from what it left.
     fn backward_layer(
         &mut self,
         index: usize,
-        x: &Tensor,
-        state: Option<Saved>,
+        left: LayerTape,
         dy: Tensor,
         ctx: &LayerContext,
     ) -> Result<Tensor, EngineError> {
@@ -99,15 +95,16 @@ impl Engine {
             self.zero.prefetch(unit - 1)?;
         }
         let layer = &self.model.layers[index];
-        let (output, state) = match state {
-            Some(state) => (None, state),
-            None => {
-                let (y, state) = layer.forward(&params, x, ctx)?;
-                (Some(y), state)
+        let dx = match left {
+            LayerTape::State(x, saved) => {
+                let dx = layer.backward(&params, saved, dy, &grads, ctx)?;
+                self.workspace.give(x);
+                dx
+            }
+            LayerTape::Checkpoint(tensors) => {
+                layer.backward_checkpointed(&params, tensors, dy, &grads, ctx)?
             }
         };
-        let dx = layer.backward(&params, state, dy, &grads, ctx)?;
-        output.into_iter().for_each(|y| self.workspace.give(y));
         self.zero.release(unit);
         Ok(dx)
     }

@@ -1,9 +1,10 @@
 //! The forward pass.
 
 use super::{Engine, EngineError};
+use crate::config::MemoryConfig;
 use crate::data::MicroBatch;
 use crate::mesh::shard_range;
-use crate::model::{HeadSaved, LayerContext, Saved};
+use crate::model::{HeadSaved, LayerContext, Saved, Tiling};
 use crate::ops::cross_entropy::LossSum;
 use candle_core::Tensor;
 
@@ -21,13 +22,28 @@ pub(super) struct Tape {
     pub(super) step: u64,
     pub(super) input_ids: Vec<u32>,
     pub(super) labels: Vec<i64>,
-    /// Input of every layer.
-    pub(super) inputs: Vec<Tensor>,
-    /// State of every layer, or nothing where it is recomputed.
-    pub(super) saved: Vec<Option<Saved>>,
+    /// What every layer left.
+    pub(super) layers: Vec<LayerTape>,
     /// Output of the last layer.
     pub(super) hidden: Tensor,
     pub(super) head: HeadSaved,
+}
+
+/// What one layer leaves.
+pub(super) enum LayerTape {
+    /// Its state, and the input that may be part of it.
+    State(Tensor, Saved),
+    /// What it is computed from again.
+    Checkpoint(Vec<Tensor>),
+}
+
+impl LayerTape {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::State(_, saved) => saved.bytes(),
+            Self::Checkpoint(tensors) => tensors.iter().map(crate::tensor::bytes).sum(),
+        }
+    }
 }
 
 impl Loss {
@@ -43,10 +59,8 @@ impl Loss {
 
     /// Bytes of the tensors kept for the backward pass; one that is kept twice counts twice.
     pub fn saved_bytes(&self) -> usize {
-        let layers: usize = self.tape.saved.iter().flatten().map(Saved::bytes).sum();
-        let inputs = if self.tape.saved.iter().any(Option::is_none) { &self.tape.inputs[..] } else { &[] };
-        let inputs: usize = inputs.iter().map(crate::tensor::bytes).sum();
-        layers + inputs + self.tape.head.bytes()
+        let layers: usize = self.tape.layers.iter().map(LayerTape::bytes).sum();
+        layers + self.tape.head.bytes()
     }
 }
 
@@ -66,12 +80,18 @@ impl Engine {
             return Err(EngineError::MicroBatch { what, got, expected });
         }
         let ctx = self.context(batch)?;
-        let mut inputs = Vec::with_capacity(self.model.layers.len());
-        let mut saved = Vec::with_capacity(self.model.layers.len());
-        let recompute = self.config.activation_checkpointing;
-        let hidden = self.run_layers(&batch.input_ids, &ctx, |x, state| {
-            inputs.push(x);
-            saved.push((!recompute).then_some(state));
+        let mut layers = Vec::with_capacity(self.model.layers.len());
+        let hidden = self.run_layers(&batch.input_ids, &ctx, |engine, index, params, x| {
+            let layer = &engine.model.layers[index];
+            let (y, left) = if engine.is_recomputed(index) {
+                let (y, checkpoint) = layer.forward_checkpointed(params, x, &ctx)?;
+                (y, LayerTape::Checkpoint(checkpoint))
+            } else {
+                let (y, saved) = layer.forward(params, &x, &ctx)?;
+                (y, LayerTape::State(x, saved))
+            };
+            layers.push(left);
+            Ok(y)
         })?;
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
@@ -80,7 +100,7 @@ impl Engine {
         let (input_ids, labels) = (batch.input_ids.clone(), batch.labels.clone());
         Ok(Loss {
             local,
-            tape: Tape { ctx, step: self.attempted_steps, input_ids, labels, inputs, saved, hidden, head },
+            tape: Tape { ctx, step: self.attempted_steps, input_ids, labels, layers, hidden, head },
         })
     }
 
@@ -93,7 +113,7 @@ impl Engine {
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<LossSum, EngineError> {
         self.check_usable()?;
         let ctx = self.context(batch)?;
-        let hidden = self.run_layers(&batch.input_ids, &ctx, |_, _| {})?;
+        let hidden = self.run_without_tape(&batch.input_ids, &ctx)?;
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
@@ -111,7 +131,7 @@ impl Engine {
     pub fn logits(&mut self, batch: &MicroBatch) -> Result<Tensor, EngineError> {
         self.check_usable()?;
         let ctx = self.context(batch)?;
-        let hidden = self.run_layers(&batch.input_ids, &ctx, |_, _| {})?;
+        let hidden = self.run_without_tape(&batch.input_ids, &ctx)?;
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
@@ -120,22 +140,35 @@ impl Engine {
         Ok(logits)
     }
 
-    /// Embedding and layers. `keep` receives every layer's input and saved state; the
-    /// parameters of a layer are gathered before and released after it, the next one's
-    /// gather runs meanwhile.
+    /// Layers whose output is all that is asked for.
+    fn run_without_tape(&mut self, input_ids: &[u32], ctx: &LayerContext) -> Result<Tensor, EngineError> {
+        self.run_layers(input_ids, ctx, |engine, index, params, x| {
+            let (y, checkpoint) = engine.model.layers[index].forward_checkpointed(params, x, ctx)?;
+            checkpoint.into_iter().for_each(|tensor| engine.workspace.give(tensor));
+            Ok(y)
+        })
+    }
+
+    /// Whether layer `index` keeps a checkpoint only.
+    pub(super) fn is_recomputed(&self, index: usize) -> bool {
+        self.config.activation_checkpointing
+            && index.is_multiple_of(self.config.memory.checkpointing_interval)
+    }
+
+    /// Embedding and layers, each by `run` with its number, parameters and input. The parameters of
+    /// a layer are gathered before and released after it, the next one's gather runs meanwhile.
     fn run_layers(
         &mut self,
         input_ids: &[u32],
         ctx: &LayerContext,
-        mut keep: impl FnMut(Tensor, Saved),
+        mut run: impl FnMut(&mut Self, usize, &[Tensor], Tensor) -> Result<Tensor, EngineError>,
     ) -> Result<Tensor, EngineError> {
         let mut x = self.embed(input_ids, ctx)?;
         for index in 0..self.model.layers.len() {
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;
-            let (y, state) = self.model.layers[index].forward(&params, &x, ctx)?;
+            x = run(self, index, &params, x)?;
             self.zero.release(index + 1);
-            keep(std::mem::replace(&mut x, y), state);
         }
         Ok(x)
     }
@@ -167,13 +200,15 @@ impl Engine {
         if let Some((what, got, expected)) = sizes.into_iter().find(|(_, got, expected)| got != expected) {
             return Err(EngineError::MicroBatch { what, got, expected });
         }
-        Ok(LayerContext::new(
+        let ctx = LayerContext::new(
             batch.shard.clone(),
             batch.position_ids.clone(),
             batch.cu_seqlens.clone(),
             self.attention.clone(),
             self.workspace.clone(),
-        )?)
+        )?;
+        let MemoryConfig { tile_tokens, head_chunks, .. } = self.config.memory;
+        Ok(ctx.with_tiling(Tiling { tile_tokens, head_chunks }))
     }
 }
 

@@ -5,6 +5,7 @@ use crate::comm::ProcessGroupExt;
 use crate::memory;
 use crate::model::LlamaConfig;
 use crate::monitor::{Metrics, RankSummary};
+use crate::ops::attention::grouped_heads;
 use crate::ulysses::{AttentionShape, ExchangePlan};
 use crate::zero::HeldBytes;
 
@@ -57,14 +58,19 @@ impl Engine {
 
     /// Bytes that this rank sends in the exchanges of one micro batch, by formula.
     fn exchange_bytes(&self, model: &LlamaConfig, seq_len: usize) -> Result<u64, EngineError> {
-        let LlamaConfig { num_heads, num_kv_heads, head_dim, num_layers, .. } = *model;
-        let batch = self.config.micro_batch_size;
-        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
-        let sp = &self.groups.sp;
-        let plan = ExchangePlan::new(shape, &model.q_to_kv(), sp.world_size(), sp.rank())?;
-        let elems = plan.volume().total_elems(self.config.activation_checkpointing);
-        let element = self.workspace.options().dtype.size_in_bytes();
-        Ok(elems * num_layers as u64 * element as u64)
+        let (batch, head_dim, sp) = (self.config.micro_batch_size, model.head_dim, &self.groups.sp);
+        let recomputed = (0..model.num_layers).filter(|layer| self.is_recomputed(*layer)).count();
+        let layers = [(recomputed, true), (model.num_layers - recomputed, false)];
+        let mut elems = 0;
+        for chunk in model.head_chunks(self.config.memory.head_chunks) {
+            let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
+            let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+            let q_to_kv = grouped_heads(num_heads, num_kv_heads);
+            let volume = ExchangePlan::new(shape, &q_to_kv, sp.world_size(), sp.rank())?.volume();
+            let of_layers = layers.map(|(count, recomputed)| count as u64 * volume.total_elems(recomputed));
+            elems += of_layers.iter().sum::<u64>();
+        }
+        Ok(elems * self.workspace.options().dtype.size_in_bytes() as u64)
     }
 }
 

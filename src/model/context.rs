@@ -5,11 +5,29 @@ use crate::ops::Workspace;
 use crate::ops::attention::{Attention, Geometry, grouped_heads};
 use crate::ops::rope::{self, Rope};
 use std::collections::HashMap;
+use std::num::NonZero;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Query heads, KV heads, window.
 type HeadKey = (usize, usize, Option<usize>);
+
+/// How much of a layer's intermediate values exists at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tiling {
+    /// Tokens that norms, projections and the MLP work on at a time; all without it. Need not divide
+    /// them.
+    pub tile_tokens: Option<NonZero<usize>>,
+    /// Parts in which the heads pass through attention; at most the number of KV heads.
+    pub head_chunks: usize,
+}
+
+impl Default for Tiling {
+    /// All tokens, all heads.
+    fn default() -> Self {
+        Self { tile_tokens: None, head_chunks: 1 }
+    }
+}
 
 /// The batch that a layer works on, and the services it may use.
 ///
@@ -22,6 +40,7 @@ pub struct LayerContext {
     geometry: Geometry,
     attention: Arc<dyn Attention>,
     workspace: Arc<Workspace>,
+    tiling: Tiling,
     head_geometries: Mutex<HashMap<HeadKey, Geometry>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
 }
@@ -52,9 +71,28 @@ impl LayerContext {
             geometry,
             attention,
             workspace,
+            tiling: Tiling::default(),
             head_geometries: Mutex::default(),
             rope_tables: Mutex::default(),
         })
+    }
+
+    /// Sets how much exists at a time.
+    #[must_use]
+    pub fn with_tiling(self, tiling: Tiling) -> Self {
+        Self { tiling, ..self }
+    }
+
+    /// How much exists at a time.
+    pub fn tiling(&self) -> Tiling {
+        self.tiling
+    }
+
+    /// The tokens of all rows, `0..batch · seq_local`, in the tiles of [`Tiling::tile_tokens`].
+    pub fn token_tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let tokens = self.batch * self.seq_len_local;
+        let tile = self.tiling.tile_tokens.map_or(tokens.max(1), NonZero::get);
+        (0..tokens).step_by(tile).map(move |start| start..(start + tile).min(tokens))
     }
 
     /// Rows of the micro batch.

@@ -3,6 +3,7 @@
 use super::{Init, LlamaConfig, ModelError, ParameterSpec};
 use crate::ops::linear;
 use candle_core::Tensor;
+use std::ops::Range;
 
 /// The parameters of the layer called `layer`, in the order of [`Weights::of`]: those of every
 /// family, then what `config.architecture` adds.
@@ -42,7 +43,32 @@ pub(super) fn parameters(config: &LlamaConfig, layer: &str) -> Vec<ParameterSpec
     parameters
 }
 
-/// A projection to heads: of parameters `&Tensor`, of their gradients `Option<&Tensor>`, as all of [`Weights`].
+/// A view of a parameter, or of its gradient unless it is frozen.
+pub(super) trait View: Copy {
+    /// Some rows of it.
+    type Rows;
+
+    /// Rows `range`: the same storage.
+    fn rows(self, range: &Range<usize>) -> Result<Self::Rows, ModelError>;
+}
+
+impl View for &Tensor {
+    type Rows = Tensor;
+
+    fn rows(self, range: &Range<usize>) -> Result<Tensor, ModelError> {
+        Ok(self.narrow(0, range.start, range.len())?)
+    }
+}
+
+impl View for Option<&Tensor> {
+    type Rows = Option<Tensor>;
+
+    fn rows(self, range: &Range<usize>) -> Result<Option<Tensor>, ModelError> {
+        self.map(|gradient| gradient.rows(range)).transpose()
+    }
+}
+
+/// A projection to heads: of parameters, or of their gradients, as all of [`Weights`].
 #[derive(Clone, Copy)]
 pub(super) struct HeadWeights<T> {
     /// `[heads · head_dim, hidden]`
@@ -51,6 +77,27 @@ pub(super) struct HeadWeights<T> {
     pub(super) bias: Option<T>,
     /// `[head_dim]`
     pub(super) norm: Option<T>,
+}
+
+/// What the projection to some heads takes of [`HeadWeights`].
+pub(super) struct HeadRows<T> {
+    /// `[heads · head_dim, hidden]`
+    pub(super) weight: T,
+    /// `[heads · head_dim]`
+    pub(super) bias: Option<T>,
+}
+
+impl<T: View> HeadWeights<T> {
+    /// The part of some heads.
+    pub(super) fn heads(
+        self,
+        heads: &Range<usize>,
+        head_dim: usize,
+    ) -> Result<HeadRows<T::Rows>, ModelError> {
+        let range = heads.start * head_dim..heads.end * head_dim;
+        let bias = self.bias.map(|bias| bias.rows(&range)).transpose()?;
+        Ok(HeadRows { weight: self.weight.rows(&range)?, bias })
+    }
 }
 
 /// Views of the parameters or of their gradients, by name. A frozen parameter has no gradient.

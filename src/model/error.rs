@@ -80,6 +80,19 @@ pub enum ModelError {
         /// The layer.
         layer: String,
     },
+    /// The heads of a layer cannot be cut into so many chunks.
+    #[error(
+        "layer {layer}: its {num_kv_heads} KV heads cannot be cut into {chunks} chunks of whole heads; \
+         `ulysses.head_chunks` of 1 to {num_kv_heads} is valid"
+    )]
+    HeadChunks {
+        /// The layer.
+        layer: String,
+        /// The chunks that were asked for.
+        chunks: usize,
+        /// Its KV heads, the largest valid number.
+        num_kv_heads: usize,
+    },
     /// A layer got another number of parameters than it has.
     #[error("layer {layer}: {got} parameters or gradients were passed, it has {expected}")]
     ParameterCount {

@@ -1,6 +1,8 @@
 //! Projections to heads, with a bias or a norm where a family has them; forward and backward.
+//!
+//! Projections work on a tile of tokens, norms on all.
 
-use super::decoder_weights::{HeadWeights, add_weight_gradient};
+use super::decoder_weights::{HeadRows, add_weight_gradient};
 use super::{LayerContext, ModelError};
 use crate::ops::{linear, reduce, rms_norm};
 use candle_core::Tensor;
@@ -16,91 +18,104 @@ impl SavedHeadNorm {
     pub(super) fn bytes(&self) -> usize {
         crate::tensor::bytes(&self.heads) + crate::tensor::bytes(&self.rstd)
     }
+
+    /// Gives its tensors back.
+    pub(super) fn recycle(self, ctx: &LayerContext) {
+        [self.heads, self.rstd].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+    }
 }
 
-/// `norm(x · weightᵀ + bias)`, as far as there are a bias and a norm.
+/// Unwritten heads of all tokens, `[batch, seq_local, heads, head_dim]`.
+pub(super) fn take(
+    weights: &HeadRows<Tensor>,
+    head_dim: usize,
+    ctx: &LayerContext,
+) -> Result<Tensor, ModelError> {
+    let heads = weights.weight.dims()[0] / head_dim;
+    Ok(ctx.workspace().take((ctx.batch(), ctx.seq_len_local(), heads, head_dim))?)
+}
+
+/// `y = x · weightᵀ + bias`, as far as there is a bias.
 ///
 /// # Shapes
-/// `x`: `[batch, seq_local, hidden]`; result: `[batch, seq_local, heads, head_dim]`.
-pub(super) fn forward(
+/// `x`: `[tile, hidden]`, `y`: `[tile, heads · head_dim]`.
+pub(super) fn project(
     x: &Tensor,
-    weights: HeadWeights<&Tensor>,
-    head_dim: usize,
+    weights: &HeadRows<Tensor>,
+    y: &Tensor,
+    ctx: &LayerContext,
+) -> Result<(), ModelError> {
+    if let Some(bias) = &weights.bias {
+        // The product is added to the bias, not the bias to the product: 16-bit elements are
+        // rounded once.
+        let ones = ones(x.dims()[0], ctx)?;
+        linear::forward(&ones, &as_column(bias)?, y, false)?;
+        ctx.workspace().give(ones);
+    }
+    Ok(linear::forward(x, &weights.weight, y, weights.bias.is_some())?)
+}
+
+/// The heads normalised, as far as there is a norm.
+///
+/// # Shapes
+/// `y`, result: `[batch, seq_local, heads, head_dim]`.
+pub(super) fn normalise(
+    y: Tensor,
+    norm: Option<&Tensor>,
     eps: f64,
     ctx: &LayerContext,
 ) -> Result<(Tensor, Option<SavedHeadNorm>), ModelError> {
-    let ws = ctx.workspace();
-    let heads = weights.weight.dims()[0] / head_dim;
-    let tokens = (ctx.batch(), ctx.seq_len_local());
-    let dims = (tokens.0, tokens.1, heads, head_dim);
-    let y = ws.take(dims)?;
-    let rows = y.flatten_from(2)?;
-    if let Some(bias) = weights.bias {
-        // The product is added to the bias, not the bias to the product: 16-bit elements are
-        // rounded once.
-        let ones = ones(ctx)?;
-        linear::forward(&ones, &as_column(bias)?, &rows, false)?;
-        ws.give(ones);
-    }
-    linear::forward(x, weights.weight, &rows, weights.bias.is_some())?;
-    let Some(norm) = weights.norm else { return Ok((y, None)) };
-    let normed = ws.take(dims)?;
-    let rstd = ws.take_f32((tokens.0, tokens.1, heads))?;
+    let Some(norm) = norm else { return Ok((y, None)) };
+    let (b, s, heads, _) = y.dims4()?;
+    let normed = ctx.workspace().take(y.dims())?;
+    let rstd = ctx.workspace().take_f32((b, s, heads))?;
     rms_norm::forward(&y, norm, eps, &normed, &rstd)?;
     Ok((normed, Some(SavedHeadNorm { heads: y, rstd })))
 }
 
-/// Adds to the gradients of the weights, as far as they are not frozen, and returns that of the projection's result, from which
-/// [`backward_input`] makes that of `x`. `dy` is used up.
+/// Backward of [`normalise`]: adds to the norm's gradient, unless it is frozen, and returns that of its input. `dy` is
+/// used up.
 ///
 /// # Shapes
-/// `dy`: `[batch, seq_local, heads, head_dim]`; result: `[batch, seq_local, heads · head_dim]`.
-pub(super) fn backward_weights(
+/// `dy`, result: `[batch, seq_local, heads, head_dim]`.
+pub(super) fn backward_norm(
     dy: Tensor,
-    x: &Tensor,
-    weights: HeadWeights<&Tensor>,
-    grads: HeadWeights<Option<&Tensor>>,
+    norm: Option<&Tensor>,
+    dnorm: Option<&Tensor>,
     saved: Option<SavedHeadNorm>,
     ctx: &LayerContext,
 ) -> Result<Tensor, ModelError> {
-    let ws = ctx.workspace();
-    let dy = match (weights.norm, saved) {
-        (Some(norm), Some(SavedHeadNorm { heads, rstd })) => {
-            let dheads = ws.take(dy.dims())?;
-            rms_norm::backward(&dy, &heads, norm, &rstd, &dheads, false, grads.norm.flatten())?;
-            [dy, heads, rstd].into_iter().for_each(|tensor| ws.give(tensor));
-            dheads
-        }
-        _ => dy,
-    };
-    let rows = dy.flatten_from(2)?;
-    if let Some(dbias) = grads.bias.flatten() {
-        // Σ dy over the tokens, as a product with ones.
-        let ones = ones(ctx)?;
-        linear::backward_weight(&rows, &ones, &as_column(dbias)?)?;
-        ws.give(ones);
-    }
-    add_weight_gradient(&rows, x, grads.weight)?;
-    Ok(dy)
+    let (Some(norm), Some(saved)) = (norm, saved) else { return Ok(dy) };
+    let dheads = ctx.workspace().take(dy.dims())?;
+    rms_norm::backward(&dy, &saved.heads, norm, &saved.rstd, &dheads, false, dnorm)?;
+    ctx.workspace().give(dy);
+    saved.recycle(ctx);
+    Ok(dheads)
 }
 
-/// Gradient of `x`: `dx = dy · weight`, added to `dx` with `accumulate`. `dy` is used up.
-pub(super) fn backward_input(
-    dy: Tensor,
-    weights: HeadWeights<&Tensor>,
-    dx: &Tensor,
-    accumulate: bool,
+/// Backward of [`project`] towards the weights: adds to their gradients, as far as they are not frozen.
+///
+/// # Shapes
+/// `dy`: `[tile, heads · head_dim]`, `x`: `[tile, hidden]`.
+pub(super) fn backward_weight(
+    dy: &Tensor,
+    x: &Tensor,
+    grads: &HeadRows<Option<Tensor>>,
     ctx: &LayerContext,
 ) -> Result<(), ModelError> {
-    linear::backward_input(&dy.flatten_from(2)?, weights.weight, dx, accumulate)?;
-    ctx.workspace().give(dy);
-    Ok(())
+    if let Some(Some(dbias)) = &grads.bias {
+        // Σ dy over the tokens, as a product with ones.
+        let ones = ones(x.dims()[0], ctx)?;
+        linear::backward_weight(dy, &ones, &as_column(dbias)?)?;
+        ctx.workspace().give(ones);
+    }
+    add_weight_gradient(dy, x, grads.weight.as_ref())
 }
 
-/// A one for every token, `[batch, seq_local, 1]`: with it a bias is a linear layer of one input,
-/// and needs no op of its own on any device.
-fn ones(ctx: &LayerContext) -> Result<Tensor, ModelError> {
-    let ones = ctx.workspace().take((ctx.batch(), ctx.seq_len_local(), 1))?;
+/// A one for every token, `[tile, 1]`: with it a bias is a linear layer of one input, and needs
+/// no op of its own on any device.
+fn ones(tokens: usize, ctx: &LayerContext) -> Result<Tensor, ModelError> {
+    let ones = ctx.workspace().take((tokens, 1))?;
     reduce::fill(&ones, 1.0)?;
     Ok(ones)
 }

@@ -87,8 +87,8 @@ pub trait Layer: Send + Sync {
     /// The parameters, in the order of `params` and `grads`.
     fn parameters(&self) -> &[ParameterSpec];
 
-    /// Computes the layer. `x` and the result stay as they are until after this layer's
-    /// backward, so both may go into the saved state; the result owns its storage.
+    /// Computes the layer. `x` stays as it is until after this layer's backward, so it may go into
+    /// the saved state; the result is the caller's and owns its storage.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.
@@ -118,4 +118,42 @@ pub trait Layer: Send + Sync {
         grads: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError>;
+
+    /// As [`forward`](Self::forward), where the layer keeps no state but a checkpoint, from which it
+    /// can be computed again. Nothing else may hold the storage of the checkpoint's tensors: the
+    /// engine may move them elsewhere until the backward pass.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    fn forward_checkpointed(
+        &self,
+        params: &[Tensor],
+        x: Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Vec<Tensor>), ModelError> {
+        let (y, _) = self.forward(params, &x, ctx)?;
+        Ok((y, vec![x]))
+    }
+
+    /// As [`backward`](Self::backward), from a checkpoint, whose tensors are the layer's to
+    /// recycle.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    fn backward_checkpointed(
+        &self,
+        params: &[Tensor],
+        checkpoint: Vec<Tensor>,
+        dy: Tensor,
+        grads: &[Option<Tensor>],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, ModelError> {
+        let foreign = || ModelError::ForeignSavedState { layer: self.name().to_owned() };
+        let x = checkpoint.into_iter().next().ok_or_else(foreign)?;
+        let (y, saved) = self.forward(params, &x, ctx)?;
+        ctx.workspace().give(y);
+        let dx = self.backward(params, saved, dy, grads, ctx)?;
+        ctx.workspace().give(x);
+        Ok(dx)
+    }
 }

@@ -6,6 +6,7 @@ use super::{Architecture, Model, ModelError, ParameterSpec};
 use crate::ops::attention::grouped_heads;
 use crate::ops::rope::{Rope, Scaling};
 use serde_json::{Value, json};
+use std::ops::Range;
 use std::path::Path;
 
 /// Shape of a Llama-style decoder.
@@ -37,6 +38,15 @@ pub struct LlamaConfig {
     pub initializer_range: f64,
     /// Whether the output projection is the embedding.
     pub tie_word_embeddings: bool,
+}
+
+/// Heads that pass through attention together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeadChunk {
+    /// Query heads.
+    pub q: Range<usize>,
+    /// The KV heads that these use, and no others.
+    pub kv: Range<usize>,
 }
 
 impl LlamaConfig {
@@ -142,6 +152,18 @@ impl LlamaConfig {
     /// The KV head that each query head uses.
     pub fn q_to_kv(&self) -> Vec<usize> {
         grouped_heads(self.num_heads, self.num_kv_heads)
+    }
+
+    /// Query and KV heads of each of `chunks` parts, as even as whole groups of heads allow; at most
+    /// one part for each KV head has any.
+    pub fn head_chunks(&self, chunks: usize) -> Vec<HeadChunk> {
+        let group = self.num_heads / self.num_kv_heads;
+        let bound = |index| index * self.num_kv_heads / chunks;
+        let chunk = |index| {
+            let kv = bound(index)..bound(index + 1);
+            HeadChunk { q: kv.start * group..kv.end * group, kv }
+        };
+        (0..chunks).map(chunk).collect()
     }
 
     /// Number of parameters.

@@ -20,8 +20,9 @@ pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
     workspace: Arc<Workspace>,
-    /// The last geometry and what follows from it: all layers of a micro batch share it.
-    sharding: Mutex<Option<Arc<Sharding>>>,
+    /// The geometries of this micro batch, one for each number of heads, and what follows from them:
+    /// all layers share them.
+    shardings: Mutex<Vec<Arc<Sharding>>>,
 }
 
 /// What a sequence-sharded geometry means for this rank.
@@ -37,24 +38,34 @@ impl UlyssesAttention {
     /// Makes `local` sequence-parallel over `group`; tensors come from and go back to
     /// `workspace`.
     pub fn new(local: Arc<dyn Attention>, group: Arc<dyn ProcessGroup>, workspace: Arc<Workspace>) -> Self {
-        Self { local, group, workspace, sharding: Mutex::new(None) }
+        Self { local, group, workspace, shardings: Mutex::default() }
     }
 
-    /// Recognises the geometry of the last call by its shared parts, else plans anew.
+    /// Recognises the geometry of an earlier call by its shared parts, else plans anew and forgets
+    /// those of other tokens.
     fn sharding(&self, geometry: &Geometry, shape: AttentionShape) -> Result<Arc<Sharding>, UlyssesError> {
-        let mut cached = self.sharding.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(sharding) = cached.as_ref()
-            && sharding.shape == shape
-            && shares_parts(&sharding.sharded, geometry)
-        {
+        let mut known = self.shardings.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_this = |known: &&Arc<Sharding>| {
+            known.shape == shape
+                && shares_tokens(&known.sharded, geometry)
+                && Arc::ptr_eq(known.sharded.q_to_kv(), geometry.q_to_kv())
+        };
+        if let Some(sharding) = known.iter().find(is_this) {
             return Ok(sharding.clone());
         }
-        let sharding = Arc::new(self.plan(geometry, shape)?);
-        *cached = Some(sharding.clone());
+        known.retain(|known| shares_tokens(&known.sharded, geometry));
+        let sharding = Arc::new(self.plan(geometry, shape, known.first().map(|known| &known.whole))?);
+        known.push(sharding.clone());
         Ok(sharding)
     }
 
-    fn plan(&self, geometry: &Geometry, shape: AttentionShape) -> Result<Sharding, UlyssesError> {
+    /// `same_tokens`: what the local attention sees of them with other heads.
+    fn plan(
+        &self,
+        geometry: &Geometry,
+        shape: AttentionShape,
+        same_tokens: Option<&Geometry>,
+    ) -> Result<Sharding, UlyssesError> {
         let (rank, sp_size) = (self.group.rank(), self.group.world_size());
         let plan = ExchangePlan::new(shape, geometry.q_to_kv(), sp_size, rank)?;
         let expected = plan.seq_ranges()[rank].clone();
@@ -65,14 +76,15 @@ impl UlyssesAttention {
                 return Err(UlyssesError::Shard { rank, sp_size, seq_len, expected, got });
             }
         }
-        let positions: Arc<[u32]> = (0..shape.seq_len as u32).collect();
-        let whole = Geometry::new(
-            positions.clone(),
-            positions,
-            geometry.cu_seqlens().clone(),
-            plan.q_to_kv_local(),
-            geometry.window(),
-        )?;
+        let heads = plan.q_to_kv_local();
+        let whole = match same_tokens {
+            Some(same_tokens) => same_tokens.with_heads(heads),
+            None => {
+                let positions: Arc<[u32]> = (0..shape.seq_len as u32).collect();
+                let documents = geometry.cu_seqlens().clone();
+                Geometry::new(positions.clone(), positions, documents, heads, geometry.window())?
+            }
+        };
         let exchange = Exchange::new(plan, self.group.clone(), self.workspace.clone());
         Ok(Sharding { sharded: geometry.clone(), shape, exchange, whole })
     }
@@ -166,11 +178,10 @@ fn seq_len(geometry: &Geometry) -> usize {
     geometry.cu_seqlens().first().and_then(|row| row.last()).map_or(0, |&end| end as usize)
 }
 
-/// Whether two geometries are clones of one, told by their shared parts.
-fn shares_parts(a: &Geometry, b: &Geometry) -> bool {
+/// Whether two geometries are of the same tokens, told by their shared parts.
+fn shares_tokens(a: &Geometry, b: &Geometry) -> bool {
     Arc::ptr_eq(a.q_positions(), b.q_positions())
         && Arc::ptr_eq(a.kv_positions(), b.kv_positions())
         && Arc::ptr_eq(a.cu_seqlens(), b.cu_seqlens())
-        && Arc::ptr_eq(a.q_to_kv(), b.q_to_kv())
         && a.window() == b.window()
 }

@@ -88,6 +88,7 @@ impl Rule {
 }
 
 /// A model, a batch, and what to do with them.
+#[derive(Clone)]
 pub struct Problem {
     pub config: ReferenceConfig,
     pub weights: Weights,

@@ -26,7 +26,7 @@ pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     let launch = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
     let tokenizer = open_tokenizer(&mut config)?;
     let source = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
-    source.check_exchange(config.micro_batch_size, seq_len, config.sp_size)?;
+    source.check_exchange(config.micro_batch_size, seq_len, &config, config.sp_size)?;
     settings::check_memory(&config, &source.config, seq_len)?;
     let rows = read_rows(&config, &tokenizer, seq_len, source.config.vocab_size).or_run()?;
     // Last: nothing is written for a run that cannot start.

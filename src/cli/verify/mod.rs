@@ -115,9 +115,10 @@ impl Check {
     ) -> Result<BatchOutcome, Failure> {
         let mesh = DeviceMesh::dp_sp(dp, sp).or_usage()?;
         let mut batch = self.batch.clone();
-        self.source.check_exchange(batch.batch(), batch.seq_len(), sp)?;
+        let (rows, seq_len) = (batch.batch(), batch.seq_len());
         batch.pad_rows(dp).or_usage()?;
         let config = self.config(dp, sp, stage, batch.batch())?;
+        self.source.check_exchange(rows, seq_len, &config, sp)?;
         let world_size = mesh.world_size();
         let options = settings::launch_options(config.threads_per_rank, world_size)?;
         let outcomes = launch(world_size, &options, |rank| {

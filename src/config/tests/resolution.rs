@@ -37,6 +37,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         backend: Backend::Thread,
         activation_checkpointing: false,
         loss_tile_tokens: 1024,
+        memory: MemoryConfig::default(),
         parameter_groups: vec![],
         notes: vec![],
         autos: vec![],
@@ -89,6 +90,8 @@ fn every_key_of_a_full_file_arrives() {
     assert_eq!((config.require_seq_len().unwrap(), config.require_steps().unwrap()), (1000, 12));
     assert_eq!((config.threads_per_rank, config.loss_tile_tokens), (Some(3), 64));
     assert!(config.activation_checkpointing);
+    let MemoryConfig { checkpointing_interval, tile_tokens, head_chunks } = config.memory;
+    assert_eq!((checkpointing_interval, tile_tokens.map(|tile| tile.get()), head_chunks), (2, Some(100), 4));
 }
 
 #[test]

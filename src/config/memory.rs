@@ -1,0 +1,34 @@
+//! What exists at a time: recomputation, tiles, chunks of heads, offload.
+
+use super::reader::Section;
+use serde::Serialize;
+use std::num::NonZero;
+
+/// Settings that change how much memory a step takes, and nothing of its results but the order of sums.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct MemoryConfig {
+    /// `ulysses.activation_checkpointing_interval`: of so many layers one is recomputed; default 1: all.
+    #[serde(rename = "activation_checkpointing_interval")]
+    pub checkpointing_interval: usize,
+    /// `ulysses.tile_tokens`: tokens that norms, projections and the MLP work on at a time; default all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tile_tokens: Option<NonZero<usize>>,
+    /// `ulysses.head_chunks`: parts in which the heads pass through attention; default 1.
+    pub head_chunks: usize,
+}
+
+impl Default for MemoryConfig {
+    fn default() -> Self {
+        Self { checkpointing_interval: 1, tile_tokens: None, head_chunks: 1 }
+    }
+}
+
+impl MemoryConfig {
+    pub(super) fn read(ulysses: &Section<'_>) -> Self {
+        Self {
+            checkpointing_interval: ulysses.count("activation_checkpointing_interval").unwrap_or(1),
+            tile_tokens: ulysses.count("tile_tokens").and_then(NonZero::new),
+            head_chunks: ulysses.count("head_chunks").unwrap_or(1),
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! The attention half of the decoder block, in chunks of heads.
+//!
+//! With `head_chunks` the heads pass one chunk at a time: queries, keys, values and output of the whole
+//! sequence exist for one chunk only, and so does all that the exchange between sequence and head sharding
+//! needs (the idea of UPipe). Chunks are cut between KV heads, and each projects with its own rows of the weights.
+
+use super::decoder::DecoderLayer;
+use super::decoder_mlp::rows;
+use super::decoder_weights::{HeadRows, View, Weights};
+use super::heads::{self, SavedHeadNorm};
+use super::{HeadChunk, LayerContext, LlamaConfig, ModelError};
+use crate::ops::attention::{Geometry, SavedAttention};
+use crate::ops::rope::Direction;
+use crate::ops::transpose::{BlockCopy, StridedBlock, copy_blocks};
+use crate::ops::{linear, reduce, rms_norm, rope};
+use candle_core::Tensor;
+
+/// Kept of one chunk, by the attention itself and of what is before and after it.
+pub(super) struct AttentionSaved {
+    inner: SavedAttention,
+    out: Tensor,
+    q_norm: Option<SavedHeadNorm>,
+    k_norm: Option<SavedHeadNorm>,
+}
+
+impl DecoderLayer {
+    /// `x + o_proj(attention(norm(x)))`, and with `keep` what its backward needs of every chunk.
+    pub(super) fn forward_attention(
+        &self,
+        weights: &Weights<&Tensor>,
+        x: &Tensor,
+        keep: bool,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Vec<AttentionSaved>), ModelError> {
+        let ws = ctx.workspace();
+        let mid = ws.take(x.dims())?;
+        reduce::copy(&mid, x)?;
+        let rstd = ws.take_f32(token_dims(x))?;
+        let mut kept = Vec::new();
+        for chunk in self.head_chunks(ctx)? {
+            let saved = self.attend(weights, &chunk, (x, &rstd), ctx)?;
+            linear::forward(&saved.out.flatten_from(2)?, &self.o_columns(weights.o, &chunk)?, &mid, true)?;
+            if keep {
+                kept.push(saved);
+            } else {
+                saved.recycle(ctx);
+            }
+        }
+        ws.give(rstd);
+        Ok((mid, kept))
+    }
+
+    /// Gradient of the attention half. `dmid` becomes the gradient of its input `x`. Chunks that were
+    /// not kept are computed again, one at a time.
+    pub(super) fn backward_attention(
+        &self,
+        weights: &Weights<&Tensor>,
+        grads: &Weights<Option<&Tensor>>,
+        (x, kept): (&Tensor, Vec<AttentionSaved>),
+        dmid: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(), ModelError> {
+        let ws = ctx.workspace();
+        let (dnormed, rstd) = (ws.take(x.dims())?, ws.take_f32(token_dims(x))?);
+        let mut kept = kept.into_iter();
+        for (index, chunk) in self.head_chunks(ctx)?.into_iter().enumerate() {
+            let saved = match kept.next() {
+                Some(saved) => saved,
+                None => self.attend(weights, &chunk, (x, &rstd), ctx)?,
+            };
+            let dqkv = self.backward_chunk((weights, grads), &chunk, saved, dmid, ctx)?;
+            self.backward_projections(
+                (weights, grads),
+                &chunk,
+                (x, &rstd),
+                (dqkv, index > 0),
+                &dnormed,
+                ctx,
+            )?;
+        }
+        rms_norm::backward(&dnormed, x, weights.input_norm, &rstd, dmid, true, grads.input_norm)?;
+        [dnormed, rstd].into_iter().for_each(|tensor| ws.give(tensor));
+        Ok(())
+    }
+
+    /// Attention of one chunk. Writes the tokens' reciprocal root mean squares to `rstd`.
+    fn attend(
+        &self,
+        weights: &Weights<&Tensor>,
+        chunk: &HeadChunk,
+        (x, rstd): (&Tensor, &Tensor),
+        ctx: &LayerContext,
+    ) -> Result<AttentionSaved, ModelError> {
+        let LlamaConfig { head_dim, rms_norm_eps, .. } = self.config;
+        let [wq, wk, wv] = self.qkv_rows(weights, chunk)?;
+        let projected = [&wq, &wk, &wv].map(|weights| heads::take(weights, head_dim, ctx));
+        let [q, k, v] = projected;
+        let (q, k, v) = (q?, k?, v?);
+        for tile in ctx.token_tiles() {
+            let normed = self.normalise(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
+            for (weights, y) in [(&wq, &q), (&wk, &k), (&wv, &v)] {
+                heads::project(&normed, weights, &rows(y, &tile)?, ctx)?;
+            }
+            ctx.workspace().give(normed);
+        }
+        let (q, q_norm) = heads::normalise(q, weights.q.norm, rms_norm_eps, ctx)?;
+        let (k, k_norm) = heads::normalise(k, weights.k.norm, rms_norm_eps, ctx)?;
+        let table = ctx.rope(head_dim, self.config.rope())?;
+        rope::apply(&q, &table, Direction::Forward)?;
+        rope::apply(&k, &table, Direction::Forward)?;
+        let (out, inner) = ctx.attention().forward(q, k, v, &self.geometry(chunk, ctx)?)?;
+        Ok(AttentionSaved { inner, out, q_norm, k_norm })
+    }
+
+    /// From the gradient of the half's result to those of a chunk's projections to q, k and v.
+    fn backward_chunk(
+        &self,
+        (weights, grads): (&Weights<&Tensor>, &Weights<Option<&Tensor>>),
+        chunk: &HeadChunk,
+        saved: AttentionSaved,
+        dmid: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<[Tensor; 3], ModelError> {
+        let ws = ctx.workspace();
+        if let Some(gradient) = grads.o {
+            self.add_o_gradient(gradient, chunk, (dmid, &saved.out), ctx)?;
+        }
+        let dout = ws.take(saved.out.dims())?;
+        linear::backward_input(dmid, &self.o_columns(weights.o, chunk)?, &dout.flatten_from(2)?, false)?;
+        let is_shared = saved.shares_output();
+        let AttentionSaved { inner, out, q_norm, k_norm } = saved;
+        // The attention may free what it no longer needs, so nothing else may hold it here.
+        if is_shared {
+            drop(out)
+        } else {
+            ws.give(out)
+        }
+        let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.geometry(chunk, ctx)?)?;
+        ws.give(dout);
+        let table = ctx.rope(self.config.head_dim, self.config.rope())?;
+        rope::apply(&dq, &table, Direction::Backward)?;
+        rope::apply(&dk, &table, Direction::Backward)?;
+        let dq = heads::backward_norm(dq, weights.q.norm, grads.q.norm.flatten(), q_norm, ctx)?;
+        let dk = heads::backward_norm(dk, weights.k.norm, grads.k.norm.flatten(), k_norm, ctx)?;
+        Ok([dq, dk, dv])
+    }
+
+    /// Adds to the gradients of a chunk's rows of the weights, and to `dnormed` or, for the first
+    /// chunk, overwrites it.
+    fn backward_projections(
+        &self,
+        (weights, grads): (&Weights<&Tensor>, &Weights<Option<&Tensor>>),
+        chunk: &HeadChunk,
+        (x, rstd): (&Tensor, &Tensor),
+        (dqkv, accumulate): ([Tensor; 3], bool),
+        dnormed: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(), ModelError> {
+        let (weights_of, grads_of) = (self.qkv_rows(weights, chunk)?, self.qkv_rows(grads, chunk)?);
+        for tile in ctx.token_tiles() {
+            let normed = self.normalise(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
+            for (index, dy) in dqkv.iter().enumerate() {
+                let (dy, dx) = (rows(dy, &tile)?, rows(dnormed, &tile)?);
+                heads::backward_weight(&dy, &normed, &grads_of[index], ctx)?;
+                linear::backward_input(&dy, &weights_of[index].weight, &dx, accumulate || index > 0)?;
+            }
+            ctx.workspace().give(normed);
+        }
+        dqkv.into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        Ok(())
+    }
+
+    /// The chunks, as even as KV heads allow.
+    fn head_chunks(&self, ctx: &LayerContext) -> Result<Vec<HeadChunk>, ModelError> {
+        let num_kv_heads = self.config.num_kv_heads;
+        let chunks = ctx.tiling().head_chunks;
+        if chunks == 0 || chunks > num_kv_heads {
+            return Err(ModelError::HeadChunks { layer: self.name.clone(), chunks, num_kv_heads });
+        }
+        Ok(self.config.head_chunks(chunks))
+    }
+
+    /// Which keys each query of a chunk sees.
+    fn geometry(&self, chunk: &HeadChunk, ctx: &LayerContext) -> Result<Geometry, ModelError> {
+        let window = self.config.architecture.sliding_window();
+        ctx.windowed_geometry(chunk.q.len(), chunk.kv.len(), window)
+    }
+
+    /// A chunk's rows of the three projections, or of their gradients.
+    fn qkv_rows<T: View>(
+        &self,
+        weights: &Weights<T>,
+        chunk: &HeadChunk,
+    ) -> Result<[HeadRows<T::Rows>; 3], ModelError> {
+        let head_dim = self.config.head_dim;
+        Ok([
+            weights.q.heads(&chunk.q, head_dim)?,
+            weights.k.heads(&chunk.kv, head_dim)?,
+            weights.v.heads(&chunk.kv, head_dim)?,
+        ])
+    }
+
+    /// A chunk's columns of the output projection: the weight itself where there is one chunk, else a copy.
+    fn o_columns(&self, o: &Tensor, chunk: &HeadChunk) -> Result<Tensor, ModelError> {
+        let head_dim = self.config.head_dim;
+        Ok(o.narrow(1, chunk.q.start * head_dim, chunk.q.len() * head_dim)?.contiguous()?)
+    }
+
+    /// Adds `dmidᵀ · out` to a chunk's columns of the output projection's gradient.
+    fn add_o_gradient(
+        &self,
+        gradient: &Tensor,
+        chunk: &HeadChunk,
+        (dmid, out): (&Tensor, &Tensor),
+        ctx: &LayerContext,
+    ) -> Result<(), ModelError> {
+        let out = out.flatten_from(2)?;
+        if chunk.q.len() == self.config.num_heads {
+            return Ok(linear::backward_weight(dmid, &out, gradient)?);
+        }
+        let (hidden, columns) = gradient.dims2()?;
+        let run = chunk.q.len() * self.config.head_dim;
+        let part = ctx.workspace().take_f32((hidden, run))?;
+        reduce::fill(&part, 0.0)?;
+        linear::backward_weight(dmid, &out, &part)?;
+        let packed = StridedBlock {
+            tensor: 0,
+            offset: 0,
+            batch: 1,
+            batch_stride: 0,
+            rows: hidden,
+            row_stride: run,
+            run,
+        };
+        let offset = chunk.q.start * self.config.head_dim;
+        let strided = StridedBlock { offset, row_stride: columns, ..packed.clone() };
+        copy_blocks(&[&part], &[gradient], &[BlockCopy { from: packed, to: strided, accumulate: true }])?;
+        ctx.workspace().give(part);
+        Ok(())
+    }
+}
+
+impl AttentionSaved {
+    /// Bytes that it keeps alive.
+    pub(super) fn bytes(&self) -> usize {
+        let out = if self.shares_output() { 0 } else { crate::tensor::bytes(&self.out) };
+        let norms = [&self.q_norm, &self.k_norm].into_iter().flatten().map(SavedHeadNorm::bytes);
+        self.inner.bytes() + out + norms.sum::<usize>()
+    }
+
+    /// Without sequence parallelism the attention keeps the very tensor that it returned.
+    fn shares_output(&self) -> bool {
+        self.out.id() == self.inner.o.id()
+    }
+
+    /// Gives all tensors back, for the next chunk.
+    fn recycle(self, ctx: &LayerContext) {
+        let Self { inner: SavedAttention { q, k, v, o, lse }, out, q_norm, k_norm } = self;
+        [q, k, v, o, lse, out].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        [q_norm, k_norm].into_iter().flatten().for_each(|norm| norm.recycle(ctx));
+    }
+}
+
+/// `(batch, seq_local)` of a hidden state.
+fn token_dims(x: &Tensor) -> (usize, usize) {
+    (x.dims()[0], x.dims()[1])
+}

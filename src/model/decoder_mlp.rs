@@ -1,0 +1,130 @@
+//! The MLP half of the decoder block, in tiles of tokens.
+
+use super::decoder::DecoderLayer;
+use super::decoder_weights::{Weights, add_weight_gradient};
+use super::{LayerContext, ModelError};
+use crate::ops::{linear, reduce, rms_norm, swiglu};
+use candle_core::Tensor;
+use std::ops::Range;
+
+/// The MLP's two projections, of all tokens.
+pub(super) struct GateUp {
+    pub(super) gate: Tensor,
+    pub(super) up: Tensor,
+}
+
+impl DecoderLayer {
+    /// `mid + down(silu(gate(n)) · up(n))` with `n = norm(mid)`. With `keep`, and tokens that are
+    /// not tiled, the projections come back as well.
+    pub(super) fn forward_mlp(
+        &self,
+        weights: &Weights<&Tensor>,
+        mid: &Tensor,
+        keep: bool,
+        ctx: &LayerContext,
+    ) -> Result<(Tensor, Option<GateUp>), ModelError> {
+        let ws = ctx.workspace();
+        let keep = keep && ctx.tiling().tile_tokens.is_none();
+        let y = ws.take(mid.dims())?;
+        reduce::copy(&y, mid)?;
+        let mut kept = None;
+        for tile in ctx.token_tiles() {
+            let GateUp { gate, up } = self.gate_up(weights, mid, &tile, ctx)?;
+            let product = ws.take(gate.dims())?;
+            swiglu::forward(&gate, &up, &product)?;
+            linear::forward(&product, weights.down, &rows(&y, &tile)?, true)?;
+            ws.give(product);
+            if keep {
+                kept = Some(GateUp { gate, up });
+            } else {
+                [gate, up].into_iter().for_each(|tensor| ws.give(tensor));
+            }
+        }
+        Ok((y, kept))
+    }
+
+    /// Gradient of the MLP half. `dy` becomes the gradient of its input `mid`. What forward did not
+    /// keep is computed again, tile by tile.
+    pub(super) fn backward_mlp(
+        &self,
+        weights: &Weights<&Tensor>,
+        grads: &Weights<Option<&Tensor>>,
+        (mid, mut kept): (Tensor, Option<GateUp>),
+        dy: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(), ModelError> {
+        for tile in ctx.token_tiles() {
+            let projections = match kept.take() {
+                Some(kept) => kept,
+                None => self.gate_up(weights, &mid, &tile, ctx)?,
+            };
+            self.backward_mlp_tile(
+                weights,
+                grads,
+                (&rows(&mid, &tile)?, projections),
+                &rows(dy, &tile)?,
+                ctx,
+            )?;
+        }
+        ctx.workspace().give(mid);
+        Ok(())
+    }
+
+    /// [`backward_mlp`](Self::backward_mlp) of one tile.
+    fn backward_mlp_tile(
+        &self,
+        weights: &Weights<&Tensor>,
+        grads: &Weights<Option<&Tensor>>,
+        (mid, GateUp { gate, up }): (&Tensor, GateUp),
+        dy: &Tensor,
+        ctx: &LayerContext,
+    ) -> Result<(), ModelError> {
+        let ws = ctx.workspace();
+        let product = ws.take(gate.dims())?;
+        swiglu::forward(&gate, &up, &product)?;
+        add_weight_gradient(dy, &product, grads.down)?;
+        let dproduct = product;
+        linear::backward_input(dy, weights.down, &dproduct, false)?;
+        let (dgate, dup) = (ws.take(gate.dims())?, ws.take(gate.dims())?);
+        swiglu::backward(&dproduct, &gate, &up, &dgate, &dup)?;
+        [dproduct, gate, up].into_iter().for_each(|tensor| ws.give(tensor));
+
+        let rstd = ws.take_f32(mid.dims()[0])?;
+        let normed = self.normalise(mid, weights.post_attention_norm, &rstd, ctx)?;
+        add_weight_gradient(&dgate, &normed, grads.gate)?;
+        add_weight_gradient(&dup, &normed, grads.up)?;
+        let dnormed = normed;
+        linear::backward_input(&dgate, weights.gate, &dnormed, false)?;
+        linear::backward_input(&dup, weights.up, &dnormed, true)?;
+        let (weight, dweight) = (weights.post_attention_norm, grads.post_attention_norm);
+        rms_norm::backward(&dnormed, mid, weight, &rstd, dy, true, dweight)?;
+        [dgate, dup, dnormed, rstd].into_iter().for_each(|tensor| ws.give(tensor));
+        Ok(())
+    }
+
+    /// Gate and up projections of a tile of tokens, `[tile, intermediate]`.
+    fn gate_up(
+        &self,
+        weights: &Weights<&Tensor>,
+        mid: &Tensor,
+        tile: &Range<usize>,
+        ctx: &LayerContext,
+    ) -> Result<GateUp, ModelError> {
+        let ws = ctx.workspace();
+        let rstd = ws.take_f32(tile.len())?;
+        let normed = self.normalise(&rows(mid, tile)?, weights.post_attention_norm, &rstd, ctx)?;
+        let dims = (tile.len(), weights.gate.dims()[0]);
+        let (gate, up) = (ws.take(dims)?, ws.take(dims)?);
+        linear::forward(&normed, weights.gate, &gate, false)?;
+        linear::forward(&normed, weights.up, &up, false)?;
+        [normed, rstd].into_iter().for_each(|tensor| ws.give(tensor));
+        Ok(GateUp { gate, up })
+    }
+}
+
+/// Some tokens of `[batch, seq_local, …]` or `[batch, seq_local]`, as rows of a matrix: the same storage.
+pub(super) fn rows(x: &Tensor, tile: &Range<usize>) -> Result<Tensor, ModelError> {
+    let tokens = x.dims()[0] * x.dims()[1];
+    let width = x.elem_count() / tokens.max(1);
+    Ok(x.reshape((tokens, width))?.narrow(0, tile.start, tile.len())?)
+}
