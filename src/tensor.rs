@@ -91,8 +91,34 @@ pub fn to_vec<T: Element>(tensor: &Tensor) -> Result<Vec<T>> {
     if tensor.device().is_cpu() {
         return with_slice(tensor, <[T]>::to_vec);
     }
+    if tensor.elem_count() == 0 {
+        return Ok(Vec::new());
+    }
     // candle moves whole storages: of a view, only its own elements are to come.
     with_slice(&tensor.force_contiguous()?.to_device(&Device::Cpu)?, <[T]>::to_vec)
+}
+
+/// Zeroed elements. CUDA does not allocate nothing, so a tensor without elements is a view of one.
+///
+/// # Errors
+/// A failed allocation.
+pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let shape = shape.into();
+    match shape.elem_count() {
+        0 => Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)?.reshape(shape),
+        _ => Tensor::zeros(shape, dtype, device),
+    }
+}
+
+/// A flat tensor of these elements on a device; of none as [`zeros`].
+///
+/// # Errors
+/// A failed allocation or copy.
+pub fn from_slice<T: Element>(elements: &[T], device: &Device) -> Result<Tensor> {
+    match elements.len() {
+        0 => zeros(0, T::DTYPE, device),
+        len => Tensor::from_slice(elements, len, device),
+    }
 }
 
 /// Bytes of a tensor's elements.
@@ -124,7 +150,7 @@ impl TensorOptions {
     /// # Errors
     /// A failed allocation.
     pub fn zeros(&self, shape: impl Into<Shape>) -> Result<Tensor> {
-        Tensor::zeros(shape, self.dtype, &self.device)
+        zeros(shape, self.dtype, &self.device)
     }
 
     /// Zeroed f32 elements of a statistic, a gradient or an optimizer state.
@@ -132,7 +158,7 @@ impl TensorOptions {
     /// # Errors
     /// A failed allocation.
     pub fn zeros_f32(&self, shape: impl Into<Shape>) -> Result<Tensor> {
-        Tensor::zeros(shape, DType::F32, &self.device)
+        zeros(shape, DType::F32, &self.device)
     }
 }
 
@@ -180,5 +206,25 @@ impl StorageDType for CpuStorage {
     fn dtype(&self) -> candle_core::DType {
         use candle_core::backend::BackendStorage;
         BackendStorage::dtype(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tensor_without_elements_is_a_view_of_one_element() {
+        let device = Device::Cpu;
+        let views = [zeros((3, 0, 4), DType::BF16, &device), from_slice::<half::bf16>(&[], &device)];
+        for (view, dims) in views.into_iter().zip([&[3, 0, 4][..], &[0]]) {
+            let view = view.unwrap();
+            assert_eq!((view.dims(), view.dtype()), (dims, DType::BF16));
+            let Storage::Cpu(CpuStorage::BF16(elements)) = &*view.storage_and_layout().0 else {
+                panic!("not on the CPU")
+            };
+            assert_eq!(elements.len(), 1, "CUDA refuses to allocate nothing");
+            assert!(to_vec::<half::bf16>(&view).unwrap().is_empty());
+        }
     }
 }

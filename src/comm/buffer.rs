@@ -2,11 +2,16 @@
 
 use super::CommError;
 use crate::ops::transpose;
+use crate::tensor::zeros;
 use candle_core::Tensor;
 
 /// A copy of a contiguous tensor, on its device and in storage of its own.
 pub(super) fn copy_of(tensor: &Tensor) -> Result<Tensor, CommError> {
-    Ok(tensor.force_contiguous()?)
+    match tensor.elem_count() {
+        // CUDA does not allocate nothing.
+        0 => Ok(zeros(tensor.shape(), tensor.dtype(), tensor.device())?),
+        _ => Ok(tensor.force_contiguous()?),
+    }
 }
 
 /// Overwrites `target` with `source`; both contiguous, of one dtype and length, and

@@ -1,7 +1,7 @@
 //! Blocking and typed forms of the [`ProcessGroup`] methods.
 
 use super::{CommError, ProcessGroup, ReduceOp, StridedPlan};
-use crate::tensor::{Element, to_vec};
+use crate::tensor::{Element, from_slice, to_vec, zeros};
 use candle_core::Tensor;
 use std::sync::Arc;
 
@@ -71,7 +71,7 @@ pub trait ProcessGroupExt: ProcessGroup {
 
     /// Reduces equally many values of every rank, element by element.
     fn all_reduce_values<T: Element>(&self, values: &[T], op: ReduceOp) -> Result<Vec<T>, CommError> {
-        let tensor = Tensor::from_slice(values, values.len(), &self.value_device())?;
+        let tensor = from_slice(values, &self.value_device())?;
         self.all_reduce(&tensor, op)?;
         to_host(self, &tensor)
     }
@@ -79,8 +79,8 @@ pub trait ProcessGroupExt: ProcessGroup {
     /// Concatenates equally many values of every rank, in rank order.
     fn all_gather_values<T: Element>(&self, values: &[T]) -> Result<Vec<T>, CommError> {
         let device = self.value_device();
-        let input = Tensor::from_slice(values, values.len(), &device)?;
-        let output = Tensor::zeros(values.len() * self.world_size(), T::DTYPE, &device)?;
+        let input = from_slice(values, &device)?;
+        let output = zeros(values.len() * self.world_size(), T::DTYPE, &device)?;
         self.all_gather(&input, &output)?;
         to_host(self, &output)
     }
@@ -96,8 +96,8 @@ pub trait ProcessGroupExt: ProcessGroup {
             .collect();
         // Everyone sends the same elements to everyone.
         let device = self.value_device();
-        let input = Tensor::from_slice(&values.repeat(ranks), values.len() * ranks, &device)?;
-        let output = Tensor::zeros(recv_counts.iter().sum::<usize>(), T::DTYPE, &device)?;
+        let input = from_slice(&values.repeat(ranks), &device)?;
+        let output = zeros(recv_counts.iter().sum::<usize>(), T::DTYPE, &device)?;
         self.all_to_all(&input, &output, &vec![values.len(); ranks], &recv_counts)?;
         let gathered: Vec<T> = to_host(self, &output)?;
         let mut rest = gathered.as_slice();

@@ -33,7 +33,7 @@ use std::sync::Arc;
 /// - A failure on any rank (error, panic, timeout, diverging call) ends in an
 ///   error on every rank that names the culprit.
 /// - Reductions add in rank order 0, 1, 2 …, so results are bit-identical on all
-///   ranks and from run to run.
+///   ranks and from run to run. (NCCL has an order of its own: see [`ReduceOp`].)
 pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
     /// Name used in messages and statistics, for example `"sp"`.
     fn name(&self) -> &str;

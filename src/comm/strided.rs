@@ -4,6 +4,7 @@
 use super::arguments::Arguments;
 use super::{CollectiveOp, CommError, Pending, ProcessGroup, RecvBlock, StridedBlock, StridedPlan};
 use crate::ops::transpose::{BlockCopy, copy_blocks};
+use crate::tensor::zeros;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -65,8 +66,8 @@ pub(super) fn pack_exchange_unpack<G: ProcessGroup + ?Sized>(
     let dtype = validate(group.name(), group.world_size(), inputs, outputs, plan)?;
     let device = &inputs.iter().chain(outputs).next().map_or(Device::Cpu, |tensor| tensor.device().clone());
     let (send_counts, recv_counts) = counts(plan);
-    let packed = Tensor::zeros(send_counts.iter().sum::<usize>(), dtype, device)?;
-    let received = Tensor::zeros(recv_counts.iter().sum::<usize>(), dtype, device)?;
+    let packed = zeros(send_counts.iter().sum::<usize>(), dtype, device)?;
+    let received = zeros(recv_counts.iter().sum::<usize>(), dtype, device)?;
     copy_blocks(&inputs.iter().collect::<Vec<_>>(), &[&packed], &packing(plan))?;
     let pending = group.start_all_to_all(&packed, &received, &send_counts, &recv_counts)?;
     let (outputs, plan) = (outputs.to_vec(), plan.clone());

@@ -17,11 +17,17 @@ pub(crate) mod sources {
     use super::Source;
 
     macro_rules! sources {
-        ($($constant:ident => $name:literal),* $(,)?) => {$(
+        ($($constant:ident => $name:literal),* $(,)?) => {
+            $(
             #[doc = concat!("`kernels/", $name, ".cu`.")]
             pub(crate) static $constant: Source =
                 Source { name: $name, text: include_str!(concat!("../../kernels/", $name, ".cu")) };
-        )*};
+            )*
+
+            /// Every file.
+            #[cfg(feature = "cuda")]
+            pub(in crate::device) static ALL: &[&Source] = &[$(&$constant),*];
+        };
     }
     sources! {
         ADAGRAD => "adagrad",

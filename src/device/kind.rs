@@ -23,7 +23,7 @@ impl DeviceKind {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             #[cfg(feature = "cuda")]
-            Self::Cuda => super::cuda::open(local_rank),
+            Self::Cuda => super::cuda::open_shared(local_rank),
             #[cfg(not(feature = "cuda"))]
             Self::Cuda => {
                 let device = candle_core::DeviceLocation::Cuda { gpu_id: local_rank };

@@ -35,6 +35,8 @@ mod target;
 pub(crate) use address::Address;
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::elements as cuda_elements;
+#[cfg(feature = "nccl")]
+pub(crate) use cuda::open as open_gpu;
 #[cfg(feature = "kernel-emulation")]
 pub use emulation::emulate;
 pub use error::DeviceError;

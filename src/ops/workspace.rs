@@ -2,7 +2,7 @@
 
 use super::OpError;
 use super::call::storage_id;
-use crate::tensor::TensorOptions;
+use crate::tensor::{TensorOptions, zeros};
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -79,7 +79,7 @@ impl Workspace {
         };
         match recycled {
             Some(flat) => flat.reshape(shape),
-            None => Tensor::zeros(shape, dtype, &self.options.device),
+            None => zeros(shape, dtype, &self.options.device),
         }
         .map_err(|source| OpError::Candle { op: "Workspace::take", source })
     }

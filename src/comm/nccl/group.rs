@@ -150,12 +150,16 @@ impl ProcessGroup for NcclGroup {
             let exchange = |peer: usize| {
                 let (to, from) = (at[0].offset(recv_offsets[peer]), at[1].offset(send_offsets[peer]));
                 let (received, sent, peer) = (recv_counts[peer], send_counts[peer], peer as c_int);
-                // SAFETY: the counts add up to the tensors' elements; kept as above.
-                unsafe {
-                    result::send(source(from), sent, of, peer, comm, stream)?;
-                    result::recv(target(to), received, of, peer, comm, stream)
+                // Nothing is no message: both sides leave it out.
+                if sent > 0 {
+                    // SAFETY: the counts add up to the tensors' elements; kept as above.
+                    unsafe { result::send(source(from), sent, of, peer, comm, stream)? };
                 }
-                .map(drop)
+                if received > 0 {
+                    // SAFETY: as above.
+                    unsafe { result::recv(target(to), received, of, peer, comm, stream)? };
+                }
+                Ok(())
             };
             result::group_start()?;
             let given = (0..send_counts.len()).try_for_each(exchange);

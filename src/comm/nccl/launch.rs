@@ -8,6 +8,7 @@ use super::world::World;
 use crate::comm::{
     CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, RankContext, thread,
 };
+use crate::device::open_gpu;
 use candle_core::Device;
 use std::error::Error;
 use std::sync::Arc;
@@ -88,8 +89,7 @@ pub fn from_env(timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
 }
 
 fn gpu(ordinal: usize, rank: usize) -> Result<Device, CommError> {
-    // A stream of its own, which neither waits for the default stream nor is waited for by it.
-    Device::new_cuda_with_stream(ordinal).map_err(|error| CommError::Start {
+    open_gpu(ordinal).map_err(|error| CommError::Start {
         library: "NCCL",
         rank: Some(rank),
         reason: format!("cannot use GPU {ordinal}: {error}"),

@@ -227,6 +227,9 @@ fn give(
 ) -> Result<(), result::NcclError> {
     let Message { tensor, peer, traffic, .. } = message;
     let (count, of, peer) = (tensor.elem_count(), data_type(tensor.dtype()), *peer as c_int);
+    if count == 0 {
+        return Ok(());
+    }
     let mut given = Ok(());
     let opened = if traffic.op == CollectiveOp::Send {
         launcher.open_slices(&[], &[tensor], |at| {

@@ -9,6 +9,7 @@ use super::communicator::{Communicator, Round};
 use crate::comm::{CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
 use crate::ops::rank_reduce;
 use crate::ops::transpose::{BlockCopy, copy_blocks};
+use crate::tensor::zeros;
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -91,7 +92,7 @@ impl Exchange<'_> {
         range: Range<usize>,
         like: &Tensor,
     ) -> Result<Tensor, CommError> {
-        let reduced = Tensor::zeros(range.len(), like.dtype(), like.device())?;
+        let reduced = zeros(range.len(), like.dtype(), like.device())?;
         self.reduce_into(op, range.start, &reduced)?;
         Ok(reduced)
     }

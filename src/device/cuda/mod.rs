@@ -12,7 +12,9 @@ pub(super) use product::gemm;
 
 use super::{Arg, DeviceError, Grid, Kernel};
 use candle_core::cuda::CudaStorageSlice;
-use candle_core::cuda::cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut, result, sys};
+use candle_core::cuda::cudarc::driver::{
+    CudaContext, CudaStream, DevicePtr, DevicePtrMut, DriverError, result, sys,
+};
 use candle_core::{CudaDevice, CudaStorage, Device};
 
 /// Dynamic shared memory that a kernel may use without asking.
@@ -74,20 +76,21 @@ pub(super) unsafe fn launch(
 ) -> Result<(), DeviceError> {
     let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
     let stream = device.cuda_stream();
-    let function = module::function(&stream, kernel)?;
+    // First of all: what follows is for the context of this thread.
+    stream.context().bind_to_thread().map_err(|failure| error(failure.to_string()))?;
+    let function = module::function(stream.context(), kernel)?;
     if grid.shared_bytes > DEFAULT_SHARED_BYTES {
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        function
-            .set_attribute(attribute, grid.shared_bytes as i32)
+        // SAFETY: a function that is loaded.
+        unsafe { result::function::set_function_attribute(function.0, attribute, grid.shared_bytes as i32) }
             .map_err(|failure| error(format!("{} bytes of shared memory: {failure}", grid.shared_bytes)))?;
     }
-    stream.context().bind_to_thread().map_err(|failure| error(failure.to_string()))?;
     let mut parameters: Vec<_> = args.iter().map(Arg::pointer).collect();
     // SAFETY: the parameters live until the call returns, which has copied them; they are the kernel's by the
     // caller's promise.
     unsafe {
         result::launch_kernel(
-            function.cu_function(),
+            function.0,
             (x, y, z),
             (grid.threads, 1, 1),
             grid.shared_bytes as u32,
@@ -98,15 +101,40 @@ pub(super) unsafe fn launch(
     .map_err(|failure| error(failure.to_string()))
 }
 
-/// The GPU of a rank, with a stream of its own.
-pub(super) fn open(local_rank: usize) -> Result<Device, DeviceError> {
+/// The GPU of a rank, which ranks share where there are more of them than GPUs.
+pub(super) fn open_shared(local_rank: usize) -> Result<Device, DeviceError> {
     let no_gpu = |message: String| DeviceError::NoGpu { message };
     let gpus = CudaContext::device_count().map_err(|failure| no_gpu(failure.to_string()))?;
     if gpus <= 0 {
         return Err(no_gpu("the driver finds none".to_owned()));
     }
-    let device = CudaDevice::new_with_stream(local_rank % gpus as usize)?;
+    open(local_rank % gpus as usize)
+}
+
+/// A GPU with a stream of its own, which neither waits for the default stream nor is waited for by it, and with all
+/// kernels loaded.
+pub(crate) fn open(ordinal: usize) -> Result<Device, DeviceError> {
+    let device = CudaDevice::new_with_stream(ordinal)?;
+    let stream = device.cuda_stream();
+    let message = |message| DeviceError::NoGpu { message };
+    keep_freed_memory(stream.context()).map_err(|failure| message(failure.to_string()))?;
+    module::functions(stream.context()).map_err(message)?;
     Ok(Device::Cuda(device))
+}
+
+/// Lets freed memory stay with the GPU's pool. By default it goes back to the driver whenever the host waits for the
+/// GPU, once a step, and the next step asks for all of it anew.
+fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
+    if !context.has_async_alloc() {
+        return Ok(());
+    }
+    let mut all = u64::MAX;
+    let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: a GPU that was opened, and the attribute's value is 64 bits that outlive the call.
+    unsafe {
+        let pool = result::device::get_mem_pool(context.cu_device())?;
+        result::mem_pool::set_attribute(pool, threshold, (&raw mut all).cast())
+    }
 }
 
 /// Elements of a whole storage; 0 for an element type that kernels do not take.

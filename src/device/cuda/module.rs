@@ -1,57 +1,86 @@
 //! Kernel files compiled by NVRTC, once per architecture, and loaded, once per GPU.
 //!
+//! All of a GPU's kernels are loaded together, when it is opened. To load one later may make the driver wait for the
+//! GPU, which may wait for another rank; and that rank, a thread of this process, for the lock of the loading.
+//!
 //! What was compiled is kept in `$XDG_CACHE_HOME/ulysses` (or `~/.cache/ulysses`) under a name that holds the hash
-//! of the source and the architecture. A cache that cannot be read or written costs a second at start, no more.
+//! of the source and the architecture. A cache that cannot be read or written costs some seconds at start, no more.
 
-use crate::device::kernel::Source;
+use crate::device::kernel::{Source, sources};
 use crate::device::{DeviceError, Kernel};
-use candle_core::cuda::cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream};
-use candle_core::cuda::cudarc::nvrtc::{Ptx, result, sys};
+use candle_core::cuda::cudarc::driver::{self, CudaContext};
+use candle_core::cuda::cudarc::nvrtc::{result, sys};
 use std::collections::HashMap;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
-/// By GPU and name. All contexts of a GPU are its primary one.
-#[derive(Default)]
-struct Loaded {
-    modules: HashMap<(usize, &'static str), Arc<CudaModule>>,
-    functions: HashMap<(usize, String), CudaFunction>,
+/// A kernel's handle.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Function(pub(super) driver::sys::CUfunction);
+
+// SAFETY: handles that the driver takes from any thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// All kernels of a GPU by name. They stay loaded to the end of the process, and so does the context.
+#[derive(Debug)]
+pub(super) struct Functions {
+    by_name: HashMap<String, Function>,
+    _context: Arc<CudaContext>,
 }
 
-static LOADED: LazyLock<Mutex<Loaded>> = LazyLock::new(Mutex::default);
+/// By GPU. All contexts of a GPU are its primary one.
+static LOADED: LazyLock<RwLock<HashMap<usize, Arc<Functions>>>> = LazyLock::new(RwLock::default);
 
-/// The kernel, compiled and loaded where it is not yet.
-pub(super) fn function(stream: &CudaStream, kernel: &Kernel) -> Result<CudaFunction, DeviceError> {
-    let context = stream.context();
-    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-    let key = (context.ordinal(), kernel.name.clone());
-    if let Some(function) = loaded.functions.get(&key) {
-        return Ok(function.clone());
-    }
+/// The kernel. The first of a GPU that was not opened here loads them all.
+pub(super) fn function(context: &Arc<CudaContext>, kernel: &Kernel) -> Result<Function, DeviceError> {
     let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
-    let module = match loaded.modules.get(&(context.ordinal(), kernel.source.name)) {
-        Some(module) => module.clone(),
-        None => {
-            let module = load(context, kernel.source).map_err(error)?;
-            loaded.modules.insert((context.ordinal(), kernel.source.name), module.clone());
-            module
-        }
-    };
-    let function = module.load_function(&kernel.name).map_err(|failure| error(failure.to_string()))?;
-    loaded.functions.insert(key, function.clone());
-    Ok(function)
+    let functions = functions(context).map_err(error)?;
+    let found = functions.by_name.get(&kernel.name).copied();
+    found.ok_or_else(|| error(format!("kernels/{}.cu has no kernel of this name", kernel.source.name)))
 }
 
-fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Arc<CudaModule>, String> {
+/// All kernels of a GPU, loaded where they are not yet.
+pub(super) fn functions(context: &Arc<CudaContext>) -> Result<Arc<Functions>, String> {
+    let gpu = context.ordinal();
+    if let Some(functions) = LOADED.read().unwrap_or_else(PoisonError::into_inner).get(&gpu) {
+        return Ok(functions.clone());
+    }
+    // The ranks of a GPU wait here for the first of them.
+    let mut loaded = LOADED.write().unwrap_or_else(PoisonError::into_inner);
+    if let Some(functions) = loaded.get(&gpu) {
+        return Ok(functions.clone());
+    }
+    let functions = Arc::new(Functions { by_name: load_all(context)?, _context: context.clone() });
+    loaded.insert(gpu, functions.clone());
+    Ok(functions)
+}
+
+/// The files side by side: the first time, each is compiled.
+fn load_all(context: &Arc<CudaContext>) -> Result<HashMap<String, Function>, String> {
+    std::thread::scope(|scope| {
+        let load = |source: &'static Source| scope.spawn(move || load(context, source));
+        let files: Vec<_> = sources::ALL.iter().copied().map(load).collect();
+        let mut functions = HashMap::new();
+        for file in files {
+            functions.extend(file.join().map_err(|_| "the loading of a kernel panicked".to_owned())??);
+        }
+        Ok(functions)
+    })
+}
+
+fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Function)>, String> {
+    context.bind_to_thread().map_err(|failure| failure.to_string())?;
     let (major, minor) = context.compute_capability().map_err(|failure| failure.to_string())?;
     let architecture = format!("sm_{major}{minor}");
     let text = whole_text(source);
     let cache = cache_path(source.name, &text, &architecture);
     let cached = cache.as_deref().and_then(|path| std::fs::read(path).ok());
-    if let Some(module) = cached.and_then(|cubin| context.load_module(Ptx::from_binary(cubin)).ok()) {
-        return Ok(module);
+    if let Some(functions) = cached.and_then(|cubin| entry_points(&cubin).ok()) {
+        return Ok(functions);
     }
     let cubin = compile(&text, &architecture).map_err(|failure| {
         format!("NVRTC refused kernels/{}.cu for {architecture}: {failure}", source.name)
@@ -61,8 +90,28 @@ fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Arc<CudaModule>, 
     {
         tracing::debug!(path = %path.display(), %failure, "compiled kernels are not cached");
     }
-    let refused = |failure| format!("the driver refused kernels/{}.cu: {failure}", source.name);
-    context.load_module(Ptx::from_binary(cubin)).map_err(refused)
+    entry_points(&cubin)
+        .map_err(|failure| format!("the driver refused kernels/{}.cu: {failure}", source.name))
+}
+
+/// Loads a module and every kernel of it, which the driver else puts off to the first use of each.
+fn entry_points(cubin: &[u8]) -> Result<Vec<(String, Function)>, driver::DriverError> {
+    let mut count = 0;
+    // SAFETY: an image that NVRTC has made, or what the driver finds not to be one; the context is this thread's.
+    // The module is never unloaded, so neither its functions nor their names go away.
+    unsafe {
+        let module = driver::result::module::load_data(cubin.as_ptr().cast())?;
+        driver::sys::cuModuleGetFunctionCount(&raw mut count, module).result()?;
+        let mut functions = vec![std::ptr::null_mut(); count as usize];
+        driver::sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module).result()?;
+        let named = |function| {
+            let mut name = std::ptr::null();
+            driver::sys::cuFuncGetName(&raw mut name, function).result()?;
+            driver::sys::cuFuncLoad(function).result()?;
+            Ok((CStr::from_ptr(name).to_string_lossy().into_owned(), Function(function)))
+        };
+        functions.into_iter().map(named).collect()
+    }
 }
 
 /// Compiles to machine code. PTX would do for any GPU, but a driver refuses that of a newer toolkit.

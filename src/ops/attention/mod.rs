@@ -30,6 +30,7 @@ pub use error::AttentionError;
 pub use geometry::{Geometry, VisibleRanges, grouped_heads};
 pub use kernels::{Gradients, Operands, Upstream, backward, delta, forward};
 
+use crate::tensor::zeros;
 use candle_core::{DType, Tensor};
 
 /// Attention of a layer's queries over its keys, with a hand-written backward.
@@ -94,6 +95,10 @@ impl SavedAttention {
     }
 }
 
+fn zeros_like(tensor: &Tensor) -> candle_core::Result<Tensor> {
+    zeros(tensor.shape(), tensor.dtype(), tensor.device())
+}
+
 /// Attention on this rank alone, with `scale = 1 / sqrt(head_dim)`.
 ///
 /// Runs on the tensors' device, on a CPU in the current rayon pool; the results do not depend on its number of
@@ -118,8 +123,8 @@ impl Attention for FlashAttention {
         geometry: &Geometry,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
         let (b, sq, hq, _) = q.dims4()?;
-        let o = q.zeros_like()?;
-        let lse = Tensor::zeros((b, hq, sq), DType::F32, q.device())?;
+        let o = zeros_like(&q)?;
+        let lse = zeros((b, hq, sq), DType::F32, q.device())?;
         let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
         forward(&operands, &o, &lse)?;
         Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
@@ -132,10 +137,10 @@ impl Attention for FlashAttention {
         geometry: &Geometry,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         let SavedAttention { q, k, v, o, lse } = saved;
-        let delta_of_rows = lse.zeros_like()?;
+        let delta_of_rows = zeros_like(&lse)?;
         delta(&o, dout, &delta_of_rows)?;
         drop(o);
-        let (dq, dk, dv) = (q.zeros_like()?, k.zeros_like()?, v.zeros_like()?);
+        let (dq, dk, dv) = (zeros_like(&q)?, zeros_like(&k)?, zeros_like(&v)?);
         let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
         let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
         backward(&operands, &upstream, &Gradients { dq: &dq, dk: &dk, dv: &dv })?;

@@ -15,10 +15,12 @@ use candle_core::Tensor;
 /// How a reduction combines the ranks' elements.
 ///
 /// 16-bit floats are reduced in `f32` and rounded once; integer sums wrap; a NaN on
-/// any rank gives NaN.
+/// any rank gives NaN. All of this is what [`reduce`] does, and so what the thread
+/// backend does. NCCL's kernels add in an order of their own, may round 16-bit floats
+/// at every step, and of a number and a NaN they may keep the number in `Max` and `Min`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// Adds the ranks' elements, always in rank order.
+    /// Adds the ranks' elements, in rank order.
     Sum,
     /// Keeps the largest element.
     Max,

@@ -9,9 +9,8 @@ const MAX_BLOCKS: usize = 1024;
 
 /// The blocks' sums come to the host, which waits for them, and are added there in order.
 pub(super) fn sum_of_squares(launcher: &Launcher, x: &Tensor) -> Result<f64, DeviceError> {
-    // f64 travel as their bits: kernels take no tensors of that type.
-    let partial = block_results(launcher, "reduce_sum_of_squares", x, DType::I64)?;
-    Ok(partial.to_vec1::<i64>()?.into_iter().map(|bits| f64::from_bits(bits.cast_unsigned())).sum())
+    let partial = block_results(launcher, "reduce_sum_of_squares", x, DType::F64)?;
+    Ok(partial.to_vec1::<f64>()?.into_iter().sum())
 }
 
 /// One flag of each block comes to the host, which waits for them.

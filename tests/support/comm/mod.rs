@@ -18,6 +18,8 @@ use std::time::Duration;
 use ulysses::comm::{
     CommError, GroupStats, LaunchError, LaunchOptions, Pending, ProcessGroup, ReduceOp, launch,
 };
+#[cfg(feature = "cuda")]
+use ulysses::device::DeviceKind;
 use ulysses::tensor::{Element, to_vec};
 
 pub(crate) type Group = Arc<dyn ProcessGroup>;
@@ -99,7 +101,7 @@ impl<B: Backend> Backend for OnOneGpu<B> {
         timeout: Duration,
         run: impl Fn(Group) -> Result<T, CommError> + Sync,
     ) -> Result<Vec<T>, LaunchError> {
-        self.0.run_for(world_size, timeout, |group| on(Device::new_cuda_with_stream(0)?, || run(group)))
+        self.0.run_for(world_size, timeout, |group| on(DeviceKind::Cuda.open(0)?, || run(group)))
     }
 }
 
