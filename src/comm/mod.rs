@@ -34,6 +34,7 @@ mod plan;
 mod stats;
 mod strided;
 pub mod thread;
+pub mod traffic;
 
 pub use crate::ops::rank_reduce::ReduceOp;
 pub use error::CommError;
@@ -43,4 +44,5 @@ pub use mesh_groups::MeshGroups;
 pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
+pub use traffic::Traffic;
 pub use thread::{LaunchError, LaunchOptions, RankContext, launch};
