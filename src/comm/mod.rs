@@ -44,5 +44,5 @@ pub use mesh_groups::MeshGroups;
 pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
-pub use traffic::Traffic;
 pub use thread::{LaunchError, LaunchOptions, RankContext, launch};
+pub use traffic::Traffic;
