@@ -34,6 +34,7 @@ mod plan;
 mod stats;
 mod strided;
 pub mod thread;
+pub mod traffic;
 
 pub use crate::ops::rank_reduce::ReduceOp;
 pub use error::CommError;
@@ -44,3 +45,4 @@ pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
 pub use thread::{LaunchError, LaunchOptions, RankContext, launch};
+pub use traffic::Traffic;

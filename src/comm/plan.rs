@@ -25,3 +25,14 @@ pub struct StridedPlan {
     /// `recv[j]`: blocks of the outputs that rank j fills.
     pub recv: Vec<Vec<RecvBlock>>,
 }
+
+impl StridedPlan {
+    /// Elements for and from every rank. The blocks must have been validated: their sizes are
+    /// multiplied unchecked.
+    pub fn counts(&self) -> (Vec<usize>, Vec<usize>) {
+        let elements = |block: &StridedBlock| block.batch * block.rows * block.run;
+        let send = self.send.iter().map(|blocks| blocks.iter().map(elements).sum());
+        let recv = self.recv.iter().map(|blocks| blocks.iter().map(|recv| elements(&recv.block)).sum());
+        (send.collect(), recv.collect())
+    }
+}

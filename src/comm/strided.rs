@@ -65,7 +65,7 @@ pub(super) fn pack_exchange_unpack<G: ProcessGroup + ?Sized>(
 ) -> Result<Pending, CommError> {
     let dtype = validate(group.name(), group.world_size(), inputs, outputs, plan)?;
     let device = &inputs.iter().chain(outputs).next().map_or(Device::Cpu, |tensor| tensor.device().clone());
-    let (send_counts, recv_counts) = counts(plan);
+    let (send_counts, recv_counts) = plan.counts();
     let packed = zeros(send_counts.iter().sum::<usize>(), dtype, device)?;
     let received = zeros(recv_counts.iter().sum::<usize>(), dtype, device)?;
     copy_blocks(&inputs.iter().collect::<Vec<_>>(), &[&packed], &packing(plan))?;
@@ -73,14 +73,6 @@ pub(super) fn pack_exchange_unpack<G: ProcessGroup + ?Sized>(
     let (outputs, plan) = (outputs.to_vec(), plan.clone());
     Ok(pending
         .then(move || Ok(copy_blocks(&[&received], &outputs.iter().collect::<Vec<_>>(), &unpacking(&plan))?)))
-}
-
-/// Elements for and from every rank. The blocks were validated, so nothing overflows.
-fn counts(plan: &StridedPlan) -> (Vec<usize>, Vec<usize>) {
-    let elements = |block: &StridedBlock| block.batch * block.rows * block.run;
-    let send = plan.send.iter().map(|blocks| blocks.iter().map(elements).sum());
-    let recv = plan.recv.iter().map(|blocks| blocks.iter().map(|recv| elements(&recv.block)).sum());
-    (send.collect(), recv.collect())
 }
 
 /// The send blocks, one behind the other in tensor 0.

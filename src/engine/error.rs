@@ -2,7 +2,9 @@
 
 use crate::checkpoint::CheckpointError;
 use crate::comm::CommError;
+use crate::config::ConfigError;
 use crate::data::DataError;
+use crate::mesh::MeshError;
 use crate::model::ModelError;
 use crate::ops::OpError;
 use crate::ulysses::UlyssesError;
@@ -129,6 +131,12 @@ pub enum EngineError {
     /// A layer failed.
     #[error(transparent)]
     Model(Box<ModelError>),
+    /// The config lacks what is needed here.
+    #[error(transparent)]
+    Config(Box<ConfigError>),
+    /// The rank or an axis is not in the mesh.
+    #[error(transparent)]
+    Mesh(Box<MeshError>),
     /// The partitioned optimizer failed.
     #[error(transparent)]
     Zero(Box<ZeroError>),
@@ -168,5 +176,5 @@ macro_rules! boxed {
 }
 
 boxed! {
-    Model(ModelError), Zero(ZeroError), Ulysses(UlyssesError), Checkpoint(CheckpointError), Comm(CommError),
+    Config(ConfigError), Mesh(MeshError), Model(ModelError), Zero(ZeroError), Ulysses(UlyssesError), Checkpoint(CheckpointError), Comm(CommError),
 }

@@ -29,6 +29,7 @@ mod hf_rope;
 mod layer;
 mod llama;
 mod preset;
+mod published;
 mod stack;
 mod tensor_file;
 #[cfg(test)]
@@ -47,5 +48,6 @@ pub use hf::HfWeights;
 pub use layer::{Init, Layer, ParameterSpec, Saved};
 pub use llama::{HeadChunk, LlamaConfig};
 pub use preset::{PRESETS, preset};
+pub use published::{PUBLISHED, shape};
 pub use stack::{Model, UnitSpec};
 pub use weights::{RandomWeights, WeightSource};

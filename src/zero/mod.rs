@@ -38,4 +38,5 @@ pub use error::ZeroError;
 pub use held::HeldBytes;
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialise, ZeroGroups, ZeroOptimizer};
+pub use rule::state_kinds;
 pub use state::RestoreState;

@@ -41,8 +41,8 @@ impl Owned {
     }
 }
 
-/// The tensors of state that every element needs, by the names that they have in checkpoints.
-pub(super) fn state_kinds(config: &OptimizerConfig) -> &'static [&'static str] {
+/// The tensors of state that an optimizer keeps of every element, by the names that they have in checkpoints.
+pub fn state_kinds(config: &OptimizerConfig) -> &'static [&'static str] {
     match *config {
         OptimizerConfig::Adam { .. } | OptimizerConfig::Lamb { .. } => &["exp_avg", "exp_avg_sq"],
         OptimizerConfig::Sgd { momentum, .. } if momentum != 0.0 => &["momentum"],

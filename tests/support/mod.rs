@@ -14,4 +14,5 @@ pub mod golden;
 pub mod llama_block;
 pub mod mesh_run;
 pub mod problems;
+pub mod recorded;
 pub mod reference;

@@ -3,9 +3,10 @@
 use super::call::Call;
 use super::communicator::{Communicator, Round, Stage};
 use super::engine::{Operation, Step, Stuck};
-use super::exchange::{DIRECT_REDUCE_MAX_ELEMS, Exchange};
+use super::exchange::Exchange;
 use crate::comm::CommError;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
+use crate::comm::traffic::DIRECT_REDUCE_MAX_ELEMS;
 use crate::device::Fence;
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};

@@ -6,20 +6,13 @@
 
 use super::call::Call;
 use super::communicator::{Communicator, Round};
+use crate::comm::traffic::all_reduce_chunk;
 use crate::comm::{CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
 use crate::ops::rank_reduce;
 use crate::ops::transpose::{BlockCopy, copy_blocks};
 use crate::tensor::zeros;
 use candle_core::Tensor;
 use std::ops::Range;
-
-/// Up to here every rank of an all_reduce reduces all elements itself; above, each
-/// reduces its chunk and collects those of the others.
-pub(super) const DIRECT_REDUCE_MAX_ELEMS: usize = 4096;
-
-/// Chunks begin at multiples of this, where 16-byte accesses are aligned if those of
-/// the whole tensor are.
-const CHUNK_ALIGN_ELEMS: usize = 8;
 
 /// What one rank sees of a round in which all have posted agreeing calls.
 #[derive(Clone, Copy)]
@@ -47,11 +40,7 @@ impl Pull {
 impl Exchange<'_> {
     /// The part of `count` elements that a rank reduces in an all_reduce.
     pub(super) fn chunk_of(&self, rank: usize, count: usize) -> Range<usize> {
-        let ranks = self.comm.world_size();
-        let begin = |rank| {
-            if rank == ranks { count } else { rank * count / ranks / CHUNK_ALIGN_ELEMS * CHUNK_ALIGN_ELEMS }
-        };
-        begin(rank)..begin(rank + 1)
+        all_reduce_chunk(self.comm.world_size(), rank, count)
     }
 
     /// Counts what was copied out of a peer's memory.

@@ -99,6 +99,13 @@ fn zeros_like(tensor: &Tensor) -> candle_core::Result<Tensor> {
     zeros(tensor.shape(), tensor.dtype(), tensor.device())
 }
 
+/// Bytes of working memory that each CPU thread keeps once it has computed a forward (or, with `backward`, a
+/// backward) pass over rows of `num_tokens` tokens.
+#[must_use]
+pub fn scratch_bytes(num_tokens: usize, head_dim: usize, backward: bool) -> usize {
+    cpu::scratch_bytes(num_tokens, head_dim, backward)
+}
+
 /// Attention on this rank alone, with `scale = 1 / sqrt(head_dim)`.
 ///
 /// Runs on the tensors' device, on a CPU in the current rayon pool; the results do not depend on its number of

@@ -32,6 +32,17 @@ simd_kernel! {
     }
 }
 
+/// Rows of a block that has a partial weight gradient. The cut must not depend on the number of threads: it fixes
+/// the order of the sum over rows.
+fn weight_block_rows(num_rows: usize) -> usize {
+    num_rows.div_ceil(MAX_WEIGHT_BLOCKS).max(MIN_WEIGHT_BLOCK_ROWS)
+}
+
+/// Bytes of the partial weight gradients of `num_rows` rows of `d` elements, and of their sum.
+pub(super) fn backward_scratch_bytes(num_rows: usize, d: usize) -> usize {
+    num_rows.div_ceil(weight_block_rows(num_rows)) * d * size_of::<f32>() + d * size_of::<f64>()
+}
+
 /// What the backward pass reads.
 #[derive(Clone, Copy)]
 pub(super) struct BackwardInputs<'a> {
@@ -45,8 +56,7 @@ pub(super) struct BackwardInputs<'a> {
 pub(super) fn backward(inputs: BackwardInputs<'_>, dx: &mut [f32], accumulate_dx: bool) -> Vec<f32> {
     let BackwardInputs { dy, x, weight, rstd } = inputs;
     let d = weight.len();
-    // The cut must not depend on the number of threads: it fixes the order of the sum over rows.
-    let rows = rstd.len().div_ceil(MAX_WEIGHT_BLOCKS).max(MIN_WEIGHT_BLOCK_ROWS);
+    let rows = weight_block_rows(rstd.len());
     let mut partials = vec![0.0; rstd.len().div_ceil(rows) * d];
 
     let blocks = (

@@ -43,6 +43,12 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
     }
 }
 
+/// Bytes that [`backward`] allocates for itself on the CPU, of `n` rows of `d` elements in f32.
+#[must_use]
+pub fn backward_scratch_bytes(n: usize, d: usize) -> usize {
+    cpu::backward_scratch_bytes(n, d)
+}
+
 /// Gradients of [`forward`]: dx is overwritten, or added to with `accumulate_dx`; dweight is added to, where there
 /// is one.
 ///

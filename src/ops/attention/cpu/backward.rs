@@ -6,7 +6,7 @@
 use super::{
     Problem,
     matrix::{Heads, HeadsMut, Mat, MatMut, Store, multiply},
-    scratch::with_scratch,
+    scratch::{key_block_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, row_dots, softmax_backward},
     tiles::{KEY_BLOCK, QUERY_BLOCK, Span, spans},
 };
@@ -124,9 +124,7 @@ impl Pass<'_> {
     fn key_block(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
         let Problem { q, dims, scale, geometry, .. } = self.problem;
         let visible = geometry.visible(row);
-        let tile = QUERY_BLOCK * ROW_STRIDE;
-        let block = keys.len() * dims.head_dim;
-        with_scratch([tile, tile, block, block, block, block], |[p, ds, k, v, dk, dv]| {
+        with_scratch(key_block_lengths(keys.len(), dims.head_dim), |[p, ds, k, v, dk, dv]| {
             let block = self.gather(row, kv_head, keys.clone(), k, v);
             dk.fill(0.0);
             dv.fill(0.0);

@@ -3,7 +3,7 @@
 use super::{
     Problem,
     matrix::{HeadsMut, Mat, MatMut, Store, multiply},
-    scratch::with_scratch,
+    scratch::{query_block_lengths, with_scratch},
     softmax::{ROW_STRIDE, Running, online_softmax},
     tiles::{KEY_BLOCK, QUERY_BLOCK, spans},
 };
@@ -36,8 +36,7 @@ impl Task {
     fn run(&self, problem: &Problem<'_>, o: &HeadsMut<'_>, lse: &mut [f32]) {
         let head_dim = problem.dims.head_dim;
         let rows = self.queries.len();
-        let lengths = [rows * ROW_STRIDE, KEY_BLOCK * head_dim, rows * head_dim, rows, rows];
-        with_scratch(lengths, |[scores, k_block, output, max, sum]| {
+        with_scratch(query_block_lengths(rows, head_dim), |[scores, k_block, output, max, sum]| {
             output.fill(0.0);
             max.fill(f32::NEG_INFINITY);
             sum.fill(0.0);

@@ -11,6 +11,7 @@ mod tiles;
 pub(super) use backward::{Gradients, Upstream, backward, delta};
 pub(super) use forward::forward;
 pub(super) use matrix::Heads;
+pub(super) use scratch::scratch_bytes;
 
 use super::{Geometry, dims::Dims};
 

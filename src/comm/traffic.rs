@@ -1,0 +1,128 @@
+//! How many elements a collective moves between each pair of ranks: pure integers.
+//!
+//! The thread backend divides its reductions by these rules and counts what it moved; the
+//! schedule of a step and the `fake` backend, which move nothing, go by them too.
+
+use super::StridedPlan;
+use std::ops::Range;
+
+/// Up to here every rank of an all_reduce reduces all elements itself; above, each
+/// reduces its chunk and collects those of the others.
+pub const DIRECT_REDUCE_MAX_ELEMS: usize = 4096;
+
+/// Chunks begin at multiples of this, where 16-byte accesses are aligned if those of
+/// the whole tensor are.
+const CHUNK_ALIGN_ELEMS: usize = 8;
+
+/// The part of `count` elements that a rank of `ranks` reduces in an all_reduce.
+pub fn all_reduce_chunk(ranks: usize, rank: usize, count: usize) -> Range<usize> {
+    let begin = |rank| {
+        if rank == ranks { count } else { rank * count / ranks / CHUNK_ALIGN_ELEMS * CHUNK_ALIGN_ELEMS }
+    };
+    begin(rank)..begin(rank + 1)
+}
+
+/// Elements that one rank moves in a collective, by member of its group; nothing to itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Traffic {
+    /// To each member.
+    pub sent: Vec<u64>,
+    /// From each member.
+    pub received: Vec<u64>,
+}
+
+impl Traffic {
+    /// What `sent` and `received` say of each peer of `rank`.
+    fn between(
+        ranks: usize,
+        rank: usize,
+        sent: impl Fn(usize) -> usize,
+        received: impl Fn(usize) -> usize,
+    ) -> Self {
+        let to_peers = |elements: &dyn Fn(usize) -> usize| {
+            (0..ranks).map(|peer| if peer == rank { 0 } else { elements(peer) as u64 }).collect()
+        };
+        Self { sent: to_peers(&sent), received: to_peers(&received) }
+    }
+
+    /// `count` elements of every rank to every rank.
+    pub fn all_gather(ranks: usize, rank: usize, count: usize) -> Self {
+        Self::between(ranks, rank, |_| count, |_| count)
+    }
+
+    /// `chunk` elements of every rank for every rank, which adds them up.
+    pub fn reduce_scatter(ranks: usize, rank: usize, chunk: usize) -> Self {
+        Self::between(ranks, rank, |_| chunk, |_| chunk)
+    }
+
+    /// `count` elements reduced on all ranks: at once where they are few, else chunk by chunk,
+    /// of which each rank reduces one and collects the others' results.
+    pub fn all_reduce(ranks: usize, rank: usize, count: usize) -> Self {
+        if count <= DIRECT_REDUCE_MAX_ELEMS {
+            return Self::all_gather(ranks, rank, count);
+        }
+        let own = all_reduce_chunk(ranks, rank, count).len();
+        let both = |peer| own + all_reduce_chunk(ranks, peer, count).len();
+        Self::between(ranks, rank, both, both)
+    }
+
+    /// What the counts of an all_to_all say.
+    pub fn all_to_all(rank: usize, send_counts: &[usize], recv_counts: &[usize]) -> Self {
+        Self::between(send_counts.len(), rank, |peer| send_counts[peer], |peer| recv_counts[peer])
+    }
+
+    /// What the blocks of a strided all_to_all hold.
+    pub fn strided(rank: usize, plan: &StridedPlan) -> Self {
+        let (send_counts, recv_counts) = plan.counts();
+        Self::all_to_all(rank, &send_counts, &recv_counts)
+    }
+
+    /// `count` elements of `root` to every rank.
+    pub fn broadcast(ranks: usize, rank: usize, root: usize, count: usize) -> Self {
+        let if_root = |is_root: bool| if is_root { count } else { 0 };
+        Self::between(ranks, rank, |_| if_root(rank == root), |peer| if_root(peer == root))
+    }
+
+    /// Elements sent to all members.
+    pub fn total_sent(&self) -> u64 {
+        self.sent.iter().sum()
+    }
+
+    /// Elements received from all members.
+    pub fn total_received(&self) -> u64 {
+        self.received.iter().sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_cover_the_elements_and_begin_aligned() {
+        for (ranks, count) in [(1, 5000), (3, 5000), (4, 4097), (7, 12_345)] {
+            let chunks: Vec<_> = (0..ranks).map(|rank| all_reduce_chunk(ranks, rank, count)).collect();
+            assert_eq!((chunks[0].start, chunks[ranks - 1].end), (0, count));
+            assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(chunks.iter().all(|chunk| chunk.start % CHUNK_ALIGN_ELEMS == 0));
+        }
+    }
+
+    #[test]
+    fn what_one_rank_sends_to_another_the_other_receives() {
+        for count in [7, 4096, 4097, 100_003] {
+            let all: Vec<_> = (0..5).map(|rank| Traffic::all_reduce(5, rank, count)).collect();
+            for (from, to) in (0..5).flat_map(|from| (0..5).map(move |to| (from, to))) {
+                assert_eq!(all[from].sent[to], all[to].received[from]);
+            }
+            assert!((0..5).all(|rank| all[rank].sent[rank] == 0));
+        }
+    }
+
+    #[test]
+    fn a_chunked_reduction_sends_what_a_ring_would() {
+        // 2 (P − 1)/P of the elements, in whatever order they travel.
+        let all = (0..4).map(|rank| Traffic::all_reduce(4, rank, 64_000));
+        assert!(all.into_iter().all(|traffic| traffic.total_sent() == 2 * 64_000 * 3 / 4));
+    }
+}

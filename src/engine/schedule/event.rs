@@ -1,0 +1,164 @@
+//! What happens on a rank in a step.
+
+use crate::comm::CollectiveOp;
+use std::fmt;
+use std::sync::Arc;
+
+/// One thing that happens on a rank, in the order in which its thread does it.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// A collective is started.
+    Collective(Transfer),
+    /// Arithmetic.
+    Compute(Work),
+    /// Memory is taken (positive) or freed.
+    Memory {
+        /// What it holds.
+        category: Category,
+        /// Bytes more, or less.
+        bytes: i64,
+    },
+}
+
+/// A collective of this rank with a group along an axis of the mesh.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Transfer {
+    /// The operation.
+    pub op: CollectiveOp,
+    /// What for.
+    pub purpose: Purpose,
+    /// The group.
+    pub axis: Axis,
+    /// Bytes of the tensors that this rank puts in.
+    pub input_bytes: u64,
+    /// Bytes that this rank sends to each member of the group, in group order.
+    pub sent_to: Arc<[u64]>,
+    /// Bytes that this rank receives from all of them.
+    pub received_bytes: u64,
+}
+
+impl Transfer {
+    /// Bytes that this rank sends to all members of the group.
+    pub fn sent_bytes(&self) -> u64 {
+        self.sent_to.iter().sum()
+    }
+}
+
+/// Why ranks communicate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Purpose {
+    /// Partitioned parameters of a unit, before its use.
+    GatherParameters,
+    /// The Ulysses exchange of q, k, v and the output.
+    ExchangeForward,
+    /// The same of their gradients.
+    ExchangeBackward,
+    /// Gradients of a unit, over dp or over sp.
+    ReduceGradients,
+    /// Updated parameters of a unit.
+    PublishParameters,
+    /// Some numbers: losses, tokens, norms.
+    Agree,
+}
+
+impl fmt::Display for Purpose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::GatherParameters => "gather parameters",
+            Self::ExchangeForward => "exchange forward",
+            Self::ExchangeBackward => "exchange backward",
+            Self::ReduceGradients => "reduce gradients",
+            Self::PublishParameters => "publish parameters",
+            Self::Agree => "losses and norms",
+        })
+    }
+}
+
+/// An axis of the mesh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Axis {
+    /// Data parallel.
+    Dp,
+    /// Sequence parallel.
+    Sp,
+}
+
+impl Axis {
+    /// Its name in a mesh.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Dp => "dp",
+            Self::Sp => "sp",
+        }
+    }
+}
+
+/// Floating-point operations of a piece of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Work {
+    /// Which piece.
+    pub piece: Piece,
+    /// Which pass.
+    pub pass: Pass,
+    /// Operations; a multiplication with an addition is two.
+    pub flops: f64,
+}
+
+/// A piece of the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Piece {
+    /// Projections to and from the heads of a layer.
+    Projections,
+    /// Attention of this rank's heads over all tokens.
+    Attention,
+    /// The MLP of a layer.
+    Mlp,
+    /// The output projection with its loss.
+    Head,
+}
+
+/// A pass over the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Pass {
+    /// From tokens to loss.
+    Forward,
+    /// A layer's forward once more, because its state was dropped.
+    Recompute,
+    /// From loss to gradients.
+    Backward,
+}
+
+/// What memory holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Category {
+    /// Parameters, gathered ones included.
+    Parameters,
+    /// Gradients, whole ones on their way to their partitions included.
+    Gradients,
+    /// Optimizer state and master copy.
+    Optimizer,
+    /// Activations and their gradients.
+    Activations,
+    /// What the exchange receives into: q, k, v and their gradients with all tokens of some heads.
+    Exchange,
+    /// Scratch of single operations, recycled storage between two uses, tokens, tables and plans.
+    Other,
+}
+
+impl Category {
+    /// All of them, in the order of the enum.
+    pub const ALL: [Self; 6] =
+        [Self::Parameters, Self::Gradients, Self::Optimizer, Self::Activations, Self::Exchange, Self::Other];
+
+    /// Its name in tables and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Parameters => "parameters",
+            Self::Gradients => "gradients",
+            Self::Optimizer => "optimizer",
+            Self::Activations => "activations",
+            Self::Exchange => "exchange",
+            Self::Other => "other",
+        }
+    }
+}

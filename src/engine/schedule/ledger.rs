@@ -1,0 +1,155 @@
+//! The memory of a rank, buffer by buffer, told in events.
+//!
+//! It follows [`Workspace`](crate::ops::Workspace) to the letter: what is given back waits for the next
+//! tensor of as many elements, and no more is kept than was taken. So recycled storage counts, as it
+//! does in the allocator.
+
+use super::event::{Category, Event};
+use std::collections::HashMap;
+use std::collections::VecDeque;
+
+/// A buffer in use. It ends in [`Ledger::free`] or [`Ledger::give`].
+#[derive(Debug)]
+#[must_use]
+pub(super) struct Buffer {
+    category: Category,
+    elems: usize,
+    element: Element,
+}
+
+/// What elements of a tensor are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Element {
+    /// Parameters and activations: of the config's precision.
+    Stored,
+    /// f32, whatever that is.
+    F32,
+}
+
+/// The tensors of one size that wait for their next use, and how many were taken and not given back.
+#[derive(Debug, Default)]
+struct Shelf {
+    free: usize,
+    taken: usize,
+}
+
+/// What a rank holds, and the events of which that follows.
+#[derive(Debug)]
+pub(super) struct Ledger {
+    events: VecDeque<Event>,
+    stored_bytes: usize,
+    /// By bytes of an element and number of elements.
+    shelves: HashMap<(usize, usize), Shelf>,
+}
+
+impl Ledger {
+    /// Of a rank whose parameters and activations have elements of `stored_bytes`.
+    pub(super) fn new(stored_bytes: usize) -> Self {
+        Self { events: VecDeque::new(), stored_bytes, shelves: HashMap::new() }
+    }
+
+    pub(super) fn next_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    pub(super) fn push(&mut self, event: Event) {
+        self.events.push_back(event);
+    }
+
+    /// Bytes of an element.
+    pub(super) fn bytes_of(&self, element: Element) -> usize {
+        match element {
+            Element::Stored => self.stored_bytes,
+            Element::F32 => size_of::<f32>(),
+        }
+    }
+
+    /// A tensor of its own storage.
+    pub(super) fn allocate(&mut self, category: Category, element: Element, elems: usize) -> Buffer {
+        self.hold(category, (elems * self.bytes_of(element)) as i64);
+        Buffer { category, elems, element }
+    }
+
+    /// The end of a tensor whose storage nobody recycles.
+    pub(super) fn free(&mut self, buffer: Buffer) {
+        self.hold(buffer.category, -((buffer.elems * self.bytes_of(buffer.element)) as i64));
+    }
+
+    /// A tensor from the workspace.
+    pub(super) fn take(&mut self, category: Category, element: Element, elems: usize) -> Buffer {
+        let shelf = self.shelves.entry((self.bytes_of(element), elems)).or_default();
+        shelf.taken += 1;
+        if shelf.free > 0 {
+            shelf.free -= 1;
+            self.hold(Category::Other, -((elems * self.bytes_of(element)) as i64));
+        }
+        self.allocate(category, element, elems)
+    }
+
+    /// A tensor to the workspace, which keeps it if it has handed out one of that size.
+    pub(super) fn give(&mut self, buffer: Buffer) {
+        let (bytes, elems) = (self.bytes_of(buffer.element), buffer.elems);
+        self.free(buffer);
+        if let Some(shelf) = self.shelves.get_mut(&(bytes, elems)).filter(|shelf| shelf.taken > 0) {
+            shelf.taken -= 1;
+            shelf.free += 1;
+            self.hold(Category::Other, (elems * bytes) as i64);
+        }
+    }
+
+    /// Memory that an operation needs while it runs.
+    pub(super) fn scratch(&mut self, bytes: usize) {
+        self.hold(Category::Other, bytes as i64);
+        self.hold(Category::Other, -(bytes as i64));
+    }
+
+    /// An operation on tensors of the config's precision, with `scratch` bytes of its own besides. 16-bit
+    /// operands exist in f32 as well while it runs.
+    pub(super) fn operate(&mut self, operands: &[usize], scratch: usize) {
+        let widened = if self.stored_bytes < size_of::<f32>() { operands.iter().sum() } else { 0 };
+        self.scratch(widened * size_of::<f32>() + scratch);
+    }
+
+    /// Bytes more, or less, of a category.
+    pub(super) fn hold(&mut self, category: Category, bytes: i64) {
+        if bytes != 0 {
+            self.push(Event::Memory { category, bytes });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held(ledger: &mut Ledger) -> i64 {
+        std::iter::from_fn(|| ledger.next_event())
+            .map(|event| if let Event::Memory { bytes, .. } = event { bytes } else { 0 })
+            .sum()
+    }
+
+    #[test]
+    fn a_given_tensor_is_taken_again_and_a_foreign_one_takes_the_place_of_a_dropped_one() {
+        let mut ledger = Ledger::new(4);
+        let taken = ledger.take(Category::Activations, Element::Stored, 8);
+        ledger.give(taken);
+        assert_eq!(held(&mut ledger), 32, "it waits");
+        let taken = ledger.take(Category::Activations, Element::F32, 8);
+        assert_eq!(held(&mut ledger), 0, "of one size in bytes, so the same storage");
+        ledger.free(taken);
+        let foreign = ledger.allocate(Category::Activations, Element::F32, 8);
+        ledger.give(foreign);
+        assert_eq!(held(&mut ledger), 0, "freed one, kept another");
+        let foreign = ledger.allocate(Category::Activations, Element::F32, 8);
+        ledger.give(foreign);
+        assert_eq!(held(&mut ledger), 0, "no more is kept than was taken");
+    }
+
+    #[test]
+    fn narrow_operands_are_widened_while_an_operation_runs() {
+        let mut ledger = Ledger::new(2);
+        ledger.operate(&[3, 4], 5);
+        assert_eq!(ledger.next_event(), Some(Event::Memory { category: Category::Other, bytes: 7 * 4 + 5 }));
+        assert_eq!(held(&mut ledger), -(7 * 4 + 5));
+    }
+}

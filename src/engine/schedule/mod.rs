@@ -1,0 +1,315 @@
+//! What a rank does in a step, without doing it.
+//!
+//! [`schedule`] goes through a training step as [`Engine`](crate::engine::Engine) does and tells every
+//! collective with its bytes, the arithmetic, and every buffer that is taken or freed. It holds no tensor and
+//! knows no other rank, so the steps of a world of thousands cost a loop. Its files follow the code that they
+//! mirror: [`units`] is ZeRO's order of gathers and reductions, [`layer`] the decoder layer, [`attention`] the
+//! exchange with the attention, [`ledger`] the workspace. `tests/schedule.rs` compares it event for event with
+//! what real ranks do, `tests/plan_memory.rs` its memory with the allocator's count.
+//!
+//! A change of what the engine allocates or communicates is made here as well; the tests say where.
+
+mod attention;
+mod dims;
+mod event;
+mod layer;
+mod ledger;
+mod units;
+
+pub use event::{Axis, Category, Event, Pass, Piece, Purpose, Transfer, Work};
+
+use super::EngineError;
+use crate::comm::CollectiveOp;
+use crate::config::{Config, LossNormalization};
+use crate::mesh::DeviceMesh;
+use crate::model::{LlamaConfig, Model};
+use attention::SequenceParallel;
+use dims::{Dims, Place};
+use layer::{LayerPass, SavedLayer};
+use ledger::{Buffer, Ledger};
+use std::iter::FusedIterator;
+use units::Units;
+
+/// Working memory that the matrix product keeps for each thread: as much as a core's second-level cache.
+const PRODUCT_SCRATCH_BYTES: usize = 2 << 20;
+
+/// The events of one rank, in its order: first what it holds throughout, then a step.
+///
+/// A group of one rank moves nothing, so nothing is told of it. What happens in few steps only (the comparison
+/// of replicas, checkpoints) is not told either.
+///
+/// # Errors
+/// A config without `seq_len`, a model or a mesh that it does not fit, or a rank outside the mesh.
+pub fn schedule(
+    config: &Config,
+    model: &LlamaConfig,
+    mesh: &DeviceMesh,
+    rank: usize,
+) -> Result<Schedule, EngineError> {
+    Schedule::new(config, model, mesh, rank, None)
+}
+
+/// The iterator of [`schedule`].
+#[derive(Debug)]
+pub struct Schedule {
+    dims: Dims,
+    ledger: Ledger,
+    units: Units,
+    attention: SequenceParallel,
+    num_layers: usize,
+    is_tied: bool,
+    recompute: bool,
+    accumulation: usize,
+    normalises_micro_batches: bool,
+    next: Phase,
+    steps_left: usize,
+    micro_step: usize,
+    tape: Tape,
+}
+
+/// What comes next.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Phase {
+    Begin,
+    Forward { layer: usize },
+    Head,
+    Backward { layer: usize },
+    Embedding,
+    Step,
+    End,
+}
+
+/// What the forward pass leaves for the backward pass.
+#[derive(Debug, Default)]
+struct Tape {
+    /// Input of every layer, then the hidden state or, in the backward pass, the output of the layer before.
+    inputs: Vec<Buffer>,
+    saved: Vec<Option<SavedLayer>>,
+    /// Gradient of the layer that comes next.
+    gradient: Option<Buffer>,
+    table_bytes: usize,
+}
+
+impl Schedule {
+    /// As [`schedule`], of rows that are packed with documents of `document_len` tokens.
+    ///
+    /// # Errors
+    /// As [`schedule`].
+    pub fn new(
+        config: &Config,
+        model: &LlamaConfig,
+        mesh: &DeviceMesh,
+        rank: usize,
+        document_len: Option<usize>,
+    ) -> Result<Self, EngineError> {
+        let (dp, sp) = (Place::along(mesh, "dp", rank)?, Place::along(mesh, "sp", rank)?);
+        for (axis, configured, actual) in [("dp", config.dp_size, dp.ranks), ("sp", config.sp_size, sp.ranks)]
+        {
+            if configured != actual {
+                return Err(EngineError::MeshMismatch { axis, configured, actual });
+            }
+        }
+        let layers = Model::llama(model)?;
+        let (dims, plan) = Dims::new(config, model, document_len, sp)?;
+        let element_bytes = config.precision.dtype().size_in_bytes();
+        let threads = config.threads_per_rank.unwrap_or(1);
+        let mut ledger = Ledger::new(element_bytes);
+        ledger.hold(Category::Other, (threads * PRODUCT_SCRATCH_BYTES) as i64);
+        Ok(Self {
+            units: Units::new(config, &layers, dp, sp, &mut ledger),
+            attention: SequenceParallel::new(&plan, element_bytes, threads),
+            dims,
+            ledger,
+            num_layers: model.num_layers,
+            is_tied: model.tie_word_embeddings,
+            recompute: config.activation_checkpointing,
+            accumulation: config.gradient_accumulation_steps,
+            normalises_micro_batches: config.loss_normalization == LossNormalization::MicroBatch,
+            next: Phase::Begin,
+            steps_left: 1,
+            micro_step: 0,
+            tape: Tape::default(),
+        })
+    }
+
+    /// Several steps instead of one: from the second on the workspace is warm.
+    #[must_use]
+    pub fn steps(mut self, steps: usize) -> Self {
+        self.steps_left = steps;
+        self
+    }
+
+    fn head_unit(&self) -> usize {
+        if self.is_tied { 0 } else { self.num_layers + 1 }
+    }
+
+    /// The unit that the forward pass needs after that of `layer`.
+    fn unit_after(&self, layer: usize) -> usize {
+        if layer + 1 < self.num_layers { layer + 2 } else { self.head_unit() }
+    }
+
+    fn layer_pass(&mut self) -> LayerPass<'_> {
+        LayerPass { dims: &self.dims, attention: &mut self.attention, ledger: &mut self.ledger }
+    }
+
+    /// Tells the events of the next phase.
+    fn advance(&mut self) {
+        self.next = match self.next {
+            Phase::Begin if self.steps_left == 0 => Phase::End,
+            Phase::Begin => self.begin_micro_batch(),
+            Phase::Forward { layer } if layer == self.num_layers => Phase::Head,
+            Phase::Forward { layer } => self.forward(layer),
+            Phase::Head => self.head(),
+            Phase::Backward { layer: 0 } => Phase::Embedding,
+            Phase::Backward { layer } => self.backward(layer - 1),
+            Phase::Embedding => self.embedding_backward(),
+            Phase::Step => {
+                self.units.step(&mut self.ledger);
+                self.steps_left -= 1;
+                Phase::Begin
+            }
+            Phase::End => Phase::End,
+        };
+    }
+
+    /// Tokens, their tables, and the embedding.
+    fn begin_micro_batch(&mut self) -> Phase {
+        let Dims { hidden, vocab, head_dim, .. } = self.dims;
+        let tokens = self.dims.tokens();
+        // The batch: ids, labels and positions. The context: positions and the rotary tables.
+        let batch = tokens * (size_of::<u32>() + size_of::<i64>() + size_of::<u32>());
+        let rope = tokens * head_dim * size_of::<f32>();
+        let tables = batch + tokens * size_of::<u32>() + self.dims.geometry_bytes() + rope;
+        self.ledger.hold(Category::Other, tables as i64);
+        self.tape.table_bytes = tables;
+        self.attention.begin_micro_batch();
+        self.units.gather(0, &mut self.ledger);
+        self.units.gather(if self.num_layers == 0 { self.head_unit() } else { 1 }, &mut self.ledger);
+        let x = self.layer_pass().take(tokens * hidden);
+        self.ledger.operate(&[vocab * hidden, tokens * hidden], 0);
+        self.units.release(0, &mut self.ledger);
+        self.tape.inputs.push(x);
+        Phase::Forward { layer: 0 }
+    }
+
+    fn forward(&mut self, layer: usize) -> Phase {
+        self.units.gather(layer + 1, &mut self.ledger);
+        self.units.gather(self.unit_after(layer), &mut self.ledger);
+        let (y, saved) = self.layer_pass().forward(Pass::Forward);
+        self.units.release(layer + 1, &mut self.ledger);
+        self.tape.inputs.push(y);
+        let saved = if self.recompute {
+            saved.drop_state(&mut self.ledger);
+            None
+        } else {
+            Some(saved)
+        };
+        self.tape.saved.push(saved);
+        Phase::Forward { layer: layer + 1 }
+    }
+
+    /// The head's forward, the loss, and the head's backward.
+    fn head(&mut self) -> Phase {
+        let Dims { hidden, vocab, loss_tile, .. } = self.dims;
+        let (unit, tokens) = (self.head_unit(), self.dims.tokens());
+        let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab * size_of::<f32>());
+        let flops = 2.0 * x as f64 * vocab as f64;
+        self.units.gather(unit, &mut self.ledger);
+        let mut pass = self.layer_pass();
+        let (normed, rstd) = pass.normalise();
+        let lse = pass.take_f32(tokens);
+        pass.ledger.operate(&[x, weight], tile);
+        pass.compute(Piece::Head, Pass::Forward, flops);
+        pass.ledger.give(normed);
+
+        let ids_and_labels = tokens * (size_of::<u32>() + size_of::<i64>());
+        self.tape.table_bytes += ids_and_labels;
+        self.ledger.hold(Category::Other, ids_and_labels as i64);
+        if self.normalises_micro_batches {
+            let agree = (CollectiveOp::AllReduce, Axis::Sp, Purpose::Agree);
+            self.units.transfer(&mut self.ledger, agree, (1, size_of::<f64>()));
+        }
+        self.units.gradients(unit, &mut self.ledger);
+        if self.num_layers > 0 {
+            self.units.gather(self.num_layers, &mut self.ledger);
+        }
+        let mut pass = self.layer_pass();
+        let (gradient, rstd_again) = pass.normalise();
+        let dnormed = pass.take(x);
+        let packed = loss_tile.min(512) * vocab * size_of::<f32>();
+        pass.ledger.operate(&[x, weight, x], tile + packed);
+        pass.backward_norm();
+        pass.compute(Piece::Head, Pass::Backward, 2.0 * flops);
+        [rstd, rstd_again, lse, dnormed].into_iter().for_each(|buffer| pass.ledger.give(buffer));
+        self.units.release(unit, &mut self.ledger);
+        if !self.is_tied {
+            self.units.reduce(unit, self.is_boundary(), &mut self.ledger);
+        }
+        self.tape.gradient = Some(gradient);
+        Phase::Backward { layer: self.num_layers }
+    }
+
+    fn backward(&mut self, layer: usize) -> Phase {
+        let unit = layer + 1;
+        self.units.gather(unit, &mut self.ledger);
+        self.units.gradients(unit, &mut self.ledger);
+        if layer > 0 {
+            self.units.gather(unit - 1, &mut self.ledger);
+        }
+        let (output, saved) = match self.tape.saved.pop().flatten() {
+            Some(saved) => (None, saved),
+            None => {
+                let (y, saved) = self.layer_pass().forward(Pass::Recompute);
+                (Some(y), saved)
+            }
+        };
+        self.layer_pass().backward(saved);
+        output.into_iter().for_each(|y| self.ledger.give(y));
+        self.units.release(unit, &mut self.ledger);
+        // What the layer put out is of no more use; its input waits for the layer before.
+        self.tape.inputs.pop().into_iter().for_each(|output| self.ledger.give(output));
+        self.units.reduce(unit, self.is_boundary(), &mut self.ledger);
+        Phase::Backward { layer }
+    }
+
+    fn embedding_backward(&mut self) -> Phase {
+        self.units.gradients(0, &mut self.ledger);
+        self.ledger.operate(&[self.dims.tokens() * self.dims.hidden], 0);
+        let used = self.tape.inputs.pop().into_iter().chain(self.tape.gradient.take());
+        used.for_each(|buffer| self.ledger.give(buffer));
+        self.units.reduce(0, self.is_boundary(), &mut self.ledger);
+        self.units.finish_reductions(&mut self.ledger);
+        let retained = self.attention.retained_bytes(&self.dims);
+        let freed = std::mem::take(&mut self.tape.table_bytes) - retained;
+        self.ledger.hold(Category::Other, -(freed as i64));
+        self.micro_step += 1;
+        if self.micro_step < self.accumulation {
+            return Phase::Begin;
+        }
+        self.micro_step = 0;
+        Phase::Step
+    }
+
+    /// Whether the gradients of this micro step are the last before an update.
+    fn is_boundary(&self) -> bool {
+        self.micro_step + 1 == self.accumulation
+    }
+}
+
+impl Iterator for Schedule {
+    type Item = Event;
+
+    fn next(&mut self) -> Option<Event> {
+        loop {
+            if let Some(event) = self.ledger.next_event() {
+                return Some(event);
+            }
+            if self.next == Phase::End {
+                return None;
+            }
+            self.advance();
+        }
+    }
+}
+
+impl FusedIterator for Schedule {}

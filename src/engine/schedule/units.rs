@@ -1,0 +1,247 @@
+//! What ZeRO does with the parameters and gradients of the units: the counterpart of
+//! [`ZeroOptimizer`](crate::zero::ZeroOptimizer), with its order of gathers and reductions.
+
+use super::dims::Place;
+use super::event::{Axis, Category, Event, Purpose, Transfer};
+use super::ledger::{Buffer, Element, Ledger};
+use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
+use crate::comm::{CollectiveOp, Traffic};
+use crate::config::{Config, OptimizerConfig, ZeroStage};
+use crate::model::Model;
+use crate::zero::{FlatLayout, state_kinds};
+
+/// Parameters, gradients and optimizer state of one rank.
+#[derive(Debug)]
+pub(super) struct Units {
+    units: Vec<Unit>,
+    stage: ZeroStage,
+    dp: Place,
+    sp: Place,
+    stored_bytes: usize,
+    is_lamb: bool,
+    in_flight: Option<Reduction>,
+}
+
+#[derive(Debug)]
+struct Unit {
+    partition_numel: usize,
+    padded_numel: usize,
+    num_parameters: usize,
+    /// Whole parameters of stage 3, while they are gathered.
+    gathered: Option<Buffer>,
+    /// The whole gradient of stages 2 and 3, from the unit's backward to its reduction.
+    whole_gradient: Option<Buffer>,
+}
+
+/// A reduction over dp that has been started.
+#[derive(Debug)]
+struct Reduction {
+    unit: usize,
+    /// What peers still read.
+    lent: Option<Buffer>,
+    /// Where the own partition arrives.
+    received: Option<Buffer>,
+    boundary: bool,
+}
+
+impl Units {
+    /// Lays the units of `model` out, and holds what outlives a step.
+    pub(super) fn new(config: &Config, model: &Model, dp: Place, sp: Place, ledger: &mut Ledger) -> Self {
+        let unit = |spec: crate::model::UnitSpec| {
+            let num_parameters = spec.parameters.len();
+            let parameters = spec.parameters.into_iter().map(|parameter| (parameter.name, parameter.shape));
+            let layout = FlatLayout::new(spec.name, parameters, dp.ranks);
+            Unit {
+                partition_numel: layout.partition_numel(),
+                padded_numel: layout.padded_numel(),
+                num_parameters,
+                gathered: None,
+                whole_gradient: None,
+            }
+        };
+        let units: Vec<Unit> = model.units().into_iter().map(unit).collect();
+        let stage = config.zero_stage;
+        let held = crate::zero::HeldBytes::expected(
+            stage,
+            units.iter().map(|unit| unit.padded_numel).sum(),
+            dp.ranks,
+            state_kinds(&config.optimizer).len(),
+            config.precision.dtype(),
+        );
+        ledger.hold(Category::Parameters, held.parameters as i64);
+        ledger.hold(Category::Gradients, held.gradients as i64);
+        ledger.hold(Category::Optimizer, held.optimizer as i64);
+        let is_lamb = matches!(config.optimizer, OptimizerConfig::Lamb { .. });
+        let stored_bytes = ledger.bytes_of(Element::Stored);
+        Self { units, stage, dp, sp, stored_bytes, is_lamb, in_flight: None }
+    }
+
+    /// A collective over `axis`, if that has more than one rank. A group of one moves nothing.
+    pub(super) fn transfer(
+        &self,
+        ledger: &mut Ledger,
+        (op, axis, purpose): (CollectiveOp, Axis, Purpose),
+        (elems, element_bytes): (usize, usize),
+    ) {
+        let Place { ranks, rank } = self.place(axis);
+        if ranks == 1 {
+            return;
+        }
+        let traffic = match op {
+            CollectiveOp::AllReduce => Traffic::all_reduce(ranks, rank, elems),
+            CollectiveOp::ReduceScatter => Traffic::reduce_scatter(ranks, rank, elems / ranks),
+            _ => Traffic::all_gather(ranks, rank, elems),
+        };
+        ledger.push(Event::Collective(transfer_of((op, axis, purpose), elems, element_bytes, &traffic)));
+    }
+
+    fn place(&self, axis: Axis) -> Place {
+        match axis {
+            Axis::Dp => self.dp,
+            Axis::Sp => self.sp,
+        }
+    }
+
+    /// Gathers a unit whose parameters are partitioned, unless that is done or under way.
+    pub(super) fn gather(&mut self, unit: usize, ledger: &mut Ledger) {
+        if !self.stage.partitions_parameters() || self.units[unit].gathered.is_some() {
+            return;
+        }
+        let Unit { partition_numel, padded_numel, .. } = self.units[unit];
+        let whole = ledger.allocate(Category::Parameters, Element::Stored, padded_numel);
+        self.units[unit].gathered = Some(whole);
+        let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::GatherParameters);
+        self.transfer(ledger, gather, (partition_numel, self.stored_bytes));
+    }
+
+    /// Frees a unit's gathered parameters.
+    pub(super) fn release(&mut self, unit: usize, ledger: &mut Ledger) {
+        if let Some(whole) = self.units[unit].gathered.take() {
+            ledger.free(whole);
+        }
+    }
+
+    /// Makes a place for a unit's gradients.
+    pub(super) fn gradients(&mut self, unit: usize, ledger: &mut Ledger) {
+        let unit = &mut self.units[unit];
+        if self.stage.partitions_gradients() && unit.whole_gradient.is_none() {
+            unit.whole_gradient = Some(ledger.allocate(Category::Gradients, Element::F32, unit.padded_numel));
+        }
+    }
+
+    /// Starts to reduce a unit, then completes the reduction before it.
+    pub(super) fn reduce(&mut self, unit: usize, boundary: bool, ledger: &mut Ledger) {
+        let next = self.start_reduction(unit, boundary, ledger);
+        self.finish_reductions(ledger);
+        self.in_flight = next;
+    }
+
+    fn start_reduction(&mut self, unit: usize, boundary: bool, ledger: &mut Ledger) -> Option<Reduction> {
+        let f32 = size_of::<f32>();
+        let Unit { partition_numel, padded_numel, .. } = self.units[unit];
+        if !self.stage.partitions_gradients() && !boundary {
+            return None;
+        }
+        if !self.stage.partitions_optimizer() {
+            let reduce = (CollectiveOp::AllReduce, Axis::Dp, Purpose::ReduceGradients);
+            self.transfer(ledger, reduce, (padded_numel, f32));
+            return Some(Reduction { unit, lent: None, received: None, boundary });
+        }
+        let received = ledger.allocate(Category::Gradients, Element::F32, partition_numel);
+        let scatter = (CollectiveOp::ReduceScatter, Axis::Dp, Purpose::ReduceGradients);
+        self.transfer(ledger, scatter, (padded_numel, f32));
+        // Of a group of one the collective is complete at once, and nobody reads the whole any more.
+        let mut lent = self.units[unit].whole_gradient.take();
+        if self.dp.ranks == 1 {
+            lent.take().into_iter().for_each(|whole| ledger.free(whole));
+        }
+        Some(Reduction { unit, lent, received: Some(received), boundary })
+    }
+
+    /// Completes the last reduction.
+    pub(super) fn finish_reductions(&mut self, ledger: &mut Ledger) {
+        let Some(Reduction { unit, lent, received, boundary }) = self.in_flight.take() else { return };
+        let Unit { partition_numel, padded_numel, .. } = self.units[unit];
+        lent.into_iter().for_each(|whole| ledger.free(whole));
+        match received {
+            None => {
+                ledger.scratch(reduce_scratch_bytes(self.dp, padded_numel));
+                self.sum_over_sp(padded_numel, ledger);
+            }
+            Some(received) => {
+                if boundary {
+                    self.sum_over_sp(partition_numel, ledger);
+                }
+                ledger.free(received);
+            }
+        }
+    }
+
+    fn sum_over_sp(&self, elems: usize, ledger: &mut Ledger) {
+        let reduce = (CollectiveOp::AllReduce, Axis::Sp, Purpose::ReduceGradients);
+        self.transfer(ledger, reduce, (elems, size_of::<f32>()));
+        ledger.scratch(reduce_scratch_bytes(self.sp, elems));
+    }
+
+    /// What `step` does: losses, norm, update, and the parameters of the others.
+    pub(super) fn step(&mut self, ledger: &mut Ledger) {
+        let f64 = size_of::<f64>();
+        for axis in [Axis::Dp, Axis::Sp] {
+            self.transfer(ledger, (CollectiveOp::AllReduce, axis, Purpose::Agree), (2, f64));
+        }
+        if self.stage.partitions_optimizer() {
+            let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::Agree);
+            self.transfer(ledger, gather, (1, f64));
+            if self.is_lamb {
+                let norms = 2 * self.units.iter().map(|unit| unit.num_parameters).sum::<usize>();
+                self.transfer(ledger, gather, (norms, f64));
+            }
+        }
+        (0..self.units.len()).for_each(|unit| self.release(unit, ledger));
+        self.publish(ledger);
+    }
+
+    /// Two gathers at a time, each with a copy of the own partition.
+    fn publish(&self, ledger: &mut Ledger) {
+        let is_whole = !self.stage.partitions_parameters() && self.stage.partitions_optimizer();
+        if !is_whole || self.dp.ranks == 1 {
+            return;
+        }
+        let mut in_flight = None;
+        for unit in &self.units {
+            let own = ledger.allocate(Category::Parameters, Element::Stored, unit.partition_numel);
+            let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::PublishParameters);
+            self.transfer(ledger, gather, (unit.partition_numel, self.stored_bytes));
+            in_flight.replace(own).into_iter().for_each(|before| ledger.free(before));
+        }
+        in_flight.into_iter().for_each(|last| ledger.free(last));
+    }
+}
+
+/// A transfer of which `traffic` says how many elements go to and come from each member.
+pub(super) fn transfer_of(
+    (op, axis, purpose): (CollectiveOp, Axis, Purpose),
+    input_elems: usize,
+    element_bytes: usize,
+    traffic: &Traffic,
+) -> Transfer {
+    let bytes = element_bytes as u64;
+    Transfer {
+        op,
+        axis,
+        purpose,
+        input_bytes: input_elems as u64 * bytes,
+        sent_to: traffic.sent.iter().map(|elems| elems * bytes).collect(),
+        received_bytes: traffic.total_received() * bytes,
+    }
+}
+
+/// Bytes that an all_reduce of f32 elements in place allocates: the result, or this rank's chunk of it.
+fn reduce_scratch_bytes(Place { ranks, rank }: Place, elems: usize) -> usize {
+    let reduced = match ranks {
+        1 => 0,
+        _ if elems <= DIRECT_REDUCE_MAX_ELEMS => elems,
+        _ => all_reduce_chunk(ranks, rank, elems).len(),
+    };
+    reduced * size_of::<f32>()
+}
