@@ -47,7 +47,7 @@ fn main() -> Result<()> {
     let tokenizer = Tokenizer::bytes();
     let data = Path::new(REPOSITORY).join(config.require_data()?);
     let corpus = Corpus::load(&data, &tokenizer)?;
-    let unigram_entropy = unigram_entropy_nats(corpus.tokens());
+    let unigram_entropy = unigram_entropy_nats(&corpus)?;
     let rows = Arc::new(PackedRows::new(corpus, config.require_seq_len()?)?);
 
     // 3. The mesh: dp × sp ranks, sp neighbours next to one another.

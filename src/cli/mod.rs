@@ -8,6 +8,7 @@ mod device;
 mod mesh;
 mod model;
 pub(crate) mod settings;
+mod tokens;
 mod train;
 mod verify;
 
@@ -38,6 +39,9 @@ enum Command {
     Config(config::ConfigCommand),
     /// Verify, show, compare or export a checkpoint.
     Checkpoint(checkpoint::CheckpointArgs),
+    /// Make files of tokens, or look into them.
+    #[command(subcommand)]
+    Data(tokens::DataCommand),
     /// Draw who is in which group of a mesh.
     Mesh(mesh::MeshArgs),
 }
@@ -81,6 +85,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Verify(args) => verify::run(args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
+        Command::Data(command) => tokens::run(command),
         Command::Mesh(args) => mesh::run(&args),
     };
     let (error, code) = match result {

@@ -1,85 +1,93 @@
-//! Tokenised documents, from text files or from memory.
+//! Documents as tokens, wherever these lie.
 
-use super::{DataError, Tokenizer};
-use rayon::prelude::*;
-use std::fmt;
-use std::fs;
-use std::io;
+use super::source::{Encoder, Records, SourceFile, SourceKind, expand};
+use super::storage::{self, MemoryTokens, TokenFile, TokenFileOptions, TokenStore};
+use super::{DataError, FileError, Skipped, Tokenizer};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
 
-/// The tokens of all documents, in order, and where each document ends.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Tokens that are looked at together when all are.
+const SCAN_TOKENS: usize = 1 << 16;
+
+/// Tokens in documents, read by ranges.
+///
+/// Text is tokenised into memory; files of tokens stay where they are. Parts of both kinds follow each other as
+/// one sequence of tokens and one of documents. Clones share the tokens.
+#[derive(Debug, Clone)]
 pub struct Corpus {
-    tokens: Vec<u32>,
-    /// One past the last token of each document; documents are never empty.
-    document_ends: Vec<usize>,
+    parts: Vec<Part>,
     skipped: Skipped,
 }
 
-/// What a directory holds that is not training text.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Skipped {
-    /// Files and directories whose name starts with a dot.
-    pub hidden: usize,
-    /// What programs have written: directories tagged as caches (`CACHEDIR.TAG`, as cargo's
-    /// `target` is), and the metrics, configs and checkpoints of earlier training runs.
-    pub outputs: usize,
-    /// Files that are not valid UTF-8.
-    pub not_text: usize,
-    /// Files without a token.
-    pub empty: usize,
-    /// Pipes, sockets, and links to anything but a file.
-    pub special: usize,
+/// A store and the tokens and documents that it adds.
+#[derive(Debug, Clone)]
+struct Part {
+    tokens: Range<usize>,
+    documents: Range<usize>,
+    store: Arc<dyn TokenStore>,
 }
 
-impl Skipped {
-    /// Number of entries skipped; a directory counts as one.
-    pub fn total(&self) -> usize {
-        self.hidden + self.outputs + self.not_text + self.empty + self.special
-    }
+/// How data becomes tokens.
+#[derive(Debug, Clone, Copy)]
+pub struct SourceOptions<'a> {
+    /// Tokenises text. A file that says which tokenizer made its tokens must name the same.
+    pub tokenizer: &'a Tokenizer,
+    /// The field of a JSON line, or column of a Parquet file, that holds the text.
+    pub text_field: &'a str,
+    /// What tokens that were made elsewhere are held to, in files of tokens and in JSON lines.
+    pub token_files: TokenFileOptions,
 }
 
-impl fmt::Display for Skipped {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { hidden, outputs, not_text, empty, special } = self;
-        write!(
-            f,
-            "skipped: {hidden} hidden, {outputs} outputs, {not_text} not UTF-8, {empty} empty, {special} special files"
-        )
+impl<'a> SourceOptions<'a> {
+    /// The field `text`, and files of tokens held to what they say themselves.
+    pub fn new(tokenizer: &'a Tokenizer) -> Self {
+        Self { tokenizer, text_field: "text", token_files: TokenFileOptions::default() }
     }
 }
 
 impl Corpus {
-    /// Reads a text file, or every text file below a directory, each as one document.
-    ///
-    /// Files are ordered by path, so the same directory gives the same corpus everywhere. Links to files are
-    /// followed, links to directories are not: they may form a circle. What a directory holds besides text is
-    /// counted in [`skipped`](Self::skipped).
+    /// Reads one path with the usual options: see [`open`](Self::open).
     ///
     /// # Errors
-    /// When the path is missing, something cannot be read, the tokenizer fails, or there is no token. A file
-    /// given by name must be text.
+    /// As [`open`](Self::open).
     pub fn load(path: &Path, tokenizer: &Tokenizer) -> Result<Self, DataError> {
-        let metadata = fs::metadata(path).map_err(|source| read_error(path, source))?;
-        let mut skipped = Skipped::default();
-        let texts = if metadata.is_dir() {
-            read_directory(path, &mut skipped)?
-        } else if metadata.is_file() {
-            let text = read_text(path)?.ok_or_else(|| DataError::NotText { path: path.to_owned() })?;
-            vec![(path.to_owned(), text)]
-        } else {
-            return Err(DataError::NotAFile { path: path.to_owned() });
-        };
-        // Collected before errors are looked at: the error reported is that of the first file, not of the fastest.
-        let documents: Vec<_> = texts.par_iter().map(|(path, text)| tokenizer.encode(text, path)).collect();
-        let documents = documents.into_iter().collect::<Result<Vec<_>, _>>()?;
-        skipped.empty += documents.iter().filter(|document| document.is_empty()).count();
-        match Self::from_documents(documents) {
-            Ok(corpus) => Ok(Self { skipped, ..corpus }),
-            Err(_) => Err(DataError::Empty { path: path.to_owned(), skipped }),
+        Self::open(&[path], &SourceOptions::new(tokenizer))
+    }
+
+    /// Reads files, directories and patterns (`shards/*.jsonl`), one after the other.
+    ///
+    /// A text file is a document; a line of a `.jsonl` is one, and a row of a `.parquet`. Files of tokens are
+    /// known as [`TokenFile::detect`] says, except that a headerless `.bin` counts only when given by name.
+    /// Files of a directory are ordered by path, so the same directory gives the same corpus everywhere. What it
+    /// holds besides data is counted in [`skipped`](Self::skipped).
+    ///
+    /// # Errors
+    /// When a path is missing, something cannot be read or is damaged, the tokenizer fails, or there is no token
+    /// in what a path means.
+    pub fn open(paths: &[impl AsRef<Path>], options: &SourceOptions<'_>) -> Result<Self, DataError> {
+        let mut corpus = Self { parts: Vec::new(), skipped: Skipped::default() };
+        for path in paths.iter().map(AsRef::as_ref) {
+            let mut skipped = Skipped::default();
+            let files = expand(path, &mut skipped)?;
+            let before = corpus.num_tokens();
+            let is_tokens = |file: &SourceFile| matches!(file.kind, SourceKind::Tokens(_));
+            for files in files.chunk_by(|file, next| !is_tokens(file) && !is_tokens(next)) {
+                match &files[0] {
+                    SourceFile { path, kind: SourceKind::Tokens(format), .. } => {
+                        let file = TokenFile::open(path, *format, options.token_files)?;
+                        check_tokenizer(&file, options.tokenizer)?;
+                        corpus.push(file)?;
+                    }
+                    _ => corpus.push(tokenise(files, options, &mut skipped)?)?,
+                }
+            }
+            if corpus.num_tokens() == before {
+                return Err(DataError::Empty { path: path.to_owned(), skipped });
+            }
+            corpus.skipped.add(skipped);
         }
+        if corpus.parts.is_empty() { Err(DataError::NoTokens) } else { Ok(corpus) }
     }
 
     /// Takes documents that are tokenised already; empty ones vanish.
@@ -87,146 +95,173 @@ impl Corpus {
     /// # Errors
     /// When no document holds a token.
     pub fn from_documents(documents: impl IntoIterator<Item = Vec<u32>>) -> Result<Self, DataError> {
-        let mut tokens = Vec::new();
-        let mut document_ends = Vec::new();
-        for document in documents.into_iter().filter(|document| !document.is_empty()) {
-            tokens.extend(document);
-            document_ends.push(tokens.len());
+        let mut store = MemoryTokens::default();
+        documents.into_iter().for_each(|document| store.push(&document, None));
+        let mut corpus = Self { parts: Vec::new(), skipped: Skipped::default() };
+        corpus.push(store)?;
+        if corpus.parts.is_empty() { Err(DataError::NoTokens) } else { Ok(corpus) }
+    }
+
+    /// Takes the tokens of one file.
+    ///
+    /// # Errors
+    /// When its counts overflow.
+    pub fn from_token_file(file: TokenFile) -> Result<Self, DataError> {
+        let mut corpus = Self { parts: Vec::new(), skipped: Skipped::default() };
+        corpus.push(file)?;
+        Ok(corpus)
+    }
+
+    fn push(&mut self, store: impl TokenStore + 'static) -> Result<(), DataError> {
+        if store.num_tokens() == 0 {
+            return Ok(());
         }
-        if tokens.is_empty() {
-            return Err(DataError::NoTokens);
-        }
-        Ok(Self { tokens, document_ends, skipped: Skipped::default() })
+        let after = |start: usize, count| {
+            start.checked_add(count).map(|end| start..end).ok_or(DataError::TooManyTokens)
+        };
+        let tokens = after(self.num_tokens(), store.num_tokens())?;
+        let documents = after(self.num_documents(), store.num_documents())?;
+        self.parts.push(Part { tokens, documents, store: Arc::new(store) });
+        Ok(())
     }
 
     /// Tokens of all documents.
     pub fn num_tokens(&self) -> usize {
-        self.tokens.len()
+        self.parts.last().map_or(0, |part| part.tokens.end)
     }
 
     /// Number of documents, none of them empty.
     pub fn num_documents(&self) -> usize {
-        self.document_ends.len()
+        self.parts.last().map_or(0, |part| part.documents.end)
     }
 
     /// The tokens of a document, counted over all of them.
     ///
     /// # Errors
-    /// When there is no such document.
+    /// When there is no such document, or its bounds cannot be read.
     pub fn document(&self, index: usize) -> Result<Range<usize>, DataError> {
-        let out_of_range = || DataError::NoDocument { index, available: self.num_documents() };
-        let end = *self.document_ends.get(index).ok_or_else(out_of_range)?;
-        let start = index.checked_sub(1).map_or(0, |before| self.document_ends[before]);
-        Ok(start..end)
+        let part = self.parts.iter().find(|part| part.documents.contains(&index));
+        let Some(part) = part else {
+            // `document_at` leads here when the file it searches is gone.
+            self.parts.iter().try_for_each(|part| part.store.check_intact())?;
+            return Err(DataError::NoDocument { index, available: self.num_documents() });
+        };
+        let within = index - part.documents.start;
+        let end = part.store.document_end(within)?;
+        let start = within.checked_sub(1).map_or(Ok(0), |before| part.store.document_end(before))?;
+        Ok(part.tokens.start + start..part.tokens.start + end)
     }
 
-    /// The document that holds a token; one past the last where no document does.
+    /// The document that holds a token; one past the last where no document does, or where a file can no longer
+    /// be read: [`document`](Self::document) says why.
     pub fn document_at(&self, token: usize) -> usize {
-        self.document_ends.partition_point(|&end| end <= token)
+        let Some(part) = self.parts.iter().find(|part| part.tokens.contains(&token)) else {
+            return self.num_documents();
+        };
+        let found = storage::document_at(&*part.store, token - part.tokens.start);
+        found.map_or(self.num_documents(), |within| part.documents.start + within)
     }
 
     /// Appends the tokens of a range.
     ///
     /// # Errors
-    /// When the range ends beyond the last token.
+    /// When the range ends beyond the last token, or a file cannot be read or holds an id that it must not.
     pub fn read_tokens(&self, range: Range<usize>, tokens: &mut Vec<u32>) -> Result<(), DataError> {
-        let available = self.num_tokens();
-        let found = self.tokens.get(range.clone()).ok_or(DataError::NoTokenRange { range, available })?;
-        tokens.extend(found);
-        Ok(())
+        self.in_parts(range, |store, range| store.read_tokens(range, tokens))
     }
 
-    /// Appends what each token of a range counts for as a target: itself, or [`IGNORED_LABEL`](super::IGNORED_LABEL) where the token
-    /// is context only. Not shifted: the label of token i is token i's, as in Hugging Face's datasets.
+    /// Appends what each token of a range counts for as a target: itself, what the user's labels say, or
+    /// [`IGNORED_LABEL`](super::IGNORED_LABEL) where the token is context only. Not shifted: the label of token i is token i's, as
+    /// in Hugging Face's datasets.
     ///
     /// # Errors
     /// As [`read_tokens`](Self::read_tokens).
     pub fn read_labels(&self, range: Range<usize>, labels: &mut Vec<i64>) -> Result<(), DataError> {
-        let mut tokens = Vec::with_capacity(range.len());
-        self.read_tokens(range, &mut tokens)?;
-        labels.extend(tokens.into_iter().map(i64::from));
-        Ok(())
+        self.in_parts(range, |store, range| store.read_labels(range, labels))
     }
 
-    /// The tokens of all documents, one after the other.
-    pub fn tokens(&self) -> &[u32] {
-        &self.tokens
+    /// The first token or label that a vocabulary lacks, as its place and id.
+    ///
+    /// Only parts that are not [held to the vocabulary](TokenFileOptions::vocab_size) are read through: reading
+    /// the others fails before such an id gets anywhere.
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    pub fn first_outside(&self, vocab_size: usize) -> Result<Option<(usize, i64)>, DataError> {
+        let is_outside = |id: i64| usize::try_from(id).is_ok_and(|id| id >= vocab_size);
+        for part in self.parts.iter().filter(|part| !part.store.is_held_to(vocab_size)) {
+            let (mut tokens, mut labels) = (Vec::new(), Vec::new());
+            for first in part.tokens.clone().step_by(SCAN_TOKENS) {
+                let range = first..part.tokens.end.min(first + SCAN_TOKENS);
+                tokens.clear();
+                labels.clear();
+                self.read_tokens(range.clone(), &mut tokens)?;
+                self.read_labels(range, &mut labels)?;
+                for (at, (&token, &label)) in tokens.iter().zip(&labels).enumerate() {
+                    if let Some(id) = [token.into(), label].into_iter().find(|&id| is_outside(id)) {
+                        return Ok(Some((first + at, id)));
+                    }
+                }
+            }
+        }
+        Ok(None)
     }
 
-    /// One past the last token of each document, ascending.
-    pub fn document_ends(&self) -> &[usize] {
-        &self.document_ends
-    }
-
-    /// What was found beside the text.
+    /// What was found beside the data.
     pub fn skipped(&self) -> Skipped {
         self.skipped
     }
-}
 
-/// The text files below `root` with their contents, ordered by path.
-fn read_directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<(PathBuf, String)>, DataError> {
-    let mut files = Vec::new();
-    let mut directories = vec![root.to_owned()];
-    while let Some(directory) = directories.pop() {
-        let holds_a_run = directory.join("metrics.jsonl").exists();
-        let entries = fs::read_dir(&directory).map_err(|source| read_error(&directory, source))?;
-        for entry in entries {
-            let entry = entry.map_err(|source| read_error(&directory, source))?;
-            let path = entry.path();
-            let file_type = entry.file_type().map_err(|source| read_error(&path, source))?;
-            let name = entry.file_name();
-            let is_cache = file_type.is_dir() && path.join("CACHEDIR.TAG").exists();
-            // A run that read what an earlier one wrote would train on other data each time.
-            let is_of_a_run = holds_a_run && is_written_by_a_run(&name.to_string_lossy());
-            if name.to_string_lossy().starts_with('.') {
-                skipped.hidden += 1;
-            } else if is_cache || is_of_a_run {
-                skipped.outputs += 1;
-            } else if file_type.is_dir() {
-                directories.push(path);
-            } else if file_type.is_file() || (file_type.is_symlink() && path.is_file()) {
-                files.push(path);
-            } else {
-                skipped.special += 1;
+    /// Hands each store the piece of a range that lies in it.
+    fn in_parts(
+        &self,
+        range: Range<usize>,
+        mut read: impl FnMut(&dyn TokenStore, Range<usize>) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        let available = self.num_tokens();
+        if range.start > range.end || range.end > available {
+            return Err(DataError::NoTokenRange { range, available });
+        }
+        for Part { tokens, store, .. } in &self.parts {
+            let piece = range.start.max(tokens.start)..range.end.min(tokens.end);
+            if !piece.is_empty() {
+                read(&**store, piece.start - tokens.start..piece.end - tokens.start)?;
             }
         }
+        Ok(())
     }
-    files.sort_unstable();
-    let mut texts = Vec::with_capacity(files.len());
-    for path in files {
-        match read_text(&path)? {
-            Some(text) => texts.push((path, text)),
-            None => skipped.not_text += 1,
+}
+
+/// Reads and tokenises files, the next batch being read while one is tokenised.
+fn tokenise(
+    files: &[SourceFile],
+    options: &SourceOptions<'_>,
+    skipped: &mut Skipped,
+) -> Result<MemoryTokens, DataError> {
+    let SourceOptions { tokenizer, text_field, .. } = *options;
+    let vocab_size = options.token_files.vocab_size.unwrap_or(usize::MAX);
+    let encoder = Encoder { tokenizer, text_field, vocab_size };
+    let mut records = Records::new(files, text_field, Default::default());
+    let mut store = MemoryTokens::default();
+    let mut batch = records.next_batch()?;
+    while let Some(current) = batch {
+        let (documents, next) = rayon::join(|| encoder.encode_all(&current.records), || records.next_batch());
+        for document in documents? {
+            skipped.empty += usize::from(document.tokens.is_empty());
+            store.push(&document.tokens, document.labels.as_deref());
         }
+        batch = next?;
     }
-    Ok(texts)
+    skipped.add(records.skipped);
+    Ok(store)
 }
 
-/// `metrics.jsonl`, `config.json`, and those of earlier runs in the same place (`metrics.1.jsonl`);
-/// the run's checkpoints and what names the newest of them.
-fn is_written_by_a_run(name: &str) -> bool {
-    if name == "latest" || name.starts_with("step_") {
-        return true;
-    }
-    let (stem, extension) = name.split_once('.').unwrap_or((name, ""));
-    match stem {
-        "metrics" => extension.ends_with("jsonl"),
-        "config" => extension.ends_with("json"),
-        _ => false,
-    }
-}
-
-/// The file's text, or `None` when it is not valid UTF-8.
-fn read_text(path: &Path) -> Result<Option<String>, DataError> {
-    let bytes = fs::read(path).map_err(|source| read_error(path, source))?;
-    Ok(String::from_utf8(bytes).ok())
-}
-
-fn read_error(path: &Path, source: io::Error) -> DataError {
-    let path = path.to_owned();
-    match source.kind() {
-        io::ErrorKind::NotFound => DataError::Missing { path },
-        _ => DataError::Read { path, source },
+fn check_tokenizer(file: &TokenFile, tokenizer: &Tokenizer) -> Result<(), DataError> {
+    match file.made_by() {
+        Some((vocab_size, hash)) if hash != tokenizer.hash() => {
+            let found = blake3::Hash::from_bytes(hash).to_hex()[..16].to_owned();
+            Err(FileError::OtherTokenizer { path: file.path().to_owned(), vocab_size, found }.into())
+        }
+        _ => Ok(()),
     }
 }

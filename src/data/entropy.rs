@@ -1,19 +1,29 @@
 //! How much a corpus gives away without any context.
 
+use super::{Corpus, DataError};
 use std::collections::HashMap;
+
+/// Tokens that are read at once.
+const PIECE: usize = 1 << 16;
 
 /// Entropy, in nats per token, of how often each token occurs.
 ///
-/// A model that knows only the frequencies reaches this loss; one below it has learnt from context. No tokens
-/// have entropy 0.
-pub fn unigram_entropy_nats(tokens: &[u32]) -> f64 {
+/// A model that knows only the frequencies reaches this loss; one below it has learnt from context.
+///
+/// # Errors
+/// When the tokens cannot be read.
+pub fn unigram_entropy_nats(corpus: &Corpus) -> Result<f64, DataError> {
     let mut counts: HashMap<u32, u64> = HashMap::new();
-    for &token in tokens {
-        *counts.entry(token).or_default() += 1;
+    let (mut piece, total) = (Vec::new(), corpus.num_tokens());
+    for start in (0..total).step_by(PIECE) {
+        piece.clear();
+        corpus.read_tokens(start..total.min(start + PIECE), &mut piece)?;
+        for &token in &piece {
+            *counts.entry(token).or_default() += 1;
+        }
     }
     // Sorted, because a sum in the map's random order would differ in the last bit from run to run.
     let mut counts: Vec<u64> = counts.into_values().collect();
     counts.sort_unstable();
-    let total = tokens.len() as f64;
-    counts.into_iter().map(|count| count as f64 / total).map(|share| -share * share.ln()).sum()
+    Ok(counts.into_iter().map(|count| count as f64 / total as f64).map(|share| -share * share.ln()).sum())
 }

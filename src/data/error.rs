@@ -1,6 +1,6 @@
 //! What can be wrong with a corpus, a batch or a request to a loader.
 
-use super::Skipped;
+use super::{FileError, Skipped};
 use crate::mesh::MeshError;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ type TokenizerCause = Box<dyn std::error::Error + Send + Sync>;
 #[non_exhaustive]
 pub enum DataError {
     /// The path of the data does not exist.
-    #[error("{} does not exist; give a text file or a directory of them", path.display())]
+    #[error("{} does not exist; give a file of text or tokens, a directory, or a pattern such as `data/*.jsonl`", path.display())]
     Missing {
         /// The path as given.
         path: PathBuf,
@@ -46,6 +46,36 @@ pub enum DataError {
         /// What was found there and not used.
         skipped: Skipped,
     },
+    /// A file that is to be written and exists.
+    #[error("{} exists; it is not overwritten", path.display())]
+    OutputExists {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Another process writes the same file.
+    #[error("{}: another process is preparing this file", path.display())]
+    BeingPrepared {
+        /// The directory of the unfinished file.
+        path: PathBuf,
+    },
+    /// An unfinished file of other inputs.
+    #[error(
+        "{}: holds an unfinished file that was begun with other inputs, options or another tokenizer; remove the \
+         directory to begin anew", path.display()
+    )]
+    OtherPreparation {
+        /// The directory of the unfinished file.
+        path: PathBuf,
+    },
+    /// A vocabulary whose ids do not fit 32 bits with one to spare.
+    #[error("a vocabulary of {vocab_size} is too large; ids are below {}", u32::MAX)]
+    VocabTooLarge {
+        /// Size of the vocabulary.
+        vocab_size: usize,
+    },
+    /// More tokens than can be counted.
+    #[error("the data has more tokens than this machine can count")]
+    TooManyTokens,
     /// Documents without any token.
     #[error("no document holds a token")]
     NoTokens,
@@ -57,6 +87,25 @@ pub enum DataError {
         /// The library's reason.
         source: TokenizerCause,
     },
+    /// A file beside the tokenizer's that cannot be used.
+    #[error("cannot use {}", path.display())]
+    TokenizerSettings {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: TokenizerCause,
+    },
+    /// A pattern that is none, or that no file matches.
+    #[error("{}: {message}", path.display())]
+    Pattern {
+        /// The pattern.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// Inside a data file, something cannot be used.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// Text that the tokenizer refuses.
     #[error("the tokenizer fails on {}", path.display())]
     Tokenize {

@@ -17,23 +17,32 @@
 //!   `cu_seqlens` of the whole row, beside the `position_ids` of its own tokens.
 
 mod batch;
+mod chat;
 mod corpus;
 mod entropy;
 mod error;
+mod file_error;
 mod loader;
 mod order;
 mod packing;
+mod prepare;
+mod source;
+mod storage;
 #[cfg(test)]
 mod tests;
 mod tokenizer;
 
 pub use batch::{GlobalBatch, MicroBatch};
-pub use corpus::{Corpus, Skipped};
+pub use corpus::{Corpus, SourceOptions};
 pub use entropy::unigram_entropy_nats;
 pub use error::DataError;
+pub use file_error::FileError;
 pub use loader::{DataLoader, LoaderOptions, Placement};
 pub use order::epoch_order;
 pub use packing::{PackedRows, Row};
+pub use prepare::{PrepareOptions, PrepareProgress, Prepared, prepare};
+pub use source::Skipped;
+pub use storage::{FileFormat, TokenFile, TokenFileOptions};
 pub use tokenizer::Tokenizer;
 
 /// The label of a token that takes no part in the loss (PyTorch's default `ignore_index`).

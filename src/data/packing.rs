@@ -63,7 +63,15 @@ impl PackedRows {
     /// # Errors
     /// Names the first token that it does not know.
     pub fn check_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
-        check_ids(self.corpus.tokens(), self.seq_len, vocab_size)
+        match self.corpus.first_outside(vocab_size)? {
+            None => Ok(()),
+            Some((at, id)) => {
+                let (row, position) = (at / self.seq_len, at % self.seq_len);
+                // Ids have 32 bits.
+                let id = u32::try_from(id).unwrap_or(u32::MAX);
+                Err(DataError::TokenOutOfVocab { row, position, id, vocab_size })
+            }
+        }
     }
 
     /// Makes one row.

@@ -1,6 +1,10 @@
 //! Text to token ids.
 
 use super::DataError;
+use super::chat::ChatTemplate;
+use serde_json::Value as Json;
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 /// Turns the text of a document into token ids.
@@ -8,6 +12,10 @@ use std::path::Path;
 pub struct Tokenizer {
     kind: Kind,
     vocab_size: usize,
+    hash: [u8; 32],
+    fingerprint: [u8; 32],
+    chat: Option<Box<ChatTemplate>>,
+    end_of_text: Option<String>,
 }
 
 #[derive(Debug, Clone)]
@@ -16,34 +24,75 @@ enum Kind {
     HuggingFace(Box<tokenizers::Tokenizer>),
 }
 
+/// Tokens, and the bytes of the text that each stands for.
+type Placed = (Vec<u32>, Vec<Range<usize>>);
+
 impl Tokenizer {
     /// Every byte of the UTF-8 text is a token: a vocabulary of 256.
     pub fn bytes() -> Self {
-        Self { kind: Kind::Bytes, vocab_size: 256 }
+        let hash = *blake3::hash(b"bytes").as_bytes();
+        Self { kind: Kind::Bytes, vocab_size: 256, hash, fingerprint: hash, chat: None, end_of_text: None }
     }
 
-    /// Loads a Hugging Face `tokenizer.json`.
+    /// Loads a Hugging Face `tokenizer.json`, and from the files beside it the chat template
+    /// (`chat_template.jinja`, or `chat_template` in `tokenizer_config.json`) and the `eos_token`.
     ///
     /// Truncation and padding that the file asks for are switched off: rows are cut and padded by packing, and
     /// no token may be lost before. Special tokens that it puts around a text (such as a leading BOS) are kept,
     /// one set per document.
     ///
     /// # Errors
-    /// When the file does not exist, cannot be read, or is no tokenizer.
+    /// When the file does not exist, cannot be read, or is no tokenizer, or a file beside it is broken.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
         let json = std::fs::read(path).map_err(|error| load_error(error.into()))?;
-        let mut tokenizer = tokenizers::Tokenizer::from_bytes(json).map_err(load_error)?;
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(&json).map_err(load_error)?;
         tokenizer.with_truncation(None).map_err(load_error)?;
         tokenizer.with_padding(None);
         // Ids may have gaps, so the number of entries would be too small a vocabulary.
         let vocab_size = tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
-        Ok(Self { kind: Kind::HuggingFace(Box::new(tokenizer)), vocab_size })
+        let (kind, hash) = (Kind::HuggingFace(Box::new(tokenizer)), *blake3::hash(&json).as_bytes());
+        let settings = read_beside(path, "tokenizer_config.json")?;
+        let settings: Json = match settings {
+            Some(text) => {
+                serde_json::from_str(&text).map_err(|error| beside(path, "tokenizer_config.json", error))?
+            }
+            None => Json::Null,
+        };
+        let template = read_beside(path, "chat_template.jinja")?.or_else(|| default_template(&settings));
+        let special_tokens = special_tokens(&settings);
+        let end_of_text = special_tokens.get("eos_token").cloned();
+        let settings =
+            serde_json::json!([blake3::Hash::from(hash).to_hex().as_str(), template, special_tokens]);
+        let fingerprint = *blake3::hash(settings.to_string().as_bytes()).as_bytes();
+        let chat = template.map(|source| ChatTemplate::new(&source, special_tokens));
+        let chat = chat.transpose().map_err(|error| beside(path, "chat_template", error))?.map(Box::new);
+        Ok(Self { kind, vocab_size, hash, fingerprint, chat, end_of_text })
     }
 
     /// One more than the largest token id.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
+    }
+
+    /// BLAKE3 of the tokenizer's file, or of the word `bytes`: equal hashes make equal tokens.
+    pub fn hash(&self) -> [u8; 32] {
+        self.hash
+    }
+
+    /// Changes with everything that changes the tokens of a line, the chat template among them.
+    pub(super) fn fingerprint(&self) -> [u8; 32] {
+        self.fingerprint
+    }
+
+    /// The template of conversations, where the tokenizer brings one.
+    pub(super) fn chat(&self) -> Option<&ChatTemplate> {
+        self.chat.as_deref()
+    }
+
+    /// What ends a text that is complete, where the tokenizer says.
+    pub(super) fn end_of_text(&self) -> Option<&str> {
+        self.end_of_text.as_deref()
     }
 
     /// The tokens of one document, which `path` names in errors.
@@ -62,4 +111,58 @@ impl Tokenizer {
             }
         }
     }
+
+    /// The tokens of a text with the bytes that each stands for; none for a token that was added.
+    pub(super) fn encode_placed(
+        &self,
+        text: &str,
+        add_special_tokens: bool,
+        path: &Path,
+    ) -> Result<Placed, DataError> {
+        match &self.kind {
+            Kind::Bytes => {
+                Ok((text.bytes().map(u32::from).collect(), (0..text.len()).map(|at| at..at + 1).collect()))
+            }
+            Kind::HuggingFace(tokenizer) => {
+                let encoding = tokenizer
+                    .encode(text, add_special_tokens)
+                    .map_err(|source| DataError::Tokenize { path: path.to_owned(), source })?;
+                let places = encoding.get_offsets().iter().map(|&(start, end)| start..end).collect();
+                Ok((encoding.get_ids().to_vec(), places))
+            }
+        }
+    }
+}
+
+/// A file beside the tokenizer's, if there is one.
+fn read_beside(tokenizer: &Path, name: &str) -> Result<Option<String>, DataError> {
+    match std::fs::read_to_string(tokenizer.with_file_name(name)) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(beside(tokenizer, name, error)),
+    }
+}
+
+fn beside(
+    tokenizer: &Path,
+    name: &str,
+    source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+) -> DataError {
+    DataError::TokenizerSettings { path: tokenizer.with_file_name(name), source: source.into() }
+}
+
+/// `chat_template` is a template, or a list of named ones.
+fn default_template(settings: &Json) -> Option<String> {
+    let template = match &settings["chat_template"] {
+        Json::Array(named) => &named.iter().find(|template| template["name"] == "default")?["template"],
+        template => template,
+    };
+    template.as_str().map(str::to_owned)
+}
+
+/// `bos_token` and its like: text, or an object with its `content`.
+fn special_tokens(settings: &Json) -> BTreeMap<String, String> {
+    let entries = settings.as_object().into_iter().flatten().filter(|(name, _)| name.ends_with("_token"));
+    let text = |token: &Json| token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned);
+    entries.filter_map(|(name, token)| Some((name.clone(), text(token)?))).collect()
 }

@@ -4,6 +4,10 @@ mod batch;
 mod corpus;
 mod loader;
 mod packing;
+mod prepare;
+mod sources;
+mod token_files;
+mod tuning;
 
 use super::*;
 

@@ -64,7 +64,7 @@ fn every_token_is_in_one_row_and_every_successor_is_a_label_once() {
             labels.extend(row.shift_labels);
         }
         let total: usize = lens.iter().sum();
-        assert_eq!(&tokens[..total], rows.corpus().tokens());
+        assert_eq!(tokens[..total], corpus::tokens_of(rows.corpus()).concat());
         assert!(tokens.len() - total < seq_len && tokens[total..].iter().all(|&token| token == 0));
         // A label is its token plus 1, in the same document, and only the last tokens of documents have none.
         for (&token, &label) in tokens.iter().zip(&labels) {

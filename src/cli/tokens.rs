@@ -1,0 +1,194 @@
+//! `ulysses data`.
+
+use super::{Failure, OrFail, note, print};
+use anyhow::anyhow;
+use clap::Subcommand;
+use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use ulysses::data::{
+    Corpus, DataError, IGNORED_LABEL, PrepareOptions, PrepareProgress, TokenFile, TokenFileOptions,
+    Tokenizer, prepare,
+};
+
+/// Tokens that are looked at together.
+const PIECE: usize = 1 << 16;
+
+/// Between the lines of a log, where nobody watches a bar.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+#[derive(Subcommand)]
+pub(super) enum DataCommand {
+    /// Tokenise text, JSONL or Parquet into a file that runs open at once. A call that was cut
+    /// short goes on when it is repeated.
+    Prepare(PrepareArgs),
+    /// Read a file of tokens through and print what it holds.
+    Inspect {
+        /// nanoGPT's or llm.c's .bin, Megatron's .idx or .bin, or a file that `prepare` has written.
+        file: PathBuf,
+    },
+}
+
+#[derive(clap::Args)]
+pub(super) struct PrepareArgs {
+    /// Files, directories, and patterns such as 'shards/*.jsonl'.
+    #[arg(required = true)]
+    inputs: Vec<PathBuf>,
+    /// File to write, which must not exist: train.tokens.
+    #[arg(long)]
+    output: PathBuf,
+    /// tokenizer.json; without it every byte is a token.
+    #[arg(long)]
+    tokenizer: Option<PathBuf>,
+    /// Field of a JSON line, or column of a Parquet file, that holds the text.
+    #[arg(long, default_value = "text")]
+    text_field: String,
+}
+
+pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
+    match command {
+        DataCommand::Prepare(args) => run_prepare(&args),
+        DataCommand::Inspect { file } => inspect(&file),
+    }
+}
+
+fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
+    let PrepareArgs { inputs, output, tokenizer, text_field } = args;
+    let tokenizer = match tokenizer {
+        Some(path) => Tokenizer::from_file(path).or_usage()?,
+        None => Tokenizer::bytes(),
+    };
+    let options = PrepareOptions { inputs, output, tokenizer: &tokenizer, text_field };
+    let mut display = Display::new();
+    let prepared = prepare(&options, |progress| display.show(progress));
+    display.bar.finish_and_clear();
+    let prepared = prepared.map_err(failure)?;
+    if prepared.skipped.total() > 0 {
+        note(format_args!("data: {}", prepared.skipped));
+    }
+    if prepared.is_resumed {
+        note("went on where an earlier call had stopped");
+    }
+    let PrepareProgress { num_tokens, num_documents, .. } = prepared.progress;
+    print(format_args!(
+        "{}: {num_tokens} tokens in {num_documents} documents; {}\n",
+        output.display(),
+        display.rate(&prepared.progress),
+    ))
+}
+
+/// Whether what is asked for or what was found is at fault.
+fn failure(error: DataError) -> Failure {
+    let is_usage = matches!(
+        error,
+        DataError::Missing { .. }
+            | DataError::Pattern { .. }
+            | DataError::OutputExists { .. }
+            | DataError::OtherPreparation { .. }
+    );
+    if is_usage { Failure::Usage(error.into()) } else { Failure::Run(error.into()) }
+}
+
+/// A bar on a terminal, a line every now and then in a log.
+struct Display {
+    bar: ProgressBar,
+    start: Instant,
+    last_line: Instant,
+}
+
+impl Display {
+    fn new() -> Self {
+        let bar = ProgressBar::new(0);
+        if let Ok(style) = ProgressStyle::with_template("{wide_bar} {percent:>3} %  {msg}  {eta} left") {
+            bar.set_style(style);
+        }
+        Self { bar, start: Instant::now(), last_line: Instant::now() }
+    }
+
+    fn show(&mut self, progress: &PrepareProgress) {
+        let line = format!("{} tokens, {}", HumanCount(progress.num_tokens), self.rate(progress));
+        let PrepareProgress { done_bytes, total_bytes, .. } = *progress;
+        if self.bar.is_hidden() {
+            if self.last_line.elapsed() >= LOG_INTERVAL {
+                note(format_args!("{} of {}: {line}", HumanBytes(done_bytes), HumanBytes(total_bytes)));
+                self.last_line = Instant::now();
+            }
+            return;
+        }
+        self.bar.set_length(total_bytes);
+        self.bar.set_position(done_bytes);
+        self.bar.set_message(line);
+    }
+
+    fn rate(&self, progress: &PrepareProgress) -> String {
+        format!("{:.1} MB/s of text", progress.text_bytes as f64 / 1e6 / self.start.elapsed().as_secs_f64())
+    }
+}
+
+/// Every token and document bound is read, so a file that is described is sound.
+fn inspect(path: &Path) -> Result<(), Failure> {
+    let format = TokenFile::detect(path).map_err(failure)?;
+    let text = || anyhow!("{}: no file of tokens; `data prepare` makes one of text", path.display());
+    let format = format.ok_or_else(text).or_usage()?;
+    let file = TokenFile::open(path, format, TokenFileOptions::default()).map_err(failure)?;
+    let (token_bytes, has_labels, made_by) = (file.token_bytes(), file.has_labels(), file.made_by());
+    let corpus = Corpus::from_token_file(file).or_run()?;
+    let contents = Contents::read(&corpus).or_run()?;
+    let mut facts = vec![
+        ("format", format!("{format}, {} bits per token", 8 * token_bytes)),
+        ("tokens", corpus.num_tokens().to_string()),
+        (
+            "documents",
+            format!("{}, of {} to {} tokens", corpus.num_documents(), contents.shortest, contents.longest),
+        ),
+        ("largest id", contents.largest.to_string()),
+    ];
+    if has_labels {
+        let share = 100.0 * contents.learnt as f64 / corpus.num_tokens() as f64;
+        facts.push(("learnt", format!("{} tokens ({share:.1} %)", contents.learnt)));
+    }
+    if let Some((vocab_size, hash)) = made_by {
+        let is_bytes = hash == Tokenizer::bytes().hash();
+        let hash: String = hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        let tokenizer = if is_bytes { "bytes".to_owned() } else { format!("BLAKE3 {hash}…") };
+        facts.push(("tokenizer", format!("{tokenizer}, vocabulary of {vocab_size}")));
+    }
+    let mut text = String::new();
+    for (name, value) in facts {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{name:<11} {value}");
+    }
+    print(text)
+}
+
+/// What only reading tells.
+#[derive(Default)]
+struct Contents {
+    shortest: usize,
+    longest: usize,
+    largest: u32,
+    learnt: usize,
+}
+
+impl Contents {
+    fn read(corpus: &Corpus) -> Result<Self, DataError> {
+        let mut contents = Self { shortest: usize::MAX, ..Self::default() };
+        for index in 0..corpus.num_documents() {
+            let len = corpus.document(index)?.len();
+            contents.shortest = contents.shortest.min(len);
+            contents.longest = contents.longest.max(len);
+        }
+        let (mut tokens, mut labels) = (Vec::new(), Vec::new());
+        for start in (0..corpus.num_tokens()).step_by(PIECE) {
+            let range = start..corpus.num_tokens().min(start + PIECE);
+            tokens.clear();
+            labels.clear();
+            corpus.read_tokens(range.clone(), &mut tokens)?;
+            corpus.read_labels(range, &mut labels)?;
+            contents.largest = tokens.iter().copied().fold(contents.largest, u32::max);
+            contents.learnt += labels.iter().filter(|&&label| label != IGNORED_LABEL).count();
+        }
+        Ok(contents)
+    }
+}

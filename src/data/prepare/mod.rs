@@ -1,0 +1,159 @@
+//! Text into a file of tokens, once, so that runs open it instead of tokenising.
+
+mod unfinished;
+
+use super::source::{Encoder, Position, Records, SourceFile, SourceKind, expand};
+use super::storage::ignored_label;
+use super::{DataError, FileError, Skipped, Tokenizer};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+use unfinished::Unfinished;
+
+/// What to tokenise, and into which file.
+#[derive(Debug, Clone, Copy)]
+pub struct PrepareOptions<'a> {
+    /// Files, directories and patterns, as for [`Corpus::open`](super::Corpus::open); all of them text.
+    pub inputs: &'a [PathBuf],
+    /// The file to write, which must not exist.
+    pub output: &'a Path,
+    /// Makes the tokens; the file names it.
+    pub tokenizer: &'a Tokenizer,
+    /// The field of a JSON line, or column of a Parquet file, that holds the text.
+    pub text_field: &'a str,
+}
+
+/// How far a preparation is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PrepareProgress {
+    /// Bytes of the input files that are done.
+    pub done_bytes: u64,
+    /// Bytes of all input files.
+    pub total_bytes: u64,
+    /// Bytes of text, or of lines, that this call has tokenised.
+    pub text_bytes: u64,
+    /// Tokens so far.
+    pub num_tokens: u64,
+    /// Documents so far.
+    pub num_documents: u64,
+}
+
+/// What became of a preparation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Prepared {
+    /// The final counts.
+    pub progress: PrepareProgress,
+    /// Whether it continued one that was cut short.
+    pub is_resumed: bool,
+    /// What this call has found beside the data.
+    pub skipped: Skipped,
+}
+
+/// Tokenises text into a file of our own format.
+///
+/// Until the file is whole it grows in the directory `OUTPUT.partial`, and `report` is called whenever what was
+/// written is safe on the disk. The same call, after whatever ended the one before, goes on from there; the
+/// file's bytes are the same as without the interruption. The file appears under its name in one step.
+///
+/// # Errors
+/// When an input is missing, damaged or holds tokens already, no document holds a token, the output exists or
+/// cannot be written, or what is there was begun with other inputs or by a process that is still at work.
+pub fn prepare(
+    options: &PrepareOptions<'_>,
+    mut report: impl FnMut(&PrepareProgress),
+) -> Result<Prepared, DataError> {
+    let PrepareOptions { inputs, output, tokenizer, text_field } = *options;
+    if output.exists() {
+        return Err(DataError::OutputExists { path: output.to_owned() });
+    }
+    let vocab_size = tokenizer.vocab_size();
+    if vocab_size > ignored_label(4) as usize {
+        return Err(DataError::VocabTooLarge { vocab_size });
+    }
+    let mut skipped = Skipped::default();
+    let inputs = Inputs::find(inputs, &mut skipped)?;
+    let (mut unfinished, position) = Unfinished::open(output, tokenizer, &inputs.fingerprint(options))?;
+    let is_resumed = position != Position::default();
+    let mut progress = PrepareProgress {
+        total_bytes: inputs.bytes_before(Position::end(&inputs.files)),
+        ..Default::default()
+    };
+
+    let encoder = Encoder { tokenizer, text_field, vocab_size };
+    let mut records = Records::new(&inputs.files, text_field, position);
+    let mut batch = records.next_batch()?;
+    while let Some(current) = batch {
+        let (documents, next) = rayon::join(|| encoder.encode_all(&current.records), || records.next_batch());
+        for document in documents? {
+            skipped.empty += usize::from(document.tokens.is_empty());
+            unfinished.push(&document)?;
+        }
+        unfinished.save(current.next)?;
+        progress.text_bytes += current.bytes as u64;
+        progress.done_bytes = inputs.bytes_before(current.next);
+        (progress.num_tokens, progress.num_documents) = unfinished.counts();
+        report(&progress);
+        batch = next?;
+    }
+    skipped.add(records.skipped);
+    (progress.num_tokens, progress.num_documents) = unfinished.counts();
+    progress.done_bytes = progress.total_bytes;
+    if progress.num_tokens == 0 {
+        let path = options.inputs.first().cloned().unwrap_or_default();
+        unfinished.discard()?;
+        return Err(DataError::Empty { path, skipped });
+    }
+    unfinished.publish(output)?;
+    Ok(Prepared { progress, is_resumed, skipped })
+}
+
+/// The input files and what identifies their contents.
+struct Inputs {
+    files: Vec<SourceFile>,
+    /// Size and time of the last change, in nanoseconds, of each.
+    states: Vec<(u64, u128)>,
+}
+
+impl Inputs {
+    fn find(paths: &[PathBuf], skipped: &mut Skipped) -> Result<Self, DataError> {
+        let mut files = Vec::new();
+        for path in paths {
+            files.extend(expand(path, skipped)?);
+        }
+        if let Some(file) = files.iter().find(|file| matches!(file.kind, SourceKind::Tokens(_))) {
+            return Err(FileError::AlreadyTokens { path: file.path.clone() }.into());
+        }
+        let states = files.iter().map(|file| state(&file.path)).collect::<Result<Vec<_>, _>>()?;
+        Ok(Self { files, states })
+    }
+
+    /// Changes with everything that changes the tokens.
+    fn fingerprint(&self, options: &PrepareOptions<'_>) -> String {
+        let mut hash = blake3::Hasher::new();
+        hash.update(&options.tokenizer.fingerprint());
+        let mut add = |bytes: &[u8]| {
+            hash.update(&(bytes.len() as u64).to_le_bytes());
+            hash.update(bytes);
+        };
+        add(options.text_field.as_bytes());
+        for (file, (bytes, changed)) in self.files.iter().zip(&self.states) {
+            add(file.path.as_os_str().as_encoded_bytes());
+            add(&bytes.to_le_bytes());
+            add(&changed.to_le_bytes());
+        }
+        hash.finalize().to_hex().to_string()
+    }
+
+    fn bytes_before(&self, position: Position) -> u64 {
+        self.states[..position.file].iter().map(|(bytes, _)| bytes).sum::<u64>() + position.offset
+    }
+}
+
+fn state(path: &Path) -> Result<(u64, u128), FileError> {
+    let failed = |source| FileError::Io { path: path.to_owned(), operation: "read the file's state", source };
+    let metadata = fs::metadata(path).map_err(failed)?;
+    let changed = metadata.modified().map_err(failed)?.duration_since(UNIX_EPOCH).unwrap_or_default();
+    Ok((metadata.len(), changed.as_nanos()))
+}

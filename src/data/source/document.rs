@@ -1,0 +1,124 @@
+//! A document becomes tokens.
+
+use super::lines::{Line, parse};
+use super::records::{Content, Record};
+use crate::data::chat::{ANSWER_MARKS, ChatTemplate, RenderedChat};
+use crate::data::{DataError, FileError, IGNORED_LABEL, Tokenizer};
+use rayon::prelude::*;
+use serde_json::Value as Json;
+use std::ops::Range;
+use std::path::Path;
+
+/// A document's tokens.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(in crate::data) struct Document {
+    pub(in crate::data) tokens: Vec<u32>,
+    /// What each token counts for as a target, where not every one counts for itself.
+    pub(in crate::data) labels: Option<Vec<i64>>,
+}
+
+/// Turns records into tokens.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::data) struct Encoder<'a> {
+    pub(in crate::data) tokenizer: &'a Tokenizer,
+    /// The field of a JSON line that holds its text.
+    pub(in crate::data) text_field: &'a str,
+    /// Ids and labels that a line gives must be below, and below `u32::MAX`.
+    pub(in crate::data) vocab_size: usize,
+}
+
+/// A line, for errors.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    path: &'a Path,
+    line: u64,
+}
+
+impl Encoder<'_> {
+    /// Documents in the order of their records. The error is that of the first record that has one, not of the
+    /// fastest.
+    pub(in crate::data) fn encode_all(&self, records: &[Record]) -> Result<Vec<Document>, DataError> {
+        let documents: Vec<_> = records.par_iter().map(|record| self.encode(record)).collect();
+        documents.into_iter().collect()
+    }
+
+    fn encode(&self, record: &Record) -> Result<Document, DataError> {
+        let path = record.path.as_path();
+        let (number, bytes) = match &record.content {
+            Content::Text(text) => return self.text(text, path),
+            Content::Line { number, bytes } => (*number, bytes),
+        };
+        let place = Place { path, line: number };
+        match parse(bytes, self, path, number)? {
+            Line::Text(text) => self.text(&text, path),
+            Line::Tokens { tokens, labels } => Ok(Document { tokens, labels }),
+            Line::Completion { prompt, completion } => self.completion(&prompt, completion, path),
+            Line::Chat { messages, tools } => self.chat(&messages, tools.as_ref(), place),
+        }
+    }
+
+    fn text(&self, text: &str, path: &Path) -> Result<Document, DataError> {
+        Ok(Document { tokens: self.tokenizer.encode(text, path)?, labels: None })
+    }
+
+    /// Prompt and completion are one text, as at generation; what ends it is learnt with the completion.
+    fn completion(&self, prompt: &str, completion: String, path: &Path) -> Result<Document, DataError> {
+        let mut text = format!("{prompt}{completion}");
+        if let Some(end) = self.tokenizer.end_of_text().filter(|end| !completion.ends_with(*end)) {
+            text.push_str(end);
+        }
+        let answers = vec![prompt.len()..text.len()];
+        self.answers(&RenderedChat { text, answers }, true, path)
+    }
+
+    fn chat(&self, messages: &[Json], tools: Option<&Json>, place: Place<'_>) -> Result<Document, DataError> {
+        let template = self.tokenizer.chat().ok_or_else(|| {
+            place.error(
+                "`messages` need a chat template, which the tokenizer does not bring: put its \
+                 tokenizer_config.json or chat_template.jinja beside its tokenizer.json",
+            )
+        })?;
+        let rendered = self.render(template, messages, tools, place)?;
+        if rendered.answers.iter().all(Range::is_empty) {
+            return Err(place.error("no message has an answer to learn: none is of the role `assistant`"));
+        }
+        // The template writes the special tokens itself.
+        self.answers(&rendered, false, place.path)
+    }
+
+    fn render(
+        &self,
+        template: &ChatTemplate,
+        messages: &[Json],
+        tools: Option<&Json>,
+        place: Place<'_>,
+    ) -> Result<RenderedChat, DataError> {
+        let written = messages.iter().map(Json::to_string);
+        if written.chain(tools.map(Json::to_string)).any(|text| text.contains(ANSWER_MARKS)) {
+            return Err(place.error("U+FDD0 and U+FDD1 are no characters of a text"));
+        }
+        template.render(messages, tools).map_err(|source| {
+            FileError::ChatTemplate { path: place.path.to_owned(), line: place.line, source }.into()
+        })
+    }
+
+    /// Tokens of a text of which only the answers are learnt. A token that reaches into an answer counts.
+    fn answers(&self, rendered: &RenderedChat, special: bool, path: &Path) -> Result<Document, DataError> {
+        let (tokens, places) = self.tokenizer.encode_placed(&rendered.text, special, path)?;
+        let mut answers = rendered.answers.iter().peekable();
+        let mut label = |token: u32, place: &Range<usize>| {
+            // Tokens and answers ascend.
+            while answers.next_if(|answer| answer.end <= place.start).is_some() {}
+            let is_learnt = answers.peek().is_some_and(|answer| answer.start < place.end);
+            if is_learnt && !place.is_empty() { i64::from(token) } else { IGNORED_LABEL }
+        };
+        let labels = tokens.iter().zip(&places).map(|(&token, place)| label(token, place)).collect();
+        Ok(Document { tokens, labels: Some(labels) })
+    }
+}
+
+impl Place<'_> {
+    fn error(self, problem: &str) -> DataError {
+        FileError::Line { path: self.path.to_owned(), line: self.line, problem: problem.to_owned() }.into()
+    }
+}

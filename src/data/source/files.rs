@@ -1,0 +1,200 @@
+//! Which files a path means.
+
+use crate::data::DataError;
+use crate::data::storage::{FileFormat, TokenFile};
+use std::ffi::OsStr;
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What a directory holds that is not training text.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Skipped {
+    /// Files and directories whose name starts with a dot.
+    pub hidden: usize,
+    /// What programs have written: directories tagged as caches (`CACHEDIR.TAG`, as cargo's
+    /// `target` is), and the metrics, configs and checkpoints of earlier training runs.
+    pub outputs: usize,
+    /// Files that are not valid UTF-8.
+    pub not_text: usize,
+    /// Files, lines and rows without a token.
+    pub empty: usize,
+    /// Pipes, sockets, and links to anything but a file.
+    pub special: usize,
+}
+
+impl Skipped {
+    /// Number of entries skipped; a directory counts as one.
+    pub fn total(&self) -> usize {
+        self.hidden + self.outputs + self.not_text + self.empty + self.special
+    }
+
+    pub(in crate::data) fn add(&mut self, other: Self) {
+        self.hidden += other.hidden;
+        self.outputs += other.outputs;
+        self.not_text += other.not_text;
+        self.empty += other.empty;
+        self.special += other.special;
+    }
+}
+
+impl fmt::Display for Skipped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { hidden, outputs, not_text, empty, special } = self;
+        write!(
+            f,
+            "skipped: {hidden} hidden, {outputs} outputs, {not_text} not UTF-8, {empty} empty, {special} special files"
+        )
+    }
+}
+
+/// What a file is read as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::data) enum SourceKind {
+    /// One document of UTF-8 text.
+    Text,
+    /// A document per line.
+    JsonLines,
+    /// A document per row.
+    Parquet,
+    Tokens(FileFormat),
+}
+
+/// A file to read.
+#[derive(Debug, Clone)]
+pub(in crate::data) struct SourceFile {
+    pub(in crate::data) path: PathBuf,
+    pub(in crate::data) kind: SourceKind,
+    /// Given by name or pattern, rather than found in a directory: it must be usable.
+    pub(in crate::data) is_named: bool,
+}
+
+/// The files that a path means: itself, those below it, or those that match it as a pattern. In each case they
+/// are in the order of their paths.
+pub(in crate::data) fn expand(path: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
+    match fs::metadata(path) {
+        Ok(_) => named(path, skipped),
+        Err(error) if error.kind() == io::ErrorKind::NotFound && is_pattern(path) => {
+            let pattern = path.to_string_lossy();
+            let failed =
+                |message: &str| DataError::Pattern { path: path.to_owned(), message: message.to_owned() };
+            let matches = glob::glob(&pattern).map_err(|error| failed(error.msg))?;
+            let mut files = Vec::new();
+            for found in matches {
+                let found = found.map_err(|error| read_error(&error.path().to_owned(), error.into()))?;
+                files.extend(named(&found, skipped)?);
+            }
+            // Megatron's pair is one source, whichever of its names match.
+            files.dedup_by(|next, file| {
+                let pair = SourceKind::Tokens(FileFormat::Megatron);
+                next.kind == pair
+                    && file.kind == pair
+                    && next.path.with_extension("") == file.path.with_extension("")
+            });
+            if files.is_empty() { Err(failed("nothing matches")) } else { Ok(files) }
+        }
+        Err(error) => Err(read_error(path, error)),
+    }
+}
+
+fn is_pattern(path: &Path) -> bool {
+    path.to_string_lossy().contains(['*', '?', '['])
+}
+
+/// What exists under a name.
+fn named(path: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
+    let metadata = fs::metadata(path).map_err(|source| read_error(path, source))?;
+    if metadata.is_dir() {
+        return directory(path, skipped);
+    }
+    if !metadata.is_file() {
+        return Err(DataError::NotAFile { path: path.to_owned() });
+    }
+    let kind = match by_extension(path) {
+        Some(kind) => kind,
+        None => TokenFile::detect(path)?.map_or(SourceKind::Text, SourceKind::Tokens),
+    };
+    Ok(vec![SourceFile { path: path.to_owned(), kind, is_named: true }])
+}
+
+/// The kinds that only a name tells.
+fn by_extension(path: &Path) -> Option<SourceKind> {
+    match path.extension().and_then(OsStr::to_str)? {
+        "jsonl" | "ndjson" => Some(SourceKind::JsonLines),
+        "parquet" => Some(SourceKind::Parquet),
+        _ => None,
+    }
+}
+
+/// The files below `root`. Links to files are followed, links to directories are not: they may form a circle.
+fn directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, DataError> {
+    let mut files = Vec::new();
+    let mut directories = vec![root.to_owned()];
+    while let Some(directory) = directories.pop() {
+        let holds_a_run = directory.join("metrics.jsonl").exists();
+        let entries = fs::read_dir(&directory).map_err(|source| read_error(&directory, source))?;
+        for entry in entries {
+            let entry = entry.map_err(|source| read_error(&directory, source))?;
+            let path = entry.path();
+            let file_type = entry.file_type().map_err(|source| read_error(&path, source))?;
+            let name = entry.file_name();
+            let is_cache = file_type.is_dir() && path.join("CACHEDIR.TAG").exists();
+            // A run that read what an earlier one wrote would train on other data each time.
+            let is_of_a_run = holds_a_run && is_written_by_a_run(&name.to_string_lossy());
+            if name.to_string_lossy().starts_with('.') {
+                skipped.hidden += 1;
+            } else if is_cache || is_of_a_run {
+                skipped.outputs += 1;
+            } else if file_type.is_dir() {
+                directories.push(path);
+            } else if file_type.is_file() || (file_type.is_symlink() && path.is_file()) {
+                files.push(path);
+            } else {
+                skipped.special += 1;
+            }
+        }
+    }
+    files.sort_unstable();
+    let files = files.into_iter().map(|path| Ok((found_kind(&path)?, path)));
+    let files = files.collect::<Result<Vec<_>, DataError>>()?;
+    let source = |(kind, path): (Option<_>, _)| Some(SourceFile { path, kind: kind?, is_named: false });
+    Ok(files.into_iter().filter_map(source).collect())
+}
+
+/// What a file in a directory is. A `.bin` may be anything there, so it is taken for tokens only when it or the
+/// index beside it says so; the index is read with its `.bin`.
+fn found_kind(path: &Path) -> Result<Option<SourceKind>, DataError> {
+    if let Some(kind) = by_extension(path) {
+        return Ok(Some(kind));
+    }
+    Ok(match TokenFile::detect(path)? {
+        Some(FileFormat::Megatron) if path.extension() == Some(OsStr::new("idx")) => None,
+        Some(FileFormat::NanoGpt) | None => Some(SourceKind::Text),
+        Some(format) => Some(SourceKind::Tokens(format)),
+    })
+}
+
+/// `metrics.jsonl`, `config.json`, and those of earlier runs in the same place (`metrics.1.jsonl`);
+/// the run's checkpoints and what names the newest of them.
+fn is_written_by_a_run(name: &str) -> bool {
+    if name == "latest" || name.starts_with("step_") {
+        return true;
+    }
+    let (stem, extension) = name.split_once('.').unwrap_or((name, ""));
+    match stem {
+        "metrics" => extension.ends_with("jsonl"),
+        "config" => extension.ends_with("json"),
+        _ => false,
+    }
+}
+
+/// The error of a path that cannot be read.
+pub(super) fn read_error(path: &Path, source: io::Error) -> DataError {
+    let path = path.to_owned();
+    match source.kind() {
+        io::ErrorKind::NotFound => DataError::Missing { path },
+        _ => DataError::Read { path, source },
+    }
+}

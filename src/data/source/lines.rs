@@ -1,0 +1,112 @@
+//! What a line of a JSONL file holds.
+
+use super::document::Encoder;
+use crate::data::{DataError, FileError, IGNORED_LABEL};
+use serde::Deserialize;
+use serde_json::Value as Json;
+use serde_json::value::RawValue;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// A line by what its fields say that it is.
+#[derive(Debug)]
+pub(super) enum Line {
+    Text(String),
+    /// Tokenised by the user, whose labels are as many as tokens, each ignored or an id.
+    Tokens {
+        tokens: Vec<u32>,
+        labels: Option<Vec<i64>>,
+    },
+    Completion {
+        prompt: String,
+        completion: String,
+    },
+    Chat {
+        messages: Vec<Json>,
+        tools: Option<Json>,
+    },
+}
+
+/// The fields of a line, each still as it is written: only those that are used are read, and what they are read
+/// as is no larger than what they are written as.
+struct Fields<'a> {
+    fields: BTreeMap<String, &'a RawValue>,
+    path: &'a Path,
+    line: u64,
+}
+
+/// Reads a line: `input_ids`, `messages`, `prompt` with `completion`, or the field of the text, in this order.
+pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64) -> Result<Line, DataError> {
+    let Encoder { text_field, vocab_size, .. } = *encoder;
+    let text = std::str::from_utf8(bytes).map_err(|error| {
+        let offset = error.valid_up_to();
+        FileError::LineNotUtf8 { path: path.to_owned(), line, offset }
+    })?;
+    let fields: BTreeMap<String, &RawValue> = serde_json::from_str(text)
+        .map_err(|source| FileError::LineNotJson { path: path.to_owned(), line, field: None, source })?;
+    let fields = Fields { fields, path, line };
+    if let Some(tokens) = fields.get("input_ids")? {
+        return fields.tokens(tokens, vocab_size);
+    }
+    if let Some(messages) = fields.get("messages")? {
+        return Ok(Line::Chat { messages, tools: fields.get("tools")? });
+    }
+    if let (Some(prompt), Some(completion)) = (fields.get("prompt")?, fields.get("completion")?) {
+        return Ok(Line::Completion { prompt, completion });
+    }
+    match fields.fields.get(text_field) {
+        Some(text) => Ok(Line::Text(fields.read("text", text)?)),
+        None => {
+            let found: Vec<_> = fields.fields.keys().take(10).map(String::as_str).collect();
+            Err(fields.error(format!(
+                "neither `{text_field}` nor `input_ids`, `messages`, or `prompt` with `completion`; its fields \
+                 are: {}",
+                found.join(", ")
+            )))
+        }
+    }
+}
+
+impl Fields<'_> {
+    /// A field that is there and not null.
+    fn get<'b, T: Deserialize<'b>>(&'b self, name: &'static str) -> Result<Option<T>, DataError> {
+        match self.fields.get(name) {
+            Some(raw) => self.read(name, raw),
+            None => Ok(None),
+        }
+    }
+
+    fn read<'b, T: Deserialize<'b>>(&self, name: &'static str, raw: &'b RawValue) -> Result<T, DataError> {
+        serde_json::from_str(raw.get()).map_err(|source| {
+            let (path, line) = (self.path.to_owned(), self.line);
+            FileError::LineNotJson { path, line, field: Some(name), source }.into()
+        })
+    }
+
+    fn tokens(&self, tokens: Vec<u32>, vocab_size: usize) -> Result<Line, DataError> {
+        let labels: Option<Vec<i64>> = self.get("labels")?;
+        if let Some(labels) = labels.as_ref().filter(|labels| labels.len() != tokens.len()) {
+            let (labels, tokens) = (labels.len(), tokens.len());
+            return Err(
+                self.error(format!("{labels} `labels` for {tokens} `input_ids`; every token has one"))
+            );
+        }
+        let ids = 0..u32::try_from(vocab_size).unwrap_or(u32::MAX);
+        let is_id = |id: i64| u32::try_from(id).is_ok_and(|id| ids.contains(&id));
+        if let Some(at) = tokens.iter().position(|&id| !is_id(id.into())) {
+            return Err(self.error(format!("`input_ids`[{at}] is {}; the vocabulary is {ids:?}", tokens[at])));
+        }
+        let is_label = |label: i64| label == IGNORED_LABEL || is_id(label);
+        if let Some(labels) = &labels
+            && let Some(at) = labels.iter().position(|&label| !is_label(label))
+        {
+            return Err(self
+                .error(format!("`labels`[{at}] is {}; valid are {ids:?} and {IGNORED_LABEL}", labels[at])));
+        }
+        Ok(Line::Tokens { tokens, labels })
+    }
+
+    fn error(&self, problem: String) -> DataError {
+        FileError::Line { path: self.path.to_owned(), line: self.line, problem }.into()
+    }
+}

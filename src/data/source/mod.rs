@@ -1,0 +1,13 @@
+//! Where documents come from: which files a path means, and what is in them.
+
+mod document;
+mod files;
+mod lines;
+#[cfg(feature = "parquet")]
+mod parquet;
+mod records;
+
+pub(super) use document::{Document, Encoder};
+pub use files::Skipped;
+pub(super) use files::{SourceFile, SourceKind, expand};
+pub(super) use records::{Position, Records};
