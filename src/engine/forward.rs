@@ -19,6 +19,7 @@ pub(super) struct Tape {
     pub(super) ctx: LayerContext,
     /// Steps that were done when it was made: the parameters that it saw.
     pub(super) step: u64,
+    pub(super) rows_hash: u64,
     pub(super) input_ids: Vec<u32>,
     pub(super) labels: Vec<i64>,
     /// Input of every layer.
@@ -78,10 +79,8 @@ impl Engine {
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
         let (input_ids, labels) = (batch.input_ids.clone(), batch.labels.clone());
-        Ok(Loss {
-            local,
-            tape: Tape { ctx, step: self.attempted_steps, input_ids, labels, inputs, saved, hidden, head },
-        })
+        let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
+        Ok(Loss { local, tape: Tape { ctx, step, rows_hash, input_ids, labels, inputs, saved, hidden, head } })
     }
 
     /// Sum of the token losses and number of valid tokens of a held-out batch, over the whole
@@ -92,6 +91,8 @@ impl Engine {
     /// As [`forward`](Self::forward).
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<LossSum, EngineError> {
         self.check_usable()?;
+        let sent = self.bytes_sent();
+        self.check_rows(batch.rows_hash)?;
         let ctx = self.context(batch)?;
         let hidden = self.run_layers(&batch.input_ids, &ctx, |_, _| {})?;
         let head_unit = self.head_unit();
@@ -100,6 +101,8 @@ impl Engine {
         let (local, _) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
         self.zero.release(head_unit);
         let [sum, valid_tokens] = self.sum_over_mesh([local.sum, local.valid_tokens as f64])?;
+        // A step's metrics count what the step sent.
+        self.reported_bytes += self.bytes_sent() - sent;
         Ok(LossSum { sum, valid_tokens: valid_tokens as u64 })
     }
 
