@@ -9,7 +9,7 @@
 //! Read it as a tour: config, data, mesh, ranks, engine, summary. `ulysses train` is the same
 //! with flags.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,7 +18,7 @@ use ulysses::config::Config;
 use ulysses::data::{
     Corpus, DataLoader, LoaderOptions, PackedRows, Placement, Tokenizer, unigram_entropy_nats,
 };
-use ulysses::engine::initialize;
+use ulysses::engine::{Passes, initialize};
 use ulysses::mesh::{DeviceMesh, draw};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 use ulysses::monitor::{Progress, RankSummary, RunSummary, RunTotals};
@@ -45,7 +45,8 @@ fn main() -> Result<()> {
 
     // 2. The data: text files as bytes, packed into rows. Row order depends on the seed only.
     let tokenizer = Tokenizer::bytes();
-    let data = Path::new(REPOSITORY).join(config.require_data()?);
+    let [source] = config.require_data()? else { bail!("this example reads one path") };
+    let data = Path::new(REPOSITORY).join(&source.path);
     let corpus = Corpus::load(&data, &tokenizer)?;
     let unigram_entropy = unigram_entropy_nats(&corpus)?;
     let rows = Arc::new(PackedRows::new(corpus, config.require_seq_len()?)?);
@@ -111,7 +112,8 @@ impl Run {
         }
         engine.check_replicas()?;
         let micro_batches = steps * config.gradient_accumulation_steps as u64;
-        let summary = engine.summary(&self.model, self.rows.seq_len(), micro_batches)?;
+        let passes = Passes { seq_len: self.rows.seq_len(), trained: micro_batches, evaluated: 0 };
+        let summary = engine.summary(&self.model, &[passes])?;
         Ok((totals, summary))
     }
 }

@@ -84,7 +84,7 @@ pub struct TrainingProgress {
 /// The data that was consumed. It does not know the mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataCursor {
-    /// Samples of all whole steps so far, over all ranks.
+    /// Samples of all whole steps since the rows have had this length, over all ranks.
     pub samples_consumed: u64,
     /// Seed of the order of the samples.
     pub seed: u64,
@@ -92,6 +92,9 @@ pub struct DataCursor {
     pub seq_len: usize,
     /// Samples of an epoch.
     pub num_rows: usize,
+    /// Hash of a sample of the data, its packing and the weights of its sources.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_hash: Option<u64>,
 }
 
 /// A dynamic loss scale.

@@ -4,7 +4,10 @@
 
 mod checkpoint;
 mod config;
+mod data;
 mod device;
+mod eval;
+mod evaluation;
 mod mesh;
 mod model;
 pub(crate) mod settings;
@@ -34,6 +37,8 @@ enum Command {
     Train(train::TrainArgs),
     /// Run one batch on a mesh and compare it with a single rank, or write what it gives.
     Verify(verify::VerifyArgs),
+    /// Compute the loss, perplexity and bits per byte of a model on data.
+    Eval(eval::EvalArgs),
     /// Explain the keys of a config file, or complete one.
     #[command(subcommand)]
     Config(config::ConfigCommand),
@@ -83,6 +88,7 @@ pub(crate) fn run() -> ExitCode {
     let result = match cli.command {
         Command::Train(args) => train::run(args),
         Command::Verify(args) => verify::run(args),
+        Command::Eval(args) => eval::run(args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
         Command::Data(command) => tokens::run(command),

@@ -101,6 +101,19 @@ impl Checker<'_, '_> {
             (Kind::Sections(keys), Value::Array(array)) => {
                 return self.elements(path, &array.elements, Kind::Section(keys));
             }
+            (Kind::TextOrSections(keys), Value::Array(array)) if !array.elements.is_empty() => {
+                let element = |(index, element): (usize, &Value<'_>)| {
+                    let kind = match element {
+                        Value::Object(_) => Kind::Section(keys),
+                        _ => Kind::Text,
+                    };
+                    self.value(&format!("{path}[{index}]"), kind, element, &[])
+                };
+                return array.elements.iter().enumerate().map(element).fold(true, |valid, next| valid & next);
+            }
+            (Kind::Pairs, Value::Array(array)) => {
+                return self.elements(path, &array.elements, Kind::TwoCounts);
+            }
             (Kind::SwitchOrSection(_), Value::BooleanLit(_)) => {
                 self.report.note(format!(
                     "`{path}` as a whole is true or false in old files only: set `{path}.stage`"
@@ -207,7 +220,7 @@ fn is_valid(kind: Kind, value: &Value<'_>) -> bool {
         (Kind::Number(range), Value::NumberLit(number)) => {
             number.value.parse::<f64>().is_ok_and(|number| range.contains(number))
         }
-        (Kind::Text, Value::StringLit(text)) => !text.value.is_empty(),
+        (Kind::Text | Kind::TextOrSections(_), Value::StringLit(text)) => !text.value.is_empty(),
         (Kind::Choice(names), Value::StringLit(text)) => {
             names.iter().any(|name| name.eq_ignore_ascii_case(&text.value))
         }

@@ -35,6 +35,7 @@ mod auto;
 mod batch;
 mod check;
 mod checkpoint;
+mod data;
 mod diagnostic;
 mod document;
 mod error;
@@ -60,6 +61,7 @@ mod tests;
 
 pub use batch::{BatchError, BatchSizes};
 pub use checkpoint::{CheckpointConfig, OnSaveError};
+pub use data::{DataSource, HeldOut, Packing, SeqLenChange, ValidationConfig};
 pub use diagnostic::{Diagnostic, Excerpt, Position, Problem};
 pub use error::ConfigError;
 pub use explain::{UnknownKey, explain};

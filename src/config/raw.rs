@@ -2,6 +2,7 @@
 
 use super::check::check;
 use super::checkpoint::CheckpointConfig;
+use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::diagnostic::{Excerpt, Position};
 use super::document::{self, MAX_FILE_BYTES};
 use super::error::ConfigError;
@@ -52,11 +53,15 @@ pub struct RawConfig {
 #[derive(Clone, Debug)]
 pub(super) struct UlyssesSection {
     pub(super) model: Option<String>,
-    pub(super) data: Option<String>,
+    pub(super) data: Vec<DataSource>,
     pub(super) tokenizer: Option<String>,
     pub(super) output: Option<String>,
     pub(super) seq_len: Option<usize>,
     pub(super) steps: Option<u64>,
+    pub(super) epochs: Option<u64>,
+    pub(super) seq_len_schedule: Vec<SeqLenChange>,
+    pub(super) packing: Packing,
+    pub(super) validation: Option<ValidationConfig>,
     pub(super) threads_per_rank: Option<usize>,
     pub(super) backend: Backend,
     pub(super) activation_checkpointing: bool,
@@ -154,13 +159,20 @@ impl RawConfig {
 
 impl UlyssesSection {
     fn read(section: &Section<'_>, optimizer_lr: f64) -> Self {
+        if section.integer("steps").is_some() && section.integer("epochs").is_some() {
+            section.contradiction("epochs", "either `steps` or `epochs`");
+        }
         Self {
             model: section.text("model"),
-            data: section.text("data"),
+            data: DataSource::read_all(section),
             tokenizer: section.text("tokenizer"),
             output: section.text("output"),
             seq_len: section.count("seq_len"),
             steps: section.integer("steps"),
+            epochs: section.integer("epochs"),
+            seq_len_schedule: SeqLenChange::read_all(section),
+            packing: section.choice("packing", Packing::CHOICES).unwrap_or_default(),
+            validation: ValidationConfig::read(section),
             threads_per_rank: section.count("threads_per_rank"),
             backend: section.choice("backend", Backend::CHOICES).unwrap_or_default(),
             activation_checkpointing: section.boolean("activation_checkpointing"),

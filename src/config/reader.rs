@@ -48,9 +48,9 @@ impl<'a> Section<'a> {
         Section { report: self.report, path: join(&self.path, name), object, keys }
     }
 
-    /// The sections of the array at `name`; what is no object has been reported.
+    /// The sections of the array at `name`; what is no object has been reported, or is a text.
     pub(super) fn sections(&self, name: &'static str) -> Vec<Section<'a>> {
-        let (Some(Value::Array(array)), Some(Kind::Sections(keys))) =
+        let (Some(Value::Array(array)), Some(Kind::Sections(keys) | Kind::TextOrSections(keys))) =
             (self.property(name).map(|property| &property.value), find(self.keys, name).map(|key| key.value))
         else {
             return Vec::new();
@@ -61,6 +61,33 @@ impl<'a> Section<'a> {
             Section { report: self.report, path, object, keys }
         };
         array.elements.iter().enumerate().map(section).collect()
+    }
+
+    /// The texts of the array at `name`, in the places of [`sections`](Self::sections); none where a section stands.
+    pub(super) fn texts(&self, name: &'static str) -> Vec<Option<String>> {
+        let text = |value: &Value<'_>| match value {
+            Value::StringLit(text) => Some(text.value.to_string()),
+            _ => None,
+        };
+        match self.find(name) {
+            Some(Found::Given(Value::Array(array))) => array.elements.iter().map(text).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The pairs of the array at `name`; what is none has been reported.
+    pub(super) fn pairs(&self, name: &'static str) -> Vec<[u64; 2]> {
+        let pair = |value: &Value<'_>| match value {
+            Value::Array(array) => match array.elements.as_slice() {
+                [first, second] => Some([integer_in(first)?, integer_in(second)?]),
+                _ => None,
+            },
+            _ => None,
+        };
+        match self.find(name) {
+            Some(Found::Given(Value::Array(array))) => array.elements.iter().filter_map(pair).collect(),
+            _ => Vec::new(),
+        }
     }
 
     pub(super) fn is_present(&self) -> bool {

@@ -3,6 +3,7 @@
 use super::auto::resolve_autos;
 use super::batch::BatchSizes;
 use super::checkpoint::CheckpointConfig;
+use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::error::ConfigError;
 use super::memory::MemoryConfig;
 use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
@@ -51,8 +52,8 @@ pub struct Config {
     pub checkpoint: Option<CheckpointConfig>,
     /// `ulysses.model`: a directory in Hugging Face's layout or the name of a preset.
     pub model: Option<String>,
-    /// `ulysses.data`: a text file, or a directory whose text files are read.
-    pub data: Option<String>,
+    /// `ulysses.data`: text files, or directories whose text files are read.
+    pub data: Vec<DataSource>,
     /// `ulysses.tokenizer`: a Hugging Face `tokenizer.json`; default bytes.
     pub tokenizer: Option<String>,
     /// `ulysses.output`: the directory for metrics and the resolved config.
@@ -61,6 +62,14 @@ pub struct Config {
     pub seq_len: Option<usize>,
     /// `ulysses.steps`: optimizer steps to train.
     pub steps: Option<u64>,
+    /// `ulysses.epochs`: times that the data is gone through; set only where `steps` is not.
+    pub epochs: Option<u64>,
+    /// `ulysses.seq_len_schedule`: later lengths of the rows, by ascending step; default none.
+    pub seq_len_schedule: Vec<SeqLenChange>,
+    /// `ulysses.packing`: how documents come to be rows; default [`Packing::Greedy`].
+    pub packing: Packing,
+    /// `ulysses.validation`: data that is held out; default none.
+    pub validation: Option<ValidationConfig>,
     /// `ulysses.threads_per_rank`: CPU threads of one rank; default a fair share of the cores.
     pub threads_per_rank: Option<usize>,
     /// `ulysses.backend`: what carries the communication; default threads.
@@ -135,14 +144,18 @@ pub struct Overrides {
     pub seq_len: Option<usize>,
     /// `--steps`.
     pub steps: Option<u64>,
+    /// `--epochs`.
+    pub epochs: Option<u64>,
     /// `--seed`.
     pub seed: Option<u64>,
     /// `--threads-per-rank`.
     pub threads_per_rank: Option<usize>,
     /// `--model`.
     pub model: Option<String>,
-    /// `--data`.
-    pub data: Option<String>,
+    /// `--data`: replaces all of the file's where it is not empty.
+    pub data: Vec<DataSource>,
+    /// `--packing`.
+    pub packing: Option<Packing>,
     /// `--tokenizer`.
     pub tokenizer: Option<String>,
     /// `--output`.
@@ -168,7 +181,10 @@ impl RawConfig {
             },
         )?;
         let file = &self.ulysses;
-        let steps = overrides.steps.or(file.steps);
+        let (steps, epochs) = match (overrides.steps, overrides.epochs) {
+            (None, None) => (file.steps, file.epochs),
+            flags => flags,
+        };
         let scheduler = self.resolve_scheduler(steps)?;
         let notes = self.resolved_notes(scheduler.as_ref());
         let config = Config {
@@ -187,11 +203,15 @@ impl RawConfig {
             loss_normalization: self.loss_normalization,
             checkpoint: self.checkpoint.clone(),
             model: overrides.model.clone().or_else(|| file.model.clone()),
-            data: overrides.data.clone().or_else(|| file.data.clone()),
+            data: if overrides.data.is_empty() { file.data.clone() } else { overrides.data.clone() },
             tokenizer: overrides.tokenizer.clone().or_else(|| file.tokenizer.clone()),
             output: overrides.output.clone().or_else(|| file.output.clone()),
             seq_len: overrides.seq_len.or(file.seq_len),
             steps,
+            epochs,
+            seq_len_schedule: file.seq_len_schedule.clone(),
+            packing: overrides.packing.unwrap_or(file.packing),
+            validation: file.validation.clone(),
             threads_per_rank: overrides.threads_per_rank.or(file.threads_per_rank),
             backend: overrides.backend.unwrap_or(file.backend),
             activation_checkpointing: file.activation_checkpointing,
@@ -251,14 +271,16 @@ impl Overrides {
         at_least_1("mesh", self.mesh.map(|(dp, sp)| dp.min(sp) as u64))?;
         at_least_1("seq-len", self.seq_len.map(|tokens| tokens as u64))?;
         at_least_1("steps", self.steps)?;
+        at_least_1("epochs", self.epochs)?;
+        if let (Some(_), Some(epochs)) = (self.steps, self.epochs) {
+            let expected = "either --steps or --epochs".into();
+            return Err(ConfigError::InvalidFlag { flag: "epochs", expected, found: epochs.to_string() });
+        }
         at_least_1("threads-per-rank", self.threads_per_rank.map(|threads| threads as u64))?;
-        let strings = [
-            ("model", &self.model),
-            ("data", &self.data),
-            ("tokenizer", &self.tokenizer),
-            ("output", &self.output),
-        ];
-        match strings.into_iter().find(|(_, value)| value.as_deref() == Some("")) {
+        let strings = [("model", &self.model), ("tokenizer", &self.tokenizer), ("output", &self.output)];
+        let paths = self.data.iter().map(|source| ("data", Some(source.path.as_str())));
+        let mut all = strings.into_iter().map(|(flag, value)| (flag, value.as_deref())).chain(paths);
+        match all.find(|(_, value)| *value == Some("")) {
             Some((flag, _)) => Err(ConfigError::InvalidFlag {
                 flag,
                 expected: "a string that is not empty".into(),
@@ -312,8 +334,11 @@ impl Config {
     ///
     /// # Errors
     /// When neither the file nor a flag gives it.
-    pub fn require_data(&self) -> Result<&str, ConfigError> {
-        self.data.as_deref().ok_or(ConfigError::Unset { key: "data", flag: "data" })
+    pub fn require_data(&self) -> Result<&[DataSource], ConfigError> {
+        match self.data.as_slice() {
+            [] => Err(ConfigError::Unset { key: "data", flag: "data" }),
+            sources => Ok(sources),
+        }
     }
 
     /// [`seq_len`](Self::seq_len), for those that cannot do without.

@@ -113,6 +113,12 @@ fn value(kind: Kind) -> Value {
         Kind::TwoNumbers(range) => pair(number(range)),
         Kind::List => json!({ "type": "array" }),
         Kind::Section(keys) => object(keys),
+        Kind::TextOrSections(keys) => {
+            let text = value(Kind::Text);
+            let element = json!({ "anyOf": [text, object(keys)] });
+            json!({ "anyOf": [text, { "type": "array", "items": element, "minItems": 1 }] })
+        }
+        Kind::Pairs => json!({ "type": "array", "items": value(Kind::TwoCounts) }),
         Kind::Sections(keys) => json!({ "type": "array", "items": object(keys) }),
         Kind::SwitchOrSection(keys) => json!({ "anyOf": [object(keys), { "type": "boolean" }] }),
         Kind::Variant { variants, .. } => {

@@ -1,6 +1,7 @@
 //! A resolved config as the file that would say the same.
 
 use super::checkpoint::CheckpointConfig;
+use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::memory::MemoryConfig;
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
@@ -43,8 +44,8 @@ struct WrittenZero {
 struct WrittenUlysses<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     model: Option<&'a str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    data: Option<&'a str>,
+    #[serde(skip_serializing_if = "<[_]>::is_empty", serialize_with = "write_sources")]
+    data: &'a [DataSource],
     #[serde(skip_serializing_if = "Option::is_none")]
     tokenizer: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -54,6 +55,13 @@ struct WrittenUlysses<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     steps: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    epochs: Option<u64>,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    seq_len_schedule: &'a [SeqLenChange],
+    packing: Packing,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    validation: Option<&'a ValidationConfig>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     threads_per_rank: Option<usize>,
     backend: Backend,
     activation_checkpointing: bool,
@@ -62,6 +70,10 @@ struct WrittenUlysses<'a> {
     memory: &'a MemoryConfig,
     #[serde(skip_serializing_if = "<[_]>::is_empty")]
     parameter_groups: &'a [ParameterGroup],
+}
+
+fn write_sources<S: Serializer>(sources: &[DataSource], serializer: S) -> Result<S::Ok, S::Error> {
+    DataSource::write_all(sources, serializer)
 }
 
 impl Serialize for Config {
@@ -89,11 +101,15 @@ impl Serialize for Config {
             checkpoint: self.checkpoint.as_ref(),
             ulysses: WrittenUlysses {
                 model: self.model.as_deref(),
-                data: self.data.as_deref(),
+                data: &self.data,
                 tokenizer: self.tokenizer.as_deref(),
                 output: self.output.as_deref(),
                 seq_len: self.seq_len,
                 steps: self.steps,
+                epochs: self.epochs,
+                seq_len_schedule: &self.seq_len_schedule,
+                packing: self.packing,
+                validation: self.validation.as_ref(),
                 threads_per_rank: self.threads_per_rank,
                 backend: self.backend,
                 activation_checkpointing: self.activation_checkpointing,

@@ -1,6 +1,7 @@
 //! Whole rows of a step, and the part of them that one rank works on.
 
-use super::packing::{check_ids, check_seq_len};
+use super::documents::RunningHash;
+use super::packing::check_seq_len;
 use super::{DataError, IGNORED_LABEL, Row};
 use crate::mesh::shard_range;
 use std::ops::Range;
@@ -42,6 +43,8 @@ pub struct MicroBatch {
     pub position_ids: Vec<u32>,
     /// Per row, for the whole row: the starts of its documents, then `seq_len`.
     pub cu_seqlens: Arc<Vec<Vec<u32>>>,
+    /// Hash of the whole rows. Ranks whose hashes are equal hold parts of the same rows.
+    pub rows_hash: u64,
 }
 
 impl MicroBatch {
@@ -149,7 +152,10 @@ impl GlobalBatch {
     /// # Errors
     /// Names the first token or label that it does not know.
     pub fn check_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
-        check_ids(&self.input_ids, self.seq_len, vocab_size)?;
+        if let Some(at) = self.input_ids.iter().position(|&id| id as usize >= vocab_size) {
+            let (row, position) = (at / self.seq_len, at % self.seq_len);
+            return Err(DataError::TokenOutOfVocab { row, position, id: self.input_ids[at], vocab_size });
+        }
         let is_known =
             |label: i64| label == IGNORED_LABEL || usize::try_from(label).is_ok_and(|id| id < vocab_size);
         match self.shift_labels.iter().position(|&label| !is_known(label)) {
@@ -208,9 +214,21 @@ impl GlobalBatch {
             input_ids: cut.of(&self.input_ids),
             labels: cut.of(&self.shift_labels),
             position_ids: cut.of(&self.position_ids),
+            rows_hash: self.hash_rows(rows.clone()),
             cu_seqlens: Arc::new(self.cu_seqlens[rows].to_vec()),
             shard,
         })
+    }
+
+    fn hash_rows(&self, rows: Range<usize>) -> u64 {
+        let elements = rows.start * self.seq_len..rows.end * self.seq_len;
+        let mut hash = RunningHash::default();
+        hash.add([rows.len() as u64, self.seq_len as u64]);
+        hash.add(self.input_ids[elements.clone()].iter().copied().map(u64::from));
+        hash.add(self.shift_labels[elements.clone()].iter().map(|label| label.cast_unsigned()));
+        hash.add(self.position_ids[elements].iter().copied().map(u64::from));
+        hash.add(self.cu_seqlens[rows].iter().flatten().copied().map(u64::from));
+        hash.finish()
     }
 }
 

@@ -140,6 +140,20 @@ pub enum DataError {
         /// Size of the vocabulary.
         vocab_size: usize,
     },
+    /// A token or label of a document that the model has no embedding for.
+    #[error(
+        "token or label {id} at position {position} of document {document} is outside the vocabulary 0..{vocab_size}"
+    )]
+    DocumentOutOfVocab {
+        /// What stands there.
+        id: i64,
+        /// The document, from 0.
+        document: usize,
+        /// The position in it, from 0.
+        position: usize,
+        /// Size of the vocabulary.
+        vocab_size: usize,
+    },
     /// A label that is neither a token id nor ignored.
     #[error(
         "label {label} at row {row}, position {position} is neither {} nor in the vocabulary 0..{vocab_size}",
@@ -155,6 +169,47 @@ pub enum DataError {
         /// Size of the vocabulary.
         vocab_size: usize,
     },
+    /// Documents that cannot be split in two.
+    #[error(
+        "{fraction} of {num_tokens} token(s) cannot be held out; valid are shares between 0 and 1, of two tokens or more"
+    )]
+    NoSplit {
+        /// The share asked for.
+        fraction: f64,
+        /// Tokens of the corpus.
+        num_tokens: usize,
+    },
+    /// A weight that is no share of anything.
+    #[error("a source has the weight {weight}; weights are positive and below 1e300")]
+    InvalidWeight {
+        /// The weight.
+        weight: f64,
+    },
+    /// Sources that cannot share a batch.
+    #[error("a source has rows of {other} tokens, the first one of {first}; all need the same")]
+    SeqLensDiffer {
+        /// Tokens per row of the first source.
+        first: usize,
+        /// Tokens per row of another one.
+        other: usize,
+    },
+    /// A source that is not there.
+    #[error("source {index} was asked for; there are {available}, counted from 0")]
+    NoSource {
+        /// The source asked for.
+        index: usize,
+        /// Number of sources.
+        available: usize,
+    },
+    /// The thread that reads ahead cannot start.
+    #[error("cannot start the thread that reads the data")]
+    NoReader {
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// The thread that reads ahead is gone.
+    #[error("the thread that reads the data has panicked; its message stands above")]
+    ReaderPanicked,
     /// A batch without rows.
     #[error("a batch needs at least one row")]
     NoRows,

@@ -1,9 +1,8 @@
 //! Hands one rank its micro batches, step after step.
 
 use super::order::SampleOrder;
-use super::{DataError, GlobalBatch, MicroBatch, PackedRows};
+use super::{DataError, Dataset, GlobalBatch, MicroBatch, Row};
 use crate::mesh::DeviceMesh;
-use std::sync::Arc;
 
 /// Where a rank stands for the purpose of data: its rows by dp, its tokens of each row by sp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,24 +69,44 @@ pub struct LoaderOptions {
 /// dp ranks, in this order, the step's samples come out in their global order on every mesh.
 ///
 /// Epochs follow each other without a gap: a step may take the last rows of one and the first of the next.
+/// Where the data [ends](Self::ending_at), fully masked rows fill the last step.
 #[derive(Debug, Clone)]
 pub struct DataLoader {
-    rows: Arc<PackedRows>,
+    data: Dataset,
     options: LoaderOptions,
     train_batch_size: u64,
     order: SampleOrder,
+    /// Samples from here on are masked.
+    end: Option<u64>,
     samples_consumed: u64,
     /// Micro steps of the current step that were handed out.
     micro_step: usize,
 }
 
 impl DataLoader {
-    /// A loader at the start of the data.
+    /// A loader at the start of the data, in an order that the seed gives.
     ///
     /// # Errors
     /// When a count is 0 or overflows, the rank does not exist, or a row has fewer tokens than sp ranks.
-    pub fn new(rows: Arc<PackedRows>, options: LoaderOptions) -> Result<Self, DataError> {
-        let LoaderOptions { seed, micro_batch, accumulation, placement } = options;
+    pub fn new(data: impl Into<Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
+        let data = data.into();
+        let order = SampleOrder::shuffled(&data, options.seed);
+        Self::with_order(data, options, order)
+    }
+
+    /// A loader that goes once through all rows, as they are, whatever their weights: for data that is only looked
+    /// at.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn once_in_row_order(data: impl Into<Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
+        let data = data.into();
+        let (order, end) = (SampleOrder::in_row_order(&data), data.num_rows() as u64);
+        Ok(Self::with_order(data, options, order)?.ending_at(end))
+    }
+
+    fn with_order(data: Dataset, options: LoaderOptions, order: SampleOrder) -> Result<Self, DataError> {
+        let LoaderOptions { micro_batch, accumulation, placement, .. } = options;
         for (name, count) in [("micro_batch", micro_batch), ("accumulation", accumulation)] {
             if count == 0 {
                 return Err(DataError::Zero { name });
@@ -95,21 +114,34 @@ impl DataLoader {
         }
         placement.check()?;
         let Placement { dp_size, sp_size, .. } = placement;
-        if rows.seq_len() < sp_size {
-            return Err(DataError::SeqLenBelowSp { seq_len: rows.seq_len(), sp_size });
+        if data.seq_len() < sp_size {
+            return Err(DataError::SeqLenBelowSp { seq_len: data.seq_len(), sp_size });
         }
         let train_batch_size = micro_batch
             .checked_mul(accumulation)
             .and_then(|per_rank| per_rank.checked_mul(dp_size))
             .ok_or(DataError::BatchTooLarge { micro_batch, accumulation, dp_size })?;
         Ok(Self {
-            order: SampleOrder::new(seed, rows.num_rows()),
-            rows,
+            data,
             options,
             train_batch_size: train_batch_size as u64,
+            order,
+            end: None,
             samples_consumed: 0,
             micro_step: 0,
         })
+    }
+
+    /// Lets the data end after a number of samples. Rows that a step has beyond it are fully masked, on every
+    /// mesh the same ones.
+    #[must_use]
+    pub fn ending_at(self, samples: u64) -> Self {
+        Self { end: Some(samples), ..self }
+    }
+
+    /// What the samples are drawn from.
+    pub fn data(&self) -> &Dataset {
+        &self.data
     }
 
     /// Samples of a step, over all ranks and micro steps.
@@ -122,9 +154,15 @@ impl DataLoader {
         self.samples_consumed
     }
 
-    /// The epoch that the next step's first sample is in, from 0.
+    /// Steps until the data ends; `None` where it never does.
+    pub fn steps_left(&self) -> Option<u64> {
+        Some(self.end?.saturating_sub(self.samples_consumed).div_ceil(self.train_batch_size))
+    }
+
+    /// The epoch that the next step's first sample is in, from 0. Of weighted sources, which have epochs of their
+    /// own, it is the number of times that as many samples as there are rows were seen.
     pub fn epoch(&self) -> u64 {
-        self.order.epoch_of(self.samples_consumed)
+        self.samples_consumed / self.data.num_rows() as u64
     }
 
     /// Continues at the beginning of a step, whatever mesh consumed the samples before.
@@ -136,28 +174,44 @@ impl DataLoader {
     /// This rank's part of the next micro step; every `accumulation` of them complete a step.
     ///
     /// # Errors
-    /// When the cursor was set so far that samples can no longer be counted.
+    /// When the cursor was set so far that samples can no longer be counted, or data cannot be read.
     pub fn next_micro_batch(&mut self) -> Result<MicroBatch, DataError> {
-        let LoaderOptions { micro_batch, accumulation, placement, .. } = self.options;
-        let step_end =
-            self.samples_consumed.checked_add(self.train_batch_size).ok_or(DataError::CursorOverflow {
-                samples_consumed: self.samples_consumed,
-                train_batch_size: self.train_batch_size,
-            })?;
+        let LoaderOptions { micro_batch, placement, .. } = self.options;
+        self.step_end()?;
         let block = self.micro_step * placement.dp_size + placement.dp_rank;
         let first = self.samples_consumed + (block * micro_batch) as u64;
-        let rows = (first..first + micro_batch as u64)
-            .map(|sample| self.rows.row(self.order.row(sample)))
-            .collect::<Result<Vec<_>, _>>()?;
-        let shard = GlobalBatch::from_rows(rows, self.rows.seq_len()).micro_batch(
+        let samples = first..first + micro_batch as u64;
+        let rows = samples.map(|sample| self.sample(sample)).collect::<Result<Vec<_>, _>>()?;
+        let shard = GlobalBatch::from_rows(rows, self.data.seq_len()).micro_batch(
             0..micro_batch,
             placement.sp_size,
             placement.sp_rank,
         )?;
+        self.advance()?;
+        Ok(shard)
+    }
+
+    /// Moves on by a micro step without reading it.
+    pub(super) fn advance(&mut self) -> Result<(), DataError> {
+        let step_end = self.step_end()?;
         self.micro_step += 1;
-        if self.micro_step == accumulation {
+        if self.micro_step == self.options.accumulation {
             self.set_samples_consumed(step_end);
         }
-        Ok(shard)
+        Ok(())
+    }
+
+    fn sample(&mut self, sample: u64) -> Result<Row, DataError> {
+        if self.end.is_some_and(|end| sample >= end) {
+            return Ok(Row::masked(self.data.seq_len()));
+        }
+        let (source, row) = self.order.place(sample);
+        self.data.row(source, row)
+    }
+
+    fn step_end(&self) -> Result<u64, DataError> {
+        let Self { samples_consumed, train_batch_size, .. } = *self;
+        let overflow = DataError::CursorOverflow { samples_consumed, train_batch_size };
+        samples_consumed.checked_add(train_batch_size).ok_or(overflow)
     }
 }

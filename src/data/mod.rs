@@ -1,10 +1,12 @@
 //! The data path: text → tokens → packed rows → one rank's part of a step.
 //!
 //! ```text
-//! Corpus ─► PackedRows ─► DataLoader ─► GlobalBatch ─► MicroBatch
-//! documents  rows of       order, rows    whole rows     a rank's shard
-//!            seq_len       of a rank                     of these rows
+//! Corpus ─► Documents ─► PackedRows ─► Dataset ─► DataLoader ─► GlobalBatch ─► MicroBatch
+//! tokens     all, or a    rows of       sources,   order, rows    whole rows     a rank's shard
+//!            split        seq_len       weights    of a rank                     of these rows
 //! ```
+//!
+//! [`ReadAhead`] runs a loader in a thread of its own, so that a step finds its batches read.
 //!
 //! Three rules hold on this path, and everything downstream relies on them:
 //!
@@ -17,32 +19,42 @@
 //!   `cu_seqlens` of the whole row, beside the `position_ids` of its own tokens.
 
 mod batch;
+mod best_fit;
 mod chat;
 mod corpus;
+mod dataset;
+mod documents;
 mod entropy;
 mod error;
 mod file_error;
 mod loader;
+mod mixture;
 mod order;
 mod packing;
 mod prepare;
+mod read_ahead;
 mod source;
 mod storage;
 #[cfg(test)]
 mod tests;
+mod text_bytes;
 mod tokenizer;
 
 pub use batch::{GlobalBatch, MicroBatch};
 pub use corpus::{Corpus, SourceOptions};
+pub use dataset::Dataset;
+pub use documents::Documents;
 pub use entropy::unigram_entropy_nats;
 pub use error::DataError;
 pub use file_error::FileError;
 pub use loader::{DataLoader, LoaderOptions, Placement};
 pub use order::epoch_order;
-pub use packing::{PackedRows, Row};
+pub use packing::{PackedRows, Packing, Row};
 pub use prepare::{PrepareOptions, PrepareProgress, Prepared, prepare};
+pub use read_ahead::ReadAhead;
 pub use source::Skipped;
 pub use storage::{FileFormat, TokenFile, TokenFileOptions};
+pub use text_bytes::predicted_text_bytes;
 pub use tokenizer::Tokenizer;
 
 /// The label of a token that takes no part in the loss (PyTorch's default `ignore_index`).

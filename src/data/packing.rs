@@ -1,16 +1,35 @@
-//! Documents laid end to end and cut into rows.
+//! Documents in rows of one length.
 
-use super::{Corpus, DataError, IGNORED_LABEL};
-use std::ops::Range;
+use super::best_fit::{BestFit, Segment};
+use super::{Corpus, DataError, Documents, IGNORED_LABEL};
 
-/// A corpus as rows of `seq_len` tokens.
+/// How documents come to be rows. A corpus of one document gives the same rows each way.
 ///
-/// Documents follow each other without gaps; row r holds tokens `r·seq_len .. (r+1)·seq_len` of the corpus.
-/// Only the last row is padded. Rows are made when asked for: the packing itself takes no memory.
+/// Nothing is dropped: every token is in one row, whichever the packing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Packing {
+    /// Documents that fit into a row are not cut, and share rows so that little is left empty. Longer ones are
+    /// cut into rows of their own; what is left of one shares a row. Attention stays inside a document.
+    #[default]
+    Greedy,
+    /// Documents are laid end to end and cut where rows end. Attention stays inside a document.
+    Cut,
+    /// Documents are laid end to end, and the rows know nothing of them, as in nanoGPT: attention reaches across
+    /// borders, and the last token of a document is to predict the first of the next.
+    Concat,
+}
+
+/// Documents as rows of `seq_len` tokens.
+///
+/// Rows are made when they are asked for. Packings that lay documents end to end take no memory, and pad the last
+/// row only.
 #[derive(Debug, Clone)]
 pub struct PackedRows {
-    corpus: Corpus,
+    documents: Documents,
     seq_len: usize,
+    packing: Packing,
+    /// In [`Packing::Greedy`].
+    best_fit: Option<BestFit>,
 }
 
 /// One packed row.
@@ -27,25 +46,42 @@ pub struct Row {
     pub shift_labels: Vec<i64>,
     /// Position in the document as far as this row sees it.
     ///
-    /// The rest of a document that began in the row before starts at 0 again: attention cannot look back there.
+    /// The rest of a document that began in another row starts at 0 again: attention cannot look back there.
     pub position_ids: Vec<u32>,
     /// Where documents start in the row, and at the end `seq_len`; padding counts as a document.
     pub cu_seqlens: Vec<u32>,
 }
 
 impl PackedRows {
-    /// Cuts a corpus into rows.
+    /// Packs documents in the default way, [`Packing::Greedy`].
     ///
     /// # Errors
-    /// When `seq_len` is 0 or does not fit 32 bits.
-    pub fn new(corpus: Corpus, seq_len: usize) -> Result<Self, DataError> {
+    /// When `seq_len` is 0 or does not fit 32 bits, or the corpus cannot be read.
+    pub fn new(documents: impl Into<Documents>, seq_len: usize) -> Result<Self, DataError> {
+        Self::with_packing(documents, seq_len, Packing::default())
+    }
+
+    /// Packs documents in the given way.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_packing(
+        documents: impl Into<Documents>,
+        seq_len: usize,
+        packing: Packing,
+    ) -> Result<Self, DataError> {
         check_seq_len(seq_len)?;
-        Ok(Self { corpus, seq_len })
+        let documents = documents.into();
+        let best_fit = (packing == Packing::Greedy).then(|| BestFit::new(&documents, seq_len)).transpose()?;
+        Ok(Self { documents, seq_len, packing, best_fit })
     }
 
     /// Number of rows, at least 1.
     pub fn num_rows(&self) -> usize {
-        self.corpus.num_tokens().div_ceil(self.seq_len)
+        match &self.best_fit {
+            Some(best_fit) => best_fit.num_rows(),
+            None => self.documents.num_tokens().div_ceil(self.seq_len),
+        }
     }
 
     /// Tokens per row.
@@ -53,52 +89,70 @@ impl PackedRows {
         self.seq_len
     }
 
-    /// The documents that are packed.
-    pub fn corpus(&self) -> &Corpus {
-        &self.corpus
+    /// How the documents are packed.
+    pub fn packing(&self) -> Packing {
+        self.packing
     }
 
-    /// Checks that a model with `vocab_size` embeddings knows every token.
-    ///
-    /// # Errors
-    /// Names the first token that it does not know.
-    pub fn check_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
-        match self.corpus.first_outside(vocab_size)? {
-            None => Ok(()),
-            Some((at, id)) => {
-                let (row, position) = (at / self.seq_len, at % self.seq_len);
-                // Ids have 32 bits.
-                let id = u32::try_from(id).unwrap_or(u32::MAX);
-                Err(DataError::TokenOutOfVocab { row, position, id, vocab_size })
-            }
-        }
+    /// The documents that are packed.
+    pub fn documents(&self) -> &Documents {
+        &self.documents
+    }
+
+    /// The corpus that the documents are from.
+    pub fn corpus(&self) -> &Corpus {
+        self.documents.corpus()
+    }
+
+    /// Tokens that come after another one: those that a label can be made of.
+    pub fn num_predicted_tokens(&self) -> usize {
+        let borders = if self.packing == Packing::Concat { 1 } else { self.documents.num_documents() };
+        self.documents.num_tokens() - borders
+    }
+
+    /// The share of the rows that holds no token, from 0 to 1.
+    pub fn padding_share(&self) -> f64 {
+        let room = self.num_rows() as f64 * self.seq_len as f64;
+        1.0 - self.documents.num_tokens() as f64 / room
     }
 
     /// Makes one row.
     ///
     /// # Errors
-    /// When there is no such row.
+    /// When there is no such row, or its tokens cannot be read.
     pub fn row(&self, index: usize) -> Result<Row, DataError> {
         let available = self.num_rows();
         if index >= available {
             let rows = index..index.saturating_add(1);
             return Err(DataError::RowsOutOfRange { rows, available });
         }
-        let start = index * self.seq_len;
-        let end = self.corpus.num_tokens().min(start + self.seq_len);
         let mut row = Row::empty(self.seq_len);
-        let mut document = self.corpus.document_at(start);
-        while start + row.input_ids.len() < end {
-            let document_end = self.corpus.document(document)?.end;
-            row.push_document(
-                &self.corpus,
-                start + row.input_ids.len()..end.min(document_end),
-                document_end,
-            )?;
-            document += 1;
+        for segment in self.segments(index)? {
+            row.push(&self.documents, segment)?;
         }
         row.pad(self.seq_len);
         Ok(row)
+    }
+
+    fn segments(&self, row: usize) -> Result<Vec<Segment>, DataError> {
+        if let Some(best_fit) = &self.best_fit {
+            return Ok(best_fit.segments(row));
+        }
+        let num_tokens = self.documents.num_tokens();
+        let (mut start, end) = (row * self.seq_len, num_tokens.min((row + 1) * self.seq_len));
+        if self.packing == Packing::Concat {
+            return Ok(vec![Segment { tokens: start..end, labels_end: num_tokens }]);
+        }
+        let mut segments = Vec::new();
+        let mut document = self.documents.document_at(start);
+        while start < end {
+            let labels_end = self.documents.document(document)?.end;
+            let tokens = start..end.min(labels_end);
+            start = tokens.end;
+            document += 1;
+            segments.push(Segment { tokens, labels_end });
+        }
+        Ok(segments)
     }
 }
 
@@ -112,21 +166,25 @@ impl Row {
         }
     }
 
-    /// Appends a piece of a document. Its labels are read one token ahead, which may lie in the next row.
-    fn push_document(
-        &mut self,
-        corpus: &Corpus,
-        piece: Range<usize>,
-        document_end: usize,
-    ) -> Result<(), DataError> {
-        corpus.read_tokens(piece.clone(), &mut self.input_ids)?;
-        corpus.read_labels(piece.start + 1..document_end.min(piece.end + 1), &mut self.shift_labels)?;
-        self.end_document();
+    /// A row of padding alone.
+    pub(super) fn masked(seq_len: usize) -> Self {
+        let mut row = Self::empty(seq_len);
+        row.pad(seq_len);
+        row
+    }
+
+    /// Appends a segment. Its labels are read one token ahead, which may lie in another row.
+    fn push(&mut self, documents: &Documents, segment: Segment) -> Result<(), DataError> {
+        let Segment { tokens, labels_end } = segment;
+        let labels = tokens.start + 1..labels_end.min(tokens.end + 1);
+        documents.read_tokens(tokens, &mut self.input_ids)?;
+        documents.read_labels(labels, &mut self.shift_labels)?;
+        self.end_segment();
         Ok(())
     }
 
-    /// Fills up what the tokens since the last document's end came without.
-    fn end_document(&mut self) {
+    /// Fills up what the tokens since the last segment's end came without.
+    fn end_segment(&mut self) {
         let len = self.input_ids.len();
         let missing = len - self.position_ids.len();
         self.shift_labels.resize(len, IGNORED_LABEL);
@@ -138,7 +196,7 @@ impl Row {
     fn pad(&mut self, seq_len: usize) {
         if self.input_ids.len() < seq_len {
             self.input_ids.resize(seq_len, 0);
-            self.end_document();
+            self.end_segment();
         }
     }
 }
@@ -148,15 +206,4 @@ pub(super) fn check_seq_len(seq_len: usize) -> Result<(), DataError> {
         return Err(DataError::InvalidSeqLen { seq_len });
     }
     Ok(())
-}
-
-/// Checks ids that lie in rows of `seq_len`.
-pub(super) fn check_ids(ids: &[u32], seq_len: usize, vocab_size: usize) -> Result<(), DataError> {
-    match ids.iter().position(|&id| id as usize >= vocab_size) {
-        None => Ok(()),
-        Some(at) => {
-            let (row, position) = (at / seq_len, at % seq_len);
-            Err(DataError::TokenOutOfVocab { row, position, id: ids[at], vocab_size })
-        }
-    }
 }

@@ -109,6 +109,17 @@ pub enum EngineError {
         /// Global rank of the group's first member.
         first: usize,
     },
+    /// Ranks that must hold parts of the same rows do not.
+    #[error(
+        "rank {rank} was given parts of other rows than rank {first} of its sp group: all of them must read the \
+         same data, in the same order, with the same settings"
+    )]
+    RowsDiffer {
+        /// Global rank that differs.
+        rank: usize,
+        /// Global rank of the group's first member.
+        first: usize,
+    },
     /// A loss went backward after a step had changed the parameters that it was computed with.
     #[error("this loss was computed before step {now} (after step {made}); run forward again")]
     StaleLoss {

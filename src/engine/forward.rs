@@ -20,6 +20,7 @@ pub(super) struct Tape {
     pub(super) ctx: LayerContext,
     /// Steps that were done when it was made: the parameters that it saw.
     pub(super) step: u64,
+    pub(super) rows_hash: u64,
     pub(super) input_ids: Vec<u32>,
     pub(super) labels: Vec<i64>,
     /// What every layer left.
@@ -98,10 +99,8 @@ impl Engine {
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
         let (input_ids, labels) = (batch.input_ids.clone(), batch.labels.clone());
-        Ok(Loss {
-            local,
-            tape: Tape { ctx, step: self.attempted_steps, input_ids, labels, layers, hidden, head },
-        })
+        let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
+        Ok(Loss { local, tape: Tape { ctx, step, rows_hash, input_ids, labels, layers, hidden, head } })
     }
 
     /// Sum of the token losses and number of valid tokens of a held-out batch, over the whole
@@ -112,6 +111,8 @@ impl Engine {
     /// As [`forward`](Self::forward).
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<LossSum, EngineError> {
         self.check_usable()?;
+        let sent = self.bytes_sent();
+        self.check_rows(batch.rows_hash)?;
         let ctx = self.context(batch)?;
         let hidden = self.run_without_tape(&batch.input_ids, &ctx)?;
         let head_unit = self.head_unit();
@@ -120,6 +121,8 @@ impl Engine {
         let (local, _) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
         self.zero.release(head_unit);
         let [sum, valid_tokens] = self.sum_over_mesh([local.sum, local.valid_tokens as f64])?;
+        // A step's metrics count what the step sent.
+        self.reported_bytes += self.bytes_sent() - sent;
         Ok(LossSum { sum, valid_tokens: valid_tokens as u64 })
     }
 

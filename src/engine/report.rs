@@ -9,8 +9,20 @@ use crate::ops::attention::grouped_heads;
 use crate::ulysses::{AttentionShape, ExchangePlan};
 use crate::zero::HeldBytes;
 
+/// Micro batches of one length that a rank has run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Passes {
+    /// Tokens per row.
+    pub seq_len: usize,
+    /// Micro batches that went forward and backward.
+    pub trained: u64,
+    /// Micro batches that went forward only.
+    pub evaluated: u64,
+}
+
 impl StepReport {
-    /// The record of a step that took `step_seconds`.
+    /// The record of a step that took `step_seconds`. What the engine does not know, the seconds that were spent
+    /// waiting for data and the share of padding, is 0.
     pub fn metrics(&self, step_seconds: f64) -> Metrics {
         Metrics {
             step: self.step,
@@ -24,6 +36,8 @@ impl StepReport {
             skipped: self.skipped,
             overflow: self.overflow,
             comm_bytes: self.comm_bytes,
+            data_seconds: 0.0,
+            padding_share: 0.0,
             memory_bytes: u64::try_from(memory::live_bytes()).unwrap_or(0),
         }
     }
@@ -31,16 +45,11 @@ impl StepReport {
 
 impl Engine {
     /// What this rank moved and holds, beside what the formulas say for a Llama-style model
-    /// that was trained on `micro_batches` of rows of `seq_len` tokens. Collective.
+    /// and all `passes` of the run. Collective.
     ///
     /// # Errors
     /// Failed communication.
-    pub fn summary(
-        &self,
-        model: &LlamaConfig,
-        seq_len: usize,
-        micro_batches: u64,
-    ) -> Result<RankSummary, EngineError> {
+    pub fn summary(&self, model: &LlamaConfig, passes: &[Passes]) -> Result<RankSummary, EngineError> {
         // What a rank has sent is complete once all others have taken it.
         self.groups.dp.barrier()?;
         self.groups.sp.barrier()?;
@@ -51,13 +60,17 @@ impl Engine {
             groups: [("dp", &self.groups.dp), ("sp", &self.groups.sp)]
                 .map(|(axis, group)| (axis.to_owned(), group.stats()))
                 .into(),
-            expected_exchange_bytes: micro_batches * self.exchange_bytes(model, seq_len)?,
+            expected_exchange_bytes: passes
+                .iter()
+                .map(|passes| self.exchange_bytes(model, *passes))
+                .sum::<Result<u64, EngineError>>()?,
             held_bytes: pairs(held, expected),
         })
     }
 
-    /// Bytes that this rank sends in the exchanges of one micro batch, by formula.
-    fn exchange_bytes(&self, model: &LlamaConfig, seq_len: usize) -> Result<u64, EngineError> {
+    /// Bytes that this rank sends in the exchanges of some passes, by formula.
+    fn exchange_bytes(&self, model: &LlamaConfig, passes: Passes) -> Result<u64, EngineError> {
+        let Passes { seq_len, trained, evaluated } = passes;
         let (batch, head_dim, sp) = (self.config.micro_batch_size, model.head_dim, &self.groups.sp);
         let recomputed = (0..model.num_layers).filter(|layer| self.is_recomputed(*layer)).count();
         let layers = [(recomputed, true), (model.num_layers - recomputed, false)];
@@ -68,7 +81,8 @@ impl Engine {
             let q_to_kv = grouped_heads(num_heads, num_kv_heads);
             let volume = ExchangePlan::new(shape, &q_to_kv, sp.world_size(), sp.rank())?.volume();
             let of_layers = layers.map(|(count, recomputed)| count as u64 * volume.total_elems(recomputed));
-            elems += of_layers.iter().sum::<u64>();
+            elems += trained * of_layers.iter().sum::<u64>();
+            elems += evaluated * model.num_layers as u64 * volume.forward_elems;
         }
         Ok(elems * self.workspace.options().dtype.size_in_bytes() as u64)
     }

@@ -1,6 +1,6 @@
 //! The optimizer step.
 
-use super::{Engine, EngineError, Loss};
+use super::{Engine, EngineError, Loss, rows};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use candle_core::Tensor;
@@ -18,12 +18,15 @@ pub(super) struct Accumulation {
     /// Weighted sum of the token losses.
     loss_sum: f64,
     valid_tokens: u64,
+    /// Of the rows of all micro steps.
+    rows_hash: u64,
 }
 
 impl Accumulation {
     pub(super) fn add(&mut self, loss: &Loss, weight: f64) {
         self.loss_sum += loss.sum() * weight;
         self.valid_tokens += loss.valid_tokens();
+        self.rows_hash = rows::combine(self.rows_hash, loss.tape.rows_hash);
     }
 }
 
@@ -66,12 +69,14 @@ impl Engine {
     /// in DeepSpeed, and `None`. Collective.
     ///
     /// # Errors
-    /// A loss or gradient that is not finite, or failed communication.
+    /// A loss or gradient that is not finite, ranks of an sp group with parts of different rows, or failed
+    /// communication.
     pub fn step(&mut self) -> Result<Option<StepReport>, EngineError> {
         self.check_usable()?;
         if self.accumulation.micro_steps < self.config.gradient_accumulation_steps {
             return Ok(None);
         }
+        self.check_rows(self.accumulation.rows_hash)?;
         let global = self.global_gradient()?;
         self.accumulation = Accumulation::default();
         self.attempted_steps += 1;

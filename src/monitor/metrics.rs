@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one JSON object per step.
+//! `metrics.jsonl`: one JSON object per step, and one per evaluation.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -23,6 +23,10 @@ pub struct Metrics {
     pub tokens_per_second: f64,
     /// Wall time of the step, data included.
     pub step_seconds: f64,
+    /// Part of `step_seconds` that the reporting rank waited for data.
+    pub data_seconds: f64,
+    /// The share of the rows that is padding, over all the data.
+    pub padding_share: f64,
     /// Factor on the loss in mixed precision; 1 in f32.
     pub loss_scale: f64,
     /// Nothing was updated.
@@ -34,6 +38,21 @@ pub struct Metrics {
     /// Bytes that the reporting rank's thread holds after the step; 0 unless the program's allocator
     /// counts ([`memory`](crate::memory)).
     pub memory_bytes: u64,
+}
+
+/// What is recorded of an evaluation, in the same file: other names tell it from a step.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct EvalMetrics {
+    /// Steps that were done before.
+    pub step: u64,
+    /// Mean loss of the tokens of the held-out rows, in nats.
+    pub eval_loss: f64,
+    /// `e` to the power of the loss.
+    pub eval_perplexity: f64,
+    /// Tokens that the loss is the mean of.
+    pub eval_tokens: u64,
+    /// Wall time.
+    pub eval_seconds: f64,
 }
 
 /// Appends metrics to a file.
@@ -76,11 +95,11 @@ impl MetricsWriter {
         Ok(Self { file })
     }
 
-    /// Writes one line, so that a reader sees every step as it ends.
+    /// Writes one line, of [`Metrics`] or [`EvalMetrics`], so that a reader sees every step as it ends.
     ///
     /// # Errors
     /// What the operating system reports.
-    pub fn write(&mut self, metrics: &Metrics) -> std::io::Result<()> {
+    pub fn write(&mut self, metrics: &impl Serialize) -> std::io::Result<()> {
         serde_json::to_writer(&mut self.file, metrics)?;
         self.file.write_all(b"\n")?;
         self.file.flush()

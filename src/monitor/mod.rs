@@ -4,6 +4,6 @@ mod metrics;
 mod progress;
 mod summary;
 
-pub use metrics::{Metrics, MetricsWriter};
+pub use metrics::{EvalMetrics, Metrics, MetricsWriter};
 pub use progress::Progress;
 pub use summary::{RankSummary, RunSummary, RunTotals};

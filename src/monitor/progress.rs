@@ -1,6 +1,6 @@
 //! Progress lines on standard error.
 
-use super::Metrics;
+use super::{EvalMetrics, Metrics};
 use std::io::Write;
 use std::ops::Range;
 use std::time::Instant;
@@ -31,6 +31,16 @@ impl Progress {
             // The run goes on when nobody reads its progress any more.
             let _ = writeln!(std::io::stderr(), "{}", self.line(metrics, self.start.elapsed().as_secs_f64()));
         }
+    }
+
+    /// Prints an evaluation.
+    pub fn report_evaluation(&self, metrics: &EvalMetrics) {
+        let EvalMetrics { step, eval_loss, eval_perplexity, eval_tokens, .. } = metrics;
+        let end = self.steps.end;
+        let _ = writeln!(
+            std::io::stderr(),
+            "step {step:>5}/{end}  held out: loss {eval_loss:.4}, perplexity {eval_perplexity:.3} ({eval_tokens} tokens)"
+        );
     }
 
     fn line(&self, metrics: &Metrics, elapsed_seconds: f64) -> String {
@@ -64,6 +74,8 @@ mod tests {
             tokens: 8192,
             tokens_per_second: 4096.0,
             step_seconds: 2.0,
+            data_seconds: 0.0,
+            padding_share: 0.0,
             loss_scale: 1.0,
             skipped,
             overflow: false,

@@ -31,6 +31,10 @@ pub struct RunTotals {
     pub tokens: u64,
     /// Wall time of all steps.
     pub seconds: f64,
+    /// Part of it that was spent waiting for data.
+    pub data_seconds: f64,
+    /// The share of the rows that is padding, of the last step's data.
+    pub padding_share: f64,
 }
 
 impl RunTotals {
@@ -39,6 +43,8 @@ impl RunTotals {
         self.steps += 1;
         self.tokens += metrics.tokens;
         self.seconds += metrics.step_seconds;
+        self.data_seconds += metrics.data_seconds;
+        self.padding_share = metrics.padding_share;
         if !metrics.skipped {
             let loss = (metrics.step, metrics.loss);
             self.first_loss.get_or_insert(loss);
@@ -58,13 +64,19 @@ pub struct RunSummary {
 
 impl Display for RunSummary {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let RunTotals { first_loss, last_loss, tokens, seconds, .. } = &self.totals;
+        let RunTotals { first_loss, last_loss, tokens, seconds, data_seconds, padding_share, .. } =
+            &self.totals;
         if let (Some((first_step, first)), Some((last_step, last))) = (first_loss, last_loss) {
             writeln!(f, "loss        {first:.4} at step {first_step}, {last:.4} at step {last_step}")?;
         } else {
             writeln!(f, "loss        none: every step was skipped")?;
         }
         writeln!(f, "throughput  {:.0} tokens/s over {seconds:.1} s", *tokens as f64 / seconds)?;
+        let (waited, padding) = (100.0 * data_seconds / seconds, 100.0 * padding_share);
+        writeln!(
+            f,
+            "data        waited for in {waited:.1} % of the time; {padding:.2} % of the rows is padding"
+        )?;
         writeln!(f, "\nbytes sent, by axis and operation; the Ulysses exchange beside its formula")?;
         write_table(f, &self.traffic())?;
         writeln!(f, "\nbytes held, by the allocator (with bookkeeping) and by the ZeRO formula")?;
@@ -171,10 +183,17 @@ mod tests {
 
     #[test]
     fn the_summary_lays_measured_bytes_beside_the_formulas() {
-        let totals = RunTotals { tokens: 300, seconds: 2.0, ..RunTotals::default() };
+        let totals = RunTotals {
+            tokens: 300,
+            seconds: 2.0,
+            data_seconds: 0.5,
+            padding_share: 0.0175,
+            ..RunTotals::default()
+        };
         let text = RunSummary { totals, ranks: vec![rank(0, 4096), rank(1, 0)] }.to_string();
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert!(text.contains("every step was skipped") && text.contains("150 tokens/s"), "{text}");
+        assert!(text.contains("waited for in 25.0 % of the time; 1.75 % of the rows is padding"), "{text}");
         assert!(lines.contains(&vec!["rank", "sp", "all_to_all", "formula"]), "{text}");
         assert!(
             lines.contains(&vec!["0", "4_096", "4_096"]) && lines.contains(&vec!["1", "0", "4_096"]),
@@ -194,6 +213,8 @@ mod tests {
             tokens: 1,
             tokens_per_second: 1.0,
             step_seconds: 1.0,
+            data_seconds: 0.25,
+            padding_share: 0.125,
             loss_scale: 1.0,
             skipped,
             overflow: false,
@@ -204,7 +225,7 @@ mod tests {
         let steps = [step(1, 0.0, true), step(2, 5.0, false), step(3, 4.0, false), step(4, 0.0, true)];
         steps.iter().for_each(|metrics| totals.record(metrics));
         assert_eq!((totals.first_loss, totals.last_loss), (Some((2, 5.0)), Some((3, 4.0))));
-        assert_eq!(totals.steps, 4);
+        assert_eq!((totals.steps, totals.data_seconds, totals.padding_share), (4, 1.0, 0.125));
     }
 
     #[test]

@@ -70,6 +70,7 @@ impl Trainee {
             seed: SEED,
             seq_len: 8,
             num_rows: 70,
+            data_hash: None,
         };
         let record = RunRecord { run_id: "a-run".into(), model: model().to_hf_json(), data };
         self.engine.save_checkpoint(saver, record)?;

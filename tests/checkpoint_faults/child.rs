@@ -114,7 +114,7 @@ fn train_rank(
         if report.step % STEPS_PER_SAVE == 0 {
             let (num_rows, seq_len) = (rows.num_rows(), rows.seq_len());
             let samples_consumed = loader.samples_consumed();
-            let data = DataCursor { samples_consumed, seed: SEED, seq_len, num_rows };
+            let data = DataCursor { samples_consumed, seed: SEED, seq_len, num_rows, data_hash: None };
             let record = RunRecord { run_id: "child".into(), model: model().to_hf_json(), data };
             settle(engine.save_checkpoint(&mut saver, record))?;
             if !run.background {

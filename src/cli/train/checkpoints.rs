@@ -1,16 +1,16 @@
 //! When a run saves its state, and where it goes on from.
 
+use super::feed::Feed;
 use super::{Resume, Run};
 use crate::cli::note;
 use anyhow::{Context, bail};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use ulysses::checkpoint::{
-    Checkpoint, CheckpointError, DataCursor, LocalStorage, SaveOptions, Saved, Saver, newest, open_verified,
+    Checkpoint, CheckpointError, LocalStorage, SaveOptions, Saved, Saver, newest, open_verified,
 };
 use ulysses::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::config::{CheckpointConfig, OnSaveError};
-use ulysses::data::DataLoader;
 use ulysses::engine::{Engine, EngineError, RunRecord};
 
 /// One rank's checkpoints.
@@ -44,12 +44,12 @@ impl<'a> Checkpoints<'a> {
     }
 
     /// Goes on where the command line asks to.
-    pub(super) fn resume(&mut self, engine: &mut Engine, loader: &mut DataLoader) -> anyhow::Result<()> {
+    pub(super) fn resume(&mut self, engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<()> {
         let Some(checkpoint) = self.find()? else { return Ok(()) };
         let manifest = checkpoint.manifest();
         self.check_data(&checkpoint)?;
         engine.load_checkpoint(&checkpoint)?;
-        loader.set_samples_consumed(manifest.progress.data.samples_consumed);
+        feed.resume(manifest.progress.step, manifest.progress.data.samples_consumed)?;
         self.run_id = manifest.run_id.clone();
         self.tell(|| format!("resumed from {}", checkpoint.dir().display()));
         Ok(())
@@ -75,45 +75,54 @@ impl<'a> Checkpoints<'a> {
 
     /// A cursor means something only in the same samples in the same order.
     fn check_data(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
-        let saved = checkpoint.manifest().progress.data;
-        let here = self.cursor(saved.samples_consumed);
-        let counts = [
-            ("the seed", saved.seed, here.seed),
-            ("seq_len", saved.seq_len as u64, here.seq_len as u64),
-            ("the number of rows of the data", saved.num_rows as u64, here.num_rows as u64),
+        let progress = &checkpoint.manifest().progress;
+        let saved = progress.data;
+        let here = self.run.cursor(self.run.phase_of_last(progress.step), saved.samples_consumed);
+        let hash =
+            |hash: Option<u64>| hash.map_or_else(|| "not known".to_owned(), |hash| format!("{hash:016x}"));
+        // Checkpoints of earlier versions have no hash.
+        let saved_hash = saved.data_hash.or(here.data_hash);
+        let facts = [
+            ("the seed", saved.seed.to_string(), here.seed.to_string()),
+            ("seq_len", saved.seq_len.to_string(), here.seq_len.to_string()),
+            ("the number of rows of the data", saved.num_rows.to_string(), here.num_rows.to_string()),
+            ("the hash of data, packing and weights", hash(saved_hash), hash(here.data_hash)),
         ];
-        match counts.into_iter().find(|(_, saved, here)| saved != here) {
+        match facts.into_iter().find(|(_, saved, here)| saved != here) {
             None => Ok(()),
-            Some((what, saved, here)) => Err(CheckpointError::Mismatch {
+            Some((what, saved, wanted)) => Err(CheckpointError::Mismatch {
                 path: checkpoint.dir().to_owned(),
                 what: what.to_owned(),
-                saved: saved.to_string(),
-                wanted: here.to_string(),
+                saved,
+                wanted,
             })
-            .context("to train its weights on other data, export it and start anew from --model"),
+            .context(
+                "to go on with longer rows give `ulysses.seq_len_schedule`; to train its weights on other data, \
+                 export it and start anew from --model",
+            ),
         }
-    }
-
-    fn cursor(&self, samples_consumed: u64) -> DataCursor {
-        let (seed, rows) = (self.run.config.seed, &self.run.rows);
-        DataCursor { samples_consumed, seed, seq_len: rows.seq_len(), num_rows: rows.num_rows() }
     }
 
     /// Saves what is due after a step, and says whether the run shall end: a rank that was sent
     /// a signal ends all of them. Collective.
-    pub(super) fn after_step(&mut self, engine: &mut Engine, loader: &DataLoader) -> anyhow::Result<bool> {
+    pub(super) fn after_step(
+        &mut self,
+        engine: &mut Engine,
+        feed: &Feed<'_>,
+        last_step: u64,
+    ) -> anyhow::Result<bool> {
         let Some(mut saving) = self.saving.take() else { return Ok(false) };
         let step = engine.attempted_steps();
         let asked = i64::from(self.run.stop.load(Ordering::Relaxed));
         let stop = self.group.all_reduce_values(&[asked], ReduceOp::Max)?[0] == 1;
-        let is_last = stop || step == self.run.steps;
+        let is_last = stop || step == last_step;
         let is_due = saving.config.interval.is_some_and(|interval| step.is_multiple_of(interval));
         self.settle(&mut saving, is_last, |saving| Ok(saving.saver.poll()?))?;
         if is_last || is_due {
             let record = RunRecord {
                 run_id: self.run_id.clone(),
                 model: self.run.llama.to_hf_json(),
-                data: self.cursor(loader.samples_consumed()),
+                data: feed.cursor(),
             };
             self.settle(&mut saving, is_last, |saving| engine.save_checkpoint(&mut saving.saver, record))?;
             let in_background = saving.config.background && saving.saver.is_pending() && !is_last;

@@ -1,16 +1,19 @@
 //! `ulysses train`.
 
 mod checkpoints;
+mod feed;
 mod output;
 mod prepare;
 mod reporter;
 mod signals;
 
-use super::{DeviceArg, Failure, OrFail, note, print};
+use super::evaluation::evaluate;
+use super::{DeviceArg, Failure, OrFail, data, note, print};
 use anyhow::Context;
 use candle_core::Device;
 use checkpoints::Checkpoints;
 use clap::ValueEnum;
+use feed::{Feed, Limit, Phase};
 use reporter::Reporter;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,13 +23,13 @@ use ulysses::checkpoint::OutputLock;
 use ulysses::comm::{LaunchError, LaunchOptions, MeshGroups, RankContext, launch};
 #[cfg(feature = "nccl")]
 use ulysses::config::Backend;
-use ulysses::config::Config;
-use ulysses::data::{DataLoader, LoaderOptions, PackedRows, Placement};
+use ulysses::config::{Config, Packing};
+use ulysses::data::Placement;
 use ulysses::device::DeviceKind;
-use ulysses::engine::initialize;
+use ulysses::engine::{Engine, initialize};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{LlamaConfig, Model, WeightSource};
-use ulysses::monitor::{RankSummary, RunSummary, RunTotals};
+use ulysses::monitor::{EvalMetrics, Metrics, RankSummary, RunSummary, RunTotals};
 
 #[derive(clap::Args)]
 pub(super) struct TrainArgs {
@@ -36,9 +39,12 @@ pub(super) struct TrainArgs {
     /// A directory named like a preset is `./NAME`.
     #[arg(long)]
     model: Option<String>,
-    /// Text file or directory.
-    #[arg(long)]
-    data: Option<String>,
+    /// Text file or directory. Given several times, they are read one after the other.
+    #[arg(long, value_name = "PATH")]
+    data: Vec<String>,
+    /// Documents in rows: `greedy`, `cut` or `concat`.
+    #[arg(long, value_parser = data::parse_packing)]
+    packing: Option<Packing>,
     /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
     #[arg(long)]
     tokenizer: Option<String>,
@@ -51,6 +57,9 @@ pub(super) struct TrainArgs {
     /// Optimizer steps.
     #[arg(long, allow_negative_numbers = true)]
     steps: Option<u64>,
+    /// Times that the data is gone through, instead of --steps.
+    #[arg(long, allow_negative_numbers = true)]
+    epochs: Option<u64>,
     /// CPU threads of each rank; a fair share of the cores without it.
     #[arg(long, allow_negative_numbers = true)]
     threads_per_rank: Option<usize>,
@@ -95,8 +104,9 @@ struct Run {
     device: DeviceKind,
     llama: LlamaConfig,
     weights: Box<dyn WeightSource>,
-    rows: Arc<PackedRows>,
-    steps: u64,
+    /// By ascending step, the first from the start.
+    phases: Vec<Phase>,
+    limit: Limit,
     output: PathBuf,
     resume: Option<Resume>,
     /// Name of the run, unless it resumes one.
@@ -112,6 +122,9 @@ struct RankOutcome {
     /// On rank 0.
     totals: Option<RunTotals>,
     summary: RankSummary,
+    /// Steps that were done.
+    steps: u64,
+    /// The number of the last step that there was to do.
     last_step: u64,
     stopped: bool,
 }
@@ -122,9 +135,9 @@ pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
     let results = run.launch().or_run()?;
     let ranks = results.iter().map(|outcome| outcome.summary.clone()).collect();
     let first = results.into_iter().next().context("a mesh has a rank").or_run()?;
-    let (step, totals) = (first.last_step, first.totals.context("rank 0 reports").or_run()?);
+    let (step, totals) = (first.steps, first.totals.context("rank 0 reports").or_run()?);
     if totals.steps == 0 {
-        return print(format_args!("nothing to do: step {step} of {} is done\n", run.steps));
+        return print(format_args!("nothing to do: step {step} of {} is done\n", first.last_step));
     }
     let summary = RunSummary { totals, ranks };
     print(format_args!("{summary}\nmetrics     {}\n", run.output.join("metrics.jsonl").display()))?;
@@ -151,33 +164,71 @@ impl Run {
     fn train(&self, rank: &RankContext, device: Device) -> anyhow::Result<RankOutcome> {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device);
         let mut engine = initialize(Model::llama(&self.llama)?, &*self.weights, &self.config, &groups)?;
-        let options = LoaderOptions {
-            seed: self.config.seed,
-            micro_batch: self.config.micro_batch_size,
-            accumulation: self.config.gradient_accumulation_steps,
-            placement: Placement::of(&self.mesh, rank.rank)?,
-        };
-        let mut loader = DataLoader::new(self.rows.clone(), options)?;
+        let mut feed = Feed::new(self, Placement::of(&self.mesh, rank.rank)?)?;
         let mut checkpoints = Checkpoints::new(self, &groups, &engine)?;
-        checkpoints.resume(&mut engine, &mut loader)?;
+        checkpoints.resume(&mut engine, &mut feed)?;
         let first_step = engine.attempted_steps();
-        let mut reporter = (rank.rank == 0).then(|| Reporter::new(self, first_step)).transpose()?;
+        let last_step = feed.last_step(first_step);
+        let reporter = || Reporter::new(self, first_step, last_step);
+        let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
         let mut stopped = false;
-        while engine.attempted_steps() < self.steps && !stopped {
-            let start = Instant::now();
-            let report = engine.train_batch(|| loader.next_micro_batch())?;
+        while engine.attempted_steps() < last_step && !stopped {
+            let metrics = step(&mut engine, &mut feed)?;
             if let Some(reporter) = &mut reporter {
-                reporter.record(&report.metrics(start.elapsed().as_secs_f64()))?;
+                reporter.record(&metrics)?;
             }
-            stopped = checkpoints.after_step(&mut engine, &loader)?;
+            let evaluation = self.validate(&mut engine, &mut feed, last_step)?;
+            if let (Some(reporter), Some(metrics)) = (&mut reporter, evaluation) {
+                reporter.record_evaluation(&metrics)?;
+            }
+            stopped = checkpoints.after_step(&mut engine, &feed, last_step)?;
         }
         engine.check_replicas()?;
-        let last_step = engine.attempted_steps();
-        let micro_batches = (last_step - first_step) * self.config.gradient_accumulation_steps as u64;
-        let summary = engine.summary(&self.llama, self.rows.seq_len(), micro_batches)?;
+        let summary = engine.summary(&self.llama, feed.passes())?;
         let totals = reporter.map(|reporter| reporter.totals);
-        Ok(RankOutcome { totals, summary, last_step, stopped })
+        Ok(RankOutcome { totals, summary, steps: engine.attempted_steps(), last_step, stopped })
     }
+
+    /// The loss of what is held out, where it is due after a step. Collective.
+    fn validate(
+        &self,
+        engine: &mut Engine,
+        feed: &mut Feed<'_>,
+        last_step: u64,
+    ) -> anyhow::Result<Option<EvalMetrics>> {
+        let (Some(validation), Some(data)) = (&self.config.validation, &feed.phase().held_out) else {
+            return Ok(None);
+        };
+        let step = engine.attempted_steps();
+        let is_due = validation.interval.is_some_and(|interval| step.is_multiple_of(interval));
+        if !is_due && step != last_step {
+            return Ok(None);
+        }
+        let start = Instant::now();
+        let max_rows =
+            validation.batches.map(|batches| batches.saturating_mul(self.config.train_batch_size as u64));
+        let evaluation = evaluate(engine, data, feed.placement, max_rows)?;
+        feed.add_evaluated(evaluation.micro_batches);
+        Ok(Some(EvalMetrics {
+            step,
+            eval_loss: evaluation.loss(),
+            eval_perplexity: evaluation.perplexity(),
+            eval_tokens: evaluation.sum.valid_tokens,
+            eval_seconds: start.elapsed().as_secs_f64(),
+        }))
+    }
+}
+
+/// One step of one rank.
+fn step(engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<Metrics> {
+    let start = Instant::now();
+    feed.begin_step(engine.attempted_steps())?;
+    let report = engine.train_batch(|| feed.next_micro_batch())?;
+    Ok(Metrics {
+        data_seconds: feed.take_waited(),
+        padding_share: feed.phase().data.padding_share(),
+        ..report.metrics(start.elapsed().as_secs_f64())
+    })
 }
 
 impl std::fmt::Display for Run {
@@ -189,8 +240,8 @@ impl std::fmt::Display for Run {
              {} thread(s) per rank",
             u8::from(*zero_stage),
             self.llama.num_parameters() as f64 / 1e6,
-            self.rows.num_rows(),
-            self.rows.seq_len(),
+            self.phases[0].data.num_rows(),
+            self.phases[0].data.seq_len(),
             self.launch.threads_per_rank,
         )
     }

@@ -1,14 +1,14 @@
 //! Everything that is read and checked before a rank starts.
 
+use super::feed::{Limit, Phase};
 use super::output::{earlier_steps, prepare_output};
 use super::{BackendArg, Resume, Run, TrainArgs, signals};
 use crate::cli::config::remark;
-use crate::cli::{Failure, OrFail, dp_sp, model, note, settings};
+use crate::cli::data::{Sources, open_tokenizer};
+use crate::cli::{Failure, OrFail, dp_sp, model, settings};
 use anyhow::{Context, ensure};
-use std::path::Path;
 use std::sync::Arc;
-use ulysses::config::{Backend, Config, Overrides, RawConfig};
-use ulysses::data::{Corpus, PackedRows, Tokenizer};
+use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::DeviceMesh;
 
@@ -19,16 +19,21 @@ pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     let mut config = raw.resolve(&overrides(args)?).or_usage()?;
     remark(&config);
     let device = if config.backend == Backend::Nccl { gpus_of_nccl()? } else { device };
-    let (steps, seq_len) = (config.require_steps().or_usage()?, config.require_seq_len().or_usage()?);
+    let limit = limit(&config).or_usage()?;
+    let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;
     earlier_steps(&config, resume.as_ref()).or_usage()?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
     let launch = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
-    let tokenizer = open_tokenizer(&mut config)?;
+    let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
     let source = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
-    source.check_exchange(config.micro_batch_size, seq_len, &config, config.sp_size)?;
-    settings::check_memory(&config, &source.config, seq_len)?;
-    let rows = read_rows(&config, &tokenizer, seq_len, source.config.vocab_size).or_run()?;
+    for (_, seq_len) in &seq_lens {
+        source.check_exchange(config.micro_batch_size, *seq_len, &config, config.sp_size)?;
+        settings::check_memory(&config, &source.config, *seq_len)?;
+    }
+    let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;
+    let phases = seq_lens.into_iter().map(|(first_step, seq_len)| phase(&sources, first_step, seq_len));
+    let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
     // Last: nothing is written for a run that cannot start.
     let (output, lock) = prepare_output(&config_path, &config, resume.is_some()).or_run()?;
     // Without checkpoints there is nothing to save: signals keep their usual effect.
@@ -40,8 +45,8 @@ pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
         device,
         llama: source.config,
         weights: source.weights,
-        rows: Arc::new(rows),
-        steps,
+        phases,
+        limit,
         output,
         resume,
         new_run_id: new_run_id(),
@@ -75,60 +80,50 @@ fn overrides(args: TrainArgs) -> Result<Overrides, Failure> {
         BackendArg::Thread => Backend::Thread,
         BackendArg::Nccl => Backend::Nccl,
     });
-    let TrainArgs { model, data, tokenizer, seq_len, steps, threads_per_rank, output, seed, .. } = args;
+    let TrainArgs { model, tokenizer, seq_len, steps, epochs, threads_per_rank, output, seed, .. } = args;
+    let data = args.data.into_iter().map(DataSource::from).collect();
+    let packing = args.packing;
     Ok(Overrides {
         mesh,
         world_size: None,
         seq_len,
         steps,
+        epochs,
         seed,
         threads_per_rank,
         model,
         data,
+        packing,
         tokenizer,
         output,
         backend,
     })
 }
 
-/// The tokenizer that was asked for, or the model's own, or bytes.
-fn open_tokenizer(config: &mut Config) -> Result<Tokenizer, Failure> {
-    if config.tokenizer.is_none()
-        && let Some(path) = config.model.as_deref().and_then(model::own_tokenizer)
-    {
-        note(format_args!("tokenizer: {}", path.display()));
-        config.tokenizer = Some(path.display().to_string());
-    }
-    match &config.tokenizer {
-        Some(path) => Tokenizer::from_file(Path::new(path)).or_usage(),
-        None => Ok(Tokenizer::bytes()),
-    }
+/// What ends the run.
+fn limit(config: &Config) -> anyhow::Result<Limit> {
+    let Some(epochs) = config.epochs else { return Ok(Limit::Steps(config.require_steps()?)) };
+    ensure!(
+        config.seq_len_schedule.is_empty(),
+        "`ulysses.epochs` and `ulysses.seq_len_schedule`: an epoch is one of rows of one length, give `ulysses.steps`"
+    );
+    ensure!(
+        config.data.iter().all(|source| source.weight.is_none()),
+        "`ulysses.epochs` and weights in `ulysses.data`: weighted sources have epochs of their own, give \
+         `ulysses.steps`"
+    );
+    Ok(Limit::Epochs(epochs))
 }
 
-fn read_rows(
-    config: &Config,
-    tokenizer: &Tokenizer,
-    seq_len: usize,
-    vocab_size: usize,
-) -> anyhow::Result<PackedRows> {
-    let data = config.require_data()?;
-    let corpus = Corpus::load(Path::new(data), tokenizer).context("the data cannot be read")?;
-    if corpus.skipped().total() > 0 {
-        note(format_args!("data: {}", corpus.skipped()));
-    }
-    let num_tokens = corpus.num_tokens();
-    ensure!(
-        num_tokens > corpus.num_documents(),
-        "{data}: every document has a single token, so there is no next token to learn"
-    );
-    if num_tokens < seq_len {
-        tracing::warn!("{data} has {num_tokens} tokens: most of its only row of {seq_len} is padding");
-    }
-    let rows = PackedRows::new(corpus, seq_len)?;
-    rows.check_vocab(vocab_size).with_context(|| {
-        let tokenizer = config.tokenizer.as_deref().unwrap_or("of bytes");
-        let model = config.model.as_deref().unwrap_or_default();
-        format!("the tokenizer {tokenizer} does not fit the model {model}")
-    })?;
-    Ok(rows)
+/// Every length of the rows, with the steps that are done before.
+fn seq_lens(config: &Config) -> anyhow::Result<Vec<(u64, usize)>> {
+    let first = (0, config.require_seq_len()?);
+    let later = config.seq_len_schedule.iter().map(|change| (change.step, change.seq_len));
+    Ok(std::iter::once(first).chain(later).collect())
+}
+
+fn phase(sources: &Sources, first_step: u64, seq_len: usize) -> anyhow::Result<Phase> {
+    let data = sources.training(seq_len)?;
+    let data_hash = data.sampled_hash()?;
+    Ok(Phase { first_step, data, held_out: sources.held_out(seq_len)?, data_hash })
 }

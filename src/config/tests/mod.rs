@@ -1,6 +1,7 @@
 //! Tests of the module as a whole: text in, errors or a config out.
 
 mod auto;
+mod data;
 mod diagnostics;
 mod resolution;
 mod robustness;

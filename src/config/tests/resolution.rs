@@ -28,11 +28,15 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         loss_normalization: LossNormalization::Global,
         checkpoint: None,
         model: None,
-        data: None,
+        data: vec![],
         tokenizer: None,
         output: None,
         seq_len: None,
         steps: None,
+        epochs: None,
+        seq_len_schedule: vec![],
+        packing: Packing::Greedy,
+        validation: None,
         threads_per_rank: None,
         backend: Backend::Thread,
         activation_checkpointing: false,
@@ -84,7 +88,7 @@ fn every_key_of_a_full_file_arrives() {
     assert_eq!(config.optimizer, expected);
     assert_eq!(
         (config.require_model().unwrap(), config.require_data().unwrap()),
-        ("models/größer", "data.txt")
+        ("models/größer", &["data.txt".into()][..])
     );
     assert_eq!((config.tokenizer.as_deref(), config.output.as_deref()), (Some("tok.json"), Some("out")));
     assert_eq!((config.require_seq_len().unwrap(), config.require_steps().unwrap()), (1000, 12));
@@ -130,10 +134,12 @@ fn flags_override_the_file() {
         world_size: Some(8),
         seq_len: Some(77),
         steps: Some(5),
+        epochs: None,
         seed: Some(0),
         threads_per_rank: Some(1),
         model: Some("m".into()),
-        data: Some("d".into()),
+        data: vec!["d".into()],
+        packing: Some(Packing::Cut),
         tokenizer: Some("t".into()),
         output: Some("o".into()),
         backend: Some(Backend::Thread),
@@ -144,7 +150,8 @@ fn flags_override_the_file() {
         seed: 0,
         threads_per_rank: Some(1),
         model: Some("m".into()),
-        data: Some("d".into()),
+        data: vec!["d".into()],
+        packing: Packing::Cut,
         tokenizer: Some("t".into()),
         output: Some("o".into()),
         ..file
@@ -237,6 +244,13 @@ fn a_resolved_config_reads_back_as_itself() {
     let groups = r#"[{"match": "norm", "lr": 1e-5}, {"match": "embed", "frozen": true}]"#;
     configs.push(config_with(&format!(r#""ulysses": {{"parameter_groups": {groups}}}"#)));
     configs.push(Config::from_json_str(FULL, "full.json").unwrap());
+    for ulysses in [
+        r#""data": ["a", "b"], "epochs": 3, "packing": "concat", "validation": {"fraction": 0.1}"#,
+        r#""data": [{"path": "a", "weight": 0.5}, {"path": "b", "weight": 2}], "seq_len_schedule": [[5, 9], [7, 3]]"#,
+        r#""data": [{"path": "a", "weight": 1}], "validation": {"data": "v", "eval_interval": 4, "eval_batches": 2}"#,
+    ] {
+        configs.push(config_with(&format!("\"ulysses\": {{{ulysses}}}")));
+    }
     for config in configs {
         let text = serde_json::to_string_pretty(&config).unwrap();
         let again =

@@ -40,6 +40,8 @@ fn sample(key: &Key) -> Value {
         Kind::Anything => vec![json!({ "enabled": true })],
         Kind::Section(_) | Kind::SwitchOrSection(_) | Kind::Params(_) => vec![json!({})],
         Kind::Sections(_) => vec![json!([])],
+        Kind::TextOrSections(_) => vec![json!(["x", "y"])],
+        Kind::Pairs => vec![json!([[10, 2048]])],
     };
     others.into_iter().find(|other| *other != default).unwrap()
 }
@@ -79,6 +81,13 @@ fn surroundings(entry: &Entry) -> Value {
         }
         _ if entry.path.starts_with("ulysses.parameter_groups.") => {
             json!({ "ulysses": { "parameter_groups": [{ "match": "a name" }] } })
+        }
+        _ if entry.path.starts_with("ulysses.data.") => {
+            json!({ "ulysses": { "data": [{ "path": "a path", "weight": 2.0 }] } })
+        }
+        _ if entry.path == "ulysses.validation.fraction" => json!({}),
+        _ if entry.path.starts_with("ulysses.validation.") => {
+            json!({ "ulysses": { "validation": { "data": "a path" } } })
         }
         _ => json!({}),
     };

@@ -11,6 +11,12 @@ pub(super) const BELOW_1: Range = Range { min: 0.0, max: Max::Below(1.0) };
 /// From 0 to 1.
 pub(super) const FRACTION: Value = Value::Number(Range { min: 0.0, max: Max::AtMost(1.0) });
 
+/// Numbers that can be divided by.
+pub(super) const POSITIVE: Value = at_least(1e-30);
+
+/// Shares that leave something on both sides.
+pub(super) const INSIDE_0_1: Value = Value::Number(Range { min: 1e-9, max: Max::Below(1.0) });
+
 /// An integer from 1 on.
 pub(super) const COUNT: Value = Value::Integer { min: 1, max: u64::MAX };
 

@@ -39,6 +39,10 @@ pub(crate) enum Value {
     Section(&'static [Key]),
     /// An array of sections.
     Sections(&'static [Key]),
+    /// A text, or an array of texts and sections.
+    TextOrSections(&'static [Key]),
+    /// An array of pairs of integers, each from 1 on.
+    Pairs,
     /// A section, or its old form: whether it is on.
     SwitchOrSection(&'static [Key]),
     /// The name of a variant, in any case; other names are refused with a reason.
@@ -156,7 +160,12 @@ impl Value {
     /// The keys of a section, whichever its variant.
     pub(crate) fn sections(self) -> Vec<(Option<&'static str>, &'static [Key])> {
         match self {
-            Self::Section(keys) | Self::Sections(keys) | Self::SwitchOrSection(keys) => vec![(None, keys)],
+            Self::Section(keys)
+            | Self::Sections(keys)
+            | Self::TextOrSections(keys)
+            | Self::SwitchOrSection(keys) => {
+                vec![(None, keys)]
+            }
             Self::Params(variants) => variants.iter().map(|v| (Some(v.name), v.params)).collect(),
             _ => Vec::new(),
         }
@@ -223,6 +232,10 @@ impl fmt::Display for Value {
             Self::TwoNumbers(_) => f.write_str("an array of two numbers"),
             Self::List => f.write_str("an array"),
             Self::Sections(_) => f.write_str("an array of objects"),
+            Self::TextOrSections(_) => {
+                f.write_str("a string that is not empty, or an array of such strings and objects")
+            }
+            Self::Pairs => f.write_str("an array of pairs of integers ≥ 1"),
             Self::Section(_) | Self::SwitchOrSection(_) | Self::Params(_) => f.write_str("an object"),
             Self::Variant { variants, .. } => {
                 write_one_of(f, &variants.iter().map(|variant| variant.name).collect::<Vec<_>>())

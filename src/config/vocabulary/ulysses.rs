@@ -1,16 +1,31 @@
 //! What DeepSpeed leaves to the training script.
 
-use super::build::{COUNT, NOT_NEGATIVE, flag, key};
+use super::build::{COUNT, INSIDE_0_1, NOT_NEGATIVE, POSITIVE, flag, key, section};
 use super::key::{Key, Value};
 
 pub(super) const ULYSSES: &[Key] = &[
     key("model", Value::Text, "A preset, or a directory in Hugging Face's layout."),
-    key("data", Value::Text, "A text file, or a directory whose text files are read."),
+    key(
+        "data",
+        Value::TextOrSections(DATA),
+        "A text file, or a directory whose text files are read; or several of them, one after the other or, as \
+         objects with weights, mixed.",
+    ),
     key("tokenizer", Value::Text, "A Hugging Face `tokenizer.json`.")
         .derived("the one in the model's directory, or bytes"),
     key("output", Value::Text, "The directory for metrics and the resolved config.").derived("`runs/NAME-N`"),
     key("seq_len", COUNT, "Tokens per row, over all sequence-parallel ranks."),
     key("steps", COUNT, "Optimizer steps to train."),
+    key("epochs", COUNT, "Times that the data is gone through, instead of `steps`; what the last step lacks is masked."),
+    key(
+        "seq_len_schedule",
+        Value::Pairs,
+        "Tokens per row later on: `[[step, seq_len], …]`, each from the step after the given one; the data is packed \
+         anew.",
+    ),
+    key("packing", Value::Choice(&["greedy", "cut", "concat"]), "Documents in rows. `greedy`: those that fit are not cut; `cut`: end to end, cut at row ends; `concat`: the same, attending across documents.")
+        .text("greedy"),
+    section("validation", VALIDATION, "Held-out data, whose loss is computed as training goes on."),
     key("threads_per_rank", COUNT, "CPU threads of one rank.").derived("a fair share of the cores"),
     key("backend", Value::Choice(&["thread", "nccl"]), "What carries the communication.").text("thread"),
     flag("activation_checkpointing", "Recomputes activations in the backward pass."),
@@ -33,6 +48,22 @@ pub(super) const ULYSSES: &[Key] = &[
         Value::Sections(PARAMETER_GROUP),
         "Parameters with settings of their own; each is in the first group that it matches.",
     ),
+];
+
+const DATA: &[Key] = &[
+    key("path", Value::Text, "A text file, or a directory whose text files are read.").required(),
+    key(
+        "weight",
+        POSITIVE,
+        "Its share of the samples, relative to the other weights. All sources have one, or none.",
+    ),
+];
+
+const VALIDATION: &[Key] = &[
+    key("data", Value::Text, "A text file, or a directory whose text files are read."),
+    key("fraction", INSIDE_0_1, "Instead of `data`: the share of each source's documents that is held out."),
+    key("eval_interval", COUNT, "Steps between two evaluations.").derived("the last step only"),
+    key("eval_batches", COUNT, "Batches of `train_batch_size` rows that are evaluated.").derived("all rows"),
 ];
 
 const PARAMETER_GROUP: &[Key] = &[

@@ -1,11 +1,16 @@
 //! Tokens encode where they stand: token i of document d is `1000·(d+1) + i`, so none equals padding (0).
 
 mod batch;
+mod best_fit;
 mod corpus;
+mod dataset;
+mod documents;
 mod loader;
 mod packing;
 mod prepare;
+mod read_ahead;
 mod sources;
+mod stream;
 mod token_files;
 mod tuning;
 
@@ -19,6 +24,7 @@ fn documents(lens: &[usize]) -> Corpus {
     Corpus::from_documents(lens.iter().enumerate().map(|(index, &len)| document(index, len))).unwrap()
 }
 
+/// Documents laid end to end.
 fn packed(lens: &[usize], seq_len: usize) -> PackedRows {
-    PackedRows::new(documents(lens), seq_len).unwrap()
+    PackedRows::with_packing(documents(lens), seq_len, Packing::Cut).unwrap()
 }

@@ -90,8 +90,56 @@ fn impossible_rows_are_errors() {
         let error = rows.row(index).unwrap_err();
         assert!(matches!(error, DataError::RowsOutOfRange { available: 3, .. }), "{error:?}");
     }
-    rows.check_vocab(3002).unwrap();
-    let error = rows.check_vocab(2005).unwrap_err();
-    let DataError::TokenOutOfVocab { row, position, id, vocab_size } = error else { panic!("{error:?}") };
-    assert_eq!((row, position, id, vocab_size), (2, 0, 2005, 2005));
+}
+
+#[test]
+fn concat_hides_the_documents_from_attention_and_predicts_across_their_borders() {
+    let rows = PackedRows::with_packing(documents(&[3, 6, 2]), 4, Packing::Concat).unwrap();
+    let expected = [
+        Row {
+            input_ids: vec![1000, 1001, 1002, 2000],
+            shift_labels: vec![1001, 1002, 2000, 2001],
+            position_ids: vec![0, 1, 2, 3],
+            cu_seqlens: vec![0, 4],
+        },
+        Row {
+            input_ids: vec![2001, 2002, 2003, 2004],
+            shift_labels: vec![2002, 2003, 2004, 2005],
+            position_ids: vec![0, 1, 2, 3],
+            cu_seqlens: vec![0, 4],
+        },
+        Row {
+            input_ids: vec![2005, 3000, 3001, 0],
+            shift_labels: vec![3000, 3001, NONE, NONE],
+            position_ids: vec![0, 1, 2, 0],
+            cu_seqlens: vec![0, 3, 4],
+        },
+    ];
+    for (index, expected) in expected.into_iter().enumerate() {
+        assert_eq!(rows.row(index).unwrap(), expected, "row {index}");
+    }
+    assert_eq!(rows.num_predicted_tokens(), 10);
+}
+
+#[test]
+fn one_document_gives_the_same_rows_whichever_the_packing() {
+    for len in 1..=33 {
+        let [greedy, cut, concat] = [Packing::Greedy, Packing::Cut, Packing::Concat]
+            .map(|packing| PackedRows::with_packing(documents(&[len]), 8, packing).unwrap());
+        assert_eq!((greedy.num_rows(), concat.num_rows()), (cut.num_rows(), cut.num_rows()));
+        for row in 0..cut.num_rows() {
+            assert_eq!(greedy.row(row).unwrap(), cut.row(row).unwrap(), "row {row} of {len} tokens");
+            assert_eq!(concat.row(row).unwrap(), cut.row(row).unwrap(), "row {row} of {len} tokens");
+        }
+    }
+}
+
+#[test]
+fn the_padding_share_is_what_rows_hold_beside_tokens() {
+    for packing in [Packing::Greedy, Packing::Cut, Packing::Concat] {
+        let rows = PackedRows::with_packing(documents(&[5, 3, 4, 7]), 8, packing).unwrap();
+        let padding = |row| rows.row(row).unwrap().input_ids.iter().filter(|&&token| token == 0).count();
+        let padding: usize = (0..rows.num_rows()).map(padding).sum();
+        assert_eq!(rows.padding_share(), padding as f64 / (8 * rows.num_rows()) as f64, "{packing:?}");
+    }
 }

@@ -1,0 +1,141 @@
+//! `ulysses.data`: from paths to rows, for all commands that read data.
+
+use super::{Failure, OrFail, model, note};
+use anyhow::{Context, ensure};
+use std::path::Path;
+use std::sync::Arc;
+use ulysses::config::{Config, DataSource, HeldOut, Packing};
+use ulysses::data::{
+    self, Corpus, Dataset, Documents, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
+};
+
+/// Documents that were read, before they are packed.
+pub(super) struct Sources {
+    packing: data::Packing,
+    /// With their weights, which all have or none.
+    training: Vec<(Documents, Option<f64>)>,
+    held_out: Vec<Documents>,
+}
+
+/// The tokenizer that was asked for, or the model's own, or bytes. `tokenizer` becomes the path of the one found.
+pub(super) fn open_tokenizer(
+    model: Option<&str>,
+    tokenizer: &mut Option<String>,
+) -> Result<Tokenizer, Failure> {
+    if tokenizer.is_none()
+        && let Some(path) = model.and_then(model::own_tokenizer)
+    {
+        note(format_args!("tokenizer: {}", path.display()));
+        *tokenizer = Some(path.display().to_string());
+    }
+    match tokenizer {
+        Some(path) => Tokenizer::from_file(Path::new(path)).or_usage(),
+        None => Ok(Tokenizer::bytes()),
+    }
+}
+
+/// A packing by its name on the command line.
+pub(super) fn parse_packing(name: &str) -> Result<Packing, String> {
+    let found = Packing::CHOICES.iter().find(|(choice, _)| *choice == name);
+    found.map(|(_, packing)| *packing).ok_or_else(|| "greedy, cut and concat are valid".to_owned())
+}
+
+impl Sources {
+    /// Reads what the config names, and checks it against the model's vocabulary.
+    pub(super) fn read(config: &Config, tokenizer: &Tokenizer, vocab_size: usize) -> anyhow::Result<Self> {
+        let packing = match config.packing {
+            Packing::Greedy => data::Packing::Greedy,
+            Packing::Cut => data::Packing::Cut,
+            Packing::Concat => data::Packing::Concat,
+        };
+        let held_out = config.validation.as_ref().map(|validation| &validation.data);
+        let mut sources = Self { packing, training: Vec::new(), held_out: Vec::new() };
+        for DataSource { path, weight } in config.require_data()? {
+            let corpus = read_corpus(path, config, tokenizer, vocab_size)?;
+            let training = match held_out {
+                Some(HeldOut::Fraction(fraction)) => {
+                    let [training, held_out] =
+                        Documents::split(corpus, *fraction).with_context(|| path.clone())?;
+                    sources.check(&held_out, &format!("what is held out of {path}"))?;
+                    sources.held_out.push(held_out);
+                    training
+                }
+                _ => corpus.into(),
+            };
+            sources.check(&training, path)?;
+            sources.training.push((training, *weight));
+        }
+        if let Some(HeldOut::Path(path)) = held_out {
+            let documents = read_corpus(path, config, tokenizer, vocab_size)?.into();
+            sources.check(&documents, path)?;
+            sources.held_out.push(documents);
+        }
+        Ok(sources)
+    }
+
+    /// Some token must have a next one.
+    fn check(&self, documents: &Documents, what: &str) -> anyhow::Result<()> {
+        let borders = if self.packing == data::Packing::Concat { 1 } else { documents.num_documents() };
+        ensure!(
+            documents.num_tokens() > borders,
+            "{what}: every document has a single token, so there is no next token to learn"
+        );
+        Ok(())
+    }
+
+    /// What is trained on, in rows.
+    pub(super) fn training(&self, seq_len: usize) -> anyhow::Result<Dataset> {
+        let pack = |documents: &Documents| PackedRows::with_packing(documents.clone(), seq_len, self.packing);
+        let rows = self.training.iter().map(|(documents, weight)| Ok((pack(documents)?, *weight)));
+        let rows = rows.collect::<anyhow::Result<Vec<_>>>()?;
+        let weights: Option<Vec<f64>> = rows.iter().map(|(_, weight)| *weight).collect();
+        let rows = rows.into_iter().map(|(rows, _)| rows);
+        let dataset = match weights {
+            Some(weights) => Dataset::mixture(rows.zip(weights)),
+            None => Dataset::concatenated(rows),
+        };
+        let dataset = dataset?;
+        let num_tokens: usize = dataset.sources().iter().map(|rows| rows.documents().num_tokens()).sum();
+        if num_tokens < seq_len {
+            tracing::warn!("the data has {num_tokens} tokens: most of its only row of {seq_len} is padding");
+        }
+        note(format_args!(
+            "data: {} rows of {seq_len} tokens, {:.2} % padding",
+            dataset.num_rows(),
+            100.0 * dataset.padding_share()
+        ));
+        Ok(dataset)
+    }
+
+    /// What is held out, in rows.
+    pub(super) fn held_out(&self, seq_len: usize) -> anyhow::Result<Option<Dataset>> {
+        if self.held_out.is_empty() {
+            return Ok(None);
+        }
+        let pack = |documents: &Documents| PackedRows::with_packing(documents.clone(), seq_len, self.packing);
+        let rows = self.held_out.iter().map(pack).collect::<Result<Vec<_>, _>>()?;
+        Ok(Some(Dataset::concatenated(rows)?))
+    }
+}
+
+/// A corpus that a model with `vocab_size` embeddings knows.
+fn read_corpus(
+    path: &str,
+    config: &Config,
+    tokenizer: &Tokenizer,
+    vocab_size: usize,
+) -> anyhow::Result<Arc<Corpus>> {
+    let token_files = TokenFileOptions { vocab_size: Some(vocab_size), ..Default::default() };
+    let options = SourceOptions { token_files, ..SourceOptions::new(tokenizer) };
+    let corpus = Corpus::open(&[path], &options).context("the data cannot be read")?;
+    if corpus.skipped().total() > 0 {
+        note(format_args!("data: {}", corpus.skipped()));
+    }
+    let corpus = Arc::new(corpus);
+    Documents::from(corpus.clone()).check_vocab(vocab_size).with_context(|| {
+        let tokenizer = config.tokenizer.as_deref().unwrap_or("of bytes");
+        let model = config.model.as_deref().unwrap_or_default();
+        format!("the tokenizer {tokenizer} does not fit the model {model}")
+    })?;
+    Ok(corpus)
+}

@@ -1,0 +1,139 @@
+//! `ulysses eval`: what a model makes of data, without training.
+
+use super::data::{Sources, open_tokenizer, parse_packing};
+use super::evaluation::{Evaluation, evaluate};
+use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
+use anyhow::Context;
+use serde_json::json;
+use std::path::Path;
+use ulysses::comm::{MeshGroups, launch};
+use ulysses::config::{Config, DataSource, Overrides, Packing, RawConfig};
+use ulysses::data::{Dataset, Placement, predicted_text_bytes};
+use ulysses::engine::initialize;
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::Model;
+
+#[derive(clap::Args)]
+pub(super) struct EvalArgs {
+    /// Directory with config.json and model.safetensors, or a preset.
+    model: String,
+    /// Text file or directory; several are taken together.
+    #[arg(long, required = true, value_name = "PATH")]
+    data: Vec<String>,
+    /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
+    #[arg(long)]
+    tokenizer: Option<String>,
+    /// Ranks: `DPxSP` or `dp=2,sp=2`.
+    #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
+    mesh: String,
+    /// Tokens in a row, over all sp ranks: the longest context that a prediction has.
+    #[arg(long, default_value_t = 1024, allow_negative_numbers = true)]
+    seq_len: usize,
+    /// Rows that a rank takes at once.
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
+    batch_size: usize,
+    /// Documents in rows: `greedy`, `cut` or `concat`.
+    #[arg(long, default_value = "greedy", value_parser = parse_packing)]
+    packing: Packing,
+    /// CPU threads of each rank; a fair share of the cores without it.
+    #[arg(long, allow_negative_numbers = true)]
+    threads_per_rank: Option<usize>,
+    /// Where the ranks' tensors are.
+    #[arg(long, default_value = "cpu")]
+    device: DeviceArg,
+    /// Prints one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
+    let device = args.device.kind()?;
+    let mut config = config(&args)?;
+    let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
+    let source = model::open(&args.model, config.seed, tokenizer.vocab_size())?;
+    source.check_exchange(config.micro_batch_size, args.seq_len, &config, config.sp_size)?;
+    settings::check_memory(&config, &source.config, args.seq_len)?;
+    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
+    let options = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
+    let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;
+    let data = sources.training(args.seq_len).or_run()?;
+    let results = launch(mesh.world_size(), &options, |rank| {
+        let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device.open(rank.rank)?);
+        let mut engine = initialize(Model::llama(&source.config)?, &*source.weights, &config, &groups)?;
+        evaluate(&mut engine, &data, Placement::of(&mesh, rank.rank)?, None)
+    });
+    let evaluation = results.or_run()?.into_iter().next().context("a mesh has a rank").or_run()?;
+    let bytes = text_bytes(&config, &data, &evaluation).or_run()?;
+    print(if args.json {
+        as_json(&args, &data, evaluation, bytes)
+    } else {
+        as_text(&data, evaluation, bytes)
+    })
+}
+
+/// An engine that holds as little as possible beside the parameters.
+fn config(args: &EvalArgs) -> Result<Config, Failure> {
+    let at_least_1 = |name: &str, value: usize| match value {
+        0 => Err(Failure::Usage(anyhow::anyhow!("--{name}: expected at least 1, found 0"))),
+        _ => Ok(()),
+    };
+    at_least_1("seq-len", args.seq_len)?;
+    at_least_1("batch-size", args.batch_size)?;
+    let text = json!({
+        "train_micro_batch_size_per_gpu": args.batch_size,
+        "optimizer": { "type": "SGD", "params": {} },
+        "zero_optimization": { "stage": 3 },
+    });
+    let overrides = Overrides {
+        mesh: Some(dp_sp(&args.mesh)?),
+        seq_len: Some(args.seq_len),
+        threads_per_rank: args.threads_per_rank,
+        model: Some(args.model.clone()),
+        data: args.data.iter().map(DataSource::from).collect(),
+        packing: Some(args.packing),
+        tokenizer: args.tokenizer.clone(),
+        ..Overrides::default()
+    };
+    RawConfig::from_json_str(&text.to_string(), "eval").or_usage()?.resolve(&overrides).or_usage()
+}
+
+/// Bytes of the text that was predicted; `None` where they are not known, as some tokens are context only.
+fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyhow::Result<Option<u64>> {
+    let predicted: usize = data.sources().iter().map(|rows| rows.num_predicted_tokens()).sum();
+    if predicted as u64 != evaluation.sum.valid_tokens {
+        return Ok(None);
+    }
+    let tokenizer = config.tokenizer.as_deref().map(Path::new);
+    let bytes = data.sources().iter().map(|rows| predicted_text_bytes(rows, tokenizer));
+    Ok(Some(bytes.sum::<Result<u64, _>>()?))
+}
+
+fn bits_per_byte(evaluation: Evaluation, bytes: Option<u64>) -> Option<f64> {
+    Some(evaluation.sum.sum / std::f64::consts::LN_2 / bytes.filter(|&bytes| bytes > 0)? as f64)
+}
+
+fn as_json(args: &EvalArgs, data: &Dataset, evaluation: Evaluation, bytes: Option<u64>) -> String {
+    let all = json!({
+        "loss": evaluation.loss(), "perplexity": evaluation.perplexity(),
+        "bits_per_byte": bits_per_byte(evaluation, bytes), "tokens": evaluation.sum.valid_tokens,
+        "bytes": bytes, "rows": data.num_rows(), "seq_len": data.seq_len(),
+        "padding_share": data.padding_share(), "mesh": args.mesh,
+    });
+    format!("{all}\n")
+}
+
+fn as_text(data: &Dataset, evaluation: Evaluation, bytes: Option<u64>) -> String {
+    let bits = match (bits_per_byte(evaluation, bytes), bytes) {
+        (Some(bits), Some(bytes)) => format!("{bits:.4}, of {bytes} bytes"),
+        _ => "unknown: the tokens are not known to stand for a text".to_owned(),
+    };
+    format!(
+        "loss           {:.6} nats per token, of {} tokens\nperplexity     {:.4}\nbits per byte  {bits}\nrows           \
+         {} of {} tokens\n",
+        evaluation.loss(),
+        evaluation.sum.valid_tokens,
+        evaluation.perplexity(),
+        data.num_rows(),
+        data.seq_len(),
+    )
+}

@@ -1,0 +1,98 @@
+//! `ulysses.data` and what belongs to it.
+
+use super::*;
+
+fn ulysses(members: &str) -> Config {
+    config_with(&format!("\"ulysses\": {{{members}}}"))
+}
+
+/// The error of a file whose `ulysses` section has the given members, without place and file.
+fn fault(members: &str) -> String {
+    let message = message(&format!("{{\"train_batch_size\": 1, \"ulysses\": {{{members}}}}}"));
+    message.split_once(": ").unwrap().1.to_owned()
+}
+
+#[test]
+fn data_is_a_path_or_paths_or_paths_with_weights() {
+    assert_eq!(ulysses(r#""data": "a""#).data, ["a".into()]);
+    assert_eq!(ulysses(r#""data": ["a", "b"]"#).data, ["a".into(), "b".into()]);
+    assert_eq!(ulysses(r#""data": ["a", {"path": "b"}]"#).data, ["a".into(), "b".into()]);
+    let weighted = |path: &str, weight| DataSource { path: path.into(), weight: Some(weight) };
+    let sources = r#""data": [{"path": "a", "weight": 0.5}, {"path": "b", "weight": 2}]"#;
+    assert_eq!(ulysses(sources).data, [weighted("a", 0.5), weighted("b", 2.0)]);
+    assert_eq!(ulysses("").data, []);
+}
+
+#[test]
+fn sources_that_make_no_mixture_are_refused() {
+    let expected = "`ulysses.data`: expected a weight for every source, or for none, found an array";
+    assert!(fault(r#""data": ["a", {"path": "b", "weight": 1}]"#).starts_with(expected));
+    for (members, expected) in [
+        (r#""data": [{"weight": 1}]"#, "`ulysses.data[0].path`"),
+        (r#""data": [{"path": "a", "weight": 0}]"#, "`ulysses.data[0].weight`: expected a number ≥ 1e-30"),
+        (r#""data": ["a", 7]"#, "`ulysses.data[1]`: expected a string that is not empty"),
+        (r#""data": ["a", ""]"#, "`ulysses.data[1]`: expected a string that is not empty"),
+        (r#""data": []"#, "`ulysses.data`: expected a string that is not empty, or an array of such strings"),
+        (r#""data": [{"file": "a"}]"#, "`ulysses.data[0].file`"),
+        (r#""packing": "tight""#, "expected one of \"greedy\", \"cut\", \"concat\""),
+    ] {
+        let fault = fault(members);
+        assert!(fault.contains(expected), "{fault}");
+    }
+}
+
+#[test]
+fn steps_and_epochs_exclude_each_other_and_flags_decide() {
+    assert_eq!(
+        fault(r#""steps": 5, "epochs": 2"#),
+        "`ulysses.epochs`: expected either `steps` or `epochs`, found 2"
+    );
+    let text = r#"{"train_batch_size": 1, "ulysses": {"steps": 5}}"#;
+    let raw = RawConfig::from_json_str(text, "c.json").unwrap();
+    let by_flag = raw.resolve(&Overrides { epochs: Some(3), ..Overrides::default() }).unwrap();
+    assert_eq!((by_flag.steps, by_flag.epochs), (None, Some(3)));
+    let both = Overrides { epochs: Some(3), steps: Some(1), ..Overrides::default() };
+    assert_eq!(
+        raw.resolve(&both).unwrap_err().to_string(),
+        "--epochs: expected either --steps or --epochs, found 3"
+    );
+}
+
+#[test]
+fn a_schedule_of_lengths_ascends() {
+    let change = |step, seq_len| SeqLenChange { step, seq_len };
+    let config = ulysses(r#""seq_len": 64, "seq_len_schedule": [[10, 128], [20, 32]]"#);
+    assert_eq!(config.seq_len_schedule, [change(10, 128), change(20, 32)]);
+    for (schedule, expected) in [
+        ("[[20, 128], [10, 256]]", "expected steps in ascending order"),
+        ("[[10, 128], [10, 256]]", "expected steps in ascending order"),
+        ("[[10, 5000000000]]", "expected lengths up to 4294967295"),
+        ("[[0, 128]]", "`ulysses.seq_len_schedule[0][0]`: expected an integer ≥ 1"),
+        ("[[10]]", "`ulysses.seq_len_schedule[0]`: expected an array of two"),
+        ("[10, 128]", "`ulysses.seq_len_schedule[0]`"),
+        ("5", "`ulysses.seq_len_schedule`: expected an array of pairs of integers"),
+    ] {
+        let fault = fault(&format!("\"seq_len_schedule\": {schedule}"));
+        assert!(fault.contains(expected), "{fault}");
+    }
+}
+
+#[test]
+fn validation_has_data_of_its_own_or_a_share() {
+    let validation = |members: &str| ulysses(&format!("\"validation\": {{{members}}}")).validation.unwrap();
+    let expected = ValidationConfig { data: HeldOut::Path("v".into()), interval: Some(4), batches: Some(2) };
+    assert_eq!(validation(r#""data": "v", "eval_interval": 4, "eval_batches": 2"#), expected);
+    let expected = ValidationConfig { data: HeldOut::Fraction(0.25), interval: None, batches: None };
+    assert_eq!(validation(r#""fraction": 0.25"#), expected);
+    for members in ["", r#""data": "v", "fraction": 0.1"#] {
+        let fault = fault(&format!("\"validation\": {{{members}}}"));
+        assert!(
+            fault.starts_with("`ulysses.validation`: expected either `data` or `fraction` in it"),
+            "{fault}"
+        );
+    }
+    for fraction in ["0", "1", "-0.5"] {
+        let fault = fault(&format!("\"validation\": {{\"fraction\": {fraction}}}"));
+        assert!(fault.contains("`ulysses.validation.fraction`: expected a number"), "{fault}");
+    }
+}

@@ -1,0 +1,209 @@
+//! The documents that are packed: all of a corpus, or those that a split leaves.
+
+use super::{Corpus, DataError, epoch_order};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Where the tokens of a corpus are sampled for its hash.
+const SAMPLES: usize = 256;
+
+/// Tokens of such a sample.
+const SAMPLE_TOKENS: usize = 64;
+
+/// Documents of a corpus, laid end to end: a token's number counts the tokens of these documents only.
+#[derive(Debug, Clone)]
+pub struct Documents {
+    corpus: Arc<Corpus>,
+    /// All of the corpus where there is none.
+    selection: Option<Selection>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Selection {
+    /// Tokens of the corpus, ascending.
+    ranges: Vec<Range<usize>>,
+    /// One past the last token of each range, counted over these ranges only.
+    ends: Vec<usize>,
+}
+
+impl Selection {
+    fn push(&mut self, range: Range<usize>) {
+        let end = self.ends.last().copied().unwrap_or(0) + range.len();
+        self.ranges.push(range);
+        self.ends.push(end);
+    }
+}
+
+impl<C: Into<Arc<Corpus>>> From<C> for Documents {
+    fn from(corpus: C) -> Self {
+        Self { corpus: corpus.into(), selection: None }
+    }
+}
+
+impl Documents {
+    /// Holds out a share of the documents: those to train on, and those to validate on.
+    ///
+    /// Whole documents are held out, at least one and not all; which ones depends on nothing but their number.
+    /// Of a single document it is the end that is held out.
+    ///
+    /// # Errors
+    /// A share that is not between 0 and 1, or a corpus of one token.
+    pub fn split(corpus: impl Into<Arc<Corpus>>, fraction: f64) -> Result<[Self; 2], DataError> {
+        let corpus = corpus.into();
+        let (num_documents, num_tokens) = (corpus.num_documents(), corpus.num_tokens());
+        if !(fraction > 0.0 && fraction < 1.0) || num_tokens < 2 {
+            return Err(DataError::NoSplit { fraction, num_tokens });
+        }
+        let share = |of: usize| ((of as f64 * fraction).round() as usize).clamp(1, of - 1);
+        let mut parts = [Selection::default(), Selection::default()];
+        if num_documents == 1 {
+            let cut = num_tokens - share(num_tokens);
+            parts[0].push(0..cut);
+            parts[1].push(cut..num_tokens);
+        } else {
+            let mut is_held_out = vec![false; num_documents];
+            for document in &epoch_order(0, 0, num_documents)[..share(num_documents)] {
+                is_held_out[*document] = true;
+            }
+            for (index, is_held_out) in is_held_out.into_iter().enumerate() {
+                parts[usize::from(is_held_out)].push(corpus.document(index)?);
+            }
+        }
+        Ok(parts.map(|selection| Self { corpus: corpus.clone(), selection: Some(selection) }))
+    }
+
+    /// The corpus that they are from.
+    pub fn corpus(&self) -> &Corpus {
+        &self.corpus
+    }
+
+    /// Tokens of all these documents.
+    pub fn num_tokens(&self) -> usize {
+        match &self.selection {
+            None => self.corpus.num_tokens(),
+            Some(selection) => selection.ends.last().copied().unwrap_or(0),
+        }
+    }
+
+    /// Number of documents, none of them empty.
+    pub fn num_documents(&self) -> usize {
+        self.selection.as_ref().map_or_else(|| self.corpus.num_documents(), |selection| selection.ends.len())
+    }
+
+    /// The tokens of a document.
+    ///
+    /// # Errors
+    /// When there is no such document.
+    pub fn document(&self, index: usize) -> Result<Range<usize>, DataError> {
+        let Some(Selection { ranges, ends }) = &self.selection else { return self.corpus.document(index) };
+        let range =
+            ranges.get(index).ok_or(DataError::NoDocument { index, available: self.num_documents() })?;
+        Ok(ends[index] - range.len()..ends[index])
+    }
+
+    /// The document that holds a token; one past the last where no document does.
+    pub fn document_at(&self, token: usize) -> usize {
+        match &self.selection {
+            None => self.corpus.document_at(token),
+            Some(selection) => selection.ends.partition_point(|&end| end <= token),
+        }
+    }
+
+    /// Appends the tokens of a range, which may reach over several documents.
+    ///
+    /// # Errors
+    /// When the range ends beyond the last token, or it cannot be read.
+    pub fn read_tokens(&self, range: Range<usize>, tokens: &mut Vec<u32>) -> Result<(), DataError> {
+        self.in_corpus(range, |range| self.corpus.read_tokens(range, tokens))
+    }
+
+    /// Appends the labels of a range, not shifted, as [`Corpus::read_labels`] does.
+    ///
+    /// # Errors
+    /// As [`read_tokens`](Self::read_tokens).
+    pub fn read_labels(&self, range: Range<usize>, labels: &mut Vec<i64>) -> Result<(), DataError> {
+        self.in_corpus(range, |range| self.corpus.read_labels(range, labels))
+    }
+
+    /// Calls `read` with the parts of the corpus that a range consists of.
+    fn in_corpus(
+        &self,
+        range: Range<usize>,
+        mut read: impl FnMut(Range<usize>) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        let Some(Selection { ranges, ends }) = &self.selection else { return read(range) };
+        let mut at = range.start;
+        while at < range.end {
+            let index = self.document_at(at);
+            let available = self.num_tokens();
+            let document =
+                ranges.get(index).ok_or(DataError::NoTokenRange { range: range.clone(), available })?;
+            // `ends[index] - at` tokens of it are left.
+            let start = document.end - (ends[index] - at);
+            let end = document.end.min(start + (range.end - at));
+            read(start..end)?;
+            at += end - start;
+        }
+        Ok(())
+    }
+
+    /// Checks that a model with `vocab_size` embeddings knows every token and label of the corpus, those
+    /// excepted that [are checked when they are read](Corpus::first_outside).
+    ///
+    /// # Errors
+    /// Names the first that it does not know, by document of the corpus.
+    pub fn check_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
+        let Some((at, id)) = self.corpus.first_outside(vocab_size)? else { return Ok(()) };
+        let document = self.corpus.document_at(at);
+        let position = at - self.corpus.document(document)?.start;
+        Err(DataError::DocumentOutOfVocab { id, document, position, vocab_size })
+    }
+
+    /// Tells other data apart without reading all of it: a hash of the counts, and of tokens and labels at
+    /// places all over the documents.
+    ///
+    /// # Errors
+    /// When they cannot be read.
+    pub fn sampled_hash(&self) -> Result<u64, DataError> {
+        let num_tokens = self.num_tokens();
+        let mut hash = RunningHash::default();
+        hash.add([num_tokens as u64, self.num_documents() as u64]);
+        let (mut tokens, mut labels) = (Vec::new(), Vec::new());
+        for sample in 0..SAMPLES {
+            // Below `num_tokens`, so that it fits.
+            let start = (num_tokens as u128 * sample as u128 / SAMPLES as u128) as usize;
+            let range = start..num_tokens.min(start + SAMPLE_TOKENS);
+            tokens.clear();
+            labels.clear();
+            self.read_tokens(range.clone(), &mut tokens)?;
+            self.read_labels(range, &mut labels)?;
+            hash.add(tokens.iter().map(|&token| u64::from(token)));
+            hash.add(labels.iter().map(|label| label.cast_unsigned()));
+            hash.add([self.document_at(start) as u64]);
+        }
+        Ok(hash.finish())
+    }
+}
+
+/// FNV-1a over whole words, mixed at the end: it tells differences by accident, not by intent.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RunningHash(u64);
+
+impl Default for RunningHash {
+    fn default() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl RunningHash {
+    pub(super) fn add(&mut self, words: impl IntoIterator<Item = u64>) {
+        for word in words {
+            // The rotation brings what only high bits tell to the low ones, which the product spreads.
+            self.0 = (self.0 ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
+        }
+    }
+
+    pub(super) fn finish(self) -> u64 {
+        (self.0 ^ (self.0 >> 31)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+}

@@ -1,0 +1,36 @@
+//! How much text tokens stand for.
+
+use super::{DataError, PackedRows, Packing};
+use std::path::Path;
+
+/// Bytes of the text that is predicted: that of all documents, without what the first token of each stands for (in
+/// [`Packing::Concat`], that of the first only). `tokenizer` is the `tokenizer.json` that the tokens are from; without
+/// one every token is a byte.
+///
+/// Text is measured by decoding the tokens, so what a tokenizer leaves out (special tokens, and in some all runs
+/// of spaces) does not count.
+///
+/// # Errors
+/// A tokenizer that cannot be loaded or does not know a token, or documents that cannot be read.
+pub fn predicted_text_bytes(rows: &PackedRows, tokenizer: Option<&Path>) -> Result<u64, DataError> {
+    let documents = rows.documents();
+    let Some(path) = tokenizer else { return Ok(rows.num_predicted_tokens() as u64) };
+    let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
+    let tokenizer = tokenizers::Tokenizer::from_file(path).map_err(load_error)?;
+    let text_bytes = |tokens: &[u32]| {
+        let skip_special_tokens = true;
+        let text = tokenizer.decode(tokens, skip_special_tokens);
+        let error = |source| DataError::Tokenize { path: path.to_owned(), source };
+        Ok::<_, DataError>(text.map_err(error)?.len() as u64)
+    };
+    let mut tokens = Vec::new();
+    let mut bytes = 0;
+    for index in 0..documents.num_documents() {
+        tokens.clear();
+        documents.read_tokens(documents.document(index)?, &mut tokens)?;
+        let is_predicted = rows.packing() == Packing::Concat && index > 0;
+        let first = if is_predicted { 0 } else { text_bytes(&tokens[..1])? };
+        bytes += text_bytes(&tokens)?.saturating_sub(first);
+    }
+    Ok(bytes)
+}
