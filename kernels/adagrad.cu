@@ -15,22 +15,25 @@ __device__ __forceinline__ void update(float &param, float grad, float &state_su
     param = fmaf(-f.step_size, g / (sqrtf(state_sum) + f.eps), param);
 }
 
+struct Step {
+    float *param, *state_sum;
+    const float *grad;
+    Factors factors;
+
+    template <int N> __device__ __forceinline__ void at(u64 i) const {
+        auto p = load<N>(param + i), s = load<N>(state_sum + i);
+        const auto g = load<N>(grad + i);
+        for (int k = 0; k < N; ++k) update(p.at[k], g.at[k], s.at[k], factors);
+        store(param + i, p);
+        store(state_sum + i, s);
+    }
+};
+
 }  // namespace
 
-// A thread updates four neighbouring elements.
-KERNEL(adagrad_step, float *param, float *state_sum, const float *grad, u64 len, float grad_scale,
-       float weight_decay, float step_size, float eps) {
-    const Factors f = {grad_scale, weight_decay, step_size, eps};
-    const u64 begin = global_thread() * 4;
-    if (begin + 4 <= len && is_aligned(param) && is_aligned(state_sum) && is_aligned(grad)) {
-        auto &params = *reinterpret_cast<Pack<float, 4> *>(param + begin);
-        auto &sums = *reinterpret_cast<Pack<float, 4> *>(state_sum + begin);
-        const auto g = *reinterpret_cast<const Pack<float, 4> *>(grad + begin);
-        auto p = params, s = sums;
-        for (u32 j = 0; j < 4; ++j) update(p.at[j], g.at[j], s.at[j], f);
-        params = p;
-        sums = s;
-    } else {
-        for (u64 i = begin; i < begin + 4 && i < len; ++i) update(param[i], grad[i], state_sum[i], f);
-    }
+KERNEL(adagrad_step, float *__restrict__ param, float *__restrict__ state_sum, const float *__restrict__ grad, u64 len,
+       float grad_scale, float weight_decay, float step_size, float eps) {
+    const Factors factors = {grad_scale, weight_decay, step_size, eps};
+    const bool aligned = is_aligned(param, state_sum, grad);
+    for_each_pack<kPack<float>>(len, aligned, Step{param, state_sum, grad, factors});
 }

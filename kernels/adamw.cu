@@ -20,28 +20,28 @@ __device__ __forceinline__ void update(float &param, float grad, float &exp_avg,
     param = fmaf(-f.step_size, exp_avg / denominator, kept);
 }
 
+struct Step {
+    float *param, *exp_avg, *exp_avg_sq;
+    const float *grad;
+    Factors factors;
+
+    template <int N> __device__ __forceinline__ void at(u64 i) const {
+        auto p = load<N>(param + i), m = load<N>(exp_avg + i), v = load<N>(exp_avg_sq + i);
+        const auto g = load<N>(grad + i);
+        for (int k = 0; k < N; ++k) update(p.at[k], g.at[k], m.at[k], v.at[k], factors);
+        store(param + i, p);
+        store(exp_avg + i, m);
+        store(exp_avg_sq + i, v);
+    }
+};
+
 }  // namespace
 
-// A thread updates four neighbouring elements.
-KERNEL(adamw_step, float *param, float *exp_avg, float *exp_avg_sq, const float *grad, u64 len, float grad_scale,
-       float coupled_decay, float decoupled_decay, float one_minus_beta1, float beta2, float one_minus_beta2,
-       float step_size, float root_scale, float eps) {
-    const Factors f = {grad_scale,      coupled_decay, decoupled_decay, one_minus_beta1, beta2,
-                       one_minus_beta2, step_size,     root_scale,      eps};
-    const u64 begin = global_thread() * 4;
-    const bool fits_vectors = begin + 4 <= len && is_aligned(param) && is_aligned(exp_avg) &&
-                              is_aligned(exp_avg_sq) && is_aligned(grad);
-    if (fits_vectors) {
-        auto &params = *reinterpret_cast<Pack<float, 4> *>(param + begin);
-        auto &means = *reinterpret_cast<Pack<float, 4> *>(exp_avg + begin);
-        auto &squares = *reinterpret_cast<Pack<float, 4> *>(exp_avg_sq + begin);
-        const auto g = *reinterpret_cast<const Pack<float, 4> *>(grad + begin);
-        auto p = params, m = means, v = squares;
-        for (u32 j = 0; j < 4; ++j) update(p.at[j], g.at[j], m.at[j], v.at[j], f);
-        params = p;
-        means = m;
-        squares = v;
-    } else {
-        for (u64 i = begin; i < begin + 4 && i < len; ++i) update(param[i], grad[i], exp_avg[i], exp_avg_sq[i], f);
-    }
+KERNEL(adamw_step, float *__restrict__ param, float *__restrict__ exp_avg, float *__restrict__ exp_avg_sq,
+       const float *__restrict__ grad, u64 len, float grad_scale, float coupled_decay, float decoupled_decay,
+       float one_minus_beta1, float beta2, float one_minus_beta2, float step_size, float root_scale, float eps) {
+    const Factors factors = {grad_scale,      coupled_decay, decoupled_decay, one_minus_beta1, beta2,
+                             one_minus_beta2, step_size,     root_scale,      eps};
+    const bool aligned = is_aligned(param, exp_avg, exp_avg_sq, grad);
+    for_each_pack<kPack<float>>(len, aligned, Step{param, exp_avg, exp_avg_sq, grad, factors});
 }

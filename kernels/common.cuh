@@ -29,6 +29,8 @@ struct f16 {
 
 #ifndef ULYSSES_EMULATION
 #define KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
+// A struct that is read where it was passed: without this, a reference to it may be one to a copy in local memory.
+#define BY_VALUE(T) const __grid_constant__ T
 // The block's dynamic shared memory, seen as an array of T.
 #define DYNAMIC_SHARED(T, name)                                   \
     extern __shared__ __align__(16) unsigned char shared_bytes_[]; \
@@ -56,6 +58,7 @@ __device__ __forceinline__ f16 float_to_f16(float x) {
     return y;
 }
 #else
+#define BY_VALUE(T) const T
 float bf16_to_float(bf16 x);
 bf16 float_to_bf16(float x);
 float f16_to_float(f16 x);
@@ -77,6 +80,14 @@ template <> __device__ __forceinline__ f16 round_to<f16>(float x) { return float
 template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
     T at[N];
 };
+
+// The same bytes as another type.
+template <typename To, typename From> __device__ __forceinline__ To bits_as(const From &from) {
+    static_assert(sizeof(To) == sizeof(From), "of equal size");
+    To to;
+    memcpy(&to, &from, sizeof(To));
+    return to;
+}
 
 // Elements of T in 16 bytes.
 template <typename T> constexpr int kPack = 16 / sizeof(T);

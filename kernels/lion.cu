@@ -20,22 +20,25 @@ __device__ __forceinline__ void update(float &param, float grad, float &exp_avg,
     exp_avg = fmaf(f.one_minus_beta2, g - exp_avg, exp_avg);
 }
 
+struct Step {
+    float *param, *exp_avg;
+    const float *grad;
+    Factors factors;
+
+    template <int N> __device__ __forceinline__ void at(u64 i) const {
+        auto p = load<N>(param + i), m = load<N>(exp_avg + i);
+        const auto g = load<N>(grad + i);
+        for (int k = 0; k < N; ++k) update(p.at[k], g.at[k], m.at[k], factors);
+        store(param + i, p);
+        store(exp_avg + i, m);
+    }
+};
+
 }  // namespace
 
-// A thread updates four neighbouring elements.
-KERNEL(lion_step, float *param, float *exp_avg, const float *grad, u64 len, float grad_scale, float one_minus_beta1,
-       float one_minus_beta2, float lr, float decay) {
-    const Factors f = {grad_scale, one_minus_beta1, one_minus_beta2, lr, decay};
-    const u64 begin = global_thread() * 4;
-    if (begin + 4 <= len && is_aligned(param) && is_aligned(exp_avg) && is_aligned(grad)) {
-        auto &params = *reinterpret_cast<Pack<float, 4> *>(param + begin);
-        auto &means = *reinterpret_cast<Pack<float, 4> *>(exp_avg + begin);
-        const auto g = *reinterpret_cast<const Pack<float, 4> *>(grad + begin);
-        auto p = params, m = means;
-        for (u32 j = 0; j < 4; ++j) update(p.at[j], g.at[j], m.at[j], f);
-        params = p;
-        means = m;
-    } else {
-        for (u64 i = begin; i < begin + 4 && i < len; ++i) update(param[i], grad[i], exp_avg[i], f);
-    }
+KERNEL(lion_step, float *__restrict__ param, float *__restrict__ exp_avg, const float *__restrict__ grad, u64 len,
+       float grad_scale, float one_minus_beta1, float one_minus_beta2, float lr, float decay) {
+    const Factors factors = {grad_scale, one_minus_beta1, one_minus_beta2, lr, decay};
+    const bool aligned = is_aligned(param, exp_avg, grad);
+    for_each_pack<kPack<float>>(len, aligned, Step{param, exp_avg, grad, factors});
 }

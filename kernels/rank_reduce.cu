@@ -76,7 +76,7 @@ template <typename T> __device__ __forceinline__ void dispatch(T *target, const 
 }  // namespace
 
 #define INSTANTIATE(T, suffix)                                                                  \
-    KERNEL(rank_reduce_##suffix, T *target, const Ranks ranks, u64 packs, u64 elements) {       \
+    KERNEL(rank_reduce_##suffix, T *target, BY_VALUE(Ranks) ranks, u64 packs, u64 elements) {   \
         dispatch<T>(target, ranks, packs, elements);                                            \
     }
 FOR_EACH_ELEMENT(INSTANTIATE)

@@ -20,38 +20,44 @@ __device__ __forceinline__ void update(float &param, float grad, float &buffer, 
     param = fmaf(-f.lr, f.is_nesterov ? fmaf(f.momentum, buffer, g) : buffer, param);
 }
 
+struct Step {
+    float *param;
+    const float *grad;
+    Factors factors;
+
+    template <int N> __device__ __forceinline__ void at(u64 i) const {
+        auto p = load<N>(param + i);
+        const auto g = load<N>(grad + i);
+        for (int k = 0; k < N; ++k) p.at[k] = fmaf(-factors.lr, decayed(p.at[k], g.at[k], factors), p.at[k]);
+        store(param + i, p);
+    }
+};
+
+struct StepWithMomentum {
+    float *param, *buffer;
+    const float *grad;
+    Factors factors;
+
+    template <int N> __device__ __forceinline__ void at(u64 i) const {
+        auto p = load<N>(param + i), b = load<N>(buffer + i);
+        const auto g = load<N>(grad + i);
+        for (int k = 0; k < N; ++k) update(p.at[k], g.at[k], b.at[k], factors);
+        store(param + i, p);
+        store(buffer + i, b);
+    }
+};
+
 }  // namespace
 
-// A thread updates four neighbouring elements, here and below.
-KERNEL(sgd_step, float *param, const float *grad, u64 len, float lr, float weight_decay, float grad_scale) {
-    const Factors f = {lr, 0.0f, weight_decay, grad_scale, false, false};
-    const u64 begin = global_thread() * 4;
-    if (begin + 4 <= len && is_aligned(param) && is_aligned(grad)) {
-        auto &params = *reinterpret_cast<Pack<float, 4> *>(param + begin);
-        const auto g = *reinterpret_cast<const Pack<float, 4> *>(grad + begin);
-        auto p = params;
-        for (u32 j = 0; j < 4; ++j) p.at[j] = fmaf(-f.lr, decayed(p.at[j], g.at[j], f), p.at[j]);
-        params = p;
-    } else {
-        for (u64 i = begin; i < begin + 4 && i < len; ++i) {
-            param[i] = fmaf(-f.lr, decayed(param[i], grad[i], f), param[i]);
-        }
-    }
+KERNEL(sgd_step, float *__restrict__ param, const float *__restrict__ grad, u64 len, float lr, float weight_decay,
+       float grad_scale) {
+    const Factors factors = {lr, 0.0f, weight_decay, grad_scale, false, false};
+    for_each_pack<kPack<float>>(len, is_aligned(param, grad), Step{param, grad, factors});
 }
 
-KERNEL(sgd_step_with_momentum, float *param, float *buffer, const float *grad, u64 len, float lr, float momentum,
-       float weight_decay, float grad_scale, u32 is_nesterov, u32 is_first) {
-    const Factors f = {lr, momentum, weight_decay, grad_scale, is_nesterov != 0, is_first != 0};
-    const u64 begin = global_thread() * 4;
-    if (begin + 4 <= len && is_aligned(param) && is_aligned(buffer) && is_aligned(grad)) {
-        auto &params = *reinterpret_cast<Pack<float, 4> *>(param + begin);
-        auto &buffers = *reinterpret_cast<Pack<float, 4> *>(buffer + begin);
-        const auto g = *reinterpret_cast<const Pack<float, 4> *>(grad + begin);
-        auto p = params, b = buffers;
-        for (u32 j = 0; j < 4; ++j) update(p.at[j], g.at[j], b.at[j], f);
-        params = p;
-        buffers = b;
-    } else {
-        for (u64 i = begin; i < begin + 4 && i < len; ++i) update(param[i], grad[i], buffer[i], f);
-    }
+KERNEL(sgd_step_with_momentum, float *__restrict__ param, float *__restrict__ buffer, const float *__restrict__ grad,
+       u64 len, float lr, float momentum, float weight_decay, float grad_scale, u32 is_nesterov, u32 is_first) {
+    const Factors factors = {lr, momentum, weight_decay, grad_scale, is_nesterov != 0, is_first != 0};
+    const bool aligned = is_aligned(param, buffer, grad);
+    for_each_pack<kPack<float>>(len, aligned, StepWithMomentum{param, buffer, grad, factors});
 }

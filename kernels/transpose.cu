@@ -4,7 +4,6 @@
 
 namespace {
 
-constexpr u32 kThreads = 256;
 // Units that a thread holds at a time: independent loads in flight.
 constexpr u32 kHeld = 4;
 constexpr u32 kTile = kThreads * kHeld;
@@ -84,11 +83,13 @@ struct Copy {
 template <typename T> struct Add {
     template <typename Unit> __device__ __forceinline__ static Unit merge(Unit old, Unit value) {
         constexpr u32 count = sizeof(Unit) / sizeof(T);
+        auto sum = bits_as<Pack<T, count>>(old);
+        const auto more = bits_as<Pack<T, count>>(value);
 #pragma unroll
         for (u32 i = 0; i < count; ++i) {
-            old.at[i] = Wide<T>::round(plus(Wide<T>::of(old.at[i]), Wide<T>::of(value.at[i])));
+            sum.at[i] = Wide<T>::round(plus(Wide<T>::of(sum.at[i]), Wide<T>::of(more.at[i])));
         }
-        return old;
+        return bits_as<Unit>(sum);
     }
     static constexpr bool kReads = true;
 };
@@ -120,9 +121,9 @@ template <typename Unit, typename Merge> __device__ __forceinline__ void move_ti
 }  // namespace
 
 // Plain copies know no element type: the unit is the widest that every address, stride and run allows.
-#define COPY(bytes, type, count)                          \
-    KERNEL(transpose_copy_##bytes, const Table table) {   \
-        move_tile<Pack<type, count>, Copy>(table);        \
+#define COPY(bytes, type, count)                            \
+    KERNEL(transpose_copy_##bytes, BY_VALUE(Table) table) { \
+        move_tile<Pack<type, count>, Copy>(table);          \
     }
 COPY(16, u32, 4)
 COPY(8, u32, 2)
@@ -130,12 +131,13 @@ COPY(4, u32, 1)
 COPY(2, u16, 1)
 COPY(1, u8, 1)
 
-// Sums, in units of 16 bytes or of one element.
+// Sums, in units of 16 bytes or of one element. Words wait for their turn to be added: a small element would take a
+// register of its own.
 #define ADD(T, suffix)                                             \
-    KERNEL(transpose_add_packs_##suffix, const Table table) {      \
-        move_tile<Pack<T, kPack<T>>, Add<T>>(table);               \
+    KERNEL(transpose_add_packs_##suffix, BY_VALUE(Table) table) {  \
+        move_tile<Pack<u32, 4>, Add<T>>(table);                    \
     }                                                              \
-    KERNEL(transpose_add_##suffix, const Table table) {            \
+    KERNEL(transpose_add_##suffix, BY_VALUE(Table) table) {        \
         move_tile<Pack<T, 1>, Add<T>>(table);                      \
     }
 FOR_EACH_ELEMENT(ADD)

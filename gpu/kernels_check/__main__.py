@@ -1,7 +1,7 @@
 """Compiles every CUDA kernel without a GPU and holds it to the rules: `just kernels-check [--write]`.
 
 Each `kernels/*.cu` must compile for all architectures with nvcc and with NVRTC without a warning, and
-no kernel may spill registers. The table of registers in `docs/gpu.md` must be the one that comes out
+no kernel may keep anything in local memory: a stack frame or spilled registers. The table of registers in `docs/gpu.md` must be the one that comes out
 of this run; `--write` puts it there.
 """
 
@@ -17,8 +17,8 @@ from kernels_check.ptxas import Usage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Kernels that may spill, as (kernel, architecture), each with the reason that justifies it.
-MAY_SPILL: dict[tuple[str, str], str] = {}
+# Kernels that may use local memory, as (kernel, architecture), each with the reason that justifies it.
+MAY_USE_LOCAL_MEMORY: dict[tuple[str, str], str] = {}
 
 
 def toolchain() -> Path:
@@ -41,18 +41,23 @@ def compile_all(cuda_home: Path, sources: list[Path]) -> dict[str, list[Usage]]:
         return dict(zip((source.name for source in sources), pool.map(compile_one, sources)))
 
 
-def spill_errors(usages: dict[str, list[Usage]], may_spill: dict[tuple[str, str], str]) -> list[str]:
-    """Kernels that spill without leave, and leave that no kernel needs any more."""
+def local_memory_errors(usages: dict[str, list[Usage]], may: dict[tuple[str, str], str]) -> list[str]:
+    """Kernels that use local memory without leave, and leave that no kernel needs any more."""
     errors = []
-    spilling = set()
+    using = set()
     for file, of_file in usages.items():
-        for usage in filter(Usage.spills, of_file):
-            spilling.add((usage.kernel, usage.arch))
-            if (usage.kernel, usage.arch) not in may_spill:
+        for usage in filter(Usage.uses_local_memory, of_file):
+            using.add((usage.kernel, usage.arch))
+            if (usage.kernel, usage.arch) in may:
+                continue
+            if usage.spills():
+                what = "spills registers"
                 amount = f"{usage.spill_stores} bytes of stores, {usage.spill_loads} bytes of loads"
-                errors.append(f"{file}: `{usage.kernel}` spills registers on {usage.arch}: {amount}")
-    for kernel, arch in may_spill.keys() - spilling:
-        errors.append(f"MAY_SPILL names `{kernel}` on {arch}, which does not spill: remove the entry")
+            else:
+                what, amount = "has a stack frame", f"{usage.stack} bytes"
+            errors.append(f"{file}: `{usage.kernel}` {what} on {usage.arch}: {amount}")
+    for kernel, arch in may.keys() - using:
+        errors.append(f"MAY_USE_LOCAL_MEMORY names `{kernel}` on {arch}, which uses none: remove the entry")
     return errors
 
 
@@ -76,7 +81,7 @@ def check(cuda_home: Path, kernels: Path, document: Path, write: bool = False) -
         usages = compile_all(cuda_home, sources)
         current = table.render(usages)
         print(current)
-        return spill_errors(usages, MAY_SPILL) + table_errors(document, current, write)
+        return local_memory_errors(usages, MAY_USE_LOCAL_MEMORY) + table_errors(document, current, write)
     except (CompileError, ptxas.UnreadableReport, table.NoMarkers) as error:
         return [str(error)]
 

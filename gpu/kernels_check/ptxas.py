@@ -32,6 +32,10 @@ class Usage:
     def spills(self) -> bool:
         return self.spill_stores > 0 or self.spill_loads > 0
 
+    def uses_local_memory(self) -> bool:
+        """A stack frame is one for spilled registers, or for an array whose index is not known when compiling."""
+        return self.stack > 0 or self.spills()
+
 
 def parse(report: str) -> list[Usage]:
     """Reads one ptxas report: for each entry function its name, its properties, and what it used."""

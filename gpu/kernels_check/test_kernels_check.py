@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from kernels_check import ptxas, table
-from kernels_check.__main__ import check, spill_errors, toolchain
+from kernels_check.__main__ import check, local_memory_errors, toolchain
 from kernels_check.ptxas import Usage
 
 REPORT = """\
@@ -63,16 +63,21 @@ class Reports(unittest.TestCase):
                 ptxas.parse(report)
 
 
-class Spills(unittest.TestCase):
+class LocalMemory(unittest.TestCase):
     def test_a_spill_is_an_error_unless_it_is_allowed_for_that_architecture(self):
         usages = {"sum.cu": ptxas.parse(REPORT)}
-        self.assertIn("sum.cu: `sums` spills registers on sm_90", spill_errors(usages, {})[0])
-        self.assertEqual(spill_errors(usages, {("sums", "sm_90"): "reason"}), [])
-        self.assertEqual(len(spill_errors(usages, {("sums", "sm_80"): "reason"})), 2)
+        self.assertIn("sum.cu: `sums` spills registers on sm_90", local_memory_errors(usages, {})[0])
+        self.assertEqual(local_memory_errors(usages, {("sums", "sm_90"): "reason"}), [])
+        self.assertEqual(len(local_memory_errors(usages, {("sums", "sm_80"): "reason"})), 2)
+
+    def test_a_stack_frame_without_spills_is_an_error_too(self):
+        usages = {"copy.cu": [Usage("copies", "sm_90", 21, 0, 32, 0, 0)]}
+        self.assertIn("copy.cu: `copies` has a stack frame on sm_90: 32 bytes", local_memory_errors(usages, {})[0])
+        self.assertEqual(local_memory_errors(usages, {("copies", "sm_90"): "reason"}), [])
 
     def test_leave_to_spill_that_nothing_needs_is_an_error(self):
         usages = {"copy.cu": ptxas.parse(REPORT)[:1]}
-        self.assertIn("remove the entry", spill_errors(usages, {("copies", "sm_80"): "reason"})[0])
+        self.assertIn("remove the entry", local_memory_errors(usages, {("copies", "sm_80"): "reason"})[0])
 
     def test_one_direction_is_enough_to_be_a_spill(self):
         self.assertTrue(Usage("k", "sm_80", 1, 0, 0, 4, 0).spills())
@@ -126,6 +131,16 @@ class Kernels(unittest.TestCase):
         errors = "\n".join(self.check(SPILLS))
         for arch in ("sm_80", "sm_90", "sm_100"):
             self.assertRegex(errors, rf"made_up.cu: `spills` spills registers on {arch}: [1-9]\d* bytes")
+
+    def test_a_kernel_that_copies_its_parameter_to_the_stack_fails(self):
+        copies = """\
+struct Table { unsigned at[64]; };
+__device__ __noinline__ unsigned of(const Table &table, unsigned i) { return table.at[i]; }
+extern "C" __global__ void copies(unsigned* out, const Table table) { out[threadIdx.x] = of(table, threadIdx.x); }
+"""
+        errors = "\n".join(self.check(copies))
+        self.assertRegex(errors, r"made_up.cu: `copies` has a stack frame on sm_90: [1-9]\d* bytes")
+        self.assertEqual(self.check(copies.replace("const Table table", "const __grid_constant__ Table table")), [])
 
     def test_a_warning_fails(self):
         unused = COPIES.replace("{ out", "{ int unused; out")

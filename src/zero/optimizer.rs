@@ -293,16 +293,24 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn gradient_sum_of_squares(&self) -> Result<f64, ZeroError> {
         let of_partition = |rank: usize| {
-            self.units.iter().try_fold(0.0, |sum, unit| match unit.gradient_partition(rank)? {
-                Some(partition) => Ok(sum + crate::ops::reduce::sum_of_squares(&partition)?),
-                None => Ok::<_, ZeroError>(sum),
-            })
+            let of_units = self.units.iter().filter_map(|unit| unit.gradient_partition(rank).transpose());
+            of_units.collect::<Result<Vec<Tensor>, ZeroError>>()
         };
-        if self.stage.partitions_optimizer() {
-            let own = of_partition(self.groups.dp.rank())?;
-            return Ok(self.groups.dp.all_gather_values(&[own])?.into_iter().sum());
+        let is_partitioned = self.stage.partitions_optimizer();
+        let own = self.groups.dp.rank();
+        let ranks = if is_partitioned { own..own + 1 } else { 0..self.world_size() };
+        let partitions = ranks.map(of_partition).collect::<Result<Vec<_>, _>>()?;
+        // All in one call: a GPU is waited for once.
+        let tensors: Vec<&Tensor> = partitions.iter().flatten().collect();
+        let mut squares = crate::ops::reduce::sums_of_squares(&tensors)?.into_iter();
+        let of_partitions = partitions
+            .iter()
+            .map(|units| squares.by_ref().take(units.len()).fold(0.0, |sum, square| sum + square));
+        if is_partitioned {
+            let own: Vec<f64> = of_partitions.collect();
+            return Ok(self.groups.dp.all_gather_values(&own)?.into_iter().sum());
         }
-        (0..self.world_size()).try_fold(0.0, |sum, rank| Ok(sum + of_partition(rank)?))
+        Ok(of_partitions.sum())
     }
 }
 

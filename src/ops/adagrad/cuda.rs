@@ -4,9 +4,6 @@ use super::{AdagradParams, Factors};
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ADAGRAD};
 use candle_core::Tensor;
 
-/// Neighbouring elements that one thread updates.
-const ELEMS_PER_THREAD: usize = 4;
-
 pub(super) fn step(
     launcher: &Launcher,
     [param, grad, state_sum]: [&Tensor; 3],
@@ -27,6 +24,6 @@ pub(super) fn step(
             factors.eps.into(),
         ];
         // SAFETY: all three tensors have `len` elements.
-        unsafe { launcher.launch(&kernel, Grid::threads(len.div_ceil(ELEMS_PER_THREAD)), &args) }
+        unsafe { launcher.launch(&kernel, Grid::tiles(len), &args) }
     })
 }

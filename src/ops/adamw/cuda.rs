@@ -4,9 +4,6 @@ use super::{AdamParams, Factors};
 use crate::device::{Arg, DeviceError, Grid, Kernel, Launcher, sources::ADAMW};
 use candle_core::Tensor;
 
-/// Neighbouring elements that one thread updates.
-const ELEMS_PER_THREAD: usize = 4;
-
 pub(super) fn step(
     launcher: &Launcher,
     [param, grad, exp_avg, exp_avg_sq]: [&Tensor; 4],
@@ -19,7 +16,7 @@ pub(super) fn step(
         let factors = Factors::new(params).in_order().map(Arg::from);
         let args = [&tensors[..], &[(len as u64).into()], &factors].concat();
         // SAFETY: all four tensors have `len` elements.
-        unsafe { launcher.launch(&kernel, Grid::threads(len.div_ceil(ELEMS_PER_THREAD)), &args) }
+        unsafe { launcher.launch(&kernel, Grid::tiles(len), &args) }
     })
 }
 

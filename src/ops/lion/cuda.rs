@@ -4,9 +4,6 @@ use super::{Factors, LionParams};
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::LION};
 use candle_core::Tensor;
 
-/// Neighbouring elements that one thread updates.
-const ELEMS_PER_THREAD: usize = 4;
-
 pub(super) fn step(
     launcher: &Launcher,
     [param, grad, exp_avg]: [&Tensor; 3],
@@ -28,6 +25,6 @@ pub(super) fn step(
             factors.decay.into(),
         ];
         // SAFETY: all three tensors have `len` elements.
-        unsafe { launcher.launch(&kernel, Grid::threads(len.div_ceil(ELEMS_PER_THREAD)), &args) }
+        unsafe { launcher.launch(&kernel, Grid::tiles(len), &args) }
     })
 }

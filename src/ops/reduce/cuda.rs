@@ -1,42 +1,60 @@
 //! The launches of `kernels/reduce.cu`.
 
 use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher, sources::REDUCE};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
+use std::ops::Range;
 
 /// Blocks of a reduction, at most: as many as an H100 runs at once. A constant, because the order of a sum must not
 /// depend on the GPU.
 const MAX_BLOCKS: usize = 1024;
 
-/// The blocks' sums come to the host, which waits for them, and are added there in order.
-pub(super) fn sum_of_squares(launcher: &Launcher, x: &Tensor) -> Result<f64, DeviceError> {
-    let partial = block_results(launcher, "reduce_sum_of_squares", x, DType::F64)?;
-    Ok(partial.to_vec1::<f64>()?.into_iter().sum())
+/// The sums of all tensors' blocks come to the host together, which waits once, and are added there in order.
+pub(super) fn sums_of_squares(launcher: &Launcher, tensors: &[&Tensor]) -> Result<Vec<f64>, DeviceError> {
+    let blocks: Vec<usize> = tensors.iter().map(|x| blocks(x)).collect();
+    let results = results(blocks.iter().sum(), DType::F64, tensors)?;
+    let mut first = 0;
+    for (&x, &blocks) in tensors.iter().zip(&blocks) {
+        reduce_blocks(launcher, "reduce_sum_of_squares", x, &results, first..first + blocks)?;
+        first += blocks;
+    }
+    let mut sums = results.to_vec1::<f64>()?.into_iter();
+    Ok(blocks.iter().map(|&blocks| sums.by_ref().take(blocks).sum()).collect())
 }
 
 /// One flag of each block comes to the host, which waits for them.
 pub(super) fn all_finite(launcher: &Launcher, x: &Tensor) -> Result<bool, DeviceError> {
-    let found = block_results(launcher, "reduce_find_non_finite", x, DType::F32)?;
+    let blocks = blocks(x);
+    let found = results(blocks, DType::F32, &[x])?;
+    reduce_blocks(launcher, "reduce_find_non_finite", x, &found, 0..blocks)?;
     Ok(found.to_vec1::<f32>()?.into_iter().all(|found| found == 0.0))
 }
 
-/// What the blocks of a reduction over `x` make of their tiles, one element each.
-fn block_results(
+/// Blocks of a reduction over `x`.
+fn blocks(x: &Tensor) -> usize {
+    x.elem_count().div_ceil(Grid::TILE).min(MAX_BLOCKS)
+}
+
+/// Room for the results of `blocks` blocks, beside the tensors. One 0 for none: CUDA does not allocate nothing.
+fn results(blocks: usize, dtype: DType, tensors: &[&Tensor]) -> candle_core::Result<Tensor> {
+    let device = tensors.first().map_or(&Device::Cpu, |x| x.device());
+    Tensor::zeros(blocks.max(1), dtype, device)
+}
+
+/// Writes what the blocks of a reduction over `x` make of their tiles to these elements of `results`.
+fn reduce_blocks(
     launcher: &Launcher,
     kernel: &'static str,
     x: &Tensor,
-    result: DType,
-) -> Result<Tensor, DeviceError> {
+    results: &Tensor,
+    of_blocks: Range<usize>,
+) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&REDUCE, kernel, x.dtype())?;
     let size = x.elem_count();
-    let blocks = size.div_ceil(Grid::TILE).min(MAX_BLOCKS);
-    // One 0 for no elements: CUDA does not allocate nothing.
-    let results = Tensor::zeros(blocks.max(1), result, x.device())?;
-    launcher.open([&results], [x], |[results], [x]| {
-        let args = [results.into(), x.into(), (size as u64).into()];
-        // SAFETY: `x` has `size` elements, `results` has one of 4 or 8 bytes, as the kernel asks, for every block.
-        unsafe { launcher.launch(&kernel, Grid::blocks(blocks), &args) }
-    })?;
-    Ok(results)
+    launcher.open([results], [x], |[results], [x]| {
+        let args = [results.offset(of_blocks.start).into(), x.into(), (size as u64).into()];
+        // SAFETY: `x` has `size` elements, `results` one of the kernel's type for every block.
+        unsafe { launcher.launch(&kernel, Grid::blocks(of_blocks.len()), &args) }
+    })
 }
 
 /// dst += src, where `dst` has the element type of `src` or is f32.

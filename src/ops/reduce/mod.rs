@@ -18,10 +18,19 @@ use candle_core::{DType, Tensor};
 /// # Errors
 /// When the dtype, device or layout does not fit.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64, OpError> {
+    Ok(sums_of_squares(&[x])?.into_iter().sum())
+}
+
+/// [`sum_of_squares`] of each tensor, to the same bits. On a GPU this waits once for all of them.
+///
+/// # Errors
+/// As [`sum_of_squares`]; tensors on several devices.
+pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
     let call = Call::new("reduce::sum_of_squares");
-    match call.target(&[], &[("x", x)])? {
-        Target::Cpu => Ok(cpu::sum_of_squares(&call.read(x)?)),
-        Target::Kernels(launcher) => call.kernels(cuda::sum_of_squares(&launcher, x)),
+    let arguments: Vec<_> = tensors.iter().map(|&x| ("x", x)).collect();
+    match call.target(&[], &arguments)? {
+        Target::Cpu => tensors.iter().map(|x| Ok(cpu::sum_of_squares(&call.read(x)?))).collect(),
+        Target::Kernels(launcher) => call.kernels(cuda::sums_of_squares(&launcher, tensors)),
     }
 }
 

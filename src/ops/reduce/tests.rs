@@ -17,6 +17,19 @@ fn the_sum_of_squares_is_exact_to_f64_on_every_target() {
 }
 
 #[test]
+fn sums_of_several_tensors_have_the_bits_of_each_alone() {
+    on_every_target(|target| {
+        let tensors = LENGTHS.map(|len| tensor(&random(len as u64, len), &[len]));
+        let alone = tensors.each_ref().map(|x| sum_of_squares(x).unwrap());
+        let together = sums_of_squares(&tensors.each_ref()).unwrap();
+        assert_eq!(together, alone, "{target}");
+        let distinct: std::collections::BTreeSet<_> = together.iter().map(|sum| sum.to_bits()).collect();
+        assert_eq!(distinct.len(), LENGTHS.len(), "{target}: so none is taken for another");
+    });
+    assert!(sums_of_squares(&[]).unwrap().is_empty());
+}
+
+#[test]
 fn the_sum_of_squares_neither_overflows_nor_underflows_f32() {
     on_every_target(|_| {
         let x = tensor(&[1e30, 1e30], &[2]);

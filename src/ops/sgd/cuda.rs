@@ -4,9 +4,6 @@ use super::SgdParams;
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::SGD};
 use candle_core::Tensor;
 
-/// Neighbouring elements that one thread updates.
-const ELEMS_PER_THREAD: usize = 4;
-
 pub(super) fn step(
     launcher: &Launcher,
     [param, grad]: [&Tensor; 2],
@@ -24,7 +21,7 @@ pub(super) fn step(
             (params.grad_scale as f32).into(),
         ];
         // SAFETY: both tensors have `len` elements.
-        unsafe { launcher.launch(&kernel, grid(len), &args) }
+        unsafe { launcher.launch(&kernel, Grid::tiles(len), &args) }
     })
 }
 
@@ -49,10 +46,6 @@ pub(super) fn step_with_momentum(
             (params.step == 1).into(),
         ];
         // SAFETY: all three tensors have `len` elements.
-        unsafe { launcher.launch(&kernel, grid(len), &args) }
+        unsafe { launcher.launch(&kernel, Grid::tiles(len), &args) }
     })
-}
-
-fn grid(len: usize) -> Grid {
-    Grid::threads(len.div_ceil(ELEMS_PER_THREAD))
 }
