@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 /// Limits that keep a hostile file from taking time and memory.
 const MAX_GROUPS: usize = 100;
 const MAX_PATTERN_BYTES: usize = 1000;
-const MAX_COMPILED_BYTES: usize = 1 << 20;
+const MAX_COMPILED_BYTES: usize = 1 << 18;
 
 /// Settings of the parameters whose names match a pattern, in place of the optimizer's. A
 /// parameter is in the first group that it matches.

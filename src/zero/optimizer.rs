@@ -271,21 +271,6 @@ impl ZeroOptimizer {
         self.units.iter().try_for_each(Unit::zero_gradients)
     }
 
-    /// Index of the first unit whose reduced gradient, as far as this rank holds it, is not finite.
-    ///
-    /// # Errors
-    /// A refused operation.
-    pub fn first_non_finite_unit(&self) -> Result<Option<usize>, ZeroError> {
-        for (index, unit) in self.units.iter().enumerate() {
-            if let Some(gradients) = unit.persistent_gradients()
-                && !crate::ops::reduce::all_finite(gradients)?
-            {
-                return Ok(Some(index));
-            }
-        }
-        Ok(None)
-    }
-
     /// Sum of the squares of all reduced gradients, in f64: per partition over its units,
     /// then over partitions in order, so that stages with equal gradients give equal bits.
     ///
