@@ -215,7 +215,10 @@ fn collect_places(schema: &Value, path: &mut Vec<String>, places: &mut Vec<(Vec<
 fn patterns_hold_a_bounded_amount_of_memory() {
     let reads = [1, 2, 5, 10, 20, 50, 500].map(|length| {
         let group = format!(r#"{{"match": "\\w{{{length}}}"}}"#);
-        let text = format!(r#"{{"ulysses": {{"parameter_groups": [{}]}}}}"#, vec![group; 100].join(", "));
+        let text = format!(
+            r#"{{"train_batch_size": 4, "ulysses": {{"parameter_groups": [{}]}}}}"#,
+            vec![group; 100].join(", ")
+        );
         answer_within(MAX_PATTERN_BYTES, &text).unwrap();
         Config::from_json_str(&text, "c.json").is_ok()
     });
