@@ -37,6 +37,11 @@ impl ParameterGroup {
         groups.iter().find(|group| group.pattern.matches(name))
     }
 
+    /// Whether the parameter called `name` is frozen.
+    pub fn is_frozen(groups: &[Self], name: &str) -> bool {
+        Self::of(groups, name).is_some_and(|group| group.frozen)
+    }
+
     /// How fast the parameters are trained.
     pub fn rate(&self) -> GroupRate {
         match self.lr {

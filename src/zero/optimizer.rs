@@ -59,8 +59,7 @@ impl ZeroOptimizer {
         initialise: Initialise<'_, E>,
     ) -> Result<Self, E> {
         let dp_rank = groups.dp.rank();
-        let is_frozen =
-            |name: &str| ParameterGroup::of(parameter_groups, name).is_some_and(|group| group.frozen);
+        let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
         let (units, splits) = split(units, is_frozen);
         let TensorOptions { device, dtype } = &options;
         let meter = memory::Meter::start();

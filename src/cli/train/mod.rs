@@ -191,8 +191,7 @@ impl Run {
 impl std::fmt::Display for Run {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Config { dp_size, sp_size, zero_stage, parameter_groups, .. } = &self.config;
-        let is_frozen =
-            |name: &str| ParameterGroup::of(parameter_groups, name).is_some_and(|group| group.frozen);
+        let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
         let frozen = match self.llama.num_parameters_where(is_frozen) {
             0 => String::new(),
             frozen => format!(" ({:.2} M of them frozen)", frozen as f64 / 1e6),
