@@ -24,6 +24,8 @@ thread_local! {
     /// Bytes that this thread allocated minus bytes that it freed. Constant initialisation
     /// and no destructor: the allocator may use it at any time in a thread's life.
     static LIVE_BYTES: Cell<i64> = const { Cell::new(0) };
+    /// The most that `LIVE_BYTES` has been since the last [`PeakMeter`] was started.
+    static PEAK_BYTES: Cell<i64> = const { Cell::new(0) };
 }
 
 /// Bytes that this thread has allocated and not freed. Zero or meaningless unless the
@@ -50,12 +52,34 @@ impl Meter {
     }
 }
 
+/// Measures the most that a piece of code holds at any time. A thread has one at a time: starting another ends it.
+#[derive(Debug)]
+pub struct PeakMeter {
+    start: i64,
+}
+
+impl PeakMeter {
+    /// Starts at what is held now.
+    pub fn start() -> Self {
+        let start = live_bytes();
+        PEAK_BYTES.set(start);
+        Self { start }
+    }
+
+    /// The most bytes that this thread held at any time since the start, above what it held then.
+    pub fn bytes(&self) -> u64 {
+        u64::try_from(PEAK_BYTES.get() - self.start).unwrap_or(0)
+    }
+}
+
 /// An allocator that counts what every thread holds, around another one.
 #[derive(Debug, Default)]
 pub struct CountingAllocator<A>(pub A);
 
 fn count(bytes: i64) {
-    LIVE_BYTES.set(LIVE_BYTES.get() + bytes);
+    let live = LIVE_BYTES.get() + bytes;
+    LIVE_BYTES.set(live);
+    PEAK_BYTES.set(PEAK_BYTES.get().max(live));
 }
 
 fn size(layout: Layout) -> i64 {

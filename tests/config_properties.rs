@@ -10,21 +10,41 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::Config as Settings;
 use serde_json::Value;
+use std::alloc::System;
 use std::path::PathBuf;
 use ulysses::config::{Config, ConfigError, json_schema};
+use ulysses::memory::{CountingAllocator, PeakMeter};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);
 
 /// Most faults that are listed, and bytes that one of them may take with its excerpt.
 const MAX_FAULTS: usize = 100;
 const MAX_FAULT_BYTES: usize = 4096;
+
+/// What reading a file may hold at a time: so much whatever its length, and so much for each of its bytes.
+const MAX_FIXED_BYTES: u64 = 1 << 20;
+const MAX_BYTES_PER_BYTE: u64 = 1000;
+
+/// What a hundred compiled patterns, the most there may be, may hold besides.
+const MAX_PATTERN_BYTES: u64 = 32 << 20;
 
 fn settings() -> Settings {
     // Failures are shown, not stored among the sources.
     Settings { failure_persistence: None, max_shrink_iters: 2000, ..Settings::default() }
 }
 
-/// Reads `text` and holds what comes of it against what is promised of every answer.
+/// Reads `text` and holds what comes of it, and what it takes, against what is promised of every answer.
 fn answer(text: &str) -> Result<(), TestCaseError> {
-    match Config::from_json_str(text, "c.json") {
+    answer_within(MAX_FIXED_BYTES, text)
+}
+
+fn answer_within(max_fixed_bytes: u64, text: &str) -> Result<(), TestCaseError> {
+    let meter = PeakMeter::start();
+    let answer = Config::from_json_str(text, "c.json");
+    let (held, max) = (meter.bytes(), max_fixed_bytes + MAX_BYTES_PER_BYTE * text.len() as u64);
+    prop_assert!(held <= max, "{} bytes held at a time to read {}", held, text.len());
+    match answer {
         Ok(config) => {
             let written = serde_json::to_string(&config).unwrap();
             let again = Config::from_json_str(&written, "again.json");
@@ -188,6 +208,21 @@ fn collect_places(schema: &Value, path: &mut Vec<String>, places: &mut Vec<(Vec<
     for alternative in ["anyOf", "oneOf"].iter().filter_map(|word| schema[word].as_array()).flatten() {
         collect_places(alternative, path, places);
     }
+}
+
+/// Short patterns that compile to much: as large as is allowed, as many as are allowed.
+#[test]
+fn patterns_hold_a_bounded_amount_of_memory() {
+    let reads = [1, 2, 5, 10, 20, 50, 500].map(|length| {
+        let group = format!(r#"{{"match": "\\w{{{length}}}"}}"#);
+        let text = format!(
+            r#"{{"train_batch_size": 4, "ulysses": {{"parameter_groups": [{}]}}}}"#,
+            vec![group; 100].join(", ")
+        );
+        answer_within(MAX_PATTERN_BYTES, &text).unwrap();
+        Config::from_json_str(&text, "c.json").is_ok()
+    });
+    assert!(reads[0] && !reads[6], "some are taken, some are too large: {reads:?}");
 }
 
 proptest! {

@@ -16,8 +16,11 @@ use ulysses::engine::BatchOutcome;
 const LAMB: LambConfig =
     LambConfig { lr: 1e-2, betas: (0.9, 0.95), eps: 1e-5, weight_decay: 0.1, coefficients: (0.01, 10.0) };
 
+/// Whether a parameter of this name is frozen.
+type IsFrozen = fn(&str) -> bool;
+
 /// What is frozen, and by hand which parameters that are. Parts of units, whole units, all but one matrix of each.
-const CASES: [(&str, fn(&str) -> bool); 4] = [
+const CASES: [(&str, IsFrozen); 4] = [
     ("embed_tokens|norm", |name| name.contains("embed_tokens") || name.contains("norm")),
     (r"layers\.0\.|lm_head", |name| name.contains("layers.0.") || name.contains("lm_head")),
     ("(q|down)_proj", |name| name.contains("q_proj") || name.contains("down_proj")),
@@ -40,12 +43,7 @@ fn freeze(problem: &mut Problem, pattern: &str) {
 }
 
 /// What must hold of a run with frozen parameters, given the same run without.
-fn check(
-    label: &str,
-    (frozen, plain): (&BatchOutcome, &BatchOutcome),
-    is_frozen: fn(&str) -> bool,
-    start: &Tensors,
-) {
+fn check(label: &str, (frozen, plain): (&BatchOutcome, &BatchOutcome), is_frozen: IsFrozen, start: &Tensors) {
     assert_eq!(frozen.loss.to_bits(), plain.loss.to_bits(), "{label}: loss");
     let gradients = by_name(&frozen.gradients);
     let mut squares = 0.0;
@@ -91,7 +89,7 @@ fn frozen_parameters_keep_their_bits_and_the_others_get_the_gradients_of_a_run_w
 #[test]
 fn a_tied_matrix_and_biases_are_frozen_as_others_are() {
     let config = ReferenceConfig { tie_word_embeddings: true, qkv_bias: true, num_layers: 1, ..CONFIG };
-    let cases: [(&str, fn(&str) -> bool); 2] = [
+    let cases: [(&str, IsFrozen); 2] = [
         ("embed_tokens|q_proj.bias", |name| name.contains("embed_tokens") || name.contains("q_proj.bias")),
         ("model.norm|v_proj|k_proj.weight", |name| {
             ["model.norm", "v_proj", "k_proj.weight"].iter().any(|part| name.contains(part))
@@ -112,7 +110,7 @@ fn a_tied_matrix_and_biases_are_frozen_as_others_are() {
 /// The reference's optimizer of each parameter that is not frozen.
 struct Partly {
     rule: Rule,
-    is_frozen: fn(&str) -> bool,
+    is_frozen: IsFrozen,
     optimizers: BTreeMap<String, Box<dyn Optimizer>>,
 }
 

@@ -217,13 +217,88 @@ fn bf16_skips_overflows_too_unless_it_is_told_not_to_look() {
 }
 
 #[test]
-fn a_scale_at_its_minimum_ends_training_and_the_first_layer_is_named() {
+fn a_scale_at_its_minimum_ends_training() {
     let fp16 = json!({ "fp16": { "enabled": true, "initial_scale_power": 1, "hysteresis": 1 } });
     for error in train_with_overflow(fp16, (2, 1), 9, &[1, 2, 3, 4, 5, 6, 7, 8]) {
         let error = error.unwrap_err();
         // Scales of 2 and 1 are skipped over; at 1 there is nothing left to halve.
         assert!(error.contains("step 3") && error.contains("2 step(s) in a row"), "{error}");
-        assert!(error.contains("model.embed_tokens") || error.contains("embed"), "{error}");
+        assert!(error.contains("a loss scale of 1, which is its minimum already"), "{error}");
+        assert!(error.contains("begins in the head, as the loss is NaN: the forward pass"), "{error}");
+    }
+}
+
+/// An attention whose gradient is infinite in one layer of every step.
+struct OverflowingBackward {
+    /// Which backward pass of a step, from 0 for the last layer.
+    pass: usize,
+    per_step: usize,
+    calls: AtomicUsize,
+}
+
+impl Attention for OverflowingBackward {
+    fn forward(
+        &self,
+        q: candle_core::Tensor,
+        k: candle_core::Tensor,
+        v: candle_core::Tensor,
+        geometry: &Geometry,
+    ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
+        FlashAttention.forward(q, k, v, geometry)
+    }
+
+    fn backward(
+        &self,
+        saved: SavedAttention,
+        dout: &candle_core::Tensor,
+        geometry: &Geometry,
+    ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
+        let (dq, dk, dv) = FlashAttention.backward(saved, dout, geometry)?;
+        let pass = self.calls.fetch_add(1, Ordering::Relaxed) % self.per_step;
+        let dq = if pass == self.pass { (dq * f64::INFINITY)? } else { dq };
+        Ok((dq, dk, dv))
+    }
+}
+
+/// Infinities spread to everything below: only the order of the backward pass tells where they come from.
+#[test]
+fn a_run_that_keeps_overflowing_ends_with_the_layer_where_that_begins() {
+    let groups = json!([{ "match": "layers.1.self_attn.q_proj", "frozen": true }]);
+    for (extra, tie_word_embeddings) in
+        [(json!({}), false), (json!({}), true), (json!({ "parameter_groups": groups }), false)]
+    {
+        let config = support::reference::ReferenceConfig { tie_word_embeddings, ..CONFIG };
+        let problem = Problem {
+            extra: json!({ "bf16": { "enabled": true }, "ulysses": extra }),
+            ..problem(config, packed_batch())
+        };
+        let global = global_batch(&problem.batch).unwrap();
+        for (layout, pass) in
+            [(layout(1, 1, 0), 0), (layout(2, 1, 1), 1), (layout(4, 1, 2), 0), (layout(2, 2, 3), 1)]
+        {
+            let config = problem.json_config(layout, global.batch()).unwrap();
+            let errors = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+                let per_step = problem.config.num_layers;
+                let attention = OverflowingBackward { pass, per_step, calls: AtomicUsize::new(0) };
+                let mut engine = problem.engine(&config, groups, Arc::new(attention))?;
+                let batches = micro_batches(&global, &engine)?;
+                loop {
+                    for batch in &batches {
+                        let loss = engine.forward(batch)?;
+                        engine.backward(loss)?;
+                    }
+                    if let Err(error) = engine.step() {
+                        return Ok(error.to_string());
+                    }
+                }
+            });
+            for error in errors.unwrap() {
+                let expected = format!("begins in model.layers.{}; the parameters", 1 - pass);
+                let steps =
+                    "step 64: the gradient is not finite, in 64 step(s) in a row, with a loss scale of 1;";
+                assert!(error.contains(&expected) && error.contains(steps), "{layout:?}: {error}");
+            }
+        }
     }
 }
 

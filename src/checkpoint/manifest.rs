@@ -79,6 +79,13 @@ pub struct TrainingProgress {
     /// The dynamic loss scale, in precisions that need one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scaler: Option<LossScalerState>,
+    /// Overflows in a row up to here: after too many of them a run ends.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub consecutive_skips: u64,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// The data that was consumed. It does not know the mesh.

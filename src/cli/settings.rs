@@ -5,7 +5,7 @@ use anyhow::anyhow;
 use std::io::IsTerminal;
 use tracing_subscriber::EnvFilter;
 use ulysses::comm::thread::LaunchOptions;
-use ulysses::config::Config;
+use ulysses::config::{Config, ParameterGroup};
 use ulysses::model::LlamaConfig;
 
 /// Most threads of all ranks together. More is a typing error that would keep the machine
@@ -49,11 +49,12 @@ pub(super) fn launch_options(asked: Option<usize>, world_size: usize) -> Result<
 }
 
 /// Refuses what cannot fit, since all ranks share this machine's memory: parameters and
-/// gradients exist at least once, and the backward pass needs the input of every layer.
+/// gradients (but of frozen ones) exist at least once, and the backward pass needs the input of every layer.
 pub(super) fn check_memory(config: &Config, llama: &LlamaConfig, seq_len: usize) -> Result<(), Failure> {
     const GIB: f64 = (1_u64 << 30) as f64;
     let Some(available) = physical_memory_bytes() else { return Ok(()) };
-    let values = 2.0 * llama.num_parameters() as f64;
+    let is_trained = |name: &str| !ParameterGroup::is_frozen(&config.parameter_groups, name);
+    let values = (llama.num_parameters() + llama.num_parameters_where(is_trained)) as f64;
     let rows = config.micro_batch_size as f64 * config.dp_size as f64;
     let inputs = rows * seq_len as f64 * llama.hidden_size as f64 * llama.num_layers as f64;
     let needed = 4.0 * (values + inputs);

@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 /// Limits that keep a hostile file from taking time and memory.
 const MAX_GROUPS: usize = 100;
 const MAX_PATTERN_BYTES: usize = 1000;
-const MAX_COMPILED_BYTES: usize = 1 << 20;
+const MAX_COMPILED_BYTES: usize = 1 << 18;
 
 /// Settings of the parameters whose names match a pattern, in place of the optimizer's. A
 /// parameter is in the first group that it matches.
@@ -35,6 +35,11 @@ impl ParameterGroup {
     /// The group of the parameter called `name`; none where the optimizer's settings apply.
     pub fn of<'a>(groups: &'a [Self], name: &str) -> Option<&'a Self> {
         groups.iter().find(|group| group.pattern.matches(name))
+    }
+
+    /// Whether the parameter called `name` is frozen.
+    pub fn is_frozen(groups: &[Self], name: &str) -> bool {
+        Self::of(groups, name).is_some_and(|group| group.frozen)
     }
 
     /// How fast the parameters are trained.

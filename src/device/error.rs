@@ -7,7 +7,7 @@ use candle_core::{DType, DeviceLocation};
 #[non_exhaustive]
 pub enum DeviceError {
     /// The build has no kernels for the tensors' device.
-    #[error("no kernels for {device:?} in this build: it lacks the feature `{feature}`")]
+    #[error("no kernels for {} in this build: it lacks the feature `{feature}`", name(*device))]
     NotBuilt {
         /// Where the tensors are.
         device: DeviceLocation,
@@ -62,4 +62,13 @@ pub enum DeviceError {
     /// candle refused an operation on a tensor.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+/// A device as users write it.
+fn name(device: DeviceLocation) -> String {
+    match device {
+        DeviceLocation::Cpu => "cpu".to_owned(),
+        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
+        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
+    }
 }

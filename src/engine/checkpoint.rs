@@ -57,6 +57,7 @@ impl Engine {
                 data,
                 precision: config.precision.section().map(str::to_owned),
                 loss_scaler: self.scaler.state(),
+                consecutive_skips: self.consecutive_skips,
             },
             config: serde_json::to_value(config).map_err(|error| EngineError::Source(error.into()))?,
             model,
@@ -84,6 +85,7 @@ impl Engine {
         let progress = &checkpoint.manifest().progress;
         self.step = progress.optimizer_step;
         self.attempted_steps = progress.step;
+        self.consecutive_skips = progress.consecutive_skips;
         if let Some(state) = progress.loss_scaler {
             self.scaler.restore(state);
         }

@@ -86,8 +86,10 @@ pub enum EngineError {
     },
     /// Step after step overflowed, or the loss scale can fall no lower.
     #[error(
-        "step {step}: the gradient of {unit} is not finite, in {skips} step(s) in a row, with a loss scale of {scale}; \
-         the parameters were left as they are"
+        "step {step}: the gradient is not finite, in {skips} step(s) in a row, with a loss scale of {scale}{}; \
+         backward it begins in {part}{}; the parameters were left as they are",
+        if *is_scale_at_minimum { ", which is its minimum already and cannot be lowered" } else { "" },
+        if loss.is_finite() { String::new() } else { format!(", as the loss is {loss}: the forward pass overflows") },
     )]
     Overflow {
         /// The step, from 1.
@@ -96,8 +98,12 @@ pub enum EngineError {
         skips: u64,
         /// The factor on the loss.
         scale: f64,
-        /// The first unit in forward order whose gradient is not finite.
-        unit: String,
+        /// Whether the scale was as low as it may be.
+        is_scale_at_minimum: bool,
+        /// Loss of the step.
+        loss: f64,
+        /// The first part of the model, in the order of the backward pass, whose gradient is not finite.
+        part: String,
     },
     /// Ranks that must hold the same parameters do not.
     #[error("parameters differ along {axis}: rank {rank} does not hold what rank {first} holds")]

@@ -199,8 +199,8 @@ fn warn_about_candle_threads() {
 /// that freeze everything leave nothing to train.
 fn check_parameter_groups(groups: &[ParameterGroup], names: &HashSet<&String>) -> Result<(), EngineError> {
     const MAX_SIMILAR: usize = 3;
-    let is_frozen = |name: &&String| ParameterGroup::of(groups, name).is_some_and(|group| group.frozen);
-    if !names.is_empty() && names.iter().all(|name| is_frozen(name)) {
+    let is_frozen = |name: &&String| ParameterGroup::is_frozen(groups, name);
+    if !names.is_empty() && names.iter().all(is_frozen) {
         let frozen = groups.iter().filter(|group| group.frozen);
         let patterns = frozen.map(|group| format!("{:?}", group.pattern.as_str())).collect();
         return Err(EngineError::AllFrozen { patterns });

@@ -4,6 +4,7 @@ use super::{Engine, EngineError, Loss, rows};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use candle_core::Tensor;
+use std::collections::HashSet;
 
 /// Overflows in a row after which training stops, whatever the loss scale does.
 const MAX_CONSECUTIVE_SKIPS: u64 = 64;
@@ -115,21 +116,40 @@ impl Engine {
         }
         self.consecutive_skips += 1;
         let scale = self.scaler.scale();
-        let can_go_on = self.scaler.update(true) && self.consecutive_skips < MAX_CONSECUTIVE_SKIPS;
+        let can_scale = self.scaler.update(true);
         tracing::debug!(step, loss_scale = scale, "the gradient overflowed: step skipped");
-        if can_go_on {
+        if can_scale && self.consecutive_skips < MAX_CONSECUTIVE_SKIPS {
             return Ok(());
         }
-        let (skips, unit) = (self.consecutive_skips, self.first_overflowing_unit()?);
-        Err(EngineError::Overflow { step, skips, scale, unit })
+        let (skips, part) = (self.consecutive_skips, self.first_overflowing_part()?);
+        Err(EngineError::Overflow { step, skips, scale, loss, part, is_scale_at_minimum: !can_scale })
     }
 
-    /// The first unit in forward order whose gradient is not finite on some rank. Collective over dp.
-    fn first_overflowing_unit(&self) -> Result<String, EngineError> {
-        let own = self.zero.first_non_finite_unit()?.map_or(i64::MAX, |unit| unit as i64);
+    /// The part of the model where the gradient overflows: the first, in the order of the backward pass, whose
+    /// gradient is not finite on some rank. Collective over dp.
+    fn first_overflowing_part(&self) -> Result<String, EngineError> {
+        let parts = self.parts_in_backward_order();
+        let overflowing: HashSet<_> = self.zero.non_finite_gradients()?.into_iter().collect();
+        let own = parts.iter().position(|(_, names)| names.iter().any(|name| overflowing.contains(name)));
+        let own = own.map_or(i64::MAX, |part| part as i64);
         let first = self.groups.dp.all_reduce_values(&[own], ReduceOp::Min)?[0];
-        let name = usize::try_from(first).ok().and_then(|unit| self.zero.layouts().nth(unit));
-        Ok(name.map_or_else(|| "the loss".to_owned(), |layout| layout.name().to_owned()))
+        let part = usize::try_from(first).ok().and_then(|part| parts.get(part));
+        Ok(part.map_or("the loss", |(part, _)| *part).to_owned())
+    }
+
+    /// Head, layers from the last to the first, embedding; each with the names of its parameters.
+    fn parts_in_backward_order(&self) -> Vec<(&str, Vec<&str>)> {
+        let (head, embedding) = (&self.model.head, self.model.embedding.parameter().name.as_str());
+        // The gradient of a tied matrix is whole with the embedding's.
+        let projection = (!self.model.is_tied()).then_some(head.projection().name.as_str());
+        let head = [head.norm().name.as_str()].into_iter().chain(projection).collect();
+        let layers = self.model.layers.iter().rev().map(|layer| {
+            (layer.name(), layer.parameters().iter().map(|parameter| parameter.name.as_str()).collect())
+        });
+        std::iter::once(("the head", head))
+            .chain(layers)
+            .chain([("the embedding", vec![embedding])])
+            .collect()
     }
 
     fn update(&mut self, global: GlobalGradient, lr: f64) -> Result<(), EngineError> {

@@ -168,11 +168,13 @@ impl LlamaConfig {
 
     /// Number of parameters.
     pub fn num_parameters(&self) -> usize {
-        Model::layers_of(self)
-            .units()
-            .iter()
-            .flat_map(|unit| &unit.parameters)
-            .map(ParameterSpec::numel)
-            .sum()
+        self.num_parameters_where(|_| true)
+    }
+
+    /// Number of elements of the parameters whose names are `counted`.
+    pub fn num_parameters_where(&self, counted: impl Fn(&str) -> bool) -> usize {
+        let units = Model::layers_of(self).units();
+        let parameters = units.iter().flat_map(|unit| &unit.parameters);
+        parameters.filter(|parameter| counted(&parameter.name)).map(ParameterSpec::numel).sum()
     }
 }

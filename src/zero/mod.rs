@@ -20,6 +20,7 @@
 //! The folder's README explains the order of summation, and which stages it makes bit-equal.
 
 mod error;
+mod finite;
 mod held;
 mod lamb;
 mod layout;

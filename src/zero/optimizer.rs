@@ -59,8 +59,7 @@ impl ZeroOptimizer {
         initialise: Initialise<'_, E>,
     ) -> Result<Self, E> {
         let dp_rank = groups.dp.rank();
-        let is_frozen =
-            |name: &str| ParameterGroup::of(parameter_groups, name).is_some_and(|group| group.frozen);
+        let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
         let (units, splits) = split(units, is_frozen);
         let TensorOptions { device, dtype } = &options;
         let meter = memory::Meter::start();
@@ -269,21 +268,6 @@ impl ZeroOptimizer {
     /// A refused operation.
     pub fn zero_gradients(&self) -> Result<(), ZeroError> {
         self.units.iter().try_for_each(Unit::zero_gradients)
-    }
-
-    /// Index of the first unit whose reduced gradient, as far as this rank holds it, is not finite.
-    ///
-    /// # Errors
-    /// A refused operation.
-    pub fn first_non_finite_unit(&self) -> Result<Option<usize>, ZeroError> {
-        for (index, unit) in self.units.iter().enumerate() {
-            if let Some(gradients) = unit.persistent_gradients()
-                && !crate::ops::reduce::all_finite(gradients)?
-            {
-                return Ok(Some(index));
-            }
-        }
-        Ok(None)
     }
 
     /// Sum of the squares of all reduced gradients, in f64: per partition over its units,

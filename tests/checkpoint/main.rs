@@ -8,4 +8,5 @@ mod directory;
 mod export;
 mod frozen;
 mod meshes;
+mod skips;
 mod training;

@@ -99,6 +99,15 @@ fn what_there_is_not_is_refused() {
     #[cfg(not(feature = "nccl"))]
     train(&["--backend", "nccl"])
         .assert_refused(2, &["--backend nccl", "lacks the feature `nccl`", "thread"]);
+    #[cfg(not(feature = "nccl"))]
+    {
+        let place = Workplace::new();
+        place.write_config("c.json", json!({ "ulysses": { "backend": "nccl" } }));
+        let in_file = ["`ulysses.backend` is \"nccl\"", "lacks the feature `nccl`"];
+        let outcome = place.run(&["train", "c.json"]);
+        outcome.assert_refused(2, &in_file);
+        assert!(!outcome.stderr.contains("--backend"), "no flag was given: {outcome:?}");
+    }
     train(&["--speed", "11"]).assert_refused(2, &["--speed"]);
     Workplace::new().run(&["fly"]).assert_refused(2, &["fly", "subcommand"]);
     Workplace::new().run(&["train"]).assert_refused(2, &["<CONFIG>"]);
@@ -108,7 +117,7 @@ fn what_there_is_not_is_refused() {
 #[cfg(not(feature = "cuda"))]
 #[test]
 fn a_gpu_is_refused_by_a_build_without_cuda() {
-    let feature = ["no kernels for Cuda", "lacks the feature `cuda`"];
+    let feature = ["no kernels for cuda:0 in", "lacks the feature `cuda`"];
     train(&["--device", "cuda"]).assert_refused(2, &feature);
     verify(&["--mesh", "1x2", "--device", "cuda"]).assert_refused(2, &feature);
 }

@@ -220,3 +220,22 @@ pub(crate) fn word_tokenizer(vocab: serde_json::Value) -> String {
     })
     .to_string()
 }
+
+#[test]
+fn a_run_of_nothing_but_skipped_steps_is_a_failure() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "fp16": { "enabled": true, "loss_scale": 1e30 } }));
+    let outcome = place.run(&["train", "c.json"]);
+    outcome.assert_refused(1, &["all 4 steps were skipped", "skipped: the gradient overflowed"]);
+    assert!(outcome.stdout.contains("every step was skipped"), "{outcome:?}");
+    assert_eq!(place.metrics("out/metrics.jsonl").len(), 4);
+}
+
+#[test]
+fn a_run_says_how_many_parameters_are_frozen() {
+    let place = Workplace::new();
+    let groups = json!([{ "match": "embed_tokens|layers.0", "frozen": true }]);
+    place.write_config("c.json", json!({ "ulysses": { "parameter_groups": groups, "steps": 2 } }));
+    let outcome = place.run(&["train", "c.json"]);
+    assert!(outcome.assert_done().stderr.contains(" M of them frozen)"), "{outcome:?}");
+}

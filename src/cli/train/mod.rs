@@ -23,7 +23,7 @@ use ulysses::checkpoint::OutputLock;
 use ulysses::comm::{LaunchError, LaunchOptions, MeshGroups, RankContext, launch};
 #[cfg(feature = "nccl")]
 use ulysses::config::Backend;
-use ulysses::config::{Config, Packing};
+use ulysses::config::{Config, Packing, ParameterGroup};
 use ulysses::data::Placement;
 use ulysses::device::DeviceKind;
 use ulysses::engine::{Engine, initialize};
@@ -139,9 +139,17 @@ pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
     if totals.steps == 0 {
         return print(format_args!("nothing to do: step {step} of {} is done\n", first.last_step));
     }
+    let (steps, nothing_trained) = (totals.steps, totals.last_loss.is_none());
     let summary = RunSummary { totals, ranks };
     print(format_args!("{summary}\nmetrics     {}\n", run.output.join("metrics.jsonl").display()))?;
-    if first.stopped { Err(Failure::Stopped { step }) } else { Ok(()) }
+    if first.stopped {
+        return Err(Failure::Stopped { step });
+    }
+    if nothing_trained {
+        let message = format!("all {steps} steps were skipped, as said above: nothing was trained");
+        return Err(Failure::Run(anyhow::anyhow!(message)));
+    }
+    Ok(())
 }
 
 impl Run {
@@ -233,10 +241,15 @@ fn step(engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<Metrics> {
 
 impl std::fmt::Display for Run {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Config { dp_size, sp_size, zero_stage, .. } = &self.config;
+        let Config { dp_size, sp_size, zero_stage, parameter_groups, .. } = &self.config;
+        let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
+        let frozen = match self.llama.num_parameters_where(is_frozen) {
+            0 => String::new(),
+            frozen => format!(" ({:.2} M of them frozen)", frozen as f64 / 1e6),
+        };
         write!(
             f,
-            "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}, {:.2} M parameters, {} rows of {} tokens, \
+            "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}, {:.2} M parameters{frozen}, {} rows of {} tokens, \
              {} thread(s) per rank",
             u8::from(*zero_stage),
             self.llama.num_parameters() as f64 / 1e6,

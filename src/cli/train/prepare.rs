@@ -15,10 +15,11 @@ use ulysses::mesh::DeviceMesh;
 pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     let (config_path, device) = (args.config.clone(), args.device.kind()?);
     let resume = args.resume.clone().map(|dir| dir.map_or(Resume::Newest, Resume::From));
+    let names_backend = args.backend.is_some();
     let raw = RawConfig::from_file(&config_path).or_usage()?;
     let mut config = raw.resolve(&overrides(args)?).or_usage()?;
     remark(&config);
-    let device = if config.backend == Backend::Nccl { gpus_of_nccl()? } else { device };
+    let device = if config.backend == Backend::Nccl { gpus_of_nccl(names_backend)? } else { device };
     let limit = limit(&config).or_usage()?;
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;
@@ -64,10 +65,11 @@ fn new_run_id() -> String {
     id.to_string()
 }
 
-/// With NCCL every rank has a GPU, whatever `--device` says.
-fn gpus_of_nccl() -> Result<DeviceKind, Failure> {
+/// With NCCL every rank has a GPU, whatever `--device` says. `by_flag`: it was asked for by a flag, not in the file.
+fn gpus_of_nccl(by_flag: bool) -> Result<DeviceKind, Failure> {
     if cfg!(not(feature = "nccl")) {
-        let message = "--backend nccl: this build lacks the feature `nccl`; `thread` is valid";
+        let place = if by_flag { "--backend nccl" } else { "`ulysses.backend` is \"nccl\"" };
+        let message = format!("{place}: this build lacks the feature `nccl`; `thread` is valid");
         return Err(Failure::Usage(anyhow::anyhow!(message)));
     }
     DeviceKind::Cuda.open(0).or_usage()?;

@@ -85,7 +85,7 @@ pub(crate) const ROOT: &[Key] = &[
     section("autotuning", AUTOTUNING, "Searches for settings."),
     section("compression_training", COMPRESSION_TRAINING, "Quantises and prunes."),
     key("quantize_training", Value::Anything, "Quantises while training.").only_disabled("models are trained as they are: leave it out"),
-    key("weight_quantization", Value::Anything, "Quantises weights for inference.").refused("weights are f32: leave it out"),
+    key("weight_quantization", Value::Anything, "Quantises weights for inference.").refused("weights are not quantised, they are trained in f32, `bf16` or `fp16`: leave it out"),
     key("sparse_attention", Value::Anything, "Attends to blocks only.")
         .or_null()
         .only(&[Literal::Null], "attention is causal and dense within each document: leave it out"),

@@ -10,7 +10,8 @@ const OFF: &[Literal] = &[Literal::Text("none")];
 const UNIT: &str = "a bucket is a layer";
 const TWO_LAYERS: &str = "the layer in work and the next one are gathered, all others are not";
 const QUANTIZED: &str = "quantised communication rounds the values and is not implemented: leave it out";
-const MODEL_SAVE: &str = "nothing is saved in 16 bits";
+const MODEL_SAVE: &str =
+    "checkpoints hold f32 weights: `ulysses checkpoint export --dtype bf16` gathers and rounds them";
 const TORCH_HOOKS: &str = "it tunes hooks in PyTorch modules";
 
 pub(super) const ZERO: &[Key] = &[
@@ -44,7 +45,7 @@ pub(super) const ZERO: &[Key] = &[
         .no_effect("the engine schedules its communication itself"),
     flag("load_from_fp32_weights", "Starts from the f32 weights of a checkpoint.")
         .boolean(true)
-        .no_effect("parameters are f32"),
+        .no_effect("checkpoints hold f32 weights, whatever precision computes"),
     flag("grad_hooks", "Reduces gradients from hooks.")
         .boolean(true)
         .no_effect("each layer reduces as it finishes"),
