@@ -89,9 +89,11 @@ pub enum EngineError {
         /// The first unit in forward order whose gradient is not finite.
         unit: String,
     },
-    /// Ranks that must hold the same parameters do not.
-    #[error("parameters differ along {axis}: rank {rank} does not hold what rank {first} holds")]
+    /// Ranks that must hold the same parameters and optimizer state do not.
+    #[error("{what} differ along {axis}: rank {rank} does not hold what rank {first} holds")]
     ReplicasDiffer {
+        /// "parameters" or "optimizer state".
+        what: &'static str,
         /// Axis of the group.
         axis: &'static str,
         /// Global rank that differs.
