@@ -1,8 +1,9 @@
 //! When a run saves its state, and where it goes on from.
 
-use super::{Resume, Run};
+use super::Run;
+use super::resume::{Resume, check_data};
 use crate::cli::note;
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use ulysses::checkpoint::{
@@ -47,8 +48,12 @@ impl<'a> Checkpoints<'a> {
     pub(super) fn resume(&mut self, engine: &mut Engine, loader: &mut DataLoader) -> anyhow::Result<()> {
         let Some(checkpoint) = self.find()? else { return Ok(()) };
         let manifest = checkpoint.manifest();
-        self.check_data(&checkpoint)?;
-        engine.load_checkpoint(&checkpoint)?;
+        // The one that was looked at before the ranks started may have been passed over.
+        check_data(&checkpoint, &self.run.config, &self.run.rows).context("cannot resume")?;
+        match engine.load_checkpoint(&checkpoint) {
+            Err(EngineError::Checkpoint(error)) => Err(anyhow!(*error)).context("cannot resume")?,
+            loaded => loaded?,
+        }
         loader.set_samples_consumed(manifest.progress.data.samples_consumed);
         self.run_id = manifest.run_id.clone();
         self.tell(|| format!("resumed from {}", checkpoint.dir().display()));
@@ -59,38 +64,18 @@ impl<'a> Checkpoints<'a> {
         match &self.run.resume {
             None => Ok(None),
             Some(Resume::From(dir)) => Ok(Some(open_verified(dir, &*self.group)?)),
-            Some(Resume::Newest) => {
-                let found = newest(&self.run.output, &*self.group)?;
+            Some(Resume::Newest(dir)) => {
+                let directory = dir.as_ref().unwrap_or(&self.run.output);
+                let found = newest(directory, &*self.group)?;
                 for fault in found.refused {
                     self.tell(|| format!("passed over a damaged checkpoint: {fault}"));
                 }
                 if found.checkpoint.is_none() {
-                    let output = self.run.output.display();
-                    self.tell(|| format!("{output} has no checkpoint to resume: starting at step 1"));
+                    let directory = directory.display();
+                    self.tell(|| format!("{directory} has no checkpoint to resume: starting at step 1"));
                 }
                 Ok(found.checkpoint)
             }
-        }
-    }
-
-    /// A cursor means something only in the same samples in the same order.
-    fn check_data(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
-        let saved = checkpoint.manifest().progress.data;
-        let here = self.cursor(saved.samples_consumed);
-        let counts = [
-            ("the seed", saved.seed, here.seed),
-            ("seq_len", saved.seq_len as u64, here.seq_len as u64),
-            ("the number of rows of the data", saved.num_rows as u64, here.num_rows as u64),
-        ];
-        match counts.into_iter().find(|(_, saved, here)| saved != here) {
-            None => Ok(()),
-            Some((what, saved, here)) => Err(CheckpointError::Mismatch {
-                path: checkpoint.dir().to_owned(),
-                what: what.to_owned(),
-                saved: saved.to_string(),
-                wanted: here.to_string(),
-            })
-            .context("to train its weights on other data, export it and start anew from --model"),
         }
     }
 
@@ -108,8 +93,10 @@ impl<'a> Checkpoints<'a> {
         let stop = self.group.all_reduce_values(&[asked], ReduceOp::Max)?[0] == 1;
         let is_last = stop || step == self.run.steps;
         let is_due = saving.config.interval.is_some_and(|interval| step.is_multiple_of(interval));
-        self.settle(&mut saving, is_last, |saving| Ok(saving.saver.poll()?))?;
+        self.settle(&mut saving, false, |saving| Ok(saving.saver.poll()?))?;
         if is_last || is_due {
+            // That an earlier save failed must not keep this one from being tried.
+            self.settle(&mut saving, false, |saving| Ok(saving.saver.finish()?))?;
             let record = RunRecord {
                 run_id: self.run_id.clone(),
                 model: self.run.llama.to_hf_json(),

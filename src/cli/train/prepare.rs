@@ -1,7 +1,8 @@
 //! Everything that is read and checked before a rank starts.
 
-use super::output::{earlier_steps, prepare_output};
-use super::{BackendArg, Resume, Run, TrainArgs, signals};
+use super::output::prepare_output;
+use super::resume::{Resume, check_candidate, check_output};
+use super::{BackendArg, Run, TrainArgs, signals};
 use crate::cli::config::remark;
 use crate::cli::{Failure, OrFail, dp_sp, model, note, settings};
 use anyhow::{Context, ensure};
@@ -14,14 +15,14 @@ use ulysses::mesh::DeviceMesh;
 
 pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     let (config_path, device) = (args.config.clone(), args.device.kind()?);
-    let resume = args.resume.clone().map(|dir| dir.map_or(Resume::Newest, Resume::From));
+    let resume = args.resume.clone().map(Resume::new).transpose()?;
     let raw = RawConfig::from_file(&config_path).or_usage()?;
     let mut config = raw.resolve(&overrides(args)?).or_usage()?;
     remark(&config);
     let device = if config.backend == Backend::Nccl { gpus_of_nccl()? } else { device };
     let (steps, seq_len) = (config.require_steps().or_usage()?, config.require_seq_len().or_usage()?);
     config.require_data().or_usage()?;
-    earlier_steps(&config, resume.as_ref()).or_usage()?;
+    check_output(&config, resume.as_ref())?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
     let launch = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
     let tokenizer = open_tokenizer(&mut config)?;
@@ -29,6 +30,7 @@ pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     source.check_exchange(config.micro_batch_size, seq_len, config.sp_size)?;
     settings::check_memory(&config, &source.config, seq_len)?;
     let rows = read_rows(&config, &tokenizer, seq_len, source.config.vocab_size).or_run()?;
+    check_candidate(resume.as_ref(), &config, &rows)?;
     // Last: nothing is written for a run that cannot start.
     let (output, lock) = prepare_output(&config_path, &config, resume.is_some()).or_run()?;
     // Without checkpoints there is nothing to save: signals keep their usual effect.
