@@ -30,7 +30,7 @@ deny:
 train *args:
     cargo run --release -- train {{args}}
 
-# Holds an exported model against Python's transformers, which it installs into `target/interop`.
+# Holds exported and imported models against Python's transformers, which it installs into `target/interop`.
 interop:
     python3 -m venv target/interop
     target/interop/bin/pip install --quiet torch transformers
@@ -40,6 +40,6 @@ interop:
 example:
     cargo run --release --example train_long_sequence
 
-# Rates, each beside its baseline in the same run: `just bench attention 4096 8 64`, `just bench exchange`.
-bench name *args:
-    cargo bench --bench {{name}} -- {{args}}
+# Rates, each beside its baseline in the same run: `just bench attention --seq-len 4096`, `just bench checkpoint`.
+bench *args:
+    cargo run --release -- bench {{args}}

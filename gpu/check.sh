@@ -40,8 +40,9 @@ run_checks() {
     check main_job bin/ulysses train configs/long_sequence.json --device cuda --data text --output "$results/main_job"
 
     check bench_kernels bin/bench_kernels
-    check bench_step bin/bench_step --device cuda
-    check bench_exchange bin/bench_exchange --device cuda
+    check bench_train bin/ulysses bench train --device cuda
+    check bench_all_to_all bin/ulysses bench all-to-all --device cuda
+    check bench_attention bin/ulysses bench attention --device cuda
     pytorch_peer
 }
 

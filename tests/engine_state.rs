@@ -14,7 +14,7 @@ use support::doubles::{Fault, FaultyGroup};
 use support::mesh_run::{
     Layout, Problem, Rule, by_name, global_batch, layout, llama, llama_config, micro_batches, on_mesh,
 };
-use support::problems::{CONFIG, main_problem, packed_batch};
+use support::problems::{ADAMW, CONFIG, main_problem, packed_batch};
 use support::reference::Batch;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::Config;
@@ -25,6 +25,7 @@ use ulysses::model::{
     RandomWeights, Saved,
 };
 use ulysses::ops::attention::FlashAttention;
+use ulysses::tensor::with_slice_mut;
 use ulysses::zero::ZeroGroups;
 
 const ROWS: usize = 8;
@@ -335,8 +336,40 @@ fn replicas_that_drift_apart_along_dp_are_noticed() {
     };
     assert!(check(None).iter().all(Option::is_none));
     for error in check(Some(Fault::SkipsTheSum)) {
-        let Some(EngineError::ReplicasDiffer { axis: "dp", rank: 1, first: 0 }) = error else {
+        let Some(EngineError::ReplicasDiffer { what: "parameters", axis: "dp", rank: 1, first: 0 }) = error
+        else {
             panic!("{error:?}")
         };
+    }
+}
+
+#[test]
+fn optimizer_state_that_drifts_apart_is_noticed_before_it_shows_in_parameters() {
+    let problem = main_problem(Rule::AdamW(ADAMW), None);
+    for (layout, expected_axis) in [(layout(1, 2, 2), "sp"), (layout(2, 1, 0), "dp")] {
+        let global = global_batch(&problem.batch).unwrap();
+        let config = problem.json_config(layout, ROWS).unwrap();
+        let run = |rank: usize, groups| {
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            for batch in micro_batches(&global, &engine)? {
+                micro_step(&mut engine, &batch)?;
+            }
+            engine.step()?;
+            engine.check_replicas()?;
+            if rank == 1 {
+                let kind = engine.zero().state_kinds().iter().position(|kind| *kind == "exp_avg_sq").unwrap();
+                let own = engine.zero().state_partition(1, kind)?.unwrap();
+                with_slice_mut(&own, |elements: &mut [f32]| elements[3] *= 1.0 + f32::EPSILON)?;
+            }
+            Ok(engine.check_replicas().err())
+        };
+        for error in on_mesh(&config, &LaunchOptions::default(), run).unwrap() {
+            let Some(EngineError::ReplicasDiffer { what: "optimizer state", axis, rank: 1, first: 0 }) =
+                error
+            else {
+                panic!("{error:?}")
+            };
+            assert_eq!(axis, expected_axis);
+        }
     }
 }

@@ -74,7 +74,7 @@ pub enum CheckpointError {
         reason: String,
     },
     /// A sound checkpoint that is not of this model, optimizer or run.
-    #[error("{} does not fit: {what} is {saved} there and {wanted} here", path.display())]
+    #[error("{}: {what} was {saved} when it was saved and is {wanted} in this run", path.display())]
     Mismatch {
         /// The checkpoint.
         path: PathBuf,

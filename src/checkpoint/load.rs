@@ -93,15 +93,15 @@ impl Checkpoint {
         let differs = (0..saved.len().max(wanted.len())).find(|&index| saved.get(index) != wanted.get(index));
         if let Some(index) = differs {
             let show = |list: &[String]| list.get(index).cloned().unwrap_or_else(|| "none".into());
-            return mismatch(&format!("parameter {index}"), show(&saved), show(&wanted));
+            return mismatch(&format!("parameter {index} of `ulysses.model`"), show(&saved), show(&wanted));
         }
         if units.len() != self.manifest.units.len() {
             let (saved, wanted) = (self.manifest.units.len(), units.len());
-            return mismatch("the number of units", saved.to_string(), wanted.to_string());
+            return mismatch("the number of units of `ulysses.model`", saved.to_string(), wanted.to_string());
         }
         if self.manifest.kinds != kinds {
             let saved = self.manifest.kinds.join(", ");
-            return mismatch("the optimizer's state", saved, kinds.join(", "));
+            return mismatch("the state that `optimizer` keeps", saved, kinds.join(", "));
         }
         Ok(())
     }

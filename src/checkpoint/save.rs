@@ -10,13 +10,14 @@ use super::manifest::{FileEntry, Manifest};
 use super::shard::{Shard, write_shard};
 use super::{CheckpointError, Storage};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
+use crate::tensor::to_vec;
 use crate::zero::{ZeroError, ZeroOptimizer};
+use candle_core::{Device, Tensor};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ScopedJoinHandle};
 use std::time::Instant;
 
 /// How checkpoints are saved.
@@ -70,14 +71,14 @@ enum Work {
     Done(Outcome),
     /// The thread returns the copy that it wrote from, for the rank's thread to free: memory is
     /// counted by thread.
-    Running(JoinHandle<(Snapshot, Outcome)>),
+    Running(JoinHandle<(Partition, Outcome)>),
 }
 
 /// The files that a rank wrote, or why it could not.
 type Outcome = Result<Vec<FileEntry>, String>;
 
-/// A rank's partition by kind and unit.
-type Snapshot = Vec<Vec<Vec<f32>>>;
+/// A rank's partition by kind and unit; the units that have nothing in it are left out.
+type Partition = Vec<Vec<Tensor>>;
 
 impl Saver {
     /// Makes checkpoints in `directory`, which exists and is this job's alone. `group` holds all
@@ -123,32 +124,17 @@ impl Saver {
         self.check(step, agree(&*self.group, &begun.map_err(|error| error.to_string()))?)?;
         let work = match self.partition {
             None => Work::Done(Ok(Vec::new())),
-            Some(partition) if self.options.background => self.spawn(&manifest, partition, state),
             Some(partition) => {
                 let job = self.job(&manifest, partition);
-                let read = |kind, unit| Ok(Cow::Owned(state.state_partition(unit, kind)?));
-                Work::Done(job.write(read).map_err(|error: SaveError| error.to_string()))
+                match state_views(state) {
+                    Err(error) => Work::Done(Err(error.to_string())),
+                    Ok(views) if self.options.background => spawn(job, &views),
+                    Ok(views) => Work::Done(job.write(&views)),
+                }
             }
         };
         self.pending = Some(Pending { manifest, started, work });
         Ok(before)
-    }
-
-    fn spawn(&self, manifest: &Manifest, partition: usize, state: &ZeroOptimizer) -> Work {
-        let snapshot = match snapshot(state) {
-            Ok(snapshot) => snapshot,
-            Err(error) => return Work::Done(Err(error.to_string())),
-        };
-        let job = self.job(manifest, partition);
-        let run = move || {
-            let read = |kind: usize, unit: usize| Ok(Cow::Borrowed(snapshot[kind][unit].as_slice()));
-            let outcome = job.write(read).map_err(|error: SaveError| error.to_string());
-            (snapshot, outcome)
-        };
-        match std::thread::Builder::new().name(format!("checkpoint-{partition}")).spawn(run) {
-            Ok(thread) => Work::Running(thread),
-            Err(error) => Work::Done(Err(format!("cannot start a thread: {error}"))),
-        }
     }
 
     fn job(&self, manifest: &Manifest, partition: usize) -> Job {
@@ -241,46 +227,61 @@ struct Job {
     read_back: bool,
 }
 
-/// Why a partition was not written.
-#[derive(Debug, thiserror::Error)]
-enum SaveError {
-    #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
-    #[error(transparent)]
-    State(Box<ZeroError>),
-}
-
-impl From<ZeroError> for SaveError {
-    fn from(error: ZeroError) -> Self {
-        Self::State(Box::new(error))
-    }
-}
-
 impl Job {
-    /// Writes the file of every kind; `read` gives a unit's elements of a kind.
-    fn write<'a>(
-        &self,
-        read: impl Fn(usize, usize) -> Result<Cow<'a, [f32]>, SaveError>,
-    ) -> Result<Vec<FileEntry>, SaveError> {
-        let layouts = self.manifest.layouts();
-        let mut files = Vec::with_capacity(self.manifest.kinds.len());
-        for (index, kind) in self.manifest.kinds.iter().enumerate() {
-            let place = (kind.as_str(), self.partition);
-            let entry =
-                write_shard(&*self.storage, &self.dir, &self.manifest, place, |unit| read(index, unit))?;
-            if self.read_back {
-                Shard::open(&self.dir, &self.manifest, &layouts, &entry)?.verify(&entry)?;
-            }
-            files.push(entry);
+    /// Writes the file of every kind, all at once: while one waits for the disk, another is hashed.
+    fn write(&self, partition: &Partition) -> Outcome {
+        std::thread::scope(|scope| {
+            let files = self.manifest.kinds.iter().zip(partition);
+            // All are started before the first is waited for.
+            let threads: Vec<_> = files
+                .map(|(kind, units)| {
+                    let run = move || self.write_kind(kind, units).map_err(|error| error.to_string());
+                    let thread = std::thread::Builder::new().name(format!("checkpoint-{kind}"));
+                    thread.spawn_scoped(scope, run).map_err(|error| format!("cannot start a thread: {error}"))
+                })
+                .collect();
+            let join = |thread: Result<ScopedJoinHandle<'_, _>, String>| match thread?.join() {
+                Ok(written) => written,
+                Err(panic) => std::panic::resume_unwind(panic),
+            };
+            threads.into_iter().map(join).collect()
+        })
+    }
+
+    fn write_kind(&self, kind: &str, units: &[Tensor]) -> Result<FileEntry, CheckpointError> {
+        let (dir, manifest) = (&self.dir, &self.manifest);
+        let entry = write_shard(&*self.storage, dir, manifest, (kind, self.partition), units)?;
+        if self.read_back {
+            Shard::open(dir, manifest, &manifest.layouts(), &entry)?.verify(&entry)?;
         }
-        Ok(files)
+        Ok(entry)
     }
 }
 
-fn snapshot(state: &ZeroOptimizer) -> Result<Snapshot, ZeroError> {
+/// Writes from a copy, in a thread.
+fn spawn(job: Job, views: &Partition) -> Work {
+    let copy = |view: &Tensor| Tensor::from_vec(to_vec::<f32>(view)?, view.shape(), &Device::Cpu);
+    let copies = views.iter().map(|units| units.iter().map(copy).collect()).collect();
+    let copies: Partition = match copies {
+        Ok(copies) => copies,
+        Err(error) => return Work::Done(Err(candle_core::Error::to_string(&error))),
+    };
+    let name = format!("checkpoint-{}", job.partition);
+    let run = move || {
+        let outcome = job.write(&copies);
+        (copies, outcome)
+    };
+    match std::thread::Builder::new().name(name).spawn(run) {
+        Ok(thread) => Work::Running(thread),
+        Err(error) => Work::Done(Err(format!("cannot start a thread: {error}"))),
+    }
+}
+
+/// This rank's partition where it lies.
+fn state_views(state: &ZeroOptimizer) -> Result<Partition, ZeroError> {
     let (kinds, units) = (state.state_kinds().len(), state.layouts().count());
-    let of_kind = |kind| (0..units).map(|unit| state.state_partition(unit, kind)).collect();
-    (0..kinds).map(of_kind).collect()
+    let of_kind = |kind| (0..units).filter_map(move |unit| state.state_partition(unit, kind).transpose());
+    (0..kinds).map(|kind| of_kind(kind).collect()).collect()
 }
 
 /// Tells every rank what every rank has come to.

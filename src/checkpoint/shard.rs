@@ -3,16 +3,17 @@
 use super::header::Header;
 use super::manifest::{FileEntry, Manifest, file_name};
 use super::{CheckpointError, Storage, StorageFile};
+use crate::tensor::{to_vec, with_slice};
 use crate::zero::FlatLayout;
+use candle_core::{Device, Tensor};
 use safetensors::Dtype;
-use std::borrow::Cow;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Bytes that are encoded, hashed and written at a time; the same for reading.
-const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes that are encoded, hashed and written at a time; the same for reading. They stay in a core's cache meanwhile.
+const CHUNK_BYTES: usize = 1 << 18;
 
 /// A safetensors file that is being written, tensor after tensor, and hashed on the way.
 pub(super) struct TensorFile {
@@ -100,20 +101,26 @@ pub(super) fn expected_header(
     header
 }
 
-/// Writes the file of one kind of one partition; `read` gives a unit's elements.
-pub(super) fn write_shard<'a, E: From<CheckpointError>>(
+/// Writes the file of one kind of one partition, whose tensors `units` are flat f32.
+pub(super) fn write_shard(
     storage: &dyn Storage,
     dir: &Path,
     manifest: &Manifest,
     (kind, partition): (&str, usize),
-    read: impl Fn(usize) -> Result<Cow<'a, [f32]>, E>,
-) -> Result<FileEntry, E> {
-    let layouts = manifest.layouts();
+    units: &[Tensor],
+) -> Result<FileEntry, CheckpointError> {
     let name = file_name(kind, partition, manifest.num_partitions);
-    let header = expected_header(manifest, &layouts, kind, partition);
+    let header = expected_header(manifest, &manifest.layouts(), kind, partition);
     let mut file = TensorFile::create(storage, dir.join(&name), &header)?;
-    for unit in 0..layouts.len() {
-        file.write(&read(unit)?, f32::to_le_bytes)?;
+    for unit in units {
+        let mut write = |elements: &[f32]| file.write(elements, f32::to_le_bytes);
+        let written = match unit.device() {
+            // From where it lies, without a copy.
+            Device::Cpu => with_slice(unit, write),
+            _ => to_vec(unit).map(|elements| write(&elements)),
+        };
+        let unreadable = |error: candle_core::Error| std::io::Error::other(error);
+        written.map_err(unreadable).map_err(CheckpointError::io("write", &dir.join(&name)))??;
     }
     let Written { bytes, blake3 } = file.finish()?;
     Ok(FileEntry { name, kind: kind.to_owned(), partition, bytes, blake3 })

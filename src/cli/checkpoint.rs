@@ -9,6 +9,7 @@ use ulysses::checkpoint::{
     Checkpoint, Comparison, ExportDtype, ExportOptions, Exported, LocalStorage, MANIFEST, Manifest, diff,
     export, step_name, steps,
 };
+use ulysses::data::Tokenizer;
 
 #[derive(clap::Args)]
 pub(super) struct CheckpointArgs {
@@ -166,7 +167,9 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
             let message = format!("{}: no such tokenizer; give it as --tokenizer", path.display());
             return Err(Failure::Usage(anyhow!(message)));
         }
-        Some(_) => {}
+        Some(path) => {
+            Tokenizer::from_file(path).context("the export would have no tokenizer").or_usage()?;
+        }
     }
     let options = ExportOptions {
         dtype: match args.dtype {

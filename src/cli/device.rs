@@ -22,4 +22,12 @@ impl DeviceArg {
         kind.open(0).or_usage()?;
         Ok(kind)
     }
+
+    /// Its name on the command line.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
+        }
+    }
 }

@@ -2,6 +2,7 @@
 //! on; 2 bad arguments, config, model description or batch file; 75 ended by a signal after
 //! saving a checkpoint.
 
+mod bench;
 mod checkpoint;
 mod config;
 mod data;
@@ -21,7 +22,7 @@ use device::DeviceArg;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
-use ulysses::mesh::DeviceMesh;
+use ulysses::mesh::{DeviceMesh, MeshError};
 
 /// Trains transformers on sequences too long for one device.
 #[derive(Parser)]
@@ -47,6 +48,8 @@ enum Command {
     /// Make files of tokens, or look into them.
     #[command(subcommand)]
     Data(tokens::DataCommand),
+    /// Measure rates, each beside its baseline in the same run.
+    Bench(bench::BenchArgs),
     /// Draw who is in which group of a mesh.
     Mesh(mesh::MeshArgs),
 }
@@ -92,6 +95,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
         Command::Data(command) => tokens::run(command),
+        Command::Bench(args) => bench::run(args),
         Command::Mesh(args) => mesh::run(&args),
     };
     let (error, code) = match result {
@@ -136,7 +140,17 @@ fn causes(error: &anyhow::Error) -> String {
 /// `(dp, sp)` of a mesh given on the command line.
 fn dp_sp(notation: &str) -> Result<(usize, usize), Failure> {
     let flag = || format!("--mesh {notation}");
-    let mesh = DeviceMesh::parse(notation, None).with_context(flag).or_usage()?;
+    let mesh = match DeviceMesh::parse(notation, None) {
+        Err(MeshError::InferWithoutWorldSize { axis }) => {
+            let message = format!(
+                "{}: the mesh itself says how many ranks there are, so -1 cannot be inferred; write the size of {axis}, \
+                 1 for an axis that is not used",
+                flag()
+            );
+            return Err(Failure::Usage(anyhow::anyhow!(message)));
+        }
+        parsed => parsed.with_context(flag).or_usage()?,
+    };
     if mesh.axis_names().iter().any(|name| name != "dp" && name != "sp") {
         let names = mesh.axis_names().join(", ");
         return Err(Failure::Usage(anyhow::anyhow!("{}: the axes are dp and sp, got {names}", flag())));

@@ -6,6 +6,7 @@ use std::io::IsTerminal;
 use tracing_subscriber::EnvFilter;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, ParameterGroup};
+use ulysses::device::DeviceKind;
 use ulysses::model::LlamaConfig;
 
 /// Most threads of all ranks together. More is a typing error that would keep the machine
@@ -68,6 +69,20 @@ pub(super) fn check_memory(config: &Config, llama: &LlamaConfig, seq_len: usize)
         4.0 * values / GIB,
         4.0 * inputs / GIB
     )))
+}
+
+/// Refuses to measure with tensors that cannot fit, `elems` f32 elements in all, where they are on the host.
+pub(super) fn check_tensors(device: DeviceKind, elems: f64) -> Result<(), Failure> {
+    const GIB: f64 = (1_u64 << 30) as f64;
+    let bytes = elems * size_of::<f32>() as f64;
+    match physical_memory_bytes() {
+        Some(available) if device == DeviceKind::Cpu && bytes > available => Err(Failure::Usage(anyhow!(
+            "this machine has {:.1} GiB of memory, but the tensors to measure with take {:.1} GiB: choose smaller ones",
+            available / GIB,
+            bytes / GIB
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Where the system tells.

@@ -105,9 +105,11 @@ pub enum EngineError {
         /// The first part of the model, in the order of the backward pass, whose gradient is not finite.
         part: String,
     },
-    /// Ranks that must hold the same parameters do not.
-    #[error("parameters differ along {axis}: rank {rank} does not hold what rank {first} holds")]
+    /// Ranks that must hold the same parameters and optimizer state do not.
+    #[error("{what} differ along {axis}: rank {rank} does not hold what rank {first} holds")]
     ReplicasDiffer {
+        /// "parameters" or "optimizer state".
+        what: &'static str,
         /// Axis of the group.
         axis: &'static str,
         /// Global rank that differs.

@@ -220,29 +220,45 @@ impl Engine {
         self.accumulation = Accumulation::default();
     }
 
-    /// Compares the parameters that several ranks hold and update redundantly: those of an sp
-    /// group, and below ZeRO stage 3 those of a dp group. Collective; `step` calls it every
-    /// hundred updates.
+    /// Compares what several ranks hold and update redundantly: parameters and optimizer state in an sp group; in
+    /// a dp group parameters below ZeRO stage 3 and optimizer state at stage 0. Collective; `step` calls it every
+    /// hundred updates, and every save of a checkpoint before it begins.
     ///
     /// # Errors
-    /// Replicas that differ; the first rank that does is named.
+    /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
-        self.check_replicas_along("sp", &*self.groups.sp)?;
-        if self.zero.stage().partitions_parameters() {
+        self.check_replicas_along("sp", &*self.groups.sp, true)?;
+        let stage = self.zero.stage();
+        if stage.partitions_parameters() {
             return Ok(());
         }
-        self.check_replicas_along("dp", &*self.groups.dp)
+        self.check_replicas_along("dp", &*self.groups.dp, !stage.partitions_optimizer())
     }
 
-    fn check_replicas_along(&self, axis: &'static str, group: &dyn ProcessGroup) -> Result<(), EngineError> {
-        let hashes = group.all_gather_values(&[self.zero.parameter_hash()?.cast_signed()])?;
-        match hashes.iter().position(|hash| *hash != hashes[0]) {
-            None => Ok(()),
-            Some(differs) => {
-                let ranks = group.global_ranks();
-                Err(EngineError::ReplicasDiffer { axis, rank: ranks[differs], first: ranks[0] })
+    fn check_replicas_along(
+        &self,
+        axis: &'static str,
+        group: &dyn ProcessGroup,
+        with_optimizer: bool,
+    ) -> Result<(), EngineError> {
+        if group.world_size() == 1 {
+            return Ok(());
+        }
+        let mut hashes = vec![("parameters", self.zero.parameter_hash()?)];
+        if with_optimizer {
+            hashes.push(("optimizer state", self.zero.optimizer_hash()?));
+        }
+        let values: Vec<i64> = hashes.iter().map(|(_, hash)| hash.cast_signed()).collect();
+        let of_ranks = group.all_gather_values(&values)?;
+        let of_first = &of_ranks[..values.len()];
+        for (rank, of_rank) in of_ranks.chunks(values.len()).enumerate() {
+            let differs = of_rank.iter().zip(of_first).position(|(hash, first)| hash != first);
+            if let Some(index) = differs {
+                let (what, ranks) = (hashes[index].0, group.global_ranks());
+                return Err(EngineError::ReplicasDiffer { what, axis, rank: ranks[rank], first: ranks[0] });
             }
         }
+        Ok(())
     }
 
     /// The constant that losses are divided by before their number is known: any would do, this

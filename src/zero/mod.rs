@@ -26,6 +26,7 @@ mod lamb;
 mod layout;
 mod optimizer;
 mod reduce;
+mod replicas;
 mod rule;
 mod spans;
 mod split;

@@ -18,24 +18,23 @@ impl ZeroOptimizer {
         [&["parameters"], rule::state_kinds(&self.config)].concat()
     }
 
-    /// This rank's partition of one kind of a unit's state, without padding: a copy. At every
-    /// stage the partitions of all dp ranks together are the whole.
+    /// This rank's partition of one kind of a unit's state, without padding: a view, or nothing where the
+    /// partition is all padding. At every stage the partitions of all dp ranks together are the whole.
     ///
     /// # Shapes
-    /// Result: the elements of `layout.partition(dp_rank)` that are below `layout.numel()`; none of the
-    /// optimizer's state of a frozen unit.
+    /// Result: flat, f32, the elements of `layout.partition(dp_rank)` that are below `layout.numel()`; none of
+    /// the optimizer's state of a frozen unit.
     ///
     /// # Errors
     /// A tensor that cannot be read.
-    pub fn state_partition(&self, unit: usize, kind: usize) -> Result<Vec<f32>, ZeroError> {
+    pub fn state_partition(&self, unit: usize, kind: usize) -> Result<Option<Tensor>, ZeroError> {
         let unit = &self.units[unit];
-        let Some((tensor, held)) = unit.state_tensor(kind) else { return Ok(Vec::new()) };
+        let Some((tensor, held)) = unit.state_tensor(kind) else { return Ok(None) };
         let own = unit.layout.unpadded(unit.layout.partition(unit.dp_rank));
         if own.is_empty() {
-            return Ok(Vec::new());
+            return Ok(None);
         }
-        let own = tensor.narrow(0, own.start - held.start, own.len())?;
-        Ok(crate::tensor::to_vec(&own.to_dtype(DType::F32)?)?)
+        Ok(Some(tensor.narrow(0, own.start - held.start, own.len())?.to_dtype(DType::F32)?))
     }
 
     /// Replaces parameters and optimizer state. `restore` is asked for exactly the elements

@@ -6,7 +6,7 @@ use super::{ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
 use crate::ops::cast;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
 impl ZeroOptimizer {
     /// Updates the elements that this rank owns and, where parameters are whole but the
@@ -177,22 +177,5 @@ impl ZeroOptimizer {
             all.extend(names.zip(views));
         }
         Ok(all)
-    }
-
-    /// A hash of the trained parameters that this rank keeps: equal on all ranks of an sp group, or
-    /// their replicas have drifted apart.
-    ///
-    /// # Errors
-    /// A tensor that cannot be read.
-    pub fn parameter_hash(&self) -> Result<u64, ZeroError> {
-        self.trained_units().try_fold(0xcbf2_9ce4_8422_2325, |hash, unit| {
-            let fold = |elements: &[f32]| {
-                elements.iter().fold(hash, |hash: u64, element| {
-                    (hash ^ u64::from(element.to_bits())).wrapping_mul(0x0100_0000_01b3)
-                })
-            };
-            let parameters = unit.parameters.persistent().to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-            Ok(crate::tensor::with_slice(&parameters, fold)?)
-        })
     }
 }

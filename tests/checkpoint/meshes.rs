@@ -100,7 +100,8 @@ fn a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing() {
         assert!(matches!(error, EngineError::Checkpoint(_)));
         let message = error.to_string();
         assert!(
-            message.contains("parameters, exp_avg, exp_avg_sq there and parameters, momentum here"),
+            message.contains("`optimizer` keeps was parameters, exp_avg, exp_avg_sq when it was saved")
+                && message.contains("is parameters, momentum in this run"),
             "{message}"
         );
         rank.train(2)

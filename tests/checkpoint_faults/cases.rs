@@ -32,7 +32,10 @@ struct Told {
 
 fn run(dir: &Path, run: Run) -> Told {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    let output = command.arg("--child").arg(dir).args(run.words()).output().unwrap();
+    told(command.arg("--child").arg(dir).args(run.words()).output().unwrap())
+}
+
+fn told(output: Output) -> Told {
     let text = String::from_utf8(output.stdout.clone()).unwrap();
     let (resumed, steps, saved, operations) = (u64::MAX, BTreeMap::new(), Vec::new(), 0);
     let mut told = Told { resumed, steps, saved, not_saved: 0, operations, output };
@@ -160,4 +163,53 @@ fn full_and_goes_on() {
         assert!(steps(dir.path()).unwrap().is_empty());
         assert_no_leftovers(dir.path(), "full");
     }
+}
+
+/// Gives a command a file system of few bytes, which ends with it; what was left there is copied to another
+/// directory.
+const ON_A_SMALL_DISK: &str = r#"
+    bytes=$1 disk=$2 kept=$3
+    shift 3
+    mount -t tmpfs -o "size=$bytes" none "$disk" || exit 99
+    "$@"
+    code=$?
+    cp -R "$disk/." "$kept"
+    exit $code
+"#;
+
+fn on_a_small_disk(bytes: u64, disk: &Path, kept: &Path) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--map-root-user", "--mount", "sh", "-c", ON_A_SMALL_DISK, "sh", &bytes.to_string()]);
+    command.args([disk, kept]);
+    command
+}
+
+/// Why this process may not mount a file system, if it may not.
+pub(crate) fn cannot_mount() -> Option<String> {
+    let (disk, kept) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    match on_a_small_disk(1 << 16, disk.path(), kept.path()).arg("true").output() {
+        Err(error) => Some(format!("cannot run unshare: {error}")),
+        Ok(output) if output.status.success() => None,
+        Ok(output) => Some(String::from_utf8_lossy(&output.stderr).lines().collect::<Vec<_>>().join(" ")),
+    }
+}
+
+/// The disk has room for a checkpoint, and not for the next one beside it.
+pub(crate) fn small_disk() {
+    const PAGE: u64 = 4096;
+    let reference = reference();
+    let checkpoint = std::fs::read_dir(reference.0.path().join(step_name(STEPS))).unwrap();
+    let pages = checkpoint.map(|file| file.unwrap().metadata().unwrap().len().div_ceil(PAGE)).sum::<u64>();
+    let (disk, kept) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    // `latest` and its replacement take a page each.
+    let mut command = on_a_small_disk((pages + 3) * PAGE, disk.path(), kept.path());
+    command.arg(std::env::current_exe().unwrap()).arg("--child").arg(disk.path());
+    let failed = told(command.args(Run::without_fault().words()).output().unwrap());
+    assert_eq!(failed.output.status.code(), Some(1), "{failed:?}");
+    assert_eq!(failed.saved, [2], "{failed:?}");
+    let stderr = String::from_utf8_lossy(&failed.output.stderr);
+    assert!(stderr.contains("step 4 was not saved") && stderr.contains("No space left"), "{stderr}");
+    assert_eq!(steps(kept.path()).unwrap(), [2]);
+    assert_no_leftovers(kept.path(), "a small disk");
+    assert_recovers(kept.path(), &failed, &reference, "a small disk");
 }

@@ -112,6 +112,8 @@ fn train_rank(
         say(format!("step {} {loss:x} {norm:x}", report.step));
         settle(saver.poll().map_err(EngineError::from))?;
         if report.step % STEPS_PER_SAVE == 0 {
+            // If that fails, this save is tried all the same.
+            settle(saver.finish().map_err(EngineError::from))?;
             let (num_rows, seq_len) = (rows.num_rows(), rows.seq_len());
             let samples_consumed = loader.samples_consumed();
             let data = DataCursor { samples_consumed, seed: SEED, seq_len, num_rows, data_hash: None };

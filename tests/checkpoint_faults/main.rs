@@ -25,12 +25,18 @@ fn main() -> ExitCode {
             }
         };
     }
-    let trial = |(name, case): (&str, fn())| {
-        Trial::test(name, move || {
-            case();
-            Ok(())
-        })
-    };
-    let trials = cases::ALL.into_iter().map(trial).collect();
+    let trial = |(name, case): (&str, fn())| trial_of(name.to_owned(), case);
+    let mut trials: Vec<Trial> = cases::ALL.into_iter().map(trial).collect();
+    let (name, missing) = ("a_disk_that_is_full_keeps_the_checkpoint_that_it_has", cases::cannot_mount());
+    let needs = |reason: &String| format!("{name} [skipped: needs to mount a tmpfs: {reason}]");
+    let name = missing.as_ref().map_or_else(|| name.to_owned(), needs);
+    trials.push(trial_of(name, cases::small_disk).with_ignored_flag(missing.is_some()));
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+fn trial_of(name: String, case: fn()) -> Trial {
+    Trial::test(name, move || {
+        case();
+        Ok(())
+    })
 }

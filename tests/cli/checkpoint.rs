@@ -72,6 +72,8 @@ fn exports_are_cut_into_files_and_refused_with_a_reason() {
     assert_eq!(place.read_json("small/config.json")["torch_dtype"], "bfloat16");
     let outcome = place.run(&[&arguments[..], &["--output", "small"]].concat());
     outcome.assert_refused(1, &["small", "exists"]);
+    let outcome = place.run(&["checkpoint", "export", "out", "--output", "other", "--tokenizer", "c.json"]);
+    outcome.assert_refused(2, &["would have no tokenizer", "c.json"]);
     fs::remove_file(place.path("tok/tokenizer.json")).unwrap();
     let outcome = place.run(&["checkpoint", "export", "out", "--output", "other"]);
     outcome.assert_refused(2, &["tok/tokenizer.json: no such tokenizer"]);

@@ -28,7 +28,7 @@ fn meshes_that_are_none_are_refused() {
         ("dp=2,dp=2", "named twice"),
         ("100000x100000", "more than 1048576 ranks"),
         ("99999999999999999999x1", "is not a size"),
-        ("-1x2", "needs a known world size"),
+        ("-1x2", "write the size of dp, 1 for an axis that is not used"),
         ("two", "write DPxSP such as `2x4`"),
         ("", "write DPxSP such as `2x4`"),
     ] {
@@ -94,7 +94,8 @@ fn verify_refuses_tolerances_stages_and_places_that_are_none() {
 
 #[test]
 fn what_there_is_not_is_refused() {
-    train(&["--resume=nowhere"]).assert_refused(2, &["cannot open nowhere/manifest.json"]);
+    train(&["--resume=nowhere"])
+        .assert_refused(2, &["--resume=nowhere: neither a checkpoint nor an output directory"]);
     train(&["--backend", "mpi"]).assert_refused(2, &["--backend", "mpi", "thread"]);
     #[cfg(not(feature = "nccl"))]
     train(&["--backend", "nccl"])

@@ -128,18 +128,50 @@ fn runs_are_not_mixed() {
     let outcome = train(&["--resume=out/step_00000005"]);
     outcome.assert_refused(2, &["out holds step_00000007, which is newer than out/step_00000005"]);
     train(&["--resume", "--seed", "9"])
-        .assert_refused(1, &["the seed is 1234 there and 9 here", "export it"]);
-    train(&["--resume", "--seq-len", "32"]).assert_refused(1, &["seq_len is 64 there and 32 here"]);
-    train(&["--resume=nowhere"]).assert_refused(2, &["nowhere/manifest.json"]);
+        .assert_refused(2, &["(--seed) was 1234 when it was saved and is 9 in this run", "export"]);
+    train(&["--resume", "--seq-len", "32"])
+        .assert_refused(2, &["(--seq-len) was 64 when it was saved and is 32 in this run"]);
+    assert!(!place.path("out/config.1.json").exists(), "a refused run writes nothing");
+    train(&["--resume=nowhere"])
+        .assert_refused(2, &["--resume=nowhere: neither a checkpoint nor an output directory"]);
     let small = json!({ "optimizer": { "type": "SGD", "params": { "lr": 0.1 } } });
     write_config(&place, "c.json", small);
-    train(&["--resume"]).assert_refused(1, &["exp_avg, exp_avg_sq there and parameters here"]);
+    let expected =
+        ["`optimizer` keeps was parameters, exp_avg, exp_avg_sq when it was saved", "is parameters in"];
+    train(&["--resume"]).assert_refused(2, &expected);
     write_config(&place, "c.json", json!({ "ulysses": { "model": "nano", "data": "text.txt" } }));
     let arguments = ["--resume", "--steps", "9", "--seq-len", "64"];
     train(&arguments).assert_refused(2, &["--resume looks into the output directory"]);
     write_config(&place, "c.json", json!({}));
     let outcome = train(&["--resume", "--steps", "7"]);
     assert!(outcome.assert_done().stdout.contains("nothing to do: step 7 of 7 is done"), "{outcome:?}");
+}
+
+#[test]
+fn a_run_goes_on_from_the_newest_sound_checkpoint_of_another_ones_directory() {
+    let place = Workplace::new();
+    write_config(&place, "c.json", json!({}));
+    let train = |arguments: &[&str]| place.run(&[&["train", "c.json"], arguments].concat());
+    train(&["--steps", "10"]).assert_done();
+    fs::remove_file(place.path("out/step_00000010/manifest.json")).unwrap();
+    let outcome = train(&["--steps", "12", "--output", "other", "--resume=out"]);
+    assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
+    // Its own directory by name is the same as no name.
+    let outcome = train(&["--steps", "14", "--output", "other", "--resume=other/"]);
+    assert!(outcome.assert_done().stderr.contains("resumed from other/step_00000012"), "{outcome:?}");
+    let outcome = train(&["--steps", "16", "--output", "other", "--resume=out"]);
+    outcome.assert_refused(2, &["other holds step_00000014, which is newer than out"]);
+}
+
+#[test]
+fn a_checkpoint_is_no_output_directory() {
+    let place = Workplace::new();
+    write_config(&place, "c.json", json!({}));
+    place.run(&["train", "c.json", "--steps", "5"]).assert_done();
+    let outcome = place.run(&["train", "c.json", "--steps", "7", "--output", "out/step_00000005"]);
+    outcome.assert_refused(2, &["--output out/step_00000005: this is a checkpoint"]);
+    place.run(&["checkpoint", "verify", "out"]).assert_done();
+    assert!(!place.path("out/step_00000005/config.json").exists());
 }
 
 #[test]
@@ -234,6 +266,19 @@ fn run_in_little_space(place: &Workplace, arguments: &[&str]) -> Outcome {
         .unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     Outcome { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+#[test]
+fn a_save_that_fails_in_the_background_keeps_no_later_one_from_being_tried() {
+    let place = Workplace::new();
+    let checkpoint = json!({ "interval": 1, "async": true, "on_error": "continue" });
+    write_config(&place, "c.json", json!({ "checkpoint": checkpoint }));
+    let outcome = run_in_little_space(&place, &["train", "c.json", "--steps", "6"]);
+    for step in 1..6 {
+        let expected = format!("checkpoint of step {step} was not saved");
+        assert!(outcome.stderr.contains(&expected), "no {expected:?} in {outcome:?}");
+    }
+    outcome.assert_refused(1, &["error: rank 0 failed: checkpoint of step 6 was not saved"]);
 }
 
 #[test]

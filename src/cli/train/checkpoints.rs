@@ -1,9 +1,10 @@
 //! When a run saves its state, and where it goes on from.
 
+use super::Run;
 use super::feed::Feed;
-use super::{Resume, Run};
+use super::resume::{Resume, check_data};
 use crate::cli::note;
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use ulysses::checkpoint::{
@@ -47,8 +48,12 @@ impl<'a> Checkpoints<'a> {
     pub(super) fn resume(&mut self, engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<()> {
         let Some(checkpoint) = self.find()? else { return Ok(()) };
         let manifest = checkpoint.manifest();
-        self.check_data(&checkpoint)?;
-        engine.load_checkpoint(&checkpoint)?;
+        // The one that was looked at before the ranks started may have been passed over.
+        check_data(&checkpoint, self.run.config.seed, &self.run.phases).context("cannot resume")?;
+        match engine.load_checkpoint(&checkpoint) {
+            Err(EngineError::Checkpoint(error)) => Err(anyhow!(*error)).context("cannot resume")?,
+            loaded => loaded?,
+        }
         feed.resume(manifest.progress.step, manifest.progress.data.samples_consumed)?;
         self.run_id = manifest.run_id.clone();
         self.tell(|| format!("resumed from {}", checkpoint.dir().display()));
@@ -59,47 +64,18 @@ impl<'a> Checkpoints<'a> {
         match &self.run.resume {
             None => Ok(None),
             Some(Resume::From(dir)) => Ok(Some(open_verified(dir, &*self.group)?)),
-            Some(Resume::Newest) => {
-                let found = newest(&self.run.output, &*self.group)?;
+            Some(Resume::Newest(dir)) => {
+                let directory = dir.as_ref().unwrap_or(&self.run.output);
+                let found = newest(directory, &*self.group)?;
                 for fault in found.refused {
                     self.tell(|| format!("passed over a damaged checkpoint: {fault}"));
                 }
                 if found.checkpoint.is_none() {
-                    let output = self.run.output.display();
-                    self.tell(|| format!("{output} has no checkpoint to resume: starting at step 1"));
+                    let directory = directory.display();
+                    self.tell(|| format!("{directory} has no checkpoint to resume: starting at step 1"));
                 }
                 Ok(found.checkpoint)
             }
-        }
-    }
-
-    /// A cursor means something only in the same samples in the same order.
-    fn check_data(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
-        let progress = &checkpoint.manifest().progress;
-        let saved = progress.data;
-        let here = self.run.cursor(self.run.phase_of_last(progress.step), saved.samples_consumed);
-        let hash =
-            |hash: Option<u64>| hash.map_or_else(|| "not known".to_owned(), |hash| format!("{hash:016x}"));
-        // Checkpoints of earlier versions have no hash.
-        let saved_hash = saved.data_hash.or(here.data_hash);
-        let facts = [
-            ("the seed", saved.seed.to_string(), here.seed.to_string()),
-            ("seq_len", saved.seq_len.to_string(), here.seq_len.to_string()),
-            ("the number of rows of the data", saved.num_rows.to_string(), here.num_rows.to_string()),
-            ("the hash of data, packing and weights", hash(saved_hash), hash(here.data_hash)),
-        ];
-        match facts.into_iter().find(|(_, saved, here)| saved != here) {
-            None => Ok(()),
-            Some((what, saved, wanted)) => Err(CheckpointError::Mismatch {
-                path: checkpoint.dir().to_owned(),
-                what: what.to_owned(),
-                saved,
-                wanted,
-            })
-            .context(
-                "to go on with longer rows give `ulysses.seq_len_schedule`; to train its weights on other data, \
-                 export it and start anew from --model",
-            ),
         }
     }
 
@@ -117,8 +93,10 @@ impl<'a> Checkpoints<'a> {
         let stop = self.group.all_reduce_values(&[asked], ReduceOp::Max)?[0] == 1;
         let is_last = stop || step == last_step;
         let is_due = saving.config.interval.is_some_and(|interval| step.is_multiple_of(interval));
-        self.settle(&mut saving, is_last, |saving| Ok(saving.saver.poll()?))?;
+        self.settle(&mut saving, false, |saving| Ok(saving.saver.poll()?))?;
         if is_last || is_due {
+            // That an earlier save failed must not keep this one from being tried.
+            self.settle(&mut saving, false, |saving| Ok(saving.saver.finish()?))?;
             let record = RunRecord {
                 run_id: self.run_id.clone(),
                 model: self.run.llama.to_hf_json(),

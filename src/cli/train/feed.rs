@@ -51,7 +51,7 @@ impl<'a> Feed<'a> {
 
     /// Goes on after `steps` steps, of which those in the last phase consumed `samples_consumed` samples.
     pub(super) fn resume(&mut self, steps: u64, samples_consumed: u64) -> anyhow::Result<()> {
-        self.phase = self.run.phase_of_last(steps);
+        self.phase = phase_of_last(&self.run.phases, steps);
         self.loader = loader(self.run, self.placement, self.phase, samples_consumed)?;
         Ok(())
     }
@@ -66,7 +66,7 @@ impl<'a> Feed<'a> {
 
     /// Moves on to the phase of the step that follows `steps` others.
     pub(super) fn begin_step(&mut self, steps: u64) -> anyhow::Result<()> {
-        let phase = self.run.phase_of_next(steps);
+        let phase = phase_of_next(&self.run.phases, steps);
         if phase != self.phase {
             self.phase = phase;
             self.loader = loader(self.run, self.placement, phase, 0)?;
@@ -103,32 +103,28 @@ impl<'a> Feed<'a> {
 
     /// What a checkpoint keeps.
     pub(super) fn cursor(&self) -> DataCursor {
-        self.run.cursor(self.phase, self.loader.cursor().samples_consumed())
+        self.phase().cursor(self.run.config.seed, self.loader.cursor().samples_consumed())
     }
 }
 
-impl Run {
-    /// The phase of the step that follows `steps` others.
-    fn phase_of_next(&self, steps: u64) -> usize {
-        // The first phase begins with the first step.
-        self.phases.partition_point(|phase| phase.first_step <= steps) - 1
+impl Phase {
+    /// What a checkpoint keeps of the data, `samples_consumed` samples into the phase.
+    pub(super) fn cursor(&self, seed: u64, samples_consumed: u64) -> DataCursor {
+        let Self { data, data_hash, .. } = self;
+        let (seq_len, num_rows) = (data.seq_len(), data.num_rows());
+        DataCursor { samples_consumed, seed, seq_len, num_rows, data_hash: Some(*data_hash) }
     }
+}
 
-    /// The phase of the last of `steps` steps.
-    pub(super) fn phase_of_last(&self, steps: u64) -> usize {
-        self.phase_of_next(steps.saturating_sub(1))
-    }
+/// The phase of the step that follows `steps` others.
+fn phase_of_next(phases: &[Phase], steps: u64) -> usize {
+    // The first phase begins with the first step.
+    phases.partition_point(|phase| phase.first_step <= steps) - 1
+}
 
-    pub(super) fn cursor(&self, phase: usize, samples_consumed: u64) -> DataCursor {
-        let Phase { data, data_hash, .. } = &self.phases[phase];
-        DataCursor {
-            samples_consumed,
-            seed: self.config.seed,
-            seq_len: data.seq_len(),
-            num_rows: data.num_rows(),
-            data_hash: Some(*data_hash),
-        }
-    }
+/// The phase of the last of `steps` steps.
+pub(super) fn phase_of_last(phases: &[Phase], steps: u64) -> usize {
+    phase_of_next(phases, steps.saturating_sub(1))
 }
 
 fn loader(run: &Run, placement: Placement, phase: usize, samples_consumed: u64) -> anyhow::Result<ReadAhead> {

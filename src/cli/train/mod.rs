@@ -5,6 +5,7 @@ mod feed;
 mod output;
 mod prepare;
 mod reporter;
+mod resume;
 mod signals;
 
 use super::evaluation::evaluate;
@@ -15,11 +16,12 @@ use checkpoints::Checkpoints;
 use clap::ValueEnum;
 use feed::{Feed, Limit, Phase};
 use reporter::Reporter;
+use resume::Resume;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
-use ulysses::checkpoint::OutputLock;
+use ulysses::checkpoint::{CheckpointError, OutputLock};
 use ulysses::comm::{LaunchError, LaunchOptions, MeshGroups, RankContext, launch};
 #[cfg(feature = "nccl")]
 use ulysses::config::Backend;
@@ -72,8 +74,9 @@ pub(super) struct TrainArgs {
     /// Directory for metrics.jsonl and the resolved config; `runs/NAME-N` without it.
     #[arg(long)]
     output: Option<String>,
-    /// Go on from the newest sound checkpoint of the output directory, or from the given one.
-    #[arg(long, value_name = "STEP_DIR", num_args = 0..=1, require_equals = true)]
+    /// Go on from the newest sound checkpoint of the output directory, or of the run in DIR, or from the checkpoint
+    /// DIR.
+    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
     resume: Option<Option<PathBuf>>,
     /// Seed of the initial weights and of the order of the data.
     #[arg(long, allow_negative_numbers = true)]
@@ -86,14 +89,6 @@ enum BackendArg {
     Thread,
     /// The same, each with a GPU of its own and NCCL between them (feature `nccl`).
     Nccl,
-}
-
-/// What `--resume` asks for.
-enum Resume {
-    /// The newest checkpoint of the output directory that verifies.
-    Newest,
-    /// The checkpoint in this directory.
-    From(PathBuf),
 }
 
 /// Everything that the ranks share.
@@ -132,7 +127,7 @@ struct RankOutcome {
 pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
     let run = prepare::prepare(args)?;
     note(&run);
-    let results = run.launch().or_run()?;
+    let results = run.launch().map_err(failure)?;
     let ranks = results.iter().map(|outcome| outcome.summary.clone()).collect();
     let first = results.into_iter().next().context("a mesh has a rank").or_run()?;
     let (step, totals) = (first.steps, first.totals.context("rank 0 reports").or_run()?);
@@ -150,6 +145,15 @@ pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
         return Err(Failure::Run(anyhow::anyhow!(message)));
     }
     Ok(())
+}
+
+/// Whose fault it is: a checkpoint that the config does not fit is the caller's.
+fn failure(error: LaunchError) -> Failure {
+    let error = anyhow::Error::from(error);
+    let is_mismatch = |cause: &(dyn std::error::Error + 'static)| {
+        matches!(cause.downcast_ref(), Some(CheckpointError::Mismatch { .. }))
+    };
+    if error.chain().any(is_mismatch) { Failure::Usage(error) } else { Failure::Run(error) }
 }
 
 impl Run {

@@ -1,43 +1,10 @@
 //! The output directory of a run.
 
-use super::Resume;
 use crate::cli::note;
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use std::path::{Path, PathBuf};
-use ulysses::checkpoint::{Checkpoint, OutputLock, step_name, steps};
+use ulysses::checkpoint::OutputLock;
 use ulysses::config::Config;
-
-/// Refuses to mix the checkpoints of two runs in one directory, before anything is written.
-pub(super) fn earlier_steps(config: &Config, resume: Option<&Resume>) -> anyhow::Result<()> {
-    let Some(output) = config.output.as_deref() else {
-        ensure!(
-            !matches!(resume, Some(Resume::Newest)),
-            "--resume looks into the output directory: name it with --output or in the config, or give a \
-             checkpoint as --resume=DIR/step_00000100"
-        );
-        return Ok(());
-    };
-    let newest = steps(Path::new(output))?.first().copied();
-    match (resume, newest) {
-        (None, None) | (Some(Resume::Newest), _) => Ok(()),
-        (None, Some(newest)) => bail!(
-            "{output} holds checkpoints of an earlier run, up to {}: --resume goes on from them, another \
-             --output starts anew",
-            step_name(newest)
-        ),
-        (Some(Resume::From(dir)), newest) => {
-            let step = Checkpoint::open(dir)?.manifest().progress.step;
-            let Some(newest) = newest else { return Ok(()) };
-            ensure!(
-                newest <= step,
-                "{output} holds {}, which is newer than {}: give another --output, or move it away",
-                step_name(newest),
-                dir.display()
-            );
-            Ok(())
-        }
-    }
-}
 
 /// Makes the output directory and takes its lock, keeps what an earlier run left there under
 /// other names, and writes the resolved config. A run that resumes goes on with the metrics.

@@ -1,8 +1,9 @@
 //! Everything that is read and checked before a rank starts.
 
 use super::feed::{Limit, Phase};
-use super::output::{earlier_steps, prepare_output};
-use super::{BackendArg, Resume, Run, TrainArgs, signals};
+use super::output::prepare_output;
+use super::resume::{Resume, check_candidate, check_output};
+use super::{BackendArg, Run, TrainArgs, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
 use crate::cli::{Failure, OrFail, dp_sp, model, settings};
@@ -14,7 +15,7 @@ use ulysses::mesh::DeviceMesh;
 
 pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     let (config_path, device) = (args.config.clone(), args.device.kind()?);
-    let resume = args.resume.clone().map(|dir| dir.map_or(Resume::Newest, Resume::From));
+    let resume = args.resume.clone().map(Resume::new).transpose()?;
     let names_backend = args.backend.is_some();
     let raw = RawConfig::from_file(&config_path).or_usage()?;
     let mut config = raw.resolve(&overrides(args)?).or_usage()?;
@@ -23,7 +24,7 @@ pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     let limit = limit(&config).or_usage()?;
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;
-    earlier_steps(&config, resume.as_ref()).or_usage()?;
+    check_output(&config, resume.as_ref())?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
     let launch = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
     let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
@@ -35,6 +36,7 @@ pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;
     let phases = seq_lens.into_iter().map(|(first_step, seq_len)| phase(&sources, first_step, seq_len));
     let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
+    check_candidate(resume.as_ref(), &config, &phases)?;
     // Last: nothing is written for a run that cannot start.
     let (output, lock) = prepare_output(&config_path, &config, resume.is_some()).or_run()?;
     // Without checkpoints there is nothing to save: signals keep their usual effect.

@@ -1,0 +1,141 @@
+//! `ulysses bench gemm`, and the square product that other rates stand beside.
+
+use super::report::{Figure, Report, Unit};
+use super::turns::{Case, take_turns};
+use super::{DeviceArg, Failure, Measuring, OrFail, on_ranks, settings};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use serde_json::json;
+use ulysses::model::{LlamaConfig, preset};
+use ulysses::ops::linear;
+
+/// Name of the square product in reports.
+pub(super) const SQUARE: &str = "square_gemm";
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Preset whose products to measure (nano, tiny, small, base).
+    #[arg(long, default_value = "base")]
+    model: String,
+    /// Tokens of a rank.
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    tokens: u32,
+    /// Threads; all cores without it.
+    #[arg(long)]
+    threads_per_rank: Option<usize>,
+    /// Where the matrices are.
+    #[arg(long, default_value = "cpu")]
+    device: DeviceArg,
+    #[command(flatten)]
+    measuring: Measuring,
+}
+
+/// A square product that is large enough for the device to be at its best.
+pub(super) struct Square {
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    size: usize,
+}
+
+impl Square {
+    pub(super) fn new(dtype: DType, device: &Device) -> Result<Self> {
+        let size = if device.is_cpu() { 1024 } else { 8192 };
+        let matrix = || Tensor::ones((size, size), dtype, device);
+        Ok(Self { x: matrix()?, weight: matrix()?, y: matrix()?, size })
+    }
+
+    pub(super) fn flops(&self) -> f64 {
+        2.0 * (self.size as f64).powi(3)
+    }
+
+    pub(super) fn case(&self) -> Case<'_> {
+        Case::new(|| Ok(linear::forward(&self.x, &self.weight, &self.y, false)?))
+    }
+}
+
+/// A weight's name, inputs and outputs.
+type Shape = (&'static str, usize, usize);
+
+/// A weight of a model and what its products work on.
+struct Product {
+    name: &'static str,
+    flops: f64,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    dweight: Tensor,
+}
+
+impl Product {
+    fn new(tokens: usize, (name, inputs, outputs): Shape, device: &Device) -> Result<Self> {
+        let ones = |rows: usize, cols: usize| Tensor::ones((rows, cols), DType::F32, device);
+        Ok(Self {
+            name,
+            flops: 2.0 * tokens as f64 * inputs as f64 * outputs as f64,
+            x: ones(tokens, inputs)?,
+            weight: ones(outputs, inputs)?,
+            y: ones(tokens, outputs)?,
+            dweight: ones(outputs, inputs)?,
+        })
+    }
+
+    /// One product of the forward and two of the backward pass.
+    fn cases(&self) -> [(&'static str, Case<'_>); 3] {
+        let Self { x, weight, y, dweight, .. } = self;
+        [
+            ("forward", Case::new(|| Ok(linear::forward(x, weight, y, false)?))),
+            ("input gradient", Case::new(|| Ok(linear::backward_input(y, weight, x, false)?))),
+            ("weight gradient", Case::new(|| Ok(linear::backward_weight(y, x, dweight)?))),
+        ]
+    }
+}
+
+pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let model = preset(&args.model).or_usage()?;
+    let device = args.device.kind()?;
+    let options = settings::launch_options(args.threads_per_rank, 1)?;
+    let tokens = args.tokens as usize;
+    let shapes = shapes(&model);
+    let elems = |(_, inputs, outputs): &Shape| (tokens * (inputs + outputs) + 2 * inputs * outputs) as f64;
+    settings::check_tensors(device, shapes.iter().map(elems).sum())?;
+    let figures = on_ranks(1, &options, |rank| {
+        let device = device.open(rank.rank)?;
+        let square = Square::new(DType::F32, &device)?;
+        let products = shapes.iter().map(|shape| Product::new(tokens, *shape, &device));
+        let products = products.collect::<Result<Vec<_>>>()?;
+        let mut cases = vec![square.case()];
+        let mut labels = Vec::new();
+        for product in &products {
+            for (pass, case) in product.cases() {
+                labels.push((format!("{} {pass}", product.name), product.flops));
+                cases.push(case);
+            }
+        }
+        let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
+        let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
+        let of_model = labels.into_iter().zip(seconds);
+        let of_model =
+            of_model.map(|((name, flops), seconds)| Figure::new(name, seconds, flops).against(&square));
+        let of_model: Vec<Figure> = of_model.collect();
+        Ok([vec![square], of_model].concat())
+    })?;
+    let settings = json!({ "model": args.model, "tokens": tokens, "device": args.device.name() });
+    let method = "f32; each product of the model's weights with all tokens, forward and backward, in turn with a \
+                  square product on the same threads; median";
+    let report = Report { figures, ..Report::new("gemm", settings, method, Unit::Flops).on(1, &options) };
+    args.measuring.print(&report)
+}
+
+/// Of the weights of a layer and of the head.
+fn shapes(model: &LlamaConfig) -> [Shape; 6] {
+    let LlamaConfig { hidden_size: d, intermediate_size: f, num_heads, num_kv_heads, head_dim, .. } = *model;
+    [
+        ("q_proj", d, num_heads * head_dim),
+        ("k_proj, v_proj", d, num_kv_heads * head_dim),
+        ("o_proj", num_heads * head_dim, d),
+        ("gate_proj, up_proj", d, f),
+        ("down_proj", f, d),
+        ("lm_head", d, model.vocab_size),
+    ]
+}

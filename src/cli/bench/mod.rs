@@ -1,0 +1,86 @@
+//! `ulysses bench`: rates, each beside its baseline in the same run.
+//!
+//! What is measured and its baseline take turns, so that both meet the same machine. `docs/performance.md` has the
+//! method in full.
+
+mod all_to_all;
+mod attention;
+mod checkpoint;
+mod collectives;
+mod gemm;
+mod report;
+mod train;
+mod training;
+mod turns;
+
+use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
+use clap::Subcommand;
+use report::Report;
+use ulysses::comm::{LaunchOptions, RankContext, launch};
+use ulysses::mesh::DeviceMesh;
+
+#[derive(clap::Args)]
+pub(super) struct BenchArgs {
+    #[command(subcommand)]
+    bench: Bench,
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// Save checkpoints, beside plain copies of the same files.
+    Checkpoint(checkpoint::Args),
+    /// Exchange tokens for heads and back, beside plain copies of the same bytes.
+    AllToAll(all_to_all::Args),
+    /// Every collective, beside plain copies of the same bytes.
+    Collectives(collectives::Args),
+    /// Attention forward and backward, beside a square matrix product.
+    Attention(attention::Args),
+    /// The matrix products of a model, beside a square one.
+    Gemm(gemm::Args),
+    /// Training steps, beside a square matrix product and, if asked to, a single rank.
+    Train(train::Args),
+}
+
+pub(super) fn run(args: BenchArgs) -> Result<(), Failure> {
+    match args.bench {
+        Bench::Checkpoint(args) => checkpoint::run(args),
+        Bench::AllToAll(args) => all_to_all::run(&args),
+        Bench::Collectives(args) => collectives::run(&args),
+        Bench::Attention(args) => attention::run(&args),
+        Bench::Gemm(args) => gemm::run(&args),
+        Bench::Train(args) => train::run(&args),
+    }
+}
+
+/// How long to measure and how to print.
+#[derive(clap::Args)]
+struct Measuring {
+    /// Measured repetitions; one more goes before them.
+    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    repeats: u32,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Measuring {
+    fn print(&self, report: &Report) -> Result<(), Failure> {
+        if self.json { print(format_args!("{:#}\n", report.to_json())) } else { print(report) }
+    }
+}
+
+/// Runs `measure` on ranks that are threads. They all come to the same, so the first rank's result counts.
+fn on_ranks<T: Send>(
+    world_size: usize,
+    options: &LaunchOptions,
+    measure: impl Fn(&RankContext) -> anyhow::Result<T> + Sync,
+) -> Result<T, Failure> {
+    let mut results = launch(world_size, options, |rank| measure(&rank)).or_run()?;
+    Ok(results.swap_remove(0))
+}
+
+/// The mesh that a flag asks for.
+fn mesh(notation: &str) -> Result<DeviceMesh, Failure> {
+    let (dp_size, sp_size) = dp_sp(notation)?;
+    DeviceMesh::dp_sp(dp_size, sp_size).or_usage()
+}

@@ -1,0 +1,127 @@
+//! `ulysses bench train`.
+
+use super::gemm::{SQUARE, Square};
+use super::report::{Figure, Report, Unit};
+use super::training::{Training, TrainingArgs};
+use super::turns::{Case, take_turns};
+use super::{Failure, Measuring, on_ranks};
+use anyhow::{Result, anyhow};
+use serde_json::json;
+use ulysses::comm::RankContext;
+use ulysses::model::LlamaConfig;
+
+/// How often mesh and single rank take turns.
+const ROUNDS: u32 = 3;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    #[command(flatten)]
+    training: TrainingArgs,
+    /// Tokens of a row, over all sp ranks.
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    seq_len: u32,
+    /// Compare with the same batch on a single rank that has as many threads.
+    #[arg(long)]
+    against_single: bool,
+    #[command(flatten)]
+    measuring: Measuring,
+}
+
+pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let seq_len = args.seq_len as usize;
+    let on_mesh = args.training.prepare(seq_len)?;
+    let single = args.against_single.then(|| args.training.prepare_single(&on_mesh, seq_len)).transpose()?;
+    let rounds = if single.is_some() { ROUNDS } else { 1 };
+    let repeats = args.measuring.repeats.div_ceil(rounds);
+    let (mut times, mut times_of_single) = (Times::default(), Times::default());
+    for _ in 0..rounds {
+        times.append(measure(&on_mesh, repeats)?);
+        if let Some(single) = &single {
+            times_of_single.append(measure(single, repeats)?);
+        }
+    }
+    let tokens = (on_mesh.config.train_batch_size * seq_len) as f64;
+    let flops = tokens * flops_per_token(&on_mesh.source.config, seq_len);
+    let step = |name: &str, seconds| {
+        let figure = Figure::new(name, seconds, flops);
+        let tokens_per_second = tokens / figure.seconds();
+        figure.with("tokens_per_second", tokens_per_second)
+    };
+    let square = Figure::new(SQUARE, times.square, times.square_flops);
+    let mut train = step("train_step", times.step).against(&square);
+    let mut figures = vec![square];
+    if single.is_some() {
+        let single = step("single_rank_step", times_of_single.step);
+        train = train.against(&single);
+        figures.push(single);
+    }
+    figures.push(train);
+    let mut settings = args.training.settings();
+    settings["seq_len"] = json!(seq_len);
+    settings["rows_per_step"] = json!(on_mesh.config.train_batch_size);
+    let method = "whole steps with AdamW and clipping, each in turn with one square product of all ranks at once; FLOPs \
+                  of the model: forward and backward, causal pairs once, no recomputation; slowest rank, median";
+    let report = Report::new("train", settings, method, Unit::Flops);
+    let report = report.on(on_mesh.mesh.world_size(), &on_mesh.launch);
+    args.measuring.print(&Report { figures, ..report })
+}
+
+/// Seconds of every repetition.
+#[derive(Default)]
+struct Times {
+    square: Vec<f64>,
+    step: Vec<f64>,
+    /// Of the square products of all ranks.
+    square_flops: f64,
+}
+
+impl Times {
+    fn append(&mut self, other: Self) {
+        self.square.extend(other.square);
+        self.step.extend(other.step);
+        self.square_flops = other.square_flops;
+    }
+}
+
+fn measure(training: &Training, repeats: u32) -> Result<Times, Failure> {
+    on_ranks(training.mesh.world_size(), &training.launch, |rank| measure_rank(training, rank, repeats))
+}
+
+fn measure_rank(training: &Training, rank: &RankContext, repeats: u32) -> Result<Times> {
+    let (mut engine, mut loader, device) = training.start(rank)?;
+    let square = Square::new(training.config.precision.dtype(), &device)?;
+    let step = Case::new(|| {
+        engine.train_batch(|| loader.next_micro_batch())?;
+        Ok(())
+    });
+    let seconds = take_turns(&*rank.group, &device, repeats, vec![square.case(), step])?;
+    let [of_square, of_step] = seconds.try_into().map_err(|_| anyhow!("two cases have two times"))?;
+    let square_flops = rank.world_size as f64 * square.flops();
+    Ok(Times { square: of_square, step: of_step, square_flops })
+}
+
+/// Forward and backward: 6 for every weight of a product, 12 for every element of an attended pair of a head, and
+/// half of the pairs are attended.
+fn flops_per_token(model: &LlamaConfig, seq_len: usize) -> f64 {
+    let LlamaConfig { hidden_size: d, intermediate_size: f, num_heads, num_kv_heads, head_dim, .. } = *model;
+    let layer = d * head_dim * (2 * num_heads + 2 * num_kv_heads) + 3 * d * f;
+    let weights = model.num_layers * layer + d * model.vocab_size;
+    let pairs = model.num_layers * num_heads * head_dim * (seq_len + 1) / 2;
+    6.0 * weights as f64 + 12.0 * pairs as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ulysses::model::preset;
+
+    #[test]
+    fn flops_are_those_of_every_product_of_the_model() {
+        let model = preset("nano").expect("a preset");
+        // q, k, v, o: 64·(64 + 32 + 32 + 64); gate, up, down: 3·64·172; two layers; head: 64·256.
+        let weights = 2 * (64 * 192 + 3 * 64 * 172) + 64 * 256;
+        // 4 heads of 16 attend to 1 … 9 tokens, 5 on average.
+        let attention = 2 * 12 * 64 * 5;
+        assert_eq!(flops_per_token(&model, 9), (6 * weights + attention) as f64);
+    }
+}

@@ -1,0 +1,131 @@
+//! An engine with something to train on, for the measurements that need one.
+
+use super::{DeviceArg, Failure, OrFail, mesh, settings};
+use crate::cli::model::{self, ModelSource};
+use anyhow::Result;
+use candle_core::Device;
+use clap::ValueEnum;
+use serde_json::json;
+use std::sync::Arc;
+use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
+use ulysses::config::Config;
+use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
+use ulysses::device::DeviceKind;
+use ulysses::engine::{Engine, initialize};
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::Model;
+
+const SEED: u64 = 1;
+
+/// Numbers of parameters and activations.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(super) enum DtypeArg {
+    F32,
+    Bf16,
+}
+
+/// What is trained, and on what.
+#[derive(clap::Args)]
+pub(super) struct TrainingArgs {
+    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors.
+    #[arg(long, default_value = "base")]
+    model: String,
+    /// Ranks: `DPxSP` or `dp=2,sp=2`.
+    #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
+    mesh: String,
+    /// What is partitioned over dp.
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=3))]
+    zero_stage: u8,
+    /// Threads of each rank; a fair share of the cores without it.
+    #[arg(long)]
+    threads_per_rank: Option<usize>,
+    /// Numbers of parameters and activations.
+    #[arg(long, default_value = "f32")]
+    dtype: DtypeArg,
+    /// Where the ranks' tensors are.
+    #[arg(long, default_value = "cpu")]
+    device: DeviceArg,
+}
+
+/// A training run that can be started on ranks.
+pub(super) struct Training {
+    pub(super) mesh: DeviceMesh,
+    pub(super) launch: LaunchOptions,
+    pub(super) source: ModelSource,
+    pub(super) config: Config,
+    device: DeviceKind,
+    rows: Arc<PackedRows>,
+}
+
+impl TrainingArgs {
+    /// One row of `seq_len` tokens for every dp rank and step.
+    pub(super) fn prepare(&self, seq_len: usize) -> Result<Training, Failure> {
+        let mesh = mesh(&self.mesh)?;
+        let launch = settings::launch_options(self.threads_per_rank, mesh.world_size())?;
+        self.prepare_on(mesh, launch, seq_len, 1)
+    }
+
+    /// The same batch on a single rank with as many threads.
+    pub(super) fn prepare_single(&self, on_mesh: &Training, seq_len: usize) -> Result<Training, Failure> {
+        let threads_per_rank = on_mesh.launch.threads_per_rank * on_mesh.mesh.world_size();
+        let launch = LaunchOptions { threads_per_rank, ..on_mesh.launch.clone() };
+        let single = DeviceMesh::dp_sp(1, 1).or_usage()?;
+        self.prepare_on(single, launch, seq_len, on_mesh.config.dp_size)
+    }
+
+    fn prepare_on(
+        &self,
+        mesh: DeviceMesh,
+        launch: LaunchOptions,
+        seq_len: usize,
+        accumulation: usize,
+    ) -> Result<Training, Failure> {
+        let sizes = ["dp", "sp"].map(|axis| mesh.axis_size(axis).unwrap_or(1));
+        let config = json!({
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
+            "mesh_param": sizes,
+            "zero_optimization": { "stage": self.zero_stage },
+            "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
+            "gradient_clipping": 1.0,
+            "bf16": { "enabled": matches!(self.dtype, DtypeArg::Bf16) },
+            "ulysses": { "seq_len": seq_len },
+        });
+        let config = Config::from_json_str(&config.to_string(), "bench").or_usage()?;
+        let source = model::open(&self.model, SEED, 256)?;
+        source.check_exchange(1, seq_len, &config, config.sp_size)?;
+        settings::check_memory(&config, &source.config, seq_len)?;
+        let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
+        let num_tokens = (config.train_batch_size * seq_len) as u32 + 1;
+        let tokens = (0..num_tokens).map(|i| i.wrapping_mul(2_654_435_761) % vocab_size).collect();
+        let corpus = Corpus::from_documents([tokens]).or_run()?;
+        let rows = Arc::new(PackedRows::new(corpus, seq_len).or_run()?);
+        Ok(Training { mesh, launch, source, config, device: self.device.kind()?, rows })
+    }
+
+    /// For reports.
+    pub(super) fn settings(&self) -> serde_json::Value {
+        let Self { model, mesh, zero_stage, dtype, device, .. } = self;
+        let dtype = match dtype {
+            DtypeArg::F32 => "f32",
+            DtypeArg::Bf16 => "bf16",
+        };
+        json!({
+            "model": model, "mesh": mesh, "zero_stage": zero_stage, "dtype": dtype, "device": device.name(),
+        })
+    }
+}
+
+impl Training {
+    /// One rank's engine and data.
+    pub(super) fn start(&self, rank: &RankContext) -> Result<(Engine, DataLoader, Device)> {
+        let device = self.device.open(rank.rank)?;
+        let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device.clone());
+        let model = Model::llama(&self.source.config)?;
+        let engine = initialize(model, &*self.source.weights, &self.config, &groups)?;
+        let placement = Placement::of(&self.mesh, rank.rank)?;
+        let accumulation = self.config.gradient_accumulation_steps;
+        let options = LoaderOptions { seed: SEED, micro_batch: 1, accumulation, placement };
+        Ok((engine, DataLoader::new(self.rows.clone(), options)?, device))
+    }
+}

@@ -1,0 +1,97 @@
+//! Hashes of what several ranks hold and update redundantly: equal, or the replicas have drifted apart.
+
+use super::{ZeroError, ZeroOptimizer};
+use candle_core::{DType, Device, Tensor};
+
+/// FNV-1a's start and factor (RFC 9923), on words in place of bytes.
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_PRIME: u64 = 0x0100_0000_01b3;
+
+/// Hashes that are kept side by side: one multiplication need not wait for the one before it, so memory is the limit.
+const LANES: usize = 8;
+
+impl ZeroOptimizer {
+    /// A hash of the parameters that this rank keeps: equal on all ranks of an sp group, and below stage 3 on
+    /// all of a dp group.
+    ///
+    /// # Errors
+    /// A tensor that cannot be read.
+    pub fn parameter_hash(&self) -> Result<u64, ZeroError> {
+        hash(self.units.iter().map(|unit| unit.parameters.persistent()))
+    }
+
+    /// A hash of the optimizer's state that this rank keeps, with the master copy of 16-bit parameters: equal on
+    /// all ranks of an sp group, and at stage 0 on all of a dp group.
+    ///
+    /// # Errors
+    /// A tensor that cannot be read.
+    pub fn optimizer_hash(&self) -> Result<u64, ZeroError> {
+        hash(self.units.iter().flat_map(|unit| unit.master.iter().chain(&unit.state)))
+    }
+}
+
+fn hash<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<u64, ZeroError> {
+    let mut lanes = [FNV_OFFSET; LANES];
+    for tensor in tensors {
+        let on_host = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        crate::tensor::with_slice(&on_host, |elements: &[f32]| update(&mut lanes, elements))?;
+    }
+    Ok(lanes.into_iter().fold(FNV_OFFSET, step))
+}
+
+fn update(lanes: &mut [u64; LANES], elements: &[f32]) {
+    let (groups, rest) = elements.as_chunks::<{ 2 * LANES }>();
+    for group in groups {
+        let (pairs, _) = group.as_chunks::<2>();
+        for (lane, [low, high]) in lanes.iter_mut().zip(pairs) {
+            *lane = step(*lane, u64::from(high.to_bits()) << 32 | u64::from(low.to_bits()));
+        }
+    }
+    for (lane, element) in lanes.iter_mut().zip(rest) {
+        *lane = step(*lane, element.to_bits().into());
+    }
+    // `rest` has up to two elements for each lane.
+    for (lane, element) in lanes.iter_mut().zip(rest.get(LANES..).unwrap_or_default()) {
+        *lane = step(*lane, element.to_bits().into());
+    }
+}
+
+/// A change of `bits` alone always changes the result: multiplying by an odd number can be undone.
+fn step(hash: u64, bits: u64) -> u64 {
+    (hash ^ bits).wrapping_mul(FNV_PRIME)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hash_of(parts: &[&[f32]]) -> u64 {
+        let tensors =
+            parts.iter().map(|part| Tensor::new(*part, &Device::Cpu)).collect::<Result<Vec<_>, _>>();
+        hash(tensors.unwrap().iter()).unwrap()
+    }
+
+    #[test]
+    fn a_change_of_any_bit_of_any_element_changes_the_hash() {
+        // Whole groups, and rests of every length.
+        for length in [1, 7, 8, 9, 16, 31, 32, 45] {
+            let elements: Vec<f32> = (0..length).map(|i| i as f32).collect();
+            let expected = hash_of(&[&elements]);
+            assert_eq!(expected, hash_of(&[&elements]));
+            for (index, bit) in (0..length).flat_map(|index| (0..32).map(move |bit| (index, bit))) {
+                let mut changed = elements.clone();
+                changed[index] = f32::from_bits(changed[index].to_bits() ^ 1 << bit);
+                assert_ne!(hash_of(&[&changed]), expected, "bit {bit} of element {index} of {length}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_order_of_elements_and_of_tensors_matters() {
+        let elements: Vec<f32> = (0..64).map(|i| i as f32).collect();
+        let mut swapped = elements.clone();
+        swapped.swap(3, 3 + 2 * LANES);
+        assert_ne!(hash_of(&[&elements]), hash_of(&[&swapped]));
+        assert_ne!(hash_of(&[&elements, &swapped]), hash_of(&[&swapped, &elements]));
+    }
+}

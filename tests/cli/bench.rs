@@ -1,0 +1,111 @@
+//! `ulysses bench`: what its reports hold. The figures are the machine's.
+
+use crate::support::cli::Workplace;
+use serde_json::Value;
+use std::fs;
+
+/// Measures once, and returns the report after a look at what all of them have.
+fn report(place: &Workplace, arguments: &[&str]) -> Value {
+    let outcome = place.run(&[&["bench"], arguments, &["--repeats", "1", "--json"]].concat());
+    let report: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
+    assert_eq!(report["bench"], arguments[0]);
+    for key in ["method", "processor"] {
+        assert!(report[key].as_str().is_some_and(|text| !text.is_empty()), "{key} in {report}");
+    }
+    for key in ["cores", "ranks", "threads_per_rank"] {
+        assert!(report[key].as_u64().is_some_and(|number| number > 0), "{key} in {report}");
+    }
+    for (name, figure) in report["figures"].as_object().unwrap() {
+        assert!(figure["ms"].as_f64().is_some_and(|ms| ms > 0.0), "{name}: {figure}");
+        assert_eq!(figure["repeats"], 1, "{name}: {figure}");
+    }
+    for (name, ratio) in report["ratios"].as_object().unwrap() {
+        assert!(ratio.as_f64().is_some_and(|ratio| ratio > 0.0 && ratio.is_finite()), "{name}: {ratio}");
+    }
+    report
+}
+
+fn keys(report: &Value, key: &str) -> Vec<String> {
+    report[key].as_object().unwrap().keys().cloned().collect()
+}
+
+#[test]
+fn saves_stand_beside_copies_and_leave_nothing() {
+    let place = Workplace::new();
+    fs::create_dir(place.path("disk")).unwrap();
+    for mesh in ["1x1", "2x2"] {
+        let training = ["--model", "nano", "--mesh", mesh, "--zero-stage", "2", "--output", "disk"];
+        let report = report(&place, &[&["checkpoint"][..], &training].concat());
+        assert_eq!(keys(&report, "figures"), ["copy", "save"]);
+        assert_eq!(keys(&report, "ratios"), ["save / copy"]);
+        // Parameters and both moments of every element, in f32.
+        let state = 3 * 4 * 123_712;
+        let bytes = report["settings"]["bytes"].as_u64().unwrap();
+        assert!((state..state + 20_000).contains(&bytes), "{bytes}");
+        assert_eq!(fs::read_dir(place.path("disk")).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn exchanges_and_collectives_stand_beside_copies() {
+    let place = Workplace::new();
+    let exchange = report(&place, &["all-to-all", "--ranks", "3", "--mib", "1"]);
+    assert_eq!(exchange["ranks"], 3);
+    assert_eq!(keys(&exchange, "ratios"), ["seq_to_head / copy", "head_to_seq / copy"]);
+    let collectives = report(&place, &["collectives", "--ranks", "3", "--mib", "1"]);
+    let ops = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"];
+    assert_eq!(keys(&collectives, "figures")[1..], ops);
+    // Bus bandwidth by algorithm bandwidth, as nccl-tests has it.
+    for (op, factor) in ops.into_iter().zip([4.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 1.0]) {
+        let figure = &collectives["figures"][op];
+        let [bus, algorithm] = ["gb_per_s", "algbw_gb_per_s"].map(|key| figure[key].as_f64().unwrap());
+        assert!((bus / algorithm - factor).abs() < 1e-9, "{op}: {figure}");
+    }
+}
+
+#[test]
+fn products_attention_and_steps_stand_beside_a_square_product() {
+    let place = Workplace::new();
+    let gemm = report(&place, &["gemm", "--model", "nano", "--tokens", "64"]);
+    assert_eq!(keys(&gemm, "ratios").len(), 6 * 3, "forward and both gradients of six shapes");
+    let arguments = ["attention", "--seq-len", "64", "--num-heads", "2", "--head-dim", "16"];
+    let attention = report(&place, &arguments);
+    assert_eq!(keys(&attention, "ratios"), ["forward / square_gemm", "backward / square_gemm"]);
+    let training = ["train", "--model", "nano", "--seq-len", "64"];
+    assert_eq!(keys(&report(&place, &training), "ratios"), ["train_step / square_gemm"]);
+    let on_mesh = ["--mesh", "2x2", "--zero-stage", "3"];
+    let outcome = place.run(&[&["bench"], &training[..], &on_mesh, &["--against-single", "--json"]].concat());
+    let train: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
+    assert_eq!(keys(&train, "ratios"), ["train_step / square_gemm", "train_step / single_rank_step"]);
+    for step in ["train_step", "single_rank_step"] {
+        let figure = &train["figures"][step];
+        let tokens = figure["tokens_per_second"].as_f64().unwrap() * figure["ms"].as_f64().unwrap() * 1e-3;
+        assert!((tokens - 2.0 * 64.0).abs() < 1e-6, "two rows of 64 tokens: {figure}");
+    }
+}
+
+#[test]
+fn the_table_has_the_figures_and_their_baseline() {
+    let outcome = Workplace::new().run(&["bench", "all-to-all", "--mib", "1", "--repeats", "1"]);
+    for expected in ["GB/s", "copy", "seq_to_head", " of copy", "2 rank(s)"] {
+        assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
+    }
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let place = Workplace::new();
+    let cases: [(&[&str], &str); 8] = [
+        (&["all-to-all", "--ranks", "17"], "17"),
+        (&["all-to-all", "--ranks", "0"], "0"),
+        (&["collectives", "--ranks", "1"], "2..=64"),
+        (&["gemm", "--model", "huge"], "nano, tiny"),
+        (&["gemm", "--tokens", "16777216"], "of memory, but the tensors to measure with take"),
+        (&["train", "--mesh", "1x99"], "99"),
+        (&["checkpoint", "--output", "nowhere"], "--output: cannot create nowhere/"),
+        (&["attention", "--repeats", "0"], "--repeats"),
+    ];
+    for (arguments, expected) in cases {
+        place.run(&[&["bench"], arguments].concat()).assert_refused(2, &[expected]);
+    }
+}
