@@ -23,7 +23,7 @@ pub(super) struct Args {
     #[command(flatten)]
     training: TrainingArgs,
     /// Directory on the disk to measure; the system's directory for temporary files without it. What is written
-    /// there is removed.
+    /// there, in `.ulysses-bench-PID`, is removed unless the process is killed.
     #[arg(long)]
     output: Option<PathBuf>,
     #[command(flatten)]
