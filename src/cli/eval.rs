@@ -64,7 +64,11 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     });
     let evaluation = results.or_run()?.into_iter().next().context("a mesh has a rank").or_run()?;
     let bytes = text_bytes(&config, &data, &evaluation).or_run()?;
-    print(if args.json { as_json(&args, &data, evaluation, bytes) } else { as_text(&data, evaluation, bytes) })
+    print(if args.json {
+        as_json(&args, &data, evaluation, bytes)
+    } else {
+        as_text(&data, evaluation, bytes)
+    })
 }
 
 /// An engine that holds as little as possible beside the parameters.

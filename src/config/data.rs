@@ -123,7 +123,11 @@ impl ValidationConfig {
                 return None;
             }
         };
-        Some(Self { data, interval: section.integer("eval_interval"), batches: section.integer("eval_batches") })
+        Some(Self {
+            data,
+            interval: section.integer("eval_interval"),
+            batches: section.integer("eval_batches"),
+        })
     }
 }
 
@@ -145,7 +149,10 @@ impl Serialize for SeqLenChange {
 impl SeqLenChange {
     pub(super) fn read_all(section: &Section<'_>) -> Vec<Self> {
         let change = |[step, seq_len]: [u64; 2]| {
-            Some(Self { step, seq_len: usize::try_from(seq_len).ok().filter(|&len| u32::try_from(len).is_ok())? })
+            Some(Self {
+                step,
+                seq_len: usize::try_from(seq_len).ok().filter(|&len| u32::try_from(len).is_ok())?,
+            })
         };
         let pairs = section.pairs("seq_len_schedule");
         let changes: Vec<Self> = pairs.iter().copied().filter_map(change).collect();

@@ -98,7 +98,12 @@ impl Dataset {
         let mut hash = RunningHash::default();
         for (index, rows) in self.sources.iter().enumerate() {
             let weight = self.weights.as_ref().map_or(0, |weights| weights[index].to_bits());
-            hash.add([rows.documents().sampled_hash()?, rows.packing() as u64, rows.seq_len() as u64, weight]);
+            hash.add([
+                rows.documents().sampled_hash()?,
+                rows.packing() as u64,
+                rows.seq_len() as u64,
+                weight,
+            ]);
         }
         Ok(hash.finish())
     }

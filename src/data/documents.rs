@@ -139,7 +139,8 @@ impl Documents {
         while at < range.end {
             let index = self.document_at(at);
             let available = self.num_tokens();
-            let document = ranges.get(index).ok_or(DataError::NoTokenRange { range: range.clone(), available })?;
+            let document =
+                ranges.get(index).ok_or(DataError::NoTokenRange { range: range.clone(), available })?;
             // `ends[index] - at` tokens of it are left.
             let start = document.end - (ends[index] - at);
             let end = document.end.min(start + (range.end - at));
@@ -166,7 +167,7 @@ impl Documents {
             let token = tokens.iter().position(|&token| token as usize >= vocab_size);
             let label = labels.iter().position(|&label| label != IGNORED_LABEL && !is_known(label));
             let unknown = match (token, label) {
-                (Some(at), _) => Some(("token", at, i64::from(tokens[at]))),
+                (Some(at), _) => Some(("token id", at, i64::from(tokens[at]))),
                 (None, Some(at)) => Some(("label", at, labels[at])),
                 (None, None) => None,
             };

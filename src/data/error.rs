@@ -96,7 +96,7 @@ pub enum DataError {
         "{what} {value} at position {position} of document {document} is outside the vocabulary 0..{vocab_size}"
     )]
     DocumentOutOfVocab {
-        /// Whether it is a token or a label.
+        /// Whether it is a token id or a label.
         what: &'static str,
         /// What stands there.
         value: i64,
@@ -123,7 +123,9 @@ pub enum DataError {
         vocab_size: usize,
     },
     /// Documents that cannot be split in two.
-    #[error("{fraction} of {num_tokens} token(s) cannot be held out; valid are shares between 0 and 1, of two tokens or more")]
+    #[error(
+        "{fraction} of {num_tokens} token(s) cannot be held out; valid are shares between 0 and 1, of two tokens or more"
+    )]
     NoSplit {
         /// The share asked for.
         fraction: f64,

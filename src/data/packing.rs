@@ -72,8 +72,7 @@ impl PackedRows {
     ) -> Result<Self, DataError> {
         check_seq_len(seq_len)?;
         let documents = documents.into();
-        let best_fit =
-            (packing == Packing::Greedy).then(|| BestFit::new(&documents, seq_len)).transpose()?;
+        let best_fit = (packing == Packing::Greedy).then(|| BestFit::new(&documents, seq_len)).transpose()?;
         Ok(Self { documents, seq_len, packing, best_fit })
     }
 
@@ -113,8 +112,8 @@ impl PackedRows {
 
     /// The share of the rows that holds no token, from 0 to 1.
     pub fn padding_share(&self) -> f64 {
-        let room = self.num_rows() as f64 * self.seq_len as f64;
-        1.0 - self.documents.num_tokens() as f64 / room
+        let room = self.num_rows() * self.seq_len;
+        (room - self.documents.num_tokens()) as f64 / room as f64
     }
 
     /// Makes one row.

@@ -80,7 +80,10 @@ impl Engine {
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
         let (input_ids, labels) = (batch.input_ids.clone(), batch.labels.clone());
         let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
-        Ok(Loss { local, tape: Tape { ctx, step, rows_hash, input_ids, labels, inputs, saved, hidden, head } })
+        Ok(Loss {
+            local,
+            tape: Tape { ctx, step, rows_hash, input_ids, labels, inputs, saved, hidden, head },
+        })
     }
 
     /// Sum of the token losses and number of valid tokens of a held-out batch, over the whole

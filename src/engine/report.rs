@@ -48,11 +48,7 @@ impl Engine {
     ///
     /// # Errors
     /// Failed communication.
-    pub fn summary(
-        &self,
-        model: &LlamaConfig,
-        passes: &[Passes],
-    ) -> Result<RankSummary, EngineError> {
+    pub fn summary(&self, model: &LlamaConfig, passes: &[Passes]) -> Result<RankSummary, EngineError> {
         // What a rank has sent is complete once all others have taken it.
         self.groups.dp.barrier()?;
         self.groups.sp.barrier()?;

@@ -73,7 +73,10 @@ impl Display for RunSummary {
         }
         writeln!(f, "throughput  {:.0} tokens/s over {seconds:.1} s", *tokens as f64 / seconds)?;
         let (waited, padding) = (100.0 * data_seconds / seconds, 100.0 * padding_share);
-        writeln!(f, "data        waited for in {waited:.1} % of the time; {padding:.2} % of the rows is padding")?;
+        writeln!(
+            f,
+            "data        waited for in {waited:.1} % of the time; {padding:.2} % of the rows is padding"
+        )?;
         writeln!(f, "\nbytes sent, by axis and operation; the Ulysses exchange beside its formula")?;
         write_table(f, &self.traffic())?;
         writeln!(f, "\nbytes held, by the allocator (with bookkeeping) and by the ZeRO formula")?;

@@ -78,7 +78,8 @@ impl<'a> Checkpoints<'a> {
         let progress = &checkpoint.manifest().progress;
         let saved = progress.data;
         let here = self.run.cursor(self.run.phase_of_last(progress.step), saved.samples_consumed);
-        let hash = |hash: Option<u64>| hash.map_or_else(|| "not known".to_owned(), |hash| format!("{hash:016x}"));
+        let hash =
+            |hash: Option<u64>| hash.map_or_else(|| "not known".to_owned(), |hash| format!("{hash:016x}"));
         // Checkpoints of earlier versions have no hash.
         let saved_hash = saved.data_hash.or(here.data_hash);
         let facts = [

@@ -222,7 +222,10 @@ impl Run {
 /// One step of one rank.
 fn step(engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<Metrics> {
     let start = Instant::now();
-    feed.begin_step(engine.attempted_steps())?;
+    if feed.begin_step(engine.attempted_steps())? {
+        // Nothing of the old length is asked for again.
+        engine.workspace().clear();
+    }
     let report = engine.train_batch(|| feed.next_micro_batch())?;
     Ok(Metrics {
         data_seconds: feed.take_waited(),

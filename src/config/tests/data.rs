@@ -80,14 +80,16 @@ fn a_schedule_of_lengths_ascends() {
 #[test]
 fn validation_has_data_of_its_own_or_a_share() {
     let validation = |members: &str| ulysses(&format!("\"validation\": {{{members}}}")).validation.unwrap();
-    let expected =
-        ValidationConfig { data: HeldOut::Path("v".into()), interval: Some(4), batches: Some(2) };
+    let expected = ValidationConfig { data: HeldOut::Path("v".into()), interval: Some(4), batches: Some(2) };
     assert_eq!(validation(r#""data": "v", "eval_interval": 4, "eval_batches": 2"#), expected);
     let expected = ValidationConfig { data: HeldOut::Fraction(0.25), interval: None, batches: None };
     assert_eq!(validation(r#""fraction": 0.25"#), expected);
     for members in ["", r#""data": "v", "fraction": 0.1"#] {
         let fault = fault(&format!("\"validation\": {{{members}}}"));
-        assert!(fault.starts_with("`ulysses.validation`: expected either `data` or `fraction` in it"), "{fault}");
+        assert!(
+            fault.starts_with("`ulysses.validation`: expected either `data` or `fraction` in it"),
+            "{fault}"
+        );
     }
     for fraction in ["0", "1", "-0.5"] {
         let fault = fault(&format!("\"validation\": {{\"fraction\": {fraction}}}"));

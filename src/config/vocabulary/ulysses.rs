@@ -39,7 +39,11 @@ pub(super) const ULYSSES: &[Key] = &[
 
 const DATA: &[Key] = &[
     key("path", Value::Text, "A text file, or a directory whose text files are read.").required(),
-    key("weight", POSITIVE, "Its share of the samples, relative to the other weights. All sources have one, or none."),
+    key(
+        "weight",
+        POSITIVE,
+        "Its share of the samples, relative to the other weights. All sources have one, or none.",
+    ),
 ];
 
 const VALIDATION: &[Key] = &[

@@ -106,7 +106,8 @@ fn the_hash_tells_packing_and_weights_apart() {
     let lens = [5, 3, 9];
     let packed = |packing| PackedRows::with_packing(documents(&lens), 4, packing).unwrap();
     let hash = |data: Result<Dataset, DataError>| data.unwrap().sampled_hash().unwrap();
-    let mixed = |weight| hash(Dataset::mixture([(packed(Packing::Cut), 1.0), (packed(Packing::Cut), weight)]));
+    let mixed =
+        |weight| hash(Dataset::mixture([(packed(Packing::Cut), 1.0), (packed(Packing::Cut), weight)]));
     let hashes = [
         hash(Dataset::concatenated([packed(Packing::Greedy)])),
         hash(Dataset::concatenated([packed(Packing::Cut)])),
