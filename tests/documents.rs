@@ -188,6 +188,19 @@ fn sp_ranks_with_parts_of_different_rows_are_named() {
 }
 
 #[test]
+fn a_rank_that_would_end_at_another_step_is_named() {
+    let run = |last_step_of_rank_4: u64| {
+        on_mesh((2, 3), 4, |engine, rank| {
+            let last_step = if rank.rank == 4 { last_step_of_rank_4 } else { 7 };
+            Ok(engine.check_agreement("the last step", last_step)?)
+        })
+    };
+    run(7).unwrap();
+    let error = format!("{:#}", anyhow::Error::from(run(8).unwrap_err()));
+    assert!(error.contains("the last step differs: rank 4 does not have what rank"), "{error}");
+}
+
+#[test]
 fn whoever_takes_batches_that_were_read_ahead_is_not_charged_for_them() {
     let mut ahead = ReadAhead::new(loader(Placement::single(), 1));
     drop(ahead.next_micro_batch().unwrap());

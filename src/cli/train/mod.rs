@@ -169,6 +169,10 @@ impl Run {
         checkpoints.resume(&mut engine, &mut feed)?;
         let first_step = engine.attempted_steps();
         let last_step = feed.last_step(first_step);
+        for phase in &self.phases {
+            engine.check_agreement("the hash of the data", phase.data_hash)?;
+        }
+        engine.check_agreement("the run's last step", last_step)?;
         let reporter = || Reporter::new(self, first_step, last_step);
         let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
         let mut stopped = false;
