@@ -142,7 +142,7 @@ pub enum DataError {
     },
     /// A token or label of a document that the model has no embedding for.
     #[error(
-        "token or label {id} at position {position} of document {document} is outside the vocabulary 0..{vocab_size}"
+        "token id or label {id} at position {position} of document {document} is outside the vocabulary 0..{vocab_size}"
     )]
     DocumentOutOfVocab {
         /// What stands there.

@@ -112,8 +112,8 @@ impl PackedRows {
 
     /// The share of the rows that holds no token, from 0 to 1.
     pub fn padding_share(&self) -> f64 {
-        let room = self.num_rows() as f64 * self.seq_len as f64;
-        1.0 - self.documents.num_tokens() as f64 / room
+        let room = self.num_rows() * self.seq_len;
+        (room - self.documents.num_tokens()) as f64 / room as f64
     }
 
     /// Makes one row.

@@ -128,6 +128,18 @@ pub enum EngineError {
         /// Global rank of the group's first member.
         first: usize,
     },
+    /// Ranks that must go by the same number do not.
+    #[error(
+        "{what} differs: rank {rank} does not have what rank {first} has; do all read the same data and config?"
+    )]
+    Disagreement {
+        /// What the number is.
+        what: &'static str,
+        /// Global rank that differs.
+        rank: usize,
+        /// Global rank of the group's first member.
+        first: usize,
+    },
     /// A loss went backward after a step had changed the parameters that it was computed with.
     #[error("this loss was computed before step {now} (after step {made}); run forward again")]
     StaleLoss {

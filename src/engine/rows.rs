@@ -1,4 +1,4 @@
-//! Whether the ranks of an sp group hold parts of the same rows.
+//! Whether the ranks of an sp group hold parts of the same rows, and all ranks the same data.
 
 use super::{Engine, EngineError};
 use crate::comm::ProcessGroupExt;
@@ -24,5 +24,24 @@ impl Engine {
                 Err(EngineError::RowsDiffer { rank: ranks[differs], first: ranks[0] })
             }
         }
+    }
+
+    /// Compares a number that all ranks must have, such as that of a run's last step: ranks that end at different
+    /// steps would leave the others waiting. Collective.
+    ///
+    /// # Errors
+    /// Ranks with different values, or failed communication.
+    pub fn check_agreement(&mut self, what: &'static str, value: u64) -> Result<(), EngineError> {
+        let sent = self.bytes_sent();
+        for group in [&self.groups.sp, &self.groups.dp] {
+            let values = group.all_gather_values(&[value.cast_signed()])?;
+            if let Some(differs) = values.iter().position(|value| *value != values[0]) {
+                let ranks = group.global_ranks();
+                return Err(EngineError::Disagreement { what, rank: ranks[differs], first: ranks[0] });
+            }
+        }
+        // A step's metrics count what the step sent.
+        self.reported_bytes += self.bytes_sent() - sent;
+        Ok(())
     }
 }

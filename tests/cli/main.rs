@@ -8,6 +8,7 @@ mod support;
 mod bench;
 mod checkpoint;
 mod config;
+mod data;
 mod mesh;
 mod refused_arguments;
 mod refused_batches;

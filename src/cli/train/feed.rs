@@ -64,14 +64,15 @@ impl<'a> Feed<'a> {
         }
     }
 
-    /// Moves on to the phase of the step that follows `steps` others.
-    pub(super) fn begin_step(&mut self, steps: u64) -> anyhow::Result<()> {
+    /// Moves on to the phase of the step that follows `steps` others; whether it is a new one.
+    pub(super) fn begin_step(&mut self, steps: u64) -> anyhow::Result<bool> {
         let phase = phase_of_next(&self.run.phases, steps);
-        if phase != self.phase {
+        let is_new = phase != self.phase;
+        if is_new {
             self.phase = phase;
             self.loader = loader(self.run, self.placement, phase, 0)?;
         }
-        Ok(())
+        Ok(is_new)
     }
 
     /// This rank's part of the next micro step.

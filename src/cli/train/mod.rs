@@ -181,6 +181,10 @@ impl Run {
         checkpoints.resume(&mut engine, &mut feed)?;
         let first_step = engine.attempted_steps();
         let last_step = feed.last_step(first_step);
+        for phase in &self.phases {
+            engine.check_agreement("the hash of the data", phase.data_hash)?;
+        }
+        engine.check_agreement("the run's last step", last_step)?;
         let reporter = || Reporter::new(self, first_step, last_step);
         let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
         let mut stopped = false;
@@ -234,7 +238,10 @@ impl Run {
 /// One step of one rank.
 fn step(engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<Metrics> {
     let start = Instant::now();
-    feed.begin_step(engine.attempted_steps())?;
+    if feed.begin_step(engine.attempted_steps())? {
+        // Nothing of the old length is asked for again.
+        engine.workspace().clear();
+    }
     let report = engine.train_batch(|| feed.next_micro_batch())?;
     Ok(Metrics {
         data_seconds: feed.take_waited(),

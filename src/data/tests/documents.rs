@@ -74,7 +74,7 @@ fn tokens_outside_the_vocabulary_are_named_by_document() {
     let all = Documents::from(documents(&[3, 6, 2]));
     all.check_vocab(3002).unwrap();
     let error = all.check_vocab(2005).unwrap_err().to_string();
-    assert_eq!(error, "token or label 2005 at position 5 of document 1 is outside the vocabulary 0..2005");
+    assert_eq!(error, "token id or label 2005 at position 5 of document 1 is outside the vocabulary 0..2005");
     // Far enough to be in a later chunk.
     let mut long = vec![0; 200_000];
     long[170_000] = 9;

@@ -8,7 +8,7 @@ const TRAIN_BATCH: usize = 8;
 const STEPS: usize = 9;
 
 fn datasets() -> Vec<(&'static str, Dataset)> {
-    let lens = |seed: usize| (0..40).map(|index| 1 + (index * 7 + seed) % 31).collect::<Vec<_>>();
+    let lens = |seed: usize| (0..24).map(|index| 1 + (index * 7 + seed) % 31).collect::<Vec<_>>();
     let pack = |seed, packing| PackedRows::with_packing(documents(&lens(seed)), SEQ_LEN, packing).unwrap();
     let two = |packing| [pack(1, packing), pack(2, packing)];
     let weighted = two(Packing::Greedy).into_iter().zip([1.0, 2.5]);
