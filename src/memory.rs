@@ -24,12 +24,25 @@ thread_local! {
     /// Bytes that this thread allocated minus bytes that it freed. Constant initialisation
     /// and no destructor: the allocator may use it at any time in a thread's life.
     static LIVE_BYTES: Cell<i64> = const { Cell::new(0) };
+    /// The most of them at any time since [`restart_peak`].
+    static PEAK_BYTES: Cell<i64> = const { Cell::new(0) };
 }
 
 /// Bytes that this thread has allocated and not freed. Zero or meaningless unless the
 /// program's global allocator is a [`CountingAllocator`].
 pub fn live_bytes() -> i64 {
     LIVE_BYTES.get()
+}
+
+/// The most bytes that this thread held at a time since its start or [`restart_peak`].
+/// Meaningless where [`live_bytes`] is.
+pub fn peak_bytes() -> i64 {
+    PEAK_BYTES.get()
+}
+
+/// Forgets what this thread held at a time before now.
+pub fn restart_peak() {
+    PEAK_BYTES.set(LIVE_BYTES.get());
 }
 
 /// Measures what a piece of code keeps.
@@ -55,7 +68,11 @@ impl Meter {
 pub struct CountingAllocator<A>(pub A);
 
 fn count(bytes: i64) {
-    LIVE_BYTES.set(LIVE_BYTES.get() + bytes);
+    let live = LIVE_BYTES.get() + bytes;
+    LIVE_BYTES.set(live);
+    if live > PEAK_BYTES.get() {
+        PEAK_BYTES.set(live);
+    }
 }
 
 fn size(layout: Layout) -> i64 {
