@@ -5,6 +5,7 @@
 mod checkpoint;
 mod config;
 mod device;
+mod max_seq_len;
 mod mesh;
 mod model;
 pub(crate) mod settings;
@@ -40,6 +41,9 @@ enum Command {
     Checkpoint(checkpoint::CheckpointArgs),
     /// Draw who is in which group of a mesh.
     Mesh(mesh::MeshArgs),
+    /// Find the longest row that trains within a memory limit.
+    #[command(hide = true)]
+    MaxSeqLen(max_seq_len::MaxSeqLenArgs),
 }
 
 /// Why a command did not do its work.
@@ -82,6 +86,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
         Command::Mesh(args) => mesh::run(&args),
+        Command::MaxSeqLen(args) => max_seq_len::run(args),
     };
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,
