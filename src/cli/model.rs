@@ -65,7 +65,11 @@ impl ModelSource {
             let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
             let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sp_size, 0);
             let of_chunks = || format!("with `ulysses.head_chunks` of {chunks}");
-            if chunks > 1 { plan.with_context(of_chunks).or_usage()? } else { plan.or_usage()? };
+            if chunks > 1 {
+                plan.with_context(of_chunks).or_usage()?
+            } else {
+                plan.or_usage()?
+            };
         }
         Ok(())
     }

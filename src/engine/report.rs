@@ -4,8 +4,8 @@ use super::{Engine, EngineError, StepReport};
 use crate::comm::ProcessGroupExt;
 use crate::memory;
 use crate::model::LlamaConfig;
-use crate::ops::attention::grouped_heads;
 use crate::monitor::{Metrics, RankSummary};
+use crate::ops::attention::grouped_heads;
 use crate::ulysses::{AttentionShape, ExchangePlan};
 use crate::zero::HeldBytes;
 

@@ -69,7 +69,14 @@ impl DecoderLayer {
                 None => self.attend(weights, &chunk, (x, &rstd), ctx)?,
             };
             let dqkv = self.backward_chunk((weights, grads), &chunk, saved, dmid, ctx)?;
-            self.backward_projections((weights, grads), &chunk, (x, &rstd), (dqkv, index > 0), &dnormed, ctx)?;
+            self.backward_projections(
+                (weights, grads),
+                &chunk,
+                (x, &rstd),
+                (dqkv, index > 0),
+                &dnormed,
+                ctx,
+            )?;
         }
         rms_norm::backward(&dnormed, x, weights.input_norm, &rstd, dmid, true, grads.input_norm)?;
         [dnormed, rstd].into_iter().for_each(|tensor| ws.give(tensor));
@@ -121,7 +128,11 @@ impl DecoderLayer {
         let is_shared = saved.shares_output();
         let AttentionSaved { inner, out, q_norm, k_norm } = saved;
         // The attention may free what it no longer needs, so nothing else may hold it here.
-        if is_shared { drop(out) } else { ws.give(out) }
+        if is_shared {
+            drop(out)
+        } else {
+            ws.give(out)
+        }
         let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.geometry(chunk, ctx)?)?;
         ws.give(dout);
         let table = ctx.rope(self.config.head_dim, self.config.rope())?;
@@ -206,7 +217,15 @@ impl DecoderLayer {
         let part = ctx.workspace().take_f32((hidden, run))?;
         reduce::fill(&part, 0.0)?;
         linear::backward_weight(dmid, &out, &part)?;
-        let packed = StridedBlock { tensor: 0, offset: 0, batch: 1, batch_stride: 0, rows: hidden, row_stride: run, run };
+        let packed = StridedBlock {
+            tensor: 0,
+            offset: 0,
+            batch: 1,
+            batch_stride: 0,
+            rows: hidden,
+            row_stride: run,
+            run,
+        };
         let offset = chunk.q.start * self.config.head_dim;
         let strided = StridedBlock { offset, row_stride: columns, ..packed.clone() };
         copy_blocks(&[&part], &[gradient], &[BlockCopy { from: packed, to: strided, accumulate: true }])?;

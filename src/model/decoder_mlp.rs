@@ -58,7 +58,13 @@ impl DecoderLayer {
                 Some(kept) => kept,
                 None => self.gate_up(weights, &mid, &tile, ctx)?,
             };
-            self.backward_mlp_tile(weights, grads, (&rows(&mid, &tile)?, projections), &rows(dy, &tile)?, ctx)?;
+            self.backward_mlp_tile(
+                weights,
+                grads,
+                (&rows(&mid, &tile)?, projections),
+                &rows(dy, &tile)?,
+                ctx,
+            )?;
         }
         ctx.workspace().give(mid);
         Ok(())

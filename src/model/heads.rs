@@ -26,11 +26,7 @@ impl SavedHeadNorm {
 }
 
 /// Unwritten heads of all tokens, `[batch, seq_local, heads, head_dim]`.
-pub(super) fn take(
-    weights: &HeadWeights,
-    head_dim: usize,
-    ctx: &LayerContext,
-) -> Result<Tensor, ModelError> {
+pub(super) fn take(weights: &HeadWeights, head_dim: usize, ctx: &LayerContext) -> Result<Tensor, ModelError> {
     let heads = weights.weight.dims()[0] / head_dim;
     Ok(ctx.workspace().take((ctx.batch(), ctx.seq_len_local(), heads, head_dim))?)
 }

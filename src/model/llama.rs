@@ -1,12 +1,12 @@
 //! The description of a Llama-style model.
 
-use std::ops::Range;
 use super::hf_config::HfConfig;
 use super::hf_rope::scaling_to_hf;
 use super::{Architecture, Model, ModelError, ParameterSpec};
 use crate::ops::attention::grouped_heads;
 use crate::ops::rope::{Rope, Scaling};
 use serde_json::{Value, json};
+use std::ops::Range;
 use std::path::Path;
 
 /// Shape of a Llama-style decoder.

@@ -14,11 +14,21 @@ pub(super) const ULYSSES: &[Key] = &[
     key("threads_per_rank", COUNT, "CPU threads of one rank.").derived("a fair share of the cores"),
     key("backend", Value::Choice(&["thread", "nccl"]), "What carries the communication.").text("thread"),
     flag("activation_checkpointing", "Recomputes activations in the backward pass."),
-    key("activation_checkpointing_interval", COUNT, "Of so many layers one is recomputed, the others keep their state.")
-        .integer(1),
+    key(
+        "activation_checkpointing_interval",
+        COUNT,
+        "Of so many layers one is recomputed, the others keep their state.",
+    )
+    .integer(1),
     key("tile_tokens", COUNT, "Tokens that norms, projections and the MLP work on at a time.").derived("all"),
-    key("head_chunks", COUNT, "Parts in which the heads pass through attention and its exchange; at most the KV heads.")
-        .integer(1),
+    key(
+        "head_chunks",
+        COUNT,
+        "Parts in which the heads pass through attention and its exchange; at most the KV heads.",
+    )
+    .integer(1),
+    key("offload_path", Value::Text, "The directory of files for what is offloaded.")
+        .derived("the system's for temporary files"),
     key("loss_tile_tokens", COUNT, "Tokens whose logits exist at a time.").integer(1024),
     key(
         "parameter_groups",
