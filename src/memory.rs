@@ -24,7 +24,7 @@ thread_local! {
     /// Bytes that this thread allocated minus bytes that it freed. Constant initialisation
     /// and no destructor: the allocator may use it at any time in a thread's life.
     static LIVE_BYTES: Cell<i64> = const { Cell::new(0) };
-    /// The most that `LIVE_BYTES` has been since the last [`PeakMeter`] was started.
+    /// The most of them at any time since [`reset_peak`].
     static PEAK_BYTES: Cell<i64> = const { Cell::new(0) };
 }
 
@@ -32,6 +32,17 @@ thread_local! {
 /// program's global allocator is a [`CountingAllocator`].
 pub fn live_bytes() -> i64 {
     LIVE_BYTES.get()
+}
+
+/// The most bytes that this thread held at a time since its start or [`reset_peak`].
+/// Meaningless where [`live_bytes`] is.
+pub fn peak_bytes() -> i64 {
+    PEAK_BYTES.get()
+}
+
+/// Forgets what this thread held at a time before now.
+pub fn reset_peak() {
+    PEAK_BYTES.set(LIVE_BYTES.get());
 }
 
 /// Measures what a piece of code keeps.
@@ -61,14 +72,13 @@ pub struct PeakMeter {
 impl PeakMeter {
     /// Starts at what is held now.
     pub fn start() -> Self {
-        let start = live_bytes();
-        PEAK_BYTES.set(start);
-        Self { start }
+        reset_peak();
+        Self { start: live_bytes() }
     }
 
     /// The most bytes that this thread held at any time since the start, above what it held then.
     pub fn bytes(&self) -> u64 {
-        u64::try_from(PEAK_BYTES.get() - self.start).unwrap_or(0)
+        u64::try_from(peak_bytes() - self.start).unwrap_or(0)
     }
 }
 

@@ -19,7 +19,7 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::Config;
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
-use ulysses::memory::{CountingAllocator, Meter, live_bytes};
+use ulysses::memory::{CountingAllocator, Meter, live_bytes, peak_bytes, reset_peak};
 use ulysses::model::{
     Architecture, DecoderLayer, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
     RandomWeights, Saved, WeightSource,
@@ -318,6 +318,58 @@ fn stage_3_never_holds_more_than_two_gathered_layers_and_two_whole_gradients() {
         }
         // Two really are held: the measurement sees them.
         assert!(forward.iter().any(|bytes| *bytes >= 2 * LAYER as i64), "rank {rank}: {forward:?}");
+    }
+}
+
+/// The most that a step holds above what outlives it, of rows made of `documents`.
+fn peak_of_step(features: serde_json::Value, sp: usize, documents: &[usize]) -> i64 {
+    let json = json!({
+        "train_batch_size": 2,
+        "mesh_param": [1, sp],
+        "activation_checkpointing": { "cpu_checkpointing": features["offload"] == true },
+        "ulysses": features["ulysses"],
+    });
+    let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
+    let global = global_batch(&Batch::packed(MODEL.vocab_size, &[documents; 2], 3)).unwrap();
+    let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+        let mut engine = engine(Model::llama(&MODEL)?, &Constant, &config, groups)?;
+        let batch = micro_batches(&global, &engine)?.remove(0);
+        engine.train_batch(|| Ok::<_, DataError>(batch.clone()))?;
+        engine.workspace().clear();
+        let before = live_bytes();
+        reset_peak();
+        engine.train_batch(|| Ok::<_, DataError>(batch.clone()))?;
+        Ok(peak_bytes() - before)
+    });
+    ranks.unwrap().into_iter().max().unwrap()
+}
+
+#[test]
+fn every_feature_lowers_the_peak_of_a_step() {
+    let steps = [
+        json!({ "ulysses": {} }),
+        json!({ "ulysses": { "activation_checkpointing": true } }),
+        json!({ "ulysses": { "activation_checkpointing": true, "tile_tokens": 64 } }),
+        json!({ "ulysses": { "activation_checkpointing": true, "tile_tokens": 64 }, "offload": true }),
+        json!({ "ulysses": { "activation_checkpointing": true, "tile_tokens": 64, "head_chunks": 4 },
+                "offload": true }),
+    ];
+    for sp in [1, 2] {
+        let peaks = steps.clone().map(|features| peak_of_step(features, sp, &[1024]));
+        assert!(peaks.is_sorted_by(|more, less| less < more), "sp {sp}: {peaks:?}");
+        // Against plain training, with the layers' weights and gradients aside.
+        assert!(4 * peaks[4] < peaks[0], "sp {sp}: {peaks:?}");
+    }
+}
+
+#[test]
+fn packed_documents_take_as_much_memory_as_one_document() {
+    let features =
+        json!({ "ulysses": { "activation_checkpointing": true, "head_chunks": 2, "tile_tokens": 64 } });
+    for sp in [1, 2] {
+        let [dense, packed] = [&[1024][..], &[256; 4]].map(|rows| peak_of_step(features.clone(), sp, rows));
+        let off = (dense - packed).abs() as f64 / dense as f64;
+        assert!(off < 0.01, "sp {sp}: {dense} for one document, {packed} for four");
     }
 }
 

@@ -9,6 +9,7 @@ mod data;
 mod device;
 mod eval;
 mod evaluation;
+mod max_seq_len;
 mod mesh;
 mod model;
 pub(crate) mod settings;
@@ -52,6 +53,9 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Draw who is in which group of a mesh.
     Mesh(mesh::MeshArgs),
+    /// Find the longest row that trains within a memory limit.
+    #[command(hide = true)]
+    MaxSeqLen(max_seq_len::MaxSeqLenArgs),
 }
 
 /// Why a command did not do its work.
@@ -97,6 +101,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Data(command) => tokens::run(command),
         Command::Bench(args) => bench::run(args),
         Command::Mesh(args) => mesh::run(&args),
+        Command::MaxSeqLen(args) => max_seq_len::run(args),
     };
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,

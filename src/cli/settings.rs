@@ -50,14 +50,16 @@ pub(super) fn launch_options(asked: Option<usize>, world_size: usize) -> Result<
 }
 
 /// Refuses what cannot fit, since all ranks share this machine's memory: parameters and
-/// gradients (but of frozen ones) exist at least once, and the backward pass needs the input of every layer.
+/// gradients (but of frozen ones) exist at least once, and so does the input of every layer unless it is
+/// offloaded.
 pub(super) fn check_memory(config: &Config, llama: &LlamaConfig, seq_len: usize) -> Result<(), Failure> {
     const GIB: f64 = (1_u64 << 30) as f64;
     let Some(available) = physical_memory_bytes() else { return Ok(()) };
     let is_trained = |name: &str| !ParameterGroup::is_frozen(&config.parameter_groups, name);
     let values = (llama.num_parameters() + llama.num_parameters_where(is_trained)) as f64;
     let rows = config.micro_batch_size as f64 * config.dp_size as f64;
-    let inputs = rows * seq_len as f64 * llama.hidden_size as f64 * llama.num_layers as f64;
+    let layers = if config.memory.offload_checkpoints { 1 } else { llama.num_layers };
+    let inputs = rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;
     let needed = 4.0 * (values + inputs);
     if needed <= available {
         return Ok(());

@@ -15,20 +15,41 @@ pub struct MemoryConfig {
     pub tile_tokens: Option<NonZero<usize>>,
     /// `ulysses.head_chunks`: parts in which the heads pass through attention; default 1.
     pub head_chunks: usize,
+    /// `activation_checkpointing.cpu_checkpointing`: on a CPU, checkpoints wait in a file; default false.
+    #[serde(skip)]
+    pub offload_checkpoints: bool,
+    /// `ulysses.offload_path`: the directory of such files; default the system's for temporary files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offload_path: Option<String>,
 }
 
 impl Default for MemoryConfig {
     fn default() -> Self {
-        Self { checkpointing_interval: 1, tile_tokens: None, head_chunks: 1 }
+        Self {
+            checkpointing_interval: 1,
+            tile_tokens: None,
+            head_chunks: 1,
+            offload_checkpoints: false,
+            offload_path: None,
+        }
     }
 }
 
 impl MemoryConfig {
-    pub(super) fn read(ulysses: &Section<'_>) -> Self {
+    pub(super) fn read(root: &Section<'_>) -> Self {
+        let (ulysses, checkpointing) = (root.section("ulysses"), root.section("activation_checkpointing"));
+        let offload_checkpoints = checkpointing.boolean("cpu_checkpointing");
+        if offload_checkpoints && !ulysses.boolean("activation_checkpointing") {
+            let expected =
+                "false, unless `ulysses.activation_checkpointing` is true: there are no checkpoints";
+            checkpointing.contradiction("cpu_checkpointing", expected);
+        }
         Self {
             checkpointing_interval: ulysses.count("activation_checkpointing_interval").unwrap_or(1),
             tile_tokens: ulysses.count("tile_tokens").and_then(NonZero::new),
             head_chunks: ulysses.count("head_chunks").unwrap_or(1),
+            offload_checkpoints,
+            offload_path: ulysses.text("offload_path"),
         }
     }
 }

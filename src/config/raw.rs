@@ -45,6 +45,7 @@ pub struct RawConfig {
     pub(super) seed: u64,
     pub(super) loss_normalization: LossNormalization,
     pub(super) checkpoint: Option<CheckpointConfig>,
+    pub(super) memory: MemoryConfig,
     pub(super) ulysses: UlyssesSection,
     pub(super) remarks: Remarks,
 }
@@ -66,7 +67,6 @@ pub(super) struct UlyssesSection {
     pub(super) backend: Backend,
     pub(super) activation_checkpointing: bool,
     pub(super) loss_tile_tokens: usize,
-    pub(super) memory: MemoryConfig,
     pub(super) parameter_groups: Vec<ParameterGroup>,
 }
 
@@ -152,6 +152,7 @@ impl RawConfig {
                 .choice("loss_normalization", LossNormalization::CHOICES)
                 .unwrap_or_default(),
             checkpoint: CheckpointConfig::read(&root.section("checkpoint")),
+            memory: MemoryConfig::read(root),
             remarks: Remarks::default(),
         }
     }
@@ -177,7 +178,6 @@ impl UlyssesSection {
             backend: section.choice("backend", Backend::CHOICES).unwrap_or_default(),
             activation_checkpointing: section.boolean("activation_checkpointing"),
             loss_tile_tokens: section.count("loss_tile_tokens").unwrap_or(1),
-            memory: MemoryConfig::read(section),
             parameter_groups: ParameterGroup::read_all(section, optimizer_lr),
         }
     }

@@ -216,7 +216,7 @@ impl RawConfig {
             backend: overrides.backend.unwrap_or(file.backend),
             activation_checkpointing: file.activation_checkpointing,
             loss_tile_tokens: file.loss_tile_tokens,
-            memory: file.memory.clone(),
+            memory: self.memory.clone(),
             parameter_groups: file.parameter_groups.clone(),
             notes,
             autos: Vec::new(),

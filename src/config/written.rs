@@ -32,12 +32,19 @@ struct WrittenConfig<'a> {
     steps_per_print: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     checkpoint: Option<&'a CheckpointConfig>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    activation_checkpointing: Option<WrittenCheckpointing>,
     ulysses: WrittenUlysses<'a>,
 }
 
 #[derive(Serialize)]
 struct WrittenZero {
     stage: ZeroStage,
+}
+
+#[derive(Serialize)]
+struct WrittenCheckpointing {
+    cpu_checkpointing: bool,
 }
 
 #[derive(Serialize)]
@@ -99,6 +106,8 @@ impl Serialize for Config {
             seed: self.seed,
             steps_per_print: self.steps_per_print,
             checkpoint: self.checkpoint.as_ref(),
+            activation_checkpointing: (self.memory.offload_checkpoints)
+                .then_some(WrittenCheckpointing { cpu_checkpointing: true }),
             ulysses: WrittenUlysses {
                 model: self.model.as_deref(),
                 data: &self.data,

@@ -1,10 +1,12 @@
 //! The backward pass.
 
 use super::forward::{LayerTape, Loss, Tape, head_views};
+use super::offload::{CheckpointFile, Stored};
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::model::{HeadSaved, LayerContext};
+use crate::ops::Workspace;
 use candle_core::Tensor;
 
 impl Engine {
@@ -38,13 +40,16 @@ impl Engine {
 
     /// Head, layers and embedding.
     fn backward_pass(&mut self, tape: Tape, scale: f32, boundary: bool) -> Result<(), EngineError> {
-        let Tape { ctx, input_ids, labels, layers, hidden, head, .. } = tape;
+        let Tape { ctx, input_ids, labels, mut layers, hidden, head, .. } = tape;
+        self.read_ahead(layers.last())?;
         let mut dx = self.backward_head(head, &labels, scale, &ctx)?;
         if !self.model.is_tied() {
             self.zero.reduce(self.head_unit(), boundary)?;
         }
         self.workspace.give(hidden);
-        for (index, left) in layers.into_iter().enumerate().rev() {
+        while let Some(left) = layers.pop() {
+            let index = layers.len();
+            self.read_ahead(layers.last())?;
             dx = self.backward_layer(index, left, dx, &ctx)?;
             self.zero.reduce(index + 1, boundary)?;
         }
@@ -80,6 +85,14 @@ impl Engine {
         Ok(dx)
     }
 
+    /// Starts to fetch what the next layer's backward needs.
+    fn read_ahead(&self, left: Option<&LayerTape>) -> Result<(), EngineError> {
+        match (&self.checkpoint_file, left) {
+            (Some(file), Some(LayerTape::Stored(stored))) => file.read_ahead(stored),
+            _ => Ok(()),
+        }
+    }
+
     /// Backward of one layer from what it left.
     fn backward_layer(
         &mut self,
@@ -102,6 +115,10 @@ impl Engine {
                 dx
             }
             LayerTape::Checkpoint(tensors) => {
+                layer.backward_checkpointed(&params, tensors, dy, &grads, ctx)?
+            }
+            LayerTape::Stored(stored) => {
+                let tensors = load(&mut self.checkpoint_file, stored, &self.workspace)?;
                 layer.backward_checkpointed(&params, tensors, dy, &grads, ctx)?
             }
         };
@@ -127,4 +144,14 @@ impl Engine {
             }
         }
     }
+}
+
+/// Brings a stored checkpoint back to memory.
+fn load(
+    file: &mut Option<CheckpointFile>,
+    stored: Vec<Stored>,
+    workspace: &Workspace,
+) -> Result<Vec<Tensor>, EngineError> {
+    let Some(file) = file else { return Ok(Vec::new()) };
+    stored.into_iter().map(|stored| file.load(stored, workspace)).collect()
 }

@@ -9,6 +9,7 @@ use crate::model::ModelError;
 use crate::ops::OpError;
 use crate::ulysses::UlyssesError;
 use crate::zero::ZeroError;
+use std::path::PathBuf;
 
 /// What can go wrong in a training step.
 #[derive(Debug, thiserror::Error)]
@@ -39,12 +40,30 @@ pub enum EngineError {
     },
     /// Parameter groups freeze everything.
     #[error(
-        "`ulysses.parameter_groups` freezes every parameter ({}), so there is nothing to train;          leave some to other patterns", patterns.join(", ")
+        "`ulysses.parameter_groups` freezes every parameter ({}), so there is nothing to train; \
+         leave some to other patterns", patterns.join(", ")
     )]
     AllFrozen {
         /// The patterns of the groups that are frozen.
         patterns: Vec<String>,
     },
+    /// Checkpoints of activations could not be moved to a file or back.
+    #[error(
+        "cannot keep checkpoints of activations in a file in {}: {source}; `ulysses.offload_path` may name \
+         another directory", directory.display()
+    )]
+    Offload {
+        /// Where the file is.
+        directory: PathBuf,
+        /// What the system reports.
+        source: std::io::Error,
+    },
+    /// Activations are on a device.
+    #[error(
+        "`activation_checkpointing.cpu_checkpointing`: checkpoints are moved from a CPU's memory to a file; from a \
+         GPU they are not moved yet: set it to false"
+    )]
+    OffloadFromDevice,
     /// A micro batch does not fit the config or the mesh.
     #[error("micro batch: {what} is {got}, expected {expected}")]
     MicroBatch {

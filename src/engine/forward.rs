@@ -1,5 +1,6 @@
 //! The forward pass.
 
+use super::offload::Stored;
 use super::{Engine, EngineError};
 use crate::config::MemoryConfig;
 use crate::data::MicroBatch;
@@ -36,6 +37,8 @@ pub(super) enum LayerTape {
     State(Tensor, Saved),
     /// What it is computed from again.
     Checkpoint(Vec<Tensor>),
+    /// The same, in the engine's file.
+    Stored(Vec<Stored>),
 }
 
 impl LayerTape {
@@ -43,6 +46,7 @@ impl LayerTape {
         match self {
             Self::State(_, saved) => saved.bytes(),
             Self::Checkpoint(tensors) => tensors.iter().map(crate::tensor::bytes).sum(),
+            Self::Stored(_) => 0,
         }
     }
 }
@@ -86,7 +90,7 @@ impl Engine {
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
                 let (y, checkpoint) = layer.forward_checkpointed(params, x, &ctx)?;
-                (y, LayerTape::Checkpoint(checkpoint))
+                (y, engine.keep(checkpoint)?)
             } else {
                 let (y, saved) = layer.forward(params, &x, &ctx)?;
                 (y, LayerTape::State(x, saved))
@@ -141,6 +145,13 @@ impl Engine {
         let logits = self.model.head.logits(norm, projection, &hidden, &ctx)?;
         self.zero.release(head_unit);
         Ok(logits)
+    }
+
+    /// A layer's checkpoint, where the config wants it.
+    fn keep(&mut self, checkpoint: Vec<Tensor>) -> Result<LayerTape, EngineError> {
+        let Some(file) = &mut self.checkpoint_file else { return Ok(LayerTape::Checkpoint(checkpoint)) };
+        let stored = checkpoint.into_iter().map(|tensor| file.store(tensor));
+        Ok(LayerTape::Stored(stored.collect::<Result<_, _>>()?))
     }
 
     /// Layers whose output is all that is asked for.

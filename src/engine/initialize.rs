@@ -2,6 +2,7 @@
 
 use super::EngineError;
 use super::loss_scale::LossScaler;
+use super::offload::CheckpointFile;
 use super::step::Accumulation;
 use crate::comm::{MeshGroups, ProcessGroup};
 use crate::config::{Config, LrSchedule, ParameterGroup};
@@ -13,6 +14,7 @@ use crate::ulysses::UlyssesAttention;
 use crate::zero::{FlatLayout, ZeroGroups, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use std::collections::HashSet;
+use std::path::Path;
 use std::sync::Arc;
 
 /// A model in training on one rank of the mesh.
@@ -24,6 +26,8 @@ pub struct Engine {
     pub(super) global_rank: usize,
     pub(super) attention: Arc<dyn Attention>,
     pub(super) workspace: Arc<Workspace>,
+    /// Where checkpoints of layers wait for their backward pass, if not in memory.
+    pub(super) checkpoint_file: Option<CheckpointFile>,
     pub(super) schedule: LrSchedule,
     pub(super) accumulation: Accumulation,
     /// Updates done.
@@ -81,6 +85,7 @@ impl Engine {
         if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
             return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
         }
+        let checkpoint_file = checkpoint_file(config, device)?;
         check_parameter_groups(&config.parameter_groups, &names)?;
         let layout = |unit: &crate::model::UnitSpec| {
             let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
@@ -117,6 +122,7 @@ impl Engine {
             groups,
             attention: Arc::new(attention),
             workspace,
+            checkpoint_file,
             accumulation: Accumulation::default(),
             step: 0,
             attempted_steps: 0,
@@ -179,6 +185,17 @@ impl Engine {
     pub(super) fn unit_after(&self, index: usize) -> usize {
         if index + 1 < self.model.layers.len() { index + 2 } else { self.head_unit() }
     }
+}
+
+/// The file that the config asks for. Each rank has its own.
+fn checkpoint_file(config: &Config, device: &Device) -> Result<Option<CheckpointFile>, EngineError> {
+    if !config.memory.offload_checkpoints {
+        return Ok(None);
+    }
+    if !device.is_cpu() {
+        return Err(EngineError::OffloadFromDevice);
+    }
+    CheckpointFile::create(config.memory.offload_path.as_deref().map(Path::new)).map(Some)
 }
 
 /// The library's ops do not use candle's own pool, layers written with candle ops do: it is

@@ -21,6 +21,7 @@ mod error;
 mod forward;
 mod initialize;
 mod loss_scale;
+mod offload;
 mod report;
 mod rows;
 pub mod schedule;

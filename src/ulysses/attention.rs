@@ -117,10 +117,8 @@ impl UlyssesAttention {
         let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(geometry, shape)?;
         let dout = sharding.exchange.out_seq_to_head(&SeqSharded(dout.clone()))?;
-        let out = saved.o.clone();
         let (dq, dk, dv) = self.local.backward(saved, &dout.0, &sharding.whole)?;
         self.workspace.give(dout.0);
-        self.workspace.give(out);
         let grads = HeadSharded([dq, dk, dv]);
         let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads)?;
         grads.0.into_iter().for_each(|tensor| self.workspace.give(tensor));

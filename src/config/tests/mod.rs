@@ -68,11 +68,13 @@ const FULL: &str = r#"{
     "reduce_bucket_size": 5e8, "allgather_bucket_size": 500000000, "allgather_partitions": true,
     "round_robin_gradients": false
   },
+  "activation_checkpointing": { "cpu_checkpointing": true },
   "checkpoint": { "interval": 50, "keep_last": 3, "async": true, "on_error": "continue" },
   "ulysses": {
     "model": "models/größer", "data": "data.txt", "tokenizer": "tok.json", "output": "out",
     "seq_len": 1000, "steps": 12, "threads_per_rank": 3, "backend": "thread",
     "activation_checkpointing": true, "loss_tile_tokens": 64,
-    "activation_checkpointing_interval": 2, "tile_tokens": 100, "head_chunks": 4
+    "activation_checkpointing_interval": 2, "tile_tokens": 100, "head_chunks": 4,
+    "offload_path": "/scratch"
   }
 }"#;

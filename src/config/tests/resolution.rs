@@ -94,8 +94,14 @@ fn every_key_of_a_full_file_arrives() {
     assert_eq!((config.require_seq_len().unwrap(), config.require_steps().unwrap()), (1000, 12));
     assert_eq!((config.threads_per_rank, config.loss_tile_tokens), (Some(3), 64));
     assert!(config.activation_checkpointing);
-    let MemoryConfig { checkpointing_interval, tile_tokens, head_chunks } = config.memory;
-    assert_eq!((checkpointing_interval, tile_tokens.map(|tile| tile.get()), head_chunks), (2, Some(100), 4));
+    let expected = MemoryConfig {
+        checkpointing_interval: 2,
+        tile_tokens: std::num::NonZero::new(100),
+        head_chunks: 4,
+        offload_checkpoints: true,
+        offload_path: Some("/scratch".into()),
+    };
+    assert_eq!(config.memory, expected);
 }
 
 #[test]

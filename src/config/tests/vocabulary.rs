@@ -79,6 +79,7 @@ fn surroundings(entry: &Entry) -> Value {
         ("scheduler", variant) => {
             json!({ "scheduler": { "type": variant.unwrap_or("OneCycle"), "params": {} } })
         }
+        ("activation_checkpointing", _) => json!({ "ulysses": { "activation_checkpointing": true } }),
         _ if entry.path.starts_with("ulysses.parameter_groups.") => {
             json!({ "ulysses": { "parameter_groups": [{ "match": "a name" }] } })
         }

@@ -8,12 +8,16 @@ const SAVE_MEMORY: &str = "activations are recomputed by `ulysses.activation_che
 pub(super) const ACTIVATION_CHECKPOINTING: &[Key] = &[
     flag("partition_activations", "Spreads checkpoints over model-parallel ranks.")
         .no_effect("each sp rank holds the activations of its own tokens only"),
-    flag("cpu_checkpointing", "Keeps checkpoints in the host's memory.").only_off(
-        "checkpoints are not moved: set it to false; `ulysses.activation_checkpointing` keeps one input per layer",
+    flag(
+        "cpu_checkpointing",
+        "Moves checkpoints out of the way until the backward pass: on a CPU to a file.",
     ),
     flag("contiguous_memory_optimization", "Copies checkpoints to one buffer.").no_effect(SAVE_MEMORY),
-    key("number_checkpoints", INDEX, "Checkpoints that the buffer is made for.").or_null().no_effect(SAVE_MEMORY),
-    flag("synchronize_checkpoint_boundary", "Waits for the device at each checkpoint.").no_effect(SAVE_MEMORY),
+    key("number_checkpoints", INDEX, "Checkpoints that the buffer is made for.")
+        .or_null()
+        .no_effect(SAVE_MEMORY),
+    flag("synchronize_checkpoint_boundary", "Waits for the device at each checkpoint.")
+        .no_effect(SAVE_MEMORY),
     flag("profile", "Times forward and backward passes.").no_effect("every step is timed anyway"),
 ];
 

@@ -42,6 +42,8 @@ pub(super) const ULYSSES: &[Key] = &[
         "Parts in which the heads pass through attention and its exchange; at most the KV heads.",
     )
     .integer(1),
+    key("offload_path", Value::Text, "The directory of files for what is offloaded.")
+        .derived("the system's for temporary files"),
     key("loss_tile_tokens", COUNT, "Tokens whose logits exist at a time.").integer(1024),
     key(
         "parameter_groups",
