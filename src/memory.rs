@@ -24,12 +24,24 @@ thread_local! {
     /// Bytes that this thread allocated minus bytes that it freed. Constant initialisation
     /// and no destructor: the allocator may use it at any time in a thread's life.
     static LIVE_BYTES: Cell<i64> = const { Cell::new(0) };
+    /// The most of them since [`reset_peak`].
+    static PEAK_BYTES: Cell<i64> = const { Cell::new(0) };
 }
 
 /// Bytes that this thread has allocated and not freed. Zero or meaningless unless the
 /// program's global allocator is a [`CountingAllocator`].
 pub fn live_bytes() -> i64 {
     LIVE_BYTES.get()
+}
+
+/// The most that [`live_bytes`] has been on this thread since [`reset_peak`], or since its start.
+pub fn peak_bytes() -> i64 {
+    PEAK_BYTES.get()
+}
+
+/// Begins a new peak at what this thread holds now.
+pub fn reset_peak() {
+    PEAK_BYTES.set(live_bytes());
 }
 
 /// Measures what a piece of code keeps.
@@ -55,7 +67,9 @@ impl Meter {
 pub struct CountingAllocator<A>(pub A);
 
 fn count(bytes: i64) {
-    LIVE_BYTES.set(LIVE_BYTES.get() + bytes);
+    let live = LIVE_BYTES.get() + bytes;
+    LIVE_BYTES.set(live);
+    PEAK_BYTES.set(PEAK_BYTES.get().max(live));
 }
 
 fn size(layout: Layout) -> i64 {
