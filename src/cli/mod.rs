@@ -7,6 +7,7 @@ mod config;
 mod device;
 mod mesh;
 mod model;
+mod plan;
 pub(crate) mod settings;
 mod train;
 mod verify;
@@ -33,6 +34,8 @@ enum Command {
     Train(train::TrainArgs),
     /// Run one batch on a mesh and compare it with a single rank, or write what it gives.
     Verify(verify::VerifyArgs),
+    /// Predict memory, arithmetic and communication of a run, and how long a sequence fits.
+    Plan(plan::PlanArgs),
     /// Explain the keys of a config file, or complete one.
     #[command(subcommand)]
     Config(config::ConfigCommand),
@@ -79,6 +82,7 @@ pub(crate) fn run() -> ExitCode {
     let result = match cli.command {
         Command::Train(args) => train::run(args),
         Command::Verify(args) => verify::run(args),
+        Command::Plan(args) => plan::run(args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
         Command::Mesh(args) => mesh::run(&args),

@@ -21,6 +21,7 @@ mod error;
 mod forward;
 mod initialize;
 mod loss_scale;
+pub mod plan;
 mod report;
 pub mod schedule;
 mod step;
