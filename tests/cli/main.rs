@@ -8,6 +8,7 @@ mod support;
 mod checkpoint;
 mod config;
 mod mesh;
+mod plan;
 mod refused_arguments;
 mod refused_batches;
 mod refused_files;

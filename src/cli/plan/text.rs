@@ -52,7 +52,7 @@ impl Text<'_> {
         let plan = &self.0.rank;
         writeln!(
             f,
-            "\nmemory of rank {}, which needs most: {} at its peak ({}), {} between steps",
+            "\nmemory of rank {}, which needs most: {} at its peak ({}), {} throughout",
             plan.rank,
             bytes(plan.peak_bytes as f64),
             plan.peak_at,

@@ -87,7 +87,9 @@ impl Workload {
         add(format!("{switch} activation checkpointing"), &|config| {
             config.activation_checkpointing = !config.activation_checkpointing;
         });
-        for stage in ZeroStage::ALL.into_iter().filter(|stage| *stage != config.zero_stage) {
+        // Partitions of one rank are the whole.
+        let has_partitions = |stage: &ZeroStage| config.dp_size > 1 && *stage != config.zero_stage;
+        for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
             add(format!("ZeRO stage {}", u8::from(stage)), &|config| config.zero_stage = stage);
         }
         if config.precision == Precision::F32 {

@@ -1,7 +1,7 @@
-//! What a run will need, before it runs: sums over the [`schedule`](super::schedule) of a step.
+//! What a run will need, before it runs: sums over the [`schedule`](mod@super::schedule) of a step.
 //!
 //! [`Workload::plan`] is the plan of one configuration, [`Workload::longest`] the longest sequence that fits,
-//! [`alternatives`] what other features and meshes would change, [`scaling`] how the traffic of several kinds
+//! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change, [`scaling`] how the traffic of several kinds
 //! of sequence parallelism grows.
 
 mod alternatives;

@@ -22,7 +22,7 @@ pub struct RankPlan {
     /// What that consists of.
     #[serde(serialize_with = "by_name")]
     pub peak_by_category: ByCategory,
-    /// What it holds between steps.
+    /// What it holds throughout; storage that is recycled from step to step is not among it.
     pub persistent_bytes: u64,
     /// The most that it holds during each part of its last micro batch, and in the update.
     pub timeline: Vec<MomentMemory>,

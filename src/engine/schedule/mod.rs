@@ -3,8 +3,8 @@
 //! [`schedule`] goes through a training step as [`Engine`](crate::engine::Engine) does and tells every
 //! collective with its bytes, the arithmetic, and every buffer that is taken or freed. It holds no tensor and
 //! knows no other rank, so the steps of a world of thousands cost a loop. Its files follow the code that they
-//! mirror: [`units`] is ZeRO's order of gathers and reductions, [`layer`] the decoder layer, [`attention`] the
-//! exchange with the attention, [`ledger`] the workspace. `tests/schedule.rs` compares it event for event with
+//! mirror: `units` is ZeRO's order of gathers and reductions, `layer` the decoder layer, `attention` the
+//! exchange with the attention, `ledger` the workspace. `tests/schedule.rs` compares it event for event with
 //! what real ranks do, `tests/plan_memory.rs` its memory with the allocator's count.
 //!
 //! A change of what the engine allocates or communicates is made here as well; the tests say where.
