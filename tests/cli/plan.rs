@@ -100,13 +100,10 @@ fn features_and_meshes_change_what_they_are_for() {
         assert!(peak_of(better) < as_configured, "{better}");
     }
     assert!(peak_of("ZeRO stage 3") < peak_of("ZeRO stage 2"));
-    let meshes: Vec<(u64, u64)> = plan["meshes"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|mesh| (mesh["dp"].as_u64().unwrap(), mesh["sp"].as_u64().unwrap()))
-        .collect();
-    assert_eq!(meshes, [(8, 1), (4, 2), (2, 4), (1, 8)]);
+    let number = |mesh: &Value, key: &str| mesh[key].as_u64().unwrap();
+    let meshes = plan["meshes"].as_array().unwrap().iter();
+    let meshes: Vec<_> = meshes.map(|mesh| ["dp", "sp", "zero_stage"].map(|key| number(mesh, key))).collect();
+    assert_eq!(meshes, [[8, 1, 0], [8, 1, 3], [4, 2, 0], [4, 2, 3], [2, 4, 0], [2, 4, 3], [1, 8, 0]]);
     let reasons = plan["meshes"].as_array().unwrap().iter().filter(|mesh| mesh["reason"].is_string());
     assert_eq!(reasons.count(), 1);
 }

@@ -132,7 +132,7 @@ impl Text<'_> {
     }
 
     fn meshes(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f, "\nother meshes of as many ranks for the same batch")?;
+        writeln!(f, "\nmeshes of as many ranks for the same batch")?;
         let mut rows = vec![row([
             "dp × sp",
             "peak",
@@ -146,6 +146,7 @@ impl Text<'_> {
             let reason = mesh.reason.as_ref().map(|reason| format!("◄ {reason}"));
             rows.push(vec![
                 format!("{} × {}", mesh.dp, mesh.sp),
+                mesh.zero_stage.to_string(),
                 bytes(mesh.peak_bytes as f64),
                 bytes(mesh.intra_node_bytes as f64),
                 bytes(mesh.inter_node_bytes as f64),

@@ -30,6 +30,8 @@ pub struct MeshChoice {
     pub dp: usize,
     /// Sequence-parallel ranks.
     pub sp: usize,
+    /// ZeRO stage: the configured one, or 3.
+    pub zero_stage: u8,
     /// The most that a rank holds.
     pub peak_bytes: u64,
     /// Whether that is within the budget; true without one.
@@ -113,8 +115,9 @@ impl Workload {
         variants
     }
 
-    /// The ways to arrange as many ranks for the same global batch, one of them with the reason to take it:
-    /// of those that fit, the one that sends least between nodes, then least in all.
+    /// The ways to arrange as many ranks for the same global batch, at the configured ZeRO stage and at stage 3,
+    /// one of them with the reason to take it: of those that fit, the one that sends least between nodes, then
+    /// least in all.
     ///
     /// # Errors
     /// As [`plan`](Self::plan), of a mesh that the model and the batch allow.
@@ -124,6 +127,7 @@ impl Workload {
         let most_sp = self.model.num_heads.min(seq_len).min(world_size);
         let sizes = (1..=most_sp).filter(|sp| world_size.is_multiple_of(*sp));
         let arranged = sizes.filter_map(|sp| self.arranged(world_size / sp, sp));
+        let arranged = arranged.flat_map(Self::at_stages);
         let mut choices = arranged
             .map(|workload| workload.choice(budget_bytes))
             .collect::<Result<Vec<MeshChoice>, EngineError>>()?;
@@ -146,11 +150,23 @@ impl Workload {
         Some(workload)
     }
 
+    /// Itself and, where there are partitions to make, the same at stage 3.
+    fn at_stages(self) -> impl Iterator<Item = Self> {
+        let has_partitions = self.config.dp_size > 1 && self.config.zero_stage != ZeroStage::Parameters;
+        let partitioned = has_partitions.then(|| {
+            let mut workload = self.clone();
+            workload.config.zero_stage = ZeroStage::Parameters;
+            workload
+        });
+        std::iter::once(self).chain(partitioned)
+    }
+
     fn choice(&self, budget_bytes: Option<u64>) -> Result<MeshChoice, EngineError> {
         let RankPlan { peak_bytes, sent, .. } = self.plan()?;
         Ok(MeshChoice {
             dp: self.config.dp_size,
             sp: self.config.sp_size,
+            zero_stage: self.config.zero_stage.into(),
             peak_bytes,
             fits: budget_bytes.is_none_or(|budget| peak_bytes <= budget),
             intra_node_bytes: sent.intra_node_bytes,
