@@ -96,9 +96,11 @@ fn features_and_meshes_change_what_they_are_for() {
     };
     let as_configured = peak_of("as configured");
     assert_eq!(as_configured, peak(&plan));
-    for better in ["ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3", "bf16"] {
+    for better in ["ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3"] {
         assert!(peak_of(better) < as_configured, "{better}");
     }
+    // 18 bytes a parameter instead of 16: the master copy costs more than the few activations save.
+    assert!(peak_of("bf16") > as_configured);
     assert!(peak_of("ZeRO stage 3") < peak_of("ZeRO stage 2"));
     let number = |mesh: &Value, key: &str| mesh[key].as_u64().unwrap();
     let meshes = plan["meshes"].as_array().unwrap().iter();
