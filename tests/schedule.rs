@@ -267,9 +267,9 @@ fn one_real_rank_of_a_pretended_world_counts_what_the_schedule_says() {
     let case = case("8 x 8", tiny(16, 2), (8, 8), 66, config);
     let mesh = DeviceMesh::dp_sp(8, 8).unwrap();
     for rank in [0, 9, 63] {
-        let fake = |axis: &str| {
+        let fake = |axis: &str| -> Arc<dyn ProcessGroup> {
             let place = mesh.coordinate_on(axis, rank).unwrap();
-            FakeGroup::new(axis, mesh.group_of(axis, rank).unwrap(), place).unwrap()
+            Arc::new(FakeGroup::new(axis, mesh.group_of(axis, rank).unwrap(), place).unwrap())
         };
         let (config, log) = (case.config(), Log::default());
         let groups = ZeroGroups { dp: fake("dp"), sp: fake("sp") };

@@ -30,14 +30,10 @@ impl FakeGroup {
     ///
     /// # Errors
     /// A `rank` that is not below their number.
-    pub fn new(
-        name: impl Into<String>,
-        global_ranks: Vec<usize>,
-        rank: usize,
-    ) -> Result<Arc<dyn ProcessGroup>, CommError> {
+    pub fn new(name: impl Into<String>, global_ranks: Vec<usize>, rank: usize) -> Result<Self, CommError> {
         let group = Self { name: name.into(), rank, global_ranks, stats: Mutex::default() };
         group.arguments(CollectiveOp::Split).rank("own", rank)?;
-        Ok(Arc::new(group))
+        Ok(group)
     }
 
     fn arguments(&self, op: CollectiveOp) -> Arguments<'_> {
