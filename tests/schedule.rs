@@ -11,6 +11,7 @@ use support::device::test_device;
 use support::mesh_run::{global_batch, micro_batches, on_mesh};
 use support::recorded::{Log, Recorded, Started};
 use support::reference::Batch;
+use ulysses::comm::fake::FakeGroup;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::comm::{CollectiveOp, ProcessGroup, ProcessGroupExt};
 use ulysses::config::Config;
@@ -20,6 +21,7 @@ use ulysses::engine::schedule::{Event, Schedule, Transfer, schedule};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset, shape};
 use ulysses::ops::attention::FlashAttention;
+use ulysses::zero::ZeroGroups;
 
 /// Bytes sent and received, by axis and operation.
 type Moved = BTreeMap<(&'static str, CollectiveOp), (u64, u64)>;
@@ -255,4 +257,34 @@ fn the_arithmetic_of_the_measured_model_is_that_of_the_literature() {
     assert!(flops(1, Some(256), false) < 0.75 * whole, "documents see themselves only");
     let recomputed = flops(1, None, true) / whole;
     assert!((1.30..4.0 / 3.0).contains(&recomputed), "a forward more, but for the head's: {recomputed}");
+}
+
+#[test]
+fn one_real_rank_of_a_pretended_world_counts_what_the_schedule_says() {
+    // 64 ranks, of which this machine runs one at a time.
+    let config =
+        json!({ "zero_optimization": { "stage": 3 }, "ulysses": { "activation_checkpointing": true } });
+    let case = case("8 x 8", tiny(16, 2), (8, 8), 66, config);
+    let mesh = DeviceMesh::dp_sp(8, 8).unwrap();
+    for rank in [0, 9, 63] {
+        let fake = |axis: &str| -> Arc<dyn ProcessGroup> {
+            let place = mesh.coordinate_on(axis, rank).unwrap();
+            Arc::new(FakeGroup::new(axis, mesh.group_of(axis, rank).unwrap(), place).unwrap())
+        };
+        let (config, log) = (case.config(), Log::default());
+        let groups = ZeroGroups { dp: fake("dp"), sp: fake("sp") };
+        let batch = global_batch(&Batch::random(case.model.vocab_size, 16, 66, 3)).unwrap();
+        let (model, attention) = (Model::llama(&case.model).unwrap(), Arc::new(FlashAttention));
+        let recorded = Recorded::groups(&groups, &log);
+        let weights = RandomWeights { seed: 1 };
+        let mut engine =
+            Engine::with_attention(model, &weights, &config, recorded, attention, &test_device()).unwrap();
+        let mut micro_batches = micro_batches(&batch, &engine).unwrap().into_iter();
+        let report = engine.train_batch(|| Ok::<_, DataError>(micro_batches.next().unwrap())).unwrap();
+        let (expected, expected_moved) = case.scheduled(rank);
+        assert_eq!(*log.lock().unwrap(), expected, "rank {rank}");
+        assert_eq!(moved(&groups.dp, &groups.sp).unwrap(), expected_moved, "rank {rank}");
+        assert_eq!(report.comm_bytes, expected_moved.values().map(|(sent, _)| sent).sum::<u64>());
+        assert!(report.loss.is_finite() && groups.sp.split("x", Some(0), 0).is_err());
+    }
 }

@@ -12,6 +12,7 @@ mod evaluation;
 mod max_seq_len;
 mod mesh;
 mod model;
+mod plan;
 pub(crate) mod settings;
 mod tokens;
 mod train;
@@ -41,6 +42,8 @@ enum Command {
     Verify(verify::VerifyArgs),
     /// Compute the loss, perplexity and bits per byte of a model on data.
     Eval(eval::EvalArgs),
+    /// Predict memory, arithmetic and communication of a run, and how long a sequence fits.
+    Plan(plan::PlanArgs),
     /// Explain the keys of a config file, or complete one.
     #[command(subcommand)]
     Config(config::ConfigCommand),
@@ -96,6 +99,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Train(args) => train::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Eval(args) => eval::run(args),
+        Command::Plan(args) => plan::run(args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
         Command::Data(command) => tokens::run(command),

@@ -9,7 +9,8 @@
 //! 3. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
 //!    starts them.
 //! 4. [`nccl`]: the backend whose ranks have a GPU each (feature `nccl`).
-//! 5. [`MeshGroups`]: the groups along the axes of a device mesh.
+//! 5. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
+//! 6. [`MeshGroups`]: the groups along the axes of a device mesh.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
@@ -26,6 +27,7 @@ mod arguments;
 mod buffer;
 mod error;
 mod ext;
+pub mod fake;
 mod group;
 mod mesh_groups;
 pub mod nccl;

@@ -22,6 +22,7 @@ mod forward;
 mod initialize;
 mod loss_scale;
 mod offload;
+pub mod plan;
 mod report;
 mod rows;
 pub mod schedule;

@@ -50,14 +50,22 @@ pub struct HeadChunk {
 }
 
 impl LlamaConfig {
-    /// Reads a Hugging Face `config.json`.
+    /// Reads the Hugging Face `config.json` of a directory.
     ///
     /// # Errors
     /// A file that is missing, is no JSON object, or describes a model that this version
     /// would compute wrongly (other architectures, other kinds of RoPE scaling, biases but
     /// Qwen2's, windows in some layers only).
     pub fn from_hf_dir(dir: &Path) -> Result<Self, ModelError> {
-        let path = dir.join("config.json");
+        Self::from_hf_file(&dir.join("config.json"))
+    }
+
+    /// As [`from_hf_dir`](Self::from_hf_dir), whatever the file is called.
+    ///
+    /// # Errors
+    /// As [`from_hf_dir`](Self::from_hf_dir).
+    pub fn from_hf_file(path: &Path) -> Result<Self, ModelError> {
+        let path = path.to_path_buf();
         let text =
             std::fs::read_to_string(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
         let value: Value = serde_json::from_str(&text).map_err(|error| ModelError::Format {

@@ -10,6 +10,7 @@ mod checkpoint;
 mod config;
 mod data;
 mod mesh;
+mod plan;
 mod refused_arguments;
 mod refused_batches;
 mod refused_files;

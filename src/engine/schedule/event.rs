@@ -7,6 +7,8 @@ use std::sync::Arc;
 /// One thing that happens on a rank, in the order in which its thread does it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
+    /// A part of the step begins.
+    Begin(Moment),
     /// A collective is started.
     Collective(Transfer),
     /// Arithmetic.
@@ -18,6 +20,42 @@ pub enum Event {
         /// Bytes more, or less.
         bytes: i64,
     },
+}
+
+/// A part of a step. Layers are counted from 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Moment {
+    /// A micro batch and its embedding.
+    Embedding,
+    /// A layer's forward.
+    Forward {
+        /// Which layer.
+        layer: usize,
+    },
+    /// The head with the loss, forward and backward.
+    Head,
+    /// A layer's backward, after its forward once more where that is recomputed.
+    Backward {
+        /// Which layer.
+        layer: usize,
+    },
+    /// The embedding's backward.
+    EmbeddingBackward,
+    /// The norm, the update, and the parameters of the others.
+    Update,
+}
+
+impl fmt::Display for Moment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Embedding => f.write_str("embedding"),
+            Self::Forward { layer } => write!(f, "forward of layer {layer}"),
+            Self::Head => f.write_str("head and loss"),
+            Self::Backward { layer } => write!(f, "backward of layer {layer}"),
+            Self::EmbeddingBackward => f.write_str("embedding backward"),
+            Self::Update => f.write_str("update"),
+        }
+    }
 }
 
 /// A collective of this rank with a group along an axis of the mesh.

@@ -3,8 +3,8 @@
 //! [`schedule`] goes through a training step as [`Engine`](crate::engine::Engine) does and tells every
 //! collective with its bytes, the arithmetic, and every buffer that is taken or freed. It holds no tensor and
 //! knows no other rank, so the steps of a world of thousands cost a loop. Its files follow the code that they
-//! mirror: [`units`] is ZeRO's order of gathers and reductions, [`layer`] the decoder layer, [`attention`] the
-//! exchange with the attention, [`ledger`] the workspace. `tests/schedule.rs` compares it event for event with
+//! mirror: `units` is ZeRO's order of gathers and reductions, `layer` the decoder layer, `attention` the
+//! exchange with the attention, `ledger` the workspace. `tests/schedule.rs` compares it event for event with
 //! what real ranks do, `tests/plan_memory.rs` its memory with the allocator's count.
 //!
 //! A change of what the engine allocates or communicates is made here as well; the tests say where.
@@ -16,7 +16,7 @@ mod layer;
 mod ledger;
 mod units;
 
-pub use event::{Axis, Category, Event, Pass, Piece, Purpose, Transfer, Work};
+pub use event::{Axis, Category, Event, Moment, Pass, Piece, Purpose, Transfer, Work};
 
 use super::EngineError;
 use crate::comm::CollectiveOp;
@@ -164,6 +164,7 @@ impl Schedule {
             Phase::Backward { layer } => self.backward(layer - 1),
             Phase::Embedding => self.embedding_backward(),
             Phase::Step => {
+                self.ledger.push(Event::Begin(Moment::Update));
                 self.units.step(&mut self.ledger);
                 self.steps_left -= 1;
                 Phase::Begin
@@ -174,6 +175,7 @@ impl Schedule {
 
     /// Tokens, their tables, and the embedding.
     fn begin_micro_batch(&mut self) -> Phase {
+        self.ledger.push(Event::Begin(Moment::Embedding));
         let Dims { hidden, vocab, head_dim, .. } = self.dims;
         let tokens = self.dims.tokens();
         // The batch: ids, labels and positions. The context: positions and the rotary tables.
@@ -193,6 +195,7 @@ impl Schedule {
     }
 
     fn forward(&mut self, layer: usize) -> Phase {
+        self.ledger.push(Event::Begin(Moment::Forward { layer }));
         self.units.gather(layer + 1, &mut self.ledger);
         self.units.gather(self.unit_after(layer), &mut self.ledger);
         let (y, saved) = self.layer_pass().forward(Pass::Forward);
@@ -210,6 +213,7 @@ impl Schedule {
 
     /// The head's forward, the loss, and the head's backward.
     fn head(&mut self) -> Phase {
+        self.ledger.push(Event::Begin(Moment::Head));
         let Dims { hidden, vocab, loss_tile, .. } = self.dims;
         let (unit, tokens) = (self.head_unit(), self.dims.tokens());
         let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab * size_of::<f32>());
@@ -250,6 +254,7 @@ impl Schedule {
     }
 
     fn backward(&mut self, layer: usize) -> Phase {
+        self.ledger.push(Event::Begin(Moment::Backward { layer }));
         let unit = layer + 1;
         self.units.gather(unit, &mut self.ledger);
         self.units.gradients(unit, &mut self.ledger);
@@ -273,6 +278,7 @@ impl Schedule {
     }
 
     fn embedding_backward(&mut self) -> Phase {
+        self.ledger.push(Event::Begin(Moment::EmbeddingBackward));
         self.units.gradients(0, &mut self.ledger);
         self.ledger.operate(&[self.dims.tokens() * self.dims.hidden], 0);
         let used = self.tape.inputs.pop().into_iter().chain(self.tape.gradient.take());

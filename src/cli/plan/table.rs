@@ -1,0 +1,58 @@
+//! Tables and units of the plan.
+
+use std::fmt::{self, Formatter};
+
+/// The first column to the left, the others to the right.
+pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let cells = |column: usize| rows.iter().filter_map(move |row| row.get(column));
+    let widths: Vec<usize> = (0..columns)
+        .map(|column| cells(column).map(|cell| cell.chars().count()).max().unwrap_or(0))
+        .collect();
+    for row in rows {
+        for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
+            match column {
+                0 => write!(f, "  {cell:<width$}")?,
+                _ => write!(f, "  {cell:>width$}")?,
+            }
+        }
+        writeln!(f)?;
+    }
+    Ok(())
+}
+
+/// A row of texts.
+pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
+    cells.map(str::to_owned).into()
+}
+
+/// Bytes in a unit that leaves one to four digits.
+pub(super) fn bytes(bytes: f64) -> String {
+    scaled(bytes, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
+}
+
+/// Floating-point operations.
+pub(super) fn flops(flops: f64) -> String {
+    scaled(flops, 1000.0, &["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"])
+}
+
+fn scaled(mut number: f64, step: f64, units: &[&str]) -> String {
+    let mut unit = 0;
+    while number >= step && unit + 1 < units.len() {
+        number /= step;
+        unit += 1;
+    }
+    let decimals = if unit == 0 || number >= 100.0 { 0 } else { 2 };
+    format!("{number:.decimals$} {}", units[unit])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_come_in_units_that_can_be_read() {
+        assert_eq!([0.0, 1023.0, 1536.0, 3.0e9].map(bytes), ["0 B", "1023 B", "1.50 KiB", "2.79 GiB"]);
+        assert_eq!(flops(31.95e6), "31.95 MFLOP");
+    }
+}

@@ -1,0 +1,169 @@
+//! The plan as text.
+
+use super::table::{bytes, flops, row, write_table};
+use super::{Budget, Report};
+use std::fmt::{self, Display, Formatter};
+use ulysses::engine::plan::{MomentMemory, Sent};
+use ulysses::engine::schedule::{Category, Moment};
+
+/// What people read.
+pub(super) struct Text<'a>(pub(super) &'a Report);
+
+impl Display for Text<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.head(f)?;
+        self.memory(f)?;
+        self.work(f)?;
+        self.communication(f)?;
+        self.budget(f)?;
+        self.alternatives(f)?;
+        self.meshes(f)
+    }
+}
+
+impl Text<'_> {
+    fn head(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Report { model, mesh, seq_len, micro_batch_size, gradient_accumulation_steps, .. } = self.0;
+        let checkpointing = if self.0.activation_checkpointing { ", activation checkpointing" } else { "" };
+        writeln!(
+            f,
+            "model   {}: {:.2} B parameters, {} layers, {} wide, {} query heads over {} KV heads",
+            model.name,
+            model.parameters as f64 / 1e9,
+            model.num_layers,
+            model.hidden_size,
+            model.num_heads,
+            model.num_kv_heads
+        )?;
+        writeln!(
+            f,
+            "mesh    dp {} × sp {}, {} ranks per node, ZeRO stage {}, {}{checkpointing}",
+            mesh.dp, mesh.sp, mesh.ranks_per_node, self.0.zero_stage, self.0.dtype
+        )?;
+        writeln!(
+            f,
+            "batch   {micro_batch_size} row(s) of {seq_len} tokens × {gradient_accumulation_steps} micro batch(es) \
+             × dp {}: {} tokens per step",
+            mesh.dp, self.0.tokens_per_step
+        )
+    }
+
+    fn memory(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let plan = &self.0.rank;
+        writeln!(
+            f,
+            "\nmemory of rank {}, which needs most: {} at its peak ({}), {} throughout",
+            plan.rank,
+            bytes(plan.peak_bytes as f64),
+            plan.peak_at,
+            bytes(plan.persistent_bytes as f64)
+        )?;
+        let mut rows = vec![row(["during"])];
+        rows[0].extend(Category::ALL.map(|category| category.name().to_owned()));
+        rows[0].push("total".to_owned());
+        for moment in self.shown_moments() {
+            let mut cells = vec![moment.at.to_string()];
+            cells.extend(moment.by_category.iter().map(|held| bytes(*held as f64)));
+            cells.push(bytes(moment.bytes as f64));
+            rows.push(cells);
+        }
+        write_table(f, &rows)
+    }
+
+    /// First and last layer, and what is no layer; and the peak.
+    fn shown_moments(&self) -> impl Iterator<Item = &MomentMemory> {
+        let last = self.0.model.num_layers.saturating_sub(1);
+        let peak = self.0.rank.peak_at;
+        self.0.rank.timeline.iter().filter(move |moment| match moment.at {
+            at if at == peak => true,
+            Moment::Forward { layer } | Moment::Backward { layer } => layer == 0 || layer == last,
+            _ => true,
+        })
+    }
+
+    fn work(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let plan = &self.0.rank;
+        let ranks = (self.0.mesh.dp * self.0.mesh.sp) as f64;
+        writeln!(
+            f,
+            "\narithmetic of that rank per step: {} (causal, each pair of tokens once), and {} recomputed; \
+             about {} per token",
+            flops(plan.model_flops),
+            flops(plan.recompute_flops),
+            flops(plan.model_flops * ranks / self.0.tokens_per_step as f64)
+        )
+    }
+
+    fn communication(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let plan = &self.0.rank;
+        writeln!(f, "\nbytes that it sends per step")?;
+        let mut rows = vec![row(["for", "within the node", "between nodes"])];
+        let cells = |name: String, sent: Sent| {
+            vec![name, bytes(sent.intra_node_bytes as f64), bytes(sent.inter_node_bytes as f64)]
+        };
+        rows.extend(plan.sent_by_purpose.iter().map(|(purpose, sent)| cells(purpose.to_string(), *sent)));
+        rows.push(cells("total".to_owned(), plan.sent));
+        write_table(f, &rows)
+    }
+
+    fn budget(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Some(Budget { bytes: budget, fits, max_seq_len }) = &self.0.budget else { return Ok(()) };
+        let verdict = if *fits { "fits into" } else { "does not fit into" };
+        let longest = match max_seq_len {
+            Some(longest) => format!("the longest sequence that does has {longest} tokens"),
+            None => "no sequence does".to_owned(),
+        };
+        writeln!(f, "\nthis {verdict} {} per rank; {longest}", bytes(*budget as f64))
+    }
+
+    fn alternatives(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "\nwhat one change would make of it")?;
+        let mut rows = vec![row(["change", "peak", "sent", "arithmetic", "longest sequence"])];
+        for change in &self.0.alternatives {
+            rows.push(vec![
+                change.change.clone(),
+                bytes(change.peak_bytes as f64),
+                bytes(change.sent_bytes as f64),
+                flops(change.flops),
+                self.longest(change.max_seq_len),
+            ]);
+        }
+        write_table(f, &rows)
+    }
+
+    fn meshes(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "\nmeshes of as many ranks for the same batch")?;
+        let mut rows = vec![row([
+            "dp × sp",
+            "peak",
+            "within the node",
+            "between nodes",
+            "longest sequence",
+            "fits",
+            "",
+        ])];
+        for mesh in &self.0.meshes {
+            let reason = mesh.reason.as_ref().map(|reason| format!("◄ {reason}"));
+            rows.push(vec![
+                format!("{} × {}", mesh.dp, mesh.sp),
+                mesh.zero_stage.to_string(),
+                bytes(mesh.peak_bytes as f64),
+                bytes(mesh.intra_node_bytes as f64),
+                bytes(mesh.inter_node_bytes as f64),
+                self.longest(mesh.max_seq_len),
+                if mesh.fits { "yes" } else { "no" }.to_owned(),
+                reason.unwrap_or_default(),
+            ]);
+        }
+        write_table(f, &rows)
+    }
+
+    /// A length that is known only where there is a budget.
+    fn longest(&self, max_seq_len: Option<usize>) -> String {
+        match max_seq_len {
+            Some(longest) => longest.to_string(),
+            None if self.0.budget.is_some() => "none".to_owned(),
+            None => "–".to_owned(),
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! What other features and other meshes would change.
+
+use super::{RankPlan, Workload};
+use crate::config::{Precision, ZeroStage};
+use crate::engine::EngineError;
+use serde::Serialize;
+
+/// Tokens whose logits exist at a time in the alternative of a small tile.
+const SMALL_LOSS_TILE: usize = 128;
+
+/// One thing changed, and what follows.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Alternative {
+    /// What is changed.
+    pub change: String,
+    /// The most that a rank holds.
+    pub peak_bytes: u64,
+    /// Bytes that it sends in a step.
+    pub sent_bytes: u64,
+    /// Floating-point operations of a step, recomputation included.
+    pub flops: f64,
+    /// The longest sequence that fits the budget, where there is one and anything fits.
+    pub max_seq_len: Option<usize>,
+}
+
+/// A mesh for the same ranks and batch.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct MeshChoice {
+    /// Data-parallel ranks.
+    pub dp: usize,
+    /// Sequence-parallel ranks.
+    pub sp: usize,
+    /// ZeRO stage: the configured one, or 3.
+    pub zero_stage: u8,
+    /// The most that a rank holds.
+    pub peak_bytes: u64,
+    /// Whether that is within the budget; true without one.
+    pub fits: bool,
+    /// Bytes that a rank sends to its own node in a step.
+    pub intra_node_bytes: u64,
+    /// Bytes that it sends to other nodes.
+    pub inter_node_bytes: u64,
+    /// The longest sequence that fits the budget, where there is one and anything fits.
+    pub max_seq_len: Option<usize>,
+    /// Why this one is to be preferred; on one mesh at most.
+    pub reason: Option<String>,
+}
+
+impl Workload {
+    /// The workload with one feature more, or one less, at a time; the first is the workload itself. What the
+    /// model or the batch does not allow is left out.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan), of the workload itself.
+    pub fn alternatives(&self, budget_bytes: Option<u64>) -> Result<Vec<Alternative>, EngineError> {
+        let as_configured = self.alternative("as configured".to_owned(), budget_bytes)?;
+        let changed = self.variants().into_iter().filter_map(|(change, workload)| {
+            // A variant that cannot be planned is none.
+            workload.alternative(change, budget_bytes).ok()
+        });
+        Ok(std::iter::once(as_configured).chain(changed).collect())
+    }
+
+    fn alternative(&self, change: String, budget_bytes: Option<u64>) -> Result<Alternative, EngineError> {
+        let RankPlan { peak_bytes, sent, model_flops, recompute_flops, .. } = self.plan()?;
+        Ok(Alternative {
+            change,
+            peak_bytes,
+            sent_bytes: sent.total(),
+            flops: model_flops + recompute_flops,
+            max_seq_len: self.longest_within(budget_bytes)?,
+        })
+    }
+
+    fn longest_within(&self, budget_bytes: Option<u64>) -> Result<Option<usize>, EngineError> {
+        budget_bytes.map_or(Ok(None), |budget| self.longest(budget))
+    }
+
+    /// Single changes. A new feature of the engine is a row here.
+    fn variants(&self) -> Vec<(String, Self)> {
+        let config = &self.config;
+        let mut variants = Vec::new();
+        let mut add = |change: String, apply: &dyn Fn(&mut crate::config::Config)| {
+            let mut workload = self.clone();
+            apply(&mut workload.config);
+            variants.push((change, workload));
+        };
+        let switch = if config.activation_checkpointing { "without" } else { "with" };
+        add(format!("{switch} activation checkpointing"), &|config| {
+            config.activation_checkpointing = !config.activation_checkpointing;
+        });
+        // Partitions of one rank are the whole.
+        let has_partitions = |stage: &ZeroStage| config.dp_size > 1 && *stage != config.zero_stage;
+        for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
+            add(format!("ZeRO stage {}", u8::from(stage)), &|config| config.zero_stage = stage);
+        }
+        if config.precision == Precision::F32 {
+            add("bf16".to_owned(), &|config| {
+                config.precision = Precision::Bf16 { check_grad_overflow: false };
+            });
+        }
+        if config.loss_tile_tokens > SMALL_LOSS_TILE {
+            add(format!("loss in tiles of {SMALL_LOSS_TILE}"), &|config| {
+                config.loss_tile_tokens = SMALL_LOSS_TILE;
+            });
+        }
+        if config.micro_batch_size > 1 {
+            add("micro batches of one row".to_owned(), &|config| {
+                config.gradient_accumulation_steps *= config.micro_batch_size;
+                config.micro_batch_size = 1;
+            });
+        }
+        let sp = 2 * config.sp_size;
+        add(format!("sp {sp} (twice the ranks)"), &|config| config.sp_size = sp);
+        variants
+    }
+
+    /// The ways to arrange as many ranks for the same global batch, at the configured ZeRO stage and at stage 3,
+    /// one of them with the reason to take it: of those that fit, the one that sends least between nodes, then
+    /// least in all.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan), of a mesh that the model and the batch allow.
+    pub fn meshes(&self, budget_bytes: Option<u64>) -> Result<Vec<MeshChoice>, EngineError> {
+        let world_size = self.config.world_size();
+        let seq_len = self.config.require_seq_len()?;
+        let most_sp = self.model.num_heads.min(seq_len).min(world_size);
+        let sizes = (1..=most_sp).filter(|sp| world_size.is_multiple_of(*sp));
+        let arranged = sizes.filter_map(|sp| self.arranged(world_size / sp, sp));
+        let arranged = arranged.flat_map(Self::at_stages);
+        let mut choices = arranged
+            .map(|workload| workload.choice(budget_bytes))
+            .collect::<Result<Vec<MeshChoice>, EngineError>>()?;
+        recommend(&mut choices, budget_bytes.is_some());
+        Ok(choices)
+    }
+
+    /// The same rows per step on `dp` × `sp` ranks, if they divide.
+    fn arranged(&self, dp: usize, sp: usize) -> Option<Self> {
+        let mut workload = self.clone();
+        let config = &mut workload.config;
+        let rows_per_rank = config.train_batch_size / dp;
+        let divides = config.train_batch_size.is_multiple_of(dp)
+            && rows_per_rank.is_multiple_of(config.micro_batch_size);
+        if !divides || rows_per_rank == 0 {
+            return None;
+        }
+        config.gradient_accumulation_steps = rows_per_rank / config.micro_batch_size;
+        (config.dp_size, config.sp_size) = (dp, sp);
+        Some(workload)
+    }
+
+    /// Itself and, where there are partitions to make, the same at stage 3.
+    fn at_stages(self) -> impl Iterator<Item = Self> {
+        let has_partitions = self.config.dp_size > 1 && self.config.zero_stage != ZeroStage::Parameters;
+        let partitioned = has_partitions.then(|| {
+            let mut workload = self.clone();
+            workload.config.zero_stage = ZeroStage::Parameters;
+            workload
+        });
+        std::iter::once(self).chain(partitioned)
+    }
+
+    fn choice(&self, budget_bytes: Option<u64>) -> Result<MeshChoice, EngineError> {
+        let RankPlan { peak_bytes, sent, .. } = self.plan()?;
+        Ok(MeshChoice {
+            dp: self.config.dp_size,
+            sp: self.config.sp_size,
+            zero_stage: self.config.zero_stage.into(),
+            peak_bytes,
+            fits: budget_bytes.is_none_or(|budget| peak_bytes <= budget),
+            intra_node_bytes: sent.intra_node_bytes,
+            inter_node_bytes: sent.inter_node_bytes,
+            max_seq_len: self.longest_within(budget_bytes)?,
+            reason: None,
+        })
+    }
+}
+
+/// Gives the best choice its reason.
+fn recommend(choices: &mut [MeshChoice], has_budget: bool) {
+    let num_fitting = choices.iter().filter(|choice| choice.fits).count();
+    let num_choices = choices.len();
+    let cost = |choice: &MeshChoice| {
+        let MeshChoice { intra_node_bytes, inter_node_bytes, peak_bytes, .. } = *choice;
+        (inter_node_bytes, intra_node_bytes, peak_bytes)
+    };
+    let best = choices.iter_mut().filter(|choice| choice.fits).min_by_key(|choice| cost(choice));
+    if let Some(best) = best {
+        let fitting = match num_fitting {
+            1 if num_choices > 1 => "the only one that fits".to_owned(),
+            _ if has_budget => format!("sends least of the {num_fitting} that fit"),
+            _ => format!("sends least of all {num_choices}"),
+        };
+        best.reason = Some(fitting);
+    } else if let Some(smallest) = choices.iter_mut().min_by_key(|choice| choice.peak_bytes) {
+        smallest.reason = Some("none fits; this one needs least memory".to_owned());
+    }
+}

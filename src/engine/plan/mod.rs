@@ -1,0 +1,111 @@
+//! What a run will need, before it runs: sums over the [`schedule`](mod@super::schedule) of a step.
+//!
+//! [`Workload::plan`] is the plan of one configuration, [`Workload::longest`] the longest sequence that fits,
+//! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change, [`scaling`] how the traffic of several kinds
+//! of sequence parallelism grows.
+
+mod alternatives;
+mod rank;
+pub mod scaling;
+
+pub use alternatives::{Alternative, MeshChoice};
+pub use rank::{MomentMemory, RankPlan, Sent};
+
+use super::EngineError;
+use super::schedule::Schedule;
+use crate::config::Config;
+use crate::mesh::DeviceMesh;
+use crate::model::LlamaConfig;
+use crate::ulysses::{AttentionShape, ExchangePlan};
+
+/// Longest sequence that is looked for: positions are 32 bits wide.
+const MAX_SEQ_LEN: usize = 1 << 31;
+
+/// What is planned.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Workload {
+    /// Mesh, batch, ZeRO stage, precision; its `seq_len` must be set, except to look for the longest.
+    pub config: Config,
+    /// The model.
+    pub model: LlamaConfig,
+    /// Tokens of the documents that rows are packed with; none for rows of one document.
+    pub document_len: Option<usize>,
+    /// Ranks that share a node: consecutive ones.
+    pub ranks_per_node: usize,
+}
+
+impl Workload {
+    /// The plan of the rank that needs most memory.
+    ///
+    /// # Errors
+    /// As [`schedule`](super::schedule()).
+    pub fn plan(&self) -> Result<RankPlan, EngineError> {
+        let mesh = DeviceMesh::dp_sp(self.config.dp_size, self.config.sp_size)?;
+        let plans = self.kinds_of_ranks()?.into_iter().map(|rank| self.plan_of(&mesh, rank));
+        let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
+        // Of equal ones the lowest rank: `max_by_key` takes the last.
+        let largest = plans.into_iter().rev().max_by_key(|plan| plan.peak_bytes);
+        Ok(largest.unwrap_or_else(|| unreachable!("a mesh has a rank")))
+    }
+
+    fn plan_of(&self, mesh: &DeviceMesh, rank: usize) -> Result<RankPlan, EngineError> {
+        let events = Schedule::new(&self.config, &self.model, mesh, rank, self.document_len)?;
+        RankPlan::sum(rank, events, mesh, self.ranks_per_node)
+    }
+
+    /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since
+    /// partitions are padded to one size.
+    fn kinds_of_ranks(&self) -> Result<Vec<usize>, EngineError> {
+        let LlamaConfig { num_heads, num_kv_heads, head_dim, .. } = self.model;
+        let seq_len = self.config.require_seq_len()?;
+        let shape = AttentionShape {
+            batch: self.config.micro_batch_size,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        };
+        let plan = ExchangePlan::new(shape, &self.model.q_to_kv(), self.config.sp_size, 0)?;
+        let ranges = [plan.seq_ranges(), plan.q_head_ranges(), plan.kv_head_ranges()];
+        let kind = |rank: usize| ranges.map(|ranges| ranges[rank].len());
+        let mut ranks: Vec<usize> = Vec::new();
+        for rank in 0..self.config.sp_size {
+            if ranks.iter().all(|known| kind(*known) != kind(rank)) {
+                ranks.push(rank);
+            }
+        }
+        Ok(ranks)
+    }
+
+    /// The same with rows of `seq_len` tokens.
+    #[must_use]
+    pub fn with_seq_len(&self, seq_len: usize) -> Self {
+        let mut workload = self.clone();
+        workload.config.seq_len = Some(seq_len);
+        workload
+    }
+
+    /// The longest sequence whose peak is within `budget_bytes` on every rank; none when not even a token for
+    /// each rank is.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn longest(&self, budget_bytes: u64) -> Result<Option<usize>, EngineError> {
+        let fits = |seq_len: usize| {
+            Ok::<_, EngineError>(self.with_seq_len(seq_len).plan()?.peak_bytes <= budget_bytes)
+        };
+        let shortest = self.config.sp_size;
+        if !fits(shortest)? {
+            return Ok(None);
+        }
+        let (mut longest, mut too_long) = (shortest, 2 * shortest);
+        while too_long < MAX_SEQ_LEN && fits(too_long)? {
+            (longest, too_long) = (too_long, 2 * too_long);
+        }
+        while longest + 1 < too_long {
+            let middle = longest.midpoint(too_long);
+            if fits(middle)? { longest = middle } else { too_long = middle }
+        }
+        Ok(Some(longest))
+    }
+}

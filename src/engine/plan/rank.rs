@@ -1,0 +1,198 @@
+//! The sums over one rank's schedule.
+
+use crate::engine::EngineError;
+use crate::engine::schedule::{Axis, Category, Event, Moment, Pass, Purpose, Schedule, Transfer};
+use crate::mesh::DeviceMesh;
+use serde::{Serialize, Serializer};
+use std::collections::BTreeMap;
+
+/// Bytes by category, in the order of [`Category::ALL`].
+type ByCategory = [u64; Category::ALL.len()];
+
+/// What one rank needs in a step, once it has done one before.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RankPlan {
+    /// Global rank.
+    pub rank: usize,
+    /// The most that it holds at once.
+    pub peak_bytes: u64,
+    /// What it does then.
+    #[serde(serialize_with = "as_text")]
+    pub peak_at: Moment,
+    /// What that consists of.
+    #[serde(serialize_with = "by_name")]
+    pub peak_by_category: ByCategory,
+    /// What it holds throughout; storage that is recycled from step to step is not among it.
+    pub persistent_bytes: u64,
+    /// The most that it holds during each part of its last micro batch, and in the update.
+    pub timeline: Vec<MomentMemory>,
+    /// Floating-point operations of forward and backward.
+    pub model_flops: f64,
+    /// Those of forward passes that are repeated in the backward pass.
+    pub recompute_flops: f64,
+    /// Bytes sent.
+    pub sent: Sent,
+    /// Bytes sent by what they are.
+    #[serde(serialize_with = "by_purpose")]
+    pub sent_by_purpose: BTreeMap<Purpose, Sent>,
+}
+
+/// Bytes that a rank sends in a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Sent {
+    /// To ranks of its own node.
+    pub intra_node_bytes: u64,
+    /// To ranks of other nodes.
+    pub inter_node_bytes: u64,
+}
+
+impl Sent {
+    /// Both.
+    pub fn total(self) -> u64 {
+        self.intra_node_bytes + self.inter_node_bytes
+    }
+
+    fn add(&mut self, other: Self) {
+        self.intra_node_bytes += other.intra_node_bytes;
+        self.inter_node_bytes += other.inter_node_bytes;
+    }
+}
+
+/// The most that a rank holds during a part of a step.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct MomentMemory {
+    /// Which part.
+    #[serde(serialize_with = "as_text")]
+    pub at: Moment,
+    /// Bytes.
+    pub bytes: u64,
+    /// What they hold.
+    #[serde(serialize_with = "by_name")]
+    pub by_category: ByCategory,
+}
+
+/// What is held now.
+#[derive(Default)]
+struct Held {
+    by_category: [i64; Category::ALL.len()],
+    total: i64,
+}
+
+impl Held {
+    fn change(&mut self, category: Category, bytes: i64) {
+        self.by_category[category as usize] += bytes;
+        self.total += bytes;
+    }
+
+    fn at(&self, at: Moment) -> MomentMemory {
+        let count = |bytes: i64| u64::try_from(bytes).unwrap_or(0);
+        MomentMemory { at, bytes: count(self.total), by_category: self.by_category.map(count) }
+    }
+}
+
+impl RankPlan {
+    /// Goes through two steps; the second is what is told.
+    pub(super) fn sum(
+        rank: usize,
+        events: Schedule,
+        mesh: &DeviceMesh,
+        ranks_per_node: usize,
+    ) -> Result<Self, EngineError> {
+        let nodes = Nodes::new(mesh, rank, ranks_per_node)?;
+        let mut held = Held::default();
+        let mut moments: Vec<MomentMemory> = Vec::new();
+        let (mut steps, mut persistent) = (0, 0);
+        let mut sent_by_purpose: BTreeMap<Purpose, Sent> = BTreeMap::new();
+        let (mut model_flops, mut recompute_flops) = (0.0, 0.0);
+        for event in events.steps(2) {
+            match event {
+                Event::Begin(moment) => {
+                    if moments.is_empty() {
+                        persistent = held.total;
+                    }
+                    let ends_step = moments.last().is_some_and(|last| last.at == Moment::Update);
+                    if ends_step {
+                        steps += 1;
+                        moments.clear();
+                    }
+                    moments.push(held.at(moment));
+                }
+                Event::Memory { category, bytes } => {
+                    held.change(category, bytes);
+                    if let Some(moment) = moments.last_mut().filter(|now| (now.bytes as i64) < held.total) {
+                        *moment = held.at(moment.at);
+                    }
+                }
+                Event::Collective(transfer) if steps == 1 => {
+                    sent_by_purpose.entry(transfer.purpose).or_default().add(nodes.sent(&transfer));
+                }
+                Event::Compute(work) if steps == 1 => match work.pass {
+                    Pass::Recompute => recompute_flops += work.flops,
+                    Pass::Forward | Pass::Backward => model_flops += work.flops,
+                },
+                Event::Collective(_) | Event::Compute(_) => {}
+            }
+        }
+        let peak = moments.iter().rev().max_by_key(|moment| moment.bytes);
+        let Some(peak) = peak.cloned() else { unreachable!("a step has moments") };
+        let last_micro_batch = moments.iter().rposition(|moment| moment.at == Moment::Embedding).unwrap_or(0);
+        let mut sent = Sent::default();
+        sent_by_purpose.values().for_each(|of_purpose| sent.add(*of_purpose));
+        Ok(Self {
+            rank,
+            peak_bytes: peak.bytes,
+            peak_at: peak.at,
+            peak_by_category: peak.by_category,
+            persistent_bytes: persistent as u64,
+            timeline: moments.split_off(last_micro_batch),
+            model_flops,
+            recompute_flops,
+            sent,
+            sent_by_purpose,
+        })
+    }
+}
+
+/// Which members of a rank's groups share its node.
+struct Nodes {
+    own_node: usize,
+    ranks_per_node: usize,
+    dp: Vec<usize>,
+    sp: Vec<usize>,
+}
+
+impl Nodes {
+    fn new(mesh: &DeviceMesh, rank: usize, ranks_per_node: usize) -> Result<Self, EngineError> {
+        let ranks_per_node = ranks_per_node.max(1);
+        let (dp, sp) = (mesh.group_of("dp", rank)?, mesh.group_of("sp", rank)?);
+        Ok(Self { own_node: rank / ranks_per_node, ranks_per_node, dp, sp })
+    }
+
+    fn sent(&self, transfer: &Transfer) -> Sent {
+        let members = match transfer.axis {
+            Axis::Dp => &self.dp,
+            Axis::Sp => &self.sp,
+        };
+        let mut sent = Sent::default();
+        for (member, bytes) in members.iter().zip(&*transfer.sent_to) {
+            if member / self.ranks_per_node == self.own_node {
+                sent.intra_node_bytes += bytes;
+            } else {
+                sent.inter_node_bytes += bytes;
+            }
+        }
+        sent
+    }
+}
+
+fn as_text<S: Serializer>(moment: &Moment, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(moment)
+}
+
+fn by_name<S: Serializer>(bytes: &ByCategory, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(Category::ALL.iter().map(|category| category.name()).zip(bytes))
+}
+
+fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, Sent>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(sent.iter().map(|(purpose, sent)| (purpose.to_string().replace(' ', "_"), sent)))
+}

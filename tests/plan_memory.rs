@@ -1,0 +1,197 @@
+//! The plan's memory against the allocator's count, over configurations that differ in everything that it
+//! depends on.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use std::alloc::System;
+use std::sync::Arc;
+use support::device::test_device;
+use support::mesh_run::{global_batch, micro_batches, on_mesh};
+use support::reference::Batch;
+use ulysses::comm::ProcessGroupExt;
+use ulysses::comm::thread::LaunchOptions;
+use ulysses::config::Config;
+use ulysses::data::DataError;
+use ulysses::engine::Engine;
+use ulysses::engine::schedule::{Event, schedule};
+use ulysses::memory::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
+use ulysses::ops::attention::FlashAttention;
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);
+
+/// How far the plan may be off.
+/// The plan's figures are exact but for bookkeeping, and for reductions that complete earlier than they must.
+const TOLERANCE: f64 = 0.05;
+
+struct Case {
+    label: &'static str,
+    model: LlamaConfig,
+    mesh: (usize, usize),
+    rows: usize,
+    seq_len: usize,
+    config: Value,
+}
+
+fn model(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> LlamaConfig {
+    let head_dim = 256 / num_heads;
+    LlamaConfig { num_heads, num_kv_heads, vocab_size, head_dim, num_layers: 2, ..preset("small").unwrap() }
+}
+
+fn cases() -> Vec<Case> {
+    let case = |label, model, mesh, rows, seq_len, config| Case { label, model, mesh, rows, seq_len, config };
+    let bf16 = json!({ "enabled": true });
+    let stage = |stage: usize| json!({ "stage": stage });
+    let checkpointing = json!({ "activation_checkpointing": true });
+    let tied = LlamaConfig { tie_word_embeddings: true, ..model(8, 4, 4000) };
+    vec![
+        case("one rank", model(8, 8, 256), (1, 1), 1, 600, json!({})),
+        case("checkpointing", model(8, 8, 256), (1, 1), 1, 900, json!({ "ulysses": checkpointing })),
+        case("two rows", model(8, 2, 256), (1, 1), 2, 400, json!({})),
+        case("sp 2", model(8, 8, 256), (1, 2), 1, 1000, json!({})),
+        case(
+            "sp 2, GQA, checkpointing",
+            model(8, 2, 256),
+            (1, 2),
+            1,
+            4096,
+            json!({ "ulysses": checkpointing }),
+        ),
+        case("sp 3, uneven", model(8, 4, 256), (1, 3), 1, 1001, json!({})),
+        case("sp 3, one KV head", model(8, 1, 256), (1, 3), 1, 1001, json!({ "ulysses": checkpointing })),
+        case("sp 4, bf16", model(8, 2, 256), (1, 4), 1, 900, json!({ "bf16": bf16 })),
+        case(
+            "bf16, checkpointing",
+            model(8, 8, 256),
+            (1, 1),
+            1,
+            2048,
+            json!({ "bf16": bf16, "ulysses": checkpointing }),
+        ),
+        case("dp 2, stage 1", model(8, 8, 4000), (2, 1), 1, 300, json!({ "zero_optimization": stage(1) })),
+        case("dp 2, stage 2", model(8, 4, 4000), (2, 1), 1, 300, json!({ "zero_optimization": stage(2) })),
+        case("dp 3, stage 3", model(8, 4, 4000), (3, 1), 1, 200, json!({ "zero_optimization": stage(3) })),
+        case(
+            "stage 3, tied, accumulation",
+            tied,
+            (2, 1),
+            1,
+            700,
+            json!({ "zero_optimization": stage(3), "gradient_accumulation_steps": 2 }),
+        ),
+        case(
+            "2 x 2, stage 2, accumulation",
+            model(8, 8, 256),
+            (2, 2),
+            1,
+            2048,
+            json!({ "zero_optimization": stage(2), "gradient_accumulation_steps": 2 }),
+        ),
+        case(
+            "2 x 3, stage 3, bf16",
+            model(8, 4, 256),
+            (2, 3),
+            1,
+            1900,
+            json!({ "zero_optimization": stage(3), "bf16": bf16 }),
+        ),
+        case(
+            "a large vocabulary",
+            model(8, 8, 8_000),
+            (1, 2),
+            1,
+            1024,
+            json!({ "ulysses": { "loss_tile_tokens": 256 } }),
+        ),
+        case(
+            "SGD",
+            model(8, 8, 256),
+            (1, 2),
+            1,
+            512,
+            json!({ "optimizer": { "type": "SGD", "params": { "lr": 0.1 } } }),
+        ),
+    ]
+}
+
+impl Case {
+    fn config(&self) -> Config {
+        let mut config = self.config.clone();
+        config["mesh_param"] = json!([self.mesh.0, self.mesh.1]);
+        config["train_micro_batch_size_per_gpu"] = json!(self.rows);
+        config["ulysses"]["seq_len"] = json!(self.seq_len);
+        Config::from_json_str(&config.to_string(), "test.json").unwrap()
+    }
+
+    /// The most that each rank holds in the second step, beyond what it held before there was an engine.
+    fn measured(&self) -> Vec<i64> {
+        let config = self.config();
+        let vocab_size = self.model.vocab_size;
+        let batch =
+            global_batch(&Batch::random(vocab_size, config.train_batch_size, self.seq_len, 3)).unwrap();
+        let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+            let before = live_bytes();
+            let (attention, device) = (Arc::new(FlashAttention), test_device());
+            let weights = RandomWeights { seed: 1 };
+            let model = Model::llama(&self.model)?;
+            let mut engine = Engine::with_attention(model, &weights, &config, groups, attention, &device)?;
+            let mut peak = 0;
+            for _ in 0..2 {
+                engine.sp_group().barrier()?;
+                engine.dp_group().barrier()?;
+                let micro_batches = micro_batches(&batch, &engine)?;
+                let held_by_test = live_bytes();
+                let mut each = micro_batches.iter();
+                reset_peak();
+                engine.train_batch(|| Ok::<_, DataError>(each.next().unwrap().clone()))?;
+                peak = peak_bytes() - before;
+                drop(each);
+                let with = live_bytes();
+                drop(micro_batches);
+                // What the test itself has made of the batch.
+                peak -= with - live_bytes();
+                assert!(held_by_test >= before);
+            }
+            Ok(peak)
+        });
+        ranks.unwrap()
+    }
+
+    fn planned(&self, rank: usize) -> i64 {
+        let mesh = DeviceMesh::dp_sp(self.mesh.0, self.mesh.1).unwrap();
+        let (mut held, mut peak) = (0, 0);
+        for event in schedule(&self.config(), &self.model, &mesh, rank).unwrap().steps(2) {
+            if let Event::Memory { bytes, .. } = event {
+                held += bytes;
+                peak = peak.max(held);
+            }
+        }
+        peak
+    }
+}
+
+#[test]
+fn the_planned_peak_is_the_measured_one() {
+    let mut off = Vec::new();
+    for case in cases() {
+        for (rank, measured) in case.measured().into_iter().enumerate() {
+            let planned = case.planned(rank);
+            let error = planned as f64 / measured as f64 - 1.0;
+            let line = format!(
+                "{:30} rank {rank}: {measured:>10} measured, {planned:>10} planned, {:+.1} %",
+                case.label,
+                100.0 * error
+            );
+            println!("{line}");
+            if error.abs() > TOLERANCE {
+                off.push(line);
+            }
+        }
+    }
+    assert!(off.is_empty(), "off by more than {TOLERANCE}:\n{}", off.join("\n"));
+}
