@@ -6,6 +6,8 @@
 //!            seq_len       of a rank                     of these rows
 //! ```
 //!
+//! The README in this folder tells what a [`Corpus`] is read from, and the layouts of files of tokens.
+//!
 //! Three rules hold on this path, and everything downstream relies on them:
 //!
 //! - **The order of the data does not know the mesh.** It is a function of (seed, epoch). A step consumes the

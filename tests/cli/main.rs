@@ -7,6 +7,7 @@ mod support;
 
 mod checkpoint;
 mod config;
+mod data;
 mod mesh;
 mod refused_arguments;
 mod refused_batches;
