@@ -257,6 +257,10 @@ fn broken_token_files_are_refused_with_file_and_place() {
     folder.write("d.idx", wrong(66, &[0]));
     let error = file_error(folder.load("d.idx").unwrap().document(0));
     assert!(matches!(error, FileError::EmptyDocument { index: 0, start: 0, end: 0, .. }), "{error}");
+    // A search that meets it finds no document, and asking for that one says why.
+    let corpus = folder.load("d.idx").unwrap();
+    assert_eq!(corpus.document_at(0), 2);
+    assert!(matches!(file_error(corpus.document(2)), FileError::EmptyDocument { index: 0, .. }));
     // The last document's bounds are looked at.
     folder.write("d.idx", wrong(66, &[9]));
     let message = file_error(folder.load("d.idx")).to_string();
