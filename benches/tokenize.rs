@@ -89,7 +89,7 @@ fn train(folder: &Path, texts: &[String]) -> Result<std::path::PathBuf> {
     let mut trainer = BpeTrainer::builder()
         .vocab_size(8192)
         .show_progress(false)
-        .initial_alphabet(ByteLevel::alphabet())
+        .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
         .build();
     let mut tokenizer: TokenizerImpl<
         BPE,

@@ -95,7 +95,7 @@ fn what_cannot_be_prepared_is_refused_and_nothing_is_overwritten() {
     let sound = fs::read(&output).unwrap();
     assert!(matches!(prepare("a.txt"), Err(DataError::OutputExists { .. })));
     assert_eq!(fs::read(&output).unwrap(), sound);
-    let again = run(&[output.clone()], &root.join("b.tokens"), |_| {}).unwrap_err();
+    let again = run(std::slice::from_ref(&output), &root.join("b.tokens"), |_| {}).unwrap_err();
     assert!(matches!(again, DataError::File(FileError::AlreadyTokens { .. })), "{again:?}");
 }
 
