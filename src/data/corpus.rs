@@ -142,9 +142,12 @@ impl Corpus {
     pub fn document(&self, index: usize) -> Result<Range<usize>, DataError> {
         let part = self.parts.iter().find(|part| part.documents.contains(&index));
         let Some(part) = part else {
-            // `document_at` leads here when the file it searches is gone.
-            self.parts.iter().try_for_each(|part| part.store.check_intact())?;
-            return Err(DataError::NoDocument { index, available: self.num_documents() });
+            let available = self.num_documents();
+            if index == available {
+                // `document_at` leads here when a file that it searches is gone or damaged.
+                self.parts.iter().try_for_each(|part| part.store.check_documents())?;
+            }
+            return Err(DataError::NoDocument { index, available });
         };
         let within = index - part.documents.start;
         let end = part.store.document_end(within)?;

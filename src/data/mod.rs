@@ -7,6 +7,7 @@
 //! ```
 //!
 //! [`ReadAhead`] runs a loader in a thread of its own, so that a step finds its batches read.
+//! The README in this folder tells what a [`Corpus`] is read from, and the layouts of files of tokens.
 //!
 //! Three rules hold on this path, and everything downstream relies on them:
 //!

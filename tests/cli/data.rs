@@ -1,284 +1,83 @@
-//! What users' data goes through: packing, mixtures, epochs, validation, rows that grow, `ulysses eval`.
+//! `ulysses data`.
 
-use super::train::word_tokenizer;
 use crate::support::cli::Workplace;
-use serde_json::{Value, json};
+use crate::train::word_tokenizer;
+use serde_json::json;
+use std::fs;
+use std::process::Stdio;
 
-/// A place with 40 documents of different lengths, beside the one in `text.txt`.
-fn place() -> Workplace {
+#[test]
+fn prepared_tokens_train_as_their_text_does() {
     let place = Workplace::new();
-    for number in 0..40 {
-        let words = ["alpha ", "beta ", "gamma ", "delta "].iter().cycle().skip(number % 4);
-        let text: String = words.take(1 + number * 7 % 23).copied().collect();
-        place.write(&format!("docs/{number:02}.txt"), text);
-    }
-    place
-}
-
-/// Bytes of these documents.
-fn num_bytes(place: &Workplace) -> u64 {
-    (0..40).map(|number| place.read(&format!("docs/{number:02}.txt")).len() as u64).sum()
-}
-
-/// Trains on the documents and gives its records: those of steps, and those of evaluations.
-fn train(place: &Workplace, changes: Value, arguments: &[&str]) -> (Vec<Value>, Vec<Value>) {
-    place.write_config("c.json", json!({ "ulysses": { "data": "docs" } }));
-    let mut config = place.read_json("c.json");
-    for (key, change) in changes.as_object().unwrap() {
-        config["ulysses"][key] = change.clone();
-    }
-    config["checkpoint"] = json!({ "interval": 2 });
-    if config["ulysses"].get("epochs").is_some() {
-        config["ulysses"].as_object_mut().unwrap().remove("steps");
-    }
-    place.write("c.json", config.to_string());
-    let arguments = [&["train", "c.json"], arguments].concat();
-    place.run(&arguments).assert_done();
-    let output = arguments.iter().position(|flag| *flag == "--output").map_or("out", |at| arguments[at + 1]);
-    let records = place.metrics(&format!("{output}/metrics.jsonl"));
-    records.into_iter().partition(|record| record.get("loss").is_some())
-}
-
-fn numbers(records: &[Value], key: &str) -> Vec<f64> {
-    records.iter().map(|record| record[key].as_f64().unwrap()).collect()
-}
-
-#[track_caller]
-fn assert_close(found: &[f64], expected: &[f64], tolerance: f64, label: &str) {
-    assert_eq!(found.len(), expected.len(), "{label}");
-    for (found, expected) in found.iter().zip(expected) {
-        assert!((found - expected).abs() <= tolerance * expected.abs(), "{label}: {found} for {expected}");
-    }
-}
-
-#[test]
-fn held_out_loss_is_the_same_on_every_mesh_and_stands_in_the_metrics() {
-    let place = place();
-    let validation = json!({ "validation": { "fraction": 0.2, "eval_interval": 2 }, "steps": 5 });
-    let run = |mesh: &str| train(&place, validation.clone(), &["--mesh", mesh, "--output", mesh]);
-    let (steps, expected) = run("1x1");
-    assert_eq!((steps.len(), numbers(&expected, "step")), (5, vec![2.0, 4.0, 5.0]));
-    for record in &expected {
-        let [loss, perplexity] = ["eval_loss", "eval_perplexity"].map(|key| record[key].as_f64().unwrap());
-        assert!((perplexity - loss.exp()).abs() < 1e-9 * perplexity, "{record}");
-    }
-    let losses = numbers(&expected, "eval_loss");
-    assert!(losses[2] < losses[0], "{losses:?}");
-    for mesh in ["2x1", "1x3", "4x1", "2x2"] {
-        let (_, found) = run(mesh);
-        assert_eq!(numbers(&found, "eval_tokens"), numbers(&expected, "eval_tokens"));
-        assert_close(&numbers(&found, "eval_loss"), &losses, 1e-5, mesh);
-    }
-}
-
-#[test]
-fn validation_may_have_data_of_its_own_and_fewer_batches() {
-    let place = place();
-    let run = |output: &str, validation: Value| {
-        train(&place, json!({ "validation": validation, "steps": 2 }), &["--output", output]).1
+    let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
+    place.write("tok/tokenizer.json", word_tokenizer(vocab));
+    let tokenizer = ["--tokenizer", "tok/tokenizer.json"];
+    let prepare = [&["data", "prepare", "text.txt", "--output", "text.tokens"], &tokenizer[..]].concat();
+    let outcome = place.run(&prepare);
+    assert!(outcome.assert_done().stdout.contains("text.tokens: 900 tokens in 1 documents; "), "{outcome:?}");
+    place.write_config("c.json", json!({ "ulysses": { "seq_len": 16 } }));
+    let train = |data: &str, output: &str| {
+        let arguments = ["train", "c.json", "--data", data, "--output", output];
+        place.run(&[&arguments[..], &tokenizer].concat()).assert_done();
+        place.losses(&format!("{output}/metrics.jsonl"))
     };
-    let all = run("all", json!({ "data": "text.txt" }));
-    assert_eq!((all.len(), all[0]["eval_tokens"].as_u64()), (1, Some(4499)));
-    let some = run("some", json!({ "data": "text.txt", "eval_batches": 3 }));
-    assert_eq!(some[0]["eval_tokens"], 3 * 4 * 64);
+    assert_eq!(train("text.txt", "of_text"), train("text.tokens", "of_tokens"));
+    // Without its tokenizer the tokens mean nothing.
+    let outcome = place.run(&["train", "c.json", "--data", "text.tokens", "--output", "bytes"]);
+    outcome.assert_refused(1, &["text.tokens: its tokens were made by another tokenizer (vocabulary of 5,"]);
+    place.run(&prepare).assert_refused(2, &["text.tokens exists; it is not overwritten"]);
 }
 
 #[test]
-fn an_evaluation_changes_nothing_but_the_records() {
-    let place = place();
-    let exact = |changes: Value, output| {
-        let (steps, _) = train(&place, changes, &["--mesh", "2x2", "--output", output]);
-        let keys = ["step", "loss", "grad_norm", "tokens", "comm_bytes"];
-        steps.iter().map(|step| keys.map(|key| step[key].to_string())).collect::<Vec<_>>()
-    };
-    let with = exact(json!({ "validation": { "data": "text.txt", "eval_interval": 1 } }), "with");
-    assert_eq!(with, exact(json!({}), "without"));
-}
-
-#[test]
-fn an_epoch_sees_every_token_once_on_every_mesh_and_after_a_resume() {
-    let place = place();
-    let tokens = |records: &[Value]| numbers(records, "tokens").iter().sum::<f64>();
-    // The first byte of each document is not predicted.
-    let predicted = (num_bytes(&place) - 40) as f64;
-    let epochs = json!({ "epochs": 2 });
-    let (whole, _) = train(&place, epochs.clone(), &["--output", "whole"]);
-    assert_eq!(tokens(&whole), 2.0 * predicted);
-    for mesh in ["2x1", "4x1", "2x2"] {
-        let (other, _) = train(&place, epochs.clone(), &["--mesh", mesh, "--output", mesh]);
-        assert_eq!(numbers(&other, "tokens"), numbers(&whole, "tokens"), "{mesh}");
-        assert_close(&numbers(&other, "loss"), &numbers(&whole, "loss"), 1e-4, mesh);
+fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
+    let place = Workplace::new();
+    place.write("a.jsonl", "{\"prompt\":\"ab\",\"completion\":\"cde\"}\n{\"text\":\"xyz~\"}\n");
+    place.run(&["data", "prepare", "a.jsonl", "--output", "a.tokens"]).assert_done();
+    let outcome = place.run(&["data", "inspect", "a.tokens"]);
+    let expected = [
+        "format      ulysses .tokens, 16 bits per token",
+        "tokens      9",
+        "documents   2, of 4 to 5 tokens",
+        "largest id  126",
+        "learnt      7 tokens (77.8 %)",
+        "tokenizer   bytes, vocabulary of 256",
+    ];
+    for expected in expected {
+        assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
     }
-    // On another mesh, and for another epoch.
-    let last = whole.len() as u64 / 4 * 2;
-    let from = format!("--resume=whole/step_{last:08}");
-    let (rest, _) = train(&place, epochs, &["--mesh", "2x1", "--output", "rest", &from]);
-    assert_eq!(numbers(&rest, "tokens"), numbers(&whole, "tokens")[last as usize..]);
-    let (more, _) = train(&place, json!({ "epochs": 3 }), &["--output", "more", &from]);
-    let done: f64 = numbers(&whole, "tokens")[..last as usize].iter().sum();
-    assert_eq!(tokens(&more) + done, 3.0 * predicted);
+    place.write("n.bin", [1, 0, 2, 1]);
+    let outcome = place.run(&["data", "inspect", "n.bin"]);
+    assert!(outcome.assert_done().stdout.contains("nanoGPT .bin, 16 bits"), "{outcome:?}");
+    place.write("n.bin", [1, 0, 2]);
+    place.run(&["data", "inspect", "n.bin"]).assert_refused(1, &["n.bin: 3 bytes are no whole number"]);
+    place.run(&["data", "inspect", "a.jsonl"]).assert_refused(2, &["a.jsonl: no file of tokens"]);
+    place.write("a.jsonl", "{\"text\":\"a\"}\n{]\n");
+    let prepare = ["data", "prepare", "a.jsonl", "--output", "b.tokens"];
+    place.run(&prepare).assert_refused(1, &["a.jsonl, line 2"]);
 }
 
 #[test]
-fn packings_and_repeated_paths_train() {
-    let place = place();
-    let paths = ["--data", "docs", "--data", "text.txt"];
-    let valid = |packing: &str| {
-        let arguments = [&paths[..], &["--packing", packing, "--epochs", "1", "--output", packing]].concat();
-        let (steps, _) = train(&place, json!({ "epochs": 1 }), &arguments);
-        let padding = steps[0]["padding_share"].as_f64().unwrap();
-        assert!(padding > 0.0 && padding < 0.1, "{packing}: {padding}");
-        numbers(&steps, "tokens").iter().sum::<f64>() as u64
-    };
-    let all = num_bytes(&place) + 4500;
-    assert_eq!([valid("greedy"), valid("cut"), valid("concat")], [all - 41, all - 41, all - 2]);
-    let wrong = place.run(&["train", "c.json", "--packing", "tight"]);
-    wrong.assert_refused(2, &["--packing", "tight", "greedy, cut and concat are valid"]);
-}
-
-#[test]
-fn a_mixture_draws_by_weight_and_has_no_epochs() {
-    let place = place();
-    let sources =
-        |weight: f64| json!([{ "path": "docs", "weight": weight }, { "path": "text.txt", "weight": 1.0 }]);
-    let losses = |weight: f64, mesh: &str, output: &str| {
-        let changes = json!({ "data": sources(weight), "steps": 6 });
-        numbers(&train(&place, changes, &["--mesh", mesh, "--output", output]).0, "loss")
-    };
-    let (even, odd) = (losses(1.0, "1x1", "even"), losses(9.0, "1x1", "odd"));
-    assert_ne!(even, odd);
-    assert_close(&losses(9.0, "2x2", "mesh"), &odd, 1e-4, "2x2");
-    let epochs = place.run(&["train", "c.json", "--epochs", "2", "--output", "no"]);
-    epochs.assert_refused(2, &["`ulysses.epochs`", "weights", "`ulysses.steps`"]);
-    place.write_config("c.json", json!({ "ulysses": { "seq_len_schedule": [[2, 32]] } }));
-    let schedule = place.run(&["train", "c.json", "--epochs", "2"]);
-    schedule.assert_refused(2, &["`ulysses.epochs`", "`ulysses.seq_len_schedule`"]);
-}
-
-#[test]
-fn rows_grow_by_schedule_and_a_resume_in_any_phase_repeats_the_run() {
-    let place = place();
-    let grows = json!({ "seq_len_schedule": [[4, 128], [7, 96]], "steps": 10 });
-    let exact = |records: &[Value]| {
-        let keys = ["step", "loss", "grad_norm", "tokens"];
-        records.iter().map(|step| keys.map(|key| step[key].to_string())).collect::<Vec<_>>()
-    };
-    let (whole, _) = train(&place, grows.clone(), &["--mesh", "2x2", "--output", "whole"]);
-    let whole = exact(&whole);
-    assert_eq!(whole.len(), 10);
-    for step in [2, 4, 6, 8] {
-        let (from, output) = (format!("--resume=whole/step_{step:08}"), format!("from-{step}"));
-        let (rest, _) = train(&place, grows.clone(), &["--mesh", "2x2", "--output", &output, &from]);
-        assert_eq!(exact(&rest), whole[step..], "from step {step}");
+fn a_killed_preparation_goes_on_when_it_is_repeated() {
+    let place = Workplace::new();
+    let line = format!("{{\"text\":\"{}\"}}\n", "the quick brown fox ".repeat(50));
+    place.write("big.jsonl", line.repeat(100_000));
+    let prepare = |output| ["data", "prepare", "big.jsonl", "--output", output];
+    place.run(&prepare("whole.tokens")).assert_done();
+    let mut command = place.command(&prepare("killed.tokens"));
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let recorded = place.path("killed.tokens.partial/progress.json");
+    while !recorded.exists() && child.try_wait().unwrap().is_none() {
+        std::thread::yield_now();
     }
-    // A run of one length goes on with another.
-    train(&place, json!({ "steps": 4 }), &["--mesh", "2x2", "--output", "short"]);
-    let arguments = ["--mesh", "2x2", "--output", "short", "--resume"];
-    let (longer, _) = train(&place, grows, &arguments);
-    assert_eq!(exact(&longer), whole);
-    let tokens = |range: std::ops::Range<usize>| {
-        whole[range].iter().map(|step| step[3].parse::<u64>().unwrap()).max().unwrap()
-    };
-    assert!(tokens(0..4) <= 4 * 64 && tokens(4..7) > 4 * 96 && tokens(7..10) <= 4 * 96);
-}
-
-#[test]
-fn a_resume_on_other_data_or_packing_is_refused() {
-    let place = place();
-    train(&place, json!({ "steps": 2 }), &["--packing", "cut"]);
-    let other = |arguments: &[&str]| {
-        place.run(&[&["train", "c.json", "--steps", "4", "--resume"], arguments].concat())
-    };
-    // As many rows, and other documents in them.
-    let hash = ["the hash of data, packing and weights", "ulysses.seq_len_schedule"];
-    other(&["--packing", "concat"]).assert_refused(1, &hash);
-    let changed = place.read("docs/07.txt").replace("alpha", "omega");
-    place.write("docs/07.txt", changed);
-    other(&["--packing", "cut"]).assert_refused(1, &hash);
-    other(&["--packing", "cut", "--seq-len", "32"]).assert_refused(1, &["seq_len", "64", "32"]);
-}
-
-#[test]
-fn eval_says_the_same_on_every_mesh_and_of_every_batch() {
-    let place = place();
-    let eval = |arguments: &[&str]| -> Value {
-        let common = ["eval", "nano", "--data", "docs", "--seq-len", "64", "--json"];
-        let outcome = place.run(&[&common, arguments].concat());
-        serde_json::from_str(&outcome.assert_done().stdout).unwrap()
-    };
-    let expected = eval(&[]);
-    let number = |of: &Value, key: &str| of[key].as_f64().unwrap();
-    assert_eq!(expected["tokens"], num_bytes(&place) - 40);
-    let bits = number(&expected, "loss") / std::f64::consts::LN_2;
-    assert!((number(&expected, "bits_per_byte") - bits).abs() < 1e-12, "a token is a byte: {expected}");
-    for arguments in [&["--mesh", "2x2"][..], &["--mesh", "4x1"], &["--mesh", "1x3"], &["--batch-size", "5"]]
-    {
-        let found = eval(arguments);
-        assert_eq!(found["tokens"], expected["tokens"]);
-        let label = format!("{arguments:?}");
-        assert_close(&[number(&found, "loss")], &[number(&expected, "loss")], 1e-6, &label);
-    }
-    let concat = eval(&["--packing", "concat"]);
-    assert_eq!(
-        (&concat["tokens"], &concat["bytes"]),
-        (&json!(num_bytes(&place) - 1), &json!(num_bytes(&place) - 1))
-    );
-    let text = place.run(&["eval", "nano", "--data", "docs"]);
-    assert!(text.assert_done().stdout.contains("bits per byte"), "{text:?}");
-}
-
-#[test]
-fn bits_per_byte_are_those_of_the_text_whatever_the_tokens() {
-    let place = place();
-    let vocab = json!({ "[UNK]": 0, "alpha": 1, "beta": 2, "gamma": 3, "delta": 4 });
-    place.write("tokenizer.json", word_tokenizer(vocab));
-    place.write("words.txt", "alpha beta gamma delta");
-    let outcome = place.run(&[
-        "eval",
-        "nano",
-        "--data",
-        "words.txt",
-        "--tokenizer",
-        "tokenizer.json",
-        "--seq-len",
-        "8",
-        "--json",
-    ]);
-    let found: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
-    // " beta gamma delta"
-    assert_eq!((&found["tokens"], &found["bytes"]), (&json!(3), &json!(17)));
-    let bits = 3.0 * found["loss"].as_f64().unwrap() / std::f64::consts::LN_2 / 17.0;
-    assert!((found["bits_per_byte"].as_f64().unwrap() - bits).abs() < 1e-12, "{found}");
-}
-
-#[test]
-fn eval_refuses_what_it_cannot_do() {
-    let place = place();
-    let eval = |arguments: &[&str]| place.run(&[&["eval", "nano"], arguments].concat());
-    eval(&[]).assert_refused(2, &["--data"]);
-    eval(&["--data", "nothing"]).assert_refused(1, &["nothing does not exist"]);
-    eval(&["--data", "docs", "--seq-len", "0"])
-        .assert_refused(2, &["--seq-len: expected at least 1, found 0"]);
-    eval(&["--data", "docs", "--batch-size", "0"]).assert_refused(2, &["--batch-size"]);
-    eval(&["--data", "docs", "--mesh", "1x5"]).assert_refused(2, &["num_heads = 4", "sp = 5"]);
-    place.write("short.txt", "a");
-    eval(&["--data", "short.txt"]).assert_refused(1, &["short.txt", "no next token"]);
-}
-
-#[test]
-fn the_data_is_waited_for_and_padded_as_the_summary_says() {
-    let place = place();
-    place.write_config("c.json", json!({ "ulysses": { "data": "docs" } }));
-    let outcome = place.run(&["train", "c.json"]);
-    let line =
-        outcome.assert_done().stdout.lines().find(|line| line.starts_with("data ")).unwrap().to_owned();
-    assert!(line.contains("% of the time") && line.ends_with("% of the rows is padding"), "{line}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(recorded.exists(), "it was killed on the way");
+    assert!(!place.path("killed.tokens").exists());
+    let outcome = place.run(&prepare("killed.tokens"));
     assert!(
-        outcome.stderr.contains("rows of 64 tokens, ") && outcome.stderr.contains(" % padding"),
+        outcome.assert_done().stderr.contains("went on where an earlier call had stopped"),
         "{outcome:?}"
     );
-    for step in place.metrics("out/metrics.jsonl") {
-        let [waited, all] = ["data_seconds", "step_seconds"].map(|key| step[key].as_f64().unwrap());
-        assert!(waited >= 0.0 && waited <= all, "{step}");
-    }
+    let [whole, killed] = ["whole.tokens", "killed.tokens"].map(|name| fs::read(place.path(name)).unwrap());
+    assert!(whole == killed);
 }

@@ -9,6 +9,7 @@ mod bench;
 mod checkpoint;
 mod config;
 mod data;
+mod datasets;
 mod mesh;
 mod plan;
 mod refused_arguments;

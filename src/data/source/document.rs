@@ -67,7 +67,7 @@ impl Encoder<'_> {
         if let Some(end) = self.tokenizer.end_of_text().filter(|end| !completion.ends_with(*end)) {
             text.push_str(end);
         }
-        let answers = vec![prompt.len()..text.len()];
+        let answers = std::iter::once(prompt.len()..text.len()).collect();
         self.answers(&RenderedChat { text, answers }, true, path)
     }
 

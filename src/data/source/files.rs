@@ -83,7 +83,10 @@ pub(in crate::data) fn expand(path: &Path, skipped: &mut Skipped) -> Result<Vec<
             let matches = glob::glob(&pattern).map_err(|error| failed(error.msg))?;
             let mut files = Vec::new();
             for found in matches {
-                let found = found.map_err(|error| read_error(&error.path().to_owned(), error.into()))?;
+                let found = found.map_err(|error| {
+                    let path = error.path().to_owned();
+                    read_error(&path, error.into())
+                })?;
                 files.extend(named(&found, skipped)?);
             }
             // Megatron's pair is one source, whichever of its names match.

@@ -75,7 +75,7 @@ enum Open {
     },
     Lines(BufReader<File>),
     #[cfg(feature = "parquet")]
-    Rows(super::parquet::Rows),
+    Rows(Box<super::parquet::Rows>),
 }
 
 impl<'a> Records<'a> {
@@ -154,7 +154,9 @@ fn open(file: &SourceFile, text_field: &str, position: Position) -> Result<(Arc<
             Open::Lines(BufReader::with_capacity(1 << 20, lines))
         }
         #[cfg(feature = "parquet")]
-        SourceKind::Parquet => Open::Rows(super::parquet::Rows::open(path, text_field, position.record)?),
+        SourceKind::Parquet => {
+            Open::Rows(Box::new(super::parquet::Rows::open(path, text_field, position.record)?))
+        }
         #[cfg(not(feature = "parquet"))]
         SourceKind::Parquet => {
             let _ = text_field;

@@ -58,12 +58,6 @@ impl DataFile {
         Ok(bytes)
     }
 
-    /// Fails when the file has become shorter.
-    pub(super) fn check_intact(&self) -> Result<(), FileError> {
-        let now = self.file.metadata().map_err(|source| self.read_failed(source))?.len();
-        if now < self.len { Err(self.truncated(0, self.len)) } else { Ok(()) }
-    }
-
     /// The error of a number that cannot be true.
     pub(super) fn field(
         &self,

@@ -68,8 +68,4 @@ impl TokenStore for MemoryTokens {
     fn is_held_to(&self, _vocab_size: usize) -> bool {
         false
     }
-
-    fn check_intact(&self) -> Result<(), DataError> {
-        Ok(())
-    }
 }

@@ -1,27 +1,10 @@
 //! Our own format: a header, tokens, labels, document ends.
 //!
-//! | bytes | what |
-//! |---|---|
-//! | 0–7 | magic `ulytoken` |
-//! | 8–11 | version, 1 |
-//! | 12–15 | bytes of a token: 2 or 4 |
-//! | 16–23 | number of tokens |
-//! | 24–31 | number of documents |
-//! | 32–39 | flags: 1 = labels follow the tokens |
-//! | 40–47 | size of the vocabulary; every id is below |
-//! | 48–79 | BLAKE3 of the tokenizer's file |
-//! | 80–95 | 0 |
-//! | 96–127 | BLAKE3 of bytes 0–95 |
-//!
-//! Then tokens, labels where flagged (as wide as tokens; the largest number stands for [`IGNORED_LABEL`]), and 8
-//! bytes for the end of each document, counted in tokens. All little-endian; tokens and labels are each padded
-//! with zeros to a multiple of 8 bytes, and the file ends with the last document end.
+//! The README of `data` has the table of the header.
 
 use super::table::Table;
 use super::{DataFile, Documents, Element, FileFormat, Layout};
 use crate::data::FileError;
-#[cfg(doc)]
-use crate::data::IGNORED_LABEL;
 
 const MAGIC: &[u8; 8] = b"ulytoken";
 pub(in crate::data) const HEADER_BYTES: usize = 128;

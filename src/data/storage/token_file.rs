@@ -237,11 +237,4 @@ impl TokenStore for TokenFile {
     fn is_held_to(&self, vocab_size: usize) -> bool {
         self.vocab_size <= vocab_size
     }
-
-    fn check_intact(&self) -> Result<(), DataError> {
-        if let Documents::Index { file, .. } = &self.layout.documents {
-            file.check_intact()?;
-        }
-        Ok(self.file.check_intact()?)
-    }
 }

@@ -86,14 +86,16 @@ fn what_cannot_be_prepared_is_refused_and_nothing_is_overwritten() {
         error.to_string().contains("ids.jsonl, line 2: `input_ids`[0] is 256; the vocabulary is 0..256"),
         "{error}"
     );
-    // The unfinished file is of other inputs.
-    assert!(matches!(prepare("a.txt"), Err(DataError::OtherPreparation { .. })));
-    fs::remove_dir_all(root.join("a.tokens.partial")).unwrap();
+    let begin = AssertUnwindSafe(|| run(&[root.join("a.txt")], &output, |_| panic!("killed")));
+    assert!(catch_unwind(begin).is_err());
+    write(root, "b.txt", "other text");
+    // What was begun is of other inputs.
+    assert!(matches!(prepare("b.txt"), Err(DataError::OtherPreparation { .. })));
     prepare("a.txt").unwrap();
     let sound = fs::read(&output).unwrap();
     assert!(matches!(prepare("a.txt"), Err(DataError::OutputExists { .. })));
     assert_eq!(fs::read(&output).unwrap(), sound);
-    let again = run(&[output.clone()], &root.join("b.tokens"), |_| {}).unwrap_err();
+    let again = run(std::slice::from_ref(&output), &root.join("b.tokens"), |_| {}).unwrap_err();
     assert!(matches!(again, DataError::File(FileError::AlreadyTokens { .. })), "{again:?}");
 }
 

@@ -184,8 +184,10 @@ fn no_id_outside_the_vocabulary_gets_out_of_a_file() {
 fn a_file_that_shrinks_while_it_is_open_is_an_error() {
     let folder = Folder::new();
     folder.write("n.bin", u16s(&[1; 100_000]));
-    folder.write("d.bin", u16s(&[1, 2]));
-    folder.write("d.idx", index(8, &[1, 1], &[0, 2], &[0, 1, 2]));
+    // More documents than a block of the index has: one block stays in memory.
+    folder.write("d.bin", u16s(&[1; 3000]));
+    let pointers: Vec<_> = (0..3000).map(|at| 2 * at).collect();
+    folder.write("d.idx", index(8, &[1; 3000], &pointers, &(0..=3000).collect::<Vec<_>>()));
     let (tokens, indexed, own) =
         (folder.load("n.bin").unwrap(), folder.load("d.idx").unwrap(), folder.prepared());
     let own = Corpus::load(&own, &Tokenizer::bytes()).unwrap();
@@ -201,7 +203,9 @@ fn a_file_that_shrinks_while_it_is_open_is_an_error() {
     // The end of the last document was read when the file was opened, and a block of ends is kept.
     file_error(own.read_tokens(0..5, &mut Vec::new()));
     shrink("d.idx", 40);
-    file_error(indexed.document(2));
+    assert!(matches!(file_error(indexed.document(2)), FileError::Truncated { .. }));
+    assert_eq!(indexed.document_at(2), 3000);
+    assert!(matches!(file_error(indexed.document(3000)), FileError::Truncated { .. }));
 }
 
 #[test]
@@ -257,12 +261,14 @@ fn broken_token_files_are_refused_with_file_and_place() {
     folder.write("d.idx", wrong(66, &[0]));
     let error = file_error(folder.load("d.idx").unwrap().document(0));
     assert!(matches!(error, FileError::EmptyDocument { index: 0, start: 0, end: 0, .. }), "{error}");
+    // A search that meets it finds no document, and asking for that one says why.
+    let corpus = folder.load("d.idx").unwrap();
+    assert_eq!(corpus.document_at(0), 2);
+    assert!(matches!(file_error(corpus.document(2)), FileError::EmptyDocument { index: 0, .. }));
+    // The last document's bounds are looked at.
     folder.write("d.idx", wrong(66, &[9]));
-    assert!(
-        file_error(folder.load("d.idx").unwrap().document(0))
-            .to_string()
-            .contains("byte 66: a document index is 9")
-    );
+    let message = file_error(folder.load("d.idx")).to_string();
+    assert!(message.contains("byte 66: a document index is 9; valid is 0 to 2"), "{message}");
     folder.write("d.idx", &ok);
     folder.write("d.bin", u16s(&[1, 2, 3, 4]));
     assert!(file_error(folder.load("d.idx")).to_string().contains("ends at 8, where the .bin does"));
