@@ -7,7 +7,7 @@ mod support;
 
 mod checkpoint;
 mod config;
-mod data;
+mod datasets;
 mod mesh;
 mod refused_arguments;
 mod refused_batches;
