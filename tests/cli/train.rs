@@ -5,7 +5,7 @@ use crate::support::cli::Workplace;
 use serde_json::json;
 use std::collections::BTreeSet;
 
-const METRICS: [&str; 12] = [
+const METRICS: [&str; 14] = [
     "step",
     "loss",
     "lr",
@@ -18,6 +18,8 @@ const METRICS: [&str; 12] = [
     "overflow",
     "comm_bytes",
     "memory_bytes",
+    "data_seconds",
+    "padding_share",
 ];
 
 /// Trains with a config changed by `changes` and returns the losses.

@@ -67,7 +67,7 @@ fn every_token_is_in_one_row_and_has_its_successor_as_label() {
             }
         }
         seen.sort_unstable();
-        assert_eq!(seen, corpus::tokens_of(rows.corpus()).concat(), "seq_len {seq_len}");
+        assert_eq!(seen, documents::all_tokens(rows.documents()), "seq_len {seq_len}");
     }
 }
 

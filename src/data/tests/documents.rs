@@ -2,7 +2,7 @@ use super::*;
 
 const LENS: [usize; 7] = [9, 1, 14, 3, 20, 8, 9];
 
-fn all_tokens(documents: &Documents) -> Vec<u32> {
+pub(super) fn all_tokens(documents: &Documents) -> Vec<u32> {
     let mut tokens = Vec::new();
     documents.read_tokens(0..documents.num_tokens(), &mut tokens).unwrap();
     tokens
@@ -14,7 +14,7 @@ fn a_split_takes_whole_documents_and_every_one_once() {
     assert_eq!((training.num_documents(), held_out.num_documents()), (5, 2));
     let mut union = [all_tokens(&training), all_tokens(&held_out)].concat();
     union.sort_unstable();
-    assert_eq!(union, corpus::tokens_of(&documents(&LENS)).concat());
+    assert_eq!(union, all_tokens(&documents(&LENS).into()));
     for part in [&training, &held_out] {
         for index in 0..part.num_documents() {
             let range = part.document(index).unwrap();
