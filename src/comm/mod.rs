@@ -9,7 +9,8 @@
 //! 3. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
 //!    starts them.
 //! 4. [`nccl`]: the backend whose ranks have a GPU each (feature `nccl`).
-//! 5. [`MeshGroups`]: the groups along the axes of a device mesh.
+//! 5. `mpi`: the backend whose ranks are processes (feature `mpi`).
+//! 6. [`MeshGroups`]: the groups along the axes of a device mesh.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
@@ -24,10 +25,15 @@
 
 mod arguments;
 mod buffer;
+mod call;
+mod chunks;
 mod error;
 mod ext;
 mod group;
+mod launch;
 mod mesh_groups;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod nccl;
 mod pending;
 mod plan;
@@ -39,8 +45,9 @@ pub use crate::ops::rank_reduce::ReduceOp;
 pub use error::CommError;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;
+pub use launch::{LaunchError, LaunchOptions, RankContext};
 pub use mesh_groups::MeshGroups;
 pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
-pub use thread::{LaunchError, LaunchOptions, RankContext, launch};
+pub use thread::launch;

@@ -4,21 +4,14 @@
 //! Locks: a tensor of a peer is locked for reading only while elements are copied out
 //! of it, and those are the last locks to be taken. Nobody waits for a rank meanwhile.
 
-use super::call::Call;
 use super::communicator::{Communicator, Round};
+use crate::comm::call::Call;
+use crate::comm::chunks::chunk_of;
 use crate::comm::{CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
 use crate::ops::rank_reduce;
 use crate::ops::transpose::{BlockCopy, copy_blocks};
 use candle_core::Tensor;
 use std::ops::Range;
-
-/// Up to here every rank of an all_reduce reduces all elements itself; above, each
-/// reduces its chunk and collects those of the others.
-pub(super) const DIRECT_REDUCE_MAX_ELEMS: usize = 4096;
-
-/// Chunks begin at multiples of this, where 16-byte accesses are aligned if those of
-/// the whole tensor are.
-const CHUNK_ALIGN_ELEMS: usize = 8;
 
 /// What one rank sees of a round in which all have posted agreeing calls.
 #[derive(Clone, Copy)]
@@ -44,15 +37,6 @@ impl Pull {
 }
 
 impl Exchange<'_> {
-    /// The part of `count` elements that a rank reduces in an all_reduce.
-    pub(super) fn chunk_of(&self, rank: usize, count: usize) -> Range<usize> {
-        let ranks = self.comm.world_size();
-        let begin = |rank| {
-            if rank == ranks { count } else { rank * count / ranks / CHUNK_ALIGN_ELEMS * CHUNK_ALIGN_ELEMS }
-        };
-        begin(rank)..begin(rank + 1)
-    }
-
     /// Counts what was copied out of a peer's memory.
     fn moved(&self, peer: usize, elements: usize, like: &Tensor) {
         let bytes = elements * like.dtype().size_in_bytes();
@@ -118,7 +102,7 @@ impl Exchange<'_> {
             let Some(chunk) = &**reduced else {
                 return Err(CommError::Tensor(format!("rank {peer} of the group has reduced nothing")));
             };
-            let to = self.chunk_of(peer, count);
+            let to = chunk_of(self.comm.world_size(), peer, count);
             chunks.push(chunk);
             copies.push(BlockCopy {
                 from: StridedBlock::contiguous(peer, 0, to.len()),

@@ -16,7 +16,7 @@ use candle_core::Tensor;
 ///
 /// 16-bit floats are reduced in `f32` and rounded once; integer sums wrap; a NaN on
 /// any rank gives NaN.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum ReduceOp {
     /// Adds the ranks' elements, always in rank order.
     Sum,
