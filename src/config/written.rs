@@ -55,10 +55,17 @@ struct WrittenUlysses<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     threads_per_rank: Option<usize>,
     backend: Backend,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    comm: Option<WrittenComm>,
     activation_checkpointing: bool,
     loss_tile_tokens: usize,
     #[serde(skip_serializing_if = "<[_]>::is_empty")]
     parameter_groups: &'a [ParameterGroup],
+}
+
+#[derive(Serialize)]
+struct WrittenComm {
+    check: &'static str,
 }
 
 impl Serialize for Config {
@@ -93,6 +100,7 @@ impl Serialize for Config {
                 steps: self.steps,
                 threads_per_rank: self.threads_per_rank,
                 backend: self.backend,
+                comm: self.comm_check.then_some(WrittenComm { check: "on" }),
                 activation_checkpointing: self.activation_checkpointing,
                 loss_tile_tokens: self.loss_tile_tokens,
                 parameter_groups: &self.parameter_groups,

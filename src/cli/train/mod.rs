@@ -1,6 +1,7 @@
 //! `ulysses train`.
 
 mod checkpoints;
+mod host;
 mod output;
 mod prepare;
 mod reporter;
@@ -11,13 +12,15 @@ use anyhow::Context;
 use candle_core::Device;
 use checkpoints::Checkpoints;
 use clap::ValueEnum;
+use host::Host;
 use reporter::Reporter;
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use ulysses::checkpoint::OutputLock;
-use ulysses::comm::{LaunchError, LaunchOptions, MeshGroups, RankContext, launch};
+use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 #[cfg(feature = "nccl")]
 use ulysses::config::Backend;
 use ulysses::config::Config;
@@ -77,6 +80,8 @@ enum BackendArg {
     Thread,
     /// The same, each with a GPU of its own and NCCL between them (feature `nccl`).
     Nccl,
+    /// Ranks are processes that `mpirun` has started (feature `mpi`).
+    Mpi,
 }
 
 /// What `--resume` asks for.
@@ -103,11 +108,12 @@ struct Run {
     new_run_id: String,
     /// Set by a signal: save and end.
     stop: Arc<AtomicBool>,
-    /// Held while the run writes to `output`.
-    _lock: OutputLock,
+    /// Held, by the process that writes to `output`, while the run lasts.
+    _lock: Option<OutputLock>,
 }
 
 /// What a rank ends with.
+#[derive(Serialize, Deserialize)]
 struct RankOutcome {
     /// On rank 0.
     totals: Option<RunTotals>,
@@ -117,9 +123,11 @@ struct RankOutcome {
 }
 
 pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
-    let run = prepare::prepare(args)?;
+    let mut host = Host::default();
+    let prepared = prepare::prepare(args, &mut host);
+    let run = host.agree(prepared)?;
     note(&run);
-    let results = run.launch().or_run()?;
+    let results = host.launch(&run)?;
     let ranks = results.iter().map(|outcome| outcome.summary.clone()).collect();
     let first = results.into_iter().next().context("a mesh has a rank").or_run()?;
     let (step, totals) = (first.last_step, first.totals.context("rank 0 reports").or_run()?);
@@ -132,8 +140,8 @@ pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
 }
 
 impl Run {
-    /// Trains on all ranks.
-    fn launch(&self) -> Result<Vec<RankOutcome>, LaunchError> {
+    /// Trains on the ranks that are threads of this process.
+    fn launch(&self) -> Result<Vec<RankOutcome>, Failure> {
         let world_size = self.mesh.world_size();
         match self.config.backend {
             #[cfg(feature = "nccl")]
@@ -143,8 +151,10 @@ impl Run {
                     let gpu = rank.group.value_device();
                     self.train(&rank, gpu)
                 })
+                .or_run()
             }
-            _ => launch(world_size, &self.launch, |rank| self.train(&rank, self.device.open(rank.rank)?)),
+            _ => launch(world_size, &self.launch, |rank| self.train(&rank, self.device.open(rank.rank)?))
+                .or_run(),
         }
     }
 

@@ -1,36 +1,44 @@
 //! Everything that is read and checked before a rank starts.
 
 use super::output::{earlier_steps, prepare_output};
-use super::{BackendArg, Resume, Run, TrainArgs, signals};
+use super::{BackendArg, Host, Resume, Run, TrainArgs, signals};
 use crate::cli::config::remark;
 use crate::cli::{Failure, OrFail, dp_sp, model, note, settings};
 use anyhow::{Context, ensure};
 use std::path::Path;
 use std::sync::Arc;
+use ulysses::comm::LaunchOptions;
 use ulysses::config::{Backend, Config, Overrides, RawConfig};
 use ulysses::data::{Corpus, PackedRows, Tokenizer};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::DeviceMesh;
 
-pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
+pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> {
     let (config_path, device) = (args.config.clone(), args.device.kind()?);
     let resume = args.resume.clone().map(|dir| dir.map_or(Resume::Newest, Resume::From));
     let raw = RawConfig::from_file(&config_path).or_usage()?;
     let mut config = raw.resolve(&overrides(args)?).or_usage()?;
+    host.enter(&config)?;
     remark(&config);
     let device = if config.backend == Backend::Nccl { gpus_of_nccl()? } else { device };
     let (steps, seq_len) = (config.require_steps().or_usage()?, config.require_seq_len().or_usage()?);
     config.require_data().or_usage()?;
     earlier_steps(&config, resume.as_ref()).or_usage()?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
-    let launch = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
+    let launch = settings::launch_options(config.threads_per_rank, host.local_ranks(mesh.world_size()))?;
+    let launch = LaunchOptions { check: config.comm_check, ..launch };
     let tokenizer = open_tokenizer(&mut config)?;
     let source = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     source.check_exchange(config.micro_batch_size, seq_len, config.sp_size)?;
     settings::check_memory(&config, &source.config, seq_len)?;
     let rows = read_rows(&config, &tokenizer, seq_len, source.config.vocab_size).or_run()?;
     // Last: nothing is written for a run that cannot start.
-    let (output, lock) = prepare_output(&config_path, &config, resume.is_some()).or_run()?;
+    let (output, lock) = match host.is_first() {
+        true => prepare_output(&config_path, &config, resume.is_some())
+            .map(|(output, lock)| (output, Some(lock)))
+            .or_run()?,
+        false => Default::default(),
+    };
     // Without checkpoints there is nothing to save: signals keep their usual effect.
     let watch = || signals::watch().context("cannot watch for signals").or_run();
     let stop = if config.checkpoint.is_some() { watch()? } else { Arc::default() };
@@ -74,6 +82,7 @@ fn overrides(args: TrainArgs) -> Result<Overrides, Failure> {
     let backend = args.backend.map(|backend| match backend {
         BackendArg::Thread => Backend::Thread,
         BackendArg::Nccl => Backend::Nccl,
+        BackendArg::Mpi => Backend::Mpi,
     });
     let TrainArgs { model, data, tokenizer, seq_len, steps, threads_per_rank, output, seed, .. } = args;
     Ok(Overrides {

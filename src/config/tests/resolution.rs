@@ -35,6 +35,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         steps: None,
         threads_per_rank: None,
         backend: Backend::Thread,
+        comm_check: false,
         activation_checkpointing: false,
         loss_tile_tokens: 1024,
         parameter_groups: vec![],

@@ -1,6 +1,6 @@
 //! What DeepSpeed leaves to the training script.
 
-use super::build::{COUNT, NOT_NEGATIVE, flag, key};
+use super::build::{COUNT, NOT_NEGATIVE, flag, key, section};
 use super::key::{Key, Value};
 
 pub(super) const ULYSSES: &[Key] = &[
@@ -12,7 +12,9 @@ pub(super) const ULYSSES: &[Key] = &[
     key("seq_len", COUNT, "Tokens per row, over all sequence-parallel ranks."),
     key("steps", COUNT, "Optimizer steps to train."),
     key("threads_per_rank", COUNT, "CPU threads of one rank.").derived("a fair share of the cores"),
-    key("backend", Value::Choice(&["thread", "nccl"]), "What carries the communication.").text("thread"),
+    key("backend", Value::Choice(&["thread", "nccl", "mpi"]), "What carries the communication.")
+        .text("thread"),
+    section("comm", COMM, "How ranks watch over their communication."),
     flag("activation_checkpointing", "Recomputes activations in the backward pass."),
     key("loss_tile_tokens", COUNT, "Tokens whose logits exist at a time.").integer(1024),
     key(
@@ -21,6 +23,14 @@ pub(super) const ULYSSES: &[Key] = &[
         "Parameters with settings of their own; each is in the first group that it matches.",
     ),
 ];
+
+const COMM: &[Key] = &[key(
+    "check",
+    Value::Choice(&["off", "on"]),
+    "Compares the calls of all ranks before data moves, and names the one that differs. Threads always do; between \
+     processes it costs a message per pair of ranks.",
+)
+.text("off")];
 
 const PARAMETER_GROUP: &[Key] = &[
     key("match", Value::Text, "A regular expression, looked for anywhere in a parameter's full name.")
