@@ -1,6 +1,7 @@
 //! The cases of `ProcessGroup`, which all backends pass.
 
 use crate::job::Job;
+use crate::large;
 use crate::support::comm::cases::every_case;
 use crate::support::comm::mpi::Mpi;
 use crate::support::comm::{
@@ -26,6 +27,8 @@ fn cases() -> Vec<Case> {
     cases.push(("whole", "exchanges_messages_and_sub_groups", |mpi| {
         whole::exchanges_messages_and_sub_groups(mpi, mpi.processes());
     }));
+    let whole = large::a_tensor_of_more_elements_than_an_int_counts_arrives_whole;
+    cases.push(("large", "a_tensor_of_more_elements_than_an_int_counts_arrives_whole", whole));
     cases
 }
 
@@ -44,6 +47,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     };
     let sizes = |file: &str| match file {
         "whole" => vec![2, 3, 4],
+        "large" => vec![2],
         _ if OF_EIGHT.contains(&file) => vec![8],
         _ => vec![4],
     };

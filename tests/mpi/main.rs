@@ -9,6 +9,7 @@ mod support;
 
 mod conformance;
 mod job;
+mod large;
 mod training;
 
 use libtest_mimic::{Arguments, Trial};
