@@ -49,11 +49,12 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
 const LEAVES: [&str; 3] = ["tensor", "memory", "device"];
 
 /// Where `unsafe` may stand in `src/` and `examples/`.
-const MAY_BE_UNSAFE: [&str; 7] = [
+const MAY_BE_UNSAFE: [&str; 8] = [
     "src/device/",
     "src/ops/",
     "src/comm/thread/",
     "src/comm/nccl/",
+    "src/comm/mpi/",
     "src/memory.rs",
     "src/cli/settings.rs",
     "src/main.rs",

@@ -8,6 +8,7 @@ use support::comm::Emulated;
 use support::comm::Nccl;
 #[cfg(feature = "cuda")]
 use support::comm::OnOneGpu;
+use support::comm::cases::every_case;
 use support::comm::{Defaults, Threads};
 
 /// One `#[test]` for each case, which is a function of `support::comm`.
@@ -27,67 +28,7 @@ macro_rules! suite {
         mod $name {
             use super::*;
 
-            cases! {
-                $backend;
-                reduce:
-                    all_reduce_sums_every_dtype_at_every_size,
-                    all_reduce_finds_max_and_min,
-                    sums_run_in_rank_order_bit_for_bit_on_all_ranks_and_in_all_runs,
-                    sixteen_bit_sums_are_rounded_once,
-                    reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit,
-                    reduce_scatter_may_write_over_its_own_input;
-                gather:
-                    all_gather_concatenates_in_rank_order,
-                    all_gather_of_a_part_of_its_own_output_works_in_place,
-                    broadcast_reaches_all_ranks_from_every_root,
-                    values_are_reduced_and_gathered,
-                    varied_lengths_are_gathered_including_none;
-                exchange:
-                    all_to_all_moves_uneven_counts_and_none,
-                    strided_exchange_turns_sequence_shards_into_head_shards_and_back,
-                    strided_exchange_accumulates_in_rank_order,
-                    strided_exchange_may_write_into_the_storage_it_reads,
-                    plans_that_leave_their_tensors_are_refused;
-                point_to_point:
-                    a_ring_passes_tensors_on,
-                    messages_between_a_pair_keep_their_order,
-                    pairs_do_not_wait_for_each_other;
-                groups:
-                    split_orders_members_by_key_then_rank,
-                    ranks_without_a_color_join_no_group,
-                    groups_can_be_split_again_and_work_side_by_side,
-                    a_group_of_one_moves_and_counts_nothing;
-                pending:
-                    operations_can_be_waited_for_in_any_order,
-                    a_dropped_operation_still_completes,
-                    operations_of_two_groups_can_be_waited_for_in_opposite_orders,
-                    an_operation_goes_on_while_its_rank_waits_in_another_group,
-                    inputs_may_be_overwritten_once_waited_for,
-                    operations_may_read_and_write_the_same_two_storages_crosswise;
-                counters:
-                    collectives_count_the_bytes_that_crossed_ranks,
-                    all_reduce_counts_its_real_traffic_small_and_large,
-                    all_to_all_counts_uneven_traffic_without_a_ranks_own_part,
-                    messages_are_counted_on_both_sides,
-                    strided_exchange_counts_what_it_moves;
-                failures:
-                    a_panic_reaches_the_others_at_once,
-                    a_panic_with_an_operation_under_way_reaches_the_others_at_once,
-                    an_error_reaches_the_others_at_once_and_is_what_the_launch_returns,
-                    an_invalid_argument_on_one_rank_reaches_the_others,
-                    another_collective_is_named_with_both_calls,
-                    another_count_dtype_operator_or_root_is_named,
-                    a_count_matrix_that_does_not_match_is_refused_before_data_moves,
-                    strided_plans_that_do_not_match_are_refused,
-                    a_rank_that_never_comes_is_named_after_the_timeout,
-                    a_rank_that_leaves_early_is_named_at_once,
-                    a_failure_in_a_small_group_fails_the_whole_world,
-                    ranks_of_a_sub_group_are_named_by_their_global_rank,
-                    a_message_of_another_kind_fails_both_sides,
-                    a_message_to_or_from_a_rank_that_left_fails_at_once,
-                    what_is_called_after_a_failure_fails_with_the_same_error,
-                    wrong_arguments_are_typed_errors_and_leave_the_group_usable;
-            }
+            every_case!(cases! $backend);
         }
     };
 }

@@ -24,6 +24,7 @@ use device::DeviceArg;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::mesh::{DeviceMesh, MeshError};
 
 /// Trains transformers on sequences too long for one device.
@@ -120,9 +121,21 @@ pub(crate) fn run() -> ExitCode {
     ExitCode::from(code)
 }
 
+/// Whether this process leaves it to another one to talk to the user.
+static IS_SILENT: AtomicBool = AtomicBool::new(false);
+
+/// Lets [`print`] and [`note`] say nothing, or speak again: of the processes of a job one talks.
+#[cfg(feature = "mpi")]
+fn silence(is_silent: bool) {
+    IS_SILENT.store(is_silent, Ordering::Relaxed);
+}
+
 /// Writes a result to standard output. A reader that closes it early, such as `head`, has
 /// seen what it wanted.
 fn print(text: impl Display) -> Result<(), Failure> {
+    if IS_SILENT.load(Ordering::Relaxed) {
+        return Ok(());
+    }
     let mut stdout = std::io::stdout().lock();
     match write!(stdout, "{text}").and_then(|()| stdout.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
@@ -132,7 +145,9 @@ fn print(text: impl Display) -> Result<(), Failure> {
 
 /// Writes a line about the run to standard error, if somebody reads it.
 fn note(line: impl Display) {
-    let _ = writeln!(std::io::stderr(), "{line}");
+    if !IS_SILENT.load(Ordering::Relaxed) {
+        let _ = writeln!(std::io::stderr(), "{line}");
+    }
 }
 
 /// The error and its causes in one line, without what a cause only repeats.

@@ -7,8 +7,9 @@ use crate::ops::OpError;
 
 /// Why a collective failed. All ranks are global ones.
 ///
-/// Errors can be cloned because every rank of a failed world receives the same one.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+/// Errors can be cloned because every rank of a failed world receives the same one. Those that concern
+/// several ranks can be written, too, to travel between processes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum CommError {
     /// Some ranks did not take part in time.
@@ -84,10 +85,12 @@ pub enum CommError {
     },
 
     /// The mesh itself says no: for one, that it has no axis of a name.
+    #[serde(skip)]
     #[error(transparent)]
     Mesh(#[from] MeshError),
 
     /// The calling rank is no member of the mesh, hence of none of its groups.
+    #[serde(skip)]
     #[error("rank {rank} is not in the mesh (ranks {members:?}), so it has no group along \"{axis}\"")]
     NotMember {
         /// The axis whose group was asked for.
@@ -99,9 +102,11 @@ pub enum CommError {
     },
 
     /// The library underneath could not carry an operation out, or not in time.
+    #[serde(skip)]
     #[error("{library}, {op} #{sequence} of group \"{group}\" on rank {rank}: {reason}")]
     Library {
         /// Its name.
+        #[serde(skip)]
         library: &'static str,
         /// The group's name.
         group: String,
@@ -116,9 +121,11 @@ pub enum CommError {
     },
 
     /// A rank could not start to communicate.
+    #[serde(skip)]
     #[error("cannot start {library}{}: {reason}", .rank.map_or_else(String::new, |rank| format!(" on rank {rank}")))]
     Start {
         /// The library underneath.
+        #[serde(skip)]
         library: &'static str,
         /// The rank, where it is known.
         rank: Option<usize>,

@@ -9,8 +9,9 @@
 //! 3. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
 //!    starts them.
 //! 4. [`nccl`]: the backend whose ranks have a GPU each (feature `nccl`).
-//! 5. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
-//! 6. [`MeshGroups`]: the groups along the axes of a device mesh.
+//! 5. `mpi`: the backend whose ranks are processes (feature `mpi`).
+//! 6. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
+//! 7. [`MeshGroups`]: the groups along the axes of a device mesh.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
@@ -25,11 +26,15 @@
 
 mod arguments;
 mod buffer;
+mod call;
 mod error;
 mod ext;
 pub mod fake;
 mod group;
+mod launch;
 mod mesh_groups;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod nccl;
 mod pending;
 mod plan;
@@ -42,9 +47,10 @@ pub use crate::ops::rank_reduce::ReduceOp;
 pub use error::CommError;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;
+pub use launch::{LaunchError, LaunchOptions, RankContext};
 pub use mesh_groups::MeshGroups;
 pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
-pub use thread::{LaunchError, LaunchOptions, RankContext, launch};
+pub use thread::launch;
 pub use traffic::Traffic;

@@ -1,11 +1,12 @@
 //! What a rank has moved in a group, operation by operation.
 
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 
 /// The operations of a [`ProcessGroup`](super::ProcessGroup), as named in messages
 /// and statistics.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum CollectiveOp {
     /// [`start_all_reduce`](super::ProcessGroup::start_all_reduce)
     AllReduce,
@@ -64,7 +65,7 @@ impl fmt::Display for CollectiveOp {
 
 /// What one operation has moved between this rank and others. A rank's own part
 /// is copied but not counted.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpStats {
     /// How often this rank has issued the operation.
     pub calls: u64,
@@ -76,7 +77,7 @@ pub struct OpStats {
 }
 
 /// What one rank has moved in one group. Groups of one rank move and count nothing.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupStats {
     /// Operations that were issued at least once.
     pub ops: BTreeMap<CollectiveOp, OpStats>,

@@ -65,6 +65,7 @@ pub(super) struct UlyssesSection {
     pub(super) validation: Option<ValidationConfig>,
     pub(super) threads_per_rank: Option<usize>,
     pub(super) backend: Backend,
+    pub(super) comm_check: bool,
     pub(super) activation_checkpointing: bool,
     pub(super) loss_tile_tokens: usize,
     pub(super) parameter_groups: Vec<ParameterGroup>,
@@ -176,6 +177,10 @@ impl UlyssesSection {
             validation: ValidationConfig::read(section),
             threads_per_rank: section.count("threads_per_rank"),
             backend: section.choice("backend", Backend::CHOICES).unwrap_or_default(),
+            comm_check: section
+                .section("comm")
+                .choice("check", &[("off", false), ("on", true)])
+                .unwrap_or_default(),
             activation_checkpointing: section.boolean("activation_checkpointing"),
             loss_tile_tokens: section.count("loss_tile_tokens").unwrap_or(1),
             parameter_groups: ParameterGroup::read_all(section, optimizer_lr),

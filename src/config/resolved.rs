@@ -74,6 +74,8 @@ pub struct Config {
     pub threads_per_rank: Option<usize>,
     /// `ulysses.backend`: what carries the communication; default threads.
     pub backend: Backend,
+    /// `ulysses.comm.check`: compare the calls of all ranks, where that costs messages; default off.
+    pub comm_check: bool,
     /// `ulysses.activation_checkpointing`: recompute activations in the backward pass; default false.
     pub activation_checkpointing: bool,
     /// `ulysses.loss_tile_tokens`: tokens whose logits exist at a time; default 1024.
@@ -126,10 +128,13 @@ pub enum Backend {
     Thread,
     /// The same, each with a GPU of its own and NCCL between them.
     Nccl,
+    /// Ranks are processes of an MPI job.
+    Mpi,
 }
 
 impl Backend {
-    pub(super) const CHOICES: &[(&str, Self)] = &[("thread", Self::Thread), ("nccl", Self::Nccl)];
+    pub(super) const CHOICES: &[(&str, Self)] =
+        &[("thread", Self::Thread), ("nccl", Self::Nccl), ("mpi", Self::Mpi)];
 }
 
 /// What the command line says. Flags override the file, except the mesh, where a
@@ -214,6 +219,7 @@ impl RawConfig {
             validation: file.validation.clone(),
             threads_per_rank: overrides.threads_per_rank.or(file.threads_per_rank),
             backend: overrides.backend.unwrap_or(file.backend),
+            comm_check: file.comm_check,
             activation_checkpointing: file.activation_checkpointing,
             loss_tile_tokens: file.loss_tile_tokens,
             memory: self.memory.clone(),

@@ -71,6 +71,8 @@ struct WrittenUlysses<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     threads_per_rank: Option<usize>,
     backend: Backend,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    comm: Option<WrittenComm>,
     activation_checkpointing: bool,
     loss_tile_tokens: usize,
     #[serde(flatten)]
@@ -81,6 +83,11 @@ struct WrittenUlysses<'a> {
 
 fn write_sources<S: Serializer>(sources: &[DataSource], serializer: S) -> Result<S::Ok, S::Error> {
     DataSource::write_all(sources, serializer)
+}
+
+#[derive(Serialize)]
+struct WrittenComm {
+    check: &'static str,
 }
 
 impl Serialize for Config {
@@ -121,6 +128,7 @@ impl Serialize for Config {
                 validation: self.validation.as_ref(),
                 threads_per_rank: self.threads_per_rank,
                 backend: self.backend,
+                comm: self.comm_check.then_some(WrittenComm { check: "on" }),
                 activation_checkpointing: self.activation_checkpointing,
                 loss_tile_tokens: self.loss_tile_tokens,
                 memory: &self.memory,

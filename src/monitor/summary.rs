@@ -2,11 +2,12 @@
 
 use super::Metrics;
 use crate::comm::{CollectiveOp, GroupStats};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
 
 /// What one rank reports when a run ends.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankSummary {
     /// Global rank.
     pub rank: usize,
@@ -19,7 +20,7 @@ pub struct RankSummary {
 }
 
 /// What a run's steps add up to.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunTotals {
     /// Steps, skipped ones included.
     pub steps: u64,

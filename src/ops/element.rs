@@ -51,7 +51,7 @@ macro_rules! for_dtype {
         }
     }};
 }
-pub(super) use for_dtype;
+pub(crate) use for_dtype;
 
 /// A type that reductions compute in.
 pub(super) trait Number: Copy + PartialOrd + Send + Sync + 'static {

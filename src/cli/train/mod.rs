@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod feed;
+mod host;
 mod output;
 mod prepare;
 mod reporter;
@@ -15,8 +16,10 @@ use candle_core::Device;
 use checkpoints::Checkpoints;
 use clap::ValueEnum;
 use feed::{Feed, Limit, Phase};
+use host::Host;
 use reporter::Reporter;
 use resume::Resume;
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -89,6 +92,8 @@ enum BackendArg {
     Thread,
     /// The same, each with a GPU of its own and NCCL between them (feature `nccl`).
     Nccl,
+    /// Ranks are processes that `mpirun` has started (feature `mpi`).
+    Mpi,
 }
 
 /// Everything that the ranks share.
@@ -108,11 +113,12 @@ struct Run {
     new_run_id: String,
     /// Set by a signal: save and end.
     stop: Arc<AtomicBool>,
-    /// Held while the run writes to `output`.
-    _lock: OutputLock,
+    /// Held, by the process that writes to `output`, while the run lasts.
+    _lock: Option<OutputLock>,
 }
 
 /// What a rank ends with.
+#[derive(Serialize, Deserialize)]
 struct RankOutcome {
     /// On rank 0.
     totals: Option<RunTotals>,
@@ -125,9 +131,11 @@ struct RankOutcome {
 }
 
 pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
-    let run = prepare::prepare(args)?;
+    let mut host = Host::default();
+    let prepared = prepare::prepare(args, &mut host);
+    let run = host.agree(prepared)?;
     note(&run);
-    let results = run.launch().map_err(failure)?;
+    let results = host.launch(&run)?;
     let ranks = results.iter().map(|outcome| outcome.summary.clone()).collect();
     let first = results.into_iter().next().context("a mesh has a rank").or_run()?;
     let (step, totals) = (first.steps, first.totals.context("rank 0 reports").or_run()?);
@@ -157,8 +165,8 @@ fn failure(error: LaunchError) -> Failure {
 }
 
 impl Run {
-    /// Trains on all ranks.
-    fn launch(&self) -> Result<Vec<RankOutcome>, LaunchError> {
+    /// Trains on the ranks that are threads of this process.
+    fn launch(&self) -> Result<Vec<RankOutcome>, Failure> {
         let world_size = self.mesh.world_size();
         match self.config.backend {
             #[cfg(feature = "nccl")]
@@ -168,8 +176,10 @@ impl Run {
                     let gpu = rank.group.value_device();
                     self.train(&rank, gpu)
                 })
+                .map_err(failure)
             }
-            _ => launch(world_size, &self.launch, |rank| self.train(&rank, self.device.open(rank.rank)?)),
+            _ => launch(world_size, &self.launch, |rank| self.train(&rank, self.device.open(rank.rank)?))
+                .map_err(failure),
         }
     }
 

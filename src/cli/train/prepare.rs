@@ -3,22 +3,24 @@
 use super::feed::{Limit, Phase};
 use super::output::prepare_output;
 use super::resume::{Resume, check_candidate, check_output};
-use super::{BackendArg, Run, TrainArgs, signals};
+use super::{BackendArg, Host, Run, TrainArgs, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
 use crate::cli::{Failure, OrFail, dp_sp, model, settings};
 use anyhow::{Context, ensure};
 use std::sync::Arc;
+use ulysses::comm::LaunchOptions;
 use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::DeviceMesh;
 
-pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
+pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> {
     let (config_path, device) = (args.config.clone(), args.device.kind()?);
     let resume = args.resume.clone().map(Resume::new).transpose()?;
     let names_backend = args.backend.is_some();
     let raw = RawConfig::from_file(&config_path).or_usage()?;
     let mut config = raw.resolve(&overrides(args)?).or_usage()?;
+    host.enter(&config)?;
     remark(&config);
     let device = if config.backend == Backend::Nccl { gpus_of_nccl(names_backend)? } else { device };
     let limit = limit(&config).or_usage()?;
@@ -26,7 +28,8 @@ pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     config.require_data().or_usage()?;
     check_output(&config, resume.as_ref())?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
-    let launch = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
+    let launch = settings::launch_options(config.threads_per_rank, host.local_ranks(mesh.world_size()))?;
+    let launch = LaunchOptions { check: config.comm_check, ..launch };
     let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
     let source = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     for (_, seq_len) in &seq_lens {
@@ -38,7 +41,12 @@ pub(super) fn prepare(args: TrainArgs) -> Result<Run, Failure> {
     let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
     check_candidate(resume.as_ref(), &config, &phases)?;
     // Last: nothing is written for a run that cannot start.
-    let (output, lock) = prepare_output(&config_path, &config, resume.is_some()).or_run()?;
+    let (output, lock) = match host.is_first() {
+        true => prepare_output(&config_path, &config, resume.is_some())
+            .map(|(output, lock)| (output, Some(lock)))
+            .or_run()?,
+        false => Default::default(),
+    };
     // Without checkpoints there is nothing to save: signals keep their usual effect.
     let watch = || signals::watch().context("cannot watch for signals").or_run();
     let stop = if config.checkpoint.is_some() { watch()? } else { Arc::default() };
@@ -83,6 +91,7 @@ fn overrides(args: TrainArgs) -> Result<Overrides, Failure> {
     let backend = args.backend.map(|backend| match backend {
         BackendArg::Thread => Backend::Thread,
         BackendArg::Nccl => Backend::Nccl,
+        BackendArg::Mpi => Backend::Mpi,
     });
     let TrainArgs { model, tokenizer, seq_len, steps, epochs, threads_per_rank, output, seed, .. } = args;
     let data = args.data.into_iter().map(DataSource::from).collect();

@@ -1,12 +1,12 @@
 //! A collective under way on one rank: its stages.
 
-use super::call::Call;
 use super::communicator::{Communicator, Round, Stage};
 use super::engine::{Operation, Step, Stuck};
 use super::exchange::Exchange;
 use crate::comm::CommError;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
-use crate::comm::traffic::DIRECT_REDUCE_MAX_ELEMS;
+use crate::comm::call::Call;
+use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::device::Fence;
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
@@ -97,7 +97,7 @@ impl Collective {
                 self.result = Some(self.exchange().reduce(op, 0..count, &self.outputs[0])?);
             }
             Call::AllReduce { op, count, .. } => {
-                let own = self.exchange().chunk_of(self.rank, count);
+                let own = all_reduce_chunk(self.comm.world_size(), self.rank, count);
                 let chunk = self.exchange().reduce(op, own, &self.outputs[0])?;
                 *self.round.seats[self.rank].reduced.write() = Some(chunk);
                 return Ok(Stage::Reduced);

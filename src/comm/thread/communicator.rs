@@ -1,8 +1,8 @@
 //! What the members of a group share: the table at which their calls meet.
 
-use super::call::{Call, compare};
 use super::mailbox::Mailbox;
 use super::world::World;
+use crate::comm::call::{Call, compare};
 use crate::comm::{CollectiveOp, CommError, GroupStats, OpStats};
 use crate::device::Fence;
 use candle_core::{Device, Tensor};
@@ -204,13 +204,7 @@ impl Round {
     /// Whether all ranks have called the same thing.
     pub(super) fn compare(&self, comm: &Communicator, sequence: u64) -> Result<(), CommError> {
         let posts = (0..self.seats.len()).map(|rank| self.post_of(rank).map(|post| &post.call));
-        compare(&posts.collect::<Result<Vec<_>, _>>()?).map_err(|divergence| CommError::Desync {
-            group: comm.name.clone(),
-            sequence,
-            rank: comm.global_ranks[divergence.rank],
-            called: divergence.called,
-            others: divergence.others.iter().map(|&rank| comm.global_ranks[rank]).collect(),
-            others_called: divergence.others_called,
-        })
+        compare(&posts.collect::<Result<Vec<_>, _>>()?)
+            .map_err(|divergence| divergence.into_error(&comm.name, sequence, &comm.global_ranks))
     }
 }

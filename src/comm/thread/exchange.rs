@@ -4,8 +4,8 @@
 //! Locks: a tensor of a peer is locked for reading only while elements are copied out
 //! of it, and those are the last locks to be taken. Nobody waits for a rank meanwhile.
 
-use super::call::Call;
 use super::communicator::{Communicator, Round};
+use crate::comm::call::Call;
 use crate::comm::traffic::all_reduce_chunk;
 use crate::comm::{CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
 use crate::ops::rank_reduce;
@@ -38,11 +38,6 @@ impl Pull {
 }
 
 impl Exchange<'_> {
-    /// The part of `count` elements that a rank reduces in an all_reduce.
-    pub(super) fn chunk_of(&self, rank: usize, count: usize) -> Range<usize> {
-        all_reduce_chunk(self.comm.world_size(), rank, count)
-    }
-
     /// Counts what was copied out of a peer's memory.
     fn moved(&self, peer: usize, elements: usize, like: &Tensor) {
         let bytes = elements * like.dtype().size_in_bytes();
@@ -108,7 +103,7 @@ impl Exchange<'_> {
             let Some(chunk) = &**reduced else {
                 return Err(CommError::Tensor(format!("rank {peer} of the group has reduced nothing")));
             };
-            let to = self.chunk_of(peer, count);
+            let to = all_reduce_chunk(self.comm.world_size(), peer, count);
             chunks.push(chunk);
             copies.push(BlockCopy {
                 from: StridedBlock::contiguous(peer, 0, to.len()),

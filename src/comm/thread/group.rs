@@ -1,12 +1,12 @@
 //! [`ProcessGroup`] over the memory of one process.
 
-use super::call::Call;
 use super::collective::{Buffers, Collective, SplitResult};
 use super::communicator::Communicator;
 use super::engine::{Lane, LaneKind, Operation, RankState};
 use super::mailbox::{RecvOperation, SendOperation};
 use crate::comm::arguments::Arguments;
 use crate::comm::buffer::apart;
+use crate::comm::call::Call;
 use crate::comm::{
     CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan, strided,
 };

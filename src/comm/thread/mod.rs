@@ -3,7 +3,6 @@
 //! Ranks read one another's tensors in place, so an exchange is a single copy into
 //! its final layout. `src/comm/README.md` tells the way of a collective.
 
-mod call;
 mod collective;
 mod communicator;
 mod engine;
@@ -16,4 +15,5 @@ mod signal;
 mod tests;
 mod world;
 
-pub use launch::{LaunchError, LaunchOptions, RankContext, launch};
+pub use super::launch::{LaunchError, LaunchOptions, RankContext};
+pub use launch::launch;

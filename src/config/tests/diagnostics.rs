@@ -149,8 +149,8 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
             "c.json:1:24: `loss_normalization`: expected one of \"global\", \"micro_batch\", found the string \"mean\"",
         ),
         (
-            r#"{"ulysses": {"backend": "mpi"}}"#,
-            "c.json:1:25: `ulysses.backend`: expected one of \"thread\", \"nccl\", found the string \"mpi\"",
+            r#"{"ulysses": {"backend": "tcp"}}"#,
+            "c.json:1:25: `ulysses.backend`: expected one of \"thread\", \"nccl\", \"mpi\", found the string \"tcp\"",
         ),
         (
             r#"{"ulysses": {"parameter_groups": {"match": "norm"}}}"#,

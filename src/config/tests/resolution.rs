@@ -39,6 +39,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         validation: None,
         threads_per_rank: None,
         backend: Backend::Thread,
+        comm_check: false,
         activation_checkpointing: false,
         loss_tile_tokens: 1024,
         memory: MemoryConfig::default(),

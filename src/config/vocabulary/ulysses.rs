@@ -27,7 +27,9 @@ pub(super) const ULYSSES: &[Key] = &[
         .text("greedy"),
     section("validation", VALIDATION, "Held-out data, whose loss is computed as training goes on."),
     key("threads_per_rank", COUNT, "CPU threads of one rank.").derived("a fair share of the cores"),
-    key("backend", Value::Choice(&["thread", "nccl"]), "What carries the communication.").text("thread"),
+    key("backend", Value::Choice(&["thread", "nccl", "mpi"]), "What carries the communication.")
+        .text("thread"),
+    section("comm", COMM, "How ranks watch over their communication."),
     flag("activation_checkpointing", "Recomputes activations in the backward pass."),
     key(
         "activation_checkpointing_interval",
@@ -67,6 +69,13 @@ const VALIDATION: &[Key] = &[
     key("eval_interval", COUNT, "Steps between two evaluations.").derived("the last step only"),
     key("eval_batches", COUNT, "Batches of `train_batch_size` rows that are evaluated.").derived("all rows"),
 ];
+const COMM: &[Key] = &[key(
+    "check",
+    Value::Choice(&["off", "on"]),
+    "Compares the calls of all ranks before data moves, and names the one that differs. Threads always do; between \
+     processes it costs a message per pair of ranks.",
+)
+.text("off")];
 
 const PARAMETER_GROUP: &[Key] = &[
     key("match", Value::Text, "A regular expression, looked for anywhere in a parameter's full name.")

@@ -18,7 +18,7 @@ use candle_core::Tensor;
 /// any rank gives NaN. All of this is what [`reduce`] does, and so what the thread
 /// backend does. NCCL's kernels add in an order of their own, may round 16-bit floats
 /// at every step, and of a number and a NaN they may keep the number in `Max` and `Min`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum ReduceOp {
     /// Adds the ranks' elements, in rank order.
     Sum,

@@ -1,14 +1,13 @@
 //! all_to_all, and the strided form of it.
 
-use super::{Backend, code, for_each_dtype, tensor, values, zeros};
+use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
 use candle_core::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses::comm::{CommError, ProcessGroupExt, RecvBlock, StridedBlock, StridedPlan};
-use ulysses::tensor::Element;
 
 pub(crate) fn all_to_all_moves_uneven_counts_and_none(backend: &impl Backend) {
-    fn case<T: Element>(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
         // Rank i sends (i + 2j) mod 4 times `scale` elements to rank j: zeros included.
         let count = |src: usize, dst: usize, scale: usize| (src + 2 * dst) % 4 * scale;
         for (world_size, scale) in [(1, 5), (2, 1), (3, 2), (4, 1), (4, 20_000)] {
@@ -147,7 +146,7 @@ fn run(tensor: usize, offset: usize, count: usize) -> StridedBlock {
 }
 
 pub(crate) fn strided_exchange_accumulates_in_rank_order(backend: &impl Backend) {
-    fn case<T: Element>(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
         // Every rank adds its elements to rank 0's: what shared KV heads need.
         let results = backend.run(4, |group| {
             let (rank, ranks) = (group.rank(), group.world_size());

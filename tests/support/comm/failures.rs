@@ -1,7 +1,7 @@
 //! What every rank is told when one of them fails.
 
 use super::{Backend, Group, tensor, zeros};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use ulysses::comm::{
     CollectiveOp, CommError, LaunchError, ProcessGroupExt, RecvBlock, ReduceOp, StridedBlock, StridedPlan,
@@ -17,16 +17,11 @@ fn fail(
     within: Duration,
     work: impl Fn(&Group) -> Result<(), CommError> + Sync,
 ) -> (LaunchError, Vec<Option<CommError>>) {
-    let errors = Mutex::new(vec![None; world_size]);
     let started = Instant::now();
-    let launched = backend.run_for(world_size, TIMEOUT, |group| {
-        let result = work(&group);
-        errors.lock().unwrap()[group.rank()] = result.as_ref().err().cloned();
-        result
-    });
+    let failed = backend.fail_for(world_size, TIMEOUT, work);
     let took = started.elapsed();
     assert!(took < within, "took {took:?}");
-    (launched.unwrap_err(), errors.into_inner().unwrap())
+    failed
 }
 
 fn all_reduce(count: usize, group: &Group) -> Result<(), CommError> {

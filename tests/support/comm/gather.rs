@@ -1,11 +1,10 @@
 //! all_gather, broadcast, and the forms on plain values.
 
-use super::{Backend, code, for_each_dtype, tensor, values, zeros};
+use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
 use ulysses::comm::{ProcessGroupExt, ReduceOp};
-use ulysses::tensor::Element;
 
 pub(crate) fn all_gather_concatenates_in_rank_order(backend: &impl Backend) {
-    fn case<T: Element>(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
         for (world_size, count) in [(1, 3), (2, 0), (2, 1), (3, 7), (4, 40_001), (8, 5)] {
             let gathered = backend.run(world_size, |group| {
                 let output = zeros::<T>(count * group.world_size());
@@ -38,7 +37,7 @@ pub(crate) fn all_gather_of_a_part_of_its_own_output_works_in_place(backend: &im
 }
 
 pub(crate) fn broadcast_reaches_all_ranks_from_every_root(backend: &impl Backend) {
-    fn case<T: Element>(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
         for (world_size, count) in [(1, 2), (2, 0), (3, 9), (4, 10_000)] {
             let results = backend.run(world_size, |group| {
                 let from_root = |root| {

@@ -1,19 +1,23 @@
 //! The conformance suite of `ProcessGroup`: one file per kind of operation, each case
 //! a function over a [`Backend`], so that every backend runs the same cases.
 
+pub(crate) mod cases;
 pub(crate) mod counters;
 pub(crate) mod exchange;
 pub(crate) mod failures;
 pub(crate) mod gather;
 pub(crate) mod groups;
+#[cfg(feature = "mpi")]
+pub(crate) mod mpi;
 pub(crate) mod pending;
 pub(crate) mod point_to_point;
 pub(crate) mod reduce;
 pub(crate) mod whole;
+pub(crate) mod wire;
 
 use candle_core::{Device, Tensor};
 use std::cell::RefCell;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use ulysses::comm::{
     CommError, GroupStats, LaunchError, LaunchOptions, Pending, ProcessGroup, ReduceOp, launch,
@@ -21,12 +25,17 @@ use ulysses::comm::{
 #[cfg(feature = "cuda")]
 use ulysses::device::DeviceKind;
 use ulysses::tensor::{Element, to_vec};
+pub(crate) use wire::Wire;
 
 pub(crate) type Group = Arc<dyn ProcessGroup>;
 
+/// An element that ranks can return.
+pub(crate) trait Value: Element + Wire {}
+impl<T: Element + Wire> Value for T {}
+
 /// Something that can start ranks.
 pub(crate) trait Backend {
-    fn run_for<T: Send>(
+    fn run_for<T: Wire>(
         &self,
         world_size: usize,
         timeout: Duration,
@@ -34,8 +43,25 @@ pub(crate) trait Backend {
     ) -> Result<Vec<T>, LaunchError>;
 
     /// Runs what must not fail. The timeout only keeps a broken backend from hanging.
-    fn run<T: Send>(&self, world_size: usize, run: impl Fn(Group) -> Result<T, CommError> + Sync) -> Vec<T> {
+    fn run<T: Wire>(&self, world_size: usize, run: impl Fn(Group) -> Result<T, CommError> + Sync) -> Vec<T> {
         self.run_for(world_size, Duration::from_secs(20), run).unwrap()
+    }
+
+    /// Runs what must fail: the launch's error, and each rank's own (`None` for one that panicked or
+    /// returned well).
+    fn fail_for(
+        &self,
+        world_size: usize,
+        timeout: Duration,
+        work: impl Fn(&Group) -> Result<(), CommError> + Sync,
+    ) -> (LaunchError, Vec<Option<CommError>>) {
+        let errors = Mutex::new(vec![None; world_size]);
+        let launched = self.run_for(world_size, timeout, |group| {
+            let result = work(&group);
+            errors.lock().unwrap()[group.rank()] = result.as_ref().err().cloned();
+            result
+        });
+        (launched.unwrap_err(), errors.into_inner().unwrap())
     }
 }
 
@@ -45,7 +71,7 @@ pub(crate) struct Threads {
 }
 
 impl Backend for Threads {
-    fn run_for<T: Send>(
+    fn run_for<T: Wire>(
         &self,
         world_size: usize,
         timeout: Duration,
@@ -63,7 +89,7 @@ pub(crate) struct Emulated<B>(pub(crate) B);
 
 #[cfg(feature = "kernel-emulation")]
 impl<B: Backend> Backend for Emulated<B> {
-    fn run_for<T: Send>(
+    fn run_for<T: Wire>(
         &self,
         world_size: usize,
         timeout: Duration,
@@ -95,7 +121,7 @@ pub(crate) struct OnOneGpu<B>(pub(crate) B);
 
 #[cfg(feature = "cuda")]
 impl<B: Backend> Backend for OnOneGpu<B> {
-    fn run_for<T: Send>(
+    fn run_for<T: Wire>(
         &self,
         world_size: usize,
         timeout: Duration,
@@ -118,7 +144,7 @@ pub(crate) fn nccl_ranks() -> usize {
 
 #[cfg(feature = "nccl")]
 impl Backend for Nccl {
-    fn run_for<T: Send>(
+    fn run_for<T: Wire>(
         &self,
         world_size: usize,
         timeout: Duration,
@@ -137,7 +163,7 @@ impl Backend for Nccl {
 pub(crate) struct Defaults;
 
 impl Backend for Defaults {
-    fn run_for<T: Send>(
+    fn run_for<T: Wire>(
         &self,
         world_size: usize,
         timeout: Duration,

@@ -1,11 +1,10 @@
 //! send and recv.
 
-use super::{Backend, code, for_each_dtype, tensor, values, zeros};
+use super::{Backend, Value, code, for_each_dtype, tensor, values, zeros};
 use ulysses::comm::ProcessGroupExt;
-use ulysses::tensor::Element;
 
 pub(crate) fn a_ring_passes_tensors_on(backend: &impl Backend) {
-    fn case<T: Element>(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
         for (world_size, count) in [(1, 4), (2, 0), (2, 9), (3, 5_000), (4, 1)] {
             backend.run(world_size, |group| {
                 let rank = group.rank();

@@ -1,16 +1,15 @@
 //! all_reduce and reduce_scatter.
 
-use super::{Backend, code, for_each_dtype, irregular, tensor, values, zeros};
+use super::{Backend, Value, code, for_each_dtype, irregular, tensor, values, zeros};
 use half::bf16;
 use ulysses::comm::{ProcessGroupExt, ReduceOp};
-use ulysses::tensor::Element;
 
 /// Both sides of the step from one phase to two, uneven chunks, and enough for
 /// several blocks and tasks.
 const COUNTS: [usize; 7] = [0, 1, 5, 4096, 4097, 10_001, 200_003];
 
 pub(crate) fn all_reduce_sums_every_dtype_at_every_size(backend: &impl Backend) {
-    fn case<T: Element>(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
         for (world_size, count) in [1, 2, 3, 4, 8].into_iter().flat_map(|n| COUNTS.map(|count| (n, count))) {
             let sums = backend.run(world_size, |group| {
                 let tensor = tensor(count, |i| code::<T>(group.rank(), i));
@@ -29,7 +28,7 @@ pub(crate) fn all_reduce_sums_every_dtype_at_every_size(backend: &impl Backend) 
 }
 
 pub(crate) fn all_reduce_finds_max_and_min(backend: &impl Backend) {
-    fn case<T: Element>(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
         for count in [3, 9_000] {
             // The largest element stands on another rank for every index.
             let element = |rank: usize, i: usize| T::from_f64(((rank + i) % 3 + 1) as f64);
@@ -82,7 +81,7 @@ pub(crate) fn sixteen_bit_sums_are_rounded_once(backend: &impl Backend) {
 }
 
 pub(crate) fn reduce_scatter_gives_the_chunks_of_all_reduce_bit_for_bit(backend: &impl Backend) {
-    fn case<T: Element>(backend: &impl Backend) {
+    fn case<T: Value>(backend: &impl Backend) {
         for (world_size, chunk) in [(1, 7), (2, 0), (2, 5), (3, 1), (3, 4_099), (4, 30_000)] {
             let count = world_size * chunk;
             backend.run(world_size, |group| {

@@ -1,21 +1,55 @@
 //! What a rank called, and whether the ranks' calls belong together.
 
-use crate::comm::{CollectiveOp, ReduceOp, StridedBlock, StridedPlan};
+use super::{CollectiveOp, CommError, ReduceOp, StridedBlock, StridedPlan};
 use candle_core::DType;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
 /// A collective call, without its data: what the ranks compare before any moves.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum Call {
-    AllReduce { op: ReduceOp, dtype: DType, count: usize },
-    ReduceScatter { op: ReduceOp, dtype: DType, chunk: usize },
-    AllGather { dtype: DType, count: usize },
-    AllToAll { dtype: DType, send: Vec<usize>, recv: Vec<usize> },
-    AllToAllStrided { dtype: DType, plan: Arc<StridedPlan> },
-    Broadcast { dtype: DType, count: usize, root: usize },
+    AllReduce {
+        op: ReduceOp,
+        #[serde(with = "dtype_name")]
+        dtype: DType,
+        count: usize,
+    },
+    ReduceScatter {
+        op: ReduceOp,
+        #[serde(with = "dtype_name")]
+        dtype: DType,
+        chunk: usize,
+    },
+    AllGather {
+        #[serde(with = "dtype_name")]
+        dtype: DType,
+        count: usize,
+    },
+    AllToAll {
+        #[serde(with = "dtype_name")]
+        dtype: DType,
+        send: Vec<usize>,
+        recv: Vec<usize>,
+    },
+    /// Compared within one process only: others pack, and compare the all-to-all.
+    #[serde(skip)]
+    AllToAllStrided {
+        dtype: DType,
+        plan: Arc<StridedPlan>,
+    },
+    Broadcast {
+        #[serde(with = "dtype_name")]
+        dtype: DType,
+        count: usize,
+        root: usize,
+    },
     Barrier,
-    Split { name: String, color: Option<usize>, key: usize },
+    Split {
+        name: String,
+        color: Option<usize>,
+        key: usize,
+    },
 }
 
 /// A disagreement. Ranks are those of the group.
@@ -25,6 +59,21 @@ pub(super) struct Divergence {
     pub(super) called: String,
     pub(super) others: Vec<usize>,
     pub(super) others_called: String,
+}
+
+impl Divergence {
+    /// The error that all ranks of the group report.
+    pub(super) fn into_error(self, group: &str, sequence: u64, global_ranks: &[usize]) -> CommError {
+        let Divergence { rank, called, others, others_called } = self;
+        CommError::Desync {
+            group: group.to_owned(),
+            sequence,
+            rank: global_ranks[rank],
+            called,
+            others: others.into_iter().map(|rank| global_ranks[rank]).collect(),
+            others_called,
+        }
+    }
 }
 
 impl Call {
@@ -172,9 +221,33 @@ impl fmt::Display for Call {
     }
 }
 
+/// An element type as its name, for calls that travel.
+pub(super) mod dtype_name {
+    use candle_core::DType;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(in crate::comm) fn serialize<S: Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(dtype.as_str())
+    }
+
+    pub(in crate::comm) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<DType, D::Error> {
+        let name = String::deserialize(from)?;
+        name.parse().map_err(|_| Error::custom(format!("no dtype `{name}`")))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_call_that_has_travelled_says_the_same() {
+        for call in [reduce(4), exchange(&[0, 3], &[0, 2]), Call::Barrier] {
+            let text = serde_json::to_string(&call).unwrap();
+            let travelled: Call = serde_json::from_str(&text).unwrap();
+            assert_eq!(travelled.to_string(), call.to_string(), "{text}");
+        }
+    }
 
     fn reduce(count: usize) -> Call {
         Call::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, count }

@@ -1,0 +1,173 @@
+//! Every collective as messages between pairs of ranks: the steps of one rank.
+//!
+//! Reductions are our own, in rank order, whatever the order of arrival: `MPI_Reduce` promises no
+//! order, and knows no 16-bit floats. A rank's own part is copied, not sent.
+
+use super::operation::{Step, peers};
+use super::transfers::{Members, Transfers};
+use crate::comm::buffer::{StorageId, copy_into, copy_of};
+use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
+use crate::comm::{CommError, ReduceOp};
+use crate::ops::rank_reduce;
+use candle_core::Tensor;
+use std::ops::Range;
+
+type Outcome = Result<Option<Step>, CommError>;
+
+/// `range` of a contiguous tensor's elements.
+fn part(tensor: &Tensor, range: Range<usize>) -> Result<Tensor, CommError> {
+    Ok(tensor.flatten_all()?.narrow(0, range.start, range.len())?)
+}
+
+/// Reduces into `target`. Of rank `r`, the elements are those of `received` at `r · n`; of this rank,
+/// `own`, which shares no memory with `target`.
+fn reduce(
+    members: &Members,
+    op: ReduceOp,
+    own: &Tensor,
+    received: &Tensor,
+    target: &Tensor,
+) -> Result<(), CommError> {
+    let count = target.elem_count();
+    let source = |rank: usize| {
+        if rank == members.rank { Ok(own.clone()) } else { part(received, rank * count..(rank + 1) * count) }
+    };
+    let sources = (0..members.world_size()).map(source).collect::<Result<Vec<_>, _>>()?;
+    Ok(rank_reduce::reduce(op, &sources.iter().collect::<Vec<_>>(), 0, target)?)
+}
+
+/// Room for `count` elements of every rank, like those of a tensor.
+fn room(members: &Members, count: usize, like: &Tensor) -> Result<Tensor, CommError> {
+    Ok(Tensor::zeros(members.world_size() * count, like.dtype(), like.device())?)
+}
+
+/// Small tensors: every rank collects all ranks' elements and reduces them itself. Large ones: each
+/// rank reduces its chunk, and then collects the others'.
+pub(super) fn all_reduce(
+    transfers: &mut Transfers,
+    members: &Members,
+    tensor: Tensor,
+    op: ReduceOp,
+) -> Outcome {
+    let count = tensor.elem_count();
+    if members.world_size() == 1 || count == 0 {
+        return Ok(None);
+    }
+    if count > DIRECT_REDUCE_MAX_ELEMS {
+        return all_reduce_in_chunks(transfers, members, tensor, op);
+    }
+    let received = room(members, count, &tensor)?;
+    for peer in peers(members) {
+        transfers.receive(members, &part(&received, peer * count..(peer + 1) * count)?, peer)?;
+        transfers.send(members, &tensor, peer)?;
+    }
+    Ok(Some(Step::last(move |members| {
+        let own = copy_of(&tensor)?;
+        reduce(members, op, &own, &received, &tensor)
+    })))
+}
+
+fn all_reduce_in_chunks(
+    transfers: &mut Transfers,
+    members: &Members,
+    tensor: Tensor,
+    op: ReduceOp,
+) -> Outcome {
+    let (ranks, count) = (members.world_size(), tensor.elem_count());
+    let own = all_reduce_chunk(ranks, members.rank, count);
+    let received = room(members, own.len(), &tensor)?;
+    for peer in peers(members) {
+        let from_peer = peer * own.len()..(peer + 1) * own.len();
+        transfers.receive(members, &part(&received, from_peer)?, peer)?;
+        transfers.send(members, &part(&tensor, all_reduce_chunk(ranks, peer, count))?, peer)?;
+    }
+    // All that this rank sends of its tensor has gone when this step begins: it may be written.
+    Ok(Some(Step::new(move |transfers, members| {
+        let reduced = Tensor::zeros(own.len(), tensor.dtype(), tensor.device())?;
+        reduce(members, op, &part(&tensor, own.clone())?, &received, &reduced)?;
+        copy_into(&reduced, &part(&tensor, own)?)?;
+        transfers.next_phase();
+        for peer in peers(members) {
+            transfers.receive(members, &part(&tensor, all_reduce_chunk(ranks, peer, count))?, peer)?;
+            transfers.send(members, &reduced, peer)?;
+        }
+        Ok(None)
+    })))
+}
+
+pub(super) fn reduce_scatter(
+    transfers: &mut Transfers,
+    members: &Members,
+    input: Tensor,
+    output: Tensor,
+    op: ReduceOp,
+) -> Outcome {
+    let count = output.elem_count();
+    let received = room(members, count, &output)?;
+    for peer in peers(members) {
+        transfers.receive(members, &part(&received, peer * count..(peer + 1) * count)?, peer)?;
+        transfers.send(members, &part(&input, peer * count..(peer + 1) * count)?, peer)?;
+    }
+    Ok(Some(Step::last(move |members| {
+        let own = part(&input, members.rank * count..(members.rank + 1) * count)?;
+        let is_shared = StorageId::of(&own) == StorageId::of(&output);
+        let own = if is_shared { copy_of(&own)? } else { own };
+        reduce(members, op, &own, &received, &output)
+    })))
+}
+
+/// `input` shares no memory with `output`.
+pub(super) fn all_gather(
+    transfers: &mut Transfers,
+    members: &Members,
+    input: &Tensor,
+    output: &Tensor,
+) -> Outcome {
+    let count = input.elem_count();
+    for peer in peers(members) {
+        transfers.receive(members, &part(output, peer * count..(peer + 1) * count)?, peer)?;
+        transfers.send(members, input, peer)?;
+    }
+    copy_into(input, &part(output, members.rank * count..(members.rank + 1) * count)?)?;
+    Ok(None)
+}
+
+/// `input` shares no memory with `output`.
+pub(super) fn all_to_all(
+    transfers: &mut Transfers,
+    members: &Members,
+    (input, send_counts): (&Tensor, &[usize]),
+    (output, recv_counts): (&Tensor, &[usize]),
+) -> Outcome {
+    let of_rank = |counts: &[usize], rank: usize| {
+        let begin: usize = counts[..rank].iter().sum();
+        begin..begin + counts[rank]
+    };
+    for peer in peers(members) {
+        transfers.receive(members, &part(output, of_rank(recv_counts, peer))?, peer)?;
+        transfers.send(members, &part(input, of_rank(send_counts, peer))?, peer)?;
+    }
+    let own = members.rank;
+    if send_counts[own] != recv_counts[own] {
+        return Err(CommError::Tensor(format!(
+            "the rank sends itself {} elements and expects {}",
+            send_counts[own], recv_counts[own]
+        )));
+    }
+    copy_into(&part(input, of_rank(send_counts, own))?, &part(output, of_rank(recv_counts, own))?)?;
+    Ok(None)
+}
+
+pub(super) fn broadcast(
+    transfers: &mut Transfers,
+    members: &Members,
+    tensor: &Tensor,
+    root: usize,
+) -> Outcome {
+    if root == members.rank {
+        peers(members).try_for_each(|peer| transfers.send(members, tensor, peer))?;
+    } else {
+        transfers.receive(members, tensor, root)?;
+    }
+    Ok(None)
+}

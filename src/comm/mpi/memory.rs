@@ -1,0 +1,27 @@
+//! Where a CPU tensor's elements are, for MPI to read and write.
+
+use crate::comm::CommError;
+use crate::ops::element::for_dtype;
+use crate::tensor::{bytes, with_slice, with_slice_mut};
+use candle_core::Tensor;
+
+/// The first byte and the number of bytes of a contiguous CPU tensor, for reading. Valid while the
+/// tensor's storage lives: candle never moves it.
+pub(super) fn source(tensor: &Tensor) -> Result<(*const u8, usize), CommError> {
+    let pointer: candle_core::Result<*const u8> = for_dtype!(tensor.dtype(), T => {
+        with_slice::<T, _>(tensor, |elements| elements.as_ptr().cast())
+    }, else Err(unknown(tensor)));
+    Ok((pointer?, bytes(tensor)))
+}
+
+/// The same, for writing.
+pub(super) fn target(tensor: &Tensor) -> Result<(*mut u8, usize), CommError> {
+    let pointer: candle_core::Result<*mut u8> = for_dtype!(tensor.dtype(), T => {
+        with_slice_mut::<T, _>(tensor, |elements| elements.as_mut_ptr().cast())
+    }, else Err(unknown(tensor)));
+    Ok((pointer?, bytes(tensor)))
+}
+
+fn unknown(tensor: &Tensor) -> candle_core::Error {
+    candle_core::Error::Msg(format!("MPI does not carry {:?}", tensor.dtype()))
+}

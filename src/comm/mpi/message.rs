@@ -1,0 +1,81 @@
+//! send and recv. A message is a header, which says what comes, and the elements.
+
+use super::library::Mode;
+use super::operation::Step;
+use super::transfers::Members;
+use crate::comm::call::dtype_name;
+use crate::comm::{CollectiveOp, CommError};
+use candle_core::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What a message holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Header {
+    #[serde(with = "dtype_name")]
+    dtype: DType,
+    count: usize,
+}
+
+impl Header {
+    fn of(tensor: &Tensor) -> Self {
+        Self { dtype: tensor.dtype(), count: tensor.elem_count() }
+    }
+}
+
+impl fmt::Display for Header {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "({} × {})", self.count, self.dtype.as_str())
+    }
+}
+
+/// What a message is called in words.
+pub(super) fn describe(op: CollectiveOp, tensor: &Tensor, peer: usize) -> String {
+    format!("{op}{} with rank {peer} of the group", Header::of(tensor))
+}
+
+/// Complete when the receiver has begun to take it.
+pub(super) fn send(tensor: Tensor, to: usize) -> Step {
+    Step::new(move |transfers, members| {
+        let header = serde_json::to_vec(&Header::of(&tensor));
+        let header = header.map_err(|error| CommError::Tensor(error.to_string()))?;
+        transfers.send_text(members, header, to, Mode::Synchronous)?;
+        transfers.next_phase();
+        transfers.send(members, &tensor, to)?;
+        Ok(None)
+    })
+}
+
+pub(super) fn receive(tensor: Tensor, from: usize) -> Step {
+    Step::new(move |transfers, _| {
+        transfers.expect_text(from);
+        Ok(Some(Step::new(move |transfers, members| {
+            check_header(&transfers.text_from(from), &tensor, members, from, transfers.place().sequence)?;
+            transfers.next_phase();
+            transfers.receive(members, &tensor, from)?;
+            Ok(None)
+        })))
+    })
+}
+
+fn check_header(
+    text: &[u8],
+    output: &Tensor,
+    members: &Members,
+    from: usize,
+    sequence: u64,
+) -> Result<(), CommError> {
+    let sent: Header = serde_json::from_slice(text).map_err(|error| CommError::Tensor(error.to_string()))?;
+    let expected = Header::of(output);
+    if sent == expected {
+        return Ok(());
+    }
+    Err(CommError::Desync {
+        group: members.name.clone(),
+        sequence,
+        rank: members.global_ranks[from],
+        called: format!("{}{sent}", CollectiveOp::Send),
+        others: vec![members.global_rank()],
+        others_called: format!("{}{expected}", CollectiveOp::Recv),
+    })
+}

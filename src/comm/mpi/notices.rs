@@ -1,0 +1,88 @@
+//! What ranks tell all others outside of any operation: that they have failed, or are done.
+
+use super::library::{Communicator, Mode, Request};
+use super::transfers::NOTICE_TAG;
+use crate::comm::CommError;
+use serde::{Deserialize, Serialize};
+
+/// A rank's word to all others.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Notice {
+    /// The world has failed, and why.
+    Failed(CommError),
+    /// The rank issues nothing any more. Its last word.
+    Ended,
+}
+
+/// The notices under way, over the communicator of all ranks.
+#[derive(Debug)]
+pub(super) struct Notices {
+    communicator: Communicator,
+    rank: usize,
+    ranks: usize,
+    sending: Vec<(Request, Vec<u8>)>,
+    receiving: Vec<(usize, Request, Vec<u8>)>,
+}
+
+impl Notices {
+    pub(super) fn new(communicator: Communicator, rank: usize, ranks: usize) -> Self {
+        Self { communicator, rank, ranks, sending: Vec::new(), receiving: Vec::new() }
+    }
+
+    /// Begins to tell all other ranks.
+    pub(super) fn tell(&mut self, notice: &Notice) -> Result<(), String> {
+        let text = serde_json::to_vec(notice).map_err(|error| error.to_string())?;
+        for peer in (0..self.ranks).filter(|&peer| peer != self.rank) {
+            let text = text.clone();
+            // SAFETY: the list keeps the text, unchanged, until the request is complete.
+            let request = unsafe {
+                self.communicator.send(text.as_ptr(), text.len(), peer, NOTICE_TAG, Mode::Standard)?
+            };
+            self.sending.push((request, text));
+        }
+        Ok(())
+    }
+
+    /// Whether everybody can get all that was told.
+    pub(super) fn are_sent(&self) -> bool {
+        self.sending.is_empty()
+    }
+
+    /// What has come, with the ranks that say so; each rank's notices in their order.
+    pub(super) fn poll(&mut self) -> Result<Vec<(usize, Notice)>, String> {
+        let mut index = 0;
+        while index < self.sending.len() {
+            match self.sending[index].0.test()? {
+                Some(_) => drop(self.sending.swap_remove(index)),
+                None => index += 1,
+            }
+        }
+        while let Some(arrived) = self.communicator.probe(None, NOTICE_TAG)? {
+            let mut text = vec![0_u8; arrived.bytes];
+            // SAFETY: the list keeps the text, where it is, until the request is complete.
+            let request = unsafe {
+                self.communicator.receive(text.as_mut_ptr(), text.len(), arrived.source, NOTICE_TAG)?
+            };
+            self.receiving.push((arrived.source, request, text));
+        }
+        let mut come = Vec::new();
+        // In the order of arrival: a rank's first word before its last.
+        while let Some((source, request, text)) = self.receiving.first_mut() {
+            if request.test()?.is_none() {
+                break;
+            }
+            let notice = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+            come.push((*source, notice));
+            self.receiving.remove(0);
+        }
+        Ok(come)
+    }
+}
+
+impl Drop for Notices {
+    /// What MPI may still read or write is never freed.
+    fn drop(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.sending));
+        std::mem::forget(std::mem::take(&mut self.receiving));
+    }
+}

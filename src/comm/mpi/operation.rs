@@ -1,0 +1,122 @@
+//! An operation under way: messages, and what to do when they are done.
+
+use super::library::Mode;
+use super::transfers::{Members, Place, Transfers};
+use crate::comm::CommError;
+use crate::comm::call::{Call, compare};
+use std::fmt;
+use std::sync::Arc;
+
+/// Operations of one lane complete in the order in which they were issued. A group has a lane for
+/// its collectives and two for each peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Lane {
+    /// Address of the group's members.
+    pub(super) group: usize,
+    pub(super) kind: LaneKind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LaneKind {
+    Collectives,
+    SendTo(usize),
+    RecvFrom(usize),
+}
+
+type Work = dyn FnOnce(&mut Transfers, &Members) -> Result<Option<Step>, CommError> + Send;
+
+/// What an operation does once its transfers are done. It may begin further ones, and says what
+/// follows those; `None` is the end.
+pub(super) struct Step(Box<Work>);
+
+impl Step {
+    pub(super) fn new(
+        work: impl FnOnce(&mut Transfers, &Members) -> Result<Option<Step>, CommError> + Send + 'static,
+    ) -> Self {
+        Self(Box::new(work))
+    }
+
+    /// The last step of an operation, which begins no further transfers.
+    pub(super) fn last(work: impl FnOnce(&Members) -> Result<(), CommError> + Send + 'static) -> Self {
+        Self::new(move |_, members| work(members).map(|()| None))
+    }
+
+    /// Lets all ranks tell their calls, and goes on where they agree. As no rank's step ends before
+    /// all have begun theirs, it is a barrier too.
+    pub(super) fn compare_then(
+        call: Call,
+        then: impl FnOnce(&mut Transfers, &Members, &[Call]) -> Result<Option<Step>, CommError> + Send + 'static,
+    ) -> Self {
+        Self::new(move |transfers, members| {
+            let text = serde_json::to_vec(&call).map_err(|error| CommError::Tensor(error.to_string()))?;
+            for peer in peers(members) {
+                transfers.send_text(members, text.clone(), peer, Mode::Standard)?;
+                transfers.expect_text(peer);
+            }
+            Ok(Some(Self::new(move |transfers, members| {
+                let calls = (0..members.world_size()).map(|rank| {
+                    if rank == members.rank {
+                        return Ok(call.clone());
+                    }
+                    let told = serde_json::from_slice(&transfers.text_from(rank));
+                    told.map_err(|error| CommError::Tensor(format!("what rank {rank} calls: {error}")))
+                });
+                let calls = calls.collect::<Result<Vec<Call>, _>>()?;
+                let place = transfers.place();
+                compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
+                    divergence.into_error(&members.name, place.sequence, &members.global_ranks)
+                })?;
+                transfers.next_phase();
+                then(transfers, members, &calls)
+            })))
+        })
+    }
+}
+
+impl fmt::Debug for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Step")
+    }
+}
+
+/// The other ranks of a group, each rank beginning with its neighbour: not all with the same one.
+pub(super) fn peers(members: &Members) -> impl Iterator<Item = usize> {
+    let (rank, ranks) = (members.rank, members.world_size());
+    (1..ranks).map(move |distance| (rank + distance) % ranks)
+}
+
+/// An operation of this rank.
+#[derive(Debug)]
+pub(super) struct Operation {
+    members: Arc<Members>,
+    pub(super) lane: Lane,
+    transfers: Transfers,
+    next: Option<Step>,
+}
+
+impl Operation {
+    pub(super) fn new(members: &Arc<Members>, kind: LaneKind, place: Place, first: Step) -> Self {
+        let lane = Lane { group: Arc::as_ptr(members).addr(), kind };
+        let transfers = Transfers::new(place, members);
+        Self { members: members.clone(), lane, transfers, next: Some(first) }
+    }
+
+    /// Goes as far as possible without waiting; whether it is complete.
+    pub(super) fn advance(&mut self) -> Result<bool, CommError> {
+        while self.transfers.settle(&self.members)? {
+            let Some(step) = self.next.take() else {
+                self.transfers.count(&self.members);
+                return Ok(true);
+            };
+            self.next = (step.0)(&mut self.transfers, &self.members)?;
+        }
+        Ok(false)
+    }
+
+    /// What it waits for: the group, the place within it and the global ranks.
+    pub(super) fn stuck(&self) -> (String, Place, Vec<usize>) {
+        let missing = self.transfers.missing();
+        let missing = missing.into_iter().map(|rank| self.members.global_ranks[rank]).collect();
+        (self.members.name.clone(), self.transfers.place(), missing)
+    }
+}

@@ -1,0 +1,162 @@
+//! A process's part in an MPI job, and how it runs as a rank.
+
+use super::group::MpiGroup;
+use super::library::Communicator;
+use super::transfers::Members;
+use super::world::World;
+use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};
+use crate::comm::{CommError, ProcessGroup};
+use ::mpi::Threading;
+use ::mpi::environment::Universe;
+use parking_lot::Mutex;
+use std::error::Error;
+use std::sync::Arc;
+
+/// A process of an MPI job, from `MPI_Init` to `MPI_Finalize`, which happens when it is dropped.
+///
+/// ```no_run
+/// use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, mpi::Session};
+///
+/// // Started by `mpirun -np 4 PROGRAM`: every process is a rank.
+/// let mut session = Session::start()?;
+/// let sum = session.run(&LaunchOptions::default(), |context| -> Result<f32, CommError> {
+///     Ok(context.group.all_reduce_values(&[context.rank as f32], ReduceOp::Sum)?[0])
+/// })?;
+/// assert_eq!(sum, 6.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Session {
+    universe: Option<Universe>,
+    rank: usize,
+    world_size: usize,
+    local_size: usize,
+}
+
+impl Session {
+    /// Initialises MPI. A process does so once; one that no launcher has started is a job of one rank.
+    ///
+    /// # Errors
+    /// [`CommError::Start`] when MPI was initialised before, or cannot be called by the thread of a rank.
+    pub fn start() -> Result<Self, CommError> {
+        let refuse = |reason: String| CommError::Start { library: "MPI", rank: None, reason };
+        let (universe, threading) = ::mpi::initialize_with_threading(Threading::Serialized)
+            .ok_or_else(|| refuse("it was initialised before in this process".to_owned()))?;
+        if threading < Threading::Serialized {
+            return Err(refuse(format!(
+                "it takes calls of the main thread only ({threading:?}); ranks need MPI_THREAD_SERIALIZED"
+            )));
+        }
+        let all = Communicator::of_all_processes();
+        let local_size = match all.split_by_host().map_err(refuse)? {
+            Some(local) => {
+                let size = local.size();
+                local.free().and(size).map_err(refuse)?
+            }
+            None => 1,
+        };
+        let (rank, world_size) = (all.rank().map_err(refuse)?, all.size().map_err(refuse)?);
+        Ok(Self { universe: Some(universe), rank, world_size, local_size })
+    }
+
+    /// This process among all.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Number of processes.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Number of processes on this host.
+    pub fn local_size(&self) -> usize {
+        self.local_size
+    }
+
+    /// Runs `run` as this process's rank, on a thread of its own with a rayon pool of its own, and
+    /// returns when all ranks have. Collective: every process calls it.
+    ///
+    /// A rank that panics or returns an error fails all groups: the others' operations return
+    /// [`CommError::PeerFailed`], which names it. A rank that returns while others count on it gives
+    /// them [`CommError::PeerLeft`].
+    ///
+    /// # Errors
+    /// What went wrong on this rank, if only because it did on another.
+    pub fn run<T, E, F>(&mut self, options: &LaunchOptions, run: F) -> Result<T, LaunchError>
+    where
+        T: Send,
+        E: Into<Box<dyn Error + Send + Sync>>,
+        F: Fn(RankContext) -> Result<T, E> + Sync,
+    {
+        let outcome = self.run_on(self.world_size, options, run)?;
+        outcome.ok_or(LaunchError::InvalidOptions {
+            world_size: self.world_size,
+            threads_per_rank: options.threads_per_rank,
+        })
+    }
+
+    /// As [`run`](Self::run), on the first `world_size` processes only; the others get `None` at once.
+    ///
+    /// # Errors
+    /// As there, and a `world_size` of none or of more than there are.
+    pub fn run_on<T, E, F>(
+        &mut self,
+        world_size: usize,
+        options: &LaunchOptions,
+        run: F,
+    ) -> Result<Option<T>, LaunchError>
+    where
+        T: Send,
+        E: Into<Box<dyn Error + Send + Sync>>,
+        F: Fn(RankContext) -> Result<T, E> + Sync,
+    {
+        let (rank, threads) = (self.rank, options.threads_per_rank);
+        if world_size == 0 || world_size > self.world_size || threads == 0 {
+            return Err(LaunchError::InvalidOptions { world_size, threads_per_rank: threads });
+        }
+        let refuse = |reason: String| {
+            let source = CommError::Start { library: "MPI", rank: Some(rank), reason };
+            LaunchError::Failed { rank, source: source.into() }
+        };
+        let color = (rank < world_size).then_some(0);
+        let made = Communicator::of_all_processes().split(color, rank).map_err(refuse)?;
+        let Some(communicator) = made else { return Ok(None) };
+        let world = Arc::new(World::new(communicator, rank, world_size, options));
+        let (name, global_ranks) = (options.name.clone(), (0..world_size).collect());
+        let members = Members { name, communicator, rank, global_ranks, stats: Mutex::default() };
+        let group: Arc<dyn ProcessGroup> = Arc::new(MpiGroup::new(world.clone(), members));
+        let outcome = on_own_thread(RankContext { rank, world_size, threads, group }, &run);
+        if let Err(error) = &outcome {
+            world.fail(CommError::PeerFailed { rank, reason: error.reason() });
+        }
+        if !world.leave() {
+            // `MPI_Finalize` would wait for the ranks that are stuck. A process that ends without it lets
+            // the launcher end them.
+            std::mem::forget(self.universe.take());
+        }
+        outcome.map(Some)
+    }
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { universe: _, rank, world_size, local_size } = self;
+        write!(f, "Session(rank {rank} of {world_size}, {local_size} on this host)")
+    }
+}
+
+/// A rank has a thread of its own: memory is accounted by thread, and a rayon pool is made for one.
+fn on_own_thread<T, E, F>(context: RankContext, run: &F) -> Result<T, LaunchError>
+where
+    T: Send,
+    E: Into<Box<dyn Error + Send + Sync>>,
+    F: Fn(RankContext) -> Result<T, E> + Sync,
+{
+    let rank = context.rank;
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name(format!("rank-{rank}"));
+        let spawned = thread.spawn_scoped(scope, || run_rank(context, run));
+        let spawned = spawned.map_err(|source| LaunchError::Spawn { rank, source })?;
+        spawned.join().unwrap_or_else(|panic| Err(LaunchError::panicked(rank, &*panic)))
+    })
+}

@@ -1,0 +1,255 @@
+//! The messages of one operation.
+
+use super::library::{Communicator, MAX_MESSAGE_BYTES, MAX_TAG, Mode, Request};
+use super::memory;
+use crate::comm::{CollectiveOp, CommError, GroupStats};
+use candle_core::Tensor;
+use parking_lot::Mutex;
+use std::ffi::c_int;
+
+/// One rank's end of a group.
+#[derive(Debug)]
+pub(super) struct Members {
+    pub(super) name: String,
+    pub(super) communicator: Communicator,
+    /// This rank, within the group.
+    pub(super) rank: usize,
+    pub(super) global_ranks: Vec<usize>,
+    pub(super) stats: Mutex<GroupStats>,
+}
+
+impl Members {
+    pub(super) fn world_size(&self) -> usize {
+        self.global_ranks.len()
+    }
+
+    pub(super) fn global_rank(&self) -> usize {
+        self.global_ranks[self.rank]
+    }
+}
+
+/// The place of an operation within its group, which its errors name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) op: CollectiveOp,
+    /// Number within the group (of a message: within the pair of ranks).
+    pub(super) sequence: u64,
+}
+
+/// Phases of an operation, each with a tag of its own: a rank may be a phase, or an operation,
+/// ahead of another. Tags repeat after thousands of operations, which is no harm, because MPI keeps
+/// the order of messages with equal tags between two ranks.
+const PHASES: u64 = 3;
+/// The tags of collectives begin at 0, those of messages here, and the last one is the world's own.
+const FIRST_MESSAGE_TAG: c_int = 16_384;
+pub(super) const NOTICE_TAG: c_int = MAX_TAG;
+
+/// What an operation sends and expects.
+#[derive(Debug)]
+pub(super) struct Transfers {
+    place: Place,
+    phase: u64,
+    under_way: Vec<Transfer>,
+    /// Texts that have arrived, by rank of the group.
+    texts: Vec<Option<Vec<u8>>>,
+    /// Bytes of tensors, to and from other ranks.
+    sent_bytes: u64,
+    received_bytes: u64,
+}
+
+#[derive(Debug)]
+struct Transfer {
+    /// Rank of the group.
+    peer: usize,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    /// A text whose length is not known before it arrives.
+    Expecting,
+    /// MPI writes into the buffer, or reads it.
+    Moving { request: Request, buffer: Buffer, direction: Direction },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Out,
+    /// With the number of bytes that must arrive.
+    In(usize),
+}
+
+/// What keeps a message's memory alive.
+#[derive(Debug)]
+enum Buffer {
+    Tensor(#[expect(dead_code, reason = "held for its storage")] Tensor),
+    Text(Vec<u8>),
+}
+
+impl Transfers {
+    pub(super) fn new(place: Place, members: &Members) -> Self {
+        let texts = vec![None; members.world_size()];
+        Self { place, phase: 0, under_way: Vec::new(), texts, sent_bytes: 0, received_bytes: 0 }
+    }
+
+    pub(super) fn place(&self) -> Place {
+        self.place
+    }
+
+    /// What follows has another tag.
+    pub(super) fn next_phase(&mut self) {
+        self.phase += 1;
+    }
+
+    fn tag(&self) -> c_int {
+        let number = self.place.sequence * PHASES + self.phase;
+        let spread = |tags: c_int| (number % tags as u64) as c_int;
+        match self.place.op {
+            CollectiveOp::Send | CollectiveOp::Recv => {
+                FIRST_MESSAGE_TAG + spread(NOTICE_TAG - FIRST_MESSAGE_TAG)
+            }
+            _ => spread(FIRST_MESSAGE_TAG),
+        }
+    }
+
+    /// MPI's refusal of this operation.
+    fn refused(&self, members: &Members, reason: String) -> CommError {
+        let (group, rank) = (members.name.clone(), members.global_rank());
+        let Place { op, sequence } = self.place;
+        CommError::Library { library: "MPI", group, op, sequence, rank, reason }
+    }
+
+    /// Begins to send a contiguous tensor, which nobody writes until the transfers are done.
+    pub(super) fn send(&mut self, members: &Members, tensor: &Tensor, to: usize) -> Result<(), CommError> {
+        let (data, bytes) = memory::source(tensor)?;
+        self.sent_bytes += if to == members.rank { 0 } else { bytes as u64 };
+        for begin in (0..bytes).step_by(MAX_MESSAGE_BYTES) {
+            let length = MAX_MESSAGE_BYTES.min(bytes - begin);
+            // SAFETY: within the tensor, whose storage the transfer keeps until it is complete. The
+            // group's contract keeps callers from writing it, and this rank's operations write nothing
+            // that shares memory with their inputs before all their transfers are done.
+            let request =
+                unsafe { members.communicator.send(data.add(begin), length, to, self.tag(), Mode::Standard) };
+            let request = request.map_err(|reason| self.refused(members, reason))?;
+            self.moving(to, request, Buffer::Tensor(tensor.clone()), Direction::Out);
+        }
+        Ok(())
+    }
+
+    /// Begins to receive into a contiguous tensor, which nobody uses until the transfers are done.
+    pub(super) fn receive(
+        &mut self,
+        members: &Members,
+        tensor: &Tensor,
+        from: usize,
+    ) -> Result<(), CommError> {
+        let (data, bytes) = memory::target(tensor)?;
+        self.received_bytes += if from == members.rank { 0 } else { bytes as u64 };
+        for begin in (0..bytes).step_by(MAX_MESSAGE_BYTES) {
+            let length = MAX_MESSAGE_BYTES.min(bytes - begin);
+            // SAFETY: within the tensor, whose storage the transfer keeps until it is complete, beyond a
+            // failure if need be. The group's contract keeps callers from using it meanwhile.
+            let request = unsafe { members.communicator.receive(data.add(begin), length, from, self.tag()) };
+            let request = request.map_err(|reason| self.refused(members, reason))?;
+            self.moving(from, request, Buffer::Tensor(tensor.clone()), Direction::In(length));
+        }
+        Ok(())
+    }
+
+    /// Begins to send a text.
+    pub(super) fn send_text(
+        &mut self,
+        members: &Members,
+        text: Vec<u8>,
+        to: usize,
+        mode: Mode,
+    ) -> Result<(), CommError> {
+        // SAFETY: the transfer keeps the text, unchanged, until it is complete.
+        let request = unsafe { members.communicator.send(text.as_ptr(), text.len(), to, self.tag(), mode) };
+        let request = request.map_err(|reason| self.refused(members, reason))?;
+        self.moving(to, request, Buffer::Text(text), Direction::Out);
+        Ok(())
+    }
+
+    /// Waits for a text of any length.
+    pub(super) fn expect_text(&mut self, from: usize) {
+        self.under_way.push(Transfer { peer: from, state: State::Expecting });
+    }
+
+    /// The text that has come from a rank.
+    pub(super) fn text_from(&mut self, peer: usize) -> Vec<u8> {
+        self.texts[peer].take().unwrap_or_default()
+    }
+
+    fn moving(&mut self, peer: usize, request: Request, buffer: Buffer, direction: Direction) {
+        self.under_way.push(Transfer { peer, state: State::Moving { request, buffer, direction } });
+    }
+
+    /// Moves the messages on; whether all are done.
+    pub(super) fn settle(&mut self, members: &Members) -> Result<bool, CommError> {
+        let mut index = 0;
+        while index < self.under_way.len() {
+            if self.advance(members, index).map_err(|reason| self.refused(members, reason))? {
+                let transfer = self.under_way.swap_remove(index);
+                if let State::Moving { buffer: Buffer::Text(text), direction: Direction::In(_), .. } =
+                    transfer.state
+                {
+                    self.texts[transfer.peer] = Some(text);
+                }
+            } else {
+                index += 1;
+            }
+        }
+        Ok(self.under_way.is_empty())
+    }
+
+    /// Moves one message on; whether it is done.
+    fn advance(&mut self, members: &Members, index: usize) -> Result<bool, String> {
+        let tag = self.tag();
+        let Transfer { peer, state } = &mut self.under_way[index];
+        if let State::Expecting = state {
+            let Some(arrived) = members.communicator.probe(Some(*peer), tag)? else { return Ok(false) };
+            let mut text = vec![0_u8; arrived.bytes];
+            // SAFETY: the text's memory stays where it is when the vector moves into the transfer, which
+            // keeps it until the request is complete.
+            let request = unsafe { members.communicator.receive(text.as_mut_ptr(), text.len(), *peer, tag)? };
+            let (buffer, direction) = (Buffer::Text(text), Direction::In(arrived.bytes));
+            *state = State::Moving { request, buffer, direction };
+        }
+        let State::Moving { request, direction, .. } = state else { return Ok(false) };
+        let Some(bytes) = request.test()? else { return Ok(false) };
+        match *direction {
+            Direction::In(expected) if bytes != expected => Err(format!(
+                "{bytes} bytes came from rank {} where {expected} were expected; the ranks call different things \
+                 (`\"comm\": {{\"check\": \"on\"}}` tells which)",
+                members.global_ranks[*peer]
+            )),
+            _ => Ok(true),
+        }
+    }
+
+    /// The ranks of the group whose messages are not done.
+    pub(super) fn missing(&self) -> Vec<usize> {
+        let mut missing: Vec<usize> = self.under_way.iter().map(|transfer| transfer.peer).collect();
+        missing.sort_unstable();
+        missing.dedup();
+        missing
+    }
+
+    /// Adds what has moved to the group's counters.
+    pub(super) fn count(&self, members: &Members) {
+        if members.world_size() > 1 && self.sent_bytes + self.received_bytes > 0 {
+            let mut stats = members.stats.lock();
+            let counters = stats.ops.entry(self.place.op).or_default();
+            counters.bytes_sent += self.sent_bytes;
+            counters.bytes_received += self.received_bytes;
+        }
+    }
+}
+
+impl Drop for Transfers {
+    /// What is given up half way is never freed: MPI may still read or write it.
+    fn drop(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.under_way));
+    }
+}

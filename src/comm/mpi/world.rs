@@ -1,0 +1,290 @@
+//! One rank of a job: its operations under way, the failure, and how it waits.
+//!
+//! While a rank waits for *any* operation it moves *all* of its operations on, in every group,
+//! since MPI moves messages only while it is called.
+
+use super::history::{History, Record};
+use super::library::Communicator;
+use super::notices::{Notice, Notices};
+use super::operation::{Lane, Operation};
+use crate::comm::{CommError, LaunchOptions};
+use parking_lot::Mutex;
+use std::time::{Duration, Instant};
+
+/// Stands in for a timeout beyond what the clock can add.
+const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+/// How long the messages of a rank that has ended may take to arrive after its last word: they come
+/// by other ways.
+const GRACE: Duration = Duration::from_millis(100);
+/// How long a failed world waits for ranks that have not heard of it.
+const FAREWELL: Duration = Duration::from_secs(10);
+
+/// One rank; shared by all its groups. All calls of MPI are made under its lock.
+#[derive(Debug)]
+pub(super) struct World {
+    /// The rank among all.
+    pub(super) rank: usize,
+    /// Compare calls before data moves.
+    pub(super) check: bool,
+    timeout: Duration,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    failure: Option<CommError>,
+    /// No operation may begin any more.
+    is_closed: bool,
+    next_id: u64,
+    /// In the order of issue.
+    in_flight: Vec<(u64, Operation)>,
+    history: History,
+    notices: Notices,
+    /// When each rank's last word came; the own entry stays empty.
+    ended: Vec<Option<Instant>>,
+    communicators: Vec<Communicator>,
+}
+
+impl World {
+    /// The rank within `communicator`, which becomes the world's.
+    pub(super) fn new(
+        communicator: Communicator,
+        rank: usize,
+        ranks: usize,
+        options: &LaunchOptions,
+    ) -> Self {
+        let state = State {
+            failure: None,
+            is_closed: false,
+            next_id: 0,
+            in_flight: Vec::new(),
+            history: History::default(),
+            notices: Notices::new(communicator, rank, ranks),
+            ended: vec![None; ranks],
+            communicators: vec![communicator],
+        };
+        Self { rank, check: options.check, timeout: options.timeout, state: Mutex::new(state) }
+    }
+
+    /// The error that counts, once there is one.
+    pub(super) fn check(&self) -> Result<(), CommError> {
+        self.state.lock().check()
+    }
+
+    /// Begins an operation that `describe` puts into words; returns its number.
+    pub(super) fn issue(
+        &self,
+        operation: Operation,
+        describe: impl FnOnce() -> String,
+    ) -> Result<u64, CommError> {
+        let mut state = self.state.lock();
+        state.check()?;
+        let id = state.next_id;
+        state.next_id += 1;
+        let (group, place, _) = operation.stuck();
+        state.history.add(Record { id, group, sequence: place.sequence, call: describe() });
+        state.in_flight.push((id, operation));
+        // All of them: what was issued before may wait for no more than this look.
+        state.advance().map_err(|error| self.fail_with(&mut state, error))?;
+        Ok(id)
+    }
+
+    /// Blocks until operation `id`, and those before it in its lane, are complete.
+    ///
+    /// # Errors
+    /// The world's failure, which this call may be the one to notice.
+    pub(super) fn complete(&self, lane: Lane, id: u64) -> Result<(), CommError> {
+        let started = Instant::now();
+        let deadline = started.checked_add(self.timeout).unwrap_or(started + FOR_EVER);
+        let mut pause = Pause::new();
+        loop {
+            // Before looking: a peer that came at the last moment is no longer missing.
+            let late = Instant::now() >= deadline;
+            let mut state = self.state.lock();
+            if state.head(lane, id).is_none() {
+                return Ok(());
+            }
+            state.check()?;
+            state.advance().map_err(|error| self.fail_with(&mut state, error))?;
+            self.listen(&mut state);
+            state.check()?;
+            let Some(head) = state.head(lane, id) else { return Ok(()) };
+            let (group, place, missing) = head.stuck();
+            let (op, sequence) = (place.op, place.sequence);
+            if let Some(&rank) = missing.iter().find(|&&rank| state.has_long_ended(rank)) {
+                let left = CommError::PeerLeft { group, op, sequence, rank };
+                return Err(self.fail_with(&mut state, left));
+            }
+            if late {
+                let waited_ms = started.elapsed().as_millis() as u64;
+                let timeout = CommError::Timeout { group, op, sequence, waited_ms, missing };
+                return Err(self.fail_with(&mut state, timeout));
+            }
+            drop(state);
+            pause.wait();
+        }
+    }
+
+    /// Fails the world, unless it has failed before; returns the error that counts.
+    pub(super) fn fail(&self, error: CommError) -> CommError {
+        self.fail_with(&mut self.state.lock(), error)
+    }
+
+    fn fail_with(&self, state: &mut State, error: CommError) -> CommError {
+        if let Some(failure) = &state.failure {
+            return failure.clone();
+        }
+        let error = match error {
+            // For the others it matters whose tensor it was.
+            CommError::Tensor(reason) => CommError::PeerFailed { rank: self.rank, reason },
+            named => named,
+        };
+        let told = state.notices.tell(&Notice::Failed(error.clone())).or_else(|_| {
+            // An error that does not travel.
+            let reason = error.to_string();
+            state.notices.tell(&Notice::Failed(CommError::PeerFailed { rank: self.rank, reason }))
+        });
+        if let Err(reason) = told {
+            tracing::error!("rank {} cannot tell the others that it failed: {reason}", self.rank);
+        }
+        self.give_up(state, error.clone());
+        error
+    }
+
+    /// From here on every call returns `error`.
+    fn give_up(&self, state: &mut State, error: CommError) {
+        if let CommError::Timeout { .. } = error {
+            let is_under_way = |id| state.in_flight.iter().any(|(other, _)| *other == id);
+            let lines = state.history.lines(is_under_way);
+            tracing::error!("{error}; the last operations of rank {}:{lines}", self.rank);
+        }
+        state.in_flight.clear();
+        state.failure = Some(error);
+    }
+
+    /// Hears what other ranks have to tell.
+    fn listen(&self, state: &mut State) {
+        let notices = state.notices.poll().unwrap_or_else(|reason| {
+            let rank = self.rank;
+            self.fail_with(state, CommError::PeerFailed { rank, reason: format!("MPI: {reason}") });
+            Vec::new()
+        });
+        for (rank, notice) in notices {
+            match notice {
+                Notice::Ended => state.ended[rank] = Some(Instant::now()),
+                Notice::Failed(error) if state.failure.is_none() => self.give_up(state, error),
+                Notice::Failed(_) => {}
+            }
+        }
+    }
+
+    /// Calls MPI outside of any operation.
+    pub(super) fn call<R>(&self, call: impl FnOnce() -> R) -> R {
+        let _state = self.state.lock();
+        call()
+    }
+
+    /// Takes charge of a group's communicator.
+    pub(super) fn adopt(&self, communicator: Communicator) {
+        self.state.lock().communicators.push(communicator);
+    }
+
+    /// Says that this rank issues nothing any more, and waits until all ranks have said so. `false`
+    /// when some never did after a failure: MPI cannot be finalised then.
+    pub(super) fn leave(&self) -> bool {
+        let mut pause = Pause::new();
+        let mut state = self.state.lock();
+        state.is_closed = true;
+        let told = state.notices.tell(&Notice::Ended).is_ok();
+        let mut deadline = None;
+        loop {
+            self.listen(&mut state);
+            let has_failed = state.failure.is_some();
+            let all = (0..state.ended.len()).all(|rank| rank == self.rank || state.ended[rank].is_some());
+            if all && state.notices.are_sent() {
+                if !has_failed {
+                    state.free();
+                }
+                return told;
+            }
+            let now = Instant::now();
+            if has_failed && now > *deadline.get_or_insert(now + FAREWELL) {
+                return false;
+            }
+            parking_lot::MutexGuard::unlocked(&mut state, || pause.wait());
+        }
+    }
+}
+
+impl State {
+    fn check(&self) -> Result<(), CommError> {
+        match &self.failure {
+            Some(failure) => Err(failure.clone()),
+            None if self.is_closed => {
+                Err(CommError::Tensor("the rank has returned: its groups are closed".to_owned()))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The first operation that is under way in a lane, up to `id`.
+    fn head(&self, lane: Lane, id: u64) -> Option<&Operation> {
+        let up_to = self.in_flight.iter().take_while(|(other, _)| *other <= id);
+        up_to.map(|(_, operation)| operation).find(|operation| operation.lane == lane)
+    }
+
+    /// Moves every operation on; those that are complete go.
+    fn advance(&mut self) -> Result<(), CommError> {
+        let mut index = 0;
+        while index < self.in_flight.len() {
+            let (_, operation) = &mut self.in_flight[index];
+            if operation.advance()? {
+                self.in_flight.remove(index);
+            } else {
+                index += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn has_long_ended(&self, rank: usize) -> bool {
+        self.ended.get(rank).copied().flatten().is_some_and(|ended| ended.elapsed() > GRACE)
+    }
+
+    /// Gives the communicators back: all ranks have ended well.
+    fn free(&mut self) {
+        for communicator in self.communicators.drain(..) {
+            if let Err(reason) = communicator.free() {
+                tracing::warn!("a communicator cannot be freed: {reason}");
+            }
+        }
+    }
+}
+
+/// Between two looks: at once at first, since a peer on another core is often there in a microsecond;
+/// then the core is offered to other ranks; then the rank sleeps.
+struct Pause {
+    looks: u32,
+    since: Instant,
+}
+
+impl Pause {
+    const SPINS: u32 = 50;
+    const YIELD_FOR: Duration = Duration::from_millis(2);
+    const SLEEP: Duration = Duration::from_micros(50);
+
+    fn new() -> Self {
+        Self { looks: 0, since: Instant::now() }
+    }
+
+    fn wait(&mut self) {
+        self.looks += 1;
+        if self.looks <= Self::SPINS {
+            std::hint::spin_loop();
+        } else if self.since.elapsed() < Self::YIELD_FOR {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(Self::SLEEP);
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! `ulysses data`.
+
+use crate::support::cli::Workplace;
+use crate::train::word_tokenizer;
+use serde_json::json;
+use std::fs;
+use std::process::Stdio;
+
+#[test]
+fn prepared_tokens_train_as_their_text_does() {
+    let place = Workplace::new();
+    let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
+    place.write("tok/tokenizer.json", word_tokenizer(vocab));
+    let tokenizer = ["--tokenizer", "tok/tokenizer.json"];
+    let prepare = [&["data", "prepare", "text.txt", "--output", "text.tokens"], &tokenizer[..]].concat();
+    let outcome = place.run(&prepare);
+    assert!(outcome.assert_done().stdout.contains("text.tokens: 900 tokens in 1 documents; "), "{outcome:?}");
+    place.write_config("c.json", json!({ "ulysses": { "seq_len": 16 } }));
+    let train = |data: &str, output: &str| {
+        let arguments = ["train", "c.json", "--data", data, "--output", output];
+        place.run(&[&arguments[..], &tokenizer].concat()).assert_done();
+        place.losses(&format!("{output}/metrics.jsonl"))
+    };
+    assert_eq!(train("text.txt", "of_text"), train("text.tokens", "of_tokens"));
+    // Without its tokenizer the tokens mean nothing.
+    let outcome = place.run(&["train", "c.json", "--data", "text.tokens", "--output", "bytes"]);
+    outcome.assert_refused(1, &["text.tokens: its tokens were made by another tokenizer (vocabulary of 5,"]);
+    place.run(&prepare).assert_refused(2, &["text.tokens exists; it is not overwritten"]);
+}
+
+#[test]
+fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
+    let place = Workplace::new();
+    place.write("a.jsonl", "{\"prompt\":\"ab\",\"completion\":\"cde\"}\n{\"text\":\"xyz~\"}\n");
+    place.run(&["data", "prepare", "a.jsonl", "--output", "a.tokens"]).assert_done();
+    let outcome = place.run(&["data", "inspect", "a.tokens"]);
+    let expected = [
+        "format      ulysses .tokens, 16 bits per token",
+        "tokens      9",
+        "documents   2, of 4 to 5 tokens",
+        "largest id  126",
+        "learnt      7 tokens (77.8 %)",
+        "tokenizer   bytes, vocabulary of 256",
+    ];
+    for expected in expected {
+        assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
+    }
+    place.write("n.bin", [1, 0, 2, 1]);
+    let outcome = place.run(&["data", "inspect", "n.bin"]);
+    assert!(outcome.assert_done().stdout.contains("nanoGPT .bin, 16 bits"), "{outcome:?}");
+    place.write("n.bin", [1, 0, 2]);
+    place.run(&["data", "inspect", "n.bin"]).assert_refused(1, &["n.bin: 3 bytes are no whole number"]);
+    place.run(&["data", "inspect", "a.jsonl"]).assert_refused(2, &["a.jsonl: no file of tokens"]);
+    place.write("a.jsonl", "{\"text\":\"a\"}\n{]\n");
+    let prepare = ["data", "prepare", "a.jsonl", "--output", "b.tokens"];
+    place.run(&prepare).assert_refused(1, &["a.jsonl, line 2"]);
+}
+
+#[test]
+fn a_killed_preparation_goes_on_when_it_is_repeated() {
+    let place = Workplace::new();
+    let line = format!("{{\"text\":\"{}\"}}\n", "the quick brown fox ".repeat(50));
+    place.write("big.jsonl", line.repeat(100_000));
+    let prepare = |output| ["data", "prepare", "big.jsonl", "--output", output];
+    place.run(&prepare("whole.tokens")).assert_done();
+    let mut command = place.command(&prepare("killed.tokens"));
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let recorded = place.path("killed.tokens.partial/progress.json");
+    while !recorded.exists() && child.try_wait().unwrap().is_none() {
+        std::thread::yield_now();
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(recorded.exists(), "it was killed on the way");
+    assert!(!place.path("killed.tokens").exists());
+    let outcome = place.run(&prepare("killed.tokens"));
+    assert!(
+        outcome.assert_done().stderr.contains("went on where an earlier call had stopped"),
+        "{outcome:?}"
+    );
+    let [whole, killed] = ["whole.tokens", "killed.tokens"].map(|name| fs::read(place.path(name)).unwrap());
+    assert!(whole == killed);
+}

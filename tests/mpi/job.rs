@@ -1,0 +1,81 @@
+//! Jobs of several processes.
+
+use crate::support::cli::Outcome;
+use std::fs::File;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Far more than any job takes; one that is not done by then hangs.
+const TIMEOUT: Duration = Duration::from_secs(300);
+
+/// A command under `mpirun`.
+pub(crate) struct Job {
+    command: Command,
+}
+
+/// A job that runs.
+pub(crate) struct Running {
+    pub(crate) child: Child,
+    output: tempfile::TempDir,
+    started: Instant,
+}
+
+impl Job {
+    /// `program` with `arguments`, so many times.
+    pub(crate) fn new(processes: usize, program: &Path, arguments: &[&str]) -> Self {
+        let mut command = Command::new("mpirun");
+        command.args(["-np", &processes.to_string(), "--oversubscribe", "--bind-to", "none"]);
+        command.arg(program).args(arguments).stdin(Stdio::null());
+        // Containers run as root.
+        command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+        command.env_remove("RUST_LOG").env("RUST_BACKTRACE", "1");
+        Self { command }
+    }
+
+    pub(crate) fn of_this_binary(processes: usize, arguments: &[&str]) -> Self {
+        Self::new(processes, &std::env::current_exe().unwrap(), arguments)
+    }
+
+    /// Lets the job run in a directory.
+    pub(crate) fn within(mut self, dir: &Path) -> Self {
+        self.command.current_dir(dir);
+        self
+    }
+
+    pub(crate) fn start(mut self) -> Running {
+        let output = tempfile::tempdir().unwrap();
+        let [stdout, stderr] =
+            ["stdout", "stderr"].map(|name| File::create(output.path().join(name)).unwrap());
+        let child = self.command.stdout(stdout).stderr(stderr).spawn();
+        let child = child.expect("mpirun of Open MPI is needed to test the feature `mpi`");
+        Running { child, output, started: Instant::now() }
+    }
+
+    pub(crate) fn run(self) -> Outcome {
+        self.start().wait()
+    }
+}
+
+impl Running {
+    /// # Panics
+    /// When the job does not end in time.
+    pub(crate) fn wait(mut self) -> Outcome {
+        let code = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status.code();
+            }
+            if self.started.elapsed() > TIMEOUT {
+                self.child.kill().unwrap();
+                self.child.wait().unwrap();
+                panic!("the job hangs: {}", self.text("stderr"));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        Outcome { code, stdout: self.text("stdout"), stderr: self.text("stderr") }
+    }
+
+    pub(crate) fn text(&self, name: &str) -> String {
+        std::fs::read_to_string(self.output.path().join(name)).unwrap()
+    }
+}

@@ -1,0 +1,129 @@
+//! `ulysses train --backend mpi`, against the same training on threads.
+
+use crate::job::{Job, Running};
+use crate::support::cli::{Outcome, Workplace};
+use crate::trial;
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    let parity = |stage: u64| {
+        trial(format!("training_at_stage_{stage}_is_what_threads_do_on_every_mesh"), move || {
+            training_is_what_threads_do(stage);
+        })
+    };
+    let mut trials: Vec<Trial> = (0..4).map(parity).collect();
+    trials.push(trial("a_run_is_resumed_by_another_number_of_processes", || {
+        a_run_is_resumed_by_another_number_of_processes();
+    }));
+    trials.push(trial("the_calls_can_be_compared_while_training", the_calls_can_be_compared_while_training));
+    trials.push(trial("a_mesh_of_another_size_is_refused_once", a_mesh_of_another_size_is_refused_once));
+    trials.push(trial("a_killed_process_ends_the_others", a_killed_process_ends_the_others));
+    trials
+}
+
+/// The binary under `mpirun`, in a workplace.
+fn job(place: &Workplace, processes: usize, arguments: &[&str]) -> Job {
+    let arguments = [arguments, &["--backend", "mpi"]].concat();
+    Job::new(processes, Path::new(env!("CARGO_BIN_EXE_ulysses")), &arguments).within(&place.path("."))
+}
+
+fn train(place: &Workplace, processes: usize, arguments: &[&str]) -> Outcome {
+    job(place, processes, &[&["train", "config.json"], arguments].concat()).run()
+}
+
+/// What a step's metrics say of the training, without the times and the memory.
+fn learnt(place: &Workplace, metrics: &str) -> Vec<Value> {
+    let keys = ["step", "loss", "lr", "grad_norm", "tokens", "comm_bytes"];
+    let pick = |step: Value| Value::Array(keys.iter().map(|key| step[key].clone()).collect());
+    place.metrics(metrics).into_iter().map(pick).collect()
+}
+
+fn training_is_what_threads_do(stage: u64) {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({ "zero_optimization": { "stage": stage } }));
+    for mesh in ["2x2", "1x4", "4x1"] {
+        let [threads, processes] = ["threads", "processes"].map(|backend| format!("{backend}-{mesh}"));
+        place.run(&["train", "config.json", "--mesh", mesh, "--output", &threads]).assert_done();
+        let outcome = train(&place, 4, &["--mesh", mesh, "--output", &processes]);
+        assert!(outcome.assert_done().stdout.contains("tokens/s"), "{outcome:?}");
+        assert_eq!(outcome.stdout.matches("tokens/s").count(), 1, "one process reports: {outcome:?}");
+        let [threads, processes] =
+            [threads, processes].map(|output| learnt(&place, &format!("{output}/metrics.jsonl")));
+        assert_eq!(threads.len(), 4);
+        assert_eq!(processes, threads, "mesh {mesh}: the sums run in the same order");
+    }
+}
+
+fn a_run_is_resumed_by_another_number_of_processes() {
+    let place = Workplace::new();
+    place.write_config(
+        "config.json",
+        json!({ "checkpoint": { "interval": 2 }, "zero_optimization": { "stage": 2 } }),
+    );
+    place.run(&["train", "config.json", "--mesh", "1x2", "--steps", "6", "--output", "whole"]).assert_done();
+    train(&place, 4, &["--mesh", "2x2", "--steps", "2"]).assert_done();
+    let resumed = train(&place, 2, &["--mesh", "1x2", "--steps", "6", "--resume"]);
+    assert_eq!(resumed.assert_done().stderr.matches("resumed from").count(), 1, "{resumed:?}");
+    let (whole, resumed) = (place.losses("whole/metrics.jsonl"), place.losses("out/metrics.jsonl"));
+    assert_eq!(resumed.len(), 6);
+    for (step, (resumed, whole)) in resumed.iter().zip(&whole).enumerate() {
+        assert!((resumed - whole).abs() <= 1e-6 * whole.abs(), "step {}: {resumed} and {whole}", step + 1);
+    }
+}
+
+fn the_calls_can_be_compared_while_training() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({ "ulysses": { "comm": { "check": "on" } } }));
+    train(&place, 2, &["--mesh", "1x2"]).assert_done();
+    assert_eq!(place.metrics("out/metrics.jsonl").len(), 4);
+}
+
+fn a_mesh_of_another_size_is_refused_once() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({}));
+    let refused = train(&place, 2, &["--mesh", "2x2"]);
+    refused.assert_refused(2, &["dp 2 × sp 2 has 4 ranks", "2 process(es)", "mpirun -np 4"]);
+    assert!(!place.path("out").exists(), "nothing was written");
+}
+
+fn a_killed_process_ends_the_others() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({}));
+    let arguments = ["train", "config.json", "--mesh", "1x4", "--steps", "1000000"];
+    let running = job(&place, 4, &arguments).start();
+    wait_for_steps(&running, &place.path("out/metrics.jsonl"));
+    let victim = children(running.child.id())[2];
+    assert!(Command::new("kill").args(["-9", &victim.to_string()]).status().unwrap().success());
+    let killed = Instant::now();
+    let outcome = running.wait();
+    assert!(killed.elapsed() < Duration::from_secs(30), "took {:?}", killed.elapsed());
+    assert_ne!(outcome.code, Some(0));
+    let named = |line: &str| line.contains("process rank 2 ") && line.contains("signal 9");
+    assert!(outcome.stderr.lines().any(named), "mpirun names the process: {outcome:?}");
+}
+
+fn wait_for_steps(running: &Running, metrics: &Path) {
+    let deadline = Instant::now() + Duration::from_secs(120);
+    while !std::fs::read_to_string(metrics).is_ok_and(|text| text.lines().count() > 2) {
+        assert!(Instant::now() < deadline, "no step: {}", running.text("stderr"));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The processes that a process has started.
+fn children(parent: u32) -> Vec<u32> {
+    let is_child = |pid: &u32| {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        status.lines().any(|line| line.split_whitespace().eq(["PPid:", &parent.to_string()]))
+    };
+    let processes = std::fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let mut children: Vec<u32> = processes.filter(is_child).collect();
+    children.sort_unstable();
+    children
+}

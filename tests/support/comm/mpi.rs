@@ -1,0 +1,111 @@
+//! The MPI backend: this process is one of the ranks, and the others run the same cases.
+
+use super::{Backend, Group, Wire};
+use std::cell::RefCell;
+use std::time::Duration;
+use ulysses::comm::mpi::Session;
+use ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessGroupExt};
+
+/// Processes of one job. A world of fewer ranks than there are processes is the first of them.
+pub(crate) struct Mpi(RefCell<Session>);
+
+/// How a rank ended: with a value, as bytes, or with an error or a panic, as text.
+type Outcome = (u8, Vec<u8>);
+const VALUE: u8 = 0;
+const FAILED: u8 = 1;
+const PANICKED: u8 = 2;
+
+fn outcome_of<T: Wire>(result: Result<T, LaunchError>) -> Outcome {
+    match result {
+        Ok(value) => (VALUE, value.to_bytes()),
+        Err(LaunchError::Panicked { message, .. }) => (PANICKED, message.to_bytes()),
+        Err(error) => {
+            let error = error.comm_error().cloned().unwrap_or(CommError::Tensor(error.to_string()));
+            // Not every error can be written.
+            let text = CommError::Tensor(error.to_string());
+            let json = serde_json::to_vec(&error).or_else(|_| serde_json::to_vec(&text)).unwrap();
+            (FAILED, json)
+        }
+    }
+}
+
+fn result_of<T: Wire>(rank: usize, (kind, bytes): &Outcome) -> Result<T, LaunchError> {
+    match *kind {
+        VALUE => Ok(T::read(&mut bytes.as_slice())),
+        FAILED => {
+            let error: CommError = serde_json::from_slice(bytes).unwrap();
+            Err(LaunchError::Failed { rank, source: error.into() })
+        }
+        _ => Err(LaunchError::Panicked { rank, message: Wire::read(&mut bytes.as_slice()) }),
+    }
+}
+
+impl Mpi {
+    pub(crate) fn start() -> Self {
+        Self(RefCell::new(Session::start().unwrap()))
+    }
+
+    pub(crate) fn processes(&self) -> usize {
+        self.0.borrow().world_size()
+    }
+
+    /// Runs the ranks and tells every process how each of them ended.
+    fn outcomes<T: Wire>(
+        &self,
+        world_size: usize,
+        timeout: Duration,
+        run: impl Fn(Group) -> Result<T, CommError> + Sync,
+    ) -> Vec<Outcome> {
+        let mut session = self.0.borrow_mut();
+        let options = LaunchOptions { timeout, check: true, ..Default::default() };
+        let own = session.run_on(world_size, &options, |context| run(context.group)).transpose();
+        let own = own.map_or_else(Vec::new, |result| outcome_of(result).to_bytes());
+        let gather = |group: Group| group.all_gather_varied(&own);
+        let all = session.run(&LaunchOptions::default(), |context| gather(context.group)).unwrap();
+        all[..world_size].iter().map(|outcome| Wire::read(&mut outcome.as_slice())).collect()
+    }
+}
+
+impl Backend for Mpi {
+    fn run_for<T: Wire>(
+        &self,
+        world_size: usize,
+        timeout: Duration,
+        run: impl Fn(Group) -> Result<T, CommError> + Sync,
+    ) -> Result<Vec<T>, LaunchError> {
+        let outcomes = self.outcomes(world_size, timeout, run);
+        let results: Vec<Result<T, LaunchError>> =
+            outcomes.iter().enumerate().map(|(rank, outcome)| result_of(rank, outcome)).collect();
+        original(results)
+    }
+
+    fn fail_for(
+        &self,
+        world_size: usize,
+        timeout: Duration,
+        work: impl Fn(&Group) -> Result<(), CommError> + Sync,
+    ) -> (LaunchError, Vec<Option<CommError>>) {
+        let outcomes = self.outcomes(world_size, timeout, |group| work(&group));
+        let results = || outcomes.iter().enumerate().map(|(rank, outcome)| result_of(rank, outcome));
+        let own = |result: Result<(), LaunchError>| result.err()?.comm_error().cloned();
+        (original(results().collect()).unwrap_err(), results().map(own).collect())
+    }
+}
+
+/// All values, or the failure that the others' follow from: that of the rank which they name.
+fn original<T>(results: Vec<Result<T, LaunchError>>) -> Result<Vec<T>, LaunchError> {
+    let named = results.iter().find_map(|result| match result.as_ref().err()?.comm_error()? {
+        CommError::PeerFailed { rank, .. } => Some(*rank),
+        _ => None,
+    });
+    let mut values = Vec::new();
+    let mut first = None;
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            Ok(value) => values.push(value),
+            Err(error) if first.is_none() || Some(rank) == named => first = Some(error),
+            Err(_) => {}
+        }
+    }
+    first.map_or(Ok(values), Err)
+}
