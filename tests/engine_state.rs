@@ -109,7 +109,7 @@ impl Layer for Tanh {
         _: &[Tensor],
         saved: Saved,
         dy: Tensor,
-        _: &[Tensor],
+        _: &[Option<Tensor>],
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
         let y: Tensor = saved.downcast("tanh")?;
@@ -201,7 +201,7 @@ impl Layer for FailsOnce {
         _: &[Tensor],
         _: Saved,
         dy: Tensor,
-        _: &[Tensor],
+        _: &[Option<Tensor>],
         _: &LayerContext,
     ) -> Result<Tensor, ModelError> {
         if self.0.swap(true, Ordering::Relaxed) {
