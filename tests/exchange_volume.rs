@@ -5,6 +5,7 @@
 mod support;
 
 use anyhow::Result;
+use serde_json::json;
 use std::sync::Arc;
 use support::mesh_run::{Problem, global_batch, layout, micro_batches, on_mesh};
 use support::problems::{CONFIG, problem};
@@ -49,12 +50,12 @@ fn exchanged(engine: &Engine) -> Result<OpStats> {
 }
 
 /// Calls and bytes that each rank sends in a forward and in a backward pass.
-fn measure(checkpointing: bool) -> Vec<[(u64, u64); 2]> {
+fn measure(sp: usize, ulysses: serde_json::Value) -> Vec<[(u64, u64); 2]> {
     let batch = Batch::random(CONFIG.vocab_size, ROWS, 64, 2);
-    let extra = serde_json::json!({ "ulysses": { "activation_checkpointing": checkpointing } });
+    let extra = serde_json::json!({ "ulysses": ulysses });
     let problem = Problem { extra, ..problem(CONFIG, batch) };
     let global = global_batch(&problem.batch).unwrap();
-    let config = problem.json_config(layout(1, SP, 0), ROWS).unwrap();
+    let config = problem.json_config(layout(1, sp, 0), ROWS).unwrap();
     let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
         let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
         let batch = micro_batches(&global, &engine)?.remove(0);
@@ -78,15 +79,27 @@ fn expected(calls_per_layer: u64, vectors: u64) -> (u64, u64) {
 
 #[test]
 fn a_step_exchanges_what_was_worked_out_by_hand_in_two_calls_each_way() {
-    for (rank, measured) in measure(false).into_iter().enumerate() {
+    for (rank, measured) in measure(SP, json!({})).into_iter().enumerate() {
         assert_eq!(measured, [expected(2, FORWARD[rank]), expected(2, BACKWARD[rank])], "rank {rank}");
     }
 }
 
 #[test]
 fn activation_checkpointing_repeats_the_forward_exchange_in_the_backward_pass() {
-    for (rank, measured) in measure(true).into_iter().enumerate() {
+    for (rank, measured) in measure(SP, json!({ "activation_checkpointing": true })).into_iter().enumerate() {
         let backward = expected(4, FORWARD[rank] + BACKWARD[rank]);
         assert_eq!(measured, [expected(2, FORWARD[rank]), backward], "rank {rank}");
+    }
+}
+
+#[test]
+fn chunks_of_heads_exchange_the_same_bytes_in_more_calls() {
+    for checkpointing in [false, true] {
+        let of =
+            |chunks| measure(2, json!({ "activation_checkpointing": checkpointing, "head_chunks": chunks }));
+        for (rank, (whole, chunked)) in of(1).into_iter().zip(of(2)).enumerate() {
+            let in_two = whole.map(|(calls, bytes)| (2 * calls, bytes));
+            assert_eq!(chunked, in_two, "rank {rank}, checkpointing {checkpointing}");
+        }
     }
 }

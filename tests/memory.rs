@@ -357,8 +357,8 @@ fn every_feature_lowers_the_peak_of_a_step() {
     for sp in [1, 2] {
         let peaks = steps.clone().map(|features| peak_of_step(features, sp, &[1024]));
         assert!(peaks.is_sorted_by(|more, less| less < more), "sp {sp}: {peaks:?}");
-        // Against plain training, with the layers' weights and gradients aside.
-        assert!(4 * peaks[4] < peaks[0], "sp {sp}: {peaks:?}");
+        // What a rank's threads and its exchange keep does not shrink with the tokens' state.
+        assert!(3 * peaks[4] < peaks[0], "sp {sp}: {peaks:?}");
     }
 }
 

@@ -11,10 +11,9 @@ use support::problems::{CONFIG, main_problem, packed_batch, problem};
 use support::reference::ReferenceConfig;
 use ulysses::engine::BatchOutcome;
 
-/// Sums in another order, relative to a tensor's largest entry. What one layer adds up differently by a rounding
-/// goes through the other one, both backward passes and the norms' divisions; the plain run is as far from the
-/// f64 reference.
-const REORDERED: f64 = 4e-6;
+/// Sums in another order, relative to a tensor's largest entry: half of what the suite allows a run against the f64
+/// reference. Most stay below 2e-6; the norm over heads of four elements divides by small roots and reaches 5e-6.
+const REORDERED: f64 = 1e-5;
 
 fn run(problem: &Problem, extra: Value, layout: Layout) -> BatchOutcome {
     let problem = Problem { extra, ..problem.clone() };
