@@ -3,7 +3,7 @@
 //! Every test binary compiles this module for itself and uses a part of it, so
 //! what one of them leaves unused (or unreachable: a test binary exports
 //! nothing) is not dead. And `unwrap` is how a test fails.
-#![allow(dead_code, unused_imports, unreachable_pub, clippy::unwrap_used)]
+#![allow(dead_code, unused_imports, unused_macros, unreachable_pub, clippy::unwrap_used)]
 
 pub mod cli;
 pub mod comm;
