@@ -125,19 +125,11 @@ impl Panel {
         CURVES.iter().try_for_each(|curve| self.draw_curve(svg, model, curve))
     }
 
-    fn draw_curve(
-        &self,
-        svg: &mut String,
-        model: &ModelScaling,
-        (name, colour, height): &Curve,
-    ) -> fmt::Result {
+    fn draw_curve(&self, svg: &mut String, model: &ModelScaling, (_, colour, height): &Curve) -> fmt::Result {
         let at = |point: &Point| height(point).map(|sent| (self.x(point.ranks), self.y(sent)));
-        let places: Vec<(f64, f64)> = model.points.iter().filter_map(at).collect();
-        let corners: Vec<String> = places.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
-        let Some((x, y)) = places.last() else { return Ok(()) };
-        let corners = corners.join(" ");
-        writeln!(svg, r#"<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2"/>"#)?;
-        writeln!(svg, r#"<text x="{:.1}" y="{:.1}" fill="{colour}">{name}</text>"#, x + 3.0, y - 4.0)
+        let corners = model.points.iter().filter_map(at).map(|(x, y)| format!("{x:.1},{y:.1}"));
+        let corners = corners.collect::<Vec<_>>().join(" ");
+        writeln!(svg, r#"<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2"/>"#)
     }
 }
 
@@ -150,7 +142,7 @@ fn drawing(models: &[ModelScaling]) -> Result<String, fmt::Error> {
         .collect();
     let low = heights.iter().copied().fold(f64::INFINITY, f64::min).floor();
     let high = heights.iter().copied().fold(0.0, f64::max).ceil();
-    let (width, height) = (2.0 * WIDTH + MARGIN, HEIGHT * models.len().div_ceil(2) as f64 + MARGIN);
+    let (width, height) = (2.0 * WIDTH, HEIGHT * models.len().div_ceil(2) as f64 + MARGIN);
     let mut svg = String::new();
     writeln!(
         svg,
@@ -163,7 +155,12 @@ fn drawing(models: &[ModelScaling]) -> Result<String, fmt::Error> {
     }
     let title =
         "bytes that a rank sends in a layer, forward and backward, by ranks; tokens grow with the ranks";
-    writeln!(svg, r#"<text x="{MARGIN}" y="{:.1}">{title}</text>"#, height - MARGIN / 2.0)?;
+    let (above, bottom) = (height - 36.0, height - 16.0);
+    writeln!(svg, r#"<text x="{MARGIN}" y="{above}">{title}</text>"#)?;
+    for (index, (name, colour, _)) in CURVES.iter().enumerate() {
+        let x = MARGIN + 110.0 * index as f64;
+        writeln!(svg, r#"<text x="{x:.1}" y="{bottom}" fill="{colour}" font-weight="bold">{name}</text>"#)?;
+    }
     svg.push_str("</svg>\n");
     Ok(svg)
 }
