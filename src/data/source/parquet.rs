@@ -8,6 +8,7 @@ use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use std::collections::VecDeque;
 use std::fs::File;
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
 /// Rows that are decoded at once.
@@ -33,7 +34,7 @@ impl Rows {
     pub(super) fn open(path: &Path, text_field: &str, skipped: u64) -> Result<Self, DataError> {
         let failed = |source| FileError::Parquet { path: path.to_owned(), row: 0, source };
         let file = File::open(path).map_err(|source| super::files::read_error(path, source))?;
-        let file = SerializedFileReader::new(file).map_err(failed)?;
+        let file = guarded(|| SerializedFileReader::new(file)).map_err(failed)?;
         let column = text_column(&file, text_field).map_err(failed)?;
         let mut rows = Self { file, column, next_group: 0, group: None, ready: VecDeque::new() };
         for row in 0..skipped {
@@ -50,11 +51,11 @@ impl Rows {
                 if self.next_group == self.file.num_row_groups() {
                     return Ok(None);
                 }
-                self.group = Some(self.open_group().map_err(failed)?);
+                self.group = Some(guarded(|| self.open_group()).map_err(failed)?);
                 self.next_group += 1;
                 continue;
             };
-            match read_rows(group).map_err(failed)? {
+            match guarded(|| read_rows(group)).map_err(failed)? {
                 rows if rows.is_empty() => self.group = None,
                 rows => self.ready.extend(rows),
             }
@@ -68,6 +69,14 @@ impl Rows {
             _ => Err(ParquetError::General("the column changes its type between row groups".into())),
         }
     }
+}
+
+/// Calls the library, which panics on some damaged files.
+fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, ParquetError> {
+    // After an error nothing of the reader is used again.
+    std::panic::catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
+        Err(ParquetError::General("the file is damaged in a way that its decoder does not expect".into()))
+    })
 }
 
 /// The column of strings that a name means.

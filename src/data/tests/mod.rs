@@ -7,6 +7,8 @@ mod dataset;
 mod documents;
 mod loader;
 mod packing;
+#[cfg(feature = "parquet")]
+mod parquet;
 mod prepare;
 mod read_ahead;
 mod sources;
