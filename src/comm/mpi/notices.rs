@@ -1,6 +1,6 @@
 //! What ranks tell all others outside of any operation: that they have failed, or are done.
 
-use super::library::{Communicator, Mode, Request};
+use super::library::{Communicator, Request};
 use super::transfers::NOTICE_TAG;
 use crate::comm::CommError;
 use serde::{Deserialize, Serialize};
@@ -35,9 +35,7 @@ impl Notices {
         for peer in (0..self.ranks).filter(|&peer| peer != self.rank) {
             let text = text.clone();
             // SAFETY: the list keeps the text, unchanged, until the request is complete.
-            let request = unsafe {
-                self.communicator.send(text.as_ptr(), text.len(), peer, NOTICE_TAG, Mode::Standard)?
-            };
+            let request = unsafe { self.communicator.send(text.as_ptr(), text.len(), peer, NOTICE_TAG)? };
             self.sending.push((request, text));
         }
         Ok(())

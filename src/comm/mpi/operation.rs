@@ -1,6 +1,5 @@
 //! An operation under way: messages, and what to do when they are done.
 
-use super::library::Mode;
 use super::transfers::{Members, Place, Transfers};
 use crate::comm::CommError;
 use crate::comm::call::{Call, compare};
@@ -50,7 +49,7 @@ impl Step {
         Self::new(move |transfers, members| {
             let text = serde_json::to_vec(&call).map_err(|error| CommError::Tensor(error.to_string()))?;
             for peer in peers(members) {
-                transfers.send_text(members, text.clone(), peer, Mode::Standard)?;
+                transfers.send_text(members, text.clone(), peer)?;
                 transfers.expect_text(peer);
             }
             Ok(Some(Self::new(move |transfers, members| {

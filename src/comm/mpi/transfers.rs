@@ -1,6 +1,6 @@
 //! The messages of one operation.
 
-use super::library::{Communicator, MAX_MESSAGE_BYTES, MAX_TAG, Mode, Request};
+use super::library::{Communicator, MAX_MESSAGE_BYTES, MAX_TAG, Request};
 use super::memory;
 use crate::comm::{CollectiveOp, CommError, GroupStats};
 use candle_core::Tensor;
@@ -128,8 +128,7 @@ impl Transfers {
             // SAFETY: within the tensor, whose storage the transfer keeps until it is complete. The
             // group's contract keeps callers from writing it, and this rank's operations write nothing
             // that shares memory with their inputs before all their transfers are done.
-            let request =
-                unsafe { members.communicator.send(data.add(begin), length, to, self.tag(), Mode::Standard) };
+            let request = unsafe { members.communicator.send(data.add(begin), length, to, self.tag()) };
             let request = request.map_err(|reason| self.refused(members, reason))?;
             self.moving(to, request, Buffer::Tensor(tensor.clone()), Direction::Out);
         }
@@ -157,15 +156,9 @@ impl Transfers {
     }
 
     /// Begins to send a text.
-    pub(super) fn send_text(
-        &mut self,
-        members: &Members,
-        text: Vec<u8>,
-        to: usize,
-        mode: Mode,
-    ) -> Result<(), CommError> {
+    pub(super) fn send_text(&mut self, members: &Members, text: Vec<u8>, to: usize) -> Result<(), CommError> {
         // SAFETY: the transfer keeps the text, unchanged, until it is complete.
-        let request = unsafe { members.communicator.send(text.as_ptr(), text.len(), to, self.tag(), mode) };
+        let request = unsafe { members.communicator.send(text.as_ptr(), text.len(), to, self.tag()) };
         let request = request.map_err(|reason| self.refused(members, reason))?;
         self.moving(to, request, Buffer::Text(text), Direction::Out);
         Ok(())
