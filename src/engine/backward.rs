@@ -5,7 +5,7 @@ use super::offload::{CheckpointFile, Stored};
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
-use crate::model::{HeadSaved, LayerContext};
+use crate::model::{HeadSaved, LayerContext, ModelError};
 use crate::ops::Workspace;
 use candle_core::Tensor;
 
@@ -46,18 +46,23 @@ impl Engine {
         if !self.model.is_tied() {
             self.zero.reduce(self.head_unit(), boundary)?;
         }
-        self.workspace.give(hidden);
+        let mut output = Some(hidden);
         while let Some(left) = layers.pop() {
             let index = layers.len();
             self.read_ahead(layers.last())?;
-            dx = self.backward_layer(index, left, dx, &ctx)?;
+            // The state of a layer may hold its output. Where there is none, that is given back at once.
+            let held = matches!(left, LayerTape::State(..)).then(|| output.take()).flatten();
+            output.take().into_iter().for_each(|y| self.workspace.give(y));
+            let (gradient, x) = self.backward_layer(index, left, dx, &ctx)?;
+            (dx, output) = (gradient, Some(x));
+            held.into_iter().for_each(|y| self.workspace.give(y));
             self.zero.reduce(index + 1, boundary)?;
         }
         let grads = self.zero.gradients(0)?;
         if let Some(dweight) = &grads[0] {
             self.model.embedding.backward(&input_ids, &dx, dweight)?;
         }
-        self.workspace.give(dx);
+        [Some(dx), output].into_iter().flatten().for_each(|tensor| self.workspace.give(tensor));
         self.zero.reduce(0, boundary)?;
         Ok(self.zero.finish_reductions()?)
     }
@@ -93,14 +98,14 @@ impl Engine {
         }
     }
 
-    /// Backward of one layer from what it left.
+    /// Backward of one layer from what it left: the gradient of its input, and the input.
     fn backward_layer(
         &mut self,
         index: usize,
         left: LayerTape,
         dy: Tensor,
         ctx: &LayerContext,
-    ) -> Result<Tensor, EngineError> {
+    ) -> Result<(Tensor, Tensor), EngineError> {
         let unit = index + 1;
         let params = self.zero.parameters(unit)?;
         let grads = self.zero.gradients(unit)?;
@@ -108,22 +113,20 @@ impl Engine {
             self.zero.prefetch(unit - 1)?;
         }
         let layer = &self.model.layers[index];
-        let dx = match left {
+        let checkpoint = match left {
             LayerTape::State(x, saved) => {
                 let dx = layer.backward(&params, saved, dy, &grads, ctx)?;
-                self.workspace.give(x);
-                dx
+                self.zero.release(unit);
+                return Ok((dx, x));
             }
-            LayerTape::Checkpoint(tensors) => {
-                layer.backward_checkpointed(&params, tensors, dy, &grads, ctx)?
-            }
-            LayerTape::Stored(stored) => {
-                let tensors = load(&mut self.checkpoint_file, stored, &self.workspace)?;
-                layer.backward_checkpointed(&params, tensors, dy, &grads, ctx)?
-            }
+            LayerTape::Checkpoint(tensors) => tensors,
+            LayerTape::Stored(stored) => load(&mut self.checkpoint_file, stored, &self.workspace)?,
         };
+        let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
+        let x = checkpoint.first().ok_or_else(foreign)?.clone();
+        let dx = layer.backward_checkpointed(&params, checkpoint, dy, &grads, ctx)?;
         self.zero.release(unit);
-        Ok(dx)
+        Ok((dx, x))
     }
 
     /// The factor that this micro batch's gradient gets now, and the one that its loss gets

@@ -133,7 +133,6 @@ impl Layer for DecoderLayer {
         };
         self.backward_mlp(&weights, &grads, (mid, None), &dy, ctx)?;
         self.backward_attention(&weights, &grads, (&x, attention), &dy, ctx)?;
-        ctx.workspace().give(x);
         Ok(dy)
     }
 }

@@ -87,8 +87,8 @@ pub trait Layer: Send + Sync {
     /// The parameters, in the order of `params` and `grads`.
     fn parameters(&self) -> &[ParameterSpec];
 
-    /// Computes the layer. `x` stays as it is until after this layer's backward, so it may go into
-    /// the saved state; the result is the caller's and owns its storage.
+    /// Computes the layer. `x` and the result stay as they are until after this layer's backward, so
+    /// they may go into the saved state.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.
@@ -120,8 +120,8 @@ pub trait Layer: Send + Sync {
     ) -> Result<Tensor, ModelError>;
 
     /// As [`forward`](Self::forward), where the layer keeps no state but a checkpoint, from which it
-    /// can be computed again. Nothing else may hold the storage of the checkpoint's tensors: the
-    /// engine may move them elsewhere until the backward pass.
+    /// can be computed again: `x` first, then what is to be computed only once. The engine may move
+    /// its tensors elsewhere until the backward pass.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -135,8 +135,8 @@ pub trait Layer: Send + Sync {
         Ok((y, vec![x]))
     }
 
-    /// As [`backward`](Self::backward), from a checkpoint, whose tensors are the layer's to
-    /// recycle.
+    /// As [`backward`](Self::backward), from a checkpoint. Its tensors are the layer's to recycle,
+    /// except the first: `x` is the output of the layer before, which may still need it.
     ///
     /// # Errors
     /// As [`backward`](Self::backward).
@@ -151,9 +151,8 @@ pub trait Layer: Send + Sync {
         let foreign = || ModelError::ForeignSavedState { layer: self.name().to_owned() };
         let x = checkpoint.into_iter().next().ok_or_else(foreign)?;
         let (y, saved) = self.forward(params, &x, ctx)?;
-        ctx.workspace().give(y);
         let dx = self.backward(params, saved, dy, grads, ctx)?;
-        ctx.workspace().give(x);
+        ctx.workspace().give(y);
         Ok(dx)
     }
 }

@@ -191,11 +191,11 @@ fn a_resume_on_other_data_or_packing_is_refused() {
     };
     // As many rows, and other documents in them.
     let hash = ["the hash of data, packing and weights", "ulysses.seq_len_schedule"];
-    other(&["--packing", "concat"]).assert_refused(1, &hash);
+    other(&["--packing", "concat"]).assert_refused(2, &hash);
     let changed = place.read("docs/07.txt").replace("alpha", "omega");
     place.write("docs/07.txt", changed);
-    other(&["--packing", "cut"]).assert_refused(1, &hash);
-    other(&["--packing", "cut", "--seq-len", "32"]).assert_refused(1, &["seq_len", "64", "32"]);
+    other(&["--packing", "cut"]).assert_refused(2, &hash);
+    other(&["--packing", "cut", "--seq-len", "32"]).assert_refused(2, &["seq_len", "64", "32"]);
 }
 
 #[test]

@@ -49,7 +49,7 @@ fn values_out_of_range_are_refused_with_their_key() {
         (json!({ "ulysses": { "steps": 0 } }), "`ulysses.steps`"),
         (json!({ "ulysses": { "threads_per_rank": 0 } }), "`ulysses.threads_per_rank`"),
         (json!({ "ulysses": { "seq_len": -64 } }), "`ulysses.seq_len`"),
-        (json!({ "ulysses": { "backend": "mpi" } }), "`ulysses.backend`"),
+        (json!({ "ulysses": { "backend": "gloo" } }), "`ulysses.backend`"),
         (json!({ "zero_optimization": { "stage": 4 } }), "`zero_optimization.stage`"),
         (json!({ "mesh_param": [2, 0] }), "`mesh_param"),
         (json!({ "bf16": { "enabled": 1 } }), "`bf16.enabled`"),
@@ -90,7 +90,7 @@ fn data_that_is_no_text_is_refused() {
     place.write("binaries/a.dat", [0x80_u8, 0xff]);
     std::fs::create_dir(place.path("nothing_in_it")).unwrap();
     for (data, expected) in [
-        ("missing.txt", "does not exist; give a text file or a directory"),
+        ("missing.txt", "does not exist; give a file of text or tokens, a directory, or a pattern"),
         ("empty.txt", "holds no text"),
         ("nothing_in_it", "holds no text"),
         ("binary.dat", "is not valid UTF-8 text"),
@@ -117,7 +117,7 @@ fn tokenizers_that_are_none_or_do_not_fit_are_refused() {
     place.write("large.json", word_tokenizer(json!({ "[UNK]": 0, "the": 300 })));
     let model = crate::golden("tiny_strong", "");
     let outcome = place.run(&["train", "c.json", "--tokenizer", "large.json", "--model", &model]);
-    outcome.assert_refused(1, &["large.json does not fit the model", "token id 300", "0..256"]);
+    outcome.assert_refused(1, &["large.json does not fit the model", "token id or label 300", "0..256"]);
     place.write("huge.json", word_tokenizer(json!({ "[UNK]": 0, "the": u32::MAX })));
     let outcome = place.run(&["train", "c.json", "--tokenizer", "huge.json"]);
     outcome.assert_refused(2, &["GiB", "choose a smaller model"]);
