@@ -124,7 +124,10 @@ impl Workload {
     pub fn meshes(&self, budget_bytes: Option<u64>) -> Result<Vec<MeshChoice>, EngineError> {
         let world_size = self.config.world_size();
         let seq_len = self.config.require_seq_len()?;
-        let most_sp = self.model.num_heads.min(seq_len).min(world_size);
+        let chunks = self.model.head_chunks(self.config.memory.head_chunks);
+        // Every chunk of heads is shared by all ranks of an sp group.
+        let fewest_heads = chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0);
+        let most_sp = fewest_heads.min(seq_len).min(world_size);
         let sizes = (1..=most_sp).filter(|sp| world_size.is_multiple_of(*sp));
         let arranged = sizes.filter_map(|sp| self.arranged(world_size / sp, sp));
         let arranged = arranged.flat_map(Self::at_stages);
