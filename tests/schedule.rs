@@ -294,7 +294,8 @@ fn the_arithmetic_of_the_measured_model_is_that_of_the_literature() {
     }
     assert!(flops(1, Some(256), false) < 0.75 * whole, "documents see themselves only");
     let recomputed = flops(1, None, true) / whole;
-    assert!((1.30..4.0 / 3.0).contains(&recomputed), "a forward more, but for the head's: {recomputed}");
+    // A forward more, but for the head and the product that gives the layer's output, which nobody needs.
+    assert!((1.28..1.29).contains(&recomputed), "{recomputed}");
 }
 
 #[test]
