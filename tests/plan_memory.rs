@@ -118,6 +118,51 @@ fn cases() -> Vec<Case> {
             json!({ "optimizer": { "type": "SGD", "params": { "lr": 0.1 } } }),
         ),
     ]
+    .into_iter()
+    .chain(memory_cases())
+    .collect()
+}
+
+/// What bounds a step's memory: intervals, tiles, chunks of heads, offload, frozen parameters.
+fn memory_cases() -> Vec<Case> {
+    let case = |label, mesh, config| {
+        let model = LlamaConfig { num_layers: 4, ..model(8, 4, 256) };
+        Case { label, model, mesh, rows: 1, seq_len: 1100 * mesh.1, config }
+    };
+    let with = |features: Value| {
+        let mut config = json!({ "ulysses": { "activation_checkpointing": true } });
+        config["ulysses"].as_object_mut().unwrap().extend(features.as_object().unwrap().clone());
+        config
+    };
+    let plain = |features: Value| json!({ "ulysses": features });
+    let offloaded = |features: Value| {
+        let mut config = with(features);
+        config["activation_checkpointing"] = json!({ "cpu_checkpointing": true });
+        config
+    };
+    let frozen = |pattern: &str| json!({ "parameter_groups": [{ "match": pattern, "frozen": true }] });
+    let mut bf16 = with(json!({ "tile_tokens": 128, "head_chunks": 2 }));
+    bf16["bf16"] = json!({ "enabled": true });
+    let mut stage_3 = plain(frozen("_proj"));
+    stage_3["zero_optimization"] = json!({ "stage": 3 });
+    vec![
+        case("every other layer", (1, 1), with(json!({ "activation_checkpointing_interval": 2 }))),
+        case("every other layer, sp 2", (1, 2), with(json!({ "activation_checkpointing_interval": 2 }))),
+        case("tiles", (1, 1), plain(json!({ "tile_tokens": 128 }))),
+        case("tiles, checkpointing, sp 2", (1, 2), with(json!({ "tile_tokens": 100 }))),
+        case("2 chunks, sp 2", (1, 2), plain(json!({ "head_chunks": 2 }))),
+        case("2 chunks, checkpointing, sp 2", (1, 2), with(json!({ "head_chunks": 2 }))),
+        case("3 chunks, checkpointing", (1, 1), with(json!({ "head_chunks": 3 }))),
+        case("tiles, chunks, bf16, sp 2", (1, 2), bf16),
+        case("offload", (1, 1), offloaded(json!({}))),
+        case(
+            "offload, tiles, chunks, sp 2",
+            (1, 2),
+            offloaded(json!({ "tile_tokens": 128, "head_chunks": 2 })),
+        ),
+        case("frozen MLPs", (1, 1), plain(frozen("mlp"))),
+        case("frozen matrices, dp 2, stage 3", (2, 1), stage_3),
+    ]
 }
 
 impl Case {

@@ -95,6 +95,44 @@ fn cases() -> Vec<Case> {
         case("1 x 8", tiny(8, 2), (1, 8), 37, stage(0)),
         case("8 x 1, stage 2", tied(tiny(4, 4)), (8, 1), 12, stage(2)),
     ]
+    .into_iter()
+    .chain(memory_cases())
+    .collect()
+}
+
+/// What bounds a step's memory: intervals, tiles, chunks of heads, offload, frozen parameters.
+fn memory_cases() -> Vec<Case> {
+    let with =
+        |stage: usize, ulysses: Value| json!({ "zero_optimization": { "stage": stage }, "ulysses": ulysses });
+    let every_other = json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 2 });
+    let chunks = |chunks: usize, checkpointing: bool| json!({ "head_chunks": chunks, "activation_checkpointing": checkpointing });
+    let tiles = json!({ "tile_tokens": 5, "activation_checkpointing": true });
+    let mut offload = with(3, json!({ "head_chunks": 2, "activation_checkpointing": true }));
+    offload["activation_checkpointing"] = json!({ "cpu_checkpointing": true });
+    let frozen = |patterns: &[&str]| {
+        let groups: Vec<_> = patterns.iter().map(|name| json!({ "match": name, "frozen": true })).collect();
+        json!({ "parameter_groups": groups })
+    };
+    // All of the first layer, parts of the others, and the embedding.
+    let lower = frozen(&["embed_tokens", "layers.0.", "mlp"]);
+    let lamb = json!({
+        "optimizer": { "type": "Lamb" }, "zero_optimization": { "stage": 1 }, "ulysses": frozen(&["_proj"]),
+    });
+    let mut twice = with(3, lower.clone());
+    twice["gradient_accumulation_steps"] = json!(2);
+    vec![
+        case("every other layer", tiny(8, 4), (2, 2), 22, with(3, every_other)),
+        case("tiles, sp 2", tiny(8, 4), (1, 2), 25, with(0, tiles)),
+        case("2 chunks, sp 2", tiny(8, 4), (1, 2), 25, with(0, chunks(2, false))),
+        case("3 chunks, uneven, sp 2", tiny(8, 4), (1, 2), 25, with(2, chunks(3, true))),
+        case("4 chunks, 2 x 2", tiny(8, 4), (2, 2), 22, with(3, chunks(4, true))),
+        case("offload, 2 x 2", tiny(8, 4), (2, 2), 22, offload),
+        case("frozen below, 2 x 2, stage 0", tiny(8, 4), (2, 2), 22, with(0, lower.clone())),
+        case("frozen below, 2 x 2, stage 1", tiny(8, 4), (2, 2), 22, with(1, lower.clone())),
+        case("frozen below, 2 x 2, stage 2", tiny(8, 4), (2, 2), 22, with(2, lower)),
+        case("frozen below, 2 x 2, stage 3, twice", tiny(8, 4), (2, 2), 22, twice),
+        case("frozen matrices, LAMB", tied(tiny(8, 4)), (3, 1), 16, lamb),
+    ]
 }
 
 impl Case {
@@ -256,7 +294,8 @@ fn the_arithmetic_of_the_measured_model_is_that_of_the_literature() {
     }
     assert!(flops(1, Some(256), false) < 0.75 * whole, "documents see themselves only");
     let recomputed = flops(1, None, true) / whole;
-    assert!((1.30..4.0 / 3.0).contains(&recomputed), "a forward more, but for the head's: {recomputed}");
+    // A forward more, but for the head and the product that gives the layer's output, which nobody needs.
+    assert!((1.28..1.29).contains(&recomputed), "{recomputed}");
 }
 
 #[test]

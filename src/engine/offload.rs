@@ -23,6 +23,9 @@ use std::thread::JoinHandle;
 /// that the forward pass holds.
 const MAX_IN_FLIGHT: usize = 1;
 
+/// What the thread reads at a time when it reads ahead.
+pub(super) const READ_AHEAD_BYTES: usize = 1 << 20;
+
 /// One rank's file of checkpoints.
 pub(super) struct CheckpointFile {
     directory: PathBuf,
@@ -168,7 +171,7 @@ fn work(file: &File, job: Job, done: &Sender<io::Result<Tensor>>) -> Option<()> 
             done.send(written.map(|()| tensor)).ok()
         }
         Job::ReadAhead { offset, bytes } => {
-            let mut page_in = vec![0; 1 << 20];
+            let mut page_in = vec![0; READ_AHEAD_BYTES];
             for start in (0..bytes).step_by(page_in.len()) {
                 let len = page_in.len().min((bytes - start) as usize);
                 // A read that fails here fails again where its result is needed, and is reported there.

@@ -44,7 +44,7 @@ pub(super) fn parameters(config: &LlamaConfig, layer: &str) -> Vec<ParameterSpec
 }
 
 /// A view of a parameter, or of its gradient unless it is frozen.
-pub(super) trait View: Copy {
+pub(crate) trait View: Copy {
     /// Some rows of it.
     type Rows;
 
@@ -69,12 +69,12 @@ impl View for Option<&Tensor> {
 }
 
 /// A projection to heads: of parameters, or of their gradients, as all of [`Weights`].
-#[derive(Clone, Copy)]
-pub(super) struct HeadWeights<T> {
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HeadWeights<T> {
     /// `[heads · head_dim, hidden]`
-    pub(super) weight: T,
+    pub(crate) weight: T,
     /// `[heads · head_dim]`
-    pub(super) bias: Option<T>,
+    pub(crate) bias: Option<T>,
     /// `[head_dim]`
     pub(super) norm: Option<T>,
 }
@@ -100,22 +100,24 @@ impl<T: View> HeadWeights<T> {
     }
 }
 
-/// Views of the parameters or of their gradients, by name. A frozen parameter has no gradient.
-pub(super) struct Weights<T> {
-    pub(super) q: HeadWeights<T>,
-    pub(super) k: HeadWeights<T>,
-    pub(super) v: HeadWeights<T>,
-    pub(super) o: T,
-    pub(super) gate: T,
-    pub(super) up: T,
-    pub(super) down: T,
+/// Views of the parameters or of their gradients, by name, or whatever else there is of each. A frozen parameter
+/// has no gradient.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Weights<T> {
+    pub(crate) q: HeadWeights<T>,
+    pub(crate) k: HeadWeights<T>,
+    pub(crate) v: HeadWeights<T>,
+    pub(crate) o: T,
+    pub(crate) gate: T,
+    pub(crate) up: T,
+    pub(crate) down: T,
     pub(super) input_norm: T,
     pub(super) post_attention_norm: T,
 }
 
 impl<T: Copy> Weights<T> {
     /// Names the views that the engine passes in the order of [`parameters`], `expected` of them.
-    pub(super) fn of(
+    pub(crate) fn of(
         views: &[T],
         config: &LlamaConfig,
         layer: &str,

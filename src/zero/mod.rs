@@ -41,4 +41,5 @@ pub use held::HeldBytes;
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialise, ZeroGroups, ZeroOptimizer};
 pub use rule::state_kinds;
+pub(crate) use split::split;
 pub use state::RestoreState;

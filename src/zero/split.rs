@@ -5,9 +5,9 @@ use super::FlatLayout;
 use std::ops::Range;
 
 /// A unit of the model: the flat buffers that its parameters lie in, at most two.
-pub(super) struct Split {
+pub(crate) struct Split {
     /// Indices of its flat buffers; of its trained parameters before those of its frozen ones.
-    pub(super) flats: Range<usize>,
+    pub(crate) flats: Range<usize>,
     /// Each parameter's flat buffer and its index there.
     places: Vec<(usize, usize)>,
 }
@@ -28,7 +28,7 @@ impl Split {
 }
 
 /// Divides units by whether their parameters are frozen. A unit without frozen parameters keeps its layout.
-pub(super) fn split(
+pub(crate) fn split(
     units: Vec<FlatLayout>,
     is_frozen: impl Fn(&str) -> bool,
 ) -> (Vec<FlatLayout>, Vec<Split>) {

@@ -110,6 +110,68 @@ fn features_and_meshes_change_what_they_are_for() {
     assert_eq!(reasons.count(), 1);
 }
 
+/// A row of what one change would make of a plan: its peak and its longest sequence.
+fn changed(plan: &Value, change: &str) -> (u64, u64) {
+    let rows = plan["alternatives"].as_array().unwrap();
+    let row =
+        rows.iter().find(|row| row["change"] == change).unwrap_or_else(|| panic!("no {change}: {rows:?}"));
+    (row["peak_bytes"].as_u64().unwrap(), row["max_seq_len"].as_u64().unwrap())
+}
+
+#[test]
+fn what_saves_memory_is_planned_where_it_is_configured_and_told_where_it_is_not() {
+    let arguments = ["changed.json", "--model", "llama3-8b", "--mesh", "1x2", "--memory-gib", "192"];
+    let of = |ulysses: Value, offload: bool| {
+        let place = workplace(json!({
+            "train_batch_size": 1, "bf16": { "enabled": true },
+            "activation_checkpointing": { "cpu_checkpointing": offload }, "ulysses": ulysses,
+        }));
+        plan(&place, &arguments)
+    };
+    let plain = of(json!({ "seq_len": 65536, "activation_checkpointing": true }), false);
+    let (peak_without, longest_without) = changed(&plain, "as configured");
+    for feature in ["tiles of 1024 tokens", "checkpoints in a file"] {
+        let (peak, longest) = changed(&plain, feature);
+        assert!(peak < peak_without && longest > longest_without, "{feature}: {peak}, {longest}");
+    }
+    changed(&plain, "2 chunks of heads");
+    let frugal = json!({
+        "seq_len": 65536, "activation_checkpointing": true, "tile_tokens": 1024, "head_chunks": 2,
+    });
+    let frugal = of(frugal, true);
+    let (peak, longest) = changed(&frugal, "as configured");
+    assert_eq!(frugal["features"]["head_chunks"], 2);
+    assert_eq!(frugal["budget"]["max_seq_len"], longest);
+    for feature in ["all heads at once", "all tokens at once", "checkpoints in memory"] {
+        let (peak_without, longest_without) = changed(&frugal, feature);
+        assert!(peak < peak_without && longest > longest_without, "{feature}: {peak}, {longest}");
+    }
+    let frozen = json!({ "match": "_proj", "frozen": true });
+    let frozen = of(json!({ "seq_len": 65536, "parameter_groups": [frozen] }), false);
+    // 8.03 B parameters of 2 bytes; all but a billion of them have neither gradient nor state.
+    let persistent = frozen["rank"]["persistent_bytes"].as_u64().unwrap();
+    assert!((30 << 30..33_u64 << 30).contains(&persistent), "{persistent}");
+}
+
+#[test]
+fn a_plan_that_does_not_fit_says_so_and_is_no_failure() {
+    let place = workplace(json!({}));
+    let arguments = ["config.json", "--model", "llama3-8b", "--memory-gib", "80"];
+    let outcome = place.run(&[&["plan"], &arguments[..]].concat());
+    outcome.assert_done();
+    assert!(outcome.stdout.contains("THIS DOES NOT FIT: rank 0 needs"), "{}", outcome.stdout);
+    assert_eq!(plan(&place, &arguments)["budget"]["fits"], false);
+}
+
+#[test]
+fn the_longest_rows_of_a_schedule_are_planned() {
+    let place = workplace(json!({
+        "ulysses": { "model": "nano", "seq_len": 64, "seq_len_schedule": [[10, 512], [20, 128]] },
+    }));
+    assert_eq!(plan(&place, &["changed.json"])["seq_len"], 512);
+    assert_eq!(plan(&place, &["changed.json", "--seq-len", "96"])["seq_len"], 96);
+}
+
 #[test]
 fn any_description_of_hugging_face_is_planned_without_weights() {
     let place = workplace(json!({}));
@@ -136,6 +198,9 @@ fn what_cannot_be_planned_is_refused_by_name() {
     refused(&["--model", "nano", "--mesh", "1x8"], &["num_heads = 4", "sp = 8"]);
     refused(&["--model", "nano", "--memory-gib", "-1"], &["--memory-gib"]);
     refused(&["--model", "nano", "--ranks-per-node", "0"], &["--ranks-per-node"]);
+    let chunks = json!({ "ulysses": { "model": "nano", "seq_len": 64, "head_chunks": 16 } });
+    let place = workplace(chunks);
+    place.run(&["plan", "changed.json"]).assert_refused(2, &["head_chunks", "16"]);
 }
 
 #[test]

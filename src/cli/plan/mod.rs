@@ -7,8 +7,9 @@ mod text;
 use super::{Failure, OrFail, dp_sp, print};
 use anyhow::anyhow;
 use serde::Serialize;
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use ulysses::config::{Config, Overrides, RawConfig};
+use ulysses::config::{Config, Overrides, ParameterGroup, RawConfig};
 use ulysses::data::Tokenizer;
 use ulysses::engine::plan::{Alternative, MeshChoice, RankPlan, Workload};
 use ulysses::model::{LlamaConfig, PRESETS, shape};
@@ -27,7 +28,7 @@ pub(super) struct PlanArgs {
     /// Memory of a rank in GiB: what fits, and how long a sequence.
     #[arg(long, allow_negative_numbers = true)]
     memory_gib: Option<f64>,
-    /// Tokens in a row, over all sp ranks; without it and the config's, the longest that fits.
+    /// Tokens in a row, over all sp ranks; without it the config's longest, and without that the longest that fits.
     #[arg(long, allow_negative_numbers = true)]
     seq_len: Option<usize>,
     /// Ranks: `DPxSP` or `dp=2,sp=2`. Must not contradict the config.
@@ -69,6 +70,7 @@ struct Report {
     zero_stage: u8,
     dtype: String,
     activation_checkpointing: bool,
+    features: Features,
     micro_batch_size: usize,
     gradient_accumulation_steps: usize,
     seq_len: usize,
@@ -95,6 +97,16 @@ struct MeshReport {
     dp: usize,
     sp: usize,
     ranks_per_node: usize,
+}
+
+/// What bounds the memory of a step.
+#[derive(Serialize)]
+struct Features {
+    activation_checkpointing_interval: usize,
+    offload_checkpoints: bool,
+    tile_tokens: Option<NonZero<usize>>,
+    head_chunks: usize,
+    frozen_parameters: usize,
 }
 
 #[derive(Serialize)]
@@ -124,7 +136,12 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         model: args.model.clone(),
         ..Overrides::default()
     };
-    let config = RawConfig::from_file(path).or_usage()?.resolve(&overrides).or_usage()?;
+    let mut config = RawConfig::from_file(path).or_usage()?.resolve(&overrides).or_usage()?;
+    if args.seq_len.is_none() {
+        // What the longest rows need is what the run needs.
+        let scheduled = config.seq_len_schedule.iter().map(|change| change.seq_len);
+        config.seq_len = scheduled.chain(config.seq_len).max();
+    }
     let (name, model) = model(&config)?;
     let PlanArgs { document_len, ranks_per_node, .. } = *args;
     let budget = budget_bytes(args.memory_gib)?;
@@ -144,6 +161,14 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     let alternatives = workload.alternatives(budget_bytes).or_usage()?;
     let meshes = workload.meshes(budget_bytes).or_usage()?;
     let Workload { config, model, .. } = workload;
+    let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.parameter_groups, name);
+    let features = Features {
+        activation_checkpointing_interval: config.memory.checkpointing_interval,
+        offload_checkpoints: config.memory.offload_checkpoints,
+        tile_tokens: config.memory.tile_tokens,
+        head_chunks: config.memory.head_chunks,
+        frozen_parameters: model.num_parameters_where(is_frozen),
+    };
     let seq_len = config.require_seq_len().or_usage()?;
     Ok(Report {
         model: ModelReport {
@@ -159,6 +184,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         zero_stage: config.zero_stage.into(),
         dtype: config.precision.dtype().as_str().to_owned(),
         activation_checkpointing: config.activation_checkpointing,
+        features,
         micro_batch_size: config.micro_batch_size,
         gradient_accumulation_steps: config.gradient_accumulation_steps,
         seq_len,

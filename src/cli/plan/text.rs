@@ -1,7 +1,7 @@
 //! The plan as text.
 
 use super::table::{bytes, flops, row, write_table};
-use super::{Budget, Report};
+use super::{Budget, Features, Report};
 use std::fmt::{self, Display, Formatter};
 use ulysses::engine::plan::{MomentMemory, Sent};
 use ulysses::engine::schedule::{Category, Moment};
@@ -24,7 +24,6 @@ impl Display for Text<'_> {
 impl Text<'_> {
     fn head(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Report { model, mesh, seq_len, micro_batch_size, gradient_accumulation_steps, .. } = self.0;
-        let checkpointing = if self.0.activation_checkpointing { ", activation checkpointing" } else { "" };
         writeln!(
             f,
             "model   {}: {:.2} B parameters, {} layers, {} wide, {} query heads over {} KV heads",
@@ -37,8 +36,13 @@ impl Text<'_> {
         )?;
         writeln!(
             f,
-            "mesh    dp {} × sp {}, {} ranks per node, ZeRO stage {}, {}{checkpointing}",
-            mesh.dp, mesh.sp, mesh.ranks_per_node, self.0.zero_stage, self.0.dtype
+            "mesh    dp {} × sp {}, {} ranks per node, ZeRO stage {}, {}{}",
+            mesh.dp,
+            mesh.sp,
+            mesh.ranks_per_node,
+            self.0.zero_stage,
+            self.0.dtype,
+            self.features()
         )?;
         writeln!(
             f,
@@ -46,6 +50,27 @@ impl Text<'_> {
              × dp {}: {} tokens per step",
             mesh.dp, self.0.tokens_per_step
         )
+    }
+
+    /// What bounds the memory of a step, each after a comma.
+    fn features(&self) -> String {
+        let Features { activation_checkpointing_interval: interval, tile_tokens, head_chunks, .. } =
+            self.0.features;
+        let mut features = Vec::new();
+        if self.0.activation_checkpointing {
+            let layers = if interval == 1 { String::new() } else { format!(" of 1 layer in {interval}") };
+            let place = if self.0.features.offload_checkpoints { " to a file" } else { "" };
+            features.push(format!("activation checkpointing{layers}{place}"));
+        }
+        features.extend(tile_tokens.map(|tokens| format!("tiles of {tokens} tokens")));
+        if head_chunks > 1 {
+            features.push(format!("{head_chunks} chunks of heads"));
+        }
+        if self.0.features.frozen_parameters > 0 {
+            let trained = self.0.model.parameters - self.0.features.frozen_parameters;
+            features.push(format!("{:.2} B parameters trained", trained as f64 / 1e9));
+        }
+        features.into_iter().map(|feature| format!(", {feature}")).collect()
     }
 
     fn memory(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -108,12 +133,23 @@ impl Text<'_> {
 
     fn budget(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Some(Budget { bytes: budget, fits, max_seq_len }) = &self.0.budget else { return Ok(()) };
-        let verdict = if *fits { "fits into" } else { "does not fit into" };
         let longest = match max_seq_len {
             Some(longest) => format!("the longest sequence that does has {longest} tokens"),
             None => "no sequence does".to_owned(),
         };
-        writeln!(f, "\nthis {verdict} {} per rank; {longest}", bytes(*budget as f64))
+        let (needed, budget) = (self.0.rank.peak_bytes, *budget);
+        if *fits {
+            return writeln!(f, "\nthis fits into {} per rank; {longest}", bytes(budget as f64));
+        }
+        let lacking = needed.saturating_sub(budget);
+        writeln!(
+            f,
+            "\nTHIS DOES NOT FIT: rank {} needs {}, {} more than the {} of a rank; {longest}",
+            self.0.rank.rank,
+            bytes(needed as f64),
+            bytes(lacking as f64),
+            bytes(budget as f64)
+        )
     }
 
     fn alternatives(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -135,6 +171,7 @@ impl Text<'_> {
         writeln!(f, "\nmeshes of as many ranks for the same batch")?;
         let mut rows = vec![row([
             "dp × sp",
+            "ZeRO stage",
             "peak",
             "within the node",
             "between nodes",

@@ -1,12 +1,16 @@
 //! What other features and other meshes would change.
 
 use super::{RankPlan, Workload};
-use crate::config::{Precision, ZeroStage};
+use crate::config::{Config, MemoryConfig, Precision, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
+use std::num::NonZero;
 
 /// Tokens whose logits exist at a time in the alternative of a small tile.
 const SMALL_LOSS_TILE: usize = 128;
+
+/// Tokens that norms, projections and the MLP work on at a time in the alternative of tiles.
+const TILE_TOKENS: NonZero<usize> = NonZero::new(1024).unwrap();
 
 /// One thing changed, and what follows.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -76,19 +80,20 @@ impl Workload {
         budget_bytes.map_or(Ok(None), |budget| self.longest(budget))
     }
 
-    /// Single changes. A new feature of the engine is a row here.
+    /// Single changes. A new feature of the engine is a row here or among the [`features`].
     fn variants(&self) -> Vec<(String, Self)> {
         let config = &self.config;
         let mut variants = Vec::new();
-        let mut add = |change: String, apply: &dyn Fn(&mut crate::config::Config)| {
+        let mut add = |change: String, apply: &dyn Fn(&mut Config)| {
             let mut workload = self.clone();
             apply(&mut workload.config);
             variants.push((change, workload));
         };
-        let switch = if config.activation_checkpointing { "without" } else { "with" };
-        add(format!("{switch} activation checkpointing"), &|config| {
-            config.activation_checkpointing = !config.activation_checkpointing;
-        });
+        for (change, changed) in features(config) {
+            add(change, &|config| {
+                (config.activation_checkpointing, config.memory) = changed.clone();
+            });
+        }
         // Partitions of one rank are the whole.
         let has_partitions = |stage: &ZeroStage| config.dp_size > 1 && *stage != config.zero_stage;
         for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
@@ -124,7 +129,10 @@ impl Workload {
     pub fn meshes(&self, budget_bytes: Option<u64>) -> Result<Vec<MeshChoice>, EngineError> {
         let world_size = self.config.world_size();
         let seq_len = self.config.require_seq_len()?;
-        let most_sp = self.model.num_heads.min(seq_len).min(world_size);
+        let chunks = self.model.head_chunks(self.config.memory.head_chunks);
+        // Every chunk of heads is shared by all ranks of an sp group.
+        let fewest_heads = chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0);
+        let most_sp = fewest_heads.min(seq_len).min(world_size);
         let sizes = (1..=most_sp).filter(|sp| world_size.is_multiple_of(*sp));
         let arranged = sizes.filter_map(|sp| self.arranged(world_size / sp, sp));
         let arranged = arranged.flat_map(Self::at_stages);
@@ -175,6 +183,50 @@ impl Workload {
             reason: None,
         })
     }
+}
+
+/// Other settings of what exists at a time: whether layers are recomputed, and the rest.
+fn features(config: &Config) -> Vec<(String, (bool, MemoryConfig))> {
+    let (recomputes, memory) = (config.activation_checkpointing, &config.memory);
+    let MemoryConfig { checkpointing_interval, tile_tokens, head_chunks, offload_checkpoints, .. } = *memory;
+    let mut features = Vec::new();
+    let mut add = |change: String, recomputes: bool, changed: MemoryConfig| {
+        features.push((change, (recomputes, changed)));
+    };
+    if recomputes {
+        let in_memory = MemoryConfig { offload_checkpoints: false, ..memory.clone() };
+        add("without activation checkpointing".to_owned(), false, in_memory);
+        let (change, interval) =
+            if checkpointing_interval == 1 { ("of every other layer", 2) } else { ("of every layer", 1) };
+        let changed = MemoryConfig { checkpointing_interval: interval, ..memory.clone() };
+        add(format!("activation checkpointing {change}"), true, changed);
+    } else {
+        add("with activation checkpointing".to_owned(), true, memory.clone());
+    }
+    let change = match (recomputes, offload_checkpoints) {
+        (_, true) => "checkpoints in memory",
+        (true, false) => "checkpoints in a file",
+        (false, false) => "with activation checkpointing, checkpoints in a file",
+    };
+    add(
+        change.to_owned(),
+        true,
+        MemoryConfig { offload_checkpoints: !offload_checkpoints, ..memory.clone() },
+    );
+    let (change, tiles) = match tile_tokens {
+        None => (format!("tiles of {TILE_TOKENS} tokens"), Some(TILE_TOKENS)),
+        Some(_) => ("all tokens at once".to_owned(), None),
+    };
+    add(change, recomputes, MemoryConfig { tile_tokens: tiles, ..memory.clone() });
+    // More than the model or the mesh allows cannot be planned and is left out.
+    let chunks = 2 * head_chunks;
+    let changed = MemoryConfig { head_chunks: chunks, ..memory.clone() };
+    add(format!("{chunks} chunks of heads"), recomputes, changed);
+    if head_chunks > 1 {
+        let changed = MemoryConfig { head_chunks: 1, ..memory.clone() };
+        add("all heads at once".to_owned(), recomputes, changed);
+    }
+    features
 }
 
 /// Gives the best choice its reason.

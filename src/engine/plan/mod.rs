@@ -12,11 +12,11 @@ pub use alternatives::{Alternative, MeshChoice};
 pub use rank::{MomentMemory, RankPlan, Sent};
 
 use super::EngineError;
-use super::schedule::Schedule;
+use super::schedule::{Schedule, chunk_plans};
 use crate::config::Config;
 use crate::mesh::DeviceMesh;
-use crate::model::LlamaConfig;
-use crate::ulysses::{AttentionShape, ExchangePlan};
+use crate::model::{HeadChunk, LlamaConfig};
+use crate::ulysses::ExchangePlan;
 
 /// Longest sequence that is looked for: positions are 32 bits wide.
 const MAX_SEQ_LEN: usize = 1 << 31;
@@ -56,18 +56,14 @@ impl Workload {
     /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since
     /// partitions are padded to one size.
     fn kinds_of_ranks(&self) -> Result<Vec<usize>, EngineError> {
-        let LlamaConfig { num_heads, num_kv_heads, head_dim, .. } = self.model;
-        let seq_len = self.config.require_seq_len()?;
-        let shape = AttentionShape {
-            batch: self.config.micro_batch_size,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
+        let plans = chunk_plans(&self.config, &self.model, self.config.sp_size, 0)?;
+        let kind = |rank: usize| {
+            let of_plan = |(_, plan): &(HeadChunk, ExchangePlan)| {
+                [plan.seq_ranges(), plan.q_head_ranges(), plan.kv_head_ranges()]
+                    .map(|ranges| ranges[rank].len())
+            };
+            plans.iter().map(of_plan).collect::<Vec<_>>()
         };
-        let plan = ExchangePlan::new(shape, &self.model.q_to_kv(), self.config.sp_size, 0)?;
-        let ranges = [plan.seq_ranges(), plan.q_head_ranges(), plan.kv_head_ranges()];
-        let kind = |rank: usize| ranges.map(|ranges| ranges[rank].len());
         let mut ranks: Vec<usize> = Vec::new();
         for rank in 0..self.config.sp_size {
             if ranks.iter().all(|known| kind(*known) != kind(rank)) {

@@ -2,7 +2,7 @@
 //! [`UlyssesAttention`](crate::ulysses::UlyssesAttention) around
 //! [`FlashAttention`](crate::ops::attention::FlashAttention).
 
-use super::dims::Dims;
+use super::dims::{Dims, Heads};
 use super::event::{Axis, Category, Event, Pass, Piece, Purpose, Transfer, Work};
 use super::ledger::{Buffer, Element, Ledger};
 use super::units::transfer_of;
@@ -13,14 +13,15 @@ use crate::ulysses::ExchangePlan;
 /// Attention of one rank, with what it keeps between calls.
 #[derive(Debug)]
 pub(super) struct SequenceParallel {
-    /// None on an sp axis of one rank.
-    exchange: Option<Exchange>,
+    /// One for each chunk of heads; none on an sp axis of one rank.
+    exchanges: Vec<Exchange>,
     /// Bytes of working memory of every thread of the rank.
     scratch_bytes: usize,
     threads: usize,
-    /// Bytes of the geometry and plans of the last micro batch, and whether they are this one's.
+    /// Bytes of the geometry and plans of the last micro batch.
     geometry_bytes: usize,
-    has_geometry: bool,
+    /// The chunks that have a geometry and plans in this one, but for those like an earlier chunk.
+    known: Vec<Heads>,
 }
 
 /// The four transfers of a layer.
@@ -43,10 +44,10 @@ pub(super) struct Saved {
 }
 
 impl Saved {
-    /// All of it, when the layer is to be recomputed.
-    pub(super) fn drop_state(self, ledger: &mut Ledger) {
+    /// Gives all of it back, when the layer is to be recomputed.
+    pub(super) fn recycle(self, ledger: &mut Ledger) {
         let Self { qkv, out, lse } = self;
-        qkv.into_iter().chain([out, lse]).for_each(|buffer| ledger.free(buffer));
+        qkv.into_iter().chain([out, lse]).for_each(|buffer| ledger.give(buffer));
     }
 }
 
@@ -79,121 +80,142 @@ fn plan_bytes(plan: &StridedPlan) -> usize {
 }
 
 impl SequenceParallel {
-    pub(super) fn new(plan: &ExchangePlan, element_bytes: usize, threads: usize) -> Self {
-        let exchange = (plan.seq_ranges().len() > 1).then(|| Exchange::new(plan, element_bytes));
-        Self { exchange, scratch_bytes: 0, threads, geometry_bytes: 0, has_geometry: false }
+    /// Of chunks with these plans.
+    pub(super) fn new(plans: &[ExchangePlan], element_bytes: usize, threads: usize) -> Self {
+        let sharded = plans.iter().filter(|plan| plan.seq_ranges().len() > 1);
+        let exchanges = sharded.map(|plan| Exchange::new(plan, element_bytes)).collect();
+        Self { exchanges, scratch_bytes: 0, threads, geometry_bytes: 0, known: Vec::new() }
     }
 
     /// What the layers of a micro batch share is made anew for the next one.
     pub(super) fn begin_micro_batch(&mut self) {
-        self.has_geometry = false;
+        self.known.clear();
     }
 
-    /// Attention's forward. `q`, `k` and `v` are used up. The result is none where it is what is saved.
+    /// Attention's forward of a chunk. `q`, `k` and `v` are used up. The result is none where it is what is saved.
     pub(super) fn forward(
         &mut self,
+        chunk: usize,
         qkv: [Buffer; 3],
         dims: &Dims,
         pass: Pass,
         ledger: &mut Ledger,
     ) -> (Option<Buffer>, Saved) {
-        if self.exchange.is_none() {
-            return (None, self.forward_locally(qkv, dims, pass, ledger));
+        let heads = dims.chunks[chunk];
+        if self.exchanges.is_empty() {
+            return (None, self.forward_locally(heads, qkv, dims, pass, ledger));
         }
-        self.plan(dims, ledger);
-        let whole = head_sharded(dims).map(|elems| ledger.take(Category::Exchange, Element::Stored, elems));
-        self.transfer(|exchange| &exchange.qkv_to_heads, ledger);
+        self.plan(chunk, dims, ledger);
+        let whole =
+            head_sharded(heads, dims).map(|elems| ledger.take(Category::Exchange, Element::Stored, elems));
+        ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_heads.clone()));
         qkv.into_iter().for_each(|buffer| ledger.give(buffer));
-        let saved = self.forward_locally(whole, dims, pass, ledger);
-        let elems = dims.tokens() * dims.num_heads * dims.head_dim;
+        let saved = self.forward_locally(heads, whole, dims, pass, ledger);
+        let elems = dims.tokens() * heads.num_heads * dims.head_dim;
         let out = ledger.take(Category::Activations, Element::Stored, elems);
-        self.transfer(|exchange| &exchange.out_to_tokens, ledger);
+        ledger.push(Event::Collective(self.exchanges[chunk].out_to_tokens.clone()));
         (Some(out), saved)
     }
 
-    /// Attention's backward, from the output's gradient, which stays the caller's: gradients of q, k and v.
-    /// The output is returned where it was saved here and the caller has it as well.
+    /// Attention's backward of a chunk, from the output's gradient, which stays the caller's: gradients of q, k
+    /// and v.
     pub(super) fn backward(
         &mut self,
+        chunk: usize,
         saved: Saved,
         dims: &Dims,
         ledger: &mut Ledger,
-    ) -> ([Buffer; 3], Option<Buffer>) {
-        if self.exchange.is_none() {
-            let (gradients, out) = self.backward_locally(saved, dims, ledger);
-            return (gradients, Some(out));
+    ) -> [Buffer; 3] {
+        let heads = dims.chunks[chunk];
+        if self.exchanges.is_empty() {
+            return self.backward_locally(heads, saved, dims, ledger);
         }
-        let [q_elems, ..] = head_sharded(dims);
+        let [q_elems, ..] = head_sharded(heads, dims);
         let dout = ledger.take(Category::Exchange, Element::Stored, q_elems);
-        self.transfer(|exchange| &exchange.out_to_heads, ledger);
-        let (whole, out) = self.backward_locally(saved, dims, ledger);
+        ledger.push(Event::Collective(self.exchanges[chunk].out_to_heads.clone()));
+        let whole = self.backward_locally(heads, saved, dims, ledger);
         ledger.give(dout);
-        ledger.give(out);
         let gradients =
-            seq_sharded(dims).map(|elems| ledger.take(Category::Activations, Element::Stored, elems));
-        self.transfer(|exchange| &exchange.qkv_to_tokens, ledger);
+            seq_sharded(heads, dims).map(|elems| ledger.take(Category::Activations, Element::Stored, elems));
+        ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_tokens.clone()));
         whole.into_iter().for_each(|buffer| ledger.give(buffer));
-        (gradients, None)
+        gradients
     }
 
-    fn forward_locally(&mut self, qkv: [Buffer; 3], dims: &Dims, pass: Pass, ledger: &mut Ledger) -> Saved {
-        let [q, k, v] = head_sharded(dims);
+    fn forward_locally(
+        &mut self,
+        heads: Heads,
+        qkv: [Buffer; 3],
+        dims: &Dims,
+        pass: Pass,
+        ledger: &mut Ledger,
+    ) -> Saved {
+        let [q, k, v] = head_sharded(heads, dims);
         let category = self.category();
         let out = ledger.allocate(category, Element::Stored, q);
-        let lse = ledger.allocate(category, Element::F32, dims.all_tokens() * dims.num_heads_local);
+        let lse = ledger.allocate(category, Element::F32, dims.all_tokens() * heads.num_heads_local);
         self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, false), ledger);
         ledger.operate(&[q, k, v, q], 0);
-        let flops = 4.0 * dims.visible_pairs() * (dims.num_heads_local * dims.head_dim) as f64;
+        let flops = 4.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass, flops }));
         Saved { qkv, out, lse }
     }
 
-    fn backward_locally(&mut self, saved: Saved, dims: &Dims, ledger: &mut Ledger) -> ([Buffer; 3], Buffer) {
+    fn backward_locally(
+        &mut self,
+        heads: Heads,
+        saved: Saved,
+        dims: &Dims,
+        ledger: &mut Ledger,
+    ) -> [Buffer; 3] {
         let Saved { qkv, out, lse } = saved;
-        let [q, k, v] = head_sharded(dims);
+        let [q, k, v] = head_sharded(heads, dims);
         let category = self.category();
-        let delta = ledger.allocate(category, Element::F32, dims.all_tokens() * dims.num_heads_local);
+        let delta = ledger.allocate(category, Element::F32, dims.all_tokens() * heads.num_heads_local);
         ledger.operate(&[q, q], 0);
+        ledger.free(out);
         let gradients = [q, k, v].map(|elems| ledger.allocate(category, Element::Stored, elems));
         self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, true), ledger);
         ledger.operate(&[q, k, v, q, q, k, v], 0);
         // Twice the forward's; that the scores are computed once more is the kernel's affair.
-        let flops = 8.0 * dims.visible_pairs() * (dims.num_heads_local * dims.head_dim) as f64;
+        let flops = 8.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass: Pass::Backward, flops }));
         // Not given back: the gradients take their places in the workspace.
         qkv.into_iter().for_each(|buffer| ledger.free(buffer));
         ledger.free(lse);
         ledger.free(delta);
-        (gradients, out)
+        gradients
     }
 
     fn category(&self) -> Category {
-        if self.exchange.is_some() { Category::Exchange } else { Category::Activations }
+        if self.exchanges.is_empty() { Category::Activations } else { Category::Exchange }
     }
 
-    fn transfer(&self, which: impl Fn(&Exchange) -> &Transfer, ledger: &mut Ledger) {
-        if let Some(exchange) = &self.exchange {
-            ledger.push(Event::Collective(which(exchange).clone()));
-        }
-    }
-
-    /// Positions and visible ranges of whole rows, and the plans; those of the micro batch before end here.
-    fn plan(&mut self, dims: &Dims, ledger: &mut Ledger) {
-        if std::mem::replace(&mut self.has_geometry, true) {
+    /// A chunk's plans, unless those of an equal one serve, and positions and visible ranges of whole rows, which
+    /// all chunks share. Those of the micro batch before end here.
+    fn plan(&mut self, chunk: usize, dims: &Dims, ledger: &mut Ledger) {
+        let heads = dims.chunks[chunk];
+        if self.known.contains(&heads) {
             return;
         }
-        let whole = size_of::<u32>() * (dims.seq_len + 2 * dims.all_tokens());
-        let plans = self.exchange.as_ref().map_or(0, |exchange| exchange.plan_bytes);
-        let now = whole + plans;
-        let before = std::mem::replace(&mut self.geometry_bytes, now + dims.geometry_bytes());
-        ledger.hold(Category::Other, now as i64);
-        ledger.hold(Category::Other, -(before as i64));
+        if self.known.is_empty() {
+            let before = std::mem::replace(&mut self.geometry_bytes, dims.geometry_bytes());
+            ledger.hold(Category::Other, -(before as i64));
+            self.hold_geometry(size_of::<u32>() * (dims.seq_len + 2 * dims.all_tokens()), ledger);
+        }
+        self.known.push(heads);
+        self.hold_geometry(self.exchanges[chunk].plan_bytes, ledger);
+    }
+
+    fn hold_geometry(&mut self, bytes: usize, ledger: &mut Ledger) {
+        self.geometry_bytes += bytes;
+        ledger.hold(Category::Other, bytes as i64);
     }
 
     /// Bytes of a micro batch's tables that outlive it: by its geometry the layers of the next one are told
     /// from its own.
     pub(super) fn retained_bytes(&self, dims: &Dims) -> usize {
-        if self.exchange.is_some() { dims.geometry_bytes() } else { 0 }
+        if self.exchanges.is_empty() { 0 } else { dims.geometry_bytes() }
     }
 
     /// Threads keep their working memory, and make it anew where it is too small.
@@ -207,13 +229,13 @@ impl SequenceParallel {
 }
 
 /// Elements of q, k and v with all tokens of this rank's heads.
-fn head_sharded(dims: &Dims) -> [usize; 3] {
+fn head_sharded(heads: Heads, dims: &Dims) -> [usize; 3] {
     let unit = dims.all_tokens() * dims.head_dim;
-    [dims.num_heads_local, dims.num_kv_heads_local, dims.num_kv_heads_local].map(|heads| unit * heads)
+    [heads.num_heads_local, heads.num_kv_heads_local, heads.num_kv_heads_local].map(|heads| unit * heads)
 }
 
 /// Elements of q, k and v with all heads of this rank's tokens.
-fn seq_sharded(dims: &Dims) -> [usize; 3] {
+fn seq_sharded(heads: Heads, dims: &Dims) -> [usize; 3] {
     let unit = dims.tokens() * dims.head_dim;
-    [dims.num_heads, dims.num_kv_heads, dims.num_kv_heads].map(|heads| unit * heads)
+    [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads].map(|heads| unit * heads)
 }

@@ -3,8 +3,10 @@
 use crate::config::Config;
 use crate::engine::EngineError;
 use crate::mesh::{DeviceMesh, shard_range};
-use crate::model::LlamaConfig;
+use crate::model::{HeadChunk, LlamaConfig, ModelError};
+use crate::ops::attention::grouped_heads;
 use crate::ulysses::{AttentionShape, ExchangePlan};
+use std::num::NonZero;
 
 /// A group of the mesh and this rank's place in it.
 #[derive(Debug, Clone, Copy)]
@@ -23,6 +25,31 @@ impl Place {
     }
 }
 
+/// The chunks of heads, with the exchange of each on `rank` of `sp_size`.
+///
+/// # Errors
+/// More chunks than KV heads, or fewer heads in a chunk, or fewer tokens, than ranks.
+pub(in crate::engine) fn chunk_plans(
+    config: &Config,
+    model: &LlamaConfig,
+    sp_size: usize,
+    rank: usize,
+) -> Result<Vec<(HeadChunk, ExchangePlan)>, EngineError> {
+    let (batch, seq_len, head_dim) = (config.micro_batch_size, config.require_seq_len()?, model.head_dim);
+    let (chunks, num_kv_heads) = (config.memory.head_chunks, model.num_kv_heads);
+    if chunks == 0 || chunks > num_kv_heads {
+        let layer = "model.layers.0".to_owned();
+        return Err(ModelError::HeadChunks { layer, chunks, num_kv_heads }.into());
+    }
+    let with_plan = |chunk: HeadChunk| {
+        let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
+        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+        let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sp_size, rank)?;
+        Ok((chunk, plan))
+    };
+    model.head_chunks(chunks).into_iter().map(with_plan).collect()
+}
+
 /// Sizes of one rank; `tokens` are those of a micro batch that it holds.
 #[derive(Debug, Clone)]
 pub(super) struct Dims {
@@ -34,10 +61,10 @@ pub(super) struct Dims {
     pub(super) vocab: usize,
     pub(super) head_dim: usize,
     pub(super) num_heads: usize,
-    pub(super) num_kv_heads: usize,
-    /// Query and KV heads of this rank once the exchange has sharded them.
-    pub(super) num_heads_local: usize,
-    pub(super) num_kv_heads_local: usize,
+    /// The parts in which the heads pass through attention.
+    pub(super) chunks: Vec<Heads>,
+    /// Tokens that norms, projections and the MLP work on at a time; all without it.
+    pub(super) tile_tokens: Option<NonZero<usize>>,
     pub(super) has_qkv_bias: bool,
     pub(super) has_qk_norm: bool,
     pub(super) window: Option<usize>,
@@ -46,17 +73,39 @@ pub(super) struct Dims {
     pub(super) loss_tile: usize,
 }
 
+/// Some heads of every layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Heads {
+    pub(super) num_heads: usize,
+    pub(super) num_kv_heads: usize,
+    /// Those of this rank once the exchange has sharded them.
+    pub(super) num_heads_local: usize,
+    pub(super) num_kv_heads_local: usize,
+}
+
+/// Tokens that are worked on at a time, and how many times as many follow one another in the same way.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tile {
+    pub(super) tokens: usize,
+    pub(super) times: usize,
+}
+
 impl Dims {
     pub(super) fn new(
         config: &Config,
         model: &LlamaConfig,
         document_len: Option<usize>,
         sp: Place,
-    ) -> Result<(Self, ExchangePlan), EngineError> {
-        let LlamaConfig { num_heads, num_kv_heads, head_dim, architecture, .. } = *model;
+    ) -> Result<(Self, Vec<ExchangePlan>), EngineError> {
+        let LlamaConfig { num_heads, head_dim, architecture, .. } = *model;
         let (batch, seq_len) = (config.micro_batch_size, config.require_seq_len()?);
-        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
-        let plan = ExchangePlan::new(shape, &model.q_to_kv(), sp.ranks, sp.rank)?;
+        let chunks = chunk_plans(config, model, sp.ranks, sp.rank)?;
+        let heads = |(chunk, plan): &(HeadChunk, ExchangePlan)| Heads {
+            num_heads: chunk.q.len(),
+            num_kv_heads: chunk.kv.len(),
+            num_heads_local: plan.q_head_ranges()[sp.rank].len(),
+            num_kv_heads_local: plan.kv_head_ranges()[sp.rank].len(),
+        };
         let seq_len_local = shard_range(seq_len, sp.ranks, sp.rank).len();
         let dims = Self {
             batch,
@@ -67,21 +116,37 @@ impl Dims {
             vocab: model.vocab_size,
             head_dim,
             num_heads,
-            num_kv_heads,
-            num_heads_local: plan.q_head_ranges()[sp.rank].len(),
-            num_kv_heads_local: plan.kv_head_ranges()[sp.rank].len(),
+            chunks: chunks.iter().map(heads).collect(),
+            tile_tokens: config.memory.tile_tokens,
             has_qkv_bias: architecture.has_qkv_bias(),
             has_qk_norm: architecture.has_qk_norm(),
             window: architecture.sliding_window(),
             document_len: document_len.unwrap_or(seq_len).clamp(1, seq_len),
             loss_tile: config.loss_tile_tokens.clamp(1, batch * seq_len_local),
         };
-        Ok((dims, plan))
+        Ok((dims, chunks.into_iter().map(|(_, plan)| plan).collect()))
     }
 
     /// Tokens of a micro batch on this rank.
     pub(super) fn tokens(&self) -> usize {
         self.batch * self.seq_len_local
+    }
+
+    /// All tokens at once.
+    pub(super) fn all(&self) -> Tile {
+        Tile { tokens: self.tokens(), times: 1 }
+    }
+
+    /// The tokens in tiles. The first takes from the workspace what all later ones find there, so these are alike.
+    pub(super) fn tiles(&self) -> impl Iterator<Item = Tile> + use<> {
+        let tokens = self.tokens();
+        let tile = self.tile_tokens.map_or(tokens, NonZero::get).min(tokens);
+        let whole = tokens / tile.max(1);
+        let tiles = [(tile, whole.min(1)), (tile, whole.saturating_sub(1)), (tokens - whole * tile, 1)];
+        tiles
+            .into_iter()
+            .map(|(tokens, times)| Tile { tokens, times })
+            .filter(|tile| tile.tokens * tile.times > 0)
     }
 
     /// Tokens of a micro batch on all ranks of the sp group.

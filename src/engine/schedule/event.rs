@@ -95,7 +95,7 @@ pub enum Purpose {
     ReduceGradients,
     /// Updated parameters of a unit.
     PublishParameters,
-    /// Some numbers: losses, tokens, norms.
+    /// Some numbers: hashes of rows, losses, tokens, norms.
     Agree,
 }
 

@@ -17,6 +17,12 @@ pub(super) struct Buffer {
     element: Element,
 }
 
+impl Buffer {
+    pub(super) fn elems(&self) -> usize {
+        self.elems
+    }
+}
+
 /// What elements of a tensor are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Element {

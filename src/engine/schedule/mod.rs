@@ -3,29 +3,35 @@
 //! [`schedule`] goes through a training step as [`Engine`](crate::engine::Engine) does and tells every
 //! collective with its bytes, the arithmetic, and every buffer that is taken or freed. It holds no tensor and
 //! knows no other rank, so the steps of a world of thousands cost a loop. Its files follow the code that they
-//! mirror: `units` is ZeRO's order of gathers and reductions, `layer` the decoder layer, `attention` the
-//! exchange with the attention, `ledger` the workspace. `tests/schedule.rs` compares it event for event with
+//! mirror: `units` is ZeRO's order of gathers and reductions, `layer` the decoder layer with its halves `heads` and
+//! `mlp`, `attention` the exchange with the attention, `checkpoints` what layers leave for their backward pass,
+//! `ledger` the workspace. `tests/schedule.rs` compares it event for event with
 //! what real ranks do, `tests/plan_memory.rs` its memory with the allocator's count.
 //!
 //! A change of what the engine allocates or communicates is made here as well; the tests say where.
 
 mod attention;
+mod checkpoints;
 mod dims;
 mod event;
+mod heads;
 mod layer;
 mod ledger;
+mod mlp;
 mod units;
 
+pub(super) use dims::chunk_plans;
 pub use event::{Axis, Category, Event, Moment, Pass, Piece, Purpose, Transfer, Work};
 
 use super::EngineError;
 use crate::comm::CollectiveOp;
-use crate::config::{Config, LossNormalization};
+use crate::config::{Config, LossNormalization, ParameterGroup};
 use crate::mesh::DeviceMesh;
-use crate::model::{LlamaConfig, Model};
+use crate::model::{Layer, LlamaConfig, Model, ModelError, Weights};
 use attention::SequenceParallel;
+use checkpoints::{CheckpointFile, LayerTape};
 use dims::{Dims, Place};
-use layer::{LayerPass, SavedLayer};
+use layer::LayerPass;
 use ledger::{Buffer, Ledger};
 use std::iter::FusedIterator;
 use units::Units;
@@ -56,15 +62,27 @@ pub struct Schedule {
     ledger: Ledger,
     units: Units,
     attention: SequenceParallel,
+    checkpoint_file: CheckpointFile,
+    /// Which parameters of each layer are trained.
+    trained: Vec<Weights<bool>>,
+    trained_outside: TrainedOutside,
     num_layers: usize,
     is_tied: bool,
-    recompute: bool,
+    /// Of so many layers one is recomputed.
+    checkpointing_interval: Option<usize>,
     accumulation: usize,
     normalises_micro_batches: bool,
     next: Phase,
     steps_left: usize,
     micro_step: usize,
     tape: Tape,
+}
+
+/// Which of the matrices outside of the layers are trained.
+#[derive(Debug, Clone, Copy)]
+struct TrainedOutside {
+    embedding: bool,
+    projection: bool,
 }
 
 /// What comes next.
@@ -82,9 +100,9 @@ enum Phase {
 /// What the forward pass leaves for the backward pass.
 #[derive(Debug, Default)]
 struct Tape {
-    /// Input of every layer, then the hidden state or, in the backward pass, the output of the layer before.
-    inputs: Vec<Buffer>,
-    saved: Vec<Option<SavedLayer>>,
+    /// Output of the last layer that was computed.
+    hidden: Option<Buffer>,
+    layers: Vec<LayerTape>,
     /// Gradient of the layer that comes next.
     gradient: Option<Buffer>,
     table_bytes: usize,
@@ -110,19 +128,29 @@ impl Schedule {
             }
         }
         let layers = Model::llama(model)?;
-        let (dims, plan) = Dims::new(config, model, document_len, sp)?;
+        let (dims, plans) = Dims::new(config, model, document_len, sp)?;
         let element_bytes = config.precision.dtype().size_in_bytes();
         let threads = config.threads_per_rank.unwrap_or(1);
         let mut ledger = Ledger::new(element_bytes);
         ledger.hold(Category::Other, (threads * PRODUCT_SCRATCH_BYTES) as i64);
+        let is_trained = |name: &str| !ParameterGroup::is_frozen(&config.parameter_groups, name);
+        let (embedding, projection) = (layers.embedding.parameter(), layers.head.projection());
+        let trained_outside = TrainedOutside {
+            embedding: is_trained(&embedding.name),
+            projection: is_trained(&projection.name),
+        };
+        let recompute = config.activation_checkpointing;
         Ok(Self {
             units: Units::new(config, &layers, dp, sp, &mut ledger),
-            attention: SequenceParallel::new(&plan, element_bytes, threads),
+            attention: SequenceParallel::new(&plans, element_bytes, threads),
+            checkpoint_file: CheckpointFile::new(config.memory.offload_checkpoints, &mut ledger),
+            trained: trained_of_layers(&layers, model, is_trained)?,
+            trained_outside,
             dims,
             ledger,
             num_layers: model.num_layers,
             is_tied: model.tie_word_embeddings,
-            recompute: config.activation_checkpointing,
+            checkpointing_interval: recompute.then_some(config.memory.checkpointing_interval),
             accumulation: config.gradient_accumulation_steps,
             normalises_micro_batches: config.loss_normalization == LossNormalization::MicroBatch,
             next: Phase::Begin,
@@ -149,7 +177,12 @@ impl Schedule {
     }
 
     fn layer_pass(&mut self) -> LayerPass<'_> {
-        LayerPass { dims: &self.dims, attention: &mut self.attention, ledger: &mut self.ledger }
+        LayerPass::new(&self.dims, &mut self.attention, &mut self.ledger)
+    }
+
+    /// Whether a layer keeps a checkpoint only.
+    fn is_recomputed(&self, layer: usize) -> bool {
+        self.checkpointing_interval.is_some_and(|interval| layer.is_multiple_of(interval))
     }
 
     /// Tells the events of the next phase.
@@ -190,7 +223,7 @@ impl Schedule {
         let x = self.layer_pass().take(tokens * hidden);
         self.ledger.operate(&[vocab * hidden, tokens * hidden], 0);
         self.units.release(0, &mut self.ledger);
-        self.tape.inputs.push(x);
+        self.tape.hidden = Some(x);
         Phase::Forward { layer: 0 }
     }
 
@@ -198,16 +231,18 @@ impl Schedule {
         self.ledger.push(Event::Begin(Moment::Forward { layer }));
         self.units.gather(layer + 1, &mut self.ledger);
         self.units.gather(self.unit_after(layer), &mut self.ledger);
-        let (y, saved) = self.layer_pass().forward(Pass::Forward);
-        self.units.release(layer + 1, &mut self.ledger);
-        self.tape.inputs.push(y);
-        let saved = if self.recompute {
-            saved.drop_state(&mut self.ledger);
-            None
+        let x =
+            self.tape.hidden.take().unwrap_or_else(|| unreachable!("the embedding or a layer was before"));
+        let (y, left) = if self.is_recomputed(layer) {
+            let (y, checkpoint) = self.layer_pass().forward_checkpointed(x);
+            (y, self.checkpoint_file.keep(checkpoint, &mut self.ledger))
         } else {
-            Some(saved)
+            let (y, saved) = self.layer_pass().forward();
+            (y, LayerTape::State(x, saved))
         };
-        self.tape.saved.push(saved);
+        self.units.release(layer + 1, &mut self.ledger);
+        self.tape.hidden = Some(y);
+        self.tape.layers.push(left);
         Phase::Forward { layer: layer + 1 }
     }
 
@@ -217,13 +252,13 @@ impl Schedule {
         let Dims { hidden, vocab, loss_tile, .. } = self.dims;
         let (unit, tokens) = (self.head_unit(), self.dims.tokens());
         let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab * size_of::<f32>());
-        let flops = 2.0 * x as f64 * vocab as f64;
         self.units.gather(unit, &mut self.ledger);
         let mut pass = self.layer_pass();
-        let (normed, rstd) = pass.normalise();
+        let (normed, rstd) = (pass.normalise(tokens), pass.take_f32(tokens));
         let lse = pass.take_f32(tokens);
         pass.ledger.operate(&[x, weight], tile);
-        pass.compute(Piece::Head, Pass::Forward, flops);
+        pass.count(pass.dims.all(), hidden, vocab);
+        pass.compute(Piece::Head, Pass::Forward);
         pass.ledger.give(normed);
 
         let ids_and_labels = tokens * (size_of::<u32>() + size_of::<i64>());
@@ -237,18 +272,21 @@ impl Schedule {
         if self.num_layers > 0 {
             self.units.gather(self.num_layers, &mut self.ledger);
         }
+        let is_trained = self.trained_outside.projection;
         let mut pass = self.layer_pass();
-        let (gradient, rstd_again) = pass.normalise();
+        let (gradient, rstd_again) = (pass.normalise(tokens), pass.take_f32(tokens));
         let dnormed = pass.take(x);
-        let packed = loss_tile.min(512) * vocab * size_of::<f32>();
+        let packed = if is_trained { loss_tile.min(512) * vocab * size_of::<f32>() } else { 0 };
         pass.ledger.operate(&[x, weight, x], tile + packed);
-        pass.backward_norm();
-        pass.compute(Piece::Head, Pass::Backward, 2.0 * flops);
+        pass.backward_norm(tokens);
+        (0..1 + usize::from(is_trained)).for_each(|_| pass.count(pass.dims.all(), hidden, vocab));
+        pass.compute(Piece::Head, Pass::Backward);
         [rstd, rstd_again, lse, dnormed].into_iter().for_each(|buffer| pass.ledger.give(buffer));
         self.units.release(unit, &mut self.ledger);
         if !self.is_tied {
             self.units.reduce(unit, self.is_boundary(), &mut self.ledger);
         }
+        self.tape.hidden.take().into_iter().for_each(|hidden| self.ledger.give(hidden));
         self.tape.gradient = Some(gradient);
         Phase::Backward { layer: self.num_layers }
     }
@@ -261,18 +299,22 @@ impl Schedule {
         if layer > 0 {
             self.units.gather(unit - 1, &mut self.ledger);
         }
-        let (output, saved) = match self.tape.saved.pop().flatten() {
-            Some(saved) => (None, saved),
-            None => {
-                let (y, saved) = self.layer_pass().forward(Pass::Recompute);
-                (Some(y), saved)
+        let trained = self.trained[layer];
+        match self.tape.layers.pop() {
+            None => unreachable!("every layer's forward leaves something"),
+            Some(LayerTape::State(x, saved)) => {
+                self.layer_pass().backward(saved, &trained);
+                self.ledger.give(x);
             }
-        };
-        self.layer_pass().backward(saved);
-        output.into_iter().for_each(|y| self.ledger.give(y));
+            Some(LayerTape::Checkpoint(checkpoint)) => {
+                self.layer_pass().backward_checkpointed(checkpoint, &trained);
+            }
+            Some(LayerTape::Stored(stored)) => {
+                let checkpoint = self.checkpoint_file.load(stored, &mut self.ledger);
+                self.layer_pass().backward_checkpointed(checkpoint, &trained);
+            }
+        }
         self.units.release(unit, &mut self.ledger);
-        // What the layer put out is of no more use; its input waits for the layer before.
-        self.tape.inputs.pop().into_iter().for_each(|output| self.ledger.give(output));
         self.units.reduce(unit, self.is_boundary(), &mut self.ledger);
         Phase::Backward { layer }
     }
@@ -280,9 +322,10 @@ impl Schedule {
     fn embedding_backward(&mut self) -> Phase {
         self.ledger.push(Event::Begin(Moment::EmbeddingBackward));
         self.units.gradients(0, &mut self.ledger);
-        self.ledger.operate(&[self.dims.tokens() * self.dims.hidden], 0);
-        let used = self.tape.inputs.pop().into_iter().chain(self.tape.gradient.take());
-        used.for_each(|buffer| self.ledger.give(buffer));
+        if self.trained_outside.embedding {
+            self.ledger.operate(&[self.dims.tokens() * self.dims.hidden], 0);
+        }
+        self.tape.gradient.take().into_iter().for_each(|gradient| self.ledger.give(gradient));
         self.units.reduce(0, self.is_boundary(), &mut self.ledger);
         self.units.finish_reductions(&mut self.ledger);
         let retained = self.attention.retained_bytes(&self.dims);
@@ -300,6 +343,19 @@ impl Schedule {
     fn is_boundary(&self) -> bool {
         self.micro_step + 1 == self.accumulation
     }
+}
+
+/// For each layer, whether each of its parameters is trained.
+fn trained_of_layers(
+    model: &Model,
+    config: &LlamaConfig,
+    is_trained: impl Fn(&str) -> bool,
+) -> Result<Vec<Weights<bool>>, ModelError> {
+    let of_layer = |layer: &dyn Layer| {
+        let views: Vec<bool> = layer.parameters().iter().map(|spec| is_trained(&spec.name)).collect();
+        Weights::of(&views, config, layer.name(), views.len())
+    };
+    model.layers.iter().map(|layer| of_layer(&**layer)).collect()
 }
 
 impl Iterator for Schedule {

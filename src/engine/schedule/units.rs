@@ -6,14 +6,17 @@ use super::event::{Axis, Category, Event, Purpose, Transfer};
 use super::ledger::{Buffer, Element, Ledger};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::comm::{CollectiveOp, Traffic};
-use crate::config::{Config, OptimizerConfig, ZeroStage};
-use crate::model::Model;
-use crate::zero::{FlatLayout, state_kinds};
+use crate::config::{Config, OptimizerConfig, ParameterGroup, ZeroStage};
+use crate::model::{Model, UnitSpec};
+use crate::zero::{FlatLayout, HeldBytes, split, state_kinds};
+use std::ops::Range;
 
 /// Parameters, gradients and optimizer state of one rank.
 #[derive(Debug)]
 pub(super) struct Units {
-    units: Vec<Unit>,
+    /// The model's units, each of one or two of `flats`.
+    units: Vec<Range<usize>>,
+    flats: Vec<Flat>,
     stage: ZeroStage,
     dp: Place,
     sp: Place,
@@ -22,8 +25,10 @@ pub(super) struct Units {
     in_flight: Option<Reduction>,
 }
 
+/// The trained or the frozen parameters of a unit.
 #[derive(Debug)]
-struct Unit {
+struct Flat {
+    is_frozen: bool,
     partition_numel: usize,
     padded_numel: usize,
     num_parameters: usize,
@@ -36,7 +41,7 @@ struct Unit {
 /// A reduction over dp that has been started.
 #[derive(Debug)]
 struct Reduction {
-    unit: usize,
+    flat: usize,
     /// What peers still read.
     lent: Option<Buffer>,
     /// Where the own partition arrives.
@@ -47,33 +52,36 @@ struct Reduction {
 impl Units {
     /// Lays the units of `model` out, and holds what outlives a step.
     pub(super) fn new(config: &Config, model: &Model, dp: Place, sp: Place, ledger: &mut Ledger) -> Self {
-        let unit = |spec: crate::model::UnitSpec| {
-            let num_parameters = spec.parameters.len();
+        let layout = |spec: UnitSpec| {
             let parameters = spec.parameters.into_iter().map(|parameter| (parameter.name, parameter.shape));
-            let layout = FlatLayout::new(spec.name, parameters, dp.ranks);
-            Unit {
-                partition_numel: layout.partition_numel(),
-                padded_numel: layout.padded_numel(),
-                num_parameters,
-                gathered: None,
-                whole_gradient: None,
-            }
+            FlatLayout::new(spec.name, parameters, dp.ranks)
         };
-        let units: Vec<Unit> = model.units().into_iter().map(unit).collect();
-        let stage = config.zero_stage;
-        let held = crate::zero::HeldBytes::expected(
-            stage,
-            units.iter().map(|unit| unit.padded_numel).sum(),
-            dp.ranks,
-            state_kinds(&config.optimizer).len(),
-            config.precision.dtype(),
-        );
+        let layouts = model.units().into_iter().map(layout).collect();
+        let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.parameter_groups, name);
+        let (layouts, splits) = split(layouts, is_frozen);
+        let flat = |layout: &FlatLayout| Flat {
+            is_frozen: layout.is_frozen(),
+            partition_numel: layout.partition_numel(),
+            padded_numel: layout.padded_numel(),
+            num_parameters: layout.parameters().len(),
+            gathered: None,
+            whole_gradient: None,
+        };
+        let flats: Vec<Flat> = layouts.iter().map(flat).collect();
+        let (stage, dtype) = (config.zero_stage, config.precision.dtype());
+        let padded_numel = |is_frozen| {
+            flats.iter().filter(|flat| flat.is_frozen == is_frozen).map(|flat| flat.padded_numel).sum()
+        };
+        let state_tensors = state_kinds(&config.optimizer).len();
+        let held = HeldBytes::expected(stage, padded_numel(false), dp.ranks, state_tensors, dtype)
+            + HeldBytes::expected_frozen(stage, padded_numel(true), dp.ranks, dtype);
         ledger.hold(Category::Parameters, held.parameters as i64);
         ledger.hold(Category::Gradients, held.gradients as i64);
         ledger.hold(Category::Optimizer, held.optimizer as i64);
         let is_lamb = matches!(config.optimizer, OptimizerConfig::Lamb { .. });
         let stored_bytes = ledger.bytes_of(Element::Stored);
-        Self { units, stage, dp, sp, stored_bytes, is_lamb, in_flight: None }
+        let units = splits.into_iter().map(|split| split.flats).collect();
+        Self { units, flats, stage, dp, sp, stored_bytes, is_lamb, in_flight: None }
     }
 
     /// A collective over `axis`, if that has more than one rank. A group of one moves nothing.
@@ -104,64 +112,72 @@ impl Units {
 
     /// Gathers a unit whose parameters are partitioned, unless that is done or under way.
     pub(super) fn gather(&mut self, unit: usize, ledger: &mut Ledger) {
-        if !self.stage.partitions_parameters() || self.units[unit].gathered.is_some() {
-            return;
+        for flat in self.units[unit].clone() {
+            if !self.stage.partitions_parameters() || self.flats[flat].gathered.is_some() {
+                continue;
+            }
+            let Flat { partition_numel, padded_numel, .. } = self.flats[flat];
+            let whole = ledger.allocate(Category::Parameters, Element::Stored, padded_numel);
+            self.flats[flat].gathered = Some(whole);
+            let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::GatherParameters);
+            self.transfer(ledger, gather, (partition_numel, self.stored_bytes));
         }
-        let Unit { partition_numel, padded_numel, .. } = self.units[unit];
-        let whole = ledger.allocate(Category::Parameters, Element::Stored, padded_numel);
-        self.units[unit].gathered = Some(whole);
-        let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::GatherParameters);
-        self.transfer(ledger, gather, (partition_numel, self.stored_bytes));
     }
 
     /// Frees a unit's gathered parameters.
     pub(super) fn release(&mut self, unit: usize, ledger: &mut Ledger) {
-        if let Some(whole) = self.units[unit].gathered.take() {
-            ledger.free(whole);
-        }
+        let flats = &mut self.flats[self.units[unit].clone()];
+        flats.iter_mut().filter_map(|flat| flat.gathered.take()).for_each(|whole| ledger.free(whole));
+    }
+
+    /// The part of a unit that has gradients.
+    fn trained(&self, unit: usize) -> Option<usize> {
+        self.units[unit].clone().find(|flat| !self.flats[*flat].is_frozen)
     }
 
     /// Makes a place for a unit's gradients.
     pub(super) fn gradients(&mut self, unit: usize, ledger: &mut Ledger) {
-        let unit = &mut self.units[unit];
-        if self.stage.partitions_gradients() && unit.whole_gradient.is_none() {
-            unit.whole_gradient = Some(ledger.allocate(Category::Gradients, Element::F32, unit.padded_numel));
+        let Some(trained) = self.trained(unit) else { return };
+        let flat = &mut self.flats[trained];
+        if self.stage.partitions_gradients() && flat.whole_gradient.is_none() {
+            flat.whole_gradient = Some(ledger.allocate(Category::Gradients, Element::F32, flat.padded_numel));
         }
     }
 
-    /// Starts to reduce a unit, then completes the reduction before it.
+    /// Starts to reduce a unit, then completes the reduction before it. Of a frozen unit there is nothing to reduce.
     pub(super) fn reduce(&mut self, unit: usize, boundary: bool, ledger: &mut Ledger) {
-        let next = self.start_reduction(unit, boundary, ledger);
+        let Some(trained) = self.trained(unit) else { return };
+        let next = self.start_reduction(trained, boundary, ledger);
         self.finish_reductions(ledger);
         self.in_flight = next;
     }
 
-    fn start_reduction(&mut self, unit: usize, boundary: bool, ledger: &mut Ledger) -> Option<Reduction> {
+    fn start_reduction(&mut self, flat: usize, boundary: bool, ledger: &mut Ledger) -> Option<Reduction> {
         let f32 = size_of::<f32>();
-        let Unit { partition_numel, padded_numel, .. } = self.units[unit];
+        let Flat { partition_numel, padded_numel, .. } = self.flats[flat];
         if !self.stage.partitions_gradients() && !boundary {
             return None;
         }
         if !self.stage.partitions_optimizer() {
             let reduce = (CollectiveOp::AllReduce, Axis::Dp, Purpose::ReduceGradients);
             self.transfer(ledger, reduce, (padded_numel, f32));
-            return Some(Reduction { unit, lent: None, received: None, boundary });
+            return Some(Reduction { flat, lent: None, received: None, boundary });
         }
         let received = ledger.allocate(Category::Gradients, Element::F32, partition_numel);
         let scatter = (CollectiveOp::ReduceScatter, Axis::Dp, Purpose::ReduceGradients);
         self.transfer(ledger, scatter, (padded_numel, f32));
         // Of a group of one the collective is complete at once, and nobody reads the whole any more.
-        let mut lent = self.units[unit].whole_gradient.take();
+        let mut lent = self.flats[flat].whole_gradient.take();
         if self.dp.ranks == 1 {
             lent.take().into_iter().for_each(|whole| ledger.free(whole));
         }
-        Some(Reduction { unit, lent, received: Some(received), boundary })
+        Some(Reduction { flat, lent, received: Some(received), boundary })
     }
 
     /// Completes the last reduction.
     pub(super) fn finish_reductions(&mut self, ledger: &mut Ledger) {
-        let Some(Reduction { unit, lent, received, boundary }) = self.in_flight.take() else { return };
-        let Unit { partition_numel, padded_numel, .. } = self.units[unit];
+        let Some(Reduction { flat, lent, received, boundary }) = self.in_flight.take() else { return };
+        let Flat { partition_numel, padded_numel, .. } = self.flats[flat];
         lent.into_iter().for_each(|whole| ledger.free(whole));
         match received {
             None => {
@@ -183,9 +199,10 @@ impl Units {
         ledger.scratch(reduce_scratch_bytes(self.sp, elems));
     }
 
-    /// What `step` does: losses, norm, update, and the parameters of the others.
+    /// What `step` does: rows, losses, norm, update, and the parameters of the others.
     pub(super) fn step(&mut self, ledger: &mut Ledger) {
         let f64 = size_of::<f64>();
+        self.transfer(ledger, (CollectiveOp::AllGather, Axis::Sp, Purpose::Agree), (1, size_of::<u64>()));
         for axis in [Axis::Dp, Axis::Sp] {
             self.transfer(ledger, (CollectiveOp::AllReduce, axis, Purpose::Agree), (2, f64));
         }
@@ -193,12 +210,16 @@ impl Units {
             let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::Agree);
             self.transfer(ledger, gather, (1, f64));
             if self.is_lamb {
-                let norms = 2 * self.units.iter().map(|unit| unit.num_parameters).sum::<usize>();
+                let norms = 2 * self.trained_flats().map(|flat| flat.num_parameters).sum::<usize>();
                 self.transfer(ledger, gather, (norms, f64));
             }
         }
         (0..self.units.len()).for_each(|unit| self.release(unit, ledger));
         self.publish(ledger);
+    }
+
+    fn trained_flats(&self) -> impl Iterator<Item = &Flat> {
+        self.flats.iter().filter(|flat| !flat.is_frozen)
     }
 
     /// Two gathers at a time, each with a copy of the own partition.
@@ -208,10 +229,10 @@ impl Units {
             return;
         }
         let mut in_flight = None;
-        for unit in &self.units {
-            let own = ledger.allocate(Category::Parameters, Element::Stored, unit.partition_numel);
+        for flat in self.trained_flats() {
+            let own = ledger.allocate(Category::Parameters, Element::Stored, flat.partition_numel);
             let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::PublishParameters);
-            self.transfer(ledger, gather, (unit.partition_numel, self.stored_bytes));
+            self.transfer(ledger, gather, (flat.partition_numel, self.stored_bytes));
             in_flight.replace(own).into_iter().for_each(|before| ledger.free(before));
         }
         in_flight.into_iter().for_each(|last| ledger.free(last));
