@@ -5,15 +5,21 @@
 mod support;
 
 use serde_json::{Value, json};
-use support::compare::{assert_all_close, assert_scalar_close};
-use support::mesh_run::{Layout, Problem, Rule, bits, by_name, layout};
+use support::compare::{max_rel_error, values};
+use support::mesh_run::{Layout, Problem, Rule, bits, layout};
 use support::problems::{CONFIG, main_problem, packed_batch, problem};
-use support::reference::ReferenceConfig;
+use support::reference::{ReferenceConfig, Training, as_tensors};
 use ulysses::engine::BatchOutcome;
 
-/// Sums in another order, relative to a tensor's largest entry: half of what the suite allows a run against the f64
-/// reference. Most stay below 2e-6; the norm over heads of four elements divides by small roots and reaches 5e-6.
-const REORDERED: f64 = 1e-5;
+/// How much further from the f64 reference a run may be whose sums have another order. With most features the factor
+/// is up to 1.3.
+const REORDERED: f64 = 2.0;
+
+/// The same with norms of heads, where it is up to 1.9. The gradient of a key of four elements is what a cancellation
+/// leaves, that of the norm's radial part after that of the softmax: `k_proj` of the last layer is off by 0.8e-6 to
+/// 4.1e-6, whichever way its sums are ordered, by tiles of one token as by chunks of heads. Everything else keeps below
+/// 2.6e-6, with and without features.
+const REORDERED_WITH_NORMS_OF_HEADS: f64 = 3.0;
 
 fn run(problem: &Problem, extra: Value, layout: Layout) -> BatchOutcome {
     let problem = Problem { extra, ..problem.clone() };
@@ -50,25 +56,43 @@ fn assert_same_bits(features: &Value, without: &Value) {
     }
 }
 
-fn assert_close_to_plain(features: &Value, layouts: impl Iterator<Item = Layout>) {
+/// Features may reorder sums: their runs are held to the error against f64 that runs without them have on any layout.
+fn assert_as_exact_as_plain(features: &Value, layouts: impl Iterator<Item = Layout>) {
     let layouts: Vec<_> = layouts.collect();
     for (number, problem) in problems().into_iter().enumerate() {
         // One step: later ones would compare what updates make of the difference.
         let problem = &Problem { steps: 1, ..problem };
+        let truth = problem.reference().unwrap();
+        let error = |extra: &Value, layout| worst_error(&run(problem, extra.clone(), layout), &truth);
+        let plain = layouts.iter().map(|&layout| error(&json!({}), layout).0).fold(0.0, f64::max);
+        let factor = if problem.config.qk_norm { REORDERED_WITH_NORMS_OF_HEADS } else { REORDERED };
         for &layout in &layouts {
-            let (plain, got) = (run(problem, json!({}), layout), run(problem, features.clone(), layout));
-            let label = format!("problem {number}, {layout:?}, {features}");
-            for (got, plain) in got.reports.iter().zip(&plain.reports) {
-                assert_scalar_close(&format!("{label}: loss"), got.loss, plain.loss, REORDERED);
-                assert_scalar_close(&format!("{label}: norm"), got.grad_norm, plain.grad_norm, REORDERED);
-            }
-            let close = |what: &str, got: &[_], plain: &[_]| {
-                assert_all_close(&format!("{label}: {what}"), &by_name(got), &by_name(plain), REORDERED);
-            };
-            close("gradient", &got.gradients, &plain.gradients);
-            close("parameter", &got.parameters, &plain.parameters);
+            let (got, what) = error(features, layout);
+            assert!(
+                got <= factor * plain,
+                "problem {number}, {layout:?}, {features}: {what} is off by {got:.2e}, without by at most {plain:.2e}"
+            );
         }
     }
+}
+
+/// The largest relative error of loss, norm, gradients and parameters after one step, and where it is.
+fn worst_error(outcome: &BatchOutcome, truth: &Training) -> (f64, String) {
+    let (report, step) = (&outcome.reports[0], &truth.steps[0]);
+    let scalars = [("loss", report.loss, step.loss), ("norm", report.grad_norm, step.grad_norm)];
+    let mut errors =
+        scalars.map(|(what, got, expected)| ((got / expected - 1.0).abs(), what.to_owned())).to_vec();
+    let parameters = as_tensors(&truth.weights);
+    for (what, got, expected) in
+        [("gradient", &outcome.gradients, &step.grads), ("parameter", &outcome.parameters, &parameters)]
+    {
+        assert_eq!(got.len(), expected.len(), "{what}s");
+        let error = |(name, got): &(String, _)| {
+            (max_rel_error(&values(got), &expected[name]), format!("{what} {name}"))
+        };
+        errors.extend(got.iter().map(error));
+    }
+    errors.into_iter().max_by(|a, b| a.0.total_cmp(&b.0)).unwrap()
 }
 
 #[test]
@@ -96,7 +120,7 @@ fn tiles_that_do_not_divide_the_tokens_change_only_the_order_of_sums() {
     for (tile, checkpointing) in [(1, false), (5, false), (5, true), (1000, false)] {
         let features =
             json!({ "ulysses": { "tile_tokens": tile, "activation_checkpointing": checkpointing } });
-        assert_close_to_plain(&features, layouts());
+        assert_as_exact_as_plain(&features, layouts());
     }
 }
 
@@ -112,7 +136,7 @@ fn chunks_of_heads_change_only_the_order_of_sums() {
         for checkpointing in [false, true] {
             let features =
                 json!({ "ulysses": { "head_chunks": chunks, "activation_checkpointing": checkpointing } });
-            assert_close_to_plain(&features, layouts().filter(|layout| layout.sp <= max_sp));
+            assert_as_exact_as_plain(&features, layouts().filter(|layout| layout.sp <= max_sp));
         }
     }
 }

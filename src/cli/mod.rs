@@ -9,7 +9,6 @@ mod data;
 mod device;
 mod eval;
 mod evaluation;
-mod max_seq_len;
 mod mesh;
 mod model;
 mod plan;
@@ -53,13 +52,10 @@ enum Command {
     /// Make files of tokens, or look into them.
     #[command(subcommand)]
     Data(tokens::DataCommand),
-    /// Measure rates, each beside its baseline in the same run.
+    /// Measure rates, each beside its baseline in the same run, or the longest row that fits.
     Bench(bench::BenchArgs),
     /// Draw who is in which group of a mesh.
     Mesh(mesh::MeshArgs),
-    /// Find the longest row that trains within a memory limit.
-    #[command(hide = true)]
-    MaxSeqLen(max_seq_len::MaxSeqLenArgs),
 }
 
 /// Why a command did not do its work.
@@ -106,7 +102,6 @@ pub(crate) fn run() -> ExitCode {
         Command::Data(command) => tokens::run(command),
         Command::Bench(args) => bench::run(args),
         Command::Mesh(args) => mesh::run(&args),
-        Command::MaxSeqLen(args) => max_seq_len::run(args),
     };
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,

@@ -109,3 +109,41 @@ fn what_cannot_be_measured_is_refused() {
         place.run(&[&["bench"], arguments].concat()).assert_refused(2, &[expected]);
     }
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn the_longest_row_fits_and_a_little_more_does_not() {
+    let place = Workplace::new();
+    place.write("c.json", r#"{ "train_batch_size": 2 }"#);
+    let limits = ["--gib-per-rank", "0.0625", "--from", "1024", "--resolution", "1024"];
+    let search =
+        ["bench", "max-seq-len", "c.json", "--model", "nano", "--mesh", "2x1", "--threads-per-rank", "1"];
+    let outcome = place.run(&[&search[..], &limits, &["--json"]].concat());
+    let report: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
+    let lengths = |fits: bool| {
+        let attempts = report["attempts"].as_array().unwrap().iter();
+        attempts
+            .filter(move |attempt| attempt["fits"] == fits)
+            .map(|attempt| attempt["seq_len"].as_u64().unwrap())
+    };
+    let (longest, too_long) = (lengths(true).max().unwrap(), lengths(false).min().unwrap());
+    assert_eq!(report["max_seq_len"], longest);
+    assert!(longest < too_long && too_long - longest <= 1024, "{report}");
+    assert!(outcome.stderr.contains(&format!("{too_long} tokens do not fit")), "{outcome:?}");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_step_that_fails_for_another_reason_is_no_answer_about_memory() {
+    let place = Workplace::new();
+    place.write(
+        "c.json",
+        r#"{ "train_batch_size": 1, "ulysses": { "offload_path": "nowhere",
+        "activation_checkpointing": true }, "activation_checkpointing": { "cpu_checkpointing": true } }"#,
+    );
+    let search = ["bench", "max-seq-len", "c.json", "--from", "64", "--resolution", "64"];
+    place.run(&search).assert_refused(1, &["a step on 64 tokens failed", "nowhere"]);
+    place.write("c.json", r#"{ "train_batch_size": 1 }"#);
+    let outcome = place.run(&[&search[..], &["--model", "base", "--gib-per-rank", "0.0625"]].concat());
+    outcome.assert_refused(1, &["0.0625 GiB per rank are too little for rows of 64 tokens"]);
+}

@@ -1,4 +1,4 @@
-//! `ulysses bench`: rates, each beside its baseline in the same run.
+//! `ulysses bench`: rates, each beside its baseline in the same run; and the longest row that fits.
 //!
 //! What is measured and its baseline take turns, so that both meet the same machine. `docs/performance.md` has the
 //! method in full.
@@ -8,6 +8,7 @@ mod attention;
 mod checkpoint;
 mod collectives;
 mod gemm;
+mod max_seq_len;
 mod report;
 mod train;
 mod training;
@@ -39,6 +40,8 @@ enum Bench {
     Gemm(gemm::Args),
     /// Training steps, beside a square matrix product and, if asked to, a single rank.
     Train(train::Args),
+    /// The longest row that trains within a memory limit, found by trying.
+    MaxSeqLen(max_seq_len::Args),
 }
 
 pub(super) fn run(args: BenchArgs) -> Result<(), Failure> {
@@ -49,6 +52,7 @@ pub(super) fn run(args: BenchArgs) -> Result<(), Failure> {
         Bench::Attention(args) => attention::run(&args),
         Bench::Gemm(args) => gemm::run(&args),
         Bench::Train(args) => train::run(&args),
+        Bench::MaxSeqLen(args) => max_seq_len::run(args),
     }
 }
 

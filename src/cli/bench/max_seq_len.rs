@@ -1,0 +1,192 @@
+//! `ulysses bench max-seq-len`: the longest row that trains within a memory limit, found by trying.
+
+use super::super::note;
+use super::report::{cores, processor};
+use super::{Failure, OrFail, dp_sp, print};
+use anyhow::{Context, Result, anyhow};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Instant;
+use ulysses::config::{Overrides, RawConfig};
+
+/// What the threads of a process take before it computes anything.
+const LEAST_GIB: f64 = 1.0 / 32.0;
+
+/// Tokens of a document, its end included: attention's cost per token is the same in every row.
+const DOCUMENT_TOKENS: usize = 4096;
+
+/// What a process says that runs out of memory: the allocator, the system, a thread that does not start.
+const OUT_OF_MEMORY: [&str; 3] =
+    ["memory allocation of", "Cannot allocate memory", "Resource temporarily unavailable"];
+
+const METHOD: &str = "every length is one training step in a process of its own, which may map no more writable memory than \
+                      gib_per_rank for each rank (RLIMIT_DATA): heap, stacks and what the allocator keeps; rows of \
+                      documents of 4096 tokens";
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// DeepSpeed-style JSON config, with the features to try.
+    config: PathBuf,
+    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors.
+    #[arg(long, default_value = "small")]
+    model: String,
+    /// Ranks: `DPxSP` or `dp=2,sp=2`.
+    #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
+    mesh: String,
+    /// Memory of each rank in GiB; the ranks of the process share the sum.
+    #[arg(long, default_value_t = 2.0, value_parser = parse_gib)]
+    gib_per_rank: f64,
+    /// A length that is expected to fit, where the search begins.
+    #[arg(long, default_value_t = 65536, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    from: u32,
+    /// The search ends when the longest that fits and the shortest that does not are as close.
+    #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    resolution: u32,
+    /// Threads of each rank; a fair share of the cores without it.
+    #[arg(long)]
+    threads_per_rank: Option<usize>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_gib(text: &str) -> Result<f64, String> {
+    let gib = text.parse().ok().filter(|gib: &f64| (LEAST_GIB..=f64::from(1 << 20)).contains(gib));
+    gib.ok_or_else(|| format!("expected GiB from {LEAST_GIB}, such as 2 or 0.5"))
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    if !cfg!(target_os = "linux") {
+        return Err(Failure::Usage(anyhow!("max-seq-len limits memory as only Linux can")));
+    }
+    let (dp, sp) = dp_sp(&args.mesh)?;
+    let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
+    let num_rows =
+        RawConfig::from_file(&args.config).or_usage()?.resolve(&overrides).or_usage()?.train_batch_size;
+    let limit_kib = (args.gib_per_rank * (dp * sp) as f64 * f64::from(1 << 20)) as u64;
+    let directory = tempfile::tempdir().context("cannot make a directory for the rows").or_run()?;
+    let mut search = Search { args, num_rows, limit_kib, directory, attempts: Vec::new() };
+    let longest = search.longest()?;
+    if search.args.json {
+        return print(format_args!("{:#}\n", search.to_json(longest)));
+    }
+    let Args { mesh, gib_per_rank, .. } = &search.args;
+    print(format_args!("mesh {mesh}: {longest} tokens train within {gib_per_rank} GiB per rank\n"))
+}
+
+/// One search.
+struct Search {
+    args: Args,
+    /// Rows of a step.
+    num_rows: usize,
+    limit_kib: u64,
+    directory: tempfile::TempDir,
+    attempts: Vec<Attempt>,
+}
+
+/// One length that was tried.
+struct Attempt {
+    seq_len: usize,
+    fits: bool,
+    seconds: f64,
+}
+
+impl Search {
+    /// Doubles until a length does not fit, then halves the gap.
+    fn longest(&mut self) -> Result<usize, Failure> {
+        let resolution = self.args.resolution as usize;
+        let (mut fits, mut next) = (0, (self.args.from as usize).max(resolution));
+        while self.fits(next)? {
+            (fits, next) = (next, 2 * next);
+        }
+        let mut too_long = next;
+        while too_long - fits > resolution {
+            let middle = fits + (too_long - fits) / 2;
+            if self.fits(middle)? { fits = middle } else { too_long = middle }
+        }
+        if fits == 0 {
+            let gib = self.args.gib_per_rank;
+            return Err(anyhow!("{gib} GiB per rank are too little for rows of {too_long} tokens")).or_run();
+        }
+        Ok(fits)
+    }
+
+    /// Whether one training step on rows of `seq_len` tokens completes.
+    fn fits(&mut self, seq_len: usize) -> Result<bool, Failure> {
+        let start = Instant::now();
+        let step = self.step(seq_len).or_run()?;
+        let seconds = start.elapsed().as_secs_f64();
+        let fits = step.status.success();
+        let said = String::from_utf8_lossy(&step.stderr);
+        // Any other failure says nothing about memory.
+        if !fits && !OUT_OF_MEMORY.iter().any(|sign| said.contains(sign)) {
+            let cause = said.trim_end().lines().next_back().unwrap_or_default();
+            let cause = cause.strip_prefix("error: ").unwrap_or(cause);
+            let error = anyhow!("a step on {seq_len} tokens failed ({}): {cause}", step.status);
+            return Err(if step.status.code() == Some(2) {
+                Failure::Usage(error)
+            } else {
+                Failure::Run(error)
+            });
+        }
+        note(format_args!("{seq_len} tokens {} ({seconds:.0} s)", if fits { "fit" } else { "do not fit" }));
+        self.attempts.push(Attempt { seq_len, fits, seconds });
+        Ok(fits)
+    }
+
+    fn step(&self, seq_len: usize) -> Result<Output> {
+        let rows = self.directory.path().join("rows");
+        write_documents(&rows, self.num_rows * seq_len)?;
+        let output = self.directory.path().join(format!("output-{seq_len}"));
+        // The shell sets the limit on itself and becomes the step.
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "ulimit -d \"$0\" && exec \"$@\"", &self.limit_kib.to_string()])
+            .arg(std::env::current_exe().context("where is this program?")?)
+            .arg("train")
+            .arg(&self.args.config)
+            .args(["--model", &self.args.model, "--mesh", &self.args.mesh, "--steps", "1"])
+            .args(["--seq-len", &seq_len.to_string()])
+            .args([Path::new("--data"), &rows, Path::new("--output"), &output]);
+        if let Some(threads) = self.args.threads_per_rank {
+            command.args(["--threads-per-rank", &threads.to_string()]);
+        }
+        // mimalloc maps a gibibyte at a time and keeps freed memory for a second unless it is told otherwise.
+        command.envs([("MIMALLOC_ARENA_EAGER_COMMIT", "0"), ("MIMALLOC_PURGE_DELAY", "0")]);
+        command.stdout(Stdio::null()).stdin(Stdio::null()).output().context("cannot start sh")
+    }
+
+    fn to_json(&self, longest: usize) -> Value {
+        let Args { config, model, mesh, gib_per_rank, resolution, .. } = &self.args;
+        let attempts = self.attempts.iter().map(|Attempt { seq_len, fits, seconds }| {
+            json!({ "seq_len": seq_len, "fits": fits, "seconds": seconds })
+        });
+        json!({
+            "bench": "max-seq-len",
+            "settings": {
+                "config": config, "model": model, "mesh": mesh, "gib_per_rank": gib_per_rank, "resolution": resolution,
+            },
+            "method": METHOD,
+            "processor": processor(),
+            "cores": cores(),
+            "max_seq_len": longest,
+            "attempts": attempts.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Documents of [`DOCUMENT_TOKENS`] bytes, their end included, one more than `num_tokens` are.
+fn write_documents(directory: &Path, num_tokens: usize) -> Result<()> {
+    std::fs::create_dir_all(directory)?;
+    for index in 0..num_tokens.div_ceil(DOCUMENT_TOKENS) + 1 {
+        let path = directory.join(format!("{index:06}.txt"));
+        if !path.exists() {
+            let letters =
+                (0..DOCUMENT_TOKENS - 1).map(|place| b'a' + ((place * place + index * 7) % 26) as u8);
+            std::fs::write(&path, letters.collect::<Vec<u8>>())
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
