@@ -9,7 +9,8 @@ use ulysses::engine::{Engine, EngineError};
 impl Run {
     /// Compares data, config and the run's last step with those of the other ranks. Collective.
     pub(super) fn check_agreement(&self, engine: &mut Engine, last_step: u64) -> Result<(), EngineError> {
-        let of_phases = |hash: fn(&Phase) -> u64| hash_of(&self.phases.iter().map(hash).collect::<Vec<_>>().into());
+        let of_phases =
+            |hash: fn(&Phase) -> u64| hash_of(&self.phases.iter().map(hash).collect::<Vec<_>>().into());
         engine.check_agreement(&[
             ("the config", hash_of(&self.shared_settings())),
             ("the hash of the data", of_phases(|phase| phase.data_hash)),
@@ -29,7 +30,8 @@ impl Run {
         };
         settings.memory.offload_path = None;
         settings.data.iter_mut().for_each(|source| source.path.clear());
-        if let Some(HeldOut::Path(path)) = settings.validation.as_mut().map(|validation| &mut validation.data) {
+        if let Some(HeldOut::Path(path)) = settings.validation.as_mut().map(|validation| &mut validation.data)
+        {
             path.clear();
         }
         json!([settings, self.llama.to_hf_json()])

@@ -1,10 +1,10 @@
 //! Where a run's ranks are: threads of this process, or processes of an MPI job, of which this is one.
 
+#[cfg(not(feature = "mpi"))]
+use super::prepare::lacks_backend;
 use super::{RankOutcome, Run};
 use crate::cli::Failure;
 use ulysses::config::{Backend, Config};
-#[cfg(not(feature = "mpi"))]
-use super::prepare::lacks_backend;
 #[cfg(feature = "mpi")]
 use {
     super::failure,

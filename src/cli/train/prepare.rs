@@ -80,7 +80,8 @@ fn gpus_of_nccl(by_flag: bool) -> Result<DeviceKind, Failure> {
 
 /// A backend that this build does not have.
 pub(super) fn lacks_backend(name: &str, by_flag: bool) -> Failure {
-    let place = if by_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
+    let place =
+        if by_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
     Failure::Usage(anyhow!("{place}: this build lacks the feature `{name}`; `thread` is valid"))
 }
 

@@ -32,7 +32,7 @@ pub(crate) enum Value {
     Text,
     /// One of the names, in any case.
     Choice(&'static [&'static str]),
-    /// `[dp, sp]`.
+    /// Two integers from 1 on, which the text names.
     TwoCounts(&'static str),
     TwoNumbers(Range),
     List,
@@ -41,7 +41,7 @@ pub(crate) enum Value {
     Sections(&'static [Key]),
     /// A text, or an array of texts and sections.
     TextOrSections(&'static [Key]),
-    /// An array of pairs of integers, each from 1 on, with what a pair is in words.
+    /// An array of pairs of integers from 1 on; the text says what a pair is.
     Pairs(&'static str),
     /// A section, or its old form: whether it is on.
     SwitchOrSection(&'static [Key]),

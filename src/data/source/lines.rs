@@ -115,6 +115,7 @@ impl Fields<'_> {
 
 /// What the reader says, without its own idea of the place: it has seen one line, or one field of it.
 fn without_place(error: &serde_json::Error) -> String {
-    let (message, place) = (error.to_string(), format!(" at line {} column {}", error.line(), error.column()));
+    let (message, place) =
+        (error.to_string(), format!(" at line {} column {}", error.line(), error.column()));
     message.strip_suffix(&place).unwrap_or(&message).to_owned()
 }
