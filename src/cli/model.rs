@@ -4,6 +4,7 @@ use super::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
 use ulysses::config::Config;
+use ulysses::engine::check_parameter_groups;
 use ulysses::model::{HfWeights, LlamaConfig, Model, PRESETS, RandomWeights, WeightSource, preset};
 use ulysses::ops::attention::grouped_heads;
 use ulysses::ulysses::{AttentionShape, ExchangePlan};
@@ -44,6 +45,19 @@ fn directory(model: &str) -> Option<&Path> {
 }
 
 impl ModelSource {
+    /// Refuses what the config asks of other layers and parameters than the model has.
+    pub(super) fn check_config(&self, config: &Config) -> Result<(), Failure> {
+        let (interval, layers) = (config.memory.checkpointing_interval, self.config.num_layers);
+        if interval > layers {
+            return Err(Failure::Usage(anyhow!(
+                "`ulysses.activation_checkpointing_interval` is {interval}, the model has {layers} layers: at most \
+                 {layers} makes a difference"
+            )));
+        }
+        let units = Model::llama(&self.config).or_usage()?.units();
+        check_parameter_groups(&config.parameter_groups, &units).or_usage()
+    }
+
     /// Every sp rank needs a head and a token: better said before a rank starts.
     pub(super) fn check_exchange(
         &self,
