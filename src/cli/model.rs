@@ -3,6 +3,7 @@
 use super::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
+use ulysses::checkpoint::{MANIFEST, steps};
 use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
 use ulysses::model::{HfWeights, LlamaConfig, Model, PRESETS, RandomWeights, WeightSource, preset};
@@ -23,7 +24,14 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
         return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }) });
     };
-    let config = LlamaConfig::from_hf_dir(dir).or_usage()?;
+    let config = LlamaConfig::from_hf_dir(dir).map_err(|error| match holds_checkpoints(dir) {
+        true => anyhow!(
+            "{model}: this is a checkpoint or a run's output directory, not a model: `ulysses checkpoint export {model} \
+             --output DIR` makes one of it"
+        ),
+        false => error.into(),
+    });
+    let config = config.or_usage()?;
     let weights = Box::new(HfWeights::open(dir).or_usage()?);
     let units = Model::llama(&config).or_usage()?.units();
     for spec in units.iter().flat_map(|unit| &unit.parameters) {
@@ -36,6 +44,11 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
 /// The tokenizer that comes with the model, if one does.
 pub(super) fn own_tokenizer(model: &str) -> Option<PathBuf> {
     directory(model).map(|dir| dir.join("tokenizer.json")).filter(|path| path.exists())
+}
+
+/// Whether a run has written `dir`, or a checkpoint of one.
+fn holds_checkpoints(dir: &Path) -> bool {
+    dir.join(MANIFEST).exists() || steps(dir).is_ok_and(|steps| !steps.is_empty())
 }
 
 /// The directory that `model` names, unless it names a preset.
