@@ -17,7 +17,7 @@ use ulysses::model::Model;
 pub(super) struct EvalArgs {
     /// Directory with config.json and model.safetensors, or a preset.
     model: String,
-    /// Text file or directory; several are taken together.
+    /// A file of text, JSONL or tokens, a directory, or a pattern; several are taken together.
     #[arg(long, required = true, value_name = "PATH")]
     data: Vec<String>,
     /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.

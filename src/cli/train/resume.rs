@@ -118,7 +118,11 @@ pub(super) fn check_data(
     let facts = [
         number("`seed` (--seed)", saved.seed, here.seed),
         number("`ulysses.seq_len` (--seq-len)", saved.seq_len as u64, here.seq_len as u64),
-        number("the number of rows that data, packing and held-out data make", saved.num_rows as u64, here.num_rows as u64),
+        number(
+            "the number of rows that data, packing and held-out data make",
+            saved.num_rows as u64,
+            here.num_rows as u64,
+        ),
         ("the hash of data, packing and weights", hash(saved_hash), hash(here.data_hash)),
     ];
     match facts.into_iter().find(|(_, saved, here)| saved != here) {
