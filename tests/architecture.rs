@@ -61,8 +61,8 @@ const MAY_BE_UNSAFE: [&str; 8] = [
 ];
 
 /// Folders that hide something hard, and so explain it.
-const NEEDS_README: [&str; 5] =
-    ["src/checkpoint", "src/comm", "src/ops/attention", "src/ulysses", "src/zero"];
+const NEEDS_README: [&str; 6] =
+    ["src/checkpoint", "src/comm", "src/data", "src/ops/attention", "src/ulysses", "src/zero"];
 
 const MAX_LINES: usize = 500;
 const RUST_FOLDERS: [&str; 4] = ["src", "tests", "examples", "benches"];

@@ -166,3 +166,14 @@ fn a_pattern_that_matches_nothing_is_an_error_with_names_that_are_like_it() {
                     \"model.embed_token.weight\"; there is, for example, model.embed_tokens.weight";
     assert!(error.contains(expected), "{error}");
 }
+
+#[test]
+fn a_group_that_earlier_ones_leave_nothing_to_is_an_error() {
+    let mut problem = main_problem(Rule::AdamW(ADAMW), None);
+    let groups = json!([{ "match": "norm" }, { "match": "." }, { "match": "mlp", "lr_scale": 0.5 }]);
+    problem.extra = json!({ "ulysses": { "parameter_groups": groups } });
+    let error = format!("{:#}", problem.run(layout(1, 1, 0)).unwrap_err());
+    let expected = "`ulysses.parameter_groups[2].match`: every parameter with a name that matches \"mlp\" is in an \
+                    earlier group";
+    assert!(error.contains(expected), "{error}");
+}

@@ -158,6 +158,10 @@ fn compare(first: &Checkpoint, second: &Checkpoint) -> Result<(), Failure> {
 }
 
 fn run_export(args: ExportArgs) -> Result<(), Failure> {
+    if args.output.symlink_metadata().is_ok() {
+        let message = "there is something of this name already; an export is a new directory";
+        return Err(Failure::Usage(anyhow!("--output {}: {message}", args.output.display())));
+    }
     let checkpoint = open_verified(&args.dir)?;
     let of_run = || checkpoint.manifest().config.pointer("/ulysses/tokenizer")?.as_str().map(PathBuf::from);
     let tokenizer = args.tokenizer.or_else(of_run);

@@ -56,31 +56,21 @@ impl Sources {
                 Some(HeldOut::Fraction(fraction)) => {
                     let [training, held_out] =
                         Documents::split(corpus, *fraction).with_context(|| path.clone())?;
-                    sources.check(&held_out, &format!("what is held out of {path}"))?;
+                    check(&held_out, packing, &format!("what is held out of {path}"))?;
                     sources.held_out.push(held_out);
                     training
                 }
                 _ => corpus.into(),
             };
-            sources.check(&training, path)?;
+            check(&training, packing, path)?;
             sources.training.push((training, *weight));
         }
         if let Some(HeldOut::Path(path)) = held_out {
             let documents = read_corpus(path, config, tokenizer, vocab_size)?.into();
-            sources.check(&documents, path)?;
+            check(&documents, packing, path)?;
             sources.held_out.push(documents);
         }
         Ok(sources)
-    }
-
-    /// Some token must have a next one.
-    fn check(&self, documents: &Documents, what: &str) -> anyhow::Result<()> {
-        let borders = if self.packing == data::Packing::Concat { 1 } else { documents.num_documents() };
-        ensure!(
-            documents.num_tokens() > borders,
-            "{what}: every document has a single token, so there is no next token to learn"
-        );
-        Ok(())
     }
 
     /// What is trained on, in rows.
@@ -116,6 +106,15 @@ impl Sources {
         let rows = self.held_out.iter().map(pack).collect::<Result<Vec<_>, _>>()?;
         Ok(Some(Dataset::concatenated(rows)?))
     }
+}
+
+/// Some token must have a next one.
+fn check(documents: &Documents, packing: data::Packing, what: &str) -> anyhow::Result<()> {
+    ensure!(
+        packing.num_predicted_tokens(documents) > 0,
+        "{what}: every document has a single token, so there is no next token to learn"
+    );
+    Ok(())
 }
 
 /// A corpus that a model with `vocab_size` embeddings knows.

@@ -17,7 +17,7 @@ use ulysses::model::Model;
 pub(super) struct EvalArgs {
     /// Directory with config.json and model.safetensors, or a preset.
     model: String,
-    /// Text file or directory; several are taken together.
+    /// A file of text, JSONL or tokens, a directory, or a pattern; several are taken together.
     #[arg(long, required = true, value_name = "PATH")]
     data: Vec<String>,
     /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
@@ -52,7 +52,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
     let source = model::open(&args.model, config.seed, tokenizer.vocab_size())?;
     source.check_exchange(config.micro_batch_size, args.seq_len, &config, config.sp_size)?;
-    settings::check_memory(&config, &source.config, args.seq_len)?;
+    settings::check_memory(&config, &source.config, args.seq_len, config.world_size())?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
     let options = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;

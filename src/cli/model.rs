@@ -3,7 +3,9 @@
 use super::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
+use ulysses::checkpoint::{MANIFEST, steps};
 use ulysses::config::Config;
+use ulysses::engine::check_parameter_groups;
 use ulysses::model::{HfWeights, LlamaConfig, Model, PRESETS, RandomWeights, WeightSource, preset};
 use ulysses::ops::attention::grouped_heads;
 use ulysses::ulysses::{AttentionShape, ExchangePlan};
@@ -22,7 +24,14 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
         return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }) });
     };
-    let config = LlamaConfig::from_hf_dir(dir).or_usage()?;
+    let config = LlamaConfig::from_hf_dir(dir).map_err(|error| match holds_checkpoints(dir) {
+        true => anyhow!(
+            "{model}: this is a checkpoint or a run's output directory, not a model: `ulysses checkpoint export {model} \
+             --output DIR` makes one of it"
+        ),
+        false => error.into(),
+    });
+    let config = config.or_usage()?;
     let weights = Box::new(HfWeights::open(dir).or_usage()?);
     let units = Model::llama(&config).or_usage()?.units();
     for spec in units.iter().flat_map(|unit| &unit.parameters) {
@@ -37,6 +46,11 @@ pub(super) fn own_tokenizer(model: &str) -> Option<PathBuf> {
     directory(model).map(|dir| dir.join("tokenizer.json")).filter(|path| path.exists())
 }
 
+/// Whether a run has written `dir`, or a checkpoint of one.
+fn holds_checkpoints(dir: &Path) -> bool {
+    dir.join(MANIFEST).exists() || steps(dir).is_ok_and(|steps| !steps.is_empty())
+}
+
 /// The directory that `model` names, unless it names a preset.
 fn directory(model: &str) -> Option<&Path> {
     let dir = Path::new(model);
@@ -44,6 +58,19 @@ fn directory(model: &str) -> Option<&Path> {
 }
 
 impl ModelSource {
+    /// Refuses what the config asks of other layers and parameters than the model has.
+    pub(super) fn check_config(&self, config: &Config) -> Result<(), Failure> {
+        let (interval, layers) = (config.memory.checkpointing_interval, self.config.num_layers);
+        if interval > layers {
+            return Err(Failure::Usage(anyhow!(
+                "`ulysses.activation_checkpointing_interval` is {interval}, the model has {layers} layers: at most \
+                 {layers} makes a difference"
+            )));
+        }
+        let units = Model::llama(&self.config).or_usage()?.units();
+        check_parameter_groups(&config.parameter_groups, &units).or_usage()
+    }
+
     /// Every sp rank needs a head and a token: better said before a rank starts.
     pub(super) fn check_exchange(
         &self,

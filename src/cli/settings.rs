@@ -49,27 +49,38 @@ pub(super) fn launch_options(asked: Option<usize>, world_size: usize) -> Result<
     Ok(LaunchOptions { threads_per_rank, ..LaunchOptions::default() })
 }
 
-/// Refuses what cannot fit, since all ranks share this machine's memory: parameters and
-/// gradients (but of frozen ones) exist at least once, and so does the input of every layer unless it is
-/// offloaded.
-pub(super) fn check_memory(config: &Config, llama: &LlamaConfig, seq_len: usize) -> Result<(), Failure> {
+/// Refuses what cannot fit, since `local_ranks` ranks share this machine's memory: together they hold their part of
+/// the parameters and the gradients (but of frozen ones) of one copy at least, and, unless it is offloaded, of the input
+/// of every layer. A parameter that is trained is f32 somewhere, whatever the format.
+pub(super) fn check_memory(
+    config: &Config,
+    llama: &LlamaConfig,
+    seq_len: usize,
+    local_ranks: usize,
+) -> Result<(), Failure> {
     const GIB: f64 = (1_u64 << 30) as f64;
     let Some(available) = physical_memory_bytes() else { return Ok(()) };
-    let is_trained = |name: &str| !ParameterGroup::is_frozen(&config.parameter_groups, name);
-    let values = (llama.num_parameters() + llama.num_parameters_where(is_trained)) as f64;
+    let dtype = config.precision.dtype().size_in_bytes() as f64;
+    let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.parameter_groups, name);
+    let frozen = llama.num_parameters_where(is_frozen) as f64;
+    let trained = llama.num_parameters() as f64 - frozen;
+    // The master copy and the gradient.
+    let share = local_ranks as f64 / config.world_size() as f64;
+    let values = share * (dtype * frozen + (4.0 + dtype) * trained);
     let rows = config.micro_batch_size as f64 * config.dp_size as f64;
     let layers = if config.memory.offload_checkpoints { 1 } else { llama.num_layers };
-    let inputs = rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;
-    let needed = 4.0 * (values + inputs);
-    if needed <= available {
+    let inputs = share * dtype * rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;
+    if values + inputs <= available {
         return Ok(());
     }
     Err(Failure::Usage(anyhow!(
         "this machine has {:.1} GiB of memory, but the parameters with their gradients take {:.1} GiB and the \
-         layers' inputs {:.1} GiB ({rows} rows of {seq_len} tokens): choose a smaller model, seq_len or batch",
+         layers' inputs {:.1} GiB ({rows} rows of {seq_len} tokens, {local_ranks} of {} ranks here): choose a \
+         smaller model, seq_len or batch",
         available / GIB,
-        4.0 * values / GIB,
-        4.0 * inputs / GIB
+        values / GIB,
+        inputs / GIB,
+        config.world_size()
     )))
 }
 

@@ -10,7 +10,7 @@ const MAX_SOURCES: usize = 10_000;
 /// One path of the data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DataSource {
-    /// A text file, or a directory whose text files are read.
+    /// A file of text, JSONL or tokens, a directory, or a pattern.
     pub path: String,
     /// Its share of the samples, relative to the other sources' weights. All sources of a run have one, or none
     /// has: then they are read one after the other.

@@ -44,8 +44,13 @@ impl MemoryConfig {
                 "false, unless `ulysses.activation_checkpointing` is true: there are no checkpoints";
             checkpointing.contradiction("cpu_checkpointing", expected);
         }
+        let checkpointing_interval = ulysses.count("activation_checkpointing_interval").unwrap_or(1);
+        if checkpointing_interval > 1 && !ulysses.boolean("activation_checkpointing") {
+            let expected = "1, unless `ulysses.activation_checkpointing` is true: no layer is recomputed";
+            ulysses.contradiction("activation_checkpointing_interval", expected);
+        }
         Self {
-            checkpointing_interval: ulysses.count("activation_checkpointing_interval").unwrap_or(1),
+            checkpointing_interval,
             tile_tokens: ulysses.count("tile_tokens").and_then(NonZero::new),
             head_chunks: ulysses.count("head_chunks").unwrap_or(1),
             offload_checkpoints,

@@ -164,7 +164,7 @@ impl RawConfig {
 impl UlyssesSection {
     fn read(section: &Section<'_>, optimizer_lr: f64) -> Self {
         if section.integer("steps").is_some() && section.integer("epochs").is_some() {
-            section.contradiction("epochs", "either `steps` or `epochs`");
+            section.contradiction("epochs", "no such key beside `steps`: give one of them");
         }
         Self {
             model: section.text("model"),

@@ -52,7 +52,7 @@ pub struct Config {
     pub checkpoint: Option<CheckpointConfig>,
     /// `ulysses.model`: a directory in Hugging Face's layout or the name of a preset.
     pub model: Option<String>,
-    /// `ulysses.data`: text files, or directories whose text files are read.
+    /// `ulysses.data`: files of text, JSONL or tokens, directories, and patterns.
     pub data: Vec<DataSource>,
     /// `ulysses.text_field`: the field of a JSON line or column of a Parquet file with the text; default `text`.
     pub text_field: String,

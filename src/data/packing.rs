@@ -19,6 +19,14 @@ pub enum Packing {
     Concat,
 }
 
+impl Packing {
+    /// Tokens of `documents` that come after another one: those that a label can be made of.
+    pub fn num_predicted_tokens(self, documents: &Documents) -> usize {
+        let borders = if self == Self::Concat { 1 } else { documents.num_documents() };
+        documents.num_tokens() - borders
+    }
+}
+
 /// Documents as rows of `seq_len` tokens.
 ///
 /// Rows are made when they are asked for. Packings that lay documents end to end take no memory, and pad the last
@@ -104,10 +112,9 @@ impl PackedRows {
         self.documents.corpus()
     }
 
-    /// Tokens that come after another one: those that a label can be made of.
+    /// As [`Packing::num_predicted_tokens`].
     pub fn num_predicted_tokens(&self) -> usize {
-        let borders = if self.packing == Packing::Concat { 1 } else { self.documents.num_documents() };
-        self.documents.num_tokens() - borders
+        self.packing.num_predicted_tokens(&self.documents)
     }
 
     /// The share of the rows that holds no token, from 0 to 1.

@@ -38,6 +38,17 @@ pub enum EngineError {
         /// Names of parameters that resemble the pattern.
         similar: Vec<String>,
     },
+    /// Every parameter that a group's pattern matches is in an earlier group.
+    #[error(
+        "`ulysses.parameter_groups[{index}].match`: every parameter with a name that matches {pattern:?} is in an \
+         earlier group, and the first that matches counts: put this group before it, or leave it out"
+    )]
+    ParameterGroupShadowed {
+        /// Which group, from 0.
+        index: usize,
+        /// Its pattern.
+        pattern: String,
+    },
     /// Parameter groups freeze everything.
     #[error(
         "`ulysses.parameter_groups` freezes every parameter ({}), so there is nothing to train; \

@@ -3,9 +3,10 @@
 use super::EngineError;
 use super::loss_scale::LossScaler;
 use super::offload::CheckpointFile;
+use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
 use crate::comm::{MeshGroups, ProcessGroup};
-use crate::config::{Config, LrSchedule, ParameterGroup};
+use crate::config::{Config, LrSchedule};
 use crate::model::{Model, WeightSource};
 use crate::ops::Workspace;
 use crate::ops::attention::{Attention, FlashAttention};
@@ -86,7 +87,7 @@ impl Engine {
             return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
         }
         let checkpoint_file = checkpoint_file(config, device)?;
-        check_parameter_groups(&config.parameter_groups, &names)?;
+        check_parameter_groups(&config.parameter_groups, &units)?;
         let layout = |unit: &crate::model::UnitSpec| {
             let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
             FlatLayout::new(unit.name.clone(), parameters, config.dp_size)
@@ -210,26 +211,6 @@ fn warn_about_candle_threads() {
             );
         }
     });
-}
-
-/// A pattern that matches nothing is a slip of the pen: its parameters would be trained with other settings. Patterns
-/// that freeze everything leave nothing to train.
-fn check_parameter_groups(groups: &[ParameterGroup], names: &HashSet<&String>) -> Result<(), EngineError> {
-    const MAX_SIMILAR: usize = 3;
-    let is_frozen = |name: &&String| ParameterGroup::is_frozen(groups, name);
-    if !names.is_empty() && names.iter().all(is_frozen) {
-        let frozen = groups.iter().filter(|group| group.frozen);
-        let patterns = frozen.map(|group| format!("{:?}", group.pattern.as_str())).collect();
-        return Err(EngineError::AllFrozen { patterns });
-    }
-    let matches_none = |group: &&ParameterGroup| !names.iter().any(|name| group.pattern.matches(name));
-    let Some(index) = groups.iter().position(|group| matches_none(&group)) else { return Ok(()) };
-    let pattern = groups[index].pattern.as_str().to_owned();
-    let mut similar: Vec<_> =
-        names.iter().map(|name| (strsim::jaro_winkler(&pattern, name), *name)).collect();
-    similar.sort_by(|(a, first), (b, second)| b.total_cmp(a).then(first.cmp(second)));
-    let similar = similar.into_iter().take(MAX_SIMILAR).map(|(_, name)| name.clone()).collect();
-    Err(EngineError::ParameterGroup { index, pattern, similar })
 }
 
 fn check_axis(axis: &'static str, configured: usize, group: &dyn ProcessGroup) -> Result<(), EngineError> {

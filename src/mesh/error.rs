@@ -30,7 +30,7 @@ pub enum MeshError {
         size: i64,
     },
     /// More than one `-1`.
-    #[error("sizes of {axes:?} are all -1; at most one axis can be inferred")]
+    #[error("sizes of {} are all -1; at most one axis can be inferred", axes.join(", "))]
     SeveralInferred {
         /// The axes of size `-1`.
         axes: Vec<String>,
@@ -78,7 +78,7 @@ pub enum MeshError {
         rank: usize,
     },
     /// A name that is no axis of this mesh.
-    #[error("no axis `{axis}` in this mesh; its axes are {axes:?}")]
+    #[error("no axis `{axis}` in this mesh; its axes are {}", axes.join(", "))]
     UnknownAxis {
         /// The name asked for.
         axis: String,
@@ -86,7 +86,9 @@ pub enum MeshError {
         axes: Vec<String>,
     },
     /// Axes asked for in another order than the mesh's, or twice.
-    #[error("axes {requested:?} are repeated or out of order; the valid order here is {valid:?}")]
+    #[error(
+        "axes {} are repeated or out of order; the valid order here is {}", requested.join(", "), valid.join(", ")
+    )]
     AxisOrder {
         /// The axes as asked for.
         requested: Vec<String>,
@@ -102,7 +104,9 @@ pub enum MeshError {
         members: String,
     },
     /// A coordinate with another number of entries than the mesh has axes.
-    #[error("a coordinate with {given} entries was given; this mesh needs one per axis of {axes:?}")]
+    #[error(
+        "a coordinate with {given} entries was given; this mesh needs one per axis of {}", axes.join(", ")
+    )]
     CoordinateLength {
         /// Entries given.
         given: usize,

@@ -40,7 +40,7 @@ impl DeviceMesh {
         let sizes =
             text.split(['x', 'X']).map(|size| parse_size(text, size)).collect::<Result<Vec<_>, _>>()?;
         if sizes.len() != names.len() {
-            let reason = format!("it has {} sizes for the axes {names:?}", sizes.len());
+            let reason = format!("it has {} sizes for the axes {}", sizes.len(), names.join(", "));
             return Err(unreadable(text, reason));
         }
         let axes: Vec<_> = names.iter().copied().zip(sizes).collect();

@@ -36,6 +36,16 @@ pub enum ModelError {
         /// What is wrong.
         reason: String,
     },
+    /// A model directory has no weights in a form that is read.
+    #[error("{}: no weights: neither {single} nor {index} is there", dir.display())]
+    NoWeights {
+        /// The directory.
+        dir: PathBuf,
+        /// What a single file would be called.
+        single: &'static str,
+        /// What the list of several would be called.
+        index: &'static str,
+    },
     /// A shard that an index names is not there.
     #[error("{}: no such file, though {} lists tensors in it", shard.display(), index.display())]
     MissingShard {

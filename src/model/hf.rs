@@ -32,7 +32,10 @@ impl HfWeights {
     /// tensor that its shard lacks, that is listed twice, or that two shards hold.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
-        if single.exists() || !index.exists() {
+        if !single.exists() && !index.exists() {
+            return Err(ModelError::NoWeights { dir: dir.to_owned(), single: SINGLE, index: INDEX });
+        }
+        if single.exists() {
             let file = TensorFile::open(single.clone())?;
             let file_of = file.names().map(|name| (name.to_owned(), 0)).collect();
             return Ok(Self { listing: single, files: vec![file], file_of });

@@ -89,8 +89,16 @@ fn a_resumed_run_with_frozen_parameters_is_the_uninterrupted_one_to_the_bit() {
 #[test]
 fn freezing_or_unfreezing_at_a_resumption_is_refused_by_the_parameter_s_name() {
     for (before, after, expected) in [
-        ("{}", FROZEN, "parameter model.layers.0.self_attn.q_proj.weight was trained when it was saved and is frozen in this run"),
-        (FROZEN, "{}", "parameter model.layers.0.self_attn.q_proj.weight was frozen when it was saved and is trained in this run"),
+        (
+            "{}",
+            FROZEN,
+            "parameter model.layers.0.self_attn.q_proj.weight was trained when it was saved and is frozen in this run",
+        ),
+        (
+            FROZEN,
+            "{}",
+            "parameter model.layers.0.self_attn.q_proj.weight was frozen when it was saved and is trained in this run",
+        ),
     ] {
         let dir = tempfile::tempdir().unwrap();
         on_mesh(Setup { extra: before, ..setup(2, 1, 3) }, |rank| rank.save(dir.path()));

@@ -40,6 +40,10 @@ fn verify_inspect_and_diff_say_what_there_is() {
     assert!(outcome.stdout.contains("exp_avg      lm_head.weight:"), "{outcome:?}");
     assert!(outcome.stdout.contains("steps 1 and 2: "), "{outcome:?}");
     place.run(&["checkpoint", "diff", "out", "out/step_00000002"]).assert_done();
+    for dir in ["out", "out/step_00000002"] {
+        let outcome = place.run(&["eval", dir, "--data", "text.txt"]);
+        outcome.assert_refused(2, &[&format!("`ulysses checkpoint export {dir} --output DIR`")]);
+    }
     place.run(&["checkpoint", "verify", "tok"]).assert_refused(2, &["tok: neither a checkpoint nor"]);
 }
 
@@ -71,7 +75,7 @@ fn exports_are_cut_into_files_and_refused_with_a_reason() {
     place.run(&[&arguments[..], &["--output", "small"]].concat()).assert_done();
     assert_eq!(place.read_json("small/config.json")["torch_dtype"], "bfloat16");
     let outcome = place.run(&[&arguments[..], &["--output", "small"]].concat());
-    outcome.assert_refused(1, &["small", "exists"]);
+    outcome.assert_refused(2, &["--output small", "of this name already"]);
     let outcome = place.run(&["checkpoint", "export", "out", "--output", "other", "--tokenizer", "c.json"]);
     outcome.assert_refused(2, &["would have no tokenizer", "c.json"]);
     fs::remove_file(place.path("tok/tokenizer.json")).unwrap();

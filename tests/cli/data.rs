@@ -15,7 +15,10 @@ fn prepared_tokens_train_as_their_text_does() {
     let prepare = [&["data", "prepare", "text.txt", "--output", "text.tokens"], &tokenizer[..]].concat();
     let outcome = place.run(&prepare);
     // Nine words and a full stop, a hundred times.
-    assert!(outcome.assert_done().stdout.contains("text.tokens: 1000 tokens in 1 documents; "), "{outcome:?}");
+    assert!(
+        outcome.assert_done().stdout.contains("text.tokens: 1000 tokens in 1 documents; "),
+        "{outcome:?}"
+    );
     place.write_config("c.json", json!({ "ulysses": { "seq_len": 16 } }));
     let train = |data: &str, output: &str| {
         let arguments = ["train", "c.json", "--data", data, "--output", output];

@@ -120,7 +120,7 @@ fn weight_files_that_are_missing_or_broken_are_named() {
     }
     let model = ModelDir::new();
     std::fs::remove_file(model.place.path("model/model.safetensors")).unwrap();
-    model.assert_refused(&["model/model.safetensors", "No such file"]);
+    model.assert_refused(&["model: no weights: neither model.safetensors nor model.safetensors.index.json"]);
 }
 
 #[test]

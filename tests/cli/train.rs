@@ -241,3 +241,30 @@ fn a_run_says_how_many_parameters_are_frozen() {
     let outcome = place.run(&["train", "c.json"]);
     assert!(outcome.assert_done().stderr.contains(" M of them frozen)"), "{outcome:?}");
 }
+
+#[test]
+fn settings_that_do_not_fit_the_model_are_faults_of_the_config() {
+    let place = Workplace::new();
+    for (settings, expected) in [
+        (
+            json!({ "parameter_groups": [{ "match": "." }, { "match": "lm_heads" }] }),
+            "parameter_groups[1].match`",
+        ),
+        (json!({ "parameter_groups": [{ "match": "." }, { "match": "mlp" }] }), "parameter_groups[1].match`"),
+        (
+            json!({ "parameter_groups": [{ "match": ".", "frozen": true }] }),
+            "parameter_groups` freezes every",
+        ),
+        (json!({ "activation_checkpointing_interval": 2 }), "`ulysses.activation_checkpointing` is true"),
+        (
+            json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 99 }),
+            "the model has 2 layers: at most 2",
+        ),
+    ] {
+        place.write_config("c.json", json!({ "ulysses": settings }));
+        let outcome = place.run(&["train", "c.json", "--mesh", "2x2"]);
+        outcome.assert_refused(2, &["`ulysses.", expected]);
+        assert!(!outcome.stderr.contains("failed"), "{outcome:?}");
+        assert!(!place.path("out").exists(), "nothing is written for a run that cannot start");
+    }
+}

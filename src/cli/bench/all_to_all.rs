@@ -2,7 +2,7 @@
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{DeviceArg, Failure, Measuring, OrFail, on_ranks, settings};
+use super::{DeviceArg, Failure, Measuring, on_ranks, settings};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -19,8 +19,8 @@ const NUM_HEADS: usize = 16;
 #[derive(clap::Args)]
 pub(super) struct Args {
     /// Ranks that exchange, at most 16: each needs a head.
-    #[arg(long, default_value_t = 2)]
-    ranks: usize,
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=NUM_HEADS as i64))]
+    ranks: u16,
     /// MiB of the tensor that each rank brings.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=16384))]
     mib: u16,
@@ -36,23 +36,21 @@ pub(super) struct Args {
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let device = args.device.kind()?;
+    let ranks = usize::from(args.ranks);
     let bytes = usize::from(args.mib) << 20;
     let seq_len_local = bytes / (NUM_HEADS * HEAD_DIM * size_of::<f32>());
     let shape = AttentionShape {
         batch: 1,
-        seq_len: seq_len_local.saturating_mul(args.ranks),
+        seq_len: seq_len_local.saturating_mul(ranks),
         num_heads: NUM_HEADS,
         num_kv_heads: NUM_HEADS,
         head_dim: HEAD_DIM,
     };
     // Two that stay, one to copy to, and one that each exchange takes.
-    settings::check_tensors(device, 5.0 * (args.ranks * (bytes / size_of::<f32>())) as f64)?;
-    // Refuses a number of ranks that this does not work for.
-    ExchangePlan::new(shape, &q_to_kv(), args.ranks, 0).or_usage()?;
-    let options = settings::launch_options(args.threads_per_rank, args.ranks)?;
-    let seconds =
-        on_ranks(args.ranks, &options, |rank| measure(rank, device, shape, args.measuring.repeats))?;
-    let work = (bytes * args.ranks) as f64;
+    settings::check_tensors(device, 5.0 * (ranks * (bytes / size_of::<f32>())) as f64)?;
+    let options = settings::launch_options(args.threads_per_rank, ranks)?;
+    let seconds = on_ranks(ranks, &options, |rank| measure(rank, device, shape, args.measuring.repeats))?;
+    let work = (bytes * ranks) as f64;
     let [copy, to_heads, to_tokens] = seconds;
     let copy = Figure::new("copy", copy, work);
     let to_heads = Figure::new("seq_to_head", to_heads, work).against(&copy);
@@ -61,7 +59,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let settings = json!({ "mib_per_rank": args.mib, "device": args.device.name() });
     let method = "f32, 16 heads of 64; the exchange of one tensor in both directions, in turn with all ranks copying \
                   their tensor at once; bytes of all ranks, own parts included; slowest rank, median";
-    let report = Report::new("all-to-all", settings, method, Unit::Bytes).on(args.ranks, &options);
+    let report = Report::new("all-to-all", settings, method, Unit::Bytes).on(ranks, &options);
     args.measuring.print(&Report { figures, ..report })
 }
 

@@ -10,7 +10,7 @@ use serde_json::json;
 use ulysses::comm::RankContext;
 use ulysses::model::LlamaConfig;
 
-/// How often mesh and single rank take turns.
+/// How often mesh and single rank take turns, where there are as many repetitions.
 const ROUNDS: u32 = 3;
 
 #[derive(clap::Args)]
@@ -31,10 +31,12 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let seq_len = args.seq_len as usize;
     let on_mesh = args.training.prepare(seq_len)?;
     let single = args.against_single.then(|| args.training.prepare_single(&on_mesh, seq_len)).transpose()?;
-    let rounds = if single.is_some() { ROUNDS } else { 1 };
-    let repeats = args.measuring.repeats.div_ceil(rounds);
+    let repeats = args.measuring.repeats;
+    let rounds = if single.is_some() { ROUNDS.min(repeats) } else { 1 };
     let (mut times, mut times_of_single) = (Times::default(), Times::default());
-    for _ in 0..rounds {
+    for round in 0..rounds {
+        // The first rounds have what does not divide.
+        let repeats = repeats / rounds + u32::from(round < repeats % rounds);
         times.append(measure(&on_mesh, repeats)?);
         if let Some(single) = &single {
             times_of_single.append(measure(single, repeats)?);

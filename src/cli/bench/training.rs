@@ -94,7 +94,7 @@ impl TrainingArgs {
         let config = Config::from_json_str(&config.to_string(), "bench").or_usage()?;
         let source = model::open(&self.model, SEED, 256)?;
         source.check_exchange(1, seq_len, &config, config.sp_size)?;
-        settings::check_memory(&config, &source.config, seq_len)?;
+        settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
         let num_tokens = (config.train_batch_size * seq_len) as u32 + 1;
         let tokens = (0..num_tokens).map(|i| i.wrapping_mul(2_654_435_761) % vocab_size).collect();

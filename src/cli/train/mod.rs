@@ -46,7 +46,8 @@ pub(super) struct TrainArgs {
     /// A directory named like a preset is `./NAME`.
     #[arg(long)]
     model: Option<String>,
-    /// Text file or directory. Given several times, they are read one after the other.
+    /// A file of text, JSONL or tokens, a directory, or a pattern. Given several times, they are read one after
+    /// the other.
     #[arg(long, value_name = "PATH")]
     data: Vec<String>,
     /// Documents in rows: `greedy`, `cut` or `concat`.

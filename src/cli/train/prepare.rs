@@ -29,13 +29,15 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     config.require_data().or_usage()?;
     check_output(&config, resume.as_ref())?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
-    let launch = settings::launch_options(config.threads_per_rank, host.local_ranks(mesh.world_size()))?;
+    let local_ranks = host.local_ranks(mesh.world_size());
+    let launch = settings::launch_options(config.threads_per_rank, local_ranks)?;
     let launch = LaunchOptions { check: config.comm_check, ..launch };
     let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
     let source = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
+    source.check_config(&config)?;
     for (_, seq_len) in &seq_lens {
         source.check_exchange(config.micro_batch_size, *seq_len, &config, config.sp_size)?;
-        settings::check_memory(&config, &source.config, *seq_len)?;
+        settings::check_memory(&config, &source.config, *seq_len, local_ranks)?;
     }
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;
     let phases = seq_lens.into_iter().map(|(first_step, seq_len)| phase(&sources, first_step, seq_len));

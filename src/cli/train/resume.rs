@@ -97,8 +97,8 @@ pub(super) fn check_candidate(
 ) -> Result<(), Failure> {
     let candidate = resume.map(|resume| resume.candidate(config.output.as_deref())).transpose().or_usage()?;
     let Some(checkpoint) = candidate.flatten() else { return Ok(()) };
-    let hint = "cannot resume (to go on with longer rows give `ulysses.seq_len_schedule`; with other data, export \
-                the checkpoint and start anew from --model)";
+    let hint = "cannot resume (`ulysses.data`, `ulysses.packing` and `ulysses.validation` must stay; to go on with longer rows \
+                give `ulysses.seq_len_schedule`; with other data, export the checkpoint and start anew from --model)";
     check_data(&checkpoint, config.seed, phases).context(hint).or_usage()
 }
 
@@ -118,7 +118,11 @@ pub(super) fn check_data(
     let facts = [
         number("`seed` (--seed)", saved.seed, here.seed),
         number("`ulysses.seq_len` (--seq-len)", saved.seq_len as u64, here.seq_len as u64),
-        number("the number of rows of `ulysses.data` (--data)", saved.num_rows as u64, here.num_rows as u64),
+        number(
+            "the number of rows that data, packing and held-out data make",
+            saved.num_rows as u64,
+            here.num_rows as u64,
+        ),
         ("the hash of data, packing and weights", hash(saved_hash), hash(here.data_hash)),
     ];
     match facts.into_iter().find(|(_, saved, here)| saved != here) {

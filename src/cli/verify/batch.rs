@@ -14,7 +14,7 @@ fn read_tensors(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
     let bytes = std::fs::read(path)?;
     let file = SafeTensors::deserialize(&bytes).context("not a safetensors file")?;
     let Ok(ids) = file.tensor("input_ids") else {
-        bail!("no tensor input_ids; the file has {:?}", file.names())
+        bail!("no tensor input_ids; the file has {}", listed(file.names()))
     };
     let [rows, seq_len] = *ids.shape() else {
         bail!("input_ids has shape {:?}, expected [batch, seq_len]", ids.shape())
@@ -29,6 +29,19 @@ fn read_tensors(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
     let batch = GlobalBatch::new(rows, seq_len, ids, positions, labels)?;
     batch.check_vocab(vocab_size)?;
     Ok(batch)
+}
+
+/// The first names, in order.
+fn listed(mut names: Vec<&str>) -> String {
+    const MAX_LISTED: usize = 8;
+    names.sort_unstable();
+    let rest = names.len().saturating_sub(MAX_LISTED);
+    let text = names.iter().take(MAX_LISTED).copied().collect::<Vec<_>>().join(", ");
+    match (names.len(), rest) {
+        (0, _) => "no tensors".to_owned(),
+        (_, 0) => text,
+        _ => format!("{text} and {rest} others"),
+    }
 }
 
 /// An integer tensor of the given shape, if the file has it.

@@ -118,6 +118,7 @@ impl Check {
         let (rows, seq_len) = (batch.batch(), batch.seq_len());
         batch.pad_rows(dp).or_usage()?;
         let config = self.config(dp, sp, stage, batch.batch())?;
+        self.source.check_config(&config)?;
         self.source.check_exchange(rows, seq_len, &config, sp)?;
         let world_size = mesh.world_size();
         let options = settings::launch_options(config.threads_per_rank, world_size)?;

@@ -80,6 +80,9 @@ fn surroundings(entry: &Entry) -> Value {
             json!({ "scheduler": { "type": variant.unwrap_or("OneCycle"), "params": {} } })
         }
         ("activation_checkpointing", _) => json!({ "ulysses": { "activation_checkpointing": true } }),
+        _ if entry.path == "ulysses.activation_checkpointing_interval" => {
+            json!({ "ulysses": { "activation_checkpointing": true } })
+        }
         _ if entry.path.starts_with("ulysses.parameter_groups.") => {
             json!({ "ulysses": { "parameter_groups": [{ "match": "a name" }] } })
         }

@@ -44,7 +44,7 @@ pub(super) const CHECKPOINT: &[Key] = &[
     key("writer", Value::Anything, "How files are written.").or_null().no_effect(NOT_WRITTEN),
 ];
 
-const NO_NVME: &str = "nothing is read from or written to NVMe during a step";
+const NO_NVME: &str = "what is offloaded is read and written by ordinary calls";
 
 pub(super) const AIO: &[Key] = &[
     key("block_size", NOT_NEGATIVE, "Bytes of a request.").integer(1_048_576).no_effect(NO_NVME),
@@ -115,7 +115,7 @@ pub(super) const DATA_EFFICIENCY: &[Key] = &[
 ];
 
 pub(super) const CURRICULUM_LEARNING: &[Key] = &[
-    switch("rows have `ulysses.seq_len` tokens from the first step on: set `enabled` to false"),
+    switch("rows grow by `ulysses.seq_len_schedule`: give that, and set `enabled` to false"),
     idle("curriculum_type", Value::Text),
     idle("min_difficulty", INDEX),
     idle("max_difficulty", INDEX),

@@ -8,7 +8,7 @@ pub(super) const ULYSSES: &[Key] = &[
     key(
         "data",
         Value::TextOrSections(DATA),
-        "A text file, or a directory whose text files are read; or several of them, one after the other or, as \
+        "A file of text, JSONL or tokens, a directory, or a pattern; or several of them, one after the other or, as \
          objects with weights, mixed.",
     ),
     key("text_field", Value::Text, "The field of a JSON line, or column of a Parquet file, that holds the text.")
@@ -63,7 +63,7 @@ pub(super) const ULYSSES: &[Key] = &[
 ];
 
 const DATA: &[Key] = &[
-    key("path", Value::Text, "A text file, or a directory whose text files are read.").required(),
+    key("path", Value::Text, "A file of text, JSONL or tokens, a directory, or a pattern.").required(),
     key(
         "weight",
         POSITIVE,
@@ -72,7 +72,7 @@ const DATA: &[Key] = &[
 ];
 
 const VALIDATION: &[Key] = &[
-    key("data", Value::Text, "A text file, or a directory whose text files are read."),
+    key("data", Value::Text, "A file of text, JSONL or tokens, a directory, or a pattern."),
     key("fraction", INSIDE_0_1, "Instead of `data`: the share of each source's documents that is held out."),
     key("eval_interval", COUNT, "Steps between two evaluations.").derived("the last step only"),
     key("eval_batches", COUNT, "Batches of `train_batch_size` rows that are evaluated.").derived("all rows"),

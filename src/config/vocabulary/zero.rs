@@ -3,7 +3,7 @@
 use super::build::{FRACTION, INDEX, NOT_NEGATIVE, flag, idle, key, renamed, section};
 use super::key::{Key, Literal, Value};
 
-const NO_OFFLOAD: &str = "nothing is offloaded, everything stays in the memory of its rank: set the device to \
+const NO_OFFLOAD: &str = "parameters and optimizer state stay in the memory of their rank: set the device to \
                           \"none\", and for less memory raise `stage` or dp, or use `ulysses.activation_checkpointing`";
 const DEVICES: Value = Value::Choice(&["none", "cpu", "nvme"]);
 const OFF: &[Literal] = &[Literal::Text("none")];
@@ -73,7 +73,7 @@ pub(super) const ZERO: &[Key] = &[
         .only_off(NO_OFFLOAD),
     flag("cpu_offload_use_pin_memory", "Deprecated name of `pin_memory` in the offload sections.")
         .or_null()
-        .no_effect("nothing is offloaded"),
+        .no_effect("parameters and optimizer state are not offloaded"),
     key("stage3_prefetch_bucket_size", NOT_NEGATIVE, "Elements that are gathered ahead.")
         .integer(50_000_000)
         .no_effect("the next layer is gathered ahead"),

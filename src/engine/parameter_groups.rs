@@ -1,0 +1,37 @@
+//! `ulysses.parameter_groups` against the parameters of a model.
+
+use super::EngineError;
+use crate::config::ParameterGroup;
+use crate::model::UnitSpec;
+
+/// Refuses groups that are slips of the pen, whose parameters would be trained with other settings: a pattern that
+/// matches nothing, or nothing that an earlier group has left. Groups that freeze everything leave nothing to train.
+/// [`initialize`](super::initialize) does so too; this needs no ranks.
+///
+/// # Errors
+/// The first of these faults, with the group and its pattern.
+pub fn check_parameter_groups(groups: &[ParameterGroup], units: &[UnitSpec]) -> Result<(), EngineError> {
+    const MAX_SIMILAR: usize = 3;
+    let names = || units.iter().flat_map(|unit| &unit.parameters).map(|spec| spec.name.as_str());
+    if names().next().is_some() && names().all(|name| ParameterGroup::is_frozen(groups, name)) {
+        let frozen = groups.iter().filter(|group| group.frozen);
+        let patterns = frozen.map(|group| format!("{:?}", group.pattern.as_str())).collect();
+        return Err(EngineError::AllFrozen { patterns });
+    }
+    for (index, group) in groups.iter().enumerate() {
+        let pattern = group.pattern.as_str();
+        if !names().any(|name| group.pattern.matches(name)) {
+            let mut similar: Vec<_> =
+                names().map(|name| (strsim::jaro_winkler(pattern, name), name)).collect();
+            similar.sort_by(|(a, first), (b, second)| b.total_cmp(a).then(first.cmp(second)));
+            let similar = similar.into_iter().take(MAX_SIMILAR).map(|(_, name)| name.to_owned()).collect();
+            return Err(EngineError::ParameterGroup { index, pattern: pattern.to_owned(), similar });
+        }
+        let earlier = &groups[..index];
+        let is_left = |name: &str| group.pattern.matches(name) && ParameterGroup::of(earlier, name).is_none();
+        if !names().any(is_left) {
+            return Err(EngineError::ParameterGroupShadowed { index, pattern: pattern.to_owned() });
+        }
+    }
+    Ok(())
+}
