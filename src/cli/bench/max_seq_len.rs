@@ -1,8 +1,8 @@
 //! `ulysses bench max-seq-len`: the longest row that trains within a memory limit, found by trying.
 
-use super::super::note;
 use super::report::{cores, processor};
 use super::{Failure, OrFail, dp_sp, print};
+use crate::cli::note;
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
