@@ -77,6 +77,8 @@ fn a_killed_preparation_goes_on_when_it_is_repeated() {
     child.wait().unwrap();
     assert!(recorded.exists(), "it was killed on the way");
     assert!(!place.path("killed.tokens").exists());
+    let tag = place.path("killed.tokens.partial/CACHEDIR.TAG");
+    assert!(tag.exists(), "data read from the directory above leaves it out");
     let outcome = place.run(&prepare("killed.tokens"));
     assert!(
         outcome.assert_done().stderr.contains("went on where an earlier call had stopped"),

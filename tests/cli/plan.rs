@@ -198,6 +198,9 @@ fn what_cannot_be_planned_is_refused_by_name() {
     refused(&["--model", "nano", "--mesh", "1x8"], &["num_heads = 4", "sp = 8"]);
     refused(&["--model", "nano", "--memory-gib", "-1"], &["--memory-gib"]);
     refused(&["--model", "nano", "--ranks-per-node", "0"], &["--ranks-per-node"]);
+    for seq_len in ["4294967296", "18446744073709551615"] {
+        refused(&["--model", "nano", "--seq-len", seq_len], &["--seq-len", "4294967295", seq_len]);
+    }
     let chunks = json!({ "ulysses": { "model": "nano", "seq_len": 64, "head_chunks": 16 } });
     let place = workplace(chunks);
     place.run(&["plan", "changed.json"]).assert_refused(2, &["head_chunks", "16"]);

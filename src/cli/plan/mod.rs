@@ -142,6 +142,11 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         let scheduled = config.seq_len_schedule.iter().map(|change| change.seq_len);
         config.seq_len = scheduled.chain(config.seq_len).max();
     }
+    if let Some(seq_len) = config.seq_len.filter(|&seq_len| u32::try_from(seq_len).is_err()) {
+        let message =
+            format!("`ulysses.seq_len` (--seq-len): rows have at most {} tokens, found {seq_len}", u32::MAX);
+        return Err(Failure::Usage(anyhow!(message)));
+    }
     let (name, model) = model(&config)?;
     let PlanArgs { document_len, ranks_per_node, .. } = *args;
     let budget = budget_bytes(args.memory_gib)?;

@@ -57,6 +57,10 @@ impl Unfinished {
         name.push(".partial");
         let directory = PathBuf::from(name);
         fs::create_dir_all(&directory).map_err(failed(&directory, "create the directory"))?;
+        // Who reads the directory above takes none of this for data (https://bford.info/cachedir).
+        let tag = directory.join("CACHEDIR.TAG");
+        fs::write(&tag, "Signature: 8a477f597d28d172789f06886806bc55\n")
+            .map_err(failed(&tag, "create the file"))?;
         let part = |name: &str| Part::open(directory.join(name));
         let (tokens, labels, ends) = (part("tokens")?, part("labels")?, part("ends")?);
         match tokens.file.get_ref().try_lock() {
