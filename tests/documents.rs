@@ -192,7 +192,7 @@ fn a_rank_that_would_end_at_another_step_is_named() {
     let run = |last_step_of_rank_4: u64| {
         on_mesh((2, 3), 4, |engine, rank| {
             let last_step = if rank.rank == 4 { last_step_of_rank_4 } else { 7 };
-            Ok(engine.check_agreement("the last step", last_step)?)
+            Ok(engine.check_agreement(&[("the seed", 1), ("the last step", last_step)])?)
         })
     };
     run(7).unwrap();

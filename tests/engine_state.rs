@@ -80,6 +80,8 @@ fn recycled_storage_does_not_grow_from_step_to_step() {
                     }
                     assert!(held[0] > 0);
                     assert_eq!(held[2..], [held[2]; 6], "{layout:?}");
+                    engine.evaluate(&batches[0])?;
+                    assert_eq!(engine.workspace().bytes_held(), held[2], "{layout:?}, after an evaluation");
                     Ok(())
                 });
             }

@@ -91,7 +91,8 @@ fn is_zero(number: &u64) -> bool {
 /// The data that was consumed. It does not know the mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataCursor {
-    /// Samples of all whole steps since the rows have had this length, over all ranks.
+    /// Samples of all whole steps since the rows have had this length, over all ranks; masked rows that filled a step
+    /// at the end of the last epoch are none.
     pub samples_consumed: u64,
     /// Seed of the order of the samples.
     pub seed: u64,

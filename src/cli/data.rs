@@ -125,8 +125,9 @@ fn read_corpus(
     tokenizer: &Tokenizer,
     vocab_size: usize,
 ) -> anyhow::Result<Arc<Corpus>> {
-    let token_files = TokenFileOptions { vocab_size: Some(vocab_size), ..Default::default() };
-    let options = SourceOptions { token_files, ..SourceOptions::new(tokenizer) };
+    let token_files =
+        TokenFileOptions { vocab_size: Some(vocab_size), end_of_document: config.end_of_document };
+    let options = SourceOptions { tokenizer, text_field: &config.text_field, token_files };
     let corpus = Corpus::open(&[path], &options).context("the data cannot be read")?;
     if corpus.skipped().total() > 0 {
         note(format_args!("data: {}", corpus.skipped()));

@@ -43,8 +43,6 @@ pub(super) fn evaluate(
         sum.sum += part.sum;
         sum.valid_tokens += part.valid_tokens;
     }
-    // A forward pass alone takes more than it gives back.
-    engine.workspace().clear();
     ensure!(
         sum.valid_tokens > 0,
         "no token of the first {num_rows} row(s) of the data to evaluate has a label"

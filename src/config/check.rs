@@ -111,8 +111,8 @@ impl Checker<'_, '_> {
                 };
                 return array.elements.iter().enumerate().map(element).fold(true, |valid, next| valid & next);
             }
-            (Kind::Pairs, Value::Array(array)) => {
-                return self.elements(path, &array.elements, Kind::TwoCounts);
+            (Kind::Pairs(pair), Value::Array(array)) => {
+                return self.elements(path, &array.elements, Kind::TwoCounts(pair));
             }
             (Kind::SwitchOrSection(_), Value::BooleanLit(_)) => {
                 self.report.note(format!(
@@ -135,7 +135,7 @@ impl Checker<'_, '_> {
                     return false;
                 }
             }
-            (Kind::TwoCounts, Value::Array(array)) if array.elements.len() == 2 => {
+            (Kind::TwoCounts(_), Value::Array(array)) if array.elements.len() == 2 => {
                 return self.elements(path, &array.elements, Kind::Integer { min: 1, max: u64::MAX });
             }
             (Kind::TwoNumbers(numbers), Value::Array(array)) if array.elements.len() == 2 => {

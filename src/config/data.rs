@@ -115,16 +115,15 @@ impl ValidationConfig {
         if !section.is_present() {
             return None;
         }
-        let data = match (section.text("data"), section.number("fraction")) {
-            (Some(path), None) => HeldOut::Path(path),
-            (None, Some(fraction)) => HeldOut::Fraction(fraction),
-            _ => {
-                ulysses.contradiction("validation", "either `data` or `fraction` in it");
-                return None;
-            }
-        };
+        let is_given = |key| section.names(key) && !section.is_auto(key);
+        if is_given("data") == is_given("fraction") {
+            ulysses.contradiction("validation", "either `data` or `fraction` in it");
+            return None;
+        }
+        // One that is faulty has been reported, and reads as absent.
+        let data = section.text("data").map(HeldOut::Path);
         Some(Self {
-            data,
+            data: data.or_else(|| section.number("fraction").map(HeldOut::Fraction))?,
             interval: section.integer("eval_interval"),
             batches: section.integer("eval_batches"),
         })

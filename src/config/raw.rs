@@ -55,6 +55,8 @@ pub struct RawConfig {
 pub(super) struct UlyssesSection {
     pub(super) model: Option<String>,
     pub(super) data: Vec<DataSource>,
+    pub(super) text_field: String,
+    pub(super) end_of_document: Option<u32>,
     pub(super) tokenizer: Option<String>,
     pub(super) output: Option<String>,
     pub(super) seq_len: Option<usize>,
@@ -167,6 +169,8 @@ impl UlyssesSection {
         Self {
             model: section.text("model"),
             data: DataSource::read_all(section),
+            text_field: section.text("text_field").unwrap_or_default(),
+            end_of_document: section.integer("end_of_document").and_then(|token| token.try_into().ok()),
             tokenizer: section.text("tokenizer"),
             output: section.text("output"),
             seq_len: section.count("seq_len"),

@@ -54,6 +54,11 @@ pub struct Config {
     pub model: Option<String>,
     /// `ulysses.data`: text files, or directories whose text files are read.
     pub data: Vec<DataSource>,
+    /// `ulysses.text_field`: the field of a JSON line or column of a Parquet file with the text; default `text`.
+    pub text_field: String,
+    /// `ulysses.end_of_document`: the token between documents in token files that do not say where these end; default
+    /// none: such a file is one document.
+    pub end_of_document: Option<u32>,
     /// `ulysses.tokenizer`: a Hugging Face `tokenizer.json`; default bytes.
     pub tokenizer: Option<String>,
     /// `ulysses.output`: the directory for metrics and the resolved config.
@@ -209,6 +214,8 @@ impl RawConfig {
             checkpoint: self.checkpoint.clone(),
             model: overrides.model.clone().or_else(|| file.model.clone()),
             data: if overrides.data.is_empty() { file.data.clone() } else { overrides.data.clone() },
+            text_field: file.text_field.clone(),
+            end_of_document: file.end_of_document,
             tokenizer: overrides.tokenizer.clone().or_else(|| file.tokenizer.clone()),
             output: overrides.output.clone().or_else(|| file.output.clone()),
             seq_len: overrides.seq_len.or(file.seq_len),

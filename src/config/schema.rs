@@ -109,7 +109,7 @@ fn value(kind: Kind) -> Value {
         Kind::Number(range) => number(range),
         Kind::Text => json!({ "type": "string", "minLength": 1 }),
         Kind::Choice(names) => json!({ "enum": names }),
-        Kind::TwoCounts => pair(json!({ "type": "integer", "minimum": 1 })),
+        Kind::TwoCounts(_) => pair(json!({ "type": "integer", "minimum": 1 })),
         Kind::TwoNumbers(range) => pair(number(range)),
         Kind::List => json!({ "type": "array" }),
         Kind::Section(keys) => object(keys),
@@ -118,7 +118,7 @@ fn value(kind: Kind) -> Value {
             let element = json!({ "anyOf": [text, object(keys)] });
             json!({ "anyOf": [text, { "type": "array", "items": element, "minItems": 1 }] })
         }
-        Kind::Pairs => json!({ "type": "array", "items": value(Kind::TwoCounts) }),
+        Kind::Pairs(pair) => json!({ "type": "array", "items": value(Kind::TwoCounts(pair)) }),
         Kind::Sections(keys) => json!({ "type": "array", "items": object(keys) }),
         Kind::SwitchOrSection(keys) => json!({ "anyOf": [object(keys), { "type": "boolean" }] }),
         Kind::Variant { variants, .. } => {

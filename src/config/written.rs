@@ -53,6 +53,9 @@ struct WrittenUlysses<'a> {
     model: Option<&'a str>,
     #[serde(skip_serializing_if = "<[_]>::is_empty", serialize_with = "write_sources")]
     data: &'a [DataSource],
+    text_field: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    end_of_document: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     tokenizer: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -118,6 +121,8 @@ impl Serialize for Config {
             ulysses: WrittenUlysses {
                 model: self.model.as_deref(),
                 data: &self.data,
+                text_field: &self.text_field,
+                end_of_document: self.end_of_document,
                 tokenizer: self.tokenizer.as_deref(),
                 output: self.output.as_deref(),
                 seq_len: self.seq_len,

@@ -140,29 +140,28 @@ impl Corpus {
     /// # Errors
     /// When there is no such document, or its bounds cannot be read.
     pub fn document(&self, index: usize) -> Result<Range<usize>, DataError> {
-        let part = self.parts.iter().find(|part| part.documents.contains(&index));
-        let Some(part) = part else {
-            let available = self.num_documents();
-            if index == available {
-                // `document_at` leads here when a file that it searches is gone or damaged.
-                self.parts.iter().try_for_each(|part| part.store.check_documents())?;
-            }
-            return Err(DataError::NoDocument { index, available });
-        };
+        let at = self.parts.partition_point(|part| part.documents.end <= index);
+        let available = self.num_documents();
+        let part = self.parts.get(at).ok_or(DataError::NoDocument { index, available })?;
         let within = index - part.documents.start;
         let end = part.store.document_end(within)?;
         let start = within.checked_sub(1).map_or(Ok(0), |before| part.store.document_end(before))?;
         Ok(part.tokens.start + start..part.tokens.start + end)
     }
 
-    /// The document that holds a token; one past the last where no document does, or where a file can no longer
-    /// be read: [`document`](Self::document) says why.
-    pub fn document_at(&self, token: usize) -> usize {
-        let Some(part) = self.parts.iter().find(|part| part.tokens.contains(&token)) else {
-            return self.num_documents();
-        };
-        let found = storage::document_at(&*part.store, token - part.tokens.start);
-        found.map_or(self.num_documents(), |within| part.documents.start + within)
+    /// The document that holds a token; one past the last where no document does.
+    ///
+    /// # Errors
+    /// When the bounds of documents cannot be read.
+    pub fn document_at(&self, token: usize) -> Result<usize, DataError> {
+        let Some(part) = self.parts.get(self.part_at(token)) else { return Ok(self.num_documents()) };
+        let within = storage::document_at(&*part.store, token - part.tokens.start)?;
+        Ok(part.documents.start + within)
+    }
+
+    /// The part that holds a token; one past the last where none does.
+    fn part_at(&self, token: usize) -> usize {
+        self.parts.partition_point(|part| part.tokens.end <= token)
     }
 
     /// Appends the tokens of a range.
@@ -225,11 +224,10 @@ impl Corpus {
         if range.start > range.end || range.end > available {
             return Err(DataError::NoTokenRange { range, available });
         }
-        for Part { tokens, store, .. } in &self.parts {
+        let touched = self.parts[self.part_at(range.start)..].iter();
+        for Part { tokens, store, .. } in touched.take_while(|part| part.tokens.start < range.end) {
             let piece = range.start.max(tokens.start)..range.end.min(tokens.end);
-            if !piece.is_empty() {
-                read(&**store, piece.start - tokens.start..piece.end - tokens.start)?;
-            }
+            read(&**store, piece.start - tokens.start..piece.end - tokens.start)?;
         }
         Ok(())
     }

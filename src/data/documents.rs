@@ -32,6 +32,11 @@ impl Selection {
         self.ranges.push(range);
         self.ends.push(end);
     }
+
+    /// The document that holds a token; one past the last where none does.
+    fn at(&self, token: usize) -> usize {
+        self.ends.partition_point(|&end| end <= token)
+    }
 }
 
 impl<C: Into<Arc<Corpus>>> From<C> for Documents {
@@ -102,10 +107,13 @@ impl Documents {
     }
 
     /// The document that holds a token; one past the last where no document does.
-    pub fn document_at(&self, token: usize) -> usize {
+    ///
+    /// # Errors
+    /// When the bounds of documents cannot be read.
+    pub fn document_at(&self, token: usize) -> Result<usize, DataError> {
         match &self.selection {
             None => self.corpus.document_at(token),
-            Some(selection) => selection.ends.partition_point(|&end| end <= token),
+            Some(selection) => Ok(selection.at(token)),
         }
     }
 
@@ -131,10 +139,11 @@ impl Documents {
         range: Range<usize>,
         mut read: impl FnMut(Range<usize>) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
-        let Some(Selection { ranges, ends }) = &self.selection else { return read(range) };
+        let Some(selection) = &self.selection else { return read(range) };
+        let Selection { ranges, ends } = selection;
         let mut at = range.start;
         while at < range.end {
-            let index = self.document_at(at);
+            let index = selection.at(at);
             let available = self.num_tokens();
             let document =
                 ranges.get(index).ok_or(DataError::NoTokenRange { range: range.clone(), available })?;
@@ -154,7 +163,7 @@ impl Documents {
     /// Names the first that it does not know, by document of the corpus.
     pub fn check_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
         let Some((at, id)) = self.corpus.first_outside(vocab_size)? else { return Ok(()) };
-        let document = self.corpus.document_at(at);
+        let document = self.corpus.document_at(at)?;
         let position = at - self.corpus.document(document)?.start;
         Err(DataError::DocumentOutOfVocab { id, document, position, vocab_size })
     }
@@ -179,7 +188,7 @@ impl Documents {
             self.read_labels(range, &mut labels)?;
             hash.add(tokens.iter().map(|&token| u64::from(token)));
             hash.add(labels.iter().map(|label| label.cast_unsigned()));
-            hash.add([self.document_at(start) as u64]);
+            hash.add([self.document_at(start)? as u64]);
         }
         Ok(hash.finish())
     }

@@ -132,17 +132,29 @@ pub enum FileError {
         /// The first byte of the line that is wrong.
         offset: usize,
     },
-    /// A line that is no JSON, or holds something else in a field than it should.
-    #[error("{}, line {line}{}", path.display(), field.map(|name| format!(", `{name}`")).unwrap_or_default())]
+    /// A line that is no JSON.
+    #[error("{}, line {line}, column {column}: {reason}", path.display())]
     LineNotJson {
         /// The file.
         path: PathBuf,
         /// The line, from 1.
         line: u64,
-        /// The field at fault, where the line as a whole is JSON.
-        field: Option<&'static str>,
-        /// The reason.
-        source: serde_json::Error,
+        /// The byte of the line, from 1.
+        column: usize,
+        /// What the reader says.
+        reason: String,
+    },
+    /// A field that holds something else than it should.
+    #[error("{}, line {line}, `{field}`: {reason}", path.display())]
+    LineField {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+        /// The field.
+        field: String,
+        /// What the reader says.
+        reason: String,
     },
     /// A line that is JSON and no document.
     #[error("{}, line {line}: {problem}", path.display())]

@@ -69,7 +69,8 @@ pub struct LoaderOptions {
 /// dp ranks, in this order, the step's samples come out in their global order on every mesh.
 ///
 /// Epochs follow each other without a gap: a step may take the last rows of one and the first of the next.
-/// Where the data [ends](Self::ending_at), fully masked rows fill the last step.
+/// Where the data [ends](Self::ending_at), fully masked rows fill the last step. They count as nothing: a loader
+/// that goes on from there with a later end takes the next sample, and none is left out.
 #[derive(Debug, Clone)]
 pub struct DataLoader {
     data: Dataset,
@@ -149,7 +150,8 @@ impl DataLoader {
         self.train_batch_size
     }
 
-    /// Samples of all whole steps so far, over all ranks: the state that a checkpoint keeps.
+    /// Samples of all whole steps so far, over all ranks, those beyond the end not counted: the state that a
+    /// checkpoint keeps.
     pub fn samples_consumed(&self) -> u64 {
         self.samples_consumed
     }
@@ -196,7 +198,9 @@ impl DataLoader {
         let step_end = self.step_end()?;
         self.micro_step += 1;
         if self.micro_step == self.options.accumulation {
-            self.set_samples_consumed(step_end);
+            // A cursor that is beyond the end already, as when a run resumes with fewer epochs, stays there.
+            let end = self.end.unwrap_or(u64::MAX).max(self.samples_consumed);
+            self.set_samples_consumed(step_end.min(end));
         }
         Ok(())
     }

@@ -144,7 +144,7 @@ impl PackedRows {
             return Ok(vec![Segment { tokens: start..end, labels_end: num_tokens }]);
         }
         let mut segments = Vec::new();
-        let mut document = self.documents.document_at(start);
+        let mut document = self.documents.document_at(start)?;
         while start < end {
             let labels_end = self.documents.document(document)?.end;
             let tokens = start..end.min(labels_end);

@@ -59,14 +59,17 @@ impl Tokenizer {
             }
             None => Json::Null,
         };
-        let template = read_beside(path, "chat_template.jinja")?.or_else(|| default_template(&settings));
+        let (template, template_file) = match read_beside(path, "chat_template.jinja")? {
+            Some(template) => (Some(template), "chat_template.jinja"),
+            None => (default_template(&settings), "tokenizer_config.json"),
+        };
         let special_tokens = special_tokens(&settings);
         let end_of_text = special_tokens.get("eos_token").cloned();
         let settings =
             serde_json::json!([blake3::Hash::from(hash).to_hex().as_str(), template, special_tokens]);
         let fingerprint = *blake3::hash(settings.to_string().as_bytes()).as_bytes();
         let chat = template.map(|source| ChatTemplate::new(&source, special_tokens));
-        let chat = chat.transpose().map_err(|error| beside(path, "chat_template", error))?.map(Box::new);
+        let chat = chat.transpose().map_err(|error| beside(path, template_file, error))?.map(Box::new);
         Ok(Self { kind, vocab_size, hash, fingerprint, chat, end_of_text })
     }
 

@@ -122,8 +122,9 @@ impl Engine {
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
-        let (local, _) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
+        let (local, head) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
         self.zero.release(head_unit);
+        head.recycle(&ctx);
         let [sum, valid_tokens] = self.sum_over_mesh([local.sum, local.valid_tokens as f64])?;
         // A step's metrics count what the step sent.
         self.reported_bytes += self.bytes_sent() - sent;

@@ -26,18 +26,20 @@ impl Engine {
         }
     }
 
-    /// Compares a number that all ranks must have, such as that of a run's last step: ranks that end at different
-    /// steps would leave the others waiting. Collective.
+    /// Compares numbers that all ranks must have, each with its name, such as that of a run's last step: ranks that
+    /// end at different steps would leave the others waiting. Collective; all ranks name the same numbers.
     ///
     /// # Errors
     /// Ranks with different values, or failed communication.
-    pub fn check_agreement(&mut self, what: &'static str, value: u64) -> Result<(), EngineError> {
+    pub fn check_agreement(&mut self, numbers: &[(&'static str, u64)]) -> Result<(), EngineError> {
         let sent = self.bytes_sent();
+        let own: Vec<i64> = numbers.iter().map(|(_, value)| value.cast_signed()).collect();
         for group in [&self.groups.sp, &self.groups.dp] {
-            let values = group.all_gather_values(&[value.cast_signed()])?;
-            if let Some(differs) = values.iter().position(|value| *value != values[0]) {
-                let ranks = group.global_ranks();
-                return Err(EngineError::Disagreement { what, rank: ranks[differs], first: ranks[0] });
+            let values = group.all_gather_values(&own)?;
+            if let Some(differs) = (0..values.len()).find(|&at| values[at] != values[at % own.len()]) {
+                let (ranks, what) = (group.global_ranks(), numbers[differs % own.len()].0);
+                let (rank, first) = (ranks[differs / own.len()], ranks[0]);
+                return Err(EngineError::Disagreement { what, rank, first });
             }
         }
         // A step's metrics count what the step sent.

@@ -30,6 +30,11 @@ impl HeadSaved {
     pub fn bytes(&self) -> usize {
         [&self.x, &self.rstd, &self.lse].into_iter().map(crate::tensor::bytes).sum()
     }
+
+    /// Gives its tensors back, the head's input among them, where no backward pass will.
+    pub fn recycle(self, ctx: &LayerContext) {
+        [self.x, self.rstd, self.lse].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+    }
 }
 
 impl LossHead {

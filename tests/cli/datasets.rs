@@ -120,6 +120,46 @@ fn an_epoch_sees_every_token_once_on_every_mesh_and_after_a_resume() {
 }
 
 #[test]
+fn a_run_of_one_epoch_goes_on_for_another_and_loses_no_token() {
+    let place = place();
+    let (once, _) = train(&place, json!({ "epochs": 1 }), &["--output", "run"]);
+    let manifest = place.read_json(&format!("run/step_{:08}/manifest.json", once.len()));
+    let consumed = manifest["progress"]["data"]["samples_consumed"].as_u64().unwrap();
+    assert_ne!(consumed % 4, 0, "the last batch was filled with masked rows");
+    let (twice, _) = train(&place, json!({ "epochs": 2 }), &["--output", "run", "--resume"]);
+    let predicted = 2 * (num_bytes(&place) - 40);
+    assert_eq!(numbers(&twice, "tokens").iter().sum::<f64>() as u64, predicted);
+}
+
+#[test]
+fn text_and_documents_are_found_by_the_names_that_the_config_gives() {
+    let place = place();
+    place.write("a.jsonl", "{\"text\": 7, \"body\": \"abcd\"}\n");
+    place.write("b.bin", [1_u16, 2, 9, 3, 4, 5, 9, 6, 7].map(u16::to_le_bytes).concat());
+    let data = json!(["a.jsonl", "b.bin"]);
+    let changes = json!({ "data": data, "text_field": "body", "end_of_document": 9, "epochs": 1 });
+    let (steps, _) = train(&place, changes, &[]);
+    // Four documents of 4, 3, 4 and 2 tokens, the first of which is not predicted.
+    assert_eq!(numbers(&steps, "tokens").iter().sum::<f64>(), 9.0);
+    place.write_config("c.json", json!({ "ulysses": { "data": "a.jsonl" } }));
+    let wrong = place.run(&["train", "c.json", "--output", "no"]);
+    wrong.assert_refused(1, &["a.jsonl, line 1, `text`: invalid type: integer `7`, expected a string"]);
+    assert!(!wrong.stderr.contains("column"), "{wrong:?}");
+}
+
+#[test]
+fn held_out_tokens_that_the_model_does_not_know_are_refused_before_training() {
+    let place = place();
+    place.write("big.bin", [1_u16, 9999, 2].map(u16::to_le_bytes).concat());
+    let ulysses = json!({ "data": "docs", "validation": { "data": "big.bin" } });
+    place.write_config("c.json", json!({ "ulysses": ulysses }));
+    place
+        .run(&["train", "c.json"])
+        .assert_refused(1, &["big.bin", "token id 9999 is outside the vocabulary"]);
+    assert!(!place.path("out").exists(), "nothing was written");
+}
+
+#[test]
 fn packings_and_repeated_paths_train() {
     let place = place();
     let paths = ["--data", "docs", "--data", "text.txt"];

@@ -100,13 +100,16 @@ fn what_there_is_not_is_refused() {
     #[cfg(not(feature = "nccl"))]
     train(&["--backend", "nccl"])
         .assert_refused(2, &["--backend nccl", "lacks the feature `nccl`", "thread"]);
-    #[cfg(not(feature = "nccl"))]
-    {
+    for (backend, is_built) in [("nccl", cfg!(feature = "nccl")), ("mpi", cfg!(feature = "mpi"))] {
+        if is_built {
+            continue;
+        }
         let place = Workplace::new();
-        place.write_config("c.json", json!({ "ulysses": { "backend": "nccl" } }));
-        let in_file = ["`ulysses.backend` is \"nccl\"", "lacks the feature `nccl`"];
+        place.write_config("c.json", json!({ "ulysses": { "backend": backend } }));
+        let in_file =
+            [format!("`ulysses.backend` is \"{backend}\""), format!("lacks the feature `{backend}`")];
         let outcome = place.run(&["train", "c.json"]);
-        outcome.assert_refused(2, &in_file);
+        outcome.assert_refused(2, &in_file.each_ref().map(String::as_str));
         assert!(!outcome.stderr.contains("--backend"), "no flag was given: {outcome:?}");
     }
     train(&["--speed", "11"]).assert_refused(2, &["--speed"]);

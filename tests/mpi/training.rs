@@ -21,6 +21,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     }));
     trials.push(trial("the_calls_can_be_compared_while_training", the_calls_can_be_compared_while_training));
     trials.push(trial("a_mesh_of_another_size_is_refused_once", a_mesh_of_another_size_is_refused_once));
+    trials.push(trial("what_one_process_has_otherwise_ends_all", what_one_process_has_otherwise_ends_all));
     trials.push(trial("a_killed_process_ends_the_others", a_killed_process_ends_the_others));
     trials
 }
@@ -88,6 +89,25 @@ fn a_mesh_of_another_size_is_refused_once() {
     let refused = train(&place, 2, &["--mesh", "2x2"]);
     refused.assert_refused(2, &["dp 2 × sp 2 has 4 ranks", "2 process(es)", "mpirun -np 4"]);
     assert!(!place.path("out").exists(), "nothing was written");
+}
+
+/// The same training, for which rank 1 has an argument of its own.
+fn with_odd_rank_1(place: &Workplace, argument: &str) -> Outcome {
+    let script = "if [ \"$OMPI_COMM_WORLD_RANK\" = 1 ]; then set -- \"$@\" $ODD; fi; exec \"$0\" \"$@\"";
+    let script = format!("ODD='{argument}'; {script}");
+    let binary = env!("CARGO_BIN_EXE_ulysses");
+    let arguments = ["-c", &script, binary, "train", "config.json", "--mesh", "1x2", "--backend", "mpi"];
+    Job::new(2, Path::new("sh"), &arguments).within(&place.path(".")).run()
+}
+
+fn what_one_process_has_otherwise_ends_all() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({}));
+    let refused = with_odd_rank_1(&place, "--data nothing");
+    assert!(refused.stderr.contains("nothing does not exist"), "{refused:?}");
+    assert!(!place.path("out").exists(), "rank 0 wrote nothing for a run that rank 1 cannot start");
+    let differs = with_odd_rank_1(&place, "--seed 99");
+    assert!(differs.stderr.contains("the config differs"), "{differs:?}");
 }
 
 fn a_killed_process_ends_the_others() {

@@ -14,6 +14,8 @@ pub(super) struct Phase {
     pub(super) data: Dataset,
     pub(super) held_out: Option<Dataset>,
     pub(super) data_hash: u64,
+    /// Of `held_out`; 0 without it.
+    pub(super) held_out_hash: u64,
 }
 
 /// When a run is done.

@@ -1,5 +1,7 @@
 //! Where a run's ranks are: threads of this process, or processes of an MPI job, of which this is one.
 
+#[cfg(not(feature = "mpi"))]
+use super::prepare::lacks_backend;
 use super::{RankOutcome, Run};
 use crate::cli::Failure;
 use ulysses::config::{Backend, Config};
@@ -9,8 +11,7 @@ use {
     crate::cli::{OrFail, silence},
     anyhow::{Context, anyhow},
     candle_core::Device,
-    serde::{Deserialize, Serialize},
-    std::path::PathBuf,
+    serde::{Serialize, de::DeserializeOwned},
     ulysses::comm::mpi::Session,
     ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt},
 };
@@ -25,12 +26,8 @@ pub(super) struct Host {
 #[cfg(not(feature = "mpi"))]
 impl Host {
     /// Nothing to do for threads.
-    pub(super) fn enter(&mut self, config: &Config) -> Result<(), Failure> {
-        if config.backend == Backend::Mpi {
-            let message = "--backend mpi: this build lacks the feature `mpi`; `thread` is valid";
-            return Err(Failure::Usage(anyhow::anyhow!(message)));
-        }
-        Ok(())
+    pub(super) fn enter(&mut self, config: &Config, by_flag: bool) -> Result<(), Failure> {
+        if config.backend == Backend::Mpi { Err(lacks_backend("mpi", by_flag)) } else { Ok(()) }
     }
 
     /// How many of a world's ranks share this machine.
@@ -43,9 +40,14 @@ impl Host {
         true
     }
 
-    /// The run, once all processes can begin it.
-    pub(super) fn agree(&mut self, prepared: Result<Run, Failure>) -> Result<Run, Failure> {
-        prepared
+    /// What this process has, once all have theirs.
+    pub(super) fn agree<T>(&mut self, own: Result<T, Failure>) -> Result<T, Failure> {
+        own
+    }
+
+    /// What the first process has.
+    pub(super) fn of_first<T>(&mut self, own: T) -> Result<T, Failure> {
+        Ok(own)
     }
 
     /// Trains on all ranks.
@@ -57,7 +59,7 @@ impl Host {
 #[cfg(feature = "mpi")]
 impl Host {
     /// Joins the job, if ranks are processes: as many as the mesh has.
-    pub(super) fn enter(&mut self, config: &Config) -> Result<(), Failure> {
+    pub(super) fn enter(&mut self, config: &Config, _by_flag: bool) -> Result<(), Failure> {
         if config.backend != Backend::Mpi {
             return Ok(());
         }
@@ -89,27 +91,29 @@ impl Host {
         self.session.as_ref().is_none_or(|session| session.rank() == 0)
     }
 
-    /// The run, once all processes can begin it, with the output directory and the name that the first
-    /// one gave it. Of several that cannot, the first says why.
-    pub(super) fn agree(&mut self, prepared: Result<Run, Failure>) -> Result<Run, Failure> {
-        let Some(session) = &mut self.session else { return prepared };
-        let told = serde_json::to_vec(&Told::of(&prepared)).or_run()?;
-        let all = session.run(&LaunchOptions::default(), |rank| rank.group.all_gather_varied(&told));
-        let all = all.or_run()?;
-        let parse = |told: &Vec<u8>| serde_json::from_slice::<Told>(told);
-        let all = all.iter().map(parse).collect::<Result<Vec<_>, _>>().or_run()?;
-        if let Some(refusing) = all.iter().position(|told| told.exit_code.is_some()) {
-            silence(refusing != session.rank());
-            let elsewhere = || anyhow!("rank {refusing} cannot start");
-            return match (prepared, all[refusing].exit_code) {
-                (Err(failure), _) => Err(failure),
-                (Ok(_), Some(2)) => Err(Failure::Usage(elsewhere())),
-                (Ok(_), _) => Err(Failure::Run(elsewhere())),
-            };
+    /// What this process has, once all have theirs. Of several that have failed, the first says why.
+    pub(super) fn agree<T>(&mut self, own: Result<T, Failure>) -> Result<T, Failure> {
+        let Some(session) = &mut self.session else { return own };
+        let exit_code = match &own {
+            Ok(_) => None,
+            Err(Failure::Usage(_)) => Some(2),
+            Err(_) => Some(1),
+        };
+        let all: Vec<Option<u8>> = tell_all(session, &exit_code)?;
+        let Some(refusing) = all.iter().position(Option::is_some) else { return own };
+        silence(refusing != session.rank());
+        let elsewhere = || anyhow!("rank {refusing} cannot start");
+        match (own, all[refusing]) {
+            (Err(failure), _) => Err(failure),
+            (Ok(_), Some(2)) => Err(Failure::Usage(elsewhere())),
+            (Ok(_), _) => Err(Failure::Run(elsewhere())),
         }
-        let run = prepared?;
-        let Some(Told { output, run_id, .. }) = all.into_iter().next() else { return Ok(run) };
-        Ok(Run { output, new_run_id: run_id, ..run })
+    }
+
+    /// What the first process has.
+    pub(super) fn of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, Failure> {
+        let Some(session) = &mut self.session else { return Ok(own) };
+        tell_all(session, &own)?.into_iter().next().context("a job has a process").or_run()
     }
 
     /// Trains on all ranks; every process gets to know how each of them ended.
@@ -127,26 +131,12 @@ impl Host {
     }
 }
 
-/// What processes tell one another before a run.
+/// What every process has, in rank order.
 #[cfg(feature = "mpi")]
-#[derive(Serialize, Deserialize)]
-struct Told {
-    /// Why the process cannot begin, as an exit code.
-    exit_code: Option<u8>,
-    output: PathBuf,
-    run_id: String,
-}
-
-#[cfg(feature = "mpi")]
-impl Told {
-    fn of(prepared: &Result<Run, Failure>) -> Self {
-        let (exit_code, output, run_id) = match prepared {
-            Ok(run) => (None, run.output.clone(), run.new_run_id.clone()),
-            Err(Failure::Usage(_)) => (Some(2), PathBuf::new(), String::new()),
-            Err(_) => (Some(1), PathBuf::new(), String::new()),
-        };
-        Self { exit_code, output, run_id }
-    }
+fn tell_all<T: Serialize + DeserializeOwned>(session: &mut Session, own: &T) -> Result<Vec<T>, Failure> {
+    let own = serde_json::to_vec(own).or_run()?;
+    let all = session.run(&LaunchOptions::default(), |rank| rank.group.all_gather_varied(&own)).or_run()?;
+    all.iter().map(|told| serde_json::from_slice(told)).collect::<Result<_, _>>().or_run()
 }
 
 /// Every rank's outcome, in rank order.

@@ -1,5 +1,6 @@
 //! `ulysses train`.
 
+mod agreement;
 mod checkpoints;
 mod feed;
 mod host;
@@ -17,10 +18,11 @@ use checkpoints::Checkpoints;
 use clap::ValueEnum;
 use feed::{Feed, Limit, Phase};
 use host::Host;
+use output::prepare_output;
 use reporter::Reporter;
 use resume::Resume;
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -107,6 +109,7 @@ struct Run {
     /// By ascending step, the first from the start.
     phases: Vec<Phase>,
     limit: Limit,
+    /// Empty until all processes can start.
     output: PathBuf,
     resume: Option<Resume>,
     /// Name of the run, unless it resumes one.
@@ -132,8 +135,13 @@ struct RankOutcome {
 
 pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
     let mut host = Host::default();
+    let config_path = args.config.clone();
     let prepared = prepare::prepare(args, &mut host);
-    let run = host.agree(prepared)?;
+    let mut run = host.agree(prepared)?;
+    // Nothing is written for a run that some process cannot start.
+    let written = if host.is_first() { run.prepare_output(&config_path) } else { Ok(()) };
+    host.agree(written)?;
+    (run.output, run.new_run_id) = host.of_first((run.output, run.new_run_id))?;
     note(&run);
     let results = host.launch(&run)?;
     let ranks = results.iter().map(|outcome| outcome.summary.clone()).collect();
@@ -165,6 +173,13 @@ fn failure(error: LaunchError) -> Failure {
 }
 
 impl Run {
+    /// Makes the output directory and takes it for this run.
+    fn prepare_output(&mut self, config_path: &Path) -> Result<(), Failure> {
+        let (output, lock) = prepare_output(config_path, &self.config, self.resume.is_some()).or_run()?;
+        (self.output, self._lock) = (output, Some(lock));
+        Ok(())
+    }
+
     /// Trains on the ranks that are threads of this process.
     fn launch(&self) -> Result<Vec<RankOutcome>, Failure> {
         let world_size = self.mesh.world_size();
@@ -191,10 +206,7 @@ impl Run {
         checkpoints.resume(&mut engine, &mut feed)?;
         let first_step = engine.attempted_steps();
         let last_step = feed.last_step(first_step);
-        for phase in &self.phases {
-            engine.check_agreement("the hash of the data", phase.data_hash)?;
-        }
-        engine.check_agreement("the run's last step", last_step)?;
+        self.check_agreement(&mut engine, last_step)?;
         let reporter = || Reporter::new(self, first_step, last_step);
         let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
         let mut stopped = false;

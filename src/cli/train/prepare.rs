@@ -1,26 +1,27 @@
 //! Everything that is read and checked before a rank starts.
 
 use super::feed::{Limit, Phase};
-use super::output::prepare_output;
 use super::resume::{Resume, check_candidate, check_output};
 use super::{BackendArg, Host, Run, TrainArgs, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
 use crate::cli::{Failure, OrFail, dp_sp, model, settings};
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow, ensure};
+use std::path::PathBuf;
 use std::sync::Arc;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig};
+use ulysses::data::Dataset;
 use ulysses::device::DeviceKind;
 use ulysses::mesh::DeviceMesh;
 
 pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> {
-    let (config_path, device) = (args.config.clone(), args.device.kind()?);
+    let device = args.device.kind()?;
     let resume = args.resume.clone().map(Resume::new).transpose()?;
     let names_backend = args.backend.is_some();
-    let raw = RawConfig::from_file(&config_path).or_usage()?;
+    let raw = RawConfig::from_file(&args.config).or_usage()?;
     let mut config = raw.resolve(&overrides(args)?).or_usage()?;
-    host.enter(&config)?;
+    host.enter(&config, names_backend)?;
     remark(&config);
     let device = if config.backend == Backend::Nccl { gpus_of_nccl(names_backend)? } else { device };
     let limit = limit(&config).or_usage()?;
@@ -40,13 +41,6 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     let phases = seq_lens.into_iter().map(|(first_step, seq_len)| phase(&sources, first_step, seq_len));
     let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
     check_candidate(resume.as_ref(), &config, &phases)?;
-    // Last: nothing is written for a run that cannot start.
-    let (output, lock) = match host.is_first() {
-        true => prepare_output(&config_path, &config, resume.is_some())
-            .map(|(output, lock)| (output, Some(lock)))
-            .or_run()?,
-        false => Default::default(),
-    };
     // Without checkpoints there is nothing to save: signals keep their usual effect.
     let watch = || signals::watch().context("cannot watch for signals").or_run();
     let stop = if config.checkpoint.is_some() { watch()? } else { Arc::default() };
@@ -58,11 +52,11 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
         weights: source.weights,
         phases,
         limit,
-        output,
+        output: PathBuf::new(),
         resume,
         new_run_id: new_run_id(),
         stop,
-        _lock: lock,
+        _lock: None,
         config,
     })
 }
@@ -78,12 +72,17 @@ fn new_run_id() -> String {
 /// With NCCL every rank has a GPU, whatever `--device` says. `by_flag`: it was asked for by a flag, not in the file.
 fn gpus_of_nccl(by_flag: bool) -> Result<DeviceKind, Failure> {
     if cfg!(not(feature = "nccl")) {
-        let place = if by_flag { "--backend nccl" } else { "`ulysses.backend` is \"nccl\"" };
-        let message = format!("{place}: this build lacks the feature `nccl`; `thread` is valid");
-        return Err(Failure::Usage(anyhow::anyhow!(message)));
+        return Err(lacks_backend("nccl", by_flag));
     }
     DeviceKind::Cuda.open(0).or_usage()?;
     Ok(DeviceKind::Cuda)
+}
+
+/// A backend that this build does not have.
+pub(super) fn lacks_backend(name: &str, by_flag: bool) -> Failure {
+    let place =
+        if by_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
+    Failure::Usage(anyhow!("{place}: this build lacks the feature `{name}`; `thread` is valid"))
 }
 
 fn overrides(args: TrainArgs) -> Result<Overrides, Failure> {
@@ -138,5 +137,8 @@ fn seq_lens(config: &Config) -> anyhow::Result<Vec<(u64, usize)>> {
 fn phase(sources: &Sources, first_step: u64, seq_len: usize) -> anyhow::Result<Phase> {
     let data = sources.training(seq_len)?;
     let data_hash = data.sampled_hash()?;
-    Ok(Phase { first_step, data, held_out: sources.held_out(seq_len)?, data_hash })
+    let held_out = sources.held_out(seq_len)?;
+    // Reading it here also finds ids that the model does not know before any training.
+    let held_out_hash = held_out.as_ref().map_or(Ok(0), Dataset::sampled_hash)?;
+    Ok(Phase { first_step, data, held_out, data_hash, held_out_hash })
 }

@@ -69,7 +69,10 @@ fn a_schedule_of_lengths_ascends() {
         ("[[10, 5000000000]]", "expected lengths up to 4294967295"),
         ("[[0, 128]]", "`ulysses.seq_len_schedule[0][0]`: expected an integer ≥ 1"),
         ("[[10]]", "`ulysses.seq_len_schedule[0]`: expected an array of two"),
-        ("[10, 128]", "`ulysses.seq_len_schedule[0]`"),
+        (
+            "[10, 128]",
+            "`ulysses.seq_len_schedule[0]`: expected an array of two integers ≥ 1, [step, seq_len], found 10",
+        ),
         ("5", "`ulysses.seq_len_schedule`: expected an array of pairs of integers"),
     ] {
         let fault = fault(&format!("\"seq_len_schedule\": {schedule}"));
@@ -91,6 +94,10 @@ fn validation_has_data_of_its_own_or_a_share() {
             "{fault}"
         );
     }
+    assert_eq!(
+        fault(r#""validation": {"data": ["v"]}"#),
+        "`ulysses.validation.data`: expected a string that is not empty, found an array of 1"
+    );
     for fraction in ["0", "1", "-0.5"] {
         let fault = fault(&format!("\"validation\": {{\"fraction\": {fraction}}}"));
         assert!(fault.contains("`ulysses.validation.fraction`: expected a number"), "{fault}");

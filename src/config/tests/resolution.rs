@@ -29,6 +29,8 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         checkpoint: None,
         model: None,
         data: vec![],
+        text_field: "text".into(),
+        end_of_document: None,
         tokenizer: None,
         output: None,
         seq_len: None,
@@ -253,6 +255,7 @@ fn a_resolved_config_reads_back_as_itself() {
     configs.push(Config::from_json_str(FULL, "full.json").unwrap());
     for ulysses in [
         r#""data": ["a", "b"], "epochs": 3, "packing": "concat", "validation": {"fraction": 0.1}"#,
+        r#""data": "a", "text_field": "body", "end_of_document": 50256"#,
         r#""data": [{"path": "a", "weight": 0.5}, {"path": "b", "weight": 2}], "seq_len_schedule": [[5, 9], [7, 3]]"#,
         r#""data": [{"path": "a", "weight": 1}], "validation": {"data": "v", "eval_interval": 4, "eval_batches": 2}"#,
     ] {

@@ -33,7 +33,7 @@ fn sample(key: &Key) -> Value {
         },
         Kind::Text => vec![json!("x")],
         Kind::Choice(names) => names.iter().map(|name| json!(name)).collect(),
-        Kind::TwoCounts => vec![json!([2, 2])],
+        Kind::TwoCounts(_) => vec![json!([2, 2])],
         Kind::TwoNumbers(_) => vec![json!([0.25, 0.5])],
         Kind::List => vec![json!(["all_reduce"])],
         Kind::Variant { variants, .. } => vec![json!(variants[0].name)],
@@ -41,7 +41,7 @@ fn sample(key: &Key) -> Value {
         Kind::Section(_) | Kind::SwitchOrSection(_) | Kind::Params(_) => vec![json!({})],
         Kind::Sections(_) => vec![json!([])],
         Kind::TextOrSections(_) => vec![json!(["x", "y"])],
-        Kind::Pairs => vec![json!([[10, 2048]])],
+        Kind::Pairs(_) => vec![json!([[10, 2048]])],
     };
     others.into_iter().find(|other| *other != default).unwrap()
 }

@@ -32,8 +32,8 @@ pub(crate) enum Value {
     Text,
     /// One of the names, in any case.
     Choice(&'static [&'static str]),
-    /// `[dp, sp]`.
-    TwoCounts,
+    /// Two integers from 1 on, which the text names.
+    TwoCounts(&'static str),
     TwoNumbers(Range),
     List,
     Section(&'static [Key]),
@@ -41,8 +41,8 @@ pub(crate) enum Value {
     Sections(&'static [Key]),
     /// A text, or an array of texts and sections.
     TextOrSections(&'static [Key]),
-    /// An array of pairs of integers, each from 1 on.
-    Pairs,
+    /// An array of pairs of integers from 1 on; the text says what a pair is.
+    Pairs(&'static str),
     /// A section, or its old form: whether it is on.
     SwitchOrSection(&'static [Key]),
     /// The name of a variant, in any case; other names are refused with a reason.
@@ -228,14 +228,14 @@ impl fmt::Display for Value {
             Self::Number(range) => write!(f, "a number {range}"),
             Self::Text => f.write_str("a string that is not empty"),
             Self::Choice(names) => write_one_of(f, names),
-            Self::TwoCounts => f.write_str("an array of two sizes, [dp, sp]"),
+            Self::TwoCounts(what) => write!(f, "an array of {what}"),
             Self::TwoNumbers(_) => f.write_str("an array of two numbers"),
             Self::List => f.write_str("an array"),
             Self::Sections(_) => f.write_str("an array of objects"),
             Self::TextOrSections(_) => {
                 f.write_str("a string that is not empty, or an array of such strings and objects")
             }
-            Self::Pairs => f.write_str("an array of pairs of integers ≥ 1"),
+            Self::Pairs(_) => f.write_str("an array of pairs of integers ≥ 1"),
             Self::Section(_) | Self::SwitchOrSection(_) | Self::Params(_) => f.write_str("an object"),
             Self::Variant { variants, .. } => {
                 write_one_of(f, &variants.iter().map(|variant| variant.name).collect::<Vec<_>>())

@@ -28,7 +28,7 @@ pub(crate) const ROOT: &[Key] = &[
     ),
     key("data_parallel_size", COUNT, "Ranks that take different rows.").derived("1, or what fills the world"),
     key("sequence_parallel_size", COUNT, "Ranks that share each row.").integer(1),
-    key("mesh_param", Value::TwoCounts, "Both sizes at once: `[dp, sp]`.").derived("the two sizes"),
+    key("mesh_param", Value::TwoCounts("two sizes, [dp, sp]"), "Both sizes at once: `[dp, sp]`.").derived("the two sizes"),
     section("optimizer", OPTIMIZER, "The optimizer; without it AdamW."),
     section("scheduler", SCHEDULER, "The learning rate; without it the optimizer's `lr` throughout."),
     key("gradient_clipping", NOT_NEGATIVE, "Largest norm of the whole gradient, over all ranks; 0 for none. (DeepSpeed 0.19's default is 1.)")

@@ -11,6 +11,14 @@ pub(super) const ULYSSES: &[Key] = &[
         "A text file, or a directory whose text files are read; or several of them, one after the other or, as \
          objects with weights, mixed.",
     ),
+    key("text_field", Value::Text, "The field of a JSON line, or column of a Parquet file, that holds the text.")
+        .text("text"),
+    key(
+        "end_of_document",
+        Value::Integer { min: 0, max: u32::MAX as u64 - 1 },
+        "The token between documents in token files that do not say where these end (nanoGPT's and llm.c's); without \
+         it such a file is one document.",
+    ),
     key("tokenizer", Value::Text, "A Hugging Face `tokenizer.json`.")
         .derived("the one in the model's directory, or bytes"),
     key("output", Value::Text, "The directory for metrics and the resolved config.").derived("`runs/NAME-N`"),
@@ -19,7 +27,7 @@ pub(super) const ULYSSES: &[Key] = &[
     key("epochs", COUNT, "Times that the data is gone through, instead of `steps`; what the last step lacks is masked."),
     key(
         "seq_len_schedule",
-        Value::Pairs,
+        Value::Pairs("two integers ≥ 1, [step, seq_len]"),
         "Tokens per row later on: `[[step, seq_len], …]`, each from the step after the given one; the data is packed \
          anew.",
     ),

@@ -80,7 +80,11 @@ impl Encoder<'_> {
         })?;
         let rendered = self.render(template, messages, tools, place)?;
         if rendered.answers.iter().all(Range::is_empty) {
-            return Err(place.error("no message has an answer to learn: none is of the role `assistant`"));
+            let answers = messages.iter().any(|message| message["role"] == "assistant");
+            return Err(place.error(match answers {
+                true => "no message has an answer to learn: the chat template adds no text for the role `assistant`",
+                false => "no message has an answer to learn: none is of the role `assistant`",
+            }));
         }
         // The template writes the special tokens itself.
         self.answers(&rendered, false, place.path)

@@ -8,6 +8,10 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// Tell the output directory of a run: its lock, which stays, and the metrics of versions that had none. A run that
+/// reads the directory that it writes to has already renamed earlier metrics.
+const MARKS_OF_A_RUN: [&str; 2] = [".lock", "metrics.jsonl"];
+
 /// What a directory holds that is not training text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -136,7 +140,7 @@ fn directory(root: &Path, skipped: &mut Skipped) -> Result<Vec<SourceFile>, Data
     let mut files = Vec::new();
     let mut directories = vec![root.to_owned()];
     while let Some(directory) = directories.pop() {
-        let holds_a_run = directory.join("metrics.jsonl").exists();
+        let holds_a_run = MARKS_OF_A_RUN.iter().any(|name| directory.join(name).exists());
         let entries = fs::read_dir(&directory).map_err(|source| read_error(&directory, source))?;
         for entry in entries {
             let entry = entry.map_err(|source| read_error(&directory, source))?;

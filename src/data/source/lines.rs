@@ -42,8 +42,10 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
         let offset = error.valid_up_to();
         FileError::LineNotUtf8 { path: path.to_owned(), line, offset }
     })?;
-    let fields: BTreeMap<String, &RawValue> = serde_json::from_str(text)
-        .map_err(|source| FileError::LineNotJson { path: path.to_owned(), line, field: None, source })?;
+    let fields: BTreeMap<String, &RawValue> = serde_json::from_str(text).map_err(|error| {
+        let (path, column) = (path.to_owned(), error.column());
+        FileError::LineNotJson { path, line, column, reason: without_place(&error) }
+    })?;
     let fields = Fields { fields, path, line };
     if let Some(tokens) = fields.get("input_ids")? {
         return fields.tokens(tokens, vocab_size);
@@ -55,7 +57,7 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
         return Ok(Line::Completion { prompt, completion });
     }
     match fields.fields.get(text_field) {
-        Some(text) => Ok(Line::Text(fields.read("text", text)?)),
+        Some(text) => Ok(Line::Text(fields.read(text_field, text)?)),
         None => {
             let found: Vec<_> = fields.fields.keys().take(10).map(String::as_str).collect();
             Err(fields.error(format!(
@@ -69,17 +71,17 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
 
 impl Fields<'_> {
     /// A field that is there and not null.
-    fn get<'b, T: Deserialize<'b>>(&'b self, name: &'static str) -> Result<Option<T>, DataError> {
+    fn get<'b, T: Deserialize<'b>>(&'b self, name: &str) -> Result<Option<T>, DataError> {
         match self.fields.get(name) {
             Some(raw) => self.read(name, raw),
             None => Ok(None),
         }
     }
 
-    fn read<'b, T: Deserialize<'b>>(&self, name: &'static str, raw: &'b RawValue) -> Result<T, DataError> {
-        serde_json::from_str(raw.get()).map_err(|source| {
-            let (path, line) = (self.path.to_owned(), self.line);
-            FileError::LineNotJson { path, line, field: Some(name), source }.into()
+    fn read<'b, T: Deserialize<'b>>(&self, name: &str, raw: &'b RawValue) -> Result<T, DataError> {
+        serde_json::from_str(raw.get()).map_err(|error| {
+            let (path, line, field) = (self.path.to_owned(), self.line, name.to_owned());
+            FileError::LineField { path, line, field, reason: without_place(&error) }.into()
         })
     }
 
@@ -109,4 +111,11 @@ impl Fields<'_> {
     fn error(&self, problem: String) -> DataError {
         FileError::Line { path: self.path.to_owned(), line: self.line, problem }.into()
     }
+}
+
+/// What the reader says, without its own idea of the place: it has seen one line, or one field of it.
+fn without_place(error: &serde_json::Error) -> String {
+    let (message, place) =
+        (error.to_string(), format!(" at line {} column {}", error.line(), error.column()));
+    message.strip_suffix(&place).unwrap_or(&message).to_owned()
 }

@@ -38,11 +38,6 @@ pub(super) trait TokenStore: Debug + Send + Sync {
 
     /// Whether reading fails rather than returning an id of `vocab_size` or more.
     fn is_held_to(&self, vocab_size: usize) -> bool;
-
-    /// Fails where a document's bounds cannot be read. Reads them all.
-    fn check_documents(&self) -> Result<(), DataError> {
-        (0..self.num_documents()).try_for_each(|index| self.document_end(index).map(drop))
-    }
 }
 
 /// The document that holds a token: the first that ends after it.

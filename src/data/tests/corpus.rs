@@ -82,6 +82,11 @@ fn what_training_runs_have_written_is_no_training_text() {
     // Also where the data itself is the output directory.
     let own = Corpus::load(&root.path().join("runs/tiny-1"), &Tokenizer::bytes()).unwrap();
     assert_eq!(as_texts(&own), ["notes"]);
+    // A run that starts has renamed the metrics of the one before, and holds the lock.
+    std::fs::remove_file(root.path().join("runs/tiny-1/metrics.jsonl")).unwrap();
+    write(root.path(), "runs/tiny-1/.lock", "");
+    let own = Corpus::load(&root.path().join("runs/tiny-1"), &Tokenizer::bytes()).unwrap();
+    assert_eq!(as_texts(&own), ["notes"]);
 }
 
 #[cfg(unix)]

@@ -21,9 +21,11 @@ fn a_split_takes_whole_documents_and_every_one_once() {
             let tokens = &all_tokens(part)[range.clone()];
             let number = (tokens[0] / 1000) as usize - 1;
             assert_eq!(tokens, document(number, LENS[number]));
-            assert_eq!((part.document_at(range.start), part.document_at(range.end - 1)), (index, index));
+            for token in [range.start, range.end - 1] {
+                assert_eq!(part.document_at(token).unwrap(), index);
+            }
         }
-        assert_eq!(part.document_at(part.num_tokens()), part.num_documents());
+        assert_eq!(part.document_at(part.num_tokens()).unwrap(), part.num_documents());
     }
     let again = Documents::split(documents(&LENS), 0.3).unwrap();
     assert_eq!(all_tokens(&again[1]), all_tokens(&held_out), "it depends on nothing else");

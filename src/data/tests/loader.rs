@@ -121,6 +121,25 @@ fn a_loader_resumes_on_another_mesh_where_it_stopped() {
 }
 
 #[test]
+fn rows_that_fill_the_last_batch_are_not_counted_as_consumed() {
+    let rows = eleven_rows();
+    let mut loader = loader(&rows, &DeviceMesh::dp_sp(1, 1).unwrap(), 0, 1).ending_at(11);
+    assert_eq!(loader.steps_left(), Some(3));
+    for _ in 0..3 {
+        loader.next_micro_batch().unwrap();
+    }
+    assert_eq!((loader.samples_consumed(), loader.steps_left()), (11, Some(0)));
+    // As a run that is resumed for a second epoch does.
+    let mut resumed = loader.ending_at(22);
+    assert_eq!(resumed.steps_left(), Some(3));
+    let part = resumed.next_micro_batch().unwrap();
+    let second_epoch = epoch_order(SEED, 1, 11);
+    for (row, &expected) in second_epoch[..4].iter().enumerate() {
+        assert_eq!(whole_row(std::slice::from_ref(&part), row), rows.row(expected).unwrap());
+    }
+}
+
+#[test]
 fn a_micro_batch_may_be_larger_than_the_corpus() {
     let rows = Arc::new(packed(&[5], 4));
     let options = LoaderOptions { seed: 0, micro_batch: 5, accumulation: 1, placement: Placement::single() };

@@ -146,12 +146,15 @@ fn a_template_whose_answers_cannot_be_told_is_refused() {
     let strict = "{{ raise_exception('roles must alternate') }}";
     assert!(refused(strict, &chat()).contains("roles must alternate"));
     let question = json!({ "messages": [{ "role": "user", "content": "?" }] });
-    assert!(refused(CHATML, &question).contains("line 1: no message has an answer"));
+    assert!(refused(CHATML, &question).contains("no message has an answer to learn: none is of the role"));
+    let silent = refused("{{ messages[0].content }}", &chat());
+    assert!(silent.contains("the chat template adds no text for the role `assistant`"), "{silent}");
     let marked = json!({ "messages": [{ "role": "assistant", "content": "\u{fdd0}" }] });
     assert!(refused(CHATML, &marked).contains("U+FDD0"));
     write(root, "tokenizer_config.json", r#"{"chat_template":"{% if %}"}"#);
     let broken = Tokenizer::from_file(&root.join("tokenizer.json")).unwrap_err();
     assert!(matches!(&broken, DataError::TokenizerSettings { .. }), "{broken:?}");
+    assert!(broken.to_string().contains("tokenizer_config.json"), "{broken}");
 }
 
 #[test]
