@@ -4,6 +4,7 @@ use super::Dataset;
 use super::mixture::Mixture;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use std::sync::Arc;
 
 /// The order of the rows in an epoch: a permutation of `0..num_rows` that depends on nothing but the arguments.
 ///
@@ -96,20 +97,21 @@ pub(super) struct EpochOrder {
     num_rows: usize,
     /// The epoch looked at last: a rank's samples ascend, so each epoch is ordered once.
     epoch: u64,
-    rows: Vec<usize>,
+    /// 8 bytes per row: clones of a loader share them.
+    rows: Arc<[usize]>,
 }
 
 impl EpochOrder {
     /// `num_rows` must not be 0.
     fn new(seed: u64, num_rows: usize) -> Self {
-        Self { seed, num_rows, epoch: 0, rows: epoch_order(seed, 0, num_rows) }
+        Self { seed, num_rows, epoch: 0, rows: epoch_order(seed, 0, num_rows).into() }
     }
 
     fn row(&mut self, sample: u64) -> usize {
         let epoch = sample / self.num_rows as u64;
         if epoch != self.epoch {
             self.epoch = epoch;
-            self.rows = epoch_order(self.seed, epoch, self.num_rows);
+            self.rows = epoch_order(self.seed, epoch, self.num_rows).into();
         }
         self.rows[(sample % self.num_rows as u64) as usize]
     }
