@@ -15,9 +15,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
-use ulysses::data::{
-    Corpus, DataLoader, LoaderOptions, PackedRows, Placement, Tokenizer, unigram_entropy_nats,
-};
+use ulysses::data::{Corpus, PackedRows, Tokenizer, unigram_entropy_nats};
 use ulysses::engine::{Passes, initialize};
 use ulysses::mesh::{DeviceMesh, draw};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
@@ -90,13 +88,7 @@ impl Run {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?;
         let weights = RandomWeights { seed: config.seed };
         let mut engine = initialize(Model::llama(&self.model)?, &weights, config, &groups)?;
-        let options = LoaderOptions {
-            seed: config.seed,
-            micro_batch: config.micro_batch_size,
-            accumulation: config.gradient_accumulation_steps,
-            placement: Placement::of(&self.mesh, rank.rank)?,
-        };
-        let mut loader = DataLoader::new(self.rows.clone(), options)?;
+        let mut loader = engine.data_loader(self.rows.clone())?;
 
         let steps = config.require_steps()?;
         let progress = Progress::new(0..steps, config.steps_per_print);

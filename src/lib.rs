@@ -34,7 +34,7 @@
 //! use std::sync::Arc;
 //! use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 //! use ulysses::config::Config;
-//! use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
+//! use ulysses::data::{Corpus, PackedRows};
 //! use ulysses::mesh::DeviceMesh;
 //! use ulysses::model::{Model, RandomWeights, preset};
 //!
@@ -49,9 +49,7 @@
 //!     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
 //!     let model = Model::llama(&preset("nano")?)?;
 //!     let mut engine = ulysses::engine::initialize(model, &RandomWeights { seed: 1 }, &config, &groups)?;
-//!     let placement = Placement::of(&mesh, rank.rank)?;
-//!     let options = LoaderOptions { seed: 1, micro_batch: 1, accumulation: 1, placement };
-//!     let mut loader = DataLoader::new(rows.clone(), options)?;
+//!     let mut loader = engine.data_loader(rows.clone())?;
 //!     let report = engine.train_batch(|| loader.next_micro_batch())?;
 //!     Ok::<_, anyhow::Error>(report.loss)
 //! })?;

@@ -5,7 +5,7 @@
 
 mod support;
 
-#[path = "../examples/custom_block.rs"]
+#[path = "../examples/05_own_candle_block.rs"]
 #[allow(dead_code, reason = "the example's main")]
 mod example;
 

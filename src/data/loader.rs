@@ -140,6 +140,11 @@ impl DataLoader {
         Self { end: Some(samples), ..self }
     }
 
+    /// How samples are drawn.
+    pub fn options(&self) -> LoaderOptions {
+        self.options
+    }
+
     /// What the samples are drawn from.
     pub fn data(&self) -> &Dataset {
         &self.data

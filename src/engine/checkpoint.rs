@@ -2,10 +2,15 @@
 
 use super::{Engine, EngineError};
 use crate::checkpoint::{
-    Checkpoint, DataCursor, FORMAT_VERSION, Manifest, MeshSizes, Saved, Saver, TrainingProgress, UnitEntry,
+    Checkpoint, DataCursor, FORMAT_VERSION, LocalStorage, Manifest, MeshSizes, SaveOptions, Saved, Saver,
+    TrainingProgress, UnitEntry,
 };
+use crate::comm::ProcessGroup;
+use crate::data::{DataError, DataLoader};
 use serde_json::Value;
 use std::cell::RefCell;
+use std::path::Path;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// What a checkpoint records of a run that the engine does not know.
@@ -19,7 +24,42 @@ pub struct RunRecord {
     pub data: DataCursor,
 }
 
+impl RunRecord {
+    /// What a run that is fed by `loader` has come to. `model` is its description in the vocabulary of Hugging Face's
+    /// `config.json` ([`LlamaConfig::to_hf_json`](crate::model::LlamaConfig::to_hf_json)), which an export needs, or
+    /// null.
+    ///
+    /// # Errors
+    /// Data of which no hash can be made because it cannot be read.
+    pub fn new(run_id: impl Into<String>, model: Value, loader: &DataLoader) -> Result<Self, DataError> {
+        let rows = loader.data();
+        let data = DataCursor {
+            samples_consumed: loader.samples_consumed(),
+            seed: loader.options().seed,
+            seq_len: rows.seq_len(),
+            num_rows: rows.num_rows(),
+            data_hash: Some(rows.sampled_hash()?),
+        };
+        Ok(Self { run_id: run_id.into(), model, data })
+    }
+}
+
 impl Engine {
+    /// What saves this engine's checkpoints to `directory`, which exists. `group` is as [`Saver::new`] wants it. The
+    /// ranks of an sp group hold the same partition: one of them writes it. Collective.
+    ///
+    /// # Errors
+    /// As [`Saver::new`].
+    pub fn saver(
+        &self,
+        group: Arc<dyn ProcessGroup>,
+        directory: &Path,
+        options: SaveOptions,
+    ) -> Result<Saver, EngineError> {
+        let partition = (self.groups.sp.rank() == 0).then(|| self.groups.dp.rank());
+        Ok(Saver::new(group, Arc::new(LocalStorage), directory, partition, options)?)
+    }
+
     /// Begins to save what this engine and the other ranks' hold, after it has compared the
     /// replicas. Gradients of an unfinished accumulation are not part of it. Collective;
     /// returns what the save before came to ([`Saver::begin`]).

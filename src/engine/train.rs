@@ -1,10 +1,31 @@
 //! One global batch at a time.
 
 use super::{Engine, EngineError, StepReport};
-use crate::data::MicroBatch;
+use crate::data::{DataError, DataLoader, Dataset, LoaderOptions, MicroBatch, Placement};
 use std::error::Error;
 
 impl Engine {
+    /// This rank's loader of `data`: seed and batch sizes are the config's, the place is the engine's on the mesh.
+    /// (What DeepSpeed's `deepspeed_io` is to its engine.)
+    ///
+    /// # Errors
+    /// Rows of fewer tokens than there are sp ranks.
+    pub fn data_loader(&self, data: impl Into<Dataset>) -> Result<DataLoader, DataError> {
+        let (dp, sp) = (&self.groups.dp, &self.groups.sp);
+        let options = LoaderOptions {
+            seed: self.config.seed,
+            micro_batch: self.config.micro_batch_size,
+            accumulation: self.config.gradient_accumulation_steps,
+            placement: Placement {
+                dp_size: dp.world_size(),
+                dp_rank: dp.rank(),
+                sp_size: sp.world_size(),
+                sp_rank: sp.rank(),
+            },
+        };
+        DataLoader::new(data, options)
+    }
+
     /// Trains on one global batch: `gradient_accumulation_steps` micro batches from
     /// `next_micro_batch` (fewer when `backward` has begun the step), then the update.
     ///

@@ -10,8 +10,7 @@ use std::cell::Cell;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use ulysses::checkpoint::{DataCursor, LocalStorage, SaveOptions, Saver, Storage, step_name};
+use ulysses::checkpoint::{LocalStorage, SaveOptions, Storage, step_name};
 use ulysses::comm::RankContext;
 use ulysses::engine::RunRecord;
 
@@ -75,14 +74,9 @@ fn measure(
 ) -> Result<([Vec<f64>; 2], u64)> {
     let (mut engine, mut loader, device) = training.start(rank)?;
     engine.train_batch(|| loader.next_micro_batch())?;
-    let partition = (engine.sp_group().rank() == 0).then(|| engine.dp_group().rank());
-    let storage = Arc::new(LocalStorage);
-    let mut saver = Saver::new(rank.group.clone(), storage, dir, partition, SaveOptions::default())?;
+    let mut saver = engine.saver(rank.group.clone(), dir, SaveOptions::default())?;
     let (saved, copied) = (dir.join(step_name(engine.attempted_steps())), dir.join("copy"));
-    let samples_consumed = loader.samples_consumed();
-    let data = DataCursor { samples_consumed, seed: 0, seq_len: SEQ_LEN, num_rows: 1, data_hash: None };
-    let model = training.source.config.to_hf_json();
-    let record = RunRecord { run_id: "bench".to_owned(), model, data };
+    let record = RunRecord::new("bench", training.source.config.to_hf_json(), &loader)?;
     let bytes = Cell::new(0);
     let is_first = rank.rank == 0;
     let save = Case::new(|| {

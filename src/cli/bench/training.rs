@@ -9,7 +9,7 @@ use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
+use ulysses::data::{Corpus, DataLoader, PackedRows};
 use ulysses::device::DeviceKind;
 use ulysses::engine::{Engine, initialize};
 use ulysses::mesh::DeviceMesh;
@@ -85,6 +85,7 @@ impl TrainingArgs {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": accumulation,
             "mesh_param": sizes,
+            "seed": SEED,
             "zero_optimization": { "stage": self.zero_stage },
             "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
             "gradient_clipping": 1.0,
@@ -123,9 +124,7 @@ impl Training {
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device.clone());
         let model = Model::llama(&self.source.config)?;
         let engine = initialize(model, &*self.source.weights, &self.config, &groups)?;
-        let placement = Placement::of(&self.mesh, rank.rank)?;
-        let accumulation = self.config.gradient_accumulation_steps;
-        let options = LoaderOptions { seed: SEED, micro_batch: 1, accumulation, placement };
-        Ok((engine, DataLoader::new(self.rows.clone(), options)?, device))
+        let loader = engine.data_loader(self.rows.clone())?;
+        Ok((engine, loader, device))
     }
 }

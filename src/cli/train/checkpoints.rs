@@ -7,9 +7,7 @@ use crate::cli::note;
 use anyhow::{Context, anyhow, bail};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use ulysses::checkpoint::{
-    Checkpoint, CheckpointError, LocalStorage, SaveOptions, Saved, Saver, newest, open_verified,
-};
+use ulysses::checkpoint::{Checkpoint, CheckpointError, SaveOptions, Saved, Saver, newest, open_verified};
 use ulysses::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::config::{CheckpointConfig, OnSaveError};
 use ulysses::engine::{Engine, EngineError, RunRecord};
@@ -34,10 +32,7 @@ impl<'a> Checkpoints<'a> {
         let group = all.split("checkpoint", Some(0), all.rank())?.context("all ranks are in one group")?;
         let start = |config: &'a CheckpointConfig| {
             let options = SaveOptions { keep_last: config.keep_last, background: config.background };
-            // The ranks of an sp group hold the same partition: one of them writes it.
-            let partition = (engine.sp_group().rank() == 0).then(|| engine.dp_group().rank());
-            let storage = Arc::new(LocalStorage);
-            let saver = Saver::new(group.clone(), storage, &run.output, partition, options)?;
+            let saver = engine.saver(group.clone(), &run.output, options)?;
             Ok::<_, anyhow::Error>(Saving { config, saver })
         };
         let saving = run.config.checkpoint.as_ref().map(start).transpose()?;

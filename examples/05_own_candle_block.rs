@@ -1,20 +1,17 @@
 //! A transformer block of your own, written in plain candle ops, trained on a 2 × 2 mesh:
 //! sequences cut in two, optimizer state and gradients partitioned in two (ZeRO stage 2).
+//! candle differentiates the block, the library does the rest.
 //!
 //! ```text
-//! CANDLE_NUM_THREADS=1 cargo run --release --example custom_block
+//! CANDLE_NUM_THREADS=1 cargo run --release --example 05_own_candle_block
 //! ```
-//!
-//! candle differentiates the block, the library does the rest. Read it as a tour: the block,
-//! its parameters, the model, the data, the ranks.
 
 use anyhow::Result;
 use candle_core::{D, Tensor, bail};
 use std::sync::Arc;
-use ulysses::comm::MeshGroups;
-use ulysses::comm::thread::{LaunchOptions, RankContext, launch};
+use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
+use ulysses::data::{Corpus, PackedRows};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{
@@ -24,7 +21,6 @@ use ulysses::model::{
 pub(crate) const VOCAB_SIZE: usize = 256;
 pub(crate) const HIDDEN: usize = 64;
 const NUM_HEADS: usize = 4;
-const HEAD_DIM: usize = HIDDEN / NUM_HEADS;
 const MLP: usize = 4 * HIDDEN;
 const STD: f64 = 0.02;
 
@@ -40,7 +36,7 @@ fn block(params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> candle_core::
     };
     let qkv = linear(&layer_norm(x, norm1, bias1)?, qkv)?;
     let heads = |part: usize| {
-        let dims = (ctx.batch(), ctx.seq_len_local(), NUM_HEADS, HEAD_DIM);
+        let dims = (ctx.batch(), ctx.seq_len_local(), NUM_HEADS, HIDDEN / NUM_HEADS);
         qkv.narrow(D::Minus1, part * HIDDEN, HIDDEN)?.reshape(dims)
     };
     let attended = ctx.attention(&heads(0)?, &heads(1)?, &heads(2)?)?.flatten_from(2)?;
@@ -62,13 +58,13 @@ fn linear(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
     x.flatten_to(1)?.matmul(&weight.t()?)?.reshape((batch, seq_len, ()))
 }
 
-// 2. Its parameters, in the order in which the block takes them apart. The engine owns them:
-// it partitions, gathers and updates them, and starts them as they say here.
-fn parameters(layer: usize) -> Vec<ParameterSpec> {
-    let spec =
-        |name: &str, shape: &[usize], init| ParameterSpec::new(format!("blocks.{layer}.{name}"), shape, init);
+// 2. The block as a layer, with its parameters in the order in which the block takes them apart.
+// The engine owns them: it partitions, gathers and updates them, and starts them as they say.
+pub(crate) fn layer(index: usize) -> Box<dyn Layer> {
+    let name = format!("blocks.{index}");
+    let spec = |part: &str, shape: &[usize], init| ParameterSpec::new(format!("{name}.{part}"), shape, init);
     let normal = Init::Normal { std: STD };
-    vec![
+    let parameters = vec![
         spec("norm1.weight", &[HIDDEN], Init::Ones),
         spec("norm1.bias", &[HIDDEN], Init::Zeros),
         spec("qkv.weight", &[3 * HIDDEN, HIDDEN], normal),
@@ -79,12 +75,8 @@ fn parameters(layer: usize) -> Vec<ParameterSpec> {
         spec("up.bias", &[MLP], Init::Zeros),
         spec("down.weight", &[HIDDEN, MLP], normal),
         spec("down.bias", &[HIDDEN], Init::Zeros),
-    ]
-}
-
-/// The block as a layer of a model.
-pub(crate) fn layer(index: usize) -> Box<dyn Layer> {
-    Box::new(AutogradLayer::new(format!("blocks.{index}"), parameters(index), block))
+    ];
+    Box::new(AutogradLayer::new(name, parameters, block))
 }
 
 // 3. The model: the library's embedding, two blocks, the library's head with its tiled loss.
@@ -97,45 +89,34 @@ pub(crate) fn model() -> Model {
 }
 
 const CONFIG: &str = r#"{
-    "train_batch_size": 4,
-    "mesh_param": [2, 2],
-    "zero_optimization": { "stage": 2 },
-    "optimizer": { "type": "AdamW", "params": { "lr": 3e-3 } },
-    "gradient_clipping": 1.0
+    "train_batch_size": 4, "mesh_param": [2, 2], "zero_optimization": { "stage": 2 }, "gradient_clipping": 1.0,
+    "optimizer": { "type": "AdamW", "params": { "lr": 3e-3 } }
 }"#;
 
-const STEPS: usize = 30;
-
 fn main() -> Result<()> {
-    let config = Config::from_json_str(CONFIG, "the example's config")?;
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
-
     // 4. The data: bytes of a text, packed into rows of 128 tokens.
+    let config = Config::from_json_str(CONFIG, "the example's config")?;
     let text = "the quick brown fox jumps over the lazy dog, and the dog does not mind. ".repeat(60);
-    let corpus = Corpus::from_documents([text.bytes().map(u32::from).collect()])?;
-    let rows = Arc::new(PackedRows::new(corpus, 128)?);
+    let rows =
+        Arc::new(PackedRows::new(Corpus::from_documents([text.bytes().map(u32::from).collect()])?, 128)?);
 
     // 5. Four ranks, threads of this process, each with its part of everything.
-    launch(mesh.world_size(), &LaunchOptions::default(), |rank| train(&config, &mesh, &rows, &rank))?;
-    Ok(())
-}
-
-fn train(config: &Config, mesh: &DeviceMesh, rows: &Arc<PackedRows>, rank: &RankContext) -> Result<()> {
-    let groups = MeshGroups::new(mesh, rank.group.clone())?;
-    let mut engine = initialize(model(), &RandomWeights { seed: 1 }, config, &groups)?;
-    let options = LoaderOptions {
-        seed: 1,
-        micro_batch: config.micro_batch_size,
-        accumulation: config.gradient_accumulation_steps,
-        placement: Placement::of(mesh, rank.rank)?,
-    };
-    let mut loader = DataLoader::new(rows.clone(), options)?;
-    for _ in 0..STEPS {
-        let report = engine.train_batch(|| loader.next_micro_batch())?;
-        if rank.rank == 0 && (report.step == 1 || report.step % 5 == 0) {
-            println!("step {:3}  loss {:.4}  grad norm {:.3}", report.step, report.loss, report.grad_norm);
+    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    launch(mesh.world_size(), &LaunchOptions::default(), |rank| -> Result<()> {
+        let groups = MeshGroups::new(&mesh, rank.group.clone())?;
+        let mut engine = initialize(model(), &RandomWeights { seed: 1 }, &config, &groups)?;
+        let mut loader = engine.data_loader(rows.clone())?;
+        for _ in 0..30 {
+            let report = engine.train_batch(|| loader.next_micro_batch())?;
+            if rank.rank == 0 && (report.step == 1 || report.step % 5 == 0) {
+                println!(
+                    "step {:3}  loss {:.4}  grad norm {:.3}",
+                    report.step, report.loss, report.grad_norm
+                );
+            }
         }
-    }
-    // The ranks that hold the same parameters have updated them equally.
-    Ok(engine.check_replicas()?)
+        // The ranks that hold the same parameters have updated them equally.
+        Ok(engine.check_replicas()?)
+    })?;
+    Ok(())
 }

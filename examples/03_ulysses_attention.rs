@@ -1,0 +1,94 @@
+//! Ulysses, alone: attention over a sequence that no rank holds.
+//!
+//! Everything in a transformer treats tokens one by one, except attention, which treats *heads*
+//! one by one. So each rank keeps a slice of the tokens, and around attention the ranks trade:
+//! tokens for heads, and afterwards back (DeepSpeed-Ulysses, arXiv 2309.14509).
+//!
+//! ```text
+//!  rank 0: tokens  0–21, 8 heads ┐                ┌ all 64 tokens, heads 0–2 ┐                ┌ tokens  0–21
+//!  rank 1: tokens 22–42, 8 heads ┼─ all-to-all ──►┼ all 64 tokens, heads 3–5 ┼─ all-to-all ──►┼ tokens 22–42
+//!  rank 2: tokens 43–63, 8 heads ┘                └ all 64 tokens, heads 6–7 ┘                └ tokens 43–63
+//! ```
+//!
+//! Nothing needs to divide: 64 tokens and 8 heads over 3 ranks here, with 4 KV heads, two of
+//! which serve query heads of two ranks.
+//!
+//! ```text
+//! cargo run --release --example 03_ulysses_attention
+//! ```
+
+use anyhow::Result;
+use candle_core::{D, Device, Tensor};
+use std::sync::Arc;
+use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, launch};
+use ulysses::mesh::shard_range;
+use ulysses::ops::Workspace;
+use ulysses::ops::attention::{Attention, FlashAttention, Geometry, grouped_heads};
+use ulysses::ulysses::{AttentionShape, ExchangePlan, UlyssesAttention};
+
+const SP: usize = 3;
+const SHAPE: AttentionShape =
+    AttentionShape { batch: 1, seq_len: 64, num_heads: 8, num_kv_heads: 4, head_dim: 16 };
+
+fn main() -> Result<()> {
+    // The whole problem on one rank: queries, keys, values and the gradient of the output.
+    let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim } = SHAPE;
+    let random = |heads| Tensor::randn(0.0_f32, 1.0, (batch, seq_len, heads, head_dim), &Device::Cpu);
+    let whole = [random(num_heads)?, random(num_kv_heads)?, random(num_kv_heads)?, random(num_heads)?];
+    let heads = grouped_heads(num_heads, num_kv_heads);
+    let geometry = Geometry::causal(batch, seq_len as u32, heads.clone())?;
+    let expected = forward_and_backward(&FlashAttention, &whole, &geometry)?;
+
+    // The same on three ranks, each with its tokens of everything.
+    let options = LaunchOptions::default();
+    let results = launch(SP, &options, |rank| sharded(&rank, &whole, &heads))?;
+    for (rank, (_, bytes_sent, formula)) in results.iter().enumerate() {
+        let plan = ExchangePlan::new(SHAPE, &heads, SP, rank)?;
+        println!(
+            "rank {rank}: tokens {:?}, then query heads {:?} over KV heads {:?}; {bytes_sent} bytes sent, {formula} by formula",
+            plan.seq_ranges()[rank],
+            plan.q_head_ranges()[rank],
+            plan.kv_head_ranges()[rank],
+        );
+    }
+    println!("\nlargest difference from a single rank:");
+    for (index, (name, expected)) in ["o", "dq", "dk", "dv"].into_iter().zip(&expected).enumerate() {
+        let shards: Vec<&Tensor> = results.iter().map(|(shards, ..)| &shards[index]).collect();
+        let difference = (Tensor::cat(&shards, 1)? - expected)?.abs()?.flatten_all()?.max(D::Minus1)?;
+        println!("  {name:<2} {:.1e}", difference.to_scalar::<f32>()?);
+    }
+    Ok(())
+}
+
+/// One rank's part: output and gradients of its tokens, bytes that it sent, bytes by formula.
+fn sharded(rank: &RankContext, whole: &[Tensor; 4], heads: &[usize]) -> Result<([Tensor; 4], u64, u64)> {
+    let tokens = shard_range(SHAPE.seq_len, SP, rank.rank);
+    let cut = |tensor: &Tensor| tensor.narrow(1, tokens.start, tokens.len())?.force_contiguous();
+    let [q, k, v, dout] = whole;
+    let local = [cut(q)?, cut(k)?, cut(v)?, cut(dout)?];
+    // Which tokens are here, and where the row's documents lie: one that is the whole row.
+    let positions: Arc<[u32]> = (tokens.start as u32..tokens.end as u32).collect();
+    let documents = vec![vec![0, SHAPE.seq_len as u32]];
+    let geometry = Geometry::new(positions.clone(), positions, documents, heads, None)?;
+
+    // Any local attention becomes sequence-parallel, and stays an `Attention`: whoever calls it
+    // cannot tell.
+    let group = rank.group.clone();
+    let attention = UlyssesAttention::new(Arc::new(FlashAttention), group, Arc::new(Workspace::new()));
+    let results = forward_and_backward(&attention, &local, &geometry)?;
+    rank.group.barrier()?;
+    let volume = ExchangePlan::new(SHAPE, heads, SP, rank.rank)?.volume();
+    let formula = volume.total_elems(false) * size_of::<f32>() as u64;
+    Ok((results, rank.group.stats().total().bytes_sent, formula))
+}
+
+fn forward_and_backward(
+    attention: &dyn Attention,
+    [q, k, v, dout]: &[Tensor; 4],
+    geometry: &Geometry,
+) -> Result<[Tensor; 4]> {
+    // Attention may overwrite what it is given.
+    let (o, saved) = attention.forward(q.copy()?, k.copy()?, v.copy()?, geometry)?;
+    let (dq, dk, dv) = attention.backward(saved, dout, geometry)?;
+    Ok([o, dq, dk, dv])
+}

@@ -1,0 +1,100 @@
+//! Fine-tunes a model in Hugging Face's layout, and writes one that transformers can load.
+//!
+//! ```text
+//! cargo run --release --example 06_fine_tune_hugging_face [-- MODEL_DIR TEXT_FILE OUTPUT_DIR]
+//! ```
+//!
+//! `MODEL_DIR` holds `config.json`, `model.safetensors` (or shards) and `tokenizer.json` of a
+//! Llama, Mistral, Qwen2 or Qwen3. Without arguments a tiny model is pretrained on one text first,
+//! exported, and then fine-tuned on another, all in a temporary directory.
+
+use anyhow::{Result, ensure};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use ulysses::checkpoint::{Checkpoint, ExportDtype, ExportOptions, LocalStorage, SaveOptions, export};
+use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
+use ulysses::config::Config;
+use ulysses::data::{Corpus, PackedRows, Tokenizer};
+use ulysses::engine::{RunRecord, initialize};
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::{HfWeights, LlamaConfig, Model, RandomWeights, WeightSource, preset};
+
+/// One sequence over two ranks; small steps, and the embedding stays as it is.
+const FINE_TUNE: &str = r#"{
+    "train_batch_size": 2, "mesh_param": [1, 2], "gradient_clipping": 1.0,
+    "optimizer": { "type": "AdamW", "params": { "lr": 5e-4 } },
+    "ulysses": { "parameter_groups": [{ "match": "embed_tokens", "frozen": true }] }
+}"#;
+const PRETRAIN: &str = r#"{
+    "train_batch_size": 4, "mesh_param": [2, 1],
+    "optimizer": { "type": "AdamW", "params": { "lr": 3e-3 } }
+}"#;
+
+fn main() -> Result<()> {
+    let arguments: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
+    let scratch = tempfile::tempdir()?;
+    let at = |name: &str| scratch.path().join(name);
+    let [model, text, output] = match <[PathBuf; 3]>::try_from(arguments) {
+        Ok(given) => given,
+        Err(given) => {
+            ensure!(given.is_empty(), "either MODEL_DIR TEXT_FILE OUTPUT_DIR, or nothing");
+            let (model, first, second) = (at("pretrained"), at("first.txt"), at("second.txt"));
+            std::fs::write(&first, "the quick brown fox jumps over the lazy dog. ".repeat(100))?;
+            std::fs::write(&second, "a lazy cat sleeps under the quick brown table. ".repeat(100))?;
+            println!("pretraining a tiny model:");
+            let nano = preset("nano")?;
+            train(PRETRAIN, &nano, &RandomWeights { seed: 1 }, &Tokenizer::bytes(), &first, &model)?;
+            [model, second, at("fine-tuned")]
+        }
+    };
+
+    // A model directory says everything: shape, weights, tokenizer. Weights are read by range: of
+    // a large model a rank reads what ZeRO leaves it, and no other byte.
+    let llama = LlamaConfig::from_hf_dir(&model)?;
+    let weights = HfWeights::open(&model)?;
+    let tokenizer = match model.join("tokenizer.json") {
+        file if file.exists() => Tokenizer::from_file(&file)?,
+        _ => Tokenizer::bytes(),
+    };
+    println!("fine-tuning {:.2} M parameters:", llama.num_parameters() as f64 / 1e6);
+    train(FINE_TUNE, &llama, &weights, &tokenizer, &text, &output)?;
+    println!("{} holds a model that transformers can load", output.display());
+    if output.starts_with(scratch.path()) {
+        println!("(until now: it was a try in a temporary directory)");
+    }
+    Ok(())
+}
+
+/// Trains 40 steps on a text and exports the result to `output`.
+fn train(
+    config: &str,
+    llama: &LlamaConfig,
+    weights: &dyn WeightSource,
+    tokenizer: &Tokenizer,
+    text: &Path,
+    output: &Path,
+) -> Result<()> {
+    let config = Config::from_json_str(config, "the example's config")?;
+    let rows = Arc::new(PackedRows::new(Corpus::load(text, tokenizer)?, 128)?);
+    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    let checkpoints = tempfile::tempdir()?;
+    let saved = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
+        let groups = MeshGroups::new(&mesh, rank.group.clone())?;
+        let mut engine = initialize(Model::llama(llama)?, weights, &config, &groups)?;
+        let mut loader = engine.data_loader(rows.clone())?;
+        for _ in 0..40 {
+            let report = engine.train_batch(|| loader.next_micro_batch())?;
+            if rank.rank == 0 && (report.step == 1 || report.step % 20 == 0) {
+                println!("  step {:3}  loss {:.4}", report.step, report.loss);
+            }
+        }
+        // A checkpoint holds each partition of the state once, whoever has it.
+        let mut saver = engine.saver(groups.whole()?, checkpoints.path(), SaveOptions::default())?;
+        engine.save_checkpoint(&mut saver, RunRecord::new("example", llama.to_hf_json(), &loader)?)?;
+        Ok(saver.finish()?.map(|saved| saved.path))
+    })?;
+    let checkpoint = Checkpoint::open(&saved.into_iter().flatten().next().unwrap_or_default())?;
+    let options = ExportOptions { dtype: ExportDtype::Bf16, max_file_bytes: 5_000_000_000, tokenizer: None };
+    export(&checkpoint, output, options, &LocalStorage)?;
+    Ok(())
+}
