@@ -7,8 +7,10 @@ mod checkpoint;
 mod config;
 mod data;
 mod device;
+mod doctor;
 mod eval;
 mod evaluation;
+mod manual;
 mod mesh;
 mod model;
 mod plan;
@@ -19,9 +21,11 @@ mod verify;
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
+use clap_complete::Shell;
 use device::DeviceArg;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::mesh::{DeviceMesh, MeshError};
@@ -56,6 +60,18 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Draw who is in which group of a mesh.
     Mesh(mesh::MeshArgs),
+    /// Say what this machine offers, and test it: processor, memory, MPI, GPUs, disk, every collective.
+    Doctor(doctor::DoctorArgs),
+    /// Print what lets a shell complete commands and flags.
+    Completions {
+        /// The shell.
+        shell: Shell,
+    },
+    /// Write a man page for every command.
+    Man {
+        /// Directory to write to; made where it does not exist.
+        dir: PathBuf,
+    },
 }
 
 /// Why a command did not do its work.
@@ -102,6 +118,9 @@ pub(crate) fn run() -> ExitCode {
         Command::Data(command) => tokens::run(command),
         Command::Bench(args) => bench::run(args),
         Command::Mesh(args) => mesh::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Completions { shell } => manual::completions(shell),
+        Command::Man { dir } => manual::pages(&dir),
     };
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,

@@ -98,10 +98,14 @@ pub(super) fn check_tensors(device: DeviceKind, elems: f64) -> Result<(), Failur
     }
 }
 
-/// Where the system tells.
 fn physical_memory_bytes() -> Option<f64> {
+    memory_bytes("MemTotal:")
+}
+
+/// A line of `/proc/meminfo`, where the system has one.
+pub(super) fn memory_bytes(label: &str) -> Option<f64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(label))?;
     let kib: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024.0)
 }

@@ -10,6 +10,8 @@ mod checkpoint;
 mod config;
 mod data;
 mod datasets;
+mod doctor;
+mod manual;
 mod mesh;
 mod plan;
 mod refused_arguments;

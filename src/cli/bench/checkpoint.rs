@@ -32,7 +32,7 @@ pub(super) struct Args {
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let training = args.training.prepare(SEQ_LEN)?;
     let output = args.output.unwrap_or_else(std::env::temp_dir);
-    let scratch = Scratch::new(&output).or_usage()?;
+    let scratch = Scratch::new(&output).context("--output").or_usage()?;
     let measure = |rank: &RankContext| measure(rank, &training, &scratch.0, args.measuring.repeats);
     let ([save, copy], bytes) = on_ranks(training.mesh.world_size(), &training.launch, measure)?;
     let copy = Figure::new("copy", copy, bytes as f64);
@@ -48,12 +48,12 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 }
 
 /// A directory of our own, removed with all that it holds.
-struct Scratch(PathBuf);
+pub(in crate::cli) struct Scratch(pub(in crate::cli) PathBuf);
 
 impl Scratch {
-    fn new(parent: &Path) -> Result<Self> {
+    pub(in crate::cli) fn new(parent: &Path) -> Result<Self> {
         let path = parent.join(format!(".ulysses-bench-{}", std::process::id()));
-        fs::create_dir(&path).with_context(|| format!("--output: cannot create {}", path.display()))?;
+        fs::create_dir(&path).with_context(|| format!("cannot create {}", path.display()))?;
         Ok(Self(path))
     }
 }

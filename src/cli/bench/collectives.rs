@@ -6,7 +6,7 @@ use super::{DeviceArg, Failure, Measuring, on_ranks, settings};
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 use serde_json::json;
-use ulysses::comm::{ProcessGroupExt, RankContext, ReduceOp};
+use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, ReduceOp};
 use ulysses::device::DeviceKind;
 use ulysses::ops::reduce;
 
@@ -48,12 +48,28 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let device = args.device.kind()?;
     let ranks = usize::from(args.ranks);
     let options = settings::launch_options(args.threads_per_rank, ranks)?;
+    let figures = figures(ranks, &options, device, args.mib, args.measuring.repeats)?;
+    let settings = json!({ "mib": args.mib, "device": args.device.name() });
+    let method = "f32; each collective in turn with every rank copying the whole tensor at once; the rate is the bus \
+                  bandwidth of nccl-tests, algbw the whole tensor's bytes by time, both of one rank; slowest rank, \
+                  median";
+    let report = Report::new("collectives", settings, method, Unit::Bytes).on(ranks, &options);
+    args.measuring.print(&Report { figures, ..report })
+}
+
+/// The copy, then every collective, all of a tensor of `mib` MiB.
+pub(in crate::cli) fn figures(
+    ranks: usize,
+    options: &LaunchOptions,
+    device: DeviceKind,
+    mib: u16,
+    repeats: u32,
+) -> Result<Vec<Figure>, Failure> {
     // A whole number of elements for every rank.
-    let elems = ((usize::from(args.mib) << 20) / size_of::<f32>()).next_multiple_of(ranks);
+    let elems = ((usize::from(mib) << 20) / size_of::<f32>()).next_multiple_of(ranks);
     settings::check_tensors(device, 3.0 * (ranks * elems) as f64)?;
     let bytes = (elems * size_of::<f32>()) as f64;
-    let mut seconds =
-        on_ranks(ranks, &options, |rank| measure(rank, device, elems, args.measuring.repeats))?.into_iter();
+    let mut seconds = on_ranks(ranks, options, |rank| measure(rank, device, elems, repeats))?.into_iter();
     let copy = Figure::new("copy", seconds.next().unwrap_or_default(), bytes);
     let figure = |((name, factor), seconds): ((&str, f64), Vec<f64>)| {
         let figure = Figure::new(name, seconds, factor * bytes);
@@ -61,13 +77,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         figure.with("algbw_gb_per_s", algorithm).against(&copy)
     };
     let of_ops: Vec<Figure> = collectives(ranks as f64).into_iter().zip(seconds).map(figure).collect();
-    let figures = [vec![copy], of_ops].concat();
-    let settings = json!({ "mib": args.mib, "device": args.device.name() });
-    let method = "f32; each collective in turn with every rank copying the whole tensor at once; the rate is the bus \
-                  bandwidth of nccl-tests, algbw the whole tensor's bytes by time, both of one rank; slowest rank, \
-                  median";
-    let report = Report::new("collectives", settings, method, Unit::Bytes).on(ranks, &options);
-    args.measuring.print(&Report { figures, ..report })
+    Ok([vec![copy], of_ops].concat())
 }
 
 fn measure(rank: &RankContext, device: DeviceKind, elems: usize, repeats: u32) -> Result<Vec<Vec<f64>>> {

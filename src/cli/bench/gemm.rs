@@ -31,7 +31,7 @@ pub(super) struct Args {
 }
 
 /// A square product that is large enough for the device to be at its best.
-pub(super) struct Square {
+pub(in crate::cli) struct Square {
     x: Tensor,
     weight: Tensor,
     y: Tensor,
@@ -39,17 +39,17 @@ pub(super) struct Square {
 }
 
 impl Square {
-    pub(super) fn new(dtype: DType, device: &Device) -> Result<Self> {
+    pub(in crate::cli) fn new(dtype: DType, device: &Device) -> Result<Self> {
         let size = if device.is_cpu() { 1024 } else { 8192 };
         let matrix = || Tensor::ones((size, size), dtype, device);
         Ok(Self { x: matrix()?, weight: matrix()?, y: matrix()?, size })
     }
 
-    pub(super) fn flops(&self) -> f64 {
+    pub(in crate::cli) fn flops(&self) -> f64 {
         2.0 * (self.size as f64).powi(3)
     }
 
-    pub(super) fn case(&self) -> Case<'_> {
+    pub(in crate::cli) fn case(&self) -> Case<'_> {
         Case::new(|| Ok(linear::forward(&self.x, &self.weight, &self.y, false)?))
     }
 }

@@ -14,6 +14,12 @@ mod train;
 mod training;
 mod turns;
 
+pub(super) use checkpoint::Scratch;
+pub(super) use collectives::figures as collective_figures;
+pub(super) use gemm::Square;
+pub(super) use report::{Figure, cores, processor};
+pub(super) use turns::{Case, take_turns};
+
 use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
 use clap::Subcommand;
 use report::Report;
@@ -74,7 +80,7 @@ impl Measuring {
 }
 
 /// Runs `measure` on ranks that are threads. They all come to the same, so the first rank's result counts.
-fn on_ranks<T: Send>(
+pub(super) fn on_ranks<T: Send>(
     world_size: usize,
     options: &LaunchOptions,
     measure: impl Fn(&RankContext) -> anyhow::Result<T> + Sync,

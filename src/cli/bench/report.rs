@@ -32,7 +32,7 @@ impl Unit {
 
 /// One thing that was measured.
 #[derive(Clone, Debug)]
-pub(super) struct Figure {
+pub(in crate::cli) struct Figure {
     name: String,
     /// Of every repetition.
     seconds: Vec<f64>,
@@ -45,7 +45,7 @@ pub(super) struct Figure {
 }
 
 impl Figure {
-    pub(super) fn new(name: impl Into<String>, seconds: Vec<f64>, work: f64) -> Self {
+    pub(in crate::cli) fn new(name: impl Into<String>, seconds: Vec<f64>, work: f64) -> Self {
         Self { name: name.into(), seconds, work, more: Vec::new(), ratios: Vec::new() }
     }
 
@@ -69,8 +69,13 @@ impl Figure {
         median(&self.seconds)
     }
 
+    /// Its name in reports.
+    pub(in crate::cli) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Work per nanosecond: GB/s or GFLOP/s.
-    fn rate(&self) -> f64 {
+    pub(in crate::cli) fn rate(&self) -> f64 {
         self.work / self.seconds() * 1e-9
     }
 }
@@ -160,14 +165,14 @@ impl Display for Report {
 }
 
 /// The processor's name where the system tells, or the architecture.
-pub(super) fn processor() -> String {
+pub(in crate::cli) fn processor() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("model name"));
     let name = line.and_then(|line| line.split_once(':')).map(|(_, name)| name.trim().to_owned());
     name.unwrap_or_else(|| std::env::consts::ARCH.to_owned())
 }
 
-pub(super) fn cores() -> usize {
+pub(in crate::cli) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 

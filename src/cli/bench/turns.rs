@@ -8,18 +8,18 @@ use ulysses::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 type Work<'a> = Box<dyn FnMut() -> Result<()> + 'a>;
 
 /// Something to measure, on one rank.
-pub(super) struct Case<'a> {
+pub(in crate::cli) struct Case<'a> {
     prepare: Work<'a>,
     run: Work<'a>,
 }
 
 impl<'a> Case<'a> {
-    pub(super) fn new(run: impl FnMut() -> Result<()> + 'a) -> Self {
+    pub(in crate::cli) fn new(run: impl FnMut() -> Result<()> + 'a) -> Self {
         Self { prepare: Box::new(|| Ok(())), run: Box::new(run) }
     }
 
     /// Does something before every run that is not measured.
-    pub(super) fn after(self, prepare: impl FnMut() -> Result<()> + 'a) -> Self {
+    pub(in crate::cli) fn after(self, prepare: impl FnMut() -> Result<()> + 'a) -> Self {
         Self { prepare: Box::new(prepare), ..self }
     }
 }
@@ -27,7 +27,7 @@ impl<'a> Case<'a> {
 /// Seconds of every repetition, by case. In each repetition every case has its turn; all ranks start it together,
 /// and the slowest one counts. A repetition before the first is not measured: it touches fresh memory and compiles
 /// kernels. Collective; the same on all ranks.
-pub(super) fn take_turns(
+pub(in crate::cli) fn take_turns(
     group: &dyn ProcessGroup,
     device: &Device,
     repeats: u32,
@@ -51,7 +51,7 @@ pub(super) fn take_turns(
 }
 
 /// The middle one, or the mean of the two in the middle.
-pub(super) fn median(values: &[f64]) -> f64 {
+pub(in crate::cli) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let half = sorted.len() / 2;

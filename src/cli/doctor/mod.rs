@@ -1,0 +1,130 @@
+//! `ulysses doctor`: what this machine offers, and whether it works.
+
+mod collectives;
+mod machine;
+
+use super::{Failure, OrFail, print, settings};
+use serde::Serialize;
+use serde_json::json;
+use std::fmt::{self, Display, Formatter};
+use std::path::PathBuf;
+
+/// Ranks of one process; more is a typing error.
+const MAX_RANKS: i64 = 64;
+
+#[derive(clap::Args)]
+pub(super) struct DoctorArgs {
+    /// Directory on the disk to measure: where checkpoints will be written. What is written there is removed.
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    /// Ranks that test the collectives, as threads.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..=MAX_RANKS))]
+    ranks: u16,
+    /// MiB that a collective moves and that the disk is given.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    mib: u16,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a finding means for the verdict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    /// As it should be.
+    Ok,
+    /// Not there; training does without it.
+    Absent,
+    /// Training will be slow, or cramped.
+    Warning,
+    /// Training will fail.
+    Failed,
+}
+
+/// Something that was looked at or tried.
+#[derive(Clone, Debug, Serialize)]
+struct Finding {
+    section: &'static str,
+    name: String,
+    state: State,
+    /// What there is, with its unit, for people.
+    text: String,
+    /// The same as a number, where it is one: GB/s, GFLOP/s, bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    value: Option<f64>,
+}
+
+impl Finding {
+    fn new(section: &'static str, name: impl Into<String>, state: State, text: impl Into<String>) -> Self {
+        Self { section, name: name.into(), state, text: text.into(), value: None }
+    }
+
+    fn with_value(self, value: f64) -> Self {
+        Self { value: Some(value), ..self }
+    }
+}
+
+/// All findings; the worst is the verdict.
+struct Examination(Vec<Finding>);
+
+impl Examination {
+    fn of(&self, state: State) -> impl Iterator<Item = &Finding> {
+        self.0.iter().filter(move |finding| finding.state == state)
+    }
+
+    fn verdict(&self) -> String {
+        let name = |finding: &Finding| format!("{} {}", finding.section, finding.name);
+        let list = |state| self.of(state).map(name).collect::<Vec<_>>().join(", ");
+        match (self.of(State::Failed).count(), self.of(State::Warning).count()) {
+            (0, 0) => "this machine can train".to_owned(),
+            (0, _) => format!("this machine can train, but look at: {}", list(State::Warning)),
+            _ => format!("this machine cannot train as it is: {}", list(State::Failed)),
+        }
+    }
+}
+
+impl Display for Examination {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let mut section = "";
+        for finding in &self.0 {
+            if finding.section != section {
+                section = finding.section;
+                writeln!(f, "{section}")?;
+            }
+            let mark = match finding.state {
+                State::Ok => ' ',
+                State::Absent => '-',
+                State::Warning => '!',
+                State::Failed => '✗',
+            };
+            writeln!(f, "{mark} {:<18} {}", finding.name, finding.text)?;
+        }
+        writeln!(f, "\n{}", self.verdict())
+    }
+}
+
+pub(super) fn run(args: &DoctorArgs) -> Result<(), Failure> {
+    let ranks = usize::from(args.ranks);
+    let options = settings::launch_options(None, ranks)?;
+    let mut findings = machine::processor();
+    findings.extend(machine::memory());
+    findings.extend(machine::mpi());
+    findings.extend(machine::gpus());
+    findings.extend(machine::rates(args.mib)?);
+    findings.push(machine::disk(&args.dir, args.mib));
+    findings.extend(collectives::examine(ranks, &options, args.mib));
+    let examination = Examination(findings);
+    let can_train = examination.of(State::Failed).next().is_none();
+    if args.json {
+        let warnings = examination.of(State::Warning).count();
+        let json = json!({
+            "can_train": can_train, "warnings": warnings, "verdict": examination.verdict(),
+            "version": env!("CARGO_PKG_VERSION"), "findings": serde_json::to_value(&examination.0).or_run()?,
+        });
+        print(format_args!("{json:#}\n"))?;
+    } else {
+        print(&examination)?;
+    }
+    if can_train { Ok(()) } else { Err(Failure::Run(anyhow::anyhow!(examination.verdict()))) }
+}

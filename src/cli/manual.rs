@@ -1,0 +1,24 @@
+//! `ulysses completions` and `ulysses man`: what other programs make of the command line's definition.
+
+use super::{Cli, Failure, OrFail, note, print};
+use anyhow::Context;
+use clap::CommandFactory;
+use clap_complete::Shell;
+use std::path::Path;
+
+const NAME: &str = "ulysses";
+
+pub(super) fn completions(shell: Shell) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), NAME, &mut script);
+    print(String::from_utf8_lossy(&script))
+}
+
+/// `ulysses.1`, `ulysses-train.1`, and so on.
+pub(super) fn pages(dir: &Path) -> Result<(), Failure> {
+    let place = || format!("cannot write man pages to {}", dir.display());
+    std::fs::create_dir_all(dir).with_context(place).or_run()?;
+    clap_mangen::generate_to(Cli::command(), dir).with_context(place).or_run()?;
+    note(format_args!("written; to read one: man {}", dir.join(format!("{NAME}.1")).display()));
+    Ok(())
+}

@@ -1,0 +1,55 @@
+//! `ulysses doctor`.
+
+use crate::support::cli::Workplace;
+use serde_json::Value;
+
+#[test]
+fn a_sound_machine_gets_a_verdict_and_every_collective_a_rate() {
+    let place = Workplace::new();
+    let outcome = place.run(&["doctor", "--ranks", "3", "--mib", "1", "--json"]);
+    let report: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
+    assert_eq!(report["can_train"], true);
+    let findings = report["findings"].as_array().unwrap();
+    let find = |section: &str, name: &str| {
+        let is_it = |f: &&Value| f["section"] == section && f["name"] == name;
+        findings.iter().find(is_it).unwrap_or_else(|| panic!("no {section} {name} in {report:#}"))
+    };
+    for op in ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"] {
+        let finding = find("collectives", op);
+        assert_eq!(finding["state"], "ok");
+        assert!(finding["value"].as_f64().is_some_and(|rate| rate > 0.0), "{finding}");
+    }
+    for name in ["Ulysses exchange", "send, recv", "split", "barrier"] {
+        assert_eq!(find("collectives", name)["text"], "right");
+    }
+    for (section, name) in [
+        ("processor", "threads"),
+        ("rates", "square product, f32"),
+        ("rates", "copy"),
+        ("disk", "write to ."),
+    ] {
+        assert!(find(section, name)["value"].as_f64().is_some_and(|value| value > 0.0), "{section} {name}");
+    }
+    let is_built = if cfg!(feature = "mpi") { "ok" } else { "absent" };
+    assert_eq!(find("MPI", "feature mpi")["state"], is_built);
+    let left: Vec<_> = std::fs::read_dir(place.path(".")).unwrap().collect();
+    assert_eq!(left.len(), 1, "text.txt and nothing else: {left:?}");
+}
+
+#[test]
+fn people_get_a_table_whose_last_line_is_the_verdict() {
+    let outcome = Workplace::new().run(&["doctor", "--ranks", "2", "--mib", "1"]);
+    let lines: Vec<&str> = outcome.assert_done().stdout.lines().collect();
+    assert!(lines.last().unwrap().starts_with("this machine can train"), "{lines:?}");
+    for section in ["processor", "memory", "MPI", "GPU", "rates", "disk", "collectives"] {
+        assert!(lines.contains(&section), "{section} in {lines:?}");
+    }
+}
+
+#[test]
+fn a_disk_that_cannot_be_written_to_fails_the_machine_after_all_else_was_looked_at() {
+    let outcome = Workplace::new().run(&["doctor", "--dir", "nowhere", "--ranks", "2", "--mib", "1"]);
+    outcome.assert_refused(1, &["this machine cannot train as it is: disk write to nowhere"]);
+    assert!(outcome.stdout.contains("✗ write to nowhere"), "{outcome:?}");
+    assert!(outcome.stdout.contains("all_reduce         right"), "{outcome:?}");
+}
