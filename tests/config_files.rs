@@ -27,7 +27,7 @@ fn every_file_is_valid_complete_and_without_remarks() {
             num_files += 1;
         }
     }
-    assert_eq!(num_files, 9);
+    assert_eq!(num_files, 11);
 }
 
 #[test]
@@ -62,4 +62,17 @@ fn the_mesh_files_use_both_axes() {
     assert_eq!((long.optimizer.lr(), long.gradient_clipping), (3e-3, 1.0));
     let peak = long.lr_schedule().lr_at(21);
     assert!((2.99e-3..3e-3).contains(&peak), "after the warm-up the rate is near the optimizer's: {peak}");
+}
+
+#[test]
+fn the_first_run_leaves_its_mesh_open_and_saves() {
+    let first = config("first_run.json");
+    assert_eq!((first.dp_size, first.sp_size, first.zero_stage), (1, 1, ZeroStage::Parameters));
+    assert_eq!(first.checkpoint.and_then(|checkpoint| checkpoint.interval), Some(20));
+}
+
+#[test]
+fn the_large_file_is_a_million_tokens_on_32_ranks() {
+    let large = config("llama3_8b_1m.json");
+    assert_eq!((large.dp_size, large.sp_size, large.seq_len), (4, 8, Some(1 << 20)));
 }

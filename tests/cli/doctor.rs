@@ -51,5 +51,5 @@ fn a_disk_that_cannot_be_written_to_fails_the_machine_after_all_else_was_looked_
     let outcome = Workplace::new().run(&["doctor", "--dir", "nowhere", "--ranks", "2", "--mib", "1"]);
     outcome.assert_refused(1, &["this machine cannot train as it is: disk write to nowhere"]);
     assert!(outcome.stdout.contains("✗ write to nowhere"), "{outcome:?}");
-    assert!(outcome.stdout.contains("all_reduce         right"), "{outcome:?}");
+    assert!(outcome.stdout.contains("all_reduce           right"), "{outcome:?}");
 }

@@ -98,7 +98,7 @@ impl Display for Examination {
                 State::Warning => '!',
                 State::Failed => '✗',
             };
-            writeln!(f, "{mark} {:<18} {}", finding.name, finding.text)?;
+            writeln!(f, "{mark} {:<20} {}", finding.name, finding.text)?;
         }
         writeln!(f, "\n{}", self.verdict())
     }
