@@ -30,7 +30,7 @@ fn run(problem: &Problem, extra: Value, layout: Layout) -> BatchOutcome {
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (1, 4)];
     let once = meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)));
-    once.chain([Layout { dp: 2, sp: 2, stage: 2, accumulation: 2 }])
+    once.chain([Layout { accumulation: 2, ..layout(2, 2, 2) }])
 }
 
 /// Packed documents; a shard without a label; families with biases, with norms of heads and with a window.

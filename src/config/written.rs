@@ -40,6 +40,8 @@ struct WrittenConfig<'a> {
 #[derive(Serialize)]
 struct WrittenZero {
     stage: ZeroStage,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mics_shard_size: Option<usize>,
 }
 
 #[derive(Serialize)]
@@ -106,7 +108,7 @@ impl Serialize for Config {
             gradient_accumulation_steps: self.gradient_accumulation_steps,
             data_parallel_size: self.dp_size,
             sequence_parallel_size: self.sp_size,
-            zero_optimization: WrittenZero { stage: self.zero_stage },
+            zero_optimization: WrittenZero { stage: self.zero_stage, mics_shard_size: self.zero_shard_size },
             optimizer: &self.optimizer,
             scheduler: self.scheduler.as_ref(),
             gradient_clipping: self.gradient_clipping,

@@ -7,6 +7,7 @@ use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
 use crate::comm::{MeshGroups, ProcessGroup};
 use crate::config::{Config, LrSchedule};
+use crate::mesh::SHARD_AXIS;
 use crate::model::{Model, WeightSource};
 use crate::ops::Workspace;
 use crate::ops::attention::{Attention, FlashAttention};
@@ -57,7 +58,7 @@ pub fn initialize(
     groups: &MeshGroups,
 ) -> Result<Engine, EngineError> {
     let device = groups.device();
-    let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+    let groups = ZeroGroups::new(groups, config.zero_shard_size)?;
     Engine::with_attention(model, weights, config, groups, Arc::new(FlashAttention), device)
 }
 
@@ -79,6 +80,7 @@ impl Engine {
         warn_about_candle_threads();
         check_axis("dp", config.dp_size, &*groups.dp)?;
         check_axis("sp", config.sp_size, &*groups.sp)?;
+        check_axis(SHARD_AXIS, config.zero_world_size(), &**groups.shard())?;
         model.head = model.head.with_tile_tokens(config.loss_tile_tokens);
         let units = model.units();
         let mut names = HashSet::new();
@@ -90,7 +92,7 @@ impl Engine {
         check_parameter_groups(&config.parameter_groups, &units)?;
         let layout = |unit: &crate::model::UnitSpec| {
             let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
-            FlatLayout::new(unit.name.clone(), parameters, config.dp_size)
+            FlatLayout::new(unit.name.clone(), parameters, config.zero_world_size())
         };
         let layouts = units.iter().map(layout).collect();
         let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {
@@ -152,7 +154,7 @@ impl Engine {
         Ok(self.zero.gather_parameters()?)
     }
 
-    /// The data-parallel group: the ZeRO world.
+    /// The data-parallel group: the ZeRO world, unless that is a part of it.
     pub fn dp_group(&self) -> &Arc<dyn ProcessGroup> {
         &self.groups.dp
     }
@@ -160,6 +162,11 @@ impl Engine {
     /// The sequence-parallel group.
     pub fn sp_group(&self) -> &Arc<dyn ProcessGroup> {
         &self.groups.sp
+    }
+
+    /// All groups that this engine communicates with.
+    pub fn groups(&self) -> &ZeroGroups {
+        &self.groups
     }
 
     /// Updates done so far; skipped steps do not count.

@@ -51,15 +51,13 @@ impl Engine {
     /// Failed communication.
     pub fn summary(&self, model: &LlamaConfig, passes: &[Passes]) -> Result<RankSummary, EngineError> {
         // What a rank has sent is complete once all others have taken it.
-        self.groups.dp.barrier()?;
-        self.groups.sp.barrier()?;
+        let groups = self.groups.by_axis();
+        groups.iter().try_for_each(|(_, group)| group.barrier())?;
         let (held, expected) = (self.zero.held_bytes(), self.zero.expected_held_bytes());
         Ok(RankSummary {
             rank: self.global_rank,
             // By axis: a group that spans the world is the world's and bears its name.
-            groups: [("dp", &self.groups.dp), ("sp", &self.groups.sp)]
-                .map(|(axis, group)| (axis.to_owned(), group.stats()))
-                .into(),
+            groups: groups.into_iter().map(|(axis, group)| (axis.to_owned(), group.stats())).collect(),
             expected_exchange_bytes: passes
                 .iter()
                 .map(|passes| self.exchange_bytes(model, *passes))

@@ -3,6 +3,7 @@
 use super::{Engine, EngineError, Loss, rows};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
+use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use candle_core::Tensor;
 use std::collections::HashSet;
 
@@ -126,13 +127,13 @@ impl Engine {
     }
 
     /// The part of the model where the gradient overflows: the first, in the order of the backward pass, whose
-    /// gradient is not finite on some rank. Collective over dp.
+    /// gradient is not finite on some rank. Collective over the ZeRO world.
     fn first_overflowing_part(&self) -> Result<String, EngineError> {
         let parts = self.parts_in_backward_order();
         let overflowing: HashSet<_> = self.zero.non_finite_gradients()?.into_iter().collect();
         let own = parts.iter().position(|(_, names)| names.iter().any(|name| overflowing.contains(name)));
         let own = own.map_or(i64::MAX, |part| part as i64);
-        let first = self.groups.dp.all_reduce_values(&[own], ReduceOp::Min)?[0];
+        let first = self.groups.shard().all_reduce_values(&[own], ReduceOp::Min)?[0];
         let part = usize::try_from(first).ok().and_then(|part| parts.get(part));
         Ok(part.map_or("the loss", |(part, _)| *part).to_owned())
     }
@@ -220,19 +221,24 @@ impl Engine {
         self.accumulation = Accumulation::default();
     }
 
-    /// Compares what several ranks hold and update redundantly: parameters and optimizer state in an sp group; in
-    /// a dp group parameters below ZeRO stage 3 and optimizer state at stage 0. Collective; `step` calls it every
+    /// Compares what several ranks hold and update redundantly: parameters and optimizer state among the replicas of
+    /// a partition (an sp group); in the ZeRO world (a dp group) parameters below ZeRO stage 3 and optimizer state
+    /// at stage 0. Collective; `step` calls it every
     /// hundred updates, and every save of a checkpoint before it begins.
     ///
     /// # Errors
     /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
-        self.check_replicas_along("sp", &*self.groups.sp, true)?;
+        let (shard, replicas) = match &self.groups.hybrid {
+            Some(_) => (SHARD_AXIS, REPLICAS_AXIS),
+            None => ("dp", "sp"),
+        };
+        self.check_replicas_along(replicas, &**self.groups.replicas(), true)?;
         let stage = self.zero.stage();
         if stage.partitions_parameters() {
             return Ok(());
         }
-        self.check_replicas_along("dp", &*self.groups.dp, !stage.partitions_optimizer())
+        self.check_replicas_along(shard, &**self.groups.shard(), !stage.partitions_optimizer())
     }
 
     fn check_replicas_along(
@@ -274,7 +280,6 @@ impl Engine {
     }
 
     pub(super) fn bytes_sent(&self) -> u64 {
-        let of = |group: &dyn ProcessGroup| group.stats().total().bytes_sent;
-        of(&*self.groups.dp) + of(&*self.groups.sp)
+        self.groups.by_axis().into_iter().map(|(_, group)| group.stats().total().bytes_sent).sum()
     }
 }

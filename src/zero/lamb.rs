@@ -37,7 +37,7 @@ impl ZeroOptimizer {
             own.iter().flatten().flat_map(|norms| [norms.param, norms.direction]).collect();
         let mut sums: Vec<UnitNorms> =
             own.iter().map(|unit| vec![SquaredNorms::default(); unit.len()]).collect();
-        let gathered = self.groups.dp.all_gather_values(&values)?;
+        let gathered = self.groups.shard().all_gather_values(&values)?;
         for of_rank in gathered.chunks_exact(values.len().max(1)) {
             let parts = of_rank.as_chunks::<2>().0.iter();
             for (sum, &[param, direction]) in sums.iter_mut().flatten().zip(parts) {

@@ -4,7 +4,8 @@
 //! A model's parameters come in units (the embedding, every layer, the head). Each unit is
 //! one flat, padded buffer cut into `dp_size` contiguous partitions: **the ZeRO world size
 //! is `dp_size`**, whatever `sp_size` is. The ranks of an sp group hold the same partition
-//! and update it redundantly from the same, sp-summed gradient.
+//! and update it redundantly from the same, sp-summed gradient. Hybrid sharding partitions over a part of
+//! `dp` and replicates over the rest ([`ZeroGroups`]).
 //!
 //! | stage | partitioned over dp |
 //! |---|---|
@@ -21,6 +22,7 @@
 
 mod error;
 mod finite;
+mod groups;
 mod held;
 mod lamb;
 mod layout;
@@ -37,9 +39,10 @@ mod unit;
 mod update;
 
 pub use error::ZeroError;
+pub use groups::{HybridGroups, ZeroGroups};
 pub use held::HeldBytes;
 pub use layout::{FlatLayout, FlatParameter, Piece};
-pub use optimizer::{Initialise, ZeroGroups, ZeroOptimizer};
+pub use optimizer::{Initialise, ZeroOptimizer};
 pub use rule::state_kinds;
 pub(crate) use split::split;
 pub use state::RestoreState;

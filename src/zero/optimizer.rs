@@ -3,23 +3,13 @@
 use super::reduce::{self, Reduction};
 use super::split::{Split, split};
 use super::unit::{Gradients, Parameters, Unit};
-use super::{FlatLayout, HeldBytes, ZeroError, rule};
-use crate::comm::{ProcessGroup, ProcessGroupExt};
+use super::{FlatLayout, HeldBytes, ZeroError, ZeroGroups, rule};
+use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
 use crate::memory;
 use crate::tensor::TensorOptions;
 use candle_core::{DType, Tensor};
 use std::ops::Range;
-use std::sync::Arc;
-
-/// The two groups that gradients are summed over.
-#[derive(Debug, Clone)]
-pub struct ZeroGroups {
-    /// Ranks that hold the other partitions: the ZeRO world.
-    pub dp: Arc<dyn ProcessGroup>,
-    /// Ranks that hold the other tokens of the same rows.
-    pub sp: Arc<dyn ProcessGroup>,
-}
 
 /// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
 ///
@@ -58,7 +48,7 @@ impl ZeroOptimizer {
         options: TensorOptions,
         initialise: Initialise<'_, E>,
     ) -> Result<Self, E> {
-        let dp_rank = groups.dp.rank();
+        let shard_rank = groups.shard().rank();
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
         let (units, splits) = split(units, is_frozen);
         let TensorOptions { device, dtype } = &options;
@@ -80,7 +70,7 @@ impl ZeroOptimizer {
         let units = parts
             .map(|(((layout, parameters), gradients), (master, state))| Unit {
                 layout,
-                dp_rank,
+                shard_rank,
                 parameters,
                 gradients,
                 master,
@@ -109,7 +99,7 @@ impl ZeroOptimizer {
             let unit = &self.units[flat];
             let range = match unit.parameters {
                 Parameters::Whole(_) => 0..unit.layout.padded_numel(),
-                Parameters::Partitioned { .. } => unit.layout.partition(unit.dp_rank),
+                Parameters::Partitioned { .. } => unit.layout.partition(unit.shard_rank),
             };
             let fill = |elements: &mut [f32]| {
                 unit.layout.pieces(range.clone()).try_for_each(|piece| {
@@ -137,7 +127,7 @@ impl ZeroOptimizer {
         if let Some(master) = &unit.master {
             let updated = match unit.parameters {
                 Parameters::Whole(_) if self.stage.partitions_optimizer() => {
-                    let own = unit.layout.partition(unit.dp_rank);
+                    let own = unit.layout.partition(unit.shard_rank);
                     exact.narrow(0, own.start, own.len())?
                 }
                 _ => exact,
@@ -147,9 +137,10 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    /// Ranks that share the partitions: `dp_size`, read from the live process group.
+    /// Ranks that share the partitions: `dp_size`, or the shard size of hybrid sharding, read from the live process
+    /// group.
     pub fn world_size(&self) -> usize {
-        self.groups.dp.world_size()
+        self.groups.shard().world_size()
     }
 
     /// The stage.
@@ -196,7 +187,7 @@ impl ZeroOptimizer {
         let split = &self.splits[unit];
         let units = self.units[split.flats.clone()].iter_mut();
         let views: Vec<_> =
-            units.map(|unit| unit.gather(&*self.groups.dp)).collect::<Result<_, ZeroError>>()?;
+            units.map(|unit| unit.gather(&**self.groups.shard())).collect::<Result<_, ZeroError>>()?;
         Ok(split.in_order(&views))
     }
 
@@ -206,7 +197,7 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn prefetch(&mut self, unit: usize) -> Result<(), ZeroError> {
         let flats = self.splits[unit].flats.clone();
-        self.units[flats].iter_mut().try_for_each(|unit| unit.start_gather(&*self.groups.dp))
+        self.units[flats].iter_mut().try_for_each(|unit| unit.start_gather(&**self.groups.shard()))
     }
 
     /// Frees a unit's gathered parameters; nothing where parameters are whole.
@@ -281,7 +272,7 @@ impl ZeroOptimizer {
             of_units.collect::<Result<Vec<Tensor>, ZeroError>>()
         };
         let is_partitioned = self.stage.partitions_optimizer();
-        let own = self.groups.dp.rank();
+        let own = self.groups.shard().rank();
         let ranks = if is_partitioned { own..own + 1 } else { 0..self.world_size() };
         let partitions = ranks.map(of_partition).collect::<Result<Vec<_>, _>>()?;
         // All in one call: a GPU is waited for once.
@@ -292,7 +283,7 @@ impl ZeroOptimizer {
             .map(|units| squares.by_ref().take(units.len()).fold(0.0, |sum, square| sum + square));
         if is_partitioned {
             let own: Vec<f64> = of_partitions.collect();
-            return Ok(self.groups.dp.all_gather_values(&own)?.into_iter().sum());
+            return Ok(self.groups.shard().all_gather_values(&own)?.into_iter().sum());
         }
         Ok(of_partitions.sum())
     }

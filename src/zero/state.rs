@@ -22,7 +22,7 @@ impl ZeroOptimizer {
     /// partition is all padding. At every stage the partitions of all dp ranks together are the whole.
     ///
     /// # Shapes
-    /// Result: flat, f32, the elements of `layout.partition(dp_rank)` that are below `layout.numel()`; none of
+    /// Result: flat, f32, the elements of `layout.partition(shard_rank)` that are below `layout.numel()`; none of
     /// the optimizer's state of a frozen unit.
     ///
     /// # Errors
@@ -30,7 +30,7 @@ impl ZeroOptimizer {
     pub fn state_partition(&self, unit: usize, kind: usize) -> Result<Option<Tensor>, ZeroError> {
         let unit = &self.units[unit];
         let Some((tensor, held)) = unit.state_tensor(kind) else { return Ok(None) };
-        let own = unit.layout.unpadded(unit.layout.partition(unit.dp_rank));
+        let own = unit.layout.unpadded(unit.layout.partition(unit.shard_rank));
         if own.is_empty() {
             return Ok(None);
         }
@@ -71,7 +71,7 @@ impl Unit {
             kind => self.state.get(kind - 1)?,
         };
         let whole = tensor.elem_count() == self.layout.padded_numel();
-        let held = if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.dp_rank) };
+        let held = if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.shard_rank) };
         Some((tensor, held))
     }
 }

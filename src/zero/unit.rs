@@ -68,8 +68,8 @@ impl<T> Stored<T> {
 /// One unit on one rank.
 pub(super) struct Unit {
     pub(super) layout: FlatLayout,
-    /// This rank's partition is `layout.partition(dp_rank)`.
-    pub(super) dp_rank: usize,
+    /// This rank's partition is `layout.partition(shard_rank)`.
+    pub(super) shard_rank: usize,
     pub(super) parameters: Parameters,
     /// None of frozen parameters, which have no master copy and no state either.
     pub(super) gradients: Option<Gradients>,
@@ -146,7 +146,7 @@ impl Unit {
                 Ok(Some(whole.flat.narrow(0, range.start, range.len())?))
             }
             Some(Gradients::Partitioned { partition, .. }) => {
-                Ok((rank == self.dp_rank).then(|| partition.clone()))
+                Ok((rank == self.shard_rank).then(|| partition.clone()))
             }
         }
     }
@@ -165,7 +165,7 @@ impl Unit {
     pub(super) fn parameter_partition(&self) -> Result<Tensor, ZeroError> {
         match &self.parameters {
             Parameters::Whole(whole) => {
-                let range = self.layout.partition(self.dp_rank);
+                let range = self.layout.partition(self.shard_rank);
                 Ok(whole.flat.narrow(0, range.start, range.len())?)
             }
             Parameters::Partitioned { partition, .. } => Ok(partition.clone()),

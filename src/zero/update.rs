@@ -81,7 +81,7 @@ impl ZeroOptimizer {
     /// The elements that this rank updates.
     pub(super) fn owned(&self, unit: &Unit) -> Result<Owned, ZeroError> {
         let gradients = if self.stage.partitions_optimizer() {
-            unit.gradient_partition(unit.dp_rank)?
+            unit.gradient_partition(unit.shard_rank)?
         } else {
             unit.persistent_gradients().cloned()
         };
@@ -108,7 +108,7 @@ impl ZeroOptimizer {
             Parameters::Whole(whole) => {
                 // A copy: the gather's input must not share storage with its output.
                 let own = unit.parameter_partition()?.force_contiguous()?;
-                Ok(Some(self.groups.dp.start_all_gather(&own, &whole.flat)?))
+                Ok(Some(self.groups.shard().start_all_gather(&own, &whole.flat)?))
             }
             Parameters::Partitioned { .. } => Ok(None),
         }
@@ -126,7 +126,7 @@ impl ZeroOptimizer {
             let unit = &mut self.units[index];
             let views = match master {
                 Some(whole) => unit.layout.views(&whole)?,
-                None => unit.gather(&*self.groups.dp)?,
+                None => unit.gather(&**self.groups.shard())?,
             };
             for (parameter, view) in unit.layout.parameters().iter().zip(views) {
                 // What is frozen has no master copy.
@@ -143,7 +143,7 @@ impl ZeroOptimizer {
         match &unit.master {
             Some(own) if self.stage.partitions_optimizer() => {
                 let whole = Tensor::zeros(unit.layout.padded_numel(), own.dtype(), own.device())?;
-                self.groups.dp.all_gather(own, &whole)?;
+                self.groups.shard().all_gather(own, &whole)?;
                 Ok(Some(whole))
             }
             master => Ok(master.clone()),
@@ -162,13 +162,13 @@ impl ZeroOptimizer {
                 Some(Gradients::Whole(whole)) if !self.stage.partitions_optimizer() => whole.flat.copy()?,
                 _ => {
                     let own = unit
-                        .gradient_partition(unit.dp_rank)?
+                        .gradient_partition(unit.shard_rank)?
                         .map(|own| own.force_contiguous())
                         .transpose()?;
                     let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
                     let own = own.ok_or_else(missing)?;
                     let whole = Tensor::zeros(unit.layout.padded_numel(), own.dtype(), own.device())?;
-                    self.groups.dp.all_gather(&own, &whole)?;
+                    self.groups.shard().all_gather(&own, &whole)?;
                     whole
                 }
             };

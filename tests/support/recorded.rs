@@ -3,7 +3,8 @@
 use candle_core::Tensor;
 use std::sync::{Arc, Mutex};
 use ulysses::comm::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan};
-use ulysses::zero::ZeroGroups;
+use ulysses::mesh::{REPLICAS_AXIS, SHARD_AXIS};
+use ulysses::zero::{HybridGroups, ZeroGroups};
 
 /// An operation that a rank has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,12 +28,16 @@ pub struct Recorded {
 }
 
 impl Recorded {
-    /// Both groups of a rank, which write to one log.
+    /// All groups of a rank, which write to one log.
     pub fn groups(groups: &ZeroGroups, log: &Log) -> ZeroGroups {
         let wrap = |inner: &Arc<dyn ProcessGroup>, axis| -> Arc<dyn ProcessGroup> {
             Arc::new(Self { inner: inner.clone(), axis, log: log.clone() })
         };
-        ZeroGroups { dp: wrap(&groups.dp, "dp"), sp: wrap(&groups.sp, "sp") }
+        let hybrid = groups.hybrid.as_ref().map(|hybrid| HybridGroups {
+            shard: wrap(&hybrid.shard, SHARD_AXIS),
+            replicas: wrap(&hybrid.replicas, REPLICAS_AXIS),
+        });
+        ZeroGroups { dp: wrap(&groups.dp, "dp"), sp: wrap(&groups.sp, "sp"), hybrid }
     }
 
     fn note(&self, op: CollectiveOp, elements: usize, like: &Tensor) {

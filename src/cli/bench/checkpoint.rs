@@ -75,7 +75,7 @@ fn measure(
 ) -> Result<([Vec<f64>; 2], u64)> {
     let (mut engine, mut loader, device) = training.start(rank)?;
     engine.train_batch(|| loader.next_micro_batch())?;
-    let partition = (engine.sp_group().rank() == 0).then(|| engine.dp_group().rank());
+    let partition = engine.groups().written_partition();
     let storage = Arc::new(LocalStorage);
     let mut saver = Saver::new(rank.group.clone(), storage, dir, partition, SaveOptions::default())?;
     let (saved, copied) = (dir.join(step_name(engine.attempted_steps())), dir.join("copy"));

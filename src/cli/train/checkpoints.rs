@@ -34,8 +34,7 @@ impl<'a> Checkpoints<'a> {
         let group = all.split("checkpoint", Some(0), all.rank())?.context("all ranks are in one group")?;
         let start = |config: &'a CheckpointConfig| {
             let options = SaveOptions { keep_last: config.keep_last, background: config.background };
-            // The ranks of an sp group hold the same partition: one of them writes it.
-            let partition = (engine.sp_group().rank() == 0).then(|| engine.dp_group().rank());
+            let partition = engine.groups().written_partition();
             let storage = Arc::new(LocalStorage);
             let saver = Saver::new(group.clone(), storage, &run.output, partition, options)?;
             Ok::<_, anyhow::Error>(Saving { config, saver })

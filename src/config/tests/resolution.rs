@@ -23,6 +23,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         zero_stage: ZeroStage::Disabled,
         dp_size: 1,
         sp_size: 1,
+        zero_shard_size: None,
         steps_per_print: 10,
         seed: 1234,
         loss_normalization: LossNormalization::Global,

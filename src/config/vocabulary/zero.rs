@@ -120,9 +120,13 @@ pub(super) const ZERO: &[Key] = &[
         .no_effect("every parameter has a gradient, be it zero"),
     flag("legacy_stage1", "Uses the old stage 1.").no_effect("there is one stage 1"),
     flag("round_robin_gradients", "Deals gradients out in turn.").no_effect("partitions are contiguous"),
-    key("zero_hpz_partition_size", INDEX, "Ranks of a second, nearer partition of the parameters (ZeRO++).")
-        .integer(1)
-        .no_effect("parameters are partitioned once, over dp: less memory, longer ways"),
+    key(
+        "zero_hpz_partition_size",
+        INDEX,
+        "Ranks of a nearer partition (ZeRO++), 1 for none. Here all that the stage partitions is partitioned over them, as with \
+         `mics_shard_size`.",
+    )
+    .integer(1),
     flag("zero_quantized_weights", "Gathers weights quantised (ZeRO++).").only_off(QUANTIZED),
     flag("zero_quantized_nontrainable_weights", "Stores frozen weights quantised (ZeRO++).")
         .only_off(QUANTIZED),
@@ -130,9 +134,13 @@ pub(super) const ZERO: &[Key] = &[
     key("zeropp_loco_param", Value::Anything, "Corrects the error of quantised gradients.")
         .or_null()
         .refused(QUANTIZED),
-    key("mics_shard_size", Value::Signed, "Ranks that share one partition (MiCS); -1 for none.")
-        .integer(-1)
-        .no_effect("parameters are partitioned over all of dp: less memory, longer ways"),
+    key(
+        "mics_shard_size",
+        Value::Signed,
+        "Neighbours along dp that partition among them what the next ones hold once more (MiCS; PyTorch's HSDP): \
+         more memory, shorter ways. -1: all of dp.",
+    )
+    .integer(-1),
     flag("mics_hierarchical_params_gather", "Gathers in two steps (MiCS).")
         .no_effect("there is one dp group"),
     flag("memory_efficient_linear", "Saves memory in linear layers.")

@@ -50,7 +50,7 @@ impl Workload {
 
     fn plan_of(&self, mesh: &DeviceMesh, rank: usize) -> Result<RankPlan, EngineError> {
         let events = Schedule::new(&self.config, &self.model, mesh, rank, self.document_len)?;
-        RankPlan::sum(rank, events, mesh, self.ranks_per_node)
+        RankPlan::sum(rank, events, mesh, self.config.zero_shard_size, self.ranks_per_node)
     }
 
     /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since
