@@ -15,6 +15,7 @@
 //!
 //! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.
 //! - [`ZeroOptimizer`]: storage, gathering, reduction and update of all units.
+//! - [`Storage`]: on which device, in which element type, and what waits in files between its uses.
 //! - [`HeldBytes`]: what that costs, by formula, to be held against the allocator's count.
 //!
 //! The folder's README explains the order of summation, and which stages it makes bit-equal.
@@ -22,6 +23,7 @@
 mod error;
 mod finite;
 mod held;
+mod kept;
 mod lamb;
 mod layout;
 mod optimizer;
@@ -31,6 +33,7 @@ mod rule;
 mod spans;
 mod split;
 mod state;
+mod storage;
 #[cfg(test)]
 mod tests;
 mod unit;
@@ -38,8 +41,10 @@ mod update;
 
 pub use error::ZeroError;
 pub use held::HeldBytes;
+pub use kept::KeptPart;
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialise, ZeroGroups, ZeroOptimizer};
 pub use rule::state_kinds;
 pub(crate) use split::split;
 pub use state::RestoreState;
+pub use storage::Storage;
