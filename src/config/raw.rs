@@ -236,6 +236,9 @@ fn read_zero(root: &Section<'_>) -> ZeroStage {
         let offload = zero.section(section);
         if offload.text("device").is_some_and(|device| !device.eq_ignore_ascii_case("none")) && !is_enough {
             zero.contradiction("stage", &format!("{stages}, as `{section}.device` asks for offload"));
+            if !zero.names("stage") {
+                offload.contradiction("device", &format!("none, unless `stage` is {stages}"));
+            }
         }
     };
     needs("offload_param", "3", number == 3);

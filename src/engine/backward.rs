@@ -83,6 +83,9 @@ impl Engine {
         if num_layers > 0 {
             self.zero.prefetch(num_layers)?;
         }
+        if num_layers > 1 {
+            self.zero.read_ahead(num_layers - 1)?;
+        }
         let (params, (dnorm, dprojection)) = (head_views(&params, tied), head_views(&grads, tied));
         let grads = (dnorm.as_ref(), dprojection.as_ref());
         let dx = self.model.head.backward(params, saved, labels, scale, grads, ctx)?;
@@ -93,7 +96,7 @@ impl Engine {
     /// Starts to fetch what the next layer's backward needs.
     fn read_ahead(&self, left: Option<&LayerTape>) -> Result<(), EngineError> {
         match (&self.checkpoint_file, left) {
-            (Some(file), Some(LayerTape::Stored(stored))) => file.read_ahead(stored),
+            (Some(file), Some(LayerTape::Stored(stored))) => Ok(file.read_ahead(stored)?),
             _ => Ok(()),
         }
     }
@@ -111,6 +114,10 @@ impl Engine {
         let grads = self.zero.gradients(unit)?;
         if index > 0 {
             self.zero.prefetch(unit - 1)?;
+            // The embedding's parameters are not needed in its backward.
+            if index > 1 {
+                self.zero.read_ahead(unit - 2)?;
+            }
         }
         let layer = &self.model.layers[index];
         let checkpoint = match left {
@@ -120,7 +127,7 @@ impl Engine {
                 return Ok((dx, x));
             }
             LayerTape::Checkpoint(tensors) => tensors,
-            LayerTape::Stored(stored) => load(&mut self.checkpoint_file, stored, &self.workspace)?,
+            LayerTape::Stored(stored) => load(self.checkpoint_file.as_ref(), stored, &self.workspace)?,
         };
         let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
@@ -151,7 +158,7 @@ impl Engine {
 
 /// Brings a stored checkpoint back to memory.
 fn load(
-    file: &mut Option<CheckpointFile>,
+    file: Option<&CheckpointFile>,
     stored: Vec<Stored>,
     workspace: &Workspace,
 ) -> Result<Vec<Tensor>, EngineError> {

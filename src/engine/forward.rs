@@ -149,8 +149,8 @@ impl Engine {
     }
 
     /// A layer's checkpoint, where the config wants it.
-    fn keep(&mut self, checkpoint: Vec<Tensor>) -> Result<LayerTape, EngineError> {
-        let Some(file) = &mut self.checkpoint_file else { return Ok(LayerTape::Checkpoint(checkpoint)) };
+    fn keep(&self, checkpoint: Vec<Tensor>) -> Result<LayerTape, EngineError> {
+        let Some(file) = &self.checkpoint_file else { return Ok(LayerTape::Checkpoint(checkpoint)) };
         let stored = checkpoint.into_iter().map(|tensor| file.store(tensor));
         Ok(LayerTape::Stored(stored.collect::<Result<_, _>>()?))
     }
@@ -182,6 +182,9 @@ impl Engine {
         for index in 0..self.model.layers.len() {
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;
+            if index + 1 < self.model.layers.len() {
+                self.zero.read_ahead(self.unit_after(index + 1))?;
+            }
             x = run(self, index, &params, x)?;
             self.zero.release(index + 1);
         }
@@ -192,7 +195,11 @@ impl Engine {
     /// beyond its release.
     fn embed(&mut self, input_ids: &[u32], ctx: &LayerContext) -> Result<Tensor, EngineError> {
         let params = self.zero.parameters(0)?;
-        self.zero.prefetch(if self.model.layers.is_empty() { self.head_unit() } else { 1 })?;
+        let next = if self.model.layers.is_empty() { self.head_unit() } else { 1 };
+        self.zero.prefetch(next)?;
+        if next == 1 {
+            self.zero.read_ahead(self.unit_after(0))?;
+        }
         let x = self.model.embedding.forward(&params[0], input_ids, ctx)?;
         self.zero.release(0);
         Ok(x)

@@ -2,7 +2,7 @@
 
 use super::EngineError;
 use super::loss_scale::LossScaler;
-use super::offload::CheckpointFile;
+use super::offload::{CheckpointFile, storage};
 use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
 use crate::comm::{MeshGroups, ProcessGroup};
@@ -16,7 +16,6 @@ use crate::ulysses::UlyssesAttention;
 use crate::zero::{FlatLayout, ZeroGroups, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use std::collections::HashSet;
-use std::path::Path;
 use std::sync::Arc;
 
 /// A model in training on one rank of the mesh.
@@ -88,7 +87,8 @@ impl Engine {
         if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
             return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
         }
-        let checkpoint_file = checkpoint_file(config, device)?;
+        let checkpoint_file = CheckpointFile::of(config, device)?;
+        let storage = storage(config, options.clone())?;
         check_parameter_groups(&config.parameter_groups, &units)?;
         let layout = |unit: &crate::model::UnitSpec| {
             let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
@@ -104,7 +104,7 @@ impl Engine {
             config.optimizer.clone(),
             &config.parameter_groups,
             groups.clone(),
-            options.clone(),
+            storage,
             &fill,
         )?;
         tracing::debug!(
@@ -193,17 +193,6 @@ impl Engine {
     pub(super) fn unit_after(&self, index: usize) -> usize {
         if index + 1 < self.model.layers.len() { index + 2 } else { self.head_unit() }
     }
-}
-
-/// The file that the config asks for. Each rank has its own.
-fn checkpoint_file(config: &Config, device: &Device) -> Result<Option<CheckpointFile>, EngineError> {
-    if !config.memory.offload_checkpoints {
-        return Ok(None);
-    }
-    if !device.is_cpu() {
-        return Err(EngineError::OffloadFromDevice);
-    }
-    CheckpointFile::create(config.memory.offload_path.as_deref().map(Path::new)).map(Some)
 }
 
 /// The library's ops do not use candle's own pool, layers written with candle ops do: it is

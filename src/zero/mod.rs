@@ -16,6 +16,7 @@
 //!
 //! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.
 //! - [`ZeroOptimizer`]: storage, gathering, reduction and update of all units.
+//! - [`Storage`]: on which device, in which element type, and what waits in files between its uses.
 //! - [`HeldBytes`]: what that costs, by formula, to be held against the allocator's count.
 //!
 //! The folder's README explains the order of summation, and which stages it makes bit-equal.
@@ -24,6 +25,7 @@ mod error;
 mod finite;
 mod groups;
 mod held;
+mod kept;
 mod lamb;
 mod layout;
 mod optimizer;
@@ -33,6 +35,7 @@ mod rule;
 mod spans;
 mod split;
 mod state;
+mod storage;
 #[cfg(test)]
 mod tests;
 mod unit;
@@ -41,8 +44,10 @@ mod update;
 pub use error::ZeroError;
 pub use groups::{HybridGroups, ZeroGroups};
 pub use held::HeldBytes;
+pub use kept::KeptPart;
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialise, ZeroOptimizer};
 pub use rule::state_kinds;
 pub(crate) use split::split;
 pub use state::RestoreState;
+pub use storage::Storage;

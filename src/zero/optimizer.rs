@@ -1,9 +1,10 @@
 //! [`ZeroOptimizer`]: the units of a model on one rank.
 
+use super::kept::Kept;
 use super::reduce::{self, Reduction};
 use super::split::{Split, split};
 use super::unit::{Gradients, Parameters, Unit};
-use super::{FlatLayout, HeldBytes, ZeroError, ZeroGroups, rule};
+use super::{FlatLayout, HeldBytes, Storage, ZeroError, ZeroGroups, rule};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
 use crate::memory;
@@ -20,7 +21,7 @@ pub struct ZeroOptimizer {
     pub(super) stage: ZeroStage,
     pub(super) config: OptimizerConfig,
     pub(super) groups: ZeroGroups,
-    options: TensorOptions,
+    pub(super) storage: Storage,
     /// The model's units, each of one or two of `units`.
     splits: Vec<Split>,
     /// Trained parameters and frozen ones are never in the same.
@@ -45,25 +46,30 @@ impl ZeroOptimizer {
         config: OptimizerConfig,
         parameter_groups: &[ParameterGroup],
         groups: ZeroGroups,
-        options: TensorOptions,
+        storage: impl Into<Storage>,
         initialise: Initialise<'_, E>,
     ) -> Result<Self, E> {
         let shard_rank = groups.shard().rank();
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
         let (units, splits) = split(units, is_frozen);
-        let TensorOptions { device, dtype } = &options;
+        let storage: Storage = storage.into();
+        let TensorOptions { device, dtype } = &storage.options;
         let meter = memory::Meter::start();
-        let parameters =
-            each(&units, |layout| Parameters::zeros(layout, stage.partitions_parameters(), *dtype, device))?;
+        let parameters = each(&units, |layout| {
+            let file = storage.parameters.as_ref();
+            Parameters::zeros(layout, stage.partitions_parameters(), (*dtype, device), file)
+        })?;
+        storage.settle()?;
         let parameter_bytes = meter.bytes();
         let meter = memory::Meter::start();
         let gradients = each(&units, |layout| {
-            let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), DType::F32, device);
+            let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), device);
             (!layout.is_frozen()).then(zeros).transpose()
         })?;
         let gradient_bytes = meter.bytes();
         let meter = memory::Meter::start();
-        let state = each(&units, |layout| optimizer_state(layout, stage, &config, &options))?;
+        let state = each(&units, |layout| optimizer_state(layout, stage, &config, &storage))?;
+        storage.settle()?;
         let held =
             HeldBytes { parameters: parameter_bytes, gradients: gradient_bytes, optimizer: meter.bytes() };
         let parts = units.into_iter().zip(parameters).zip(gradients).zip(state);
@@ -78,14 +84,15 @@ impl ZeroOptimizer {
                 spans: Vec::new(),
             })
             .collect();
-        let mut this = Self { stage, config, groups, options, splits, units, in_flight: None, held };
-        if !this.options.device.is_cpu() {
+        let mut this = Self { stage, config, groups, storage, splits, units, in_flight: None, held };
+        if !this.storage.options.device.is_cpu() {
             // The allocator counts the host's memory. On a device nothing but the tensors is held.
             this.held = this.expected_held_bytes();
         }
         let updates_all = !stage.partitions_optimizer();
         for unit in this.units.iter_mut().filter(|unit| !unit.layout.is_frozen()) {
-            unit.spans = unit.cut_spans(updates_all, &this.config, parameter_groups, &this.options.device)?;
+            unit.spans =
+                unit.cut_spans(updates_all, &this.config, parameter_groups, &this.storage.options.device)?;
         }
         this.initialise(initialise)?;
         Ok(this)
@@ -107,24 +114,32 @@ impl ZeroOptimizer {
                     initialise(place, piece.elements, &mut elements[piece.target])
                 })
             };
-            let parameters = unit.parameters.persistent();
-            if parameters.dtype() == DType::F32 && parameters.device().is_cpu() {
-                crate::tensor::with_slice_mut(parameters, fill).map_err(ZeroError::from)??;
+            let TensorOptions { device, dtype } = &self.storage.options;
+            if *dtype == DType::F32 && device.is_cpu() {
+                let kept = unit.parameters.persistent();
+                let parameters = kept.blank()?;
+                crate::tensor::with_slice_mut(&parameters, fill).map_err(ZeroError::from)??;
+                self.storage.settle()?;
+                kept.put(parameters)?;
             } else {
                 let mut elements = vec![0.0; range.len()];
                 fill(&mut elements)?;
                 self.store(unit, elements)?;
             }
         }
-        Ok(())
+        Ok(self.storage.settle()?)
     }
 
     /// Brings initial parameters to the device: those of `parameters.persistent()`, and from them the master copy.
     fn store(&self, unit: &Unit, elements: Vec<f32>) -> Result<(), ZeroError> {
-        let parameters = unit.parameters.persistent();
-        let exact = Tensor::from_vec(elements, parameters.elem_count(), &self.options.device)?;
-        parameters.slice_set(&exact.to_dtype(self.options.dtype)?, 0, 0)?;
-        if let Some(master) = &unit.master {
+        let TensorOptions { device, dtype } = &self.storage.options;
+        let kept = unit.parameters.persistent();
+        let exact = Tensor::from_vec(elements, kept.numel(), device)?;
+        let parameters = kept.blank()?;
+        parameters.slice_set(&exact.to_dtype(*dtype)?, 0, 0)?;
+        self.storage.settle()?;
+        kept.put(parameters)?;
+        if let Some(kept) = &unit.master {
             let updated = match unit.parameters {
                 Parameters::Whole(_) if self.stage.partitions_optimizer() => {
                     let own = unit.layout.partition(unit.shard_rank);
@@ -132,7 +147,9 @@ impl ZeroOptimizer {
                 }
                 _ => exact,
             };
+            let master = kept.blank()?;
             master.slice_set(&updated, 0, 0)?;
+            kept.put(master)?;
         }
         Ok(())
     }
@@ -156,7 +173,7 @@ impl ZeroOptimizer {
 
     /// Elements of optimizer state that this rank holds, of one kind (Adam has two).
     pub fn state_numel(&self) -> usize {
-        self.units.iter().filter_map(|unit| unit.state.first()).map(Tensor::elem_count).sum()
+        self.units.iter().filter_map(|unit| unit.state.first()).map(Kept::numel).sum()
     }
 
     /// Bytes that this rank holds, measured when they were allocated. All zero unless the
@@ -171,10 +188,11 @@ impl ZeroOptimizer {
             let layouts = self.layouts().filter(|layout| layout.is_frozen() == frozen);
             layouts.map(FlatLayout::padded_numel).sum()
         };
-        let (stage, dp_size, dtype) = (self.stage, self.world_size(), self.options.dtype);
+        let (stage, dp_size, dtype) = (self.stage, self.world_size(), self.storage.options.dtype);
         let state_tensors = rule::state_kinds(&self.config).len();
-        HeldBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
-            + HeldBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype)
+        let all = HeldBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
+            + HeldBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype);
+        all.without(self.storage.parameters.is_some(), self.storage.optimizer.is_some())
     }
 
     /// Views of a unit's parameters, in the order of its layout. Partitioned ones are gathered
@@ -198,6 +216,14 @@ impl ZeroOptimizer {
     pub fn prefetch(&mut self, unit: usize) -> Result<(), ZeroError> {
         let flats = self.splits[unit].flats.clone();
         self.units[flats].iter_mut().try_for_each(|unit| unit.start_gather(&**self.groups.shard()))
+    }
+
+    /// Starts to fetch a unit's partition for a later [`prefetch`](Self::prefetch); nothing where parameters are in memory.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn read_ahead(&self, unit: usize) -> Result<(), ZeroError> {
+        self.units[self.splits[unit].flats.clone()].iter().try_for_each(Unit::read_ahead)
     }
 
     /// Frees a unit's gathered parameters; nothing where parameters are whole.
@@ -302,21 +328,21 @@ fn optimizer_state(
     layout: &FlatLayout,
     stage: ZeroStage,
     config: &OptimizerConfig,
-    options: &TensorOptions,
-) -> Result<(Option<Tensor>, Vec<Tensor>), ZeroError> {
+    storage: &Storage,
+) -> Result<(Option<Kept>, Vec<Kept>), ZeroError> {
     if layout.is_frozen() {
         return Ok((None, Vec::new()));
     }
     let numel = if stage.partitions_optimizer() { layout.partition_numel() } else { layout.padded_numel() };
-    let zeros = || Ok::<_, ZeroError>(options.zeros_f32(numel)?);
-    let master = (options.dtype != DType::F32).then(zeros).transpose()?;
-    let initial = rule::initial_state(config);
-    let state = rule::state_kinds(config).iter().map(|_| {
-        let state = zeros()?;
-        if initial != 0.0 {
-            crate::ops::reduce::fill(&state, initial as f32)?;
+    let initially = |value: f64| {
+        let tensor = storage.options.zeros_f32(numel)?;
+        if value != 0.0 {
+            crate::ops::reduce::fill(&tensor, value as f32)?;
         }
-        Ok(state)
-    });
+        Kept::new(tensor, storage.optimizer.as_ref())
+    };
+    let master = (storage.options.dtype != DType::F32).then(|| initially(0.0)).transpose()?;
+    let initial = rule::initial_state(config);
+    let state = rule::state_kinds(config).iter().map(|_| initially(initial));
     Ok((master, state.collect::<Result<_, ZeroError>>()?))
 }

@@ -104,6 +104,8 @@ fn every_key_of_a_full_file_arrives() {
         head_chunks: 4,
         offload_checkpoints: true,
         offload_path: Some("/scratch".into()),
+        offload_optimizer: Offload::Nvme(Some("/fast".into())),
+        offload_parameters: Offload::None,
     };
     assert_eq!(config.memory, expected);
 }
