@@ -7,6 +7,7 @@ use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::model::{HeadSaved, LayerContext, ModelError};
 use crate::ops::Workspace;
+use crate::ops::cross_entropy::Labels;
 use candle_core::Tensor;
 
 impl Engine {
@@ -31,8 +32,9 @@ impl Engine {
         // Until the end: what fails on the way leaves part of a gradient behind.
         self.is_broken = true;
         let (scale, weight) = self.loss_scale(&loss)?;
-        self.accumulation.add(&loss, weight);
-        self.backward_pass(loss.tape, scale, self.accumulation.micro_steps + 1 == accumulation)?;
+        let Loss { local, tape } = loss;
+        self.accumulation.add(local, tape.rows_hash, weight);
+        self.backward_pass(tape, scale, self.accumulation.micro_steps + 1 == accumulation)?;
         self.accumulation.micro_steps += 1;
         self.is_broken = false;
         Ok(())
@@ -72,7 +74,7 @@ impl Engine {
     fn backward_head(
         &mut self,
         saved: HeadSaved,
-        labels: &[i64],
+        labels: &Labels,
         scale: f32,
         ctx: &LayerContext,
     ) -> Result<Tensor, EngineError> {

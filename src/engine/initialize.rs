@@ -8,7 +8,7 @@ use super::step::Accumulation;
 use crate::comm::{MeshGroups, ProcessGroup};
 use crate::config::{Config, LrSchedule};
 use crate::mesh::SHARD_AXIS;
-use crate::model::{Model, WeightSource};
+use crate::model::{Model, TokenLayout, WeightSource};
 use crate::ops::Workspace;
 use crate::ops::attention::{Attention, FlashAttention};
 use crate::tensor::TensorOptions;
@@ -27,6 +27,8 @@ pub struct Engine {
     pub(super) global_rank: usize,
     pub(super) attention: Arc<dyn Attention>,
     pub(super) workspace: Arc<Workspace>,
+    /// Of the last micro batch: the next one's are most often the same.
+    pub(super) token_layout: Option<Arc<TokenLayout>>,
     /// Where checkpoints of layers wait for their backward pass, if not in memory.
     pub(super) checkpoint_file: Option<CheckpointFile>,
     pub(super) schedule: LrSchedule,
@@ -125,6 +127,7 @@ impl Engine {
             groups,
             attention: Arc::new(attention),
             workspace,
+            token_layout: None,
             checkpoint_file,
             accumulation: Accumulation::default(),
             step: 0,

@@ -1,9 +1,11 @@
 //! The optimizer step.
 
-use super::{Engine, EngineError, Loss, rows};
+use super::{Engine, EngineError, rows};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
+use crate::ops::OpError;
+use crate::ops::cross_entropy::{LossSum, Losses};
 use candle_core::Tensor;
 use std::collections::HashSet;
 
@@ -17,18 +19,28 @@ const STEPS_PER_REPLICA_CHECK: u64 = 100;
 #[derive(Debug, Default)]
 pub(super) struct Accumulation {
     pub(super) micro_steps: usize,
-    /// Weighted sum of the token losses.
-    loss_sum: f64,
-    valid_tokens: u64,
+    /// The token losses of each micro step, and the weight of their sum.
+    losses: Vec<(Losses, f64)>,
     /// Of the rows of all micro steps.
     rows_hash: u64,
 }
 
 impl Accumulation {
-    pub(super) fn add(&mut self, loss: &Loss, weight: f64) {
-        self.loss_sum += loss.sum() * weight;
-        self.valid_tokens += loss.valid_tokens();
-        self.rows_hash = rows::combine(self.rows_hash, loss.tape.rows_hash);
+    pub(super) fn add(&mut self, losses: Losses, rows_hash: u64, weight: f64) {
+        self.losses.push((losses, weight));
+        self.rows_hash = rows::combine(self.rows_hash, rows_hash);
+    }
+
+    /// The weighted sum of the token losses, and the number of tokens that have a label. A GPU is waited for, once
+    /// for all micro steps.
+    fn sum(&self) -> Result<[f64; 2], OpError> {
+        let mut total = [0.0; 2];
+        for (losses, weight) in &self.losses {
+            let LossSum { sum, valid_tokens } = losses.sum()?;
+            total[0] += sum * weight;
+            total[1] += valid_tokens as f64;
+        }
+        Ok(total)
     }
 }
 
@@ -184,8 +196,7 @@ impl Engine {
         if done < accumulation {
             return Err(EngineError::NotAtBoundary { accumulation, done });
         }
-        let local = [self.accumulation.loss_sum, self.accumulation.valid_tokens as f64];
-        let [loss_sum, valid] = self.sum_over_mesh(local)?;
+        let [loss_sum, valid] = self.sum_over_mesh(self.accumulation.sum()?)?;
         let (loss, factor) = match self.config.loss_normalization {
             _ if valid == 0.0 => (0.0, 0.0),
             LossNormalization::Global => (loss_sum / valid, self.loss_constant() / valid),
