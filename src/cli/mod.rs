@@ -25,6 +25,7 @@ use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::mesh::{DeviceMesh, MeshError};
+use ulysses::monitor::above_progress;
 
 /// Trains transformers on sequences too long for one device.
 #[derive(Parser)]
@@ -141,7 +142,7 @@ fn print(text: impl Display) -> Result<(), Failure> {
 /// Writes a line about the run to standard error, if somebody reads it.
 fn note(line: impl Display) {
     if !IS_SILENT.load(Ordering::Relaxed) {
-        let _ = writeln!(std::io::stderr(), "{line}");
+        let _ = above_progress(|| writeln!(std::io::stderr(), "{line}"));
     }
 }
 

@@ -5,7 +5,8 @@ use super::loss_scale::LossScaler;
 use super::offload::{CheckpointFile, storage};
 use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
-use crate::comm::{MeshGroups, ProcessGroup};
+use super::times::StepTimes;
+use crate::comm::{CommTimer, MeshGroups, ProcessGroup};
 use crate::config::{Config, LrSchedule};
 use crate::mesh::SHARD_AXIS;
 use crate::model::{Model, TokenLayout, WeightSource};
@@ -43,6 +44,9 @@ pub struct Engine {
     pub(super) is_broken: bool,
     /// Bytes sent when the last report was made.
     pub(super) reported_bytes: u64,
+    pub(super) comm_timer: Arc<CommTimer>,
+    /// Of the steps since they were taken last.
+    pub(super) times: StepTimes,
 }
 
 /// Puts `model` on this rank of the mesh: allocates what the ZeRO stage leaves here and
@@ -78,6 +82,9 @@ impl Engine {
         device: &Device,
     ) -> Result<Self, EngineError> {
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
+        let comm_timer = Arc::new(CommTimer::default());
+        let ZeroGroups { dp, sp } = groups;
+        let groups = ZeroGroups { dp: comm_timer.along("dp", dp), sp: comm_timer.along("sp", sp) };
         warn_about_candle_threads();
         check_axis("dp", config.dp_size, &*groups.dp)?;
         check_axis("sp", config.sp_size, &*groups.sp)?;
@@ -136,6 +143,8 @@ impl Engine {
             consecutive_skips: 0,
             is_broken: false,
             reported_bytes: 0,
+            comm_timer,
+            times: StepTimes::default(),
         })
     }
 

@@ -21,8 +21,8 @@ pub struct Passes {
 }
 
 impl StepReport {
-    /// The record of a step that took `step_seconds`. What the engine does not know, the seconds that were spent
-    /// waiting for data and the share of padding, is 0.
+    /// The record of a step that took `step_seconds`, without what the report does not know: data, the shares of
+    /// the time, and the peak of the machine.
     pub fn metrics(&self, step_seconds: f64) -> Metrics {
         Metrics {
             step: self.step,
@@ -36,9 +36,8 @@ impl StepReport {
             skipped: self.skipped,
             overflow: self.overflow,
             comm_bytes: self.comm_bytes,
-            data_seconds: 0.0,
-            padding_share: 0.0,
             memory_bytes: u64::try_from(memory::live_bytes()).unwrap_or(0),
+            ..Metrics::default()
         }
     }
 }
