@@ -60,9 +60,9 @@ pub struct CallTimes {
 pub struct CommSeconds {
     /// All-to-alls, along any axis.
     pub all_to_all: f64,
-    /// Other operations along dp.
+    /// Other operations along any other axis than sp: dp, ZeRO's partitions and their replicas.
     pub dp: f64,
-    /// Other operations along any other axis.
+    /// Other operations along sp.
     pub sp: f64,
 }
 
@@ -119,8 +119,8 @@ impl CommTimer {
             let seconds = times.total.as_secs_f64();
             match (kind.op, kind.axis) {
                 (CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided, _) => sum.all_to_all += seconds,
-                (_, "dp") => sum.dp += seconds,
-                _ => sum.sp += seconds,
+                (_, "sp") => sum.sp += seconds,
+                _ => sum.dp += seconds,
             }
         }
         sum

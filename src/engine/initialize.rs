@@ -83,8 +83,7 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
         let comm_timer = Arc::new(CommTimer::default());
-        let ZeroGroups { dp, sp } = groups;
-        let groups = ZeroGroups { dp: comm_timer.along("dp", dp), sp: comm_timer.along("sp", sp) };
+        let groups = groups.map(|axis, group| comm_timer.along(axis, group));
         warn_about_candle_threads();
         check_axis("dp", config.dp_size, &*groups.dp)?;
         check_axis("sp", config.sp_size, &*groups.sp)?;

@@ -48,6 +48,19 @@ impl ZeroGroups {
         Ok(Self { dp, sp, hybrid })
     }
 
+    /// Each group as `wrap` makes it, which is told the axis that the group runs along.
+    #[must_use]
+    pub fn map(self, wrap: impl Fn(&'static str, Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup>) -> Self {
+        Self {
+            dp: wrap("dp", self.dp),
+            sp: wrap("sp", self.sp),
+            hybrid: self.hybrid.map(|HybridGroups { shard, replicas }| HybridGroups {
+                shard: wrap(SHARD_AXIS, shard),
+                replicas: wrap(REPLICAS_AXIS, replicas),
+            }),
+        }
+    }
+
     /// Ranks that hold the other partitions: the ZeRO world.
     pub fn shard(&self) -> &Arc<dyn ProcessGroup> {
         self.hybrid.as_ref().map_or(&self.dp, |hybrid| &hybrid.shard)

@@ -3,8 +3,7 @@
 use candle_core::Tensor;
 use std::sync::{Arc, Mutex};
 use ulysses::comm::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan};
-use ulysses::mesh::{REPLICAS_AXIS, SHARD_AXIS};
-use ulysses::zero::{HybridGroups, ZeroGroups};
+use ulysses::zero::ZeroGroups;
 
 /// An operation that a rank has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,14 +29,9 @@ pub struct Recorded {
 impl Recorded {
     /// All groups of a rank, which write to one log.
     pub fn groups(groups: &ZeroGroups, log: &Log) -> ZeroGroups {
-        let wrap = |inner: &Arc<dyn ProcessGroup>, axis| -> Arc<dyn ProcessGroup> {
-            Arc::new(Self { inner: inner.clone(), axis, log: log.clone() })
-        };
-        let hybrid = groups.hybrid.as_ref().map(|hybrid| HybridGroups {
-            shard: wrap(&hybrid.shard, SHARD_AXIS),
-            replicas: wrap(&hybrid.replicas, REPLICAS_AXIS),
-        });
-        ZeroGroups { dp: wrap(&groups.dp, "dp"), sp: wrap(&groups.sp, "sp"), hybrid }
+        let wrap =
+            |axis, inner| -> Arc<dyn ProcessGroup> { Arc::new(Self { inner, axis, log: log.clone() }) };
+        groups.clone().map(wrap)
     }
 
     fn note(&self, op: CollectiveOp, elements: usize, like: &Tensor) {
