@@ -131,7 +131,7 @@ struct Tensors {
     dweight: Tensor,
     optimizer: [Tensor; 4],
     rope: Table,
-    ids: Vec<u32>,
+    ids: embedding::Ids,
     table: Tensor,
 }
 
@@ -150,7 +150,7 @@ impl Tensors {
             dweight: Tensor::zeros(WIDTH, DType::F32, device)?,
             optimizer: [flat()?, flat()?, flat()?, flat()?],
             rope: Table::new(&(0..rows as u32).collect::<Vec<_>>(), HEAD_DIM, 10_000.0)?,
-            ids: (0..rows).map(|row| (row * 7919 % VOCAB) as u32).collect(),
+            ids: embedding::Ids::new((0..rows).map(|row| (row * 7919 % VOCAB) as u32).collect::<Vec<_>>()),
             table: Tensor::ones((VOCAB, WIDTH), *dtype, device)?,
         })
     }

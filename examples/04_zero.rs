@@ -56,7 +56,7 @@ fn layout() -> FlatLayout {
 fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, HeldBytes)> {
     let mesh = DeviceMesh::dp_sp(DP, 1)?;
     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-    let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+    let groups = ZeroGroups::new(&groups, None)?;
     let adam = r#"{ "train_batch_size": 1, "optimizer": { "type": "Adam", "params": { "lr": 0.2 } } }"#;
     let adam = Config::from_json_str(adam, "the example's config")?.optimizer;
     // A rank is asked for exactly the initial elements that it keeps.

@@ -78,6 +78,7 @@ pub mod memory;
 pub mod mesh;
 pub mod model;
 pub mod monitor;
+pub mod offload;
 pub mod ops;
 pub mod tensor;
 pub mod ulysses;

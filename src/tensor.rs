@@ -110,14 +110,16 @@ pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
     }
 }
 
-/// A flat tensor of these elements on a device; of none as [`zeros`].
+/// A flat tensor of these elements on a device; of none as [`zeros`]. No GPU is waited for.
 ///
 /// # Errors
 /// A failed allocation or copy.
 pub fn from_slice<T: Element>(elements: &[T], device: &Device) -> Result<Tensor> {
-    match elements.len() {
-        0 => zeros(0, T::DTYPE, device),
-        len => Tensor::from_slice(elements, len, device),
+    match (elements.len(), device) {
+        (0, _) => zeros(0, T::DTYPE, device),
+        #[cfg(feature = "cuda")]
+        (_, Device::Cuda(device)) => crate::device::upload(elements, device),
+        (len, _) => Tensor::from_slice(elements, len, device),
     }
 }
 

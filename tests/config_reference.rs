@@ -74,6 +74,9 @@ fn the_schema_refuses_what_the_reader_refuses() {
         json!({ "scheduler": { "type": "WarmupDecayLR" } }),
         json!({ "zero_optimization": { "stage": 4 } }),
         json!({ "zero_optimization": { "offload_param": { "device": "cpu" } } }),
+        json!({ "zero_optimization": { "stage": 2, "offload_param": { "device": "nvme" } } }),
+        json!({ "zero_optimization": { "stage": 0, "offload_optimizer": { "device": "nvme" } } }),
+        json!({ "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "gpu" } } }),
         json!({ "zero_optimization": { "zenflow": {} } }),
         json!({ "ulysses": { "model": "" } }),
         json!({ "tensorboard": { "enabled": true } }),
@@ -91,6 +94,8 @@ fn the_schema_takes_the_other_forms_of_a_value() {
         json!({ "train_batch_size": "auto", "zero_optimization": true, "steps_per_print": null }),
         json!({ "optimizer": { "type": "SGD", "params": { "momentum": 0.5, "lr": "auto", "dampening": 0.0 } } }),
         json!({ "zero_optimization": { "zenflow": null, "overlap_comm": null, "reduce_bucket_size": 5e8 } }),
+        json!({ "zero_optimization": { "stage": 3, "offload_param": { "device": "nvme", "nvme_path": "x" } } }),
+        json!({ "zero_optimization": { "stage": 1, "offload_optimizer": { "device": "cpu" }, "offload_param": null } }),
         json!({ "bfloat16": { "enabled": true }, "communication_data_type": "fp32" }),
     ] {
         assert_eq!(faults(&schema, &right, ""), Vec::<String>::new(), "{right}");

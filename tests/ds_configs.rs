@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::{
-    Config, ConfigError, DynamicLossScale, LossScale, OptimizerConfig, Overrides, Precision, RawConfig,
-    ZeroStage,
+    Config, ConfigError, DynamicLossScale, LossScale, Offload, OptimizerConfig, Overrides, Precision,
+    RawConfig, ZeroStage,
 };
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
 use ulysses::engine::initialize;
@@ -65,20 +65,12 @@ const TRAINABLE: [&str; 7] = [
 
 const SIXTEEN_BITS: [(&str, &str); 2] = [("bf16_zero2.json", "bf16"), ("fp16_dynamic.json", "fp16")];
 
+/// Names a directory of its machine for what it offloads.
+const OFFLOADING: &str = "offload_zero3.json";
+
 /// Files with the keys that they are refused for.
-const REFUSED: [(&str, &[&str]); 3] = [
-    (
-        "offload_wrong_stage.json",
-        &[
-            "zero_optimization.stage",
-            "zero_optimization.cpu_offload",
-            "zero_optimization.offload_param.device",
-        ],
-    ),
-    (
-        "offload_zero3.json",
-        &["zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"],
-    ),
+const REFUSED: [(&str, &[&str]); 2] = [
+    ("offload_wrong_stage.json", &["zero_optimization.stage", "zero_optimization.cpu_offload"]),
     (
         "one_bit_and_monitors.json",
         &[
@@ -97,8 +89,13 @@ fn every_file_has_its_outcome() {
     let files: BTreeSet<_> = files.map(|name| name.into_string().unwrap()).collect();
     let sixteen_bits = SIXTEEN_BITS.iter().map(|(name, _)| *name);
     let refused = REFUSED.iter().map(|(name, _)| *name);
-    let tested: BTreeSet<_> =
-        TRAINABLE.into_iter().chain(sixteen_bits).chain(refused).map(String::from).collect();
+    let tested: BTreeSet<_> = TRAINABLE
+        .into_iter()
+        .chain(sixteen_bits)
+        .chain(refused)
+        .chain([OFFLOADING])
+        .map(String::from)
+        .collect();
     assert_eq!(files, tested);
 }
 
@@ -136,6 +133,23 @@ fn files_in_16_bits_train_two_steps() {
         min_loss_scale: 1,
     };
     assert_eq!(scale, expected);
+}
+
+#[test]
+fn a_file_that_offloads_trains_where_its_directory_is_and_names_it_where_it_is_not() {
+    let mut config = resolve(OFFLOADING).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(config.memory.offload_optimizer, Offload::Cpu);
+    assert_eq!(config.memory.offload_parameters, Offload::Nvme(Some("/local_nvme".into())));
+    let error = format!("{:#}", train_two_steps(&config).unwrap_err());
+    assert!(error.contains("cannot keep parameters in a file in /local_nvme: "), "{error}");
+    assert!(error.contains("`zero_optimization.offload_param.nvme_path` may name another"), "{error}");
+
+    let directory = tempfile::tempdir().unwrap();
+    config.memory.offload_parameters = Offload::Nvme(directory.path().to_str().map(str::to_owned));
+    let offloaded = train_two_steps(&config).unwrap();
+    config.memory.offload_parameters = Offload::None;
+    assert_eq!(offloaded, train_two_steps(&config).unwrap());
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "the file has no name");
 }
 
 #[test]

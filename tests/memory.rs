@@ -201,6 +201,61 @@ fn frozen_parameters_hold_nothing_but_themselves() {
     }
 }
 
+/// What a rank holds before its first step, and the most in its second.
+fn held_and_peak(dp: usize, precision: &str, offload: serde_json::Value) -> Vec<(i64, i64)> {
+    let mut json = json!({
+        "train_batch_size": dp,
+        "mesh_param": [dp, 1],
+        "bf16": { "enabled": precision == "bf16" },
+        "zero_optimization": offload,
+    });
+    json["zero_optimization"]["stage"] = json!(3);
+    let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
+    let global = global_batch(&Batch::random(MODEL.vocab_size, dp, 8, 3)).unwrap();
+    let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+        let before = live_bytes();
+        let mut engine = engine(Model::llama(&MODEL)?, &RandomWeights { seed: 1 }, &config, groups)?;
+        let held = live_bytes() - before;
+        let (by_zero, expected) = (engine.zero().held_bytes(), engine.zero().expected_held_bytes());
+        assert!(by_zero.total() >= expected.total());
+        assert!(held - (expected.total() as i64) < 64 << 10, "{held} held, {expected:?}");
+        let batch = micro_batches(&global, &engine)?.remove(0);
+        engine.train_batch(|| Ok::<_, DataError>(batch.clone()))?;
+        reset_peak();
+        engine.train_batch(|| Ok::<_, DataError>(batch.clone()))?;
+        Ok((held, peak_bytes() - before))
+    });
+    ranks.unwrap()
+}
+
+#[test]
+fn what_is_offloaded_is_in_memory_for_two_units_at_a_time() {
+    let file = json!({ "device": "nvme" });
+    for (dp, (precision, state, parameters)) in
+        [1, 2].into_iter().flat_map(|dp| [("f32", 2, 4), ("bf16", 3, 2)].map(|precision| (dp, precision)))
+    {
+        let plain = held_and_peak(dp, precision, json!({}));
+        let optimizer = held_and_peak(dp, precision, json!({ "offload_optimizer": file }));
+        let both = held_and_peak(dp, precision, json!({ "offload_optimizer": file, "offload_param": file }));
+        let (all, unit) = (PARAMETERS / dp, LAYER / dp);
+        let state = |bytes: usize| (state * bytes) as i64;
+        let parameters = |bytes: usize| (parameters * bytes / 4) as i64;
+        for ((plain, optimizer), both) in plain.into_iter().zip(optimizer).zip(both) {
+            let (label, bookkeeping) = (format!("dp {dp} {precision}"), 64 << 10);
+            let saved = plain.0 - optimizer.0;
+            assert!((saved - state(all)).abs() < bookkeeping, "{label}: {saved}");
+            let saved = optimizer.0 - both.0;
+            assert!((saved - parameters(all)).abs() < bookkeeping, "{label}: {saved}");
+            // One unit is updated while another is written.
+            let saved = plain.1 - optimizer.1;
+            assert!(saved > state(all) - 2 * state(unit) - bookkeeping, "{label}: {saved} at the peak");
+            let saved = plain.1 - both.1;
+            let expected = state(all) + parameters(all) - 2 * state(unit) - 2 * parameters(unit);
+            assert!(saved > expected - bookkeeping, "{label}: {saved} at the peak");
+        }
+    }
+}
+
 /// f32 with AdamW, from the ZeRO paper: 16Ψ; 8Ψ + 8Ψ/S; 4Ψ + 12Ψ/S; 16Ψ/S, in bytes.
 fn by_formula(stage: usize, dp: usize) -> usize {
     let numel = PARAMETERS / 4;

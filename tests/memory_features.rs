@@ -7,7 +7,7 @@ mod support;
 use serde_json::{Value, json};
 use support::compare::{max_rel_error, values};
 use support::mesh_run::{Layout, Problem, Rule, bits, layout};
-use support::problems::{CONFIG, main_problem, packed_batch, problem};
+use support::problems::{ADAGRAD, ADAMW, CONFIG, LAMB, LION, main_problem, packed_batch, problem};
 use support::reference::{ReferenceConfig, Training, as_tensors};
 use ulysses::engine::BatchOutcome;
 
@@ -30,7 +30,7 @@ fn run(problem: &Problem, extra: Value, layout: Layout) -> BatchOutcome {
 fn layouts() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (1, 4)];
     let once = meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)));
-    once.chain([Layout { dp: 2, sp: 2, stage: 2, accumulation: 2 }])
+    once.chain([Layout { accumulation: 2, ..layout(2, 2, 2) }])
 }
 
 /// Packed documents; a shard without a label; families with biases, with norms of heads and with a window.
@@ -112,6 +112,60 @@ fn checkpoints_that_wait_in_a_file_come_back_to_the_bit() {
         let offloading =
             json!({ "ulysses": ulysses, "activation_checkpointing": { "cpu_checkpointing": true } });
         assert_same_bits(&offloading, &json!({ "ulysses": ulysses }));
+    }
+}
+
+/// Stages that partition what is offloaded, with uneven partitions, replicas, accumulation and a group of one.
+fn partitioned() -> impl Iterator<Item = Layout> {
+    let meshes = [(1, 1), (2, 1), (2, 2), (3, 1)];
+    let once = meshes.into_iter().flat_map(|(dp, sp)| [1, 2, 3].map(|stage| layout(dp, sp, stage)));
+    once.chain([Layout { accumulation: 2, ..layout(2, 2, 3) }])
+}
+
+/// Every optimizer, clipped, and one with parameters that are frozen.
+fn optimizers() -> Vec<Problem> {
+    let rules = [
+        Rule::Sgd { lr: 0.1 },
+        Rule::AdamW(ADAMW),
+        Rule::Lion(LION),
+        Rule::Adagrad(ADAGRAD),
+        Rule::Lamb(LAMB),
+    ];
+    rules.into_iter().map(|rule| main_problem(rule, Some(0.25))).collect()
+}
+
+/// The config with `features` of `zero_optimization`, at the stage of the layout.
+fn assert_offload_keeps_bits(extra: &Value, sections: &[&str], layouts: impl Iterator<Item = Layout>) {
+    for layout in layouts {
+        for problem in optimizers() {
+            let mut offloading = extra.clone();
+            offloading["zero_optimization"] = json!({ "stage": layout.stage });
+            for section in sections {
+                offloading["zero_optimization"][*section] = json!({ "device": "nvme" });
+            }
+            let outcomes = [extra, &offloading].map(|extra| run(&problem, extra.clone(), layout));
+            let [expected, got] = outcomes.map(|outcome| bits(&outcome).unwrap());
+            assert!(expected == got, "{:?}, {layout:?}: {offloading} changes bits", problem.rule);
+        }
+    }
+}
+
+#[test]
+fn optimizer_state_that_waits_in_a_file_comes_back_to_the_bit() {
+    for extra in [json!({}), json!({ "bf16": { "enabled": true } })] {
+        assert_offload_keeps_bits(&extra, &["offload_optimizer"], partitioned());
+    }
+}
+
+#[test]
+fn parameters_that_wait_in_a_file_come_back_to_the_bit() {
+    let frozen = json!({ "ulysses": {
+        "activation_checkpointing": true, "parameter_groups": [{ "match": "mlp", "frozen": true }],
+    } });
+    for extra in [json!({}), json!({ "bf16": { "enabled": true } }), frozen] {
+        let stage_3 = || partitioned().filter(|layout| layout.stage == 3);
+        assert_offload_keeps_bits(&extra, &["offload_param"], stage_3());
+        assert_offload_keeps_bits(&extra, &["offload_param", "offload_optimizer"], stage_3());
     }
 }
 

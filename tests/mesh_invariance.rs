@@ -13,7 +13,7 @@ fn full_grid() -> impl Iterator<Item = Layout> {
     let meshes = [1, 2, 4].into_iter().flat_map(|dp| (1..=4).map(move |sp| (dp, sp)));
     let stages = meshes.flat_map(|(dp, sp)| (0..=3).map(move |stage| (dp, sp, stage)));
     stages.flat_map(|(dp, sp, stage)| {
-        [1, 2].into_iter().map(move |accumulation| Layout { dp, sp, stage, accumulation })
+        [1, 2].into_iter().map(move |accumulation| Layout { accumulation, ..layout(dp, sp, stage) })
     })
 }
 

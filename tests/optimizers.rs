@@ -8,18 +8,8 @@ use serde_json::json;
 use support::compare::assert_all_close;
 use support::compare::{max_rel_error, values};
 use support::mesh_run::{Layout, Rule, assert_matches, bits, by_name, layout};
-use support::problems::main_problem;
-use support::reference::{AdagradConfig, LambConfig, LionConfig, as_tensors};
-
-const LION: LionConfig = LionConfig { lr: 1e-3, betas: (0.9, 0.99), weight_decay: 0.1 };
-
-/// The sum starts above the gradients' squares: from 0 the first step would be the sign of the gradient.
-const ADAGRAD: AdagradConfig =
-    AdagradConfig { lr: 1e-2, lr_decay: 0.5, eps: 1e-10, weight_decay: 0.1, initial_accumulator_value: 1e-3 };
-
-/// An eps above the rounding of gradients, which the first steps would divide by themselves otherwise.
-const LAMB: LambConfig =
-    LambConfig { lr: 1e-2, betas: (0.9, 0.95), eps: 1e-5, weight_decay: 0.1, coefficients: (0.01, 10.0) };
+use support::problems::{ADAGRAD, LAMB, LION, main_problem};
+use support::reference::{LambConfig, as_tensors};
 
 /// Tight bounds, which norms and large matrices run into from both sides.
 const BOUNDED_LAMB: LambConfig = LambConfig { coefficients: (0.2, 0.5), ..LAMB };

@@ -97,7 +97,27 @@ fn cases() -> Vec<Case> {
     ]
     .into_iter()
     .chain(memory_cases())
+    .chain(hybrid_cases())
     .collect()
+}
+
+/// Replicas of ZeRO's partitions along dp.
+fn hybrid_cases() -> Vec<Case> {
+    let of = |stage: usize, shard_size: usize, extra: Value| {
+        let mut config = json!({ "zero_optimization": { "stage": stage, "mics_shard_size": shard_size } });
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    let (once, twice) = (json!({}), json!({ "gradient_accumulation_steps": 2 }));
+    let lamb = json!({ "optimizer": { "type": "Lamb" } });
+    vec![
+        case("4 x 2, 2 replicas, stage 3", tiny(8, 4), (4, 2), 22, of(3, 2, twice.clone())),
+        case("4 x 1, 2 replicas, stage 2", tiny(4, 2), (4, 1), 16, of(2, 2, twice)),
+        case("6 x 1, 2 replicas, LAMB", tied(tiny(4, 2)), (6, 1), 16, of(1, 3, lamb)),
+        case("2 x 3, 2 replicas, stage 0", tiny(6, 3), (2, 3), 22, of(0, 1, once.clone())),
+        case("2 x 2, 2 replicas of the whole", tiny(6, 3), (2, 2), 22, of(3, 1, once.clone())),
+        case("3 x 3, stage 3", tiny(6, 3), (3, 3), 25, of(3, 3, once)),
+    ]
 }
 
 /// What bounds a step's memory: intervals, tiles, chunks of heads, offload, frozen parameters.
@@ -159,9 +179,9 @@ impl Case {
             let mut engine = Engine::with_attention(model, &weights, &config, recorded, attention, &device)?;
             let mut micro_batches = micro_batches(&batch, &engine)?.into_iter();
             log.lock().unwrap().clear();
-            let before = moved(&groups.dp, &groups.sp)?;
+            let before = moved(&groups)?;
             engine.train_batch(|| Ok::<_, DataError>(micro_batches.next().unwrap()))?;
-            let mut after = moved(&groups.dp, &groups.sp)?;
+            let mut after = moved(&groups)?;
             for (key, (sent, received)) in before {
                 let entry = after.get_mut(&key).unwrap();
                 *entry = (entry.0 - sent, entry.1 - received);
@@ -198,9 +218,9 @@ impl Case {
 }
 
 /// What a rank has moved, once its peers have taken all that it sent.
-fn moved(dp: &Arc<dyn ProcessGroup>, sp: &Arc<dyn ProcessGroup>) -> anyhow::Result<Moved> {
+fn moved(groups: &ZeroGroups) -> anyhow::Result<Moved> {
     let mut moved = Moved::new();
-    for (axis, group) in [("dp", dp), ("sp", sp)] {
+    for (axis, group) in groups.by_axis() {
         group.barrier()?;
         let ops = group.stats().ops.into_iter();
         moved.extend(ops.map(|(op, stats)| ((axis, op), (stats.bytes_sent, stats.bytes_received))));
@@ -229,12 +249,22 @@ fn the_schedule_is_the_log_of_real_ranks_event_for_event() {
 fn what_a_rank_sends_to_another_is_what_that_one_receives() {
     for case in cases() {
         let (dp, sp) = case.mesh;
+        let shard = case.config().zero_world_size();
         let all: Vec<_> = (0..dp * sp).map(|rank| case.transfers(rank)).collect();
         for (rank, transfers) in all.iter().enumerate() {
             for (index, transfer) in transfers.iter().enumerate() {
+                let (own_dp, own_sp) = (rank / sp, rank % sp);
                 let members: Vec<usize> = match transfer.axis.name() {
-                    "dp" => (0..dp).map(|peer| peer * sp + rank % sp).collect(),
-                    _ => (0..sp).map(|peer| rank / sp * sp + peer).collect(),
+                    "dp" => (0..dp).map(|peer| peer * sp + own_sp).collect(),
+                    "sp" => (0..sp).map(|peer| own_dp * sp + peer).collect(),
+                    "dp_shard" => {
+                        (0..shard).map(|peer| (own_dp / shard * shard + peer) * sp + own_sp).collect()
+                    }
+                    "replicas" => {
+                        let same = (own_dp % shard..dp).step_by(shard);
+                        same.flat_map(|dp| (0..sp).map(move |peer| dp * sp + peer)).collect()
+                    }
+                    other => panic!("no axis is called {other}"),
                 };
                 let place = members.iter().position(|member| *member == rank).unwrap();
                 let from_all: u64 = members.iter().map(|peer| all[*peer][index].sent_to[place]).sum();
@@ -311,7 +341,7 @@ fn one_real_rank_of_a_pretended_world_counts_what_the_schedule_says() {
             Arc::new(FakeGroup::new(axis, mesh.group_of(axis, rank).unwrap(), place).unwrap())
         };
         let (config, log) = (case.config(), Log::default());
-        let groups = ZeroGroups { dp: fake("dp"), sp: fake("sp") };
+        let groups = ZeroGroups { dp: fake("dp"), sp: fake("sp"), hybrid: None };
         let batch = global_batch(&Batch::random(case.model.vocab_size, 16, 66, 3)).unwrap();
         let (model, attention) = (Model::llama(&case.model).unwrap(), Arc::new(FlashAttention));
         let recorded = Recorded::groups(&groups, &log);
@@ -322,7 +352,7 @@ fn one_real_rank_of_a_pretended_world_counts_what_the_schedule_says() {
         let report = engine.train_batch(|| Ok::<_, DataError>(micro_batches.next().unwrap())).unwrap();
         let (expected, expected_moved) = case.scheduled(rank);
         assert_eq!(*log.lock().unwrap(), expected, "rank {rank}");
-        assert_eq!(moved(&groups.dp, &groups.sp).unwrap(), expected_moved, "rank {rank}");
+        assert_eq!(moved(&groups).unwrap(), expected_moved, "rank {rank}");
         assert_eq!(report.comm_bytes, expected_moved.values().map(|(sent, _)| sent).sum::<u64>());
         assert!(report.loss.is_finite() && groups.sp.split("x", Some(0), 0).is_err());
     }

@@ -11,7 +11,7 @@ use super::shard::{Shard, write_shard};
 use super::{CheckpointError, Storage};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::tensor::to_vec;
-use crate::zero::{ZeroError, ZeroOptimizer};
+use crate::zero::{KeptPart, ZeroError, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -78,7 +78,7 @@ enum Work {
 type Outcome = Result<Vec<FileEntry>, String>;
 
 /// A rank's partition by kind and unit; the units that have nothing in it are left out.
-type Partition = Vec<Vec<Tensor>>;
+type Partition = Vec<Vec<KeptPart>>;
 
 impl Saver {
     /// Makes checkpoints in `directory`, which exists and is this job's alone. `group` holds all
@@ -126,11 +126,8 @@ impl Saver {
             None => Work::Done(Ok(Vec::new())),
             Some(partition) => {
                 let job = self.job(&manifest, partition);
-                match state_views(state) {
-                    Err(error) => Work::Done(Err(error.to_string())),
-                    Ok(views) if self.options.background => spawn(job, &views),
-                    Ok(views) => Work::Done(job.write(&views)),
-                }
+                let parts = state_parts(state);
+                if self.options.background { spawn(job, &parts) } else { Work::Done(job.write(&parts)) }
             }
         };
         self.pending = Some(Pending { manifest, started, work });
@@ -248,7 +245,7 @@ impl Job {
         })
     }
 
-    fn write_kind(&self, kind: &str, units: &[Tensor]) -> Result<FileEntry, CheckpointError> {
+    fn write_kind(&self, kind: &str, units: &[KeptPart]) -> Result<FileEntry, CheckpointError> {
         let (dir, manifest) = (&self.dir, &self.manifest);
         let entry = write_shard(&*self.storage, dir, manifest, (kind, self.partition), units)?;
         if self.read_back {
@@ -259,12 +256,15 @@ impl Job {
 }
 
 /// Writes from a copy, in a thread.
-fn spawn(job: Job, views: &Partition) -> Work {
-    let copy = |view: &Tensor| Tensor::from_vec(to_vec::<f32>(view)?, view.shape(), &Device::Cpu);
-    let copies = views.iter().map(|units| units.iter().map(copy).collect()).collect();
+fn spawn(job: Job, parts: &Partition) -> Work {
+    let copy = |part: &KeptPart| {
+        let tensor = part.tensor()?;
+        Ok(KeptPart::whole(Tensor::from_vec(to_vec::<f32>(&tensor)?, tensor.shape(), &Device::Cpu)?))
+    };
+    let copies = parts.iter().map(|units| units.iter().map(copy).collect()).collect();
     let copies: Partition = match copies {
         Ok(copies) => copies,
-        Err(error) => return Work::Done(Err(candle_core::Error::to_string(&error))),
+        Err(error) => return Work::Done(Err(ZeroError::to_string(&error))),
     };
     let name = format!("checkpoint-{}", job.partition);
     let run = move || {
@@ -278,9 +278,9 @@ fn spawn(job: Job, views: &Partition) -> Work {
 }
 
 /// This rank's partition where it lies.
-fn state_views(state: &ZeroOptimizer) -> Result<Partition, ZeroError> {
+fn state_parts(state: &ZeroOptimizer) -> Partition {
     let (kinds, units) = (state.state_kinds().len(), state.layouts().count());
-    let of_kind = |kind| (0..units).filter_map(move |unit| state.state_partition(unit, kind).transpose());
+    let of_kind = |kind| (0..units).filter_map(move |unit| state.state_part(unit, kind));
     (0..kinds).map(|kind| of_kind(kind).collect()).collect()
 }
 

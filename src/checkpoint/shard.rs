@@ -4,8 +4,8 @@ use super::header::Header;
 use super::manifest::{FileEntry, Manifest, file_name};
 use super::{CheckpointError, Storage, StorageFile};
 use crate::tensor::{to_vec, with_slice};
-use crate::zero::FlatLayout;
-use candle_core::{Device, Tensor};
+use crate::zero::{FlatLayout, KeptPart};
+use candle_core::Device;
 use safetensors::Dtype;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -101,26 +101,28 @@ pub(super) fn expected_header(
     header
 }
 
-/// Writes the file of one kind of one partition, whose tensors `units` are flat f32.
+/// Writes the file of one kind of one partition.
 pub(super) fn write_shard(
     storage: &dyn Storage,
     dir: &Path,
     manifest: &Manifest,
     (kind, partition): (&str, usize),
-    units: &[Tensor],
+    units: &[KeptPart],
 ) -> Result<FileEntry, CheckpointError> {
     let name = file_name(kind, partition, manifest.num_partitions);
     let header = expected_header(manifest, &manifest.layouts(), kind, partition);
     let mut file = TensorFile::create(storage, dir.join(&name), &header)?;
     for unit in units {
+        // One at a time, where they are in a file.
+        let unit = unit.tensor().map_err(std::io::Error::other);
+        let unit = unit.map_err(CheckpointError::io("write", &dir.join(&name)))?;
         let mut write = |elements: &[f32]| file.write(elements, f32::to_le_bytes);
         let written = match unit.device() {
             // From where it lies, without a copy.
-            Device::Cpu => with_slice(unit, write),
-            _ => to_vec(unit).map(|elements| write(&elements)),
+            Device::Cpu => with_slice(&unit, write),
+            _ => to_vec(&unit).map(|elements| write(&elements)),
         };
-        let unreadable = |error: candle_core::Error| std::io::Error::other(error);
-        written.map_err(unreadable).map_err(CheckpointError::io("write", &dir.join(&name)))??;
+        written.map_err(std::io::Error::other).map_err(CheckpointError::io("write", &dir.join(&name)))??;
     }
     let Written { bytes, blake3 } = file.finish()?;
     Ok(FileEntry { name, kind: kind.to_owned(), partition, bytes, blake3 })

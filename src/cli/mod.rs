@@ -29,6 +29,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::mesh::{DeviceMesh, MeshError};
+use ulysses::monitor::above_progress;
 
 /// Trains transformers on sequences too long for one device.
 #[derive(Parser)]
@@ -160,7 +161,7 @@ fn print(text: impl Display) -> Result<(), Failure> {
 /// Writes a line about the run to standard error, if somebody reads it.
 fn note(line: impl Display) {
     if !IS_SILENT.load(Ordering::Relaxed) {
-        let _ = writeln!(std::io::stderr(), "{line}");
+        let _ = above_progress(|| writeln!(std::io::stderr(), "{line}"));
     }
 }
 

@@ -2,12 +2,13 @@
 
 use super::Failure;
 use anyhow::anyhow;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use tracing_subscriber::EnvFilter;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
 use ulysses::model::LlamaConfig;
+use ulysses::monitor::above_progress;
 
 /// Most threads of all ranks together. More is a typing error that would keep the machine
 /// busy for minutes before it fails.
@@ -30,10 +31,23 @@ pub(crate) fn start_logging() {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(stderr().is_terminal())
-        .with_writer(stderr)
+        .with_writer(|| LogLine)
         .with_target(false)
         .without_time()
         .init();
+}
+
+/// Standard error, which a live progress line may stand on.
+struct LogLine;
+
+impl Write for LogLine {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        above_progress(|| std::io::stderr().write(line))
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        std::io::stderr().flush()
+    }
 }
 
 /// Threads of each rank: what was asked for, or a fair share of the cores.

@@ -12,6 +12,7 @@
 //! 5. `mpi`: the backend whose ranks are processes (feature `mpi`).
 //! 6. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
 //! 7. [`MeshGroups`]: the groups along the axes of a device mesh.
+//! 8. [`CommTimer`]: what a rank's calls cost it in time, around any of them.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
@@ -41,6 +42,7 @@ mod plan;
 mod stats;
 mod strided;
 pub mod thread;
+mod timed;
 pub mod traffic;
 
 pub use crate::ops::rank_reduce::ReduceOp;
@@ -53,4 +55,5 @@ pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
 pub use thread::launch;
+pub use timed::{CallTimes, CommSeconds, CommTimer};
 pub use traffic::Traffic;

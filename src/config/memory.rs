@@ -4,6 +4,43 @@ use super::reader::Section;
 use serde::Serialize;
 use std::num::NonZero;
 
+/// Where state is between its uses.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Offload {
+    /// Where it is used.
+    #[default]
+    None,
+    /// In the host's memory, which is where ranks on a CPU use it.
+    Cpu,
+    /// In an unnamed file in this directory; without one in that of `ulysses.offload_path`.
+    Nvme(Option<String>),
+}
+
+impl Offload {
+    /// Its name in a file.
+    pub fn device(&self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Cpu => "cpu",
+            Self::Nvme(_) => "nvme",
+        }
+    }
+
+    /// Whether it is in a file.
+    pub fn is_in_file(&self) -> bool {
+        matches!(self, Self::Nvme(_))
+    }
+
+    fn read(section: &Section<'_>) -> Self {
+        let path = section.text("nvme_path");
+        match section.choice("device", &[("none", Self::None.device()), ("cpu", "cpu"), ("nvme", "nvme")]) {
+            Some("cpu") => Self::Cpu,
+            Some("nvme") => Self::Nvme(path),
+            _ => Self::None,
+        }
+    }
+}
+
 /// Settings that change how much memory a step takes, and nothing of its results but the order of sums.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MemoryConfig {
@@ -21,6 +58,12 @@ pub struct MemoryConfig {
     /// `ulysses.offload_path`: the directory of such files; default the system's for temporary files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offload_path: Option<String>,
+    /// `zero_optimization.offload_optimizer`: where optimizer state is between updates; default in memory.
+    #[serde(skip)]
+    pub offload_optimizer: Offload,
+    /// `zero_optimization.offload_param`: where partitions of parameters are between their uses; default in memory.
+    #[serde(skip)]
+    pub offload_parameters: Offload,
 }
 
 impl Default for MemoryConfig {
@@ -31,6 +74,8 @@ impl Default for MemoryConfig {
             head_chunks: 1,
             offload_checkpoints: false,
             offload_path: None,
+            offload_optimizer: Offload::None,
+            offload_parameters: Offload::None,
         }
     }
 }
@@ -38,6 +83,7 @@ impl Default for MemoryConfig {
 impl MemoryConfig {
     pub(super) fn read(root: &Section<'_>) -> Self {
         let (ulysses, checkpointing) = (root.section("ulysses"), root.section("activation_checkpointing"));
+        let zero = root.section("zero_optimization");
         let offload_checkpoints = checkpointing.boolean("cpu_checkpointing");
         if offload_checkpoints && !ulysses.boolean("activation_checkpointing") {
             let expected =
@@ -55,6 +101,8 @@ impl MemoryConfig {
             head_chunks: ulysses.count("head_chunks").unwrap_or(1),
             offload_checkpoints,
             offload_path: ulysses.text("offload_path"),
+            offload_optimizer: Offload::read(&zero.section("offload_optimizer")),
+            offload_parameters: Offload::read(&zero.section("offload_param")),
         }
     }
 }

@@ -80,6 +80,16 @@ pub enum MeshShapeError {
         /// Sequence-parallel ranks.
         sp: usize,
     },
+    /// ZeRO's partitions do not fill the data-parallel ranks.
+    #[error(
+        "dp {dp} does not divide into replicas of ZeRO's partitions: their number is {shard_size}, which must divide dp"
+    )]
+    ShardSize {
+        /// Data-parallel ranks.
+        dp: usize,
+        /// Ranks that share the partitions.
+        shard_size: StatedSize,
+    },
     /// The product exceeds the integers.
     #[error("the mesh of dp {dp} × sp {sp} ranks is too large")]
     Overflow {
@@ -114,6 +124,20 @@ impl MeshShape {
             }
             _ => Ok(Self { dp, sp }),
         }
+    }
+}
+
+impl MeshShape {
+    /// The one number of ranks that share ZeRO's partitions; none where that is not said, or is all of dp.
+    ///
+    /// # Errors
+    /// When two sizes contradict each other, or the size does not divide dp.
+    pub(super) fn shard_size(stated: &[StatedSize], dp: usize) -> Result<Option<usize>, MeshShapeError> {
+        let Some(size) = agreed_size("the number of ZeRO's partitions", stated)? else { return Ok(None) };
+        if !dp.is_multiple_of(size) {
+            return Err(MeshShapeError::ShardSize { dp, shard_size: stated[0] });
+        }
+        Ok((size != dp).then_some(size))
     }
 }
 

@@ -65,7 +65,7 @@ pub use data::{DataSource, HeldOut, Packing, SeqLenChange, ValidationConfig};
 pub use diagnostic::{Diagnostic, Excerpt, Position, Problem};
 pub use error::ConfigError;
 pub use explain::{UnknownKey, explain};
-pub use memory::MemoryConfig;
+pub use memory::{MemoryConfig, Offload};
 pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};
 pub use optimizer::OptimizerConfig;
 pub use parameter_groups::{GroupRate, NamePattern, ParameterGroup};

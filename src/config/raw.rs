@@ -33,6 +33,8 @@ pub struct RawConfig {
     pub(super) batch_place: Option<(Position, Excerpt)>,
     pub(super) dp_sizes: Vec<StatedSize>,
     pub(super) sp_sizes: Vec<StatedSize>,
+    /// Ranks that share ZeRO's partitions, where that is not all of dp.
+    pub(super) shard_sizes: Vec<StatedSize>,
     pub(super) optimizer: OptimizerConfig,
     pub(super) scheduler: Option<SchedulerConfig>,
     /// Whether the schedule ends with the run.
@@ -123,6 +125,7 @@ impl RawConfig {
             batch_place: None,
             dp_sizes: Vec::new(),
             sp_sizes: Vec::new(),
+            shard_sizes: Vec::new(),
             ..self
         }
     }
@@ -141,6 +144,7 @@ impl RawConfig {
             batch_place: batch_range.map(|range| report.place(range)),
             dp_sizes,
             sp_sizes,
+            shard_sizes: read_shard_sizes(&root.section("zero_optimization")),
             scheduler: SchedulerConfig::read(&scheduler, optimizer.lr()),
             decays_to_last_step: scheduler.section("params").is_auto("total_num_steps"),
             ulysses: UlyssesSection::read(&root.section("ulysses"), optimizer.lr()),
@@ -210,6 +214,18 @@ fn read_mesh(root: &Section<'_>) -> (Vec<StatedSize>, Vec<StatedSize>) {
     (sizes(mesh_dp, "data_parallel_size"), sizes(mesh_sp, "sequence_parallel_size"))
 }
 
+/// The sizes of ZeRO's partitions, as often as the file states them. MiCS is off below 1, ZeRO++'s second partition,
+/// which is 1 by default, at 1.
+fn read_shard_sizes(zero: &Section<'_>) -> Vec<StatedSize> {
+    let stated = |key, least| {
+        let size = zero.count(key).filter(|&size| size >= least)?;
+        let origin = SizeOrigin::Key { key, position: zero.position(zero.range(key)?) };
+        Some(StatedSize { size, origin })
+    };
+    let sizes = [stated("mics_shard_size", 1), stated("zero_hpz_partition_size", 2)];
+    sizes.into_iter().flatten().collect()
+}
+
 fn read_zero(root: &Section<'_>) -> ZeroStage {
     let zero = root.section("zero_optimization");
     let number = match root.boolean("zero_optimization") {
@@ -220,6 +236,9 @@ fn read_zero(root: &Section<'_>) -> ZeroStage {
         let offload = zero.section(section);
         if offload.text("device").is_some_and(|device| !device.eq_ignore_ascii_case("none")) && !is_enough {
             zero.contradiction("stage", &format!("{stages}, as `{section}.device` asks for offload"));
+            if !zero.names("stage") {
+                offload.contradiction("device", &format!("none, unless `stage` is {stages}"));
+            }
         }
     };
     needs("offload_param", "3", number == 3);

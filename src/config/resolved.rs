@@ -42,6 +42,9 @@ pub struct Config {
     pub dp_size: usize,
     /// Sequence-parallel ranks; default 1.
     pub sp_size: usize,
+    /// `zero_optimization.mics_shard_size` or `zero_hpz_partition_size`: neighbours along dp that partition among them
+    /// what the next ones hold once more; default none: all of dp.
+    pub zero_shard_size: Option<usize>,
     /// Optimizer steps between two progress lines; default 10.
     pub steps_per_print: u64,
     /// Seed of the initial weights and of the order of the data; default 1234, as in DeepSpeed.
@@ -208,6 +211,7 @@ impl RawConfig {
             zero_stage: self.zero_stage,
             dp_size: mesh.dp,
             sp_size: mesh.sp,
+            zero_shard_size: self.resolve_shard_size(mesh.dp)?,
             steps_per_print: self.steps_per_print,
             seed: overrides.seed.unwrap_or(self.seed),
             loss_normalization: self.loss_normalization,
@@ -258,6 +262,11 @@ impl RawConfig {
         let dp = with_flag(&self.dp_sizes, overrides.mesh.map(|(dp, _)| dp));
         let sp = with_flag(&self.sp_sizes, overrides.mesh.map(|(_, sp)| sp));
         MeshShape::resolve(&dp, &sp, overrides.world_size)
+            .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+    }
+
+    fn resolve_shard_size(&self, dp: usize) -> Result<Option<usize>, ConfigError> {
+        MeshShape::shard_size(&self.shard_sizes, dp)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
 
@@ -325,6 +334,11 @@ impl Config {
     /// The number of ranks of the mesh.
     pub fn world_size(&self) -> usize {
         self.dp_size * self.sp_size
+    }
+
+    /// Ranks that share ZeRO's partitions: all of dp, or the shard size of hybrid sharding.
+    pub fn zero_world_size(&self) -> usize {
+        self.zero_shard_size.unwrap_or(self.dp_size)
     }
 
     /// The learning rate of every step.

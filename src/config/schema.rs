@@ -9,15 +9,29 @@ use serde_json::{Map, Value, json};
 /// A JSON Schema (draft 2020-12) of the config file, for editors. `configs/ulysses.schema.json` is
 /// this value; a test compares them, and `ulysses config schema` writes it anew.
 ///
-/// It takes names of choices only as they are written here, while the reader takes any case; and
-/// it does not know contradictions between keys.
+/// It takes names of choices only as they are written here, while the reader takes any case; and of contradictions
+/// between keys it knows only which ZeRO stages have something to offload.
 pub fn json_schema() -> Value {
     let Value::Object(root) = object(ROOT) else { return Value::Null };
     let mut schema = Map::new();
     schema.insert("$schema".into(), "https://json-schema.org/draft/2020-12/schema".into());
     schema.insert("title".into(), format!("ulysses, with the keys of DeepSpeed {DEEPSPEED_VERSION}").into());
     schema.extend(root);
-    Value::Object(schema)
+    let mut schema = Value::Object(schema);
+    if let Some(zero) = schema.pointer_mut("/properties/zero_optimization/anyOf/0") {
+        zero["anyOf"] = stages_of_offload();
+    }
+    schema
+}
+
+/// What `offload_param` and `offload_optimizer` ask of `stage`.
+fn stages_of_offload() -> Value {
+    let off = json!({ "properties": { "device": { "enum": ["none", "auto"] } } });
+    json!([
+        { "properties": { "stage": { "const": 3 } }, "required": ["stage"] },
+        { "properties": { "stage": { "enum": [1, 2] }, "offload_param": off }, "required": ["stage"] },
+        { "properties": { "offload_param": off, "offload_optimizer": off } },
+    ])
 }
 
 fn object(keys: &'static [Key]) -> Value {

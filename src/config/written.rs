@@ -2,7 +2,7 @@
 
 use super::checkpoint::CheckpointConfig;
 use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
-use super::memory::MemoryConfig;
+use super::memory::{MemoryConfig, Offload};
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
 use super::precision::{Precision, WrittenPrecision};
@@ -18,7 +18,7 @@ struct WrittenConfig<'a> {
     gradient_accumulation_steps: usize,
     data_parallel_size: usize,
     sequence_parallel_size: usize,
-    zero_optimization: WrittenZero,
+    zero_optimization: WrittenZero<'a>,
     optimizer: &'a OptimizerConfig,
     #[serde(skip_serializing_if = "Option::is_none")]
     scheduler: Option<&'a SchedulerConfig>,
@@ -38,8 +38,28 @@ struct WrittenConfig<'a> {
 }
 
 #[derive(Serialize)]
-struct WrittenZero {
+struct WrittenZero<'a> {
     stage: ZeroStage,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mics_shard_size: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    offload_optimizer: Option<WrittenOffload<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    offload_param: Option<WrittenOffload<'a>>,
+}
+
+#[derive(Serialize)]
+struct WrittenOffload<'a> {
+    device: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    nvme_path: Option<&'a str>,
+}
+
+impl<'a> WrittenOffload<'a> {
+    fn of(offload: &'a Offload) -> Option<Self> {
+        let nvme_path = if let Offload::Nvme(path) = offload { path.as_deref() } else { None };
+        (*offload != Offload::None).then(|| Self { device: offload.device(), nvme_path })
+    }
 }
 
 #[derive(Serialize)]
@@ -106,7 +126,12 @@ impl Serialize for Config {
             gradient_accumulation_steps: self.gradient_accumulation_steps,
             data_parallel_size: self.dp_size,
             sequence_parallel_size: self.sp_size,
-            zero_optimization: WrittenZero { stage: self.zero_stage },
+            zero_optimization: WrittenZero {
+                stage: self.zero_stage,
+                mics_shard_size: self.zero_shard_size,
+                offload_optimizer: WrittenOffload::of(&self.memory.offload_optimizer),
+                offload_param: WrittenOffload::of(&self.memory.offload_parameters),
+            },
             optimizer: &self.optimizer,
             scheduler: self.scheduler.as_ref(),
             gradient_clipping: self.gradient_clipping,

@@ -30,13 +30,15 @@ mod kernel;
 mod kind;
 mod launcher;
 mod product;
+#[cfg(any(feature = "cuda", test))]
+mod staging;
 mod target;
 
 pub(crate) use address::Address;
-#[cfg(feature = "cuda")]
-pub(crate) use cuda::elements as cuda_elements;
 #[cfg(feature = "nccl")]
 pub(crate) use cuda::open as open_gpu;
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::{elements as cuda_elements, upload};
 #[cfg(feature = "kernel-emulation")]
 pub use emulation::emulate;
 pub use error::DeviceError;

@@ -7,6 +7,7 @@ use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::model::{HeadSaved, LayerContext, ModelError};
 use crate::ops::Workspace;
+use crate::ops::cross_entropy::Labels;
 use candle_core::Tensor;
 
 impl Engine {
@@ -31,8 +32,9 @@ impl Engine {
         // Until the end: what fails on the way leaves part of a gradient behind.
         self.is_broken = true;
         let (scale, weight) = self.loss_scale(&loss)?;
-        self.accumulation.add(&loss, weight);
-        self.backward_pass(loss.tape, scale, self.accumulation.micro_steps + 1 == accumulation)?;
+        let Loss { local, tape } = loss;
+        self.accumulation.add(local, tape.rows_hash, weight);
+        self.backward_pass(tape, scale, self.accumulation.micro_steps + 1 == accumulation)?;
         self.accumulation.micro_steps += 1;
         self.is_broken = false;
         Ok(())
@@ -72,7 +74,7 @@ impl Engine {
     fn backward_head(
         &mut self,
         saved: HeadSaved,
-        labels: &[i64],
+        labels: &Labels,
         scale: f32,
         ctx: &LayerContext,
     ) -> Result<Tensor, EngineError> {
@@ -82,6 +84,9 @@ impl Engine {
         let num_layers = self.model.layers.len();
         if num_layers > 0 {
             self.zero.prefetch(num_layers)?;
+        }
+        if num_layers > 1 {
+            self.zero.read_ahead(num_layers - 1)?;
         }
         let (params, (dnorm, dprojection)) = (head_views(&params, tied), head_views(&grads, tied));
         let grads = (dnorm.as_ref(), dprojection.as_ref());
@@ -93,7 +98,7 @@ impl Engine {
     /// Starts to fetch what the next layer's backward needs.
     fn read_ahead(&self, left: Option<&LayerTape>) -> Result<(), EngineError> {
         match (&self.checkpoint_file, left) {
-            (Some(file), Some(LayerTape::Stored(stored))) => file.read_ahead(stored),
+            (Some(file), Some(LayerTape::Stored(stored))) => Ok(file.read_ahead(stored)?),
             _ => Ok(()),
         }
     }
@@ -111,6 +116,10 @@ impl Engine {
         let grads = self.zero.gradients(unit)?;
         if index > 0 {
             self.zero.prefetch(unit - 1)?;
+            // The embedding's parameters are not needed in its backward.
+            if index > 1 {
+                self.zero.read_ahead(unit - 2)?;
+            }
         }
         let layer = &self.model.layers[index];
         let checkpoint = match left {
@@ -120,7 +129,7 @@ impl Engine {
                 return Ok((dx, x));
             }
             LayerTape::Checkpoint(tensors) => tensors,
-            LayerTape::Stored(stored) => load(&mut self.checkpoint_file, stored, &self.workspace)?,
+            LayerTape::Stored(stored) => load(self.checkpoint_file.as_ref(), stored, &self.workspace)?,
         };
         let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
@@ -151,7 +160,7 @@ impl Engine {
 
 /// Brings a stored checkpoint back to memory.
 fn load(
-    file: &mut Option<CheckpointFile>,
+    file: Option<&CheckpointFile>,
     stored: Vec<Stored>,
     workspace: &Workspace,
 ) -> Result<Vec<Tensor>, EngineError> {

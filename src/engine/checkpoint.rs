@@ -45,8 +45,8 @@ impl RunRecord {
 }
 
 impl Engine {
-    /// What saves this engine's checkpoints to `directory`, which exists. `group` is as [`Saver::new`] wants it. The
-    /// ranks of an sp group hold the same partition: one of them writes it. Collective.
+    /// What saves this engine's checkpoints to `directory`, which exists. `group` is as [`Saver::new`] wants it. Of the
+    /// ranks that hold the same partition, one writes it. Collective.
     ///
     /// # Errors
     /// As [`Saver::new`].
@@ -56,7 +56,7 @@ impl Engine {
         directory: &Path,
         options: SaveOptions,
     ) -> Result<Saver, EngineError> {
-        let partition = (self.groups.sp.rank() == 0).then(|| self.groups.dp.rank());
+        let partition = self.groups.written_partition();
         Ok(Saver::new(group, Arc::new(LocalStorage), directory, partition, options)?)
     }
 

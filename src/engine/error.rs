@@ -6,10 +6,10 @@ use crate::config::ConfigError;
 use crate::data::DataError;
 use crate::mesh::MeshError;
 use crate::model::ModelError;
+use crate::offload::OffloadError;
 use crate::ops::OpError;
 use crate::ulysses::UlyssesError;
 use crate::zero::ZeroError;
-use std::path::PathBuf;
 
 /// What can go wrong in a training step.
 #[derive(Debug, thiserror::Error)]
@@ -58,23 +58,21 @@ pub enum EngineError {
         /// The patterns of the groups that are frozen.
         patterns: Vec<String>,
     },
-    /// Checkpoints of activations could not be moved to a file or back.
+    /// Something could not be moved to a file or back.
+    #[error(transparent)]
+    Offload(#[from] OffloadError),
+    /// What is to be offloaded is on a device.
     #[error(
-        "cannot keep checkpoints of activations in a file in {}: {source}; `ulysses.offload_path` may name \
-         another directory", directory.display()
+        "`{key}`: {what} are moved from a CPU's memory to a file; from a GPU they are not moved yet: set it to {off}"
     )]
-    Offload {
-        /// Where the file is.
-        directory: PathBuf,
-        /// What the system reports.
-        source: std::io::Error,
+    OffloadFromDevice {
+        /// The key that asks for it.
+        key: &'static str,
+        /// What it asks to move.
+        what: &'static str,
+        /// The value that does not.
+        off: &'static str,
     },
-    /// Activations are on a device.
-    #[error(
-        "`activation_checkpointing.cpu_checkpointing`: checkpoints are moved from a CPU's memory to a file; from a \
-         GPU they are not moved yet: set it to false"
-    )]
-    OffloadFromDevice,
     /// A micro batch does not fit the config or the mesh.
     #[error("micro batch: {what} is {got}, expected {expected}")]
     MicroBatch {

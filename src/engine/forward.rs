@@ -5,14 +5,16 @@ use super::{Engine, EngineError};
 use crate::config::MemoryConfig;
 use crate::data::MicroBatch;
 use crate::mesh::shard_range;
-use crate::model::{HeadSaved, LayerContext, Saved, Tiling};
-use crate::ops::cross_entropy::LossSum;
+use crate::model::{HeadSaved, LayerContext, Saved, Tiling, TokenLayout};
+use crate::ops::cross_entropy::{Labels, LossSum, Losses};
+use crate::ops::embedding::Ids;
 use candle_core::Tensor;
+use std::sync::Arc;
 
 /// A micro batch's loss on this rank, and what its backward pass needs.
 #[must_use]
 pub struct Loss {
-    local: LossSum,
+    pub(super) local: Losses,
     pub(super) tape: Tape,
 }
 
@@ -22,8 +24,8 @@ pub(super) struct Tape {
     /// Steps that were done when it was made: the parameters that it saw.
     pub(super) step: u64,
     pub(super) rows_hash: u64,
-    pub(super) input_ids: Vec<u32>,
-    pub(super) labels: Vec<i64>,
+    pub(super) input_ids: Ids,
+    pub(super) labels: Labels,
     /// What every layer left.
     pub(super) layers: Vec<LayerTape>,
     /// Output of the last layer.
@@ -52,14 +54,17 @@ impl LayerTape {
 }
 
 impl Loss {
-    /// Sum of the token losses of this rank's tokens.
-    pub fn sum(&self) -> f64 {
-        self.local.sum
+    /// Sum of the token losses of this rank's tokens. A GPU is waited for.
+    ///
+    /// # Errors
+    /// A GPU that failed.
+    pub fn sum(&self) -> Result<f64, EngineError> {
+        Ok(self.local.sum()?.sum)
     }
 
     /// Tokens of this rank that have a label.
     pub fn valid_tokens(&self) -> u64 {
-        self.local.valid_tokens
+        self.local.valid_tokens()
     }
 
     /// Bytes of the tensors kept for the backward pass; one that is kept twice counts twice.
@@ -86,7 +91,8 @@ impl Engine {
         }
         let ctx = self.context(batch)?;
         let mut layers = Vec::with_capacity(self.model.layers.len());
-        let hidden = self.run_layers(&batch.input_ids, &ctx, |engine, index, params, x| {
+        let input_ids = Ids::new(&*batch.input_ids);
+        let hidden = self.run_layers(&input_ids, &ctx, |engine, index, params, x| {
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
                 let (y, checkpoint) = layer.forward_checkpointed(params, x, &ctx)?;
@@ -101,8 +107,8 @@ impl Engine {
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
-        let (local, head) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
-        let (input_ids, labels) = (batch.input_ids.clone(), batch.labels.clone());
+        let labels = Labels::new(&*batch.labels);
+        let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
         let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
         Ok(Loss { local, tape: Tape { ctx, step, rows_hash, input_ids, labels, layers, hidden, head } })
     }
@@ -118,13 +124,15 @@ impl Engine {
         let sent = self.bytes_sent();
         self.check_rows(batch.rows_hash)?;
         let ctx = self.context(batch)?;
-        let hidden = self.run_without_tape(&batch.input_ids, &ctx)?;
+        let hidden = self.run_without_tape(&Ids::new(&*batch.input_ids), &ctx)?;
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
-        let (local, head) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
+        let labels = Labels::new(&*batch.labels);
+        let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
         self.zero.release(head_unit);
         head.recycle(&ctx);
+        let local = local.sum()?;
         let [sum, valid_tokens] = self.sum_over_mesh([local.sum, local.valid_tokens as f64])?;
         // A step's metrics count what the step sent.
         self.reported_bytes += self.bytes_sent() - sent;
@@ -139,7 +147,7 @@ impl Engine {
     pub fn logits(&mut self, batch: &MicroBatch) -> Result<Tensor, EngineError> {
         self.check_usable()?;
         let ctx = self.context(batch)?;
-        let hidden = self.run_without_tape(&batch.input_ids, &ctx)?;
+        let hidden = self.run_without_tape(&Ids::new(&*batch.input_ids), &ctx)?;
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
@@ -149,14 +157,14 @@ impl Engine {
     }
 
     /// A layer's checkpoint, where the config wants it.
-    fn keep(&mut self, checkpoint: Vec<Tensor>) -> Result<LayerTape, EngineError> {
-        let Some(file) = &mut self.checkpoint_file else { return Ok(LayerTape::Checkpoint(checkpoint)) };
+    fn keep(&self, checkpoint: Vec<Tensor>) -> Result<LayerTape, EngineError> {
+        let Some(file) = &self.checkpoint_file else { return Ok(LayerTape::Checkpoint(checkpoint)) };
         let stored = checkpoint.into_iter().map(|tensor| file.store(tensor));
         Ok(LayerTape::Stored(stored.collect::<Result<_, _>>()?))
     }
 
     /// Layers whose output is all that is asked for.
-    fn run_without_tape(&mut self, input_ids: &[u32], ctx: &LayerContext) -> Result<Tensor, EngineError> {
+    fn run_without_tape(&mut self, input_ids: &Ids, ctx: &LayerContext) -> Result<Tensor, EngineError> {
         self.run_layers(input_ids, ctx, |engine, index, params, x| {
             let (y, checkpoint) = engine.model.layers[index].forward_checkpointed(params, x, ctx)?;
             checkpoint.into_iter().for_each(|tensor| engine.workspace.give(tensor));
@@ -174,7 +182,7 @@ impl Engine {
     /// a layer are gathered before and released after it, the next one's gather runs meanwhile.
     fn run_layers(
         &mut self,
-        input_ids: &[u32],
+        input_ids: &Ids,
         ctx: &LayerContext,
         mut run: impl FnMut(&mut Self, usize, &[Tensor], Tensor) -> Result<Tensor, EngineError>,
     ) -> Result<Tensor, EngineError> {
@@ -182,6 +190,9 @@ impl Engine {
         for index in 0..self.model.layers.len() {
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;
+            if index + 1 < self.model.layers.len() {
+                self.zero.read_ahead(self.unit_after(index + 1))?;
+            }
             x = run(self, index, &params, x)?;
             self.zero.release(index + 1);
         }
@@ -190,15 +201,19 @@ impl Engine {
 
     /// Looks up the embedding. The views end here, or they would keep the gathered matrix
     /// beyond its release.
-    fn embed(&mut self, input_ids: &[u32], ctx: &LayerContext) -> Result<Tensor, EngineError> {
+    fn embed(&mut self, input_ids: &Ids, ctx: &LayerContext) -> Result<Tensor, EngineError> {
         let params = self.zero.parameters(0)?;
-        self.zero.prefetch(if self.model.layers.is_empty() { self.head_unit() } else { 1 })?;
+        let next = if self.model.layers.is_empty() { self.head_unit() } else { 1 };
+        self.zero.prefetch(next)?;
+        if next == 1 {
+            self.zero.read_ahead(self.unit_after(0))?;
+        }
         let x = self.model.embedding.forward(&params[0], input_ids, ctx)?;
         self.zero.release(0);
         Ok(x)
     }
 
-    fn context(&self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
+    fn context(&mut self, batch: &MicroBatch) -> Result<LayerContext, EngineError> {
         let sp = &self.groups.sp;
         let shard = shard_range(batch.seq_len, sp.world_size(), sp.rank());
         let tokens = batch.batch * shard.len();
@@ -215,15 +230,22 @@ impl Engine {
         if let Some((what, got, expected)) = sizes.into_iter().find(|(_, got, expected)| got != expected) {
             return Err(EngineError::MicroBatch { what, got, expected });
         }
-        let ctx = LayerContext::new(
-            batch.shard.clone(),
-            batch.position_ids.clone(),
-            batch.cu_seqlens.clone(),
-            self.attention.clone(),
-            self.workspace.clone(),
-        )?;
+        let tokens = self.token_layout(batch)?;
+        let ctx = LayerContext::new(tokens, self.attention.clone(), self.workspace.clone());
         let MemoryConfig { tile_tokens, head_chunks, .. } = self.config.memory;
         Ok(ctx.with_tiling(Tiling { tile_tokens, head_chunks }))
+    }
+
+    /// The last micro batch's, where the tokens of this one stand in the same places: with their tables, which are
+    /// on the device already.
+    fn token_layout(&mut self, batch: &MicroBatch) -> Result<Arc<TokenLayout>, EngineError> {
+        let MicroBatch { shard, position_ids, cu_seqlens, .. } = batch;
+        let known = self.token_layout.take().filter(|last| last.is_of(shard, position_ids, cu_seqlens));
+        let layout = match known {
+            Some(layout) => layout,
+            None => Arc::new(TokenLayout::new(shard.clone(), position_ids.clone(), cu_seqlens.clone())?),
+        };
+        Ok(self.token_layout.insert(layout).clone())
     }
 }
 

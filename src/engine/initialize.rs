@@ -2,12 +2,14 @@
 
 use super::EngineError;
 use super::loss_scale::LossScaler;
-use super::offload::CheckpointFile;
+use super::offload::{CheckpointFile, storage};
 use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
-use crate::comm::{MeshGroups, ProcessGroup};
+use super::times::StepTimes;
+use crate::comm::{CommTimer, MeshGroups, ProcessGroup};
 use crate::config::{Config, LrSchedule};
-use crate::model::{Model, WeightSource};
+use crate::mesh::SHARD_AXIS;
+use crate::model::{Model, TokenLayout, WeightSource};
 use crate::ops::Workspace;
 use crate::ops::attention::{Attention, FlashAttention};
 use crate::tensor::TensorOptions;
@@ -15,7 +17,6 @@ use crate::ulysses::UlyssesAttention;
 use crate::zero::{FlatLayout, ZeroGroups, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use std::collections::HashSet;
-use std::path::Path;
 use std::sync::Arc;
 
 /// A model in training on one rank of the mesh.
@@ -27,6 +28,8 @@ pub struct Engine {
     pub(super) global_rank: usize,
     pub(super) attention: Arc<dyn Attention>,
     pub(super) workspace: Arc<Workspace>,
+    /// Of the last micro batch: the next one's are most often the same.
+    pub(super) token_layout: Option<Arc<TokenLayout>>,
     /// Where checkpoints of layers wait for their backward pass, if not in memory.
     pub(super) checkpoint_file: Option<CheckpointFile>,
     pub(super) schedule: LrSchedule,
@@ -41,6 +44,9 @@ pub struct Engine {
     pub(super) is_broken: bool,
     /// Bytes sent when the last report was made.
     pub(super) reported_bytes: u64,
+    pub(super) comm_timer: Arc<CommTimer>,
+    /// Of the steps since they were taken last.
+    pub(super) times: StepTimes,
 }
 
 /// Puts `model` on this rank of the mesh: allocates what the ZeRO stage leaves here and
@@ -57,7 +63,7 @@ pub fn initialize(
     groups: &MeshGroups,
 ) -> Result<Engine, EngineError> {
     let device = groups.device();
-    let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+    let groups = ZeroGroups::new(groups, config.zero_shard_size)?;
     Engine::with_attention(model, weights, config, groups, Arc::new(FlashAttention), device)
 }
 
@@ -76,9 +82,12 @@ impl Engine {
         device: &Device,
     ) -> Result<Self, EngineError> {
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
+        let comm_timer = Arc::new(CommTimer::default());
+        let groups = groups.map(|axis, group| comm_timer.along(axis, group));
         warn_about_candle_threads();
         check_axis("dp", config.dp_size, &*groups.dp)?;
         check_axis("sp", config.sp_size, &*groups.sp)?;
+        check_axis(SHARD_AXIS, config.zero_world_size(), &**groups.shard())?;
         model.head = model.head.with_tile_tokens(config.loss_tile_tokens);
         let units = model.units();
         let mut names = HashSet::new();
@@ -86,11 +95,12 @@ impl Engine {
         if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
             return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
         }
-        let checkpoint_file = checkpoint_file(config, device)?;
+        let checkpoint_file = CheckpointFile::of(config, device)?;
+        let storage = storage(config, options.clone())?;
         check_parameter_groups(&config.parameter_groups, &units)?;
         let layout = |unit: &crate::model::UnitSpec| {
             let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
-            FlatLayout::new(unit.name.clone(), parameters, config.dp_size)
+            FlatLayout::new(unit.name.clone(), parameters, config.zero_world_size())
         };
         let layouts = units.iter().map(layout).collect();
         let fill = |(unit, parameter): (usize, usize), elements, out: &mut [f32]| {
@@ -102,7 +112,7 @@ impl Engine {
             config.optimizer.clone(),
             &config.parameter_groups,
             groups.clone(),
-            options.clone(),
+            storage,
             &fill,
         )?;
         tracing::debug!(
@@ -123,6 +133,7 @@ impl Engine {
             groups,
             attention: Arc::new(attention),
             workspace,
+            token_layout: None,
             checkpoint_file,
             accumulation: Accumulation::default(),
             step: 0,
@@ -131,6 +142,8 @@ impl Engine {
             consecutive_skips: 0,
             is_broken: false,
             reported_bytes: 0,
+            comm_timer,
+            times: StepTimes::default(),
         })
     }
 
@@ -152,7 +165,7 @@ impl Engine {
         Ok(self.zero.gather_parameters()?)
     }
 
-    /// The data-parallel group: the ZeRO world.
+    /// The data-parallel group: the ZeRO world, unless that is a part of it.
     pub fn dp_group(&self) -> &Arc<dyn ProcessGroup> {
         &self.groups.dp
     }
@@ -160,6 +173,11 @@ impl Engine {
     /// The sequence-parallel group.
     pub fn sp_group(&self) -> &Arc<dyn ProcessGroup> {
         &self.groups.sp
+    }
+
+    /// All groups that this engine communicates with.
+    pub fn groups(&self) -> &ZeroGroups {
+        &self.groups
     }
 
     /// Updates done so far; skipped steps do not count.
@@ -186,17 +204,6 @@ impl Engine {
     pub(super) fn unit_after(&self, index: usize) -> usize {
         if index + 1 < self.model.layers.len() { index + 2 } else { self.head_unit() }
     }
-}
-
-/// The file that the config asks for. Each rank has its own.
-fn checkpoint_file(config: &Config, device: &Device) -> Result<Option<CheckpointFile>, EngineError> {
-    if !config.memory.offload_checkpoints {
-        return Ok(None);
-    }
-    if !device.is_cpu() {
-        return Err(EngineError::OffloadFromDevice);
-    }
-    CheckpointFile::create(config.memory.offload_path.as_deref().map(Path::new)).map(Some)
 }
 
 /// The library's ops do not use candle's own pool, layers written with candle ops do: it is

@@ -28,6 +28,7 @@ mod report;
 mod rows;
 pub mod schedule;
 mod step;
+mod times;
 mod train;
 mod verify;
 
@@ -39,4 +40,5 @@ pub use parameter_groups::check_parameter_groups;
 pub use report::Passes;
 pub use schedule::schedule;
 pub use step::StepReport;
+pub use times::{PhaseTimes, StepTimes};
 pub use verify::BatchOutcome;

@@ -21,8 +21,8 @@ pub struct Passes {
 }
 
 impl StepReport {
-    /// The record of a step that took `step_seconds`. What the engine does not know, the seconds that were spent
-    /// waiting for data and the share of padding, is 0.
+    /// The record of a step that took `step_seconds`, without what the report does not know: data, the shares of
+    /// the time, and the peak of the machine.
     pub fn metrics(&self, step_seconds: f64) -> Metrics {
         Metrics {
             step: self.step,
@@ -36,9 +36,8 @@ impl StepReport {
             skipped: self.skipped,
             overflow: self.overflow,
             comm_bytes: self.comm_bytes,
-            data_seconds: 0.0,
-            padding_share: 0.0,
             memory_bytes: u64::try_from(memory::live_bytes()).unwrap_or(0),
+            ..Metrics::default()
         }
     }
 }
@@ -51,15 +50,13 @@ impl Engine {
     /// Failed communication.
     pub fn summary(&self, model: &LlamaConfig, passes: &[Passes]) -> Result<RankSummary, EngineError> {
         // What a rank has sent is complete once all others have taken it.
-        self.groups.dp.barrier()?;
-        self.groups.sp.barrier()?;
+        let groups = self.groups.by_axis();
+        groups.iter().try_for_each(|(_, group)| group.barrier())?;
         let (held, expected) = (self.zero.held_bytes(), self.zero.expected_held_bytes());
         Ok(RankSummary {
             rank: self.global_rank,
             // By axis: a group that spans the world is the world's and bears its name.
-            groups: [("dp", &self.groups.dp), ("sp", &self.groups.sp)]
-                .map(|(axis, group)| (axis.to_owned(), group.stats()))
-                .into(),
+            groups: groups.into_iter().map(|(axis, group)| (axis.to_owned(), group.stats())).collect(),
             expected_exchange_bytes: passes
                 .iter()
                 .map(|passes| self.exchange_bytes(model, *passes))

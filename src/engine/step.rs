@@ -1,8 +1,11 @@
 //! The optimizer step.
 
-use super::{Engine, EngineError, Loss, rows};
+use super::{Engine, EngineError, rows};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
+use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
+use crate::ops::OpError;
+use crate::ops::cross_entropy::{LossSum, Losses};
 use candle_core::Tensor;
 use std::collections::HashSet;
 
@@ -16,18 +19,28 @@ const STEPS_PER_REPLICA_CHECK: u64 = 100;
 #[derive(Debug, Default)]
 pub(super) struct Accumulation {
     pub(super) micro_steps: usize,
-    /// Weighted sum of the token losses.
-    loss_sum: f64,
-    valid_tokens: u64,
+    /// The token losses of each micro step, and the weight of their sum.
+    losses: Vec<(Losses, f64)>,
     /// Of the rows of all micro steps.
     rows_hash: u64,
 }
 
 impl Accumulation {
-    pub(super) fn add(&mut self, loss: &Loss, weight: f64) {
-        self.loss_sum += loss.sum() * weight;
-        self.valid_tokens += loss.valid_tokens();
-        self.rows_hash = rows::combine(self.rows_hash, loss.tape.rows_hash);
+    pub(super) fn add(&mut self, losses: Losses, rows_hash: u64, weight: f64) {
+        self.losses.push((losses, weight));
+        self.rows_hash = rows::combine(self.rows_hash, rows_hash);
+    }
+
+    /// The weighted sum of the token losses, and the number of tokens that have a label. A GPU is waited for, once
+    /// for all micro steps.
+    fn sum(&self) -> Result<[f64; 2], OpError> {
+        let mut total = [0.0; 2];
+        for (losses, weight) in &self.losses {
+            let LossSum { sum, valid_tokens } = losses.sum()?;
+            total[0] += sum * weight;
+            total[1] += valid_tokens as f64;
+        }
+        Ok(total)
     }
 }
 
@@ -126,13 +139,13 @@ impl Engine {
     }
 
     /// The part of the model where the gradient overflows: the first, in the order of the backward pass, whose
-    /// gradient is not finite on some rank. Collective over dp.
+    /// gradient is not finite on some rank. Collective over the ZeRO world.
     fn first_overflowing_part(&self) -> Result<String, EngineError> {
         let parts = self.parts_in_backward_order();
         let overflowing: HashSet<_> = self.zero.non_finite_gradients()?.into_iter().collect();
         let own = parts.iter().position(|(_, names)| names.iter().any(|name| overflowing.contains(name)));
         let own = own.map_or(i64::MAX, |part| part as i64);
-        let first = self.groups.dp.all_reduce_values(&[own], ReduceOp::Min)?[0];
+        let first = self.groups.shard().all_reduce_values(&[own], ReduceOp::Min)?[0];
         let part = usize::try_from(first).ok().and_then(|part| parts.get(part));
         Ok(part.map_or("the loss", |(part, _)| *part).to_owned())
     }
@@ -183,8 +196,7 @@ impl Engine {
         if done < accumulation {
             return Err(EngineError::NotAtBoundary { accumulation, done });
         }
-        let local = [self.accumulation.loss_sum, self.accumulation.valid_tokens as f64];
-        let [loss_sum, valid] = self.sum_over_mesh(local)?;
+        let [loss_sum, valid] = self.sum_over_mesh(self.accumulation.sum()?)?;
         let (loss, factor) = match self.config.loss_normalization {
             _ if valid == 0.0 => (0.0, 0.0),
             LossNormalization::Global => (loss_sum / valid, self.loss_constant() / valid),
@@ -220,19 +232,24 @@ impl Engine {
         self.accumulation = Accumulation::default();
     }
 
-    /// Compares what several ranks hold and update redundantly: parameters and optimizer state in an sp group; in
-    /// a dp group parameters below ZeRO stage 3 and optimizer state at stage 0. Collective; `step` calls it every
+    /// Compares what several ranks hold and update redundantly: parameters and optimizer state among the replicas of
+    /// a partition (an sp group); in the ZeRO world (a dp group) parameters below ZeRO stage 3 and optimizer state
+    /// at stage 0. Collective; `step` calls it every
     /// hundred updates, and every save of a checkpoint before it begins.
     ///
     /// # Errors
     /// [`EngineError::ReplicasDiffer`], or failed communication.
     pub fn check_replicas(&self) -> Result<(), EngineError> {
-        self.check_replicas_along("sp", &*self.groups.sp, true)?;
+        let (shard, replicas) = match &self.groups.hybrid {
+            Some(_) => (SHARD_AXIS, REPLICAS_AXIS),
+            None => ("dp", "sp"),
+        };
+        self.check_replicas_along(replicas, &**self.groups.replicas(), true)?;
         let stage = self.zero.stage();
         if stage.partitions_parameters() {
             return Ok(());
         }
-        self.check_replicas_along("dp", &*self.groups.dp, !stage.partitions_optimizer())
+        self.check_replicas_along(shard, &**self.groups.shard(), !stage.partitions_optimizer())
     }
 
     fn check_replicas_along(
@@ -274,7 +291,6 @@ impl Engine {
     }
 
     pub(super) fn bytes_sent(&self) -> u64 {
-        let of = |group: &dyn ProcessGroup| group.stats().total().bytes_sent;
-        of(&*self.groups.dp) + of(&*self.groups.sp)
+        self.groups.by_axis().into_iter().map(|(_, group)| group.stats().total().bytes_sent).sum()
     }
 }

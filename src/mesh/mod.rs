@@ -20,6 +20,7 @@ mod draw;
 mod error;
 mod notation;
 mod shard;
+mod sharding;
 mod slice;
 #[cfg(test)]
 mod tests;
@@ -27,6 +28,7 @@ mod tests;
 pub use draw::draw;
 pub use error::MeshError;
 pub use shard::shard_range;
+pub use sharding::{REPLICAS_AXIS, SHARD_AXIS};
 
 use std::collections::HashSet;
 

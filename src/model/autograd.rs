@@ -50,8 +50,9 @@ impl BlockContext<'_> {
         let table: Arc<rope::Table> = self.layer.rope(head_dim, rope).map_err(candle_core::Error::wrap)?;
         let dims = (self.batch(), self.seq_len_local(), 1, head_dim / 2);
         let options = self.layer.workspace().options();
-        let upload = |values| Tensor::from_slice(values, dims, &options.device)?.to_dtype(options.dtype);
-        Ok((upload(table.cos())?, upload(table.sin())?))
+        let [cos, sin] = table.on(&options.device)?;
+        let shaped = |half: Tensor| half.reshape(dims)?.to_dtype(options.dtype);
+        Ok((shaped(cos)?, shaped(sin)?))
     }
 }
 

@@ -29,24 +29,17 @@ impl Default for Tiling {
     }
 }
 
-/// The batch that a layer works on, and the services it may use.
-///
-/// Rotary tables and attention geometries depend on the micro batch only. They are made at
-/// first use and shared by all layers.
-pub struct LayerContext {
-    batch: usize,
-    seq_len_local: usize,
+/// Where the tokens of a micro batch stand, and what depends on nothing else: rotary tables and attention
+/// geometries. These are made at first use and shared by all layers, and by micro batches alike.
+pub struct TokenLayout {
     position_ids: Vec<u32>,
     geometry: Geometry,
-    attention: Arc<dyn Attention>,
-    workspace: Arc<Workspace>,
-    tiling: Tiling,
     head_geometries: Mutex<HashMap<HeadKey, Geometry>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
 }
 
-impl LayerContext {
-    /// Context of a micro batch of which this rank holds tokens `shard` of every row.
+impl TokenLayout {
+    /// The layout of a micro batch of which this rank holds tokens `shard` of every row.
     ///
     /// # Shapes
     /// `position_ids`: `[batch, shard.len()]`, row-major; `cu_seqlens`: the document
@@ -58,23 +51,33 @@ impl LayerContext {
         shard: Range<usize>,
         position_ids: Vec<u32>,
         cu_seqlens: Arc<Vec<Vec<u32>>>,
-        attention: Arc<dyn Attention>,
-        workspace: Arc<Workspace>,
     ) -> Result<Self, ModelError> {
         let positions: Arc<[u32]> = (shard.start as u32..shard.end as u32).collect();
-        let batch = cu_seqlens.len();
         let geometry = Geometry::new(positions.clone(), positions, cu_seqlens, Vec::new(), None)?;
-        Ok(Self {
-            batch,
-            seq_len_local: shard.len(),
-            position_ids,
-            geometry,
-            attention,
-            workspace,
-            tiling: Tiling::default(),
-            head_geometries: Mutex::default(),
-            rope_tables: Mutex::default(),
-        })
+        Ok(Self { position_ids, geometry, head_geometries: Mutex::default(), rope_tables: Mutex::default() })
+    }
+
+    /// Whether [`new`](Self::new) would make the same of these arguments.
+    pub fn is_of(&self, shard: &Range<usize>, position_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> bool {
+        let own_shard = self.geometry.q_positions();
+        let is_shard = own_shard.len() == shard.len()
+            && own_shard.first().is_none_or(|first| *first as usize == shard.start);
+        is_shard && self.position_ids == position_ids && **self.geometry.cu_seqlens() == cu_seqlens
+    }
+}
+
+/// The batch that a layer works on, and the services it may use.
+pub struct LayerContext {
+    tokens: Arc<TokenLayout>,
+    attention: Arc<dyn Attention>,
+    workspace: Arc<Workspace>,
+    tiling: Tiling,
+}
+
+impl LayerContext {
+    /// Context of a micro batch whose tokens stand where `tokens` says.
+    pub fn new(tokens: Arc<TokenLayout>, attention: Arc<dyn Attention>, workspace: Arc<Workspace>) -> Self {
+        Self { tokens, attention, workspace, tiling: Tiling::default() }
     }
 
     /// Sets how much exists at a time.
@@ -90,24 +93,24 @@ impl LayerContext {
 
     /// The tokens of all rows, `0..batch · seq_local`, in the tiles of [`Tiling::tile_tokens`].
     pub fn token_tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let tokens = self.batch * self.seq_len_local;
+        let tokens = self.batch() * self.seq_len_local();
         let tile = self.tiling.tile_tokens.map_or(tokens.max(1), NonZero::get);
         (0..tokens).step_by(tile).map(move |start| start..(start + tile).min(tokens))
     }
 
     /// Rows of the micro batch.
     pub fn batch(&self) -> usize {
-        self.batch
+        self.tokens.geometry.batch()
     }
 
     /// This rank's tokens of every row.
     pub fn seq_len_local(&self) -> usize {
-        self.seq_len_local
+        self.tokens.geometry.q_positions().len()
     }
 
     /// Positions of this rank's tokens within their documents, `[batch, seq_local]`.
     pub fn position_ids(&self) -> &[u32] {
-        &self.position_ids
+        &self.tokens.position_ids
     }
 
     /// The attention, sequence-parallel where the mesh is.
@@ -123,8 +126,8 @@ impl LayerContext {
     /// Which keys each query sees, for `num_heads` query heads in groups of
     /// `num_heads / num_kv_heads` to a KV head.
     pub fn geometry(&self, num_heads: usize, num_kv_heads: usize) -> Geometry {
-        let mut geometries = self.head_geometries.lock().unwrap_or_else(PoisonError::into_inner);
-        let make = || self.geometry.with_heads(grouped_heads(num_heads, num_kv_heads));
+        let mut geometries = self.tokens.head_geometries.lock().unwrap_or_else(PoisonError::into_inner);
+        let make = || self.tokens.geometry.with_heads(grouped_heads(num_heads, num_kv_heads));
         geometries.entry((num_heads, num_kv_heads, None)).or_insert_with(make).clone()
     }
 
@@ -142,12 +145,13 @@ impl LayerContext {
         if window.is_none() {
             return Ok(self.geometry(num_heads, num_kv_heads));
         }
-        let mut geometries = self.head_geometries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut geometries = self.tokens.head_geometries.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (num_heads, num_kv_heads, window);
         if let Some(geometry) = geometries.get(&key) {
             return Ok(geometry.clone());
         }
-        let (positions, documents) = (self.geometry.q_positions(), self.geometry.cu_seqlens());
+        let geometry = &self.tokens.geometry;
+        let (positions, documents) = (geometry.q_positions(), geometry.cu_seqlens());
         let heads = grouped_heads(num_heads, num_kv_heads);
         let geometry = Geometry::new(positions.clone(), positions.clone(), documents.clone(), heads, window)?;
         geometries.insert(key, geometry.clone());
@@ -160,27 +164,28 @@ impl LayerContext {
     /// A head dimension that rotary embedding cannot pair up, or a scaling without frequencies.
     pub fn rope(&self, head_dim: usize, rope: impl Into<Rope>) -> Result<Arc<rope::Table>, ModelError> {
         let rope = rope.into();
-        let mut tables = self.rope_tables.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tables = self.tokens.rope_tables.lock().unwrap_or_else(PoisonError::into_inner);
         let known = tables.iter().find(|(dim, known, _)| (*dim, *known) == (head_dim, rope));
         if let Some((.., table)) = known {
             return Ok(table.clone());
         }
         let lens = self.document_lens();
-        let table = Arc::new(rope::Table::scaled(&self.position_ids, &lens, head_dim, &rope)?);
+        let table = Arc::new(rope::Table::scaled(self.position_ids(), &lens, head_dim, &rope)?);
         tables.push((head_dim, rope, table.clone()));
         Ok(table)
     }
 
     /// For each of this rank's tokens, the length of its whole document.
     fn document_lens(&self) -> Vec<u32> {
+        let geometry = &self.tokens.geometry;
         let of_row = |boundaries: &Vec<u32>| {
             let mut documents = boundaries.windows(2).peekable();
             let mut len_at = |position: u32| {
                 while documents.next_if(|document| document[1] <= position).is_some() {}
                 documents.peek().map_or(0, |document| document[1] - document[0])
             };
-            self.geometry.q_positions().iter().map(|position| len_at(*position)).collect::<Vec<u32>>()
+            geometry.q_positions().iter().map(|position| len_at(*position)).collect::<Vec<u32>>()
         };
-        self.geometry.cu_seqlens().iter().flat_map(of_row).collect()
+        geometry.cu_seqlens().iter().flat_map(of_row).collect()
     }
 }

@@ -1,7 +1,7 @@
 //! Token ids to hidden states.
 
 use super::{Init, LayerContext, ModelError, ParameterSpec};
-use crate::ops::embedding;
+use crate::ops::embedding::{self, Ids};
 use candle_core::Tensor;
 
 /// The token embedding; with a tied head its matrix is the head's as well.
@@ -34,7 +34,7 @@ impl Embedding {
     pub fn forward(
         &self,
         weight: &Tensor,
-        input_ids: &[u32],
+        input_ids: &Ids,
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
         let y = ctx.workspace().take((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
@@ -49,7 +49,7 @@ impl Embedding {
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn backward(&self, input_ids: &[u32], dy: &Tensor, dweight: &Tensor) -> Result<(), ModelError> {
+    pub fn backward(&self, input_ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), ModelError> {
         Ok(embedding::backward(input_ids, dy, dweight)?)
     }
 }

@@ -1,7 +1,7 @@
 //! The final norm, the output projection and the loss, in tiles of tokens.
 
 use super::{Init, LayerContext, ModelError, ParameterSpec};
-use crate::ops::cross_entropy::{self, LossSum};
+use crate::ops::cross_entropy::{self, Labels, Losses};
 use crate::ops::{linear, rms_norm};
 use candle_core::Tensor;
 
@@ -83,7 +83,7 @@ impl LossHead {
         Ok((y, rstd))
     }
 
-    /// Sums the token losses of this rank; labels of −100 do not count.
+    /// The token losses of this rank; labels of −100 do not count.
     ///
     /// # Shapes
     /// `x`: `[batch, seq_local, hidden]`, `labels`: `[batch, seq_local]`.
@@ -95,9 +95,9 @@ impl LossHead {
         norm: &Tensor,
         projection: &Tensor,
         x: &Tensor,
-        labels: &[i64],
+        labels: &Labels,
         ctx: &LayerContext,
-    ) -> Result<(LossSum, HeadSaved), ModelError> {
+    ) -> Result<(Losses, HeadSaved), ModelError> {
         let (normed, rstd) = self.normalise(x, norm, ctx)?;
         let lse = ctx.workspace().take_f32((ctx.batch(), ctx.seq_len_local()))?;
         let loss = cross_entropy::forward(&normed, projection, labels, self.tile_tokens, &lse)?;
@@ -118,7 +118,7 @@ impl LossHead {
         &self,
         (norm, projection): (&Tensor, &Tensor),
         saved: HeadSaved,
-        labels: &[i64],
+        labels: &Labels,
         scale: f32,
         (dnorm, dprojection): (Option<&Tensor>, Option<&Tensor>),
         ctx: &LayerContext,

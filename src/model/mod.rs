@@ -39,7 +39,7 @@ mod weights;
 pub use architecture::Architecture;
 pub use attention_node::autograd_attention;
 pub use autograd::{AutogradLayer, BlockContext};
-pub use context::{LayerContext, Tiling};
+pub use context::{LayerContext, Tiling, TokenLayout};
 pub use decoder::DecoderLayer;
 pub(crate) use decoder_weights::{HeadWeights, Weights};
 pub use embedding::Embedding;

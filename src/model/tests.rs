@@ -53,8 +53,8 @@ fn block(config: &LlamaConfig, params: &[Tensor], x: &Tensor, ctx: &BlockContext
 fn context(batch: usize, seq_len: usize) -> LayerContext {
     let position_ids = (0..batch).flat_map(|_| 0..seq_len as u32).collect();
     let cu_seqlens = Arc::new(vec![vec![0, seq_len as u32]; batch]);
-    let workspace = Arc::new(Workspace::default());
-    LayerContext::new(0..seq_len, position_ids, cu_seqlens, Arc::new(FlashAttention), workspace).unwrap()
+    let tokens = TokenLayout::new(0..seq_len, position_ids, cu_seqlens).unwrap();
+    LayerContext::new(Arc::new(tokens), Arc::new(FlashAttention), Arc::new(Workspace::default()))
 }
 
 /// Random values of strength 1, different for every `seed`.
@@ -248,4 +248,17 @@ fn elements_outside_a_stored_tensor_are_an_error() {
     for range in [5..7, 6..8, 0..3] {
         assert!(weights.read(&spec, range.clone(), &mut out).is_err(), "{range:?}");
     }
+}
+
+#[test]
+fn a_token_layout_is_of_its_shard_positions_and_documents_and_of_no_others() {
+    let documents = [vec![0, 3, 8], vec![0, 8, 8]];
+    let positions = [4, 0, 1, 2, 4, 5, 6, 7];
+    let layout = TokenLayout::new(2..6, positions.to_vec(), Arc::new(documents.to_vec())).unwrap();
+    assert!(layout.is_of(&(2..6), &positions, &documents));
+    assert!(!layout.is_of(&(3..7), &positions, &documents));
+    assert!(!layout.is_of(&(2..5), &positions, &documents));
+    assert!(!layout.is_of(&(2..6), &[4, 0, 1, 2, 4, 5, 6, 0], &documents));
+    assert!(!layout.is_of(&(2..6), &positions, &[vec![0, 4, 8], vec![0, 8, 8]]));
+    assert!(!layout.is_of(&(2..6), &positions, &documents[..1]));
 }

@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one JSON object per step, and one per evaluation.
+//! `metrics.jsonl`: one JSON object per step, and one per evaluation. `docs/monitoring.md` lists the keys.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -7,7 +7,7 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 /// What is recorded of a step.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Metrics {
     /// Number of the step, from 1.
     pub step: u64,
@@ -38,6 +38,44 @@ pub struct Metrics {
     /// Bytes that the reporting rank's thread holds after the step; 0 unless the program's allocator
     /// counts ([`memory`](crate::memory)).
     pub memory_bytes: u64,
+    /// Where the rest of the time went.
+    #[serde(flatten)]
+    pub time: TimeShares,
+    /// Floating-point operations of the model on all ranks (without recomputation), per second of the step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model_flops_per_second: Option<f64>,
+    /// The same as a share of what the ranks reach together in matrix products; not on a GPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gemm_share: Option<f64>,
+}
+
+/// Seconds of a step on the reporting rank, cut in two ways: by phase (forward, backward, update), and by what the
+/// rank did (all-to-all, other collectives, arithmetic). With `data_seconds` each cut has all of the step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct TimeShares {
+    /// In forward passes.
+    pub forward_seconds: f64,
+    /// In backward passes.
+    pub backward_seconds: f64,
+    /// From the norm to the updated parameters.
+    pub update_seconds: f64,
+    /// Of the backward passes, in the reduction and gathering that ran along.
+    pub reduce_seconds: f64,
+    /// In all-to-alls: the Ulysses exchange.
+    pub all_to_all_seconds: f64,
+    /// In other collectives along dp: ZeRO's gathers and reductions.
+    pub dp_comm_seconds: f64,
+    /// In other collectives along sp: sums of gradients, and what ranks agree on.
+    pub sp_comm_seconds: f64,
+    /// In none of these: arithmetic, on the whole.
+    pub compute_seconds: f64,
+}
+
+impl TimeShares {
+    /// Time in collectives that are not all-to-alls.
+    pub fn other_comm_seconds(&self) -> f64 {
+        self.dp_comm_seconds + self.sp_comm_seconds
+    }
 }
 
 /// What is recorded of an evaluation, in the same file: other names tell it from a step.

@@ -4,6 +4,6 @@ mod metrics;
 mod progress;
 mod summary;
 
-pub use metrics::{EvalMetrics, Metrics, MetricsWriter};
-pub use progress::Progress;
+pub use metrics::{EvalMetrics, Metrics, MetricsWriter, TimeShares};
+pub use progress::{Progress, above_progress};
 pub use summary::{RankSummary, RunSummary, RunTotals};

@@ -221,6 +221,7 @@ mod tests {
             overflow: false,
             comm_bytes: 0,
             memory_bytes: 0,
+            ..Metrics::default()
         };
         let mut totals = RunTotals::default();
         let steps = [step(1, 0.0, true), step(2, 5.0, false), step(3, 4.0, false), step(4, 0.0, true)];

@@ -47,6 +47,7 @@ pub mod attention;
 mod call;
 pub mod cast;
 pub mod cross_entropy;
+mod device_table;
 pub(crate) mod element;
 pub mod embedding;
 mod error;

@@ -1,6 +1,7 @@
 //! Errors of the partitioned optimizer.
 
 use crate::comm::CommError;
+use crate::offload::OffloadError;
 use crate::ops::OpError;
 
 /// What can go wrong in ZeRO.
@@ -16,6 +17,9 @@ pub enum ZeroError {
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// State could not be moved to a file or back.
+    #[error(transparent)]
+    Offload(#[from] OffloadError),
     /// An operation was refused.
     #[error(transparent)]
     Op(#[from] OpError),

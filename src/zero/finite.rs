@@ -12,7 +12,7 @@ impl ZeroOptimizer {
         let mut names = Vec::new();
         for unit in self.trained_units() {
             let partitions = if self.stage.partitions_optimizer() {
-                unit.dp_rank..unit.dp_rank + 1
+                unit.shard_rank..unit.shard_rank + 1
             } else {
                 0..unit.layout.num_partitions()
             };

@@ -45,6 +45,17 @@ impl HeldBytes {
         Self { parameters, ..Self::default() }
     }
 
+    /// The same with parameters, or optimizer state, in a file between their uses.
+    #[must_use]
+    pub fn without(self, parameters: bool, optimizer: bool) -> Self {
+        let held = |bytes: u64, offloaded: bool| if offloaded { 0 } else { bytes };
+        Self {
+            parameters: held(self.parameters, parameters),
+            optimizer: held(self.optimizer, optimizer),
+            ..self
+        }
+    }
+
     /// Sum of the categories.
     pub fn total(&self) -> u64 {
         self.parameters + self.gradients + self.optimizer

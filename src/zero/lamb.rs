@@ -17,13 +17,17 @@ impl ZeroOptimizer {
     /// Overwrites the gradients with the directions of the step, then moves the parameters. One collective over
     /// dp between the two, where the optimizer is partitioned.
     pub(super) fn update_by_lamb(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
-        let owned = self.trained_units().map(|unit| self.owned(unit)).collect::<Result<Vec<_>, _>>()?;
-        let each = || self.trained_units().zip(&owned);
-        let norms = each().map(|(unit, owned)| find_directions(unit, owned, config, step));
-        let norms = self.sum_over_partitions(norms.collect::<Result<_, _>>()?)?;
-        for ((unit, owned), norms) in each().zip(&norms) {
-            apply_directions(unit, owned, norms, config, step)?;
-            self.round_to_stored(unit)?;
+        let mut norms = Vec::new();
+        self.each_trained_unit(|unit| {
+            let owned = self.owned(unit)?;
+            norms.push(find_directions(unit, &owned, config, step)?);
+            self.put_back_state(unit, owned.state)
+        })?;
+        let norms = self.sum_over_partitions(norms)?;
+        for (unit, norms) in self.trained_units().zip(&norms) {
+            let owned = self.owned_without_state(unit)?;
+            apply_directions(unit, &owned, norms, config, step)?;
+            self.put_back(unit, owned)?;
         }
         Ok(())
     }
@@ -37,7 +41,7 @@ impl ZeroOptimizer {
             own.iter().flatten().flat_map(|norms| [norms.param, norms.direction]).collect();
         let mut sums: Vec<UnitNorms> =
             own.iter().map(|unit| vec![SquaredNorms::default(); unit.len()]).collect();
-        let gathered = self.groups.dp.all_gather_values(&values)?;
+        let gathered = self.groups.shard().all_gather_values(&values)?;
         for of_rank in gathered.chunks_exact(values.len().max(1)) {
             let parts = of_rank.as_chunks::<2>().0.iter();
             for (sum, &[param, direction]) in sums.iter_mut().flatten().zip(parts) {

@@ -4,7 +4,8 @@
 //! A model's parameters come in units (the embedding, every layer, the head). Each unit is
 //! one flat, padded buffer cut into `dp_size` contiguous partitions: **the ZeRO world size
 //! is `dp_size`**, whatever `sp_size` is. The ranks of an sp group hold the same partition
-//! and update it redundantly from the same, sp-summed gradient.
+//! and update it redundantly from the same, sp-summed gradient. Hybrid sharding partitions over a part of
+//! `dp` and replicates over the rest ([`ZeroGroups`]).
 //!
 //! | stage | partitioned over dp |
 //! |---|---|
@@ -15,13 +16,16 @@
 //!
 //! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.
 //! - [`ZeroOptimizer`]: storage, gathering, reduction and update of all units.
+//! - [`Storage`]: on which device, in which element type, and what waits in files between its uses.
 //! - [`HeldBytes`]: what that costs, by formula, to be held against the allocator's count.
 //!
 //! The folder's README explains the order of summation, and which stages it makes bit-equal.
 
 mod error;
 mod finite;
+mod groups;
 mod held;
+mod kept;
 mod lamb;
 mod layout;
 mod optimizer;
@@ -31,15 +35,19 @@ mod rule;
 mod spans;
 mod split;
 mod state;
+mod storage;
 #[cfg(test)]
 mod tests;
 mod unit;
 mod update;
 
 pub use error::ZeroError;
+pub use groups::{HybridGroups, ZeroGroups};
 pub use held::HeldBytes;
+pub use kept::KeptPart;
 pub use layout::{FlatLayout, FlatParameter, Piece};
-pub use optimizer::{Initialise, ZeroGroups, ZeroOptimizer};
+pub use optimizer::{Initialise, ZeroOptimizer};
 pub use rule::state_kinds;
 pub(crate) use split::split;
 pub use state::RestoreState;
+pub use storage::Storage;

@@ -1,25 +1,16 @@
 //! [`ZeroOptimizer`]: the units of a model on one rank.
 
+use super::kept::Kept;
 use super::reduce::{self, Reduction};
 use super::split::{Split, split};
 use super::unit::{Gradients, Parameters, Unit};
-use super::{FlatLayout, HeldBytes, ZeroError, rule};
-use crate::comm::{ProcessGroup, ProcessGroupExt};
+use super::{FlatLayout, HeldBytes, Storage, ZeroError, ZeroGroups, rule};
+use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
 use crate::memory;
 use crate::tensor::TensorOptions;
 use candle_core::{DType, Tensor};
 use std::ops::Range;
-use std::sync::Arc;
-
-/// The two groups that gradients are summed over.
-#[derive(Debug, Clone)]
-pub struct ZeroGroups {
-    /// Ranks that hold the other partitions: the ZeRO world.
-    pub dp: Arc<dyn ProcessGroup>,
-    /// Ranks that hold the other tokens of the same rows.
-    pub sp: Arc<dyn ProcessGroup>,
-}
 
 /// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
 ///
@@ -30,7 +21,7 @@ pub struct ZeroOptimizer {
     pub(super) stage: ZeroStage,
     pub(super) config: OptimizerConfig,
     pub(super) groups: ZeroGroups,
-    options: TensorOptions,
+    pub(super) storage: Storage,
     /// The model's units, each of one or two of `units`.
     splits: Vec<Split>,
     /// Trained parameters and frozen ones are never in the same.
@@ -55,32 +46,37 @@ impl ZeroOptimizer {
         config: OptimizerConfig,
         parameter_groups: &[ParameterGroup],
         groups: ZeroGroups,
-        options: TensorOptions,
+        storage: impl Into<Storage>,
         initialise: Initialise<'_, E>,
     ) -> Result<Self, E> {
-        let dp_rank = groups.dp.rank();
+        let shard_rank = groups.shard().rank();
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
         let (units, splits) = split(units, is_frozen);
-        let TensorOptions { device, dtype } = &options;
+        let storage: Storage = storage.into();
+        let TensorOptions { device, dtype } = &storage.options;
         let meter = memory::Meter::start();
-        let parameters =
-            each(&units, |layout| Parameters::zeros(layout, stage.partitions_parameters(), *dtype, device))?;
+        let parameters = each(&units, |layout| {
+            let file = storage.parameters.as_ref();
+            Parameters::zeros(layout, stage.partitions_parameters(), (*dtype, device), file)
+        })?;
+        storage.settle()?;
         let parameter_bytes = meter.bytes();
         let meter = memory::Meter::start();
         let gradients = each(&units, |layout| {
-            let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), DType::F32, device);
+            let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), device);
             (!layout.is_frozen()).then(zeros).transpose()
         })?;
         let gradient_bytes = meter.bytes();
         let meter = memory::Meter::start();
-        let state = each(&units, |layout| optimizer_state(layout, stage, &config, &options))?;
+        let state = each(&units, |layout| optimizer_state(layout, stage, &config, &storage))?;
+        storage.settle()?;
         let held =
             HeldBytes { parameters: parameter_bytes, gradients: gradient_bytes, optimizer: meter.bytes() };
         let parts = units.into_iter().zip(parameters).zip(gradients).zip(state);
         let units = parts
             .map(|(((layout, parameters), gradients), (master, state))| Unit {
                 layout,
-                dp_rank,
+                shard_rank,
                 parameters,
                 gradients,
                 master,
@@ -88,14 +84,15 @@ impl ZeroOptimizer {
                 spans: Vec::new(),
             })
             .collect();
-        let mut this = Self { stage, config, groups, options, splits, units, in_flight: None, held };
-        if !this.options.device.is_cpu() {
+        let mut this = Self { stage, config, groups, storage, splits, units, in_flight: None, held };
+        if !this.storage.options.device.is_cpu() {
             // The allocator counts the host's memory. On a device nothing but the tensors is held.
             this.held = this.expected_held_bytes();
         }
         let updates_all = !stage.partitions_optimizer();
         for unit in this.units.iter_mut().filter(|unit| !unit.layout.is_frozen()) {
-            unit.spans = unit.cut_spans(updates_all, &this.config, parameter_groups, &this.options.device)?;
+            unit.spans =
+                unit.cut_spans(updates_all, &this.config, parameter_groups, &this.storage.options.device)?;
         }
         this.initialise(initialise)?;
         Ok(this)
@@ -109,7 +106,7 @@ impl ZeroOptimizer {
             let unit = &self.units[flat];
             let range = match unit.parameters {
                 Parameters::Whole(_) => 0..unit.layout.padded_numel(),
-                Parameters::Partitioned { .. } => unit.layout.partition(unit.dp_rank),
+                Parameters::Partitioned { .. } => unit.layout.partition(unit.shard_rank),
             };
             let fill = |elements: &mut [f32]| {
                 unit.layout.pieces(range.clone()).try_for_each(|piece| {
@@ -117,39 +114,50 @@ impl ZeroOptimizer {
                     initialise(place, piece.elements, &mut elements[piece.target])
                 })
             };
-            let parameters = unit.parameters.persistent();
-            if parameters.dtype() == DType::F32 && parameters.device().is_cpu() {
-                crate::tensor::with_slice_mut(parameters, fill).map_err(ZeroError::from)??;
+            let TensorOptions { device, dtype } = &self.storage.options;
+            if *dtype == DType::F32 && device.is_cpu() {
+                let kept = unit.parameters.persistent();
+                let parameters = kept.blank()?;
+                crate::tensor::with_slice_mut(&parameters, fill).map_err(ZeroError::from)??;
+                self.storage.settle()?;
+                kept.put(parameters)?;
             } else {
                 let mut elements = vec![0.0; range.len()];
                 fill(&mut elements)?;
                 self.store(unit, elements)?;
             }
         }
-        Ok(())
+        Ok(self.storage.settle()?)
     }
 
     /// Brings initial parameters to the device: those of `parameters.persistent()`, and from them the master copy.
     fn store(&self, unit: &Unit, elements: Vec<f32>) -> Result<(), ZeroError> {
-        let parameters = unit.parameters.persistent();
-        let exact = Tensor::from_vec(elements, parameters.elem_count(), &self.options.device)?;
-        parameters.slice_set(&exact.to_dtype(self.options.dtype)?, 0, 0)?;
-        if let Some(master) = &unit.master {
+        let TensorOptions { device, dtype } = &self.storage.options;
+        let kept = unit.parameters.persistent();
+        let exact = Tensor::from_vec(elements, kept.numel(), device)?;
+        let parameters = kept.blank()?;
+        parameters.slice_set(&exact.to_dtype(*dtype)?, 0, 0)?;
+        self.storage.settle()?;
+        kept.put(parameters)?;
+        if let Some(kept) = &unit.master {
             let updated = match unit.parameters {
                 Parameters::Whole(_) if self.stage.partitions_optimizer() => {
-                    let own = unit.layout.partition(unit.dp_rank);
+                    let own = unit.layout.partition(unit.shard_rank);
                     exact.narrow(0, own.start, own.len())?
                 }
                 _ => exact,
             };
+            let master = kept.blank()?;
             master.slice_set(&updated, 0, 0)?;
+            kept.put(master)?;
         }
         Ok(())
     }
 
-    /// Ranks that share the partitions: `dp_size`, read from the live process group.
+    /// Ranks that share the partitions: `dp_size`, or the shard size of hybrid sharding, read from the live process
+    /// group.
     pub fn world_size(&self) -> usize {
-        self.groups.dp.world_size()
+        self.groups.shard().world_size()
     }
 
     /// The stage.
@@ -165,7 +173,7 @@ impl ZeroOptimizer {
 
     /// Elements of optimizer state that this rank holds, of one kind (Adam has two).
     pub fn state_numel(&self) -> usize {
-        self.units.iter().filter_map(|unit| unit.state.first()).map(Tensor::elem_count).sum()
+        self.units.iter().filter_map(|unit| unit.state.first()).map(Kept::numel).sum()
     }
 
     /// Bytes that this rank holds, measured when they were allocated. All zero unless the
@@ -180,10 +188,11 @@ impl ZeroOptimizer {
             let layouts = self.layouts().filter(|layout| layout.is_frozen() == frozen);
             layouts.map(FlatLayout::padded_numel).sum()
         };
-        let (stage, dp_size, dtype) = (self.stage, self.world_size(), self.options.dtype);
+        let (stage, dp_size, dtype) = (self.stage, self.world_size(), self.storage.options.dtype);
         let state_tensors = rule::state_kinds(&self.config).len();
-        HeldBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
-            + HeldBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype)
+        let all = HeldBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
+            + HeldBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype);
+        all.without(self.storage.parameters.is_some(), self.storage.optimizer.is_some())
     }
 
     /// Views of a unit's parameters, in the order of its layout. Partitioned ones are gathered
@@ -196,7 +205,7 @@ impl ZeroOptimizer {
         let split = &self.splits[unit];
         let units = self.units[split.flats.clone()].iter_mut();
         let views: Vec<_> =
-            units.map(|unit| unit.gather(&*self.groups.dp)).collect::<Result<_, ZeroError>>()?;
+            units.map(|unit| unit.gather(&**self.groups.shard())).collect::<Result<_, ZeroError>>()?;
         Ok(split.in_order(&views))
     }
 
@@ -206,7 +215,15 @@ impl ZeroOptimizer {
     /// A failed collective.
     pub fn prefetch(&mut self, unit: usize) -> Result<(), ZeroError> {
         let flats = self.splits[unit].flats.clone();
-        self.units[flats].iter_mut().try_for_each(|unit| unit.start_gather(&*self.groups.dp))
+        self.units[flats].iter_mut().try_for_each(|unit| unit.start_gather(&**self.groups.shard()))
+    }
+
+    /// Starts to fetch a unit's partition for a later [`prefetch`](Self::prefetch); nothing where parameters are in memory.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn read_ahead(&self, unit: usize) -> Result<(), ZeroError> {
+        self.units[self.splits[unit].flats.clone()].iter().try_for_each(Unit::read_ahead)
     }
 
     /// Frees a unit's gathered parameters; nothing where parameters are whole.
@@ -281,7 +298,7 @@ impl ZeroOptimizer {
             of_units.collect::<Result<Vec<Tensor>, ZeroError>>()
         };
         let is_partitioned = self.stage.partitions_optimizer();
-        let own = self.groups.dp.rank();
+        let own = self.groups.shard().rank();
         let ranks = if is_partitioned { own..own + 1 } else { 0..self.world_size() };
         let partitions = ranks.map(of_partition).collect::<Result<Vec<_>, _>>()?;
         // All in one call: a GPU is waited for once.
@@ -292,7 +309,7 @@ impl ZeroOptimizer {
             .map(|units| squares.by_ref().take(units.len()).fold(0.0, |sum, square| sum + square));
         if is_partitioned {
             let own: Vec<f64> = of_partitions.collect();
-            return Ok(self.groups.dp.all_gather_values(&own)?.into_iter().sum());
+            return Ok(self.groups.shard().all_gather_values(&own)?.into_iter().sum());
         }
         Ok(of_partitions.sum())
     }
@@ -311,21 +328,21 @@ fn optimizer_state(
     layout: &FlatLayout,
     stage: ZeroStage,
     config: &OptimizerConfig,
-    options: &TensorOptions,
-) -> Result<(Option<Tensor>, Vec<Tensor>), ZeroError> {
+    storage: &Storage,
+) -> Result<(Option<Kept>, Vec<Kept>), ZeroError> {
     if layout.is_frozen() {
         return Ok((None, Vec::new()));
     }
     let numel = if stage.partitions_optimizer() { layout.partition_numel() } else { layout.padded_numel() };
-    let zeros = || Ok::<_, ZeroError>(options.zeros_f32(numel)?);
-    let master = (options.dtype != DType::F32).then(zeros).transpose()?;
-    let initial = rule::initial_state(config);
-    let state = rule::state_kinds(config).iter().map(|_| {
-        let state = zeros()?;
-        if initial != 0.0 {
-            crate::ops::reduce::fill(&state, initial as f32)?;
+    let initially = |value: f64| {
+        let tensor = storage.options.zeros_f32(numel)?;
+        if value != 0.0 {
+            crate::ops::reduce::fill(&tensor, value as f32)?;
         }
-        Ok(state)
-    });
+        Kept::new(tensor, storage.optimizer.as_ref())
+    };
+    let master = (storage.options.dtype != DType::F32).then(|| initially(0.0)).transpose()?;
+    let initial = rule::initial_state(config);
+    let state = rule::state_kinds(config).iter().map(|_| initially(initial));
     Ok((master, state.collect::<Result<_, ZeroError>>()?))
 }

@@ -1,4 +1,5 @@
-//! Reduction of gradients: over dp first, then over sp, always in rank order.
+//! Reduction of gradients: over the ranks with the other partitions first (dp), then over those with the same (sp),
+//! always in rank order.
 
 use super::unit::{Gradients, Unit};
 use super::{ZeroError, ZeroGroups};
@@ -33,7 +34,7 @@ pub(super) fn start(
         None => return Ok(None),
         Some(Gradients::Whole(_)) if !boundary => return Ok(None),
         Some(Gradients::Whole(whole)) if !stage.partitions_optimizer() => {
-            let pending = groups.dp.start_all_reduce(&whole.flat, ReduceOp::Sum)?;
+            let pending = groups.shard().start_all_reduce(&whole.flat, ReduceOp::Sum)?;
             return Ok(Some(Reduction { unit: index, pending, received: None, boundary }));
         }
         Some(Gradients::Whole(whole)) => whole.flat.clone(),
@@ -43,7 +44,7 @@ pub(super) fn start(
         },
     };
     let received = Tensor::zeros(unit.layout.partition_numel(), whole.dtype(), whole.device())?;
-    let pending = groups.dp.start_reduce_scatter(&whole, &received, ReduceOp::Sum)?;
+    let pending = groups.shard().start_reduce_scatter(&whole, &received, ReduceOp::Sum)?;
     Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))
 }
 
@@ -53,26 +54,26 @@ pub(super) fn complete(reduction: Reduction, unit: &Unit, groups: &ZeroGroups) -
     pending.wait()?;
     match (&unit.gradients, received) {
         (None, _) => {}
-        (Some(gradients), None) => sum_over_sp(gradients.persistent(), groups)?,
+        (Some(gradients), None) => sum_over_replicas(gradients.persistent(), groups)?,
         (Some(Gradients::Whole(_)), Some(received)) => {
-            sum_over_sp(&received, groups)?;
-            if let Some(partition) = unit.gradient_partition(unit.dp_rank)? {
+            sum_over_replicas(&received, groups)?;
+            if let Some(partition) = unit.gradient_partition(unit.shard_rank)? {
                 reduce::copy(&partition, &received)?;
             }
         }
         (Some(Gradients::Partitioned { partition, .. }), Some(received)) => {
             reduce::accumulate(partition, &received)?;
             if boundary {
-                sum_over_sp(partition, groups)?;
+                sum_over_replicas(partition, groups)?;
             }
         }
     }
     Ok(())
 }
 
-fn sum_over_sp(gradient: &Tensor, groups: &ZeroGroups) -> Result<(), ZeroError> {
-    if groups.sp.world_size() > 1 {
-        groups.sp.all_reduce(gradient, ReduceOp::Sum)?;
+fn sum_over_replicas(gradient: &Tensor, groups: &ZeroGroups) -> Result<(), ZeroError> {
+    if groups.replicas().world_size() > 1 {
+        groups.replicas().all_reduce(gradient, ReduceOp::Sum)?;
     }
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Hashes of what several ranks hold and update redundantly: equal, or the replicas have drifted apart.
 
+use super::kept::Kept;
 use super::{ZeroError, ZeroOptimizer};
 use candle_core::{DType, Device, Tensor};
 
@@ -17,7 +18,7 @@ impl ZeroOptimizer {
     /// # Errors
     /// A tensor that cannot be read.
     pub fn parameter_hash(&self) -> Result<u64, ZeroError> {
-        hash(self.units.iter().map(|unit| unit.parameters.persistent()))
+        hash(self.units.iter().map(|unit| unit.parameters.persistent().fetch()))
     }
 
     /// A hash of the optimizer's state that this rank keeps, with the master copy of 16-bit parameters: equal on
@@ -26,14 +27,14 @@ impl ZeroOptimizer {
     /// # Errors
     /// A tensor that cannot be read.
     pub fn optimizer_hash(&self) -> Result<u64, ZeroError> {
-        hash(self.units.iter().flat_map(|unit| unit.master.iter().chain(&unit.state)))
+        hash(self.units.iter().flat_map(|unit| unit.master.iter().chain(&unit.state)).map(Kept::fetch))
     }
 }
 
-fn hash<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<u64, ZeroError> {
+fn hash(tensors: impl Iterator<Item = Result<Tensor, ZeroError>>) -> Result<u64, ZeroError> {
     let mut lanes = [FNV_OFFSET; LANES];
     for tensor in tensors {
-        let on_host = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        let on_host = tensor?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         crate::tensor::with_slice(&on_host, |elements: &[f32]| update(&mut lanes, elements))?;
     }
     Ok(lanes.into_iter().fold(FNV_OFFSET, step))
@@ -68,7 +69,7 @@ mod tests {
     fn hash_of(parts: &[&[f32]]) -> u64 {
         let tensors =
             parts.iter().map(|part| Tensor::new(*part, &Device::Cpu)).collect::<Result<Vec<_>, _>>();
-        hash(tensors.unwrap().iter()).unwrap()
+        hash(tensors.unwrap().into_iter().map(Ok)).unwrap()
     }
 
     #[test]

@@ -63,13 +63,13 @@ impl Unit {
         let layout = &self.layout;
         let names = layout.parameters().iter().map(|parameter| &parameter.name);
         let settings: Vec<_> = names.map(|name| Settings::of(groups, name)).collect();
-        let updated = if all { 0..layout.padded_numel() } else { layout.partition(self.dp_rank) };
+        let updated = if all { 0..layout.padded_numel() } else { layout.partition(self.shard_rank) };
         if !matches!(config, OptimizerConfig::Lamb { .. }) {
             let runs = equal_settings(layout, updated, &settings);
             return Ok(runs.into_iter().map(|run| run.span(0, None)).collect());
         }
         // Cut by partitions too: every rank sums norms over the same parts, be all its own or one.
-        let partitions = if all { 0..layout.num_partitions() } else { self.dp_rank..self.dp_rank + 1 };
+        let partitions = if all { 0..layout.num_partitions() } else { self.shard_rank..self.shard_rank + 1 };
         let runs = partitions.flat_map(|partition| {
             let elements = layout.partition(partition);
             let first = elements.start - updated.start;

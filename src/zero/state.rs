@@ -1,9 +1,10 @@
 //! What outlives a run: parameters and optimizer state as named, partitioned tensors.
 
+use super::kept::{Kept, KeptPart};
 use super::unit::Unit;
 use super::{ZeroError, ZeroOptimizer, rule};
 use crate::ops::reduce;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use std::ops::Range;
 
 /// Asked for elements `range` of the flat buffer of `(unit, kind)`, writes them to a slice of
@@ -18,23 +19,25 @@ impl ZeroOptimizer {
         [&["parameters"], rule::state_kinds(&self.config)].concat()
     }
 
-    /// This rank's partition of one kind of a unit's state, without padding: a view, or nothing where the
-    /// partition is all padding. At every stage the partitions of all dp ranks together are the whole.
+    /// This rank's partition of one kind of a unit's state, without padding: a view, or a copy of what is in a
+    /// file, or nothing where the partition is all padding. At every stage the partitions of all dp ranks together are the whole.
     ///
     /// # Shapes
-    /// Result: flat, f32, the elements of `layout.partition(dp_rank)` that are below `layout.numel()`; none of
+    /// Result: flat, f32, the elements of `layout.partition(shard_rank)` that are below `layout.numel()`; none of
     /// the optimizer's state of a frozen unit.
     ///
     /// # Errors
     /// A tensor that cannot be read.
     pub fn state_partition(&self, unit: usize, kind: usize) -> Result<Option<Tensor>, ZeroError> {
+        self.state_part(unit, kind).map(|part| part.tensor()).transpose()
+    }
+
+    /// As [`state_partition`](Self::state_partition), before it is read from where it is.
+    pub fn state_part(&self, unit: usize, kind: usize) -> Option<KeptPart> {
         let unit = &self.units[unit];
-        let Some((tensor, held)) = unit.state_tensor(kind) else { return Ok(None) };
-        let own = unit.layout.unpadded(unit.layout.partition(unit.dp_rank));
-        if own.is_empty() {
-            return Ok(None);
-        }
-        Ok(Some(tensor.narrow(0, own.start - held.start, own.len())?.to_dtype(DType::F32)?))
+        let (kept, held) = unit.state_tensor(kind)?;
+        let own = unit.layout.unpadded(unit.layout.partition(unit.shard_rank));
+        (!own.is_empty()).then(|| KeptPart { kept, elements: own.start - held.start..own.end - held.start })
     }
 
     /// Replaces parameters and optimizer state. `restore` is asked for exactly the elements
@@ -48,7 +51,7 @@ impl ZeroOptimizer {
         let kinds = self.state_kinds().len();
         for (index, unit) in self.units.iter().enumerate() {
             for kind in 0..kinds {
-                let Some((tensor, held)) = unit.state_tensor(kind) else { continue };
+                let Some((kept, held)) = unit.state_tensor(kind) else { continue };
                 let range = unit.layout.unpadded(held.clone());
                 // Padding stays what it is from the start.
                 if range.is_empty() {
@@ -56,7 +59,10 @@ impl ZeroOptimizer {
                 }
                 let mut elements = vec![0.0; range.len()];
                 restore((index, kind), range.clone(), &mut elements)?;
-                overwrite(tensor, range.start - held.start, elements)?;
+                let tensor = kept.fetch()?;
+                overwrite(&tensor, range.start - held.start, elements)?;
+                self.storage.settle()?;
+                kept.put(tensor)?;
             }
         }
         Ok(self.round_master()?)
@@ -65,14 +71,14 @@ impl ZeroOptimizer {
 
 impl Unit {
     /// The tensor of one kind, where there is one, and which elements of the flat buffer it holds.
-    fn state_tensor(&self, kind: usize) -> Option<(&Tensor, Range<usize>)> {
-        let tensor = match kind {
-            0 => self.master.as_ref().unwrap_or(self.parameters.persistent()),
-            kind => self.state.get(kind - 1)?,
+    fn state_tensor(&self, kind: usize) -> Option<(Kept, Range<usize>)> {
+        let kept = match kind {
+            0 => self.master.clone().unwrap_or_else(|| self.parameters.persistent()),
+            kind => self.state.get(kind - 1)?.clone(),
         };
-        let whole = tensor.elem_count() == self.layout.padded_numel();
-        let held = if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.dp_rank) };
-        Some((tensor, held))
+        let whole = kept.numel() == self.layout.padded_numel();
+        let held = if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.shard_rank) };
+        Some((kept, held))
     }
 }
 

@@ -53,7 +53,7 @@ fn on_mesh(
     let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+        let groups = ZeroGroups::new(&groups, None)?;
         let fill = |(_, parameter): (usize, usize), range: std::ops::Range<usize>, out: &mut [f32]| {
             let first = range.start + [0, 6][parameter];
             out.iter_mut().enumerate().for_each(|(i, element)| *element = (first + i) as f32);

@@ -1,11 +1,14 @@
 //! What one rank stores of one unit.
 
+use super::kept::Kept;
 use super::spans::Span;
 use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;
+use crate::offload::OffloadFile;
 use crate::ops::reduce;
 use candle_core::{DType, Device, Tensor};
+use std::sync::Arc;
 
 /// A flat buffer together with its parameter-shaped views.
 #[derive(Debug)]
@@ -23,17 +26,17 @@ impl Viewed {
 
 /// One flat buffer of a unit as the stage leaves it on this rank: whole, or the own partition
 /// and, while it is needed, something that holds the whole.
-pub(super) enum Stored<T> {
+pub(super) enum Stored<P, T> {
     Whole(Viewed),
-    Partitioned { partition: Tensor, transient: Option<T> },
+    Partitioned { partition: P, transient: Option<T> },
 }
 
 /// Partitioned parameters are gathered for their use.
-pub(super) type Parameters = Stored<Gathered>;
+pub(super) type Parameters = Stored<Kept, Gathered>;
 
 /// Partitioned gradients accumulate over micro steps; the whole gradient exists from a unit's
 /// backward to its reduction.
-pub(super) type Gradients = Stored<Viewed>;
+pub(super) type Gradients = Stored<Tensor, Viewed>;
 
 /// The whole of partitioned parameters; `pending` until the gather has been waited for.
 pub(super) struct Gathered {
@@ -41,18 +44,39 @@ pub(super) struct Gathered {
     pending: Option<Pending>,
 }
 
-impl<T> Stored<T> {
+impl Parameters {
+    /// Zeros; a partition goes to the `file`, if there is one.
     pub(super) fn zeros(
         layout: &FlatLayout,
         partitioned: bool,
-        dtype: DType,
-        device: &Device,
+        (dtype, device): (DType, &Device),
+        file: Option<&Arc<OffloadFile>>,
     ) -> Result<Self, ZeroError> {
         Ok(if partitioned {
-            let partition = Tensor::zeros(layout.partition_numel(), dtype, device)?;
+            let partition = Kept::new(Tensor::zeros(layout.partition_numel(), dtype, device)?, file)?;
             Self::Partitioned { partition, transient: None }
         } else {
             Self::Whole(Viewed::zeros(layout, dtype, device)?)
+        })
+    }
+
+    /// The elements that persist: all, or the own partition.
+    pub(super) fn persistent(&self) -> Kept {
+        match self {
+            Self::Whole(whole) => Kept::Resident(whole.flat.clone()),
+            Self::Partitioned { partition, .. } => partition.clone(),
+        }
+    }
+}
+
+impl Gradients {
+    /// Zeros in f32.
+    pub(super) fn zeros(layout: &FlatLayout, partitioned: bool, device: &Device) -> Result<Self, ZeroError> {
+        Ok(if partitioned {
+            let partition = Tensor::zeros(layout.partition_numel(), DType::F32, device)?;
+            Self::Partitioned { partition, transient: None }
+        } else {
+            Self::Whole(Viewed::zeros(layout, DType::F32, device)?)
         })
     }
 
@@ -68,16 +92,16 @@ impl<T> Stored<T> {
 /// One unit on one rank.
 pub(super) struct Unit {
     pub(super) layout: FlatLayout,
-    /// This rank's partition is `layout.partition(dp_rank)`.
-    pub(super) dp_rank: usize,
+    /// This rank's partition is `layout.partition(shard_rank)`.
+    pub(super) shard_rank: usize,
     pub(super) parameters: Parameters,
     /// None of frozen parameters, which have no master copy and no state either.
     pub(super) gradients: Option<Gradients>,
     /// f32 copy of 16-bit parameters, of the elements that this rank updates: steps are too
     /// small to be seen in 16 bits.
-    pub(super) master: Option<Tensor>,
+    pub(super) master: Option<Kept>,
     /// What the optimizer keeps of the elements that this rank updates: Adam's two moments, for example.
-    pub(super) state: Vec<Tensor>,
+    pub(super) state: Vec<Kept>,
     /// The elements that this rank updates, by settings.
     pub(super) spans: Vec<Span>,
 }
@@ -102,11 +126,34 @@ impl Unit {
     /// Begins to gather partitioned parameters, unless that is done or under way.
     pub(super) fn start_gather(&mut self, dp: &dyn ProcessGroup) -> Result<(), ZeroError> {
         if let Parameters::Partitioned { partition, transient: transient @ None } = &mut self.parameters {
+            // Of one in a file the copy lives until its peers have read it.
+            let partition = partition.fetch()?;
             let whole = Viewed::zeros(&self.layout, partition.dtype(), partition.device())?;
-            let pending = Some(dp.start_all_gather(partition, &whole.flat)?);
+            let pending = Some(dp.start_all_gather(&partition, &whole.flat)?);
             *transient = Some(Gathered { whole, pending });
         }
         Ok(())
+    }
+
+    /// Starts to fetch a partition that is in a file, before it is gathered.
+    pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
+        match &self.parameters {
+            Parameters::Partitioned { partition, transient: None } => partition.read_ahead(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Starts to fetch what an update needs.
+    pub(super) fn read_state_ahead(&self) -> Result<(), ZeroError> {
+        if self.master.is_none() {
+            self.read_ahead()?;
+        }
+        self.master.iter().chain(&self.state).try_for_each(Kept::read_ahead)
+    }
+
+    /// Takes back the state that was fetched and changed; none of what was not fetched.
+    pub(super) fn put_state(&self, state: Vec<Tensor>) -> Result<(), ZeroError> {
+        self.state.iter().zip(state).try_for_each(|(kept, changed)| kept.put(changed))
     }
 
     /// Frees gathered parameters.
@@ -134,7 +181,7 @@ impl Unit {
 
     /// The gradients that persist.
     pub(super) fn persistent_gradients(&self) -> Option<&Tensor> {
-        self.gradients.as_ref().map(Stored::persistent)
+        self.gradients.as_ref().map(Gradients::persistent)
     }
 
     /// Partition `rank` within the persistent gradients, if this rank holds it.
@@ -146,29 +193,20 @@ impl Unit {
                 Ok(Some(whole.flat.narrow(0, range.start, range.len())?))
             }
             Some(Gradients::Partitioned { partition, .. }) => {
-                Ok((rank == self.dp_rank).then(|| partition.clone()))
+                Ok((rank == self.shard_rank).then(|| partition.clone()))
             }
         }
     }
 
     /// The parameters that this rank updates, as they are stored: its partition, or all of them
     /// where the optimizer is not partitioned.
-    pub(super) fn updated_parameters(&self, stage: ZeroStage) -> Result<Tensor, ZeroError> {
-        if stage.partitions_optimizer() {
-            self.parameter_partition()
-        } else {
-            Ok(self.parameters.persistent().clone())
-        }
-    }
-
-    /// The own partition of whole parameters, or the partition that there is.
-    pub(super) fn parameter_partition(&self) -> Result<Tensor, ZeroError> {
+    pub(super) fn updated_parameters(&self, stage: ZeroStage) -> Result<Kept, ZeroError> {
         match &self.parameters {
-            Parameters::Whole(whole) => {
-                let range = self.layout.partition(self.dp_rank);
-                Ok(whole.flat.narrow(0, range.start, range.len())?)
+            Parameters::Whole(whole) if stage.partitions_optimizer() => {
+                let range = self.layout.partition(self.shard_rank);
+                Ok(Kept::Resident(whole.flat.narrow(0, range.start, range.len())?))
             }
-            Parameters::Partitioned { partition, .. } => Ok(partition.clone()),
+            parameters => Ok(parameters.persistent()),
         }
     }
 

@@ -1,5 +1,6 @@
 //! The optimizer step on what this rank owns, and access to whole parameters.
 
+use super::kept::Kept;
 use super::rule::{self, Owned, Step};
 use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
@@ -34,8 +35,9 @@ impl ZeroOptimizer {
         self.release_all();
         match config {
             OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step)?,
-            _ => self.trained_units().try_for_each(|unit| self.update_unit(unit, &config, step))?,
+            _ => self.each_trained_unit(|unit| self.update_unit(unit, &config, step))?,
         }
+        self.storage.settle()?;
         self.publish_all()
     }
 
@@ -44,12 +46,33 @@ impl ZeroOptimizer {
         self.units.iter().filter(|unit| !unit.layout.is_frozen())
     }
 
+    /// Works on one unit after another. What the next one has in a file is fetched meanwhile.
+    pub(super) fn each_trained_unit(
+        &self,
+        mut work: impl FnMut(&Unit) -> Result<(), ZeroError>,
+    ) -> Result<(), ZeroError> {
+        let mut units = self.trained_units().peekable();
+        units.peek().map_or(Ok(()), |first| first.read_state_ahead())?;
+        while let Some(unit) = units.next() {
+            units.peek().map_or(Ok(()), |next| next.read_state_ahead())?;
+            work(unit)?;
+        }
+        Ok(())
+    }
+
     /// Rounds restored master copies to the parameters, where these are 16 bits wide.
     pub(super) fn round_master(&self) -> Result<(), ZeroError> {
         if self.units.iter().all(|unit| unit.master.is_none()) {
             return Ok(());
         }
-        self.units.iter().try_for_each(|unit| self.round_to_stored(unit))?;
+        for unit in &self.units {
+            if let Some(master) = &unit.master {
+                let master = master.fetch()?;
+                self.storage.settle()?;
+                self.round_to_stored(unit, &master)?;
+            }
+        }
+        self.storage.settle()?;
         self.publish_all()
     }
 
@@ -75,31 +98,57 @@ impl ZeroOptimizer {
             let (config, step) = span.settings.applied(config, step);
             rule::update(&config, &owned.narrow(&span.elements)?, step)?;
         }
-        self.round_to_stored(unit)
+        self.put_back(unit, owned)
     }
 
-    /// The elements that this rank updates.
+    /// The elements that this rank updates, with their gradients and state; copies of what is in files.
     pub(super) fn owned(&self, unit: &Unit) -> Result<Owned, ZeroError> {
+        let state = unit.state.iter().map(Kept::fetch).collect::<Result<_, _>>()?;
+        Ok(Owned { state, ..self.owned_without_state(unit)? })
+    }
+
+    /// The same without the state.
+    pub(super) fn owned_without_state(&self, unit: &Unit) -> Result<Owned, ZeroError> {
         let gradients = if self.stage.partitions_optimizer() {
-            unit.gradient_partition(unit.dp_rank)?
+            unit.gradient_partition(unit.shard_rank)?
         } else {
             unit.persistent_gradients().cloned()
         };
         let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
         let gradients = gradients.ok_or_else(missing)?;
-        let parameters = match &unit.master {
-            Some(master) => master.clone(),
-            None => unit.updated_parameters(self.stage)?,
-        };
-        Ok(Owned { parameters, gradients, state: unit.state.clone() })
+        let parameters = self.exact_parameters(unit)?.fetch()?;
+        Ok(Owned { parameters, gradients, state: Vec::new() })
     }
 
-    /// Rounds the master copy, where there is one, to the parameters.
-    pub(super) fn round_to_stored(&self, unit: &Unit) -> Result<(), ZeroError> {
-        match &unit.master {
-            Some(master) => Ok(cast::cast(master, &unit.updated_parameters(self.stage)?)?),
-            None => Ok(()),
+    /// The parameters that this rank updates: the master copy where there is one.
+    fn exact_parameters(&self, unit: &Unit) -> Result<Kept, ZeroError> {
+        unit.master.clone().map_or_else(|| unit.updated_parameters(self.stage), Ok)
+    }
+
+    /// Rounds the updated master copy, where there is one, to the parameters, and writes what belongs in files once the
+    /// unit before is written.
+    pub(super) fn put_back(&self, unit: &Unit, owned: Owned) -> Result<(), ZeroError> {
+        let Owned { parameters, state, .. } = owned;
+        self.storage.settle()?;
+        if unit.master.is_some() {
+            self.round_to_stored(unit, &parameters)?;
         }
+        self.exact_parameters(unit)?.put(parameters)?;
+        unit.put_state(state)
+    }
+
+    /// Writes updated state, where it belongs in a file, once the unit before is written.
+    pub(super) fn put_back_state(&self, unit: &Unit, state: Vec<Tensor>) -> Result<(), ZeroError> {
+        self.storage.settle()?;
+        unit.put_state(state)
+    }
+
+    /// Rounds a master copy to the parameters.
+    fn round_to_stored(&self, unit: &Unit, master: &Tensor) -> Result<(), ZeroError> {
+        let kept = unit.updated_parameters(self.stage)?;
+        let rounded = kept.blank()?;
+        cast::cast(master, &rounded)?;
+        kept.put(rounded)
     }
 
     /// Starts to gather a unit whose parameters are whole on every rank.
@@ -107,8 +156,8 @@ impl ZeroOptimizer {
         match &unit.parameters {
             Parameters::Whole(whole) => {
                 // A copy: the gather's input must not share storage with its output.
-                let own = unit.parameter_partition()?.force_contiguous()?;
-                Ok(Some(self.groups.dp.start_all_gather(&own, &whole.flat)?))
+                let own = unit.updated_parameters(self.stage)?.fetch()?.force_contiguous()?;
+                Ok(Some(self.groups.shard().start_all_gather(&own, &whole.flat)?))
             }
             Parameters::Partitioned { .. } => Ok(None),
         }
@@ -126,7 +175,7 @@ impl ZeroOptimizer {
             let unit = &mut self.units[index];
             let views = match master {
                 Some(whole) => unit.layout.views(&whole)?,
-                None => unit.gather(&*self.groups.dp)?,
+                None => unit.gather(&**self.groups.shard())?,
             };
             for (parameter, view) in unit.layout.parameters().iter().zip(views) {
                 // What is frozen has no master copy.
@@ -142,11 +191,12 @@ impl ZeroOptimizer {
         let unit = &self.units[index];
         match &unit.master {
             Some(own) if self.stage.partitions_optimizer() => {
+                let own = own.fetch()?;
                 let whole = Tensor::zeros(unit.layout.padded_numel(), own.dtype(), own.device())?;
-                self.groups.dp.all_gather(own, &whole)?;
+                self.groups.shard().all_gather(&own, &whole)?;
                 Ok(Some(whole))
             }
-            master => Ok(master.clone()),
+            master => master.as_ref().map(Kept::fetch).transpose(),
         }
     }
 
@@ -162,13 +212,13 @@ impl ZeroOptimizer {
                 Some(Gradients::Whole(whole)) if !self.stage.partitions_optimizer() => whole.flat.copy()?,
                 _ => {
                     let own = unit
-                        .gradient_partition(unit.dp_rank)?
+                        .gradient_partition(unit.shard_rank)?
                         .map(|own| own.force_contiguous())
                         .transpose()?;
                     let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
                     let own = own.ok_or_else(missing)?;
                     let whole = Tensor::zeros(unit.layout.padded_numel(), own.dtype(), own.device())?;
-                    self.groups.dp.all_gather(&own, &whole)?;
+                    self.groups.shard().all_gather(&own, &whole)?;
                     whole
                 }
             };

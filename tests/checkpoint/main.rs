@@ -8,5 +8,6 @@ mod directory;
 mod export;
 mod frozen;
 mod meshes;
+mod offload;
 mod skips;
 mod training;

@@ -74,6 +74,30 @@ fn a_resumed_run_on_the_same_mesh_is_the_uninterrupted_one_to_the_bit() {
 }
 
 #[test]
+fn partitions_with_replicas_along_dp_are_written_once_and_load_on_every_mesh() {
+    // Partitions over two neighbours: four dp ranks hold two replicas of them.
+    const SHARDED: &str = r#"{ "zero_optimization": { "stage": 3, "mics_shard_size": 2 } }"#;
+    let sharded = |dp, sp| Setup { extra: SHARDED, ..setup(dp, sp, 3) };
+    let dir = tempfile::tempdir().unwrap();
+    on_mesh(sharded(4, 2), |rank| {
+        rank.train(3)?;
+        rank.save(dir.path())
+    });
+    let saved = open(dir.path(), 3);
+    assert_eq!((saved.manifest().num_partitions, saved.manifest().files.len()), (2, 2 * 3));
+    for setup in [setup(1, 1, 0), setup(4, 1, 3), setup(3, 2, 2), sharded(4, 1), sharded(6, 1)] {
+        let again = tempfile::tempdir().unwrap();
+        on_mesh(setup, |rank| {
+            rank.resume(dir.path())?;
+            rank.save(again.path())
+        });
+        for (tensor, comparison) in diff(&saved, &open(again.path(), 3)).unwrap() {
+            assert_eq!(comparison, Comparison::Equal, "{setup:?}: {tensor:?}");
+        }
+    }
+}
+
+#[test]
 fn every_partition_is_written_once() {
     let dir = tempfile::tempdir().unwrap();
     on_mesh(setup(2, 3, 1), |rank| rank.save(dir.path()));

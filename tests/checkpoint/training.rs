@@ -59,7 +59,7 @@ impl Trainee {
         keep_last: Option<usize>,
         storage: Arc<dyn Storage>,
     ) -> Result<Saver> {
-        let partition = (self.engine.sp_group().rank() == 0).then(|| self.engine.dp_group().rank());
+        let partition = self.engine.groups().written_partition();
         let options = SaveOptions { keep_last, background: false };
         Ok(Saver::new(self.all.clone(), storage, dir, partition, options)?)
     }

@@ -90,7 +90,7 @@ fn train_rank(
     }
     say(format!("resumed {}", engine.attempted_steps()));
     let options = SaveOptions { keep_last: Some(1), background: run.background };
-    let partition = (engine.sp_group().rank() == 0).then(|| engine.dp_group().rank());
+    let partition = engine.groups().written_partition();
     let mut saver = Saver::new(all.clone(), Arc::new(storage.clone()), dir, partition, options)?;
     let settle = |outcome: Result<Option<Saved>, EngineError>| match outcome {
         Ok(None) => Ok(()),

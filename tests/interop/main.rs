@@ -25,6 +25,12 @@ const FAMILIES: [&str; 8] =
 
 fn main() -> ExitCode {
     let python = std::env::var("ULYSSES_PYTHON").unwrap_or_else(|_| "python3".into());
+    // A path means one from here; the scripts run in other directories.
+    let python = if python.contains('/') {
+        std::path::absolute(&python).expect("a path that is not empty").display().to_string()
+    } else {
+        python
+    };
     let imports = Command::new(&python).args(["-c", "import torch, transformers"]).output();
     let missing = match &imports {
         Err(error) => Some(format!("cannot run {python}: {error}")),

@@ -29,11 +29,13 @@ pub struct Layout {
     pub sp: usize,
     pub stage: u8,
     pub accumulation: usize,
+    /// Ranks that share ZeRO's partitions, where that is not all of dp.
+    pub shard_size: Option<usize>,
 }
 
 /// Data parallel × sequence parallel, at a ZeRO stage, without accumulation.
 pub const fn layout(dp: usize, sp: usize, stage: u8) -> Layout {
-    Layout { dp, sp, stage, accumulation: 1 }
+    Layout { dp, sp, stage, accumulation: 1, shard_size: None }
 }
 
 /// The optimizers that reference and library share.
@@ -195,12 +197,12 @@ impl Problem {
     }
 
     pub fn json_config(&self, layout: Layout, rows: usize) -> Result<Config> {
-        let Layout { dp, sp, stage, accumulation } = layout;
+        let Layout { dp, sp, stage, accumulation, shard_size } = layout;
         let mut value = json!({
             "train_batch_size": rows,
             "gradient_accumulation_steps": accumulation,
             "mesh_param": [dp, sp],
-            "zero_optimization": { "stage": stage },
+            "zero_optimization": { "stage": stage, "mics_shard_size": shard_size.map_or(-1, |size| size as i64) },
             "optimizer": self.rule.json(),
             "gradient_clipping": self.clip.unwrap_or(0.0),
         });
@@ -220,7 +222,7 @@ pub fn on_mesh<T: Send>(
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).expect("the mesh of a config");
     launch(mesh.world_size(), options, |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let groups = ZeroGroups { dp: groups.get_group("dp")?, sp: groups.get_group("sp")? };
+        let groups = ZeroGroups::new(&groups, config.zero_shard_size)?;
         super::device::on_test_device(rank.rank, || work(rank.rank, groups))
     })
 }

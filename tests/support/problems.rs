@@ -1,7 +1,9 @@
 //! The models and batches that the mesh must not change.
 
 use super::mesh_run::{Problem, Rule};
-use super::reference::{AdamWConfig, Batch, ReferenceConfig, RopeScaling, random_weights};
+use super::reference::{
+    AdagradConfig, AdamWConfig, Batch, LambConfig, LionConfig, ReferenceConfig, RopeScaling, random_weights,
+};
 
 /// Two layers, 8 query heads, rows of 22 tokens: divisible by neither 3 nor 4.
 pub const CONFIG: ReferenceConfig = ReferenceConfig {
@@ -24,6 +26,16 @@ pub const CONFIG: ReferenceConfig = ReferenceConfig {
 pub const SEQ_LEN: usize = 22;
 
 pub const ADAMW: AdamWConfig = AdamWConfig { lr: 1e-3, betas: (0.9, 0.95), eps: 1e-8, weight_decay: 0.1 };
+
+pub const LION: LionConfig = LionConfig { lr: 1e-3, betas: (0.9, 0.99), weight_decay: 0.1 };
+
+/// The sum starts above the gradients' squares: from 0 the first step would be the sign of the gradient.
+pub const ADAGRAD: AdagradConfig =
+    AdagradConfig { lr: 1e-2, lr_decay: 0.5, eps: 1e-10, weight_decay: 0.1, initial_accumulator_value: 1e-3 };
+
+/// An eps above the rounding of gradients, which the first steps would divide by themselves otherwise.
+pub const LAMB: LambConfig =
+    LambConfig { lr: 1e-2, betas: (0.9, 0.95), eps: 1e-5, weight_decay: 0.1, coefficients: (0.01, 10.0) };
 
 /// Eight rows of documents of many lengths, one of a single token, some rows of one document.
 pub fn packed_batch() -> Batch {

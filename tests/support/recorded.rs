@@ -27,12 +27,11 @@ pub struct Recorded {
 }
 
 impl Recorded {
-    /// Both groups of a rank, which write to one log.
+    /// All groups of a rank, which write to one log.
     pub fn groups(groups: &ZeroGroups, log: &Log) -> ZeroGroups {
-        let wrap = |inner: &Arc<dyn ProcessGroup>, axis| -> Arc<dyn ProcessGroup> {
-            Arc::new(Self { inner: inner.clone(), axis, log: log.clone() })
-        };
-        ZeroGroups { dp: wrap(&groups.dp, "dp"), sp: wrap(&groups.sp, "sp") }
+        let wrap =
+            |axis, inner| -> Arc<dyn ProcessGroup> { Arc::new(Self { inner, axis, log: log.clone() }) };
+        groups.clone().map(wrap)
     }
 
     fn note(&self, op: CollectiveOp, elements: usize, like: &Tensor) {

@@ -15,7 +15,7 @@ use ulysses::engine::{Engine, EngineError, RunRecord};
 /// One rank's checkpoints.
 pub(super) struct Checkpoints<'a> {
     run: &'a Run,
-    /// Of all ranks, for checkpoints alone: its traffic is not that of a step.
+    /// Of all ranks, for checkpoints and what else is between the steps: its traffic is not that of a step.
     group: Arc<dyn ProcessGroup>,
     run_id: String,
     saving: Option<Saving<'a>>,
@@ -37,6 +37,11 @@ impl<'a> Checkpoints<'a> {
         };
         let saving = run.config.checkpoint.as_ref().map(start).transpose()?;
         Ok(Self { run, group, run_id: run.new_run_id.clone(), saving })
+    }
+
+    /// All ranks, for what is not part of a step.
+    pub(super) fn group(&self) -> &dyn ProcessGroup {
+        &*self.group
     }
 
     /// Goes on where the command line asks to.

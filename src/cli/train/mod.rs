@@ -5,6 +5,7 @@ mod checkpoints;
 mod feed;
 mod host;
 mod output;
+mod peak;
 mod prepare;
 mod reporter;
 mod resume;
@@ -208,13 +209,14 @@ impl Run {
         let first_step = engine.attempted_steps();
         let last_step = feed.last_step(first_step);
         self.check_agreement(&mut engine, last_step)?;
-        let reporter = || Reporter::new(self, first_step, last_step);
+        let peak_flops = peak::measure(checkpoints.group(), groups.device())?;
+        let reporter = || Reporter::new(self, first_step, last_step, peak_flops);
         let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
         let mut stopped = false;
         while engine.attempted_steps() < last_step && !stopped {
             let metrics = step(&mut engine, &mut feed)?;
             if let Some(reporter) = &mut reporter {
-                reporter.record(&metrics)?;
+                reporter.record(metrics, feed.phase())?;
             }
             let evaluation = self.validate(&mut engine, &mut feed, last_step)?;
             if let (Some(reporter), Some(metrics)) = (&mut reporter, evaluation) {
@@ -266,10 +268,12 @@ fn step(engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<Metrics> {
         engine.workspace().clear();
     }
     let report = engine.train_batch(|| feed.next_micro_batch())?;
+    let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), feed.take_waited());
     Ok(Metrics {
-        data_seconds: feed.take_waited(),
+        data_seconds,
         padding_share: feed.phase().data.padding_share(),
-        ..report.metrics(start.elapsed().as_secs_f64())
+        time: engine.take_times().shares(step_seconds, data_seconds),
+        ..report.metrics(step_seconds)
     })
 }
 

@@ -1,35 +1,67 @@
 //! What rank 0 tells of every step.
 
 use super::Run;
+use super::feed::Phase;
 use anyhow::Context;
 use std::path::PathBuf;
+use ulysses::config::Config;
+use ulysses::engine::plan::model_flops;
 use ulysses::monitor::{EvalMetrics, Metrics, MetricsWriter, Progress, RunTotals};
 
 /// Rank 0's metrics file, progress lines and totals.
-pub(super) struct Reporter {
+pub(super) struct Reporter<'a> {
+    run: &'a Run,
     path: PathBuf,
     writer: MetricsWriter,
     progress: Progress,
+    /// Of all ranks together, where it is known.
+    peak_flops: Option<f64>,
+    /// Length of the rows, and operations of a step with such rows.
+    step_flops: Option<(usize, f64)>,
     pub(super) totals: RunTotals,
 }
 
-impl Reporter {
+impl<'a> Reporter<'a> {
     /// A run that has done `first_step` steps before goes on with the metrics that there are.
-    pub(super) fn new(run: &Run, first_step: u64, last_step: u64) -> anyhow::Result<Self> {
+    pub(super) fn new(
+        run: &'a Run,
+        first_step: u64,
+        last_step: u64,
+        peak_flops: Option<f64>,
+    ) -> anyhow::Result<Self> {
         let path = run.output.join("metrics.jsonl");
         let writer = MetricsWriter::resume(&path, first_step).with_context(|| path.display().to_string())?;
         let progress = Progress::new(first_step..last_step, run.config.steps_per_print);
-        Ok(Self { path, writer, progress, totals: RunTotals::default() })
+        let totals = RunTotals::default();
+        Ok(Self { run, path, writer, progress, peak_flops, step_flops: None, totals })
     }
 
-    pub(super) fn record(&mut self, metrics: &Metrics) -> anyhow::Result<()> {
-        self.totals.record(metrics);
-        self.progress.report(metrics);
-        self.writer.write(metrics).with_context(|| format!("cannot write {}", self.path.display()))
+    /// A step, whose data is that of `phase`.
+    pub(super) fn record(&mut self, metrics: Metrics, phase: &Phase) -> anyhow::Result<()> {
+        let rate = self.flops(phase.data.seq_len()).map(|flops| flops / metrics.step_seconds);
+        let gemm_share = rate.zip(self.peak_flops).map(|(rate, peak)| rate / peak);
+        let metrics = Metrics { model_flops_per_second: rate, gemm_share, ..metrics };
+        self.totals.record(&metrics);
+        self.progress.report(&metrics);
+        self.write(&metrics)
     }
 
     pub(super) fn record_evaluation(&mut self, metrics: &EvalMetrics) -> anyhow::Result<()> {
         self.progress.report_evaluation(metrics);
+        self.write(metrics)
+    }
+
+    fn write(&mut self, metrics: &impl serde::Serialize) -> anyhow::Result<()> {
         self.writer.write(metrics).with_context(|| format!("cannot write {}", self.path.display()))
+    }
+
+    /// Operations of a step with rows of `seq_len` tokens, on all ranks, where the step can be planned.
+    fn flops(&mut self, seq_len: usize) -> Option<f64> {
+        if !self.step_flops.is_some_and(|(known, _)| known == seq_len) {
+            let config = Config { seq_len: Some(seq_len), ..self.run.config.clone() };
+            let flops = model_flops(&config, &self.run.llama, &self.run.mesh).ok()?;
+            self.step_flops = Some((seq_len, flops));
+        }
+        self.step_flops.map(|(_, flops)| flops)
     }
 }

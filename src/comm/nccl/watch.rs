@@ -20,6 +20,7 @@ pub(super) struct Watched<P> {
     pub(super) sequence: u64,
     /// The global rank.
     pub(super) rank: usize,
+    /// When its time began: when it was issued, or when one before it was seen to be done.
     pub(super) started: Instant,
     pub(super) probe: P,
 }
@@ -55,7 +56,8 @@ impl<P: Probe> Watched<P> {
     }
 }
 
-/// Removes what is done.
+/// Removes what is done. A rank's operations run one after the other, and the host issues many at a time: so the time
+/// of those that are left begins again whenever one is done.
 ///
 /// # Errors
 /// The first that has failed, in the order of issue.
@@ -64,7 +66,7 @@ pub(super) fn inspect<P: Probe>(
     now: Instant,
     timeout: Duration,
 ) -> Result<(), CommError> {
-    let mut failure = None;
+    let (mut failure, issued) = (None, under_way.len());
     under_way.retain(|operation| match operation.inspect(now, timeout) {
         Ok(is_done) => !is_done,
         Err(error) => {
@@ -72,6 +74,9 @@ pub(super) fn inspect<P: Probe>(
             true
         }
     });
+    if under_way.len() < issued {
+        under_way.iter_mut().for_each(|operation| operation.started = operation.started.max(now));
+    }
     failure.map_or(Ok(()), Err)
 }
 
@@ -130,6 +135,20 @@ mod tests {
         let CommError::Library { group, op, sequence, rank, reason, .. } = &error else { panic!("{error}") };
         assert_eq!((group.as_str(), *op, *sequence, *rank), ("sp", CollectiveOp::AllToAll, 1, 5));
         assert!(reason.contains("not complete after 10000 ms"), "{reason}");
+    }
+
+    #[test]
+    fn the_time_of_an_operation_begins_when_one_before_it_is_done() {
+        let started = Instant::now();
+        let mut under_way = operations(&[Fake::Done, Fake::Waits, Fake::Waits], started);
+        inspect(&mut under_way, started + TIMEOUT / 2, TIMEOUT).unwrap();
+        inspect(&mut under_way, started + TIMEOUT, TIMEOUT).unwrap();
+        under_way[0].probe = Fake::Done;
+        inspect(&mut under_way, started + TIMEOUT * 5 / 4, TIMEOUT).unwrap();
+        inspect(&mut under_way, started + TIMEOUT * 2, TIMEOUT).unwrap();
+        let error = inspect(&mut under_way, started + TIMEOUT * 9 / 4, TIMEOUT).unwrap_err();
+        assert!(error.to_string().contains("not complete after 10000 ms"), "{error}");
+        assert_eq!(sequences(&under_way), [2]);
     }
 
     #[test]

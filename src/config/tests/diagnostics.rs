@@ -290,6 +290,10 @@ fn contradictions_between_keys_are_found_where_they_stand() {
             "`zero_optimization.stage`: expected 1, 2 or 3, as `offload_optimizer.device` asks for offload, found 0",
         ),
         (
+            r#"{"zero_optimization": {"offload_param": {"device": "cpu"}}}"#,
+            "`zero_optimization.offload_param.device`: expected none, unless `stage` is 3, found \"cpu\"",
+        ),
+        (
             r#"{"bf16": {"enabled": true}, "fp16": {"enabled": true}}"#,
             "`bf16.enabled`: expected false, as `fp16.enabled` is true: a run has one format, found true",
         ),

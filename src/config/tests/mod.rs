@@ -66,7 +66,8 @@ const FULL: &str = r#"{
   "zero_optimization": {
     "stage": 2, "contiguous_gradients": true, "overlap_comm": true, "reduce_scatter": true,
     "reduce_bucket_size": 5e8, "allgather_bucket_size": 500000000, "allgather_partitions": true,
-    "round_robin_gradients": false
+    "round_robin_gradients": false,
+    "offload_optimizer": { "device": "nvme", "nvme_path": "/fast" }
   },
   "activation_checkpointing": { "cpu_checkpointing": true },
   "checkpoint": { "interval": 50, "keep_last": 3, "async": true, "on_error": "continue" },

@@ -23,6 +23,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         zero_stage: ZeroStage::Disabled,
         dp_size: 1,
         sp_size: 1,
+        zero_shard_size: None,
         steps_per_print: 10,
         seed: 1234,
         loss_normalization: LossNormalization::Global,
@@ -103,6 +104,8 @@ fn every_key_of_a_full_file_arrives() {
         head_chunks: 4,
         offload_checkpoints: true,
         offload_path: Some("/scratch".into()),
+        offload_optimizer: Offload::Nvme(Some("/fast".into())),
+        offload_parameters: Offload::None,
     };
     assert_eq!(config.memory, expected);
 }

@@ -79,6 +79,11 @@ fn surroundings(entry: &Entry) -> Value {
         ("scheduler", variant) => {
             json!({ "scheduler": { "type": variant.unwrap_or("OneCycle"), "params": {} } })
         }
+        _ if entry.path.starts_with("zero_optimization.offload_") => {
+            let section = entry.path.split('.').nth(1).unwrap();
+            let device = if entry.key.name == "device" { "none" } else { "nvme" };
+            json!({ "zero_optimization": { "stage": 3, section: { "device": device } } })
+        }
         ("activation_checkpointing", _) => json!({ "ulysses": { "activation_checkpointing": true } }),
         _ if entry.path == "ulysses.activation_checkpointing_interval" => {
             json!({ "ulysses": { "activation_checkpointing": true } })

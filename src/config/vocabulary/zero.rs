@@ -1,12 +1,13 @@
 //! The `zero_optimization` section.
 
-use super::build::{FRACTION, INDEX, NOT_NEGATIVE, flag, idle, key, renamed, section};
-use super::key::{Key, Literal, Value};
+use super::build::{FRACTION, INDEX, NOT_NEGATIVE, flag, key, renamed, section};
+use super::key::{Key, Value};
 
-const NO_OFFLOAD: &str = "parameters and optimizer state stay in the memory of their rank: set the device to \
-                          \"none\", and for less memory raise `stage` or dp, or use `ulysses.activation_checkpointing`";
+const OLD_OPTIMIZER: &str = "the name is deprecated: use `offload_optimizer.device`";
+const OLD_PARAM: &str = "the name is deprecated: use `offload_param.device`";
 const DEVICES: Value = Value::Choice(&["none", "cpu", "nvme"]);
-const OFF: &[Literal] = &[Literal::Text("none")];
+const ONE_UNIT: &str = "a layer goes to the file and back as one, and the next is read while one is in work";
+const NO_PINNING: &str = "what is offloaded goes from a CPU's memory to a file";
 const UNIT: &str = "a bucket is a layer";
 const TWO_LAYERS: &str = "the layer in work and the next one are gathered, all others are not";
 const QUANTIZED: &str = "quantised communication rounds the values and is not implemented: leave it out";
@@ -67,13 +68,13 @@ pub(super) const ZERO: &[Key] = &[
         .no_effect("the update goes from layer to layer"),
     flag("cpu_offload", "Deprecated name of `\"offload_optimizer\": {\"device\": \"cpu\"}`.")
         .or_null()
-        .only_off(NO_OFFLOAD),
+        .only_off(OLD_OPTIMIZER),
     flag("cpu_offload_param", "Deprecated name of `\"offload_param\": {\"device\": \"cpu\"}`.")
         .or_null()
-        .only_off(NO_OFFLOAD),
+        .only_off(OLD_PARAM),
     flag("cpu_offload_use_pin_memory", "Deprecated name of `pin_memory` in the offload sections.")
         .or_null()
-        .no_effect("parameters and optimizer state are not offloaded"),
+        .no_effect(NO_PINNING),
     key("stage3_prefetch_bucket_size", NOT_NEGATIVE, "Elements that are gathered ahead.")
         .integer(50_000_000)
         .no_effect("the next layer is gathered ahead"),
@@ -120,9 +121,13 @@ pub(super) const ZERO: &[Key] = &[
         .no_effect("every parameter has a gradient, be it zero"),
     flag("legacy_stage1", "Uses the old stage 1.").no_effect("there is one stage 1"),
     flag("round_robin_gradients", "Deals gradients out in turn.").no_effect("partitions are contiguous"),
-    key("zero_hpz_partition_size", INDEX, "Ranks of a second, nearer partition of the parameters (ZeRO++).")
-        .integer(1)
-        .no_effect("parameters are partitioned once, over dp: less memory, longer ways"),
+    key(
+        "zero_hpz_partition_size",
+        INDEX,
+        "Ranks of a nearer partition (ZeRO++), 1 for none. Here all that the stage partitions is partitioned over them, as with \
+         `mics_shard_size`.",
+    )
+    .integer(1),
     flag("zero_quantized_weights", "Gathers weights quantised (ZeRO++).").only_off(QUANTIZED),
     flag("zero_quantized_nontrainable_weights", "Stores frozen weights quantised (ZeRO++).")
         .only_off(QUANTIZED),
@@ -130,9 +135,13 @@ pub(super) const ZERO: &[Key] = &[
     key("zeropp_loco_param", Value::Anything, "Corrects the error of quantised gradients.")
         .or_null()
         .refused(QUANTIZED),
-    key("mics_shard_size", Value::Signed, "Ranks that share one partition (MiCS); -1 for none.")
-        .integer(-1)
-        .no_effect("parameters are partitioned over all of dp: less memory, longer ways"),
+    key(
+        "mics_shard_size",
+        Value::Signed,
+        "Neighbours along dp that partition among them what the next ones hold once more (MiCS; PyTorch's HSDP): \
+         more memory, shorter ways. -1: all of dp.",
+    )
+    .integer(-1),
     flag("mics_hierarchical_params_gather", "Gathers in two steps (MiCS).")
         .no_effect("there is one dp group"),
     flag("memory_efficient_linear", "Saves memory in linear layers.")
@@ -149,24 +158,38 @@ pub(super) const ZERO: &[Key] = &[
 ];
 
 const OFFLOAD_PARAM: &[Key] = &[
-    key("device", DEVICES, "Where parameters are kept.").text("none").only(OFF, NO_OFFLOAD),
-    idle("nvme_path", Value::Text).or_null(),
-    idle("buffer_count", INDEX).integer(5),
-    idle("buffer_size", NOT_NEGATIVE).integer(100_000_000),
-    idle("max_in_cpu", NOT_NEGATIVE).integer(1_000_000_000),
-    idle("pin_memory", Value::Boolean).boolean(true),
+    key(
+        "device",
+        DEVICES,
+        "Where the partitions of parameters are between their uses: \"nvme\" is a file; on a CPU \"cpu\" is where they are anyway.",
+    )
+    .text("none"),
+    key("nvme_path", Value::Text, "The directory of that file; without it `ulysses.offload_path`.").or_null(),
+    key("buffer_count", INDEX, "Buffers of the swapper.").integer(5).no_effect(ONE_UNIT),
+    key("buffer_size", NOT_NEGATIVE, "Elements of a buffer.").integer(100_000_000).no_effect(ONE_UNIT),
+    key("max_in_cpu", NOT_NEGATIVE, "Elements that stay in memory.").integer(1_000_000_000).no_effect(ONE_UNIT),
+    flag("pin_memory", "Pins the host's memory.").boolean(true).no_effect(NO_PINNING),
 ];
 
 const OFFLOAD_OPTIMIZER: &[Key] = &[
-    key("device", DEVICES, "Where optimizer state is kept.").text("none").only(OFF, NO_OFFLOAD),
-    idle("nvme_path", Value::Text).or_null(),
-    idle("buffer_count", INDEX).integer(4),
-    idle("pin_memory", Value::Boolean).boolean(true),
-    idle("pipeline", Value::Boolean).boolean(false),
-    idle("pipeline_read", Value::Boolean).boolean(false),
-    idle("pipeline_write", Value::Boolean).boolean(false),
-    idle("fast_init", Value::Boolean).boolean(false),
-    idle("ratio", FRACTION).number(1.0),
-    idle("super_offload", Value::Boolean).boolean(false),
-    idle("cpuadam_cores_perc", FRACTION).number(0.8),
+    key(
+        "device",
+        DEVICES,
+        "Where optimizer state and f32 master copies are between updates: \"nvme\" is a file; on a CPU \"cpu\" is where they are anyway.",
+    )
+    .text("none"),
+    key("nvme_path", Value::Text, "The directory of that file; without it `ulysses.offload_path`.").or_null(),
+    key("buffer_count", INDEX, "Buffers of the swapper.").integer(4).no_effect(ONE_UNIT),
+    flag("pin_memory", "Pins the host's memory.").boolean(true).no_effect(NO_PINNING),
+    flag("pipeline", "Reads and writes during the update.").no_effect(ONE_UNIT),
+    flag("pipeline_read", "Reads during the update.").no_effect(ONE_UNIT),
+    flag("pipeline_write", "Writes during the update.").no_effect(ONE_UNIT),
+    flag("fast_init", "Initialises faster.").no_effect(ONE_UNIT),
+    key("ratio", FRACTION, "The part of the state that is offloaded.")
+        .number(1.0)
+        .no_effect("all of it is offloaded: less memory, more reading"),
+    flag("super_offload", "Overlaps for Grace-Hopper.").no_effect(ONE_UNIT),
+    key("cpuadam_cores_perc", FRACTION, "The part of the cores that updates.")
+        .number(0.8)
+        .no_effect("an update uses the threads of its rank"),
 ];

@@ -7,8 +7,10 @@
 
 mod module;
 mod product;
+mod upload;
 
 pub(super) use product::gemm;
+pub(crate) use upload::upload;
 
 use super::{Arg, DeviceError, Grid, Kernel};
 use candle_core::cuda::CudaStorageSlice;

@@ -155,6 +155,7 @@ impl Workload {
         }
         config.gradient_accumulation_steps = rows_per_rank / config.micro_batch_size;
         (config.dp_size, config.sp_size) = (dp, sp);
+        config.zero_shard_size = config.zero_shard_size.filter(|size| *size < dp && dp.is_multiple_of(*size));
         Some(workload)
     }
 

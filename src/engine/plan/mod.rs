@@ -2,14 +2,16 @@
 //!
 //! [`Workload::plan`] is the plan of one configuration, [`Workload::longest`] the longest sequence that fits,
 //! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change, [`scaling`] how the traffic of several kinds
-//! of sequence parallelism grows.
+//! of sequence parallelism grows. [`RankStep`] is the arithmetic and the communication of one step alone.
 
 mod alternatives;
 mod rank;
 pub mod scaling;
+mod step;
 
 pub use alternatives::{Alternative, MeshChoice};
 pub use rank::{MomentMemory, RankPlan, Sent};
+pub use step::{PlannedCalls, RankStep, model_flops};
 
 use super::EngineError;
 use super::schedule::{Schedule, chunk_plans};
@@ -50,7 +52,7 @@ impl Workload {
 
     fn plan_of(&self, mesh: &DeviceMesh, rank: usize) -> Result<RankPlan, EngineError> {
         let events = Schedule::new(&self.config, &self.model, mesh, rank, self.document_len)?;
-        RankPlan::sum(rank, events, mesh, self.ranks_per_node)
+        RankPlan::sum(rank, events, mesh, self.config.zero_shard_size, self.ranks_per_node)
     }
 
     /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since

@@ -2,7 +2,7 @@
 
 use crate::engine::EngineError;
 use crate::engine::schedule::{Axis, Category, Event, Moment, Pass, Purpose, Schedule, Transfer};
-use crate::mesh::DeviceMesh;
+use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, SHARD_AXIS};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 
@@ -96,9 +96,10 @@ impl RankPlan {
         rank: usize,
         events: Schedule,
         mesh: &DeviceMesh,
+        shard_size: Option<usize>,
         ranks_per_node: usize,
     ) -> Result<Self, EngineError> {
-        let nodes = Nodes::new(mesh, rank, ranks_per_node)?;
+        let nodes = Nodes::new(mesh, shard_size, rank, ranks_per_node)?;
         let mut held = Held::default();
         let mut moments: Vec<MomentMemory> = Vec::new();
         let (mut steps, mut persistent) = (0, 0);
@@ -159,22 +160,38 @@ struct Nodes {
     ranks_per_node: usize,
     dp: Vec<usize>,
     sp: Vec<usize>,
+    /// ZeRO's groups, partitions and replicas, where these are not dp and sp.
+    hybrid: Option<[Vec<usize>; 2]>,
 }
 
 impl Nodes {
-    fn new(mesh: &DeviceMesh, rank: usize, ranks_per_node: usize) -> Result<Self, EngineError> {
+    fn new(
+        mesh: &DeviceMesh,
+        shard_size: Option<usize>,
+        rank: usize,
+        ranks_per_node: usize,
+    ) -> Result<Self, EngineError> {
         let ranks_per_node = ranks_per_node.max(1);
         let (dp, sp) = (mesh.group_of("dp", rank)?, mesh.group_of("sp", rank)?);
-        Ok(Self { own_node: rank / ranks_per_node, ranks_per_node, dp, sp })
+        let hybrid = shard_size.map(|size| mesh.hybrid_sharded(size)).transpose()?;
+        let hybrid = hybrid.map(|mesh| -> Result<_, MeshError> {
+            Ok([mesh.group_of(SHARD_AXIS, rank)?, mesh.group_of(REPLICAS_AXIS, rank)?])
+        });
+        Ok(Self { own_node: rank / ranks_per_node, ranks_per_node, dp, sp, hybrid: hybrid.transpose()? })
+    }
+
+    fn members(&self, axis: Axis) -> &[usize] {
+        match (axis, &self.hybrid) {
+            (Axis::Shard, Some([shard, _])) => shard,
+            (Axis::Replicas, Some([_, replicas])) => replicas,
+            (Axis::Dp | Axis::Shard, _) => &self.dp,
+            (Axis::Sp | Axis::Replicas, _) => &self.sp,
+        }
     }
 
     fn sent(&self, transfer: &Transfer) -> Sent {
-        let members = match transfer.axis {
-            Axis::Dp => &self.dp,
-            Axis::Sp => &self.sp,
-        };
         let mut sent = Sent::default();
-        for (member, bytes) in members.iter().zip(&*transfer.sent_to) {
+        for (member, bytes) in self.members(transfer.axis).iter().zip(&*transfer.sent_to) {
             if member / self.ranks_per_node == self.own_node {
                 sent.intra_node_bytes += bytes;
             } else {

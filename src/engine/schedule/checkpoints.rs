@@ -4,7 +4,7 @@
 use super::event::Category;
 use super::layer::SavedLayer;
 use super::ledger::{Buffer, Element, Ledger};
-use crate::engine::offload::READ_AHEAD_BYTES;
+use crate::offload::READ_AHEAD_BYTES;
 
 /// What one layer leaves.
 #[derive(Debug)]

@@ -1,8 +1,9 @@
 //! The sizes that a rank's step follows from.
 
+use super::event::Axis;
 use crate::config::Config;
 use crate::engine::EngineError;
-use crate::mesh::{DeviceMesh, shard_range};
+use crate::mesh::{DeviceMesh, REPLICAS_AXIS, SHARD_AXIS, shard_range};
 use crate::model::{HeadChunk, LlamaConfig, ModelError};
 use crate::ops::attention::grouped_heads;
 use crate::ulysses::{AttentionShape, ExchangePlan};
@@ -22,6 +23,54 @@ impl Place {
             return Ok(Self { ranks: 1, rank: 0 });
         }
         Ok(Self { ranks: mesh.axis_size(axis)?, rank: mesh.coordinate_on(axis, global_rank)? })
+    }
+}
+
+/// A rank's place in each of its groups.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Places {
+    pub(super) dp: Place,
+    pub(super) sp: Place,
+    /// Those in ZeRO's groups, partitions and replicas, where these are not dp and sp.
+    hybrid: Option<(Place, Place)>,
+}
+
+impl Places {
+    pub(super) fn of(config: &Config, mesh: &DeviceMesh, global_rank: usize) -> Result<Self, EngineError> {
+        let along = |mesh: &DeviceMesh, axis| Place::along(mesh, axis, global_rank);
+        let hybrid = match config.zero_shard_size {
+            None => None,
+            Some(size) => {
+                let mesh = mesh.hybrid_sharded(size)?;
+                Some((along(&mesh, SHARD_AXIS)?, along(&mesh, REPLICAS_AXIS)?))
+            }
+        };
+        Ok(Self { dp: along(mesh, "dp")?, sp: along(mesh, "sp")?, hybrid })
+    }
+
+    pub(super) fn shard_axis(&self) -> Axis {
+        if self.hybrid.is_some() { Axis::Shard } else { Axis::Dp }
+    }
+
+    pub(super) fn replicas_axis(&self) -> Axis {
+        if self.hybrid.is_some() { Axis::Replicas } else { Axis::Sp }
+    }
+
+    pub(super) fn shard(&self) -> Place {
+        self.along(self.shard_axis())
+    }
+
+    pub(super) fn replicas(&self) -> Place {
+        self.along(self.replicas_axis())
+    }
+
+    pub(super) fn along(&self, axis: Axis) -> Place {
+        match axis {
+            Axis::Dp => self.dp,
+            Axis::Sp => self.sp,
+            Axis::Shard => self.hybrid.map_or(self.dp, |(shard, _)| shard),
+            Axis::Replicas => self.hybrid.map_or(self.sp, |(_, replicas)| replicas),
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! What happens on a rank in a step.
 
 use crate::comm::CollectiveOp;
+use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use std::fmt;
 use std::sync::Arc;
 
@@ -119,6 +120,10 @@ pub enum Axis {
     Dp,
     /// Sequence parallel.
     Sp,
+    /// ZeRO's partitions, where they are not over all of dp.
+    Shard,
+    /// Replicas of a partition, where there are more than the sp group.
+    Replicas,
 }
 
 impl Axis {
@@ -127,6 +132,8 @@ impl Axis {
         match self {
             Self::Dp => "dp",
             Self::Sp => "sp",
+            Self::Shard => SHARD_AXIS,
+            Self::Replicas => REPLICAS_AXIS,
         }
     }
 }

@@ -30,7 +30,7 @@ use crate::mesh::DeviceMesh;
 use crate::model::{Layer, LlamaConfig, Model, ModelError, Weights};
 use attention::SequenceParallel;
 use checkpoints::{CheckpointFile, LayerTape};
-use dims::{Dims, Place};
+use dims::{Dims, Places};
 use layer::LayerPass;
 use ledger::{Buffer, Ledger};
 use std::iter::FusedIterator;
@@ -120,7 +120,8 @@ impl Schedule {
         rank: usize,
         document_len: Option<usize>,
     ) -> Result<Self, EngineError> {
-        let (dp, sp) = (Place::along(mesh, "dp", rank)?, Place::along(mesh, "sp", rank)?);
+        let places = Places::of(config, mesh, rank)?;
+        let Places { dp, sp, .. } = places;
         for (axis, configured, actual) in [("dp", config.dp_size, dp.ranks), ("sp", config.sp_size, sp.ranks)]
         {
             if configured != actual {
@@ -141,7 +142,7 @@ impl Schedule {
         };
         let recompute = config.activation_checkpointing;
         Ok(Self {
-            units: Units::new(config, &layers, dp, sp, &mut ledger),
+            units: Units::new(config, &layers, places, &mut ledger),
             attention: SequenceParallel::new(&plans, element_bytes, threads),
             checkpoint_file: CheckpointFile::new(config.memory.offload_checkpoints, &mut ledger),
             trained: trained_of_layers(&layers, model, is_trained)?,

@@ -1,7 +1,7 @@
 //! What ZeRO does with the parameters and gradients of the units: the counterpart of
 //! [`ZeroOptimizer`](crate::zero::ZeroOptimizer), with its order of gathers and reductions.
 
-use super::dims::Place;
+use super::dims::{Place, Places};
 use super::event::{Axis, Category, Event, Purpose, Transfer};
 use super::ledger::{Buffer, Element, Ledger};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
@@ -18,8 +18,7 @@ pub(super) struct Units {
     units: Vec<Range<usize>>,
     flats: Vec<Flat>,
     stage: ZeroStage,
-    dp: Place,
-    sp: Place,
+    places: Places,
     stored_bytes: usize,
     is_lamb: bool,
     in_flight: Option<Reduction>,
@@ -38,7 +37,7 @@ struct Flat {
     whole_gradient: Option<Buffer>,
 }
 
-/// A reduction over dp that has been started.
+/// A reduction over the partitions that has been started.
 #[derive(Debug)]
 struct Reduction {
     flat: usize,
@@ -51,10 +50,11 @@ struct Reduction {
 
 impl Units {
     /// Lays the units of `model` out, and holds what outlives a step.
-    pub(super) fn new(config: &Config, model: &Model, dp: Place, sp: Place, ledger: &mut Ledger) -> Self {
+    pub(super) fn new(config: &Config, model: &Model, places: Places, ledger: &mut Ledger) -> Self {
+        let partitions = places.shard().ranks;
         let layout = |spec: UnitSpec| {
             let parameters = spec.parameters.into_iter().map(|parameter| (parameter.name, parameter.shape));
-            FlatLayout::new(spec.name, parameters, dp.ranks)
+            FlatLayout::new(spec.name, parameters, partitions)
         };
         let layouts = model.units().into_iter().map(layout).collect();
         let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.parameter_groups, name);
@@ -73,15 +73,15 @@ impl Units {
             flats.iter().filter(|flat| flat.is_frozen == is_frozen).map(|flat| flat.padded_numel).sum()
         };
         let state_tensors = state_kinds(&config.optimizer).len();
-        let held = HeldBytes::expected(stage, padded_numel(false), dp.ranks, state_tensors, dtype)
-            + HeldBytes::expected_frozen(stage, padded_numel(true), dp.ranks, dtype);
+        let held = HeldBytes::expected(stage, padded_numel(false), partitions, state_tensors, dtype)
+            + HeldBytes::expected_frozen(stage, padded_numel(true), partitions, dtype);
         ledger.hold(Category::Parameters, held.parameters as i64);
         ledger.hold(Category::Gradients, held.gradients as i64);
         ledger.hold(Category::Optimizer, held.optimizer as i64);
         let is_lamb = matches!(config.optimizer, OptimizerConfig::Lamb { .. });
         let stored_bytes = ledger.bytes_of(Element::Stored);
         let units = splits.into_iter().map(|split| split.flats).collect();
-        Self { units, flats, stage, dp, sp, stored_bytes, is_lamb, in_flight: None }
+        Self { units, flats, stage, places, stored_bytes, is_lamb, in_flight: None }
     }
 
     /// A collective over `axis`, if that has more than one rank. A group of one moves nothing.
@@ -91,7 +91,7 @@ impl Units {
         (op, axis, purpose): (CollectiveOp, Axis, Purpose),
         (elems, element_bytes): (usize, usize),
     ) {
-        let Place { ranks, rank } = self.place(axis);
+        let Place { ranks, rank } = self.places.along(axis);
         if ranks == 1 {
             return;
         }
@@ -103,13 +103,6 @@ impl Units {
         ledger.push(Event::Collective(transfer_of((op, axis, purpose), elems, element_bytes, &traffic)));
     }
 
-    fn place(&self, axis: Axis) -> Place {
-        match axis {
-            Axis::Dp => self.dp,
-            Axis::Sp => self.sp,
-        }
-    }
-
     /// Gathers a unit whose parameters are partitioned, unless that is done or under way.
     pub(super) fn gather(&mut self, unit: usize, ledger: &mut Ledger) {
         for flat in self.units[unit].clone() {
@@ -119,7 +112,7 @@ impl Units {
             let Flat { partition_numel, padded_numel, .. } = self.flats[flat];
             let whole = ledger.allocate(Category::Parameters, Element::Stored, padded_numel);
             self.flats[flat].gathered = Some(whole);
-            let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::GatherParameters);
+            let gather = (CollectiveOp::AllGather, self.places.shard_axis(), Purpose::GatherParameters);
             self.transfer(ledger, gather, (partition_numel, self.stored_bytes));
         }
     }
@@ -159,16 +152,16 @@ impl Units {
             return None;
         }
         if !self.stage.partitions_optimizer() {
-            let reduce = (CollectiveOp::AllReduce, Axis::Dp, Purpose::ReduceGradients);
+            let reduce = (CollectiveOp::AllReduce, self.places.shard_axis(), Purpose::ReduceGradients);
             self.transfer(ledger, reduce, (padded_numel, f32));
             return Some(Reduction { flat, lent: None, received: None, boundary });
         }
         let received = ledger.allocate(Category::Gradients, Element::F32, partition_numel);
-        let scatter = (CollectiveOp::ReduceScatter, Axis::Dp, Purpose::ReduceGradients);
+        let scatter = (CollectiveOp::ReduceScatter, self.places.shard_axis(), Purpose::ReduceGradients);
         self.transfer(ledger, scatter, (padded_numel, f32));
         // Of a group of one the collective is complete at once, and nobody reads the whole any more.
         let mut lent = self.flats[flat].whole_gradient.take();
-        if self.dp.ranks == 1 {
+        if self.places.shard().ranks == 1 {
             lent.take().into_iter().for_each(|whole| ledger.free(whole));
         }
         Some(Reduction { flat, lent, received: Some(received), boundary })
@@ -181,22 +174,22 @@ impl Units {
         lent.into_iter().for_each(|whole| ledger.free(whole));
         match received {
             None => {
-                ledger.scratch(reduce_scratch_bytes(self.dp, padded_numel));
-                self.sum_over_sp(padded_numel, ledger);
+                ledger.scratch(reduce_scratch_bytes(self.places.shard(), padded_numel));
+                self.sum_over_replicas(padded_numel, ledger);
             }
             Some(received) => {
                 if boundary {
-                    self.sum_over_sp(partition_numel, ledger);
+                    self.sum_over_replicas(partition_numel, ledger);
                 }
                 ledger.free(received);
             }
         }
     }
 
-    fn sum_over_sp(&self, elems: usize, ledger: &mut Ledger) {
-        let reduce = (CollectiveOp::AllReduce, Axis::Sp, Purpose::ReduceGradients);
+    fn sum_over_replicas(&self, elems: usize, ledger: &mut Ledger) {
+        let reduce = (CollectiveOp::AllReduce, self.places.replicas_axis(), Purpose::ReduceGradients);
         self.transfer(ledger, reduce, (elems, size_of::<f32>()));
-        ledger.scratch(reduce_scratch_bytes(self.sp, elems));
+        ledger.scratch(reduce_scratch_bytes(self.places.replicas(), elems));
     }
 
     /// What `step` does: rows, losses, norm, update, and the parameters of the others.
@@ -207,7 +200,7 @@ impl Units {
             self.transfer(ledger, (CollectiveOp::AllReduce, axis, Purpose::Agree), (2, f64));
         }
         if self.stage.partitions_optimizer() {
-            let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::Agree);
+            let gather = (CollectiveOp::AllGather, self.places.shard_axis(), Purpose::Agree);
             self.transfer(ledger, gather, (1, f64));
             if self.is_lamb {
                 let norms = 2 * self.trained_flats().map(|flat| flat.num_parameters).sum::<usize>();
@@ -225,13 +218,13 @@ impl Units {
     /// Two gathers at a time, each with a copy of the own partition.
     fn publish(&self, ledger: &mut Ledger) {
         let is_whole = !self.stage.partitions_parameters() && self.stage.partitions_optimizer();
-        if !is_whole || self.dp.ranks == 1 {
+        if !is_whole || self.places.shard().ranks == 1 {
             return;
         }
         let mut in_flight = None;
         for flat in self.trained_flats() {
             let own = ledger.allocate(Category::Parameters, Element::Stored, flat.partition_numel);
-            let gather = (CollectiveOp::AllGather, Axis::Dp, Purpose::PublishParameters);
+            let gather = (CollectiveOp::AllGather, self.places.shard_axis(), Purpose::PublishParameters);
             self.transfer(ledger, gather, (flat.partition_numel, self.stored_bytes));
             in_flight.replace(own).into_iter().for_each(|before| ledger.free(before));
         }

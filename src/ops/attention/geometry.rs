@@ -1,6 +1,7 @@
 //! Which keys each query may see, as one contiguous range per query.
 
-use super::{AttentionError, device_table::DeviceTable};
+use super::AttentionError;
+use crate::ops::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
 use std::{ops::Range, sync::Arc};
 
@@ -141,7 +142,7 @@ impl Geometry {
             let rows = self.visible.iter();
             rows.flat_map(|row| row.start.iter().zip(&row.end))
                 .flat_map(|(start, end)| [*start, *end])
-                .collect()
+                .collect::<Vec<u32>>()
         })
     }
 

@@ -17,7 +17,6 @@
 mod blocks;
 mod cpu;
 mod cuda;
-mod device_table;
 mod dims;
 mod error;
 mod geometry;

@@ -1,7 +1,7 @@
 //! The products of a tile through the device's matrix library, and the launches of `kernels/cross_entropy.cu`
 //! between them.
 
-use super::{LossSum, Sizes, all_ignored};
+use super::{Labels, LossSum, Losses, Sizes, all_ignored};
 use crate::device::{
     Address, DeviceError, Grid, Kernel, Launcher, MatrixAt, Product, sources::CROSS_ENTROPY,
 };
@@ -14,20 +14,20 @@ const ROW_ALIGNMENT: usize = 8;
 /// Threads of a block that reduces a row of logits.
 const ROW_THREADS: u32 = 512;
 
-/// The loss of each token is summed on the host in f64, in token order: the one wait for the device.
+/// The loss of each token stays on the device until its sum is asked for.
 pub(super) fn forward(
     launcher: &Launcher,
     sizes: Sizes,
     [x, weight, lse]: [&Tensor; 3],
-    labels: &[i64],
-) -> Result<LossSum, DeviceError> {
+    labels: &Labels,
+) -> Result<Losses, DeviceError> {
     if sizes.tokens == 0 {
-        return Ok(LossSum::default());
+        return Ok(Losses::summed(LossSum::default()));
     }
     let device = x.device();
     let logits = Tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
     let losses = Tensor::zeros(sizes.tokens, DType::F32, device)?;
-    let device_labels = Tensor::from_slice(labels, sizes.tokens, device)?;
+    let device_labels = labels.on(device)?;
     let kernel = Kernel::new(&CROSS_ENTROPY, "cross_entropy_loss");
     launcher.open(
         [lse, &losses, &logits],
@@ -54,9 +54,8 @@ pub(super) fn forward(
             Ok(())
         },
     )?;
-    let sum = losses.to_vec1::<f32>()?.into_iter().map(f64::from).sum();
     let valid_tokens = labels.iter().filter(|label| **label != super::IGNORED).count() as u64;
-    Ok(LossSum { sum, valid_tokens })
+    Ok(Losses::on_device(losses, valid_tokens))
 }
 
 /// The tensors of a backward pass, as `cross_entropy::backward` names them.
@@ -73,7 +72,7 @@ pub(super) fn backward(
     dtype: DType,
     sizes: Sizes,
     tensors: &Backward<'_>,
-    labels: &[i64],
+    labels: &Labels,
     scale: f32,
 ) -> Result<(), DeviceError> {
     if sizes.tokens == 0 {
@@ -86,7 +85,7 @@ pub(super) fn backward(
     let narrow = (dtype != DType::F32)
         .then(|| Tensor::zeros((sizes.tile_tokens, row_stride(sizes)), dtype, device))
         .transpose()?;
-    let device_labels = Tensor::from_slice(labels, sizes.tokens, device)?;
+    let device_labels = labels.on(device)?;
     let outputs: Vec<_> = [dx, &logits].into_iter().chain(dweight).chain(&narrow).collect();
     launcher.open_slices(&outputs, &[x, weight, lse, &device_labels], |addresses| {
         let (outputs, inputs) = addresses.split_at(outputs.len());

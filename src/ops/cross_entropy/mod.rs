@@ -10,9 +10,14 @@
 
 mod cpu;
 mod cuda;
+mod labels;
+mod losses;
 pub mod reference;
 #[cfg(test)]
 mod tests;
+
+pub use labels::Labels;
+pub use losses::Losses;
 
 use super::call::Call;
 use super::{OpError, linear};
@@ -32,7 +37,7 @@ pub struct LossSum {
     pub valid_tokens: u64,
 }
 
-/// The summed loss; writes each token's logsumexp for [`backward`]. On a GPU this waits for the device.
+/// The losses; writes each token's logsumexp for [`backward`]. No GPU is waited for before their sum is asked for.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
@@ -43,10 +48,10 @@ pub struct LossSum {
 pub fn forward(
     x: &Tensor,
     weight: &Tensor,
-    labels: &[i64],
+    labels: &Labels,
     tile_tokens: usize,
     lse_out: &Tensor,
-) -> Result<LossSum, OpError> {
+) -> Result<Losses, OpError> {
     let call = Call::new("cross_entropy::forward");
     let shape = check(call, x, weight, labels, tile_tokens)?;
     call.expect(("lse_out", lse_out), &[shape.tokens])?;
@@ -55,7 +60,8 @@ pub fn forward(
     match target {
         Target::Cpu => {
             let (x, weight) = (call.read(x)?, call.read(weight)?);
-            call.write(lse_out, |lse| cpu::forward(shape, &x, &weight, labels, lse))
+            let sum = call.write(lse_out, |lse| cpu::forward(shape, &x, &weight, labels, lse))?;
+            Ok(Losses::summed(sum))
         }
         Target::Kernels(launcher) => {
             call.kernels(cuda::forward(&launcher, shape, [x, weight, lse_out], labels))
@@ -74,7 +80,7 @@ pub fn forward(
 pub fn backward<'a>(
     x: &Tensor,
     weight: &Tensor,
-    labels: &[i64],
+    labels: &Labels,
     lse: &Tensor,
     scale: f32,
     dx: &Tensor,

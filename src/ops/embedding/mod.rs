@@ -2,10 +2,13 @@
 
 mod cpu;
 mod cuda;
+mod ids;
 mod plan;
 pub mod reference;
 #[cfg(test)]
 mod tests;
+
+pub use ids::Ids;
 
 use super::OpError;
 use super::call::Call;
@@ -20,7 +23,7 @@ use candle_core::Tensor;
 /// # Errors
 /// When an id is not below vocab, when shapes, dtypes, devices or layouts do not fit, or when the output
 /// shares storage with the weight.
-pub fn forward(ids: &[u32], weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
+pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let call = Call::new("embedding::forward");
     let (vocab_size, d) = call.rows(("weight", weight))?;
     call.expect(("y", y), &[ids.len(), d])?;
@@ -47,7 +50,7 @@ pub fn forward(ids: &[u32], weight: &Tensor, y: &Tensor) -> Result<(), OpError> 
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward(ids: &[u32], dy: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
+pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError> {
     let call = Call::new("embedding::backward");
     let (vocab_size, d) = call.rows(("dweight", dweight))?;
     call.expect(("dy", dy), &[ids.len(), d])?;

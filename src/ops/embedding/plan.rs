@@ -19,9 +19,9 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The plan for `ids`, each below `vocab_size`.
-    pub(super) fn new(ids: &[u32], vocab_size: usize) -> Self {
-        let ends = ends_of_ids(ids, vocab_size);
+    /// The plan for `ids`, whatever the size of the vocabulary that they are from.
+    pub(super) fn new(ids: &[u32]) -> Self {
+        let ends = ends_of_ids(ids);
         let mut plan = Self { tokens: sorted_tokens(ids, &ends), ..Self::default() };
         let mut begin = 0;
         for (id, &end) in ends.iter().enumerate() {
@@ -47,9 +47,9 @@ impl Plan {
     }
 }
 
-/// For each id the number of tokens with this one or a smaller one.
-fn ends_of_ids(ids: &[u32], vocab_size: usize) -> Vec<u32> {
-    let mut ends = vec![0; vocab_size];
+/// For each id up to the largest, the number of tokens with this one or a smaller one.
+fn ends_of_ids(ids: &[u32]) -> Vec<u32> {
+    let mut ends = vec![0; ids.iter().max().map_or(0, |largest| *largest as usize + 1)];
     for &id in ids {
         ends[id as usize] += 1;
     }
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn tokens_are_sorted_by_id_and_each_id_has_its_segment() {
-        let plan = Plan::new(&[3, 0, 3, 1, 3], 5);
+        let plan = Plan::new(&[3, 0, 3, 1, 3]);
         assert_eq!(plan.tokens, [1, 3, 0, 2, 4]);
         assert_eq!(plan.segments, [[0, 1, 0, 0], [1, 2, 1, 0], [2, 5, 3, 0]]);
         assert_eq!((plan.sums.len(), plan.partials), (0, 0));
@@ -90,7 +90,7 @@ mod tests {
         let mut ids = vec![2; 300];
         ids.extend([1; 129]);
         ids.extend([0; 128]);
-        let plan = Plan::new(&ids, 3);
+        let plan = Plan::new(&ids);
         let expected = [
             [0, 128, 0, 0],
             [128, 256, 0, 1],
@@ -106,6 +106,6 @@ mod tests {
 
     #[test]
     fn no_tokens_need_no_plan() {
-        assert_eq!(Plan::new(&[], 7), Plan::default());
+        assert_eq!(Plan::new(&[]), Plan::default());
     }
 }

@@ -6,7 +6,7 @@ fn forward_copies_the_named_rows() {
     on_every_target(|_| {
         let weight = tensor(&[0.0, 0.5, 1.0, 1.5, 2.0, 2.5], &[3, 2]);
         let y = output(&[2, 2, 2]);
-        forward(&[2, 0, 1, 2], &weight, &y).unwrap();
+        forward(&Ids::new([2, 0, 1, 2]), &weight, &y).unwrap();
         assert_eq!(read(&y), [2.0, 2.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5]);
     });
 }
@@ -17,7 +17,7 @@ fn gradients_of_repeated_ids_add_up_on_top_of_what_is_there() {
         let (ids, vocab_size, d) = ([3, 0, 3, 3, 1], 5, 7);
         let dy = random(1, ids.len() * d);
         let dweight = tensor(&vec![1.0; vocab_size * d], &[vocab_size, d]);
-        backward(&ids, &tensor(&dy, &[ids.len(), d]), &dweight).unwrap();
+        backward(&Ids::new(ids), &tensor(&dy, &[ids.len(), d]), &dweight).unwrap();
         let expected: Vec<f64> =
             reference::backward(&ids, &to_f64(&dy), vocab_size, d).iter().map(|g| g + 1.0).collect();
         assert_close("dweight", &read(&dweight), &expected, 3e-7);
@@ -41,6 +41,7 @@ fn large_inputs_give_the_same_bits_on_any_number_of_threads() {
     let (weight, dy) = (random(1, vocab_size * d), random(2, n * d));
     assert_same_for_any_thread_count(|| {
         let y = output(&[n, d]);
+        let ids = Ids::new(&*ids);
         forward(&ids, &tensor(&weight, &[vocab_size, d]), &y).unwrap();
         let dweight = tensor(&weight, &[vocab_size, d]);
         backward(&ids, &tensor(&dy, &[n, d]), &dweight).unwrap();
@@ -52,12 +53,12 @@ fn large_inputs_give_the_same_bits_on_any_number_of_threads() {
 fn an_id_outside_the_vocabulary_is_named_with_its_place() {
     on_every_target(|_| {
         let (weight, y) = (output(&[3, 2]), tensor(&[7.0; 4], &[2, 2]));
-        let error = forward(&[1, 3], &weight, &y).unwrap_err();
+        let error = forward(&Ids::new([1, 3]), &weight, &y).unwrap_err();
         assert_eq!(error.to_string(), "embedding::forward: `ids[1]` is 3, valid are 0..3");
         assert_eq!(read(&y), [7.0; 4]);
-        let error = backward(&[u32::MAX, 0], &y, &weight).unwrap_err();
+        let error = backward(&Ids::new([u32::MAX, 0]), &y, &weight).unwrap_err();
         assert!(matches!(error, OpError::IdOutOfRange { position: 0, vocab_size: 3, .. }), "{error}");
-        let error = forward(&[1], &weight, &y).unwrap_err();
+        let error = forward(&Ids::new([1]), &weight, &y).unwrap_err();
         assert!(matches!(error, OpError::Shape { argument: "y", .. }), "{error}");
     });
 }
@@ -66,8 +67,8 @@ fn an_id_outside_the_vocabulary_is_named_with_its_place() {
 fn no_tokens_leave_the_gradient_alone() {
     on_every_target(|_| {
         let (none, weight) = (output(&[0, 4]), tensor(&[2.0; 12], &[3, 4]));
-        forward(&[], &weight, &none).unwrap();
-        backward(&[], &none, &weight).unwrap();
+        forward(&Ids::new([]), &weight, &none).unwrap();
+        backward(&Ids::new([]), &none, &weight).unwrap();
         assert_eq!(read(&weight), [2.0; 12]);
     });
 }
@@ -82,12 +83,13 @@ fn kernels_of_every_element_type_copy_rows_and_sum_gradients_in_f32() {
             let ids: Vec<u32> = (0..n as u32).map(|i| i * i % vocab_size as u32).collect();
             let (weight, weight64) = rounded(dtype, &random(1, vocab_size * d), &[vocab_size, d]);
             let y = rounded(dtype, &vec![f32::NAN; n * d], &[n, d]).0;
-            forward(&ids, &weight, &y).unwrap();
+            let on_both = Ids::new(&*ids);
+            forward(&on_both, &weight, &y).unwrap();
             assert_eq!(to_f64(&read(&y)), reference::forward(&ids, &weight64, d));
 
             let (dy, dy64) = rounded(dtype, &random(2, n * d), &[n, d]);
             let dweight = tensor(&vec![1.0; vocab_size * d], &[vocab_size, d]);
-            backward(&ids, &dy, &dweight).unwrap();
+            backward(&on_both, &dy, &dweight).unwrap();
             let expected = reference::backward(&ids, &dy64, vocab_size, d);
             let expected: Vec<f64> = expected.iter().map(|g| g + 1.0).collect();
             assert_close("dweight", &read(&dweight), &expected, 2e-6);

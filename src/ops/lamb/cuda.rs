@@ -3,6 +3,7 @@
 use super::segments::{Segments, SquaredNorms};
 use super::{Factors, LambParams};
 use crate::device::{Arg, DeviceError, Grid, Kernel, Launcher, sources::LAMB};
+use crate::tensor::from_slice;
 use candle_core::{DType, Tensor};
 
 /// The chunks' sums of squares are added up on the host in f64: the one wait for the device.
@@ -37,7 +38,7 @@ pub(super) fn apply(
     let Some(table) = segments.table() else { return Ok(()) };
     let kernel = Kernel::new(&LAMB, "lamb_apply");
     let of_chunks: Vec<_> = segments.chunks().iter().map(|chunk| step_sizes[chunk.segment]).collect();
-    let of_chunks = Tensor::from_slice(&of_chunks, of_chunks.len(), param.device())?;
+    let of_chunks = from_slice(&of_chunks, param.device())?;
     launcher.open([param], [direction, table, &of_chunks], |[param], [direction, table, of_chunks]| {
         let args = [param.into(), direction.into(), table.into(), of_chunks.into()];
         // SAFETY: the chunks lie within both tensors, and each has a step size.

@@ -1,30 +1,11 @@
-//! The launch of `kernels/rope.cu`, and the table on the device.
+//! The launch of `kernels/rope.cu`.
 
 use super::{Direction, Table};
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ROPE};
-use candle_core::{DType, Device, Tensor};
-use parking_lot::Mutex;
+use candle_core::{DType, Tensor};
 
 /// Elements that a block turns, as far as whole tokens allow: some accesses for each of its threads.
 const ELEMS_PER_BLOCK: usize = 8192;
-
-/// A table's cosines and sines where kernels read them: uploaded at first use, for all layers and directions.
-#[derive(Debug, Default)]
-pub(super) struct Uploaded(Mutex<Option<[Tensor; 2]>>);
-
-impl Uploaded {
-    fn on(&self, device: &Device, table: &Table) -> candle_core::Result<[Tensor; 2]> {
-        let mut uploaded = self.0.lock();
-        match &*uploaded {
-            Some(tensors) if tensors[0].device().same_device(device) => Ok(tensors.clone()),
-            _ => {
-                let upload = |values: &[f32]| Tensor::from_slice(values, values.len(), device);
-                let tensors = [upload(&table.cos)?, upload(&table.sin)?];
-                Ok(uploaded.insert(tensors).clone())
-            }
-        }
-    }
-}
 
 /// `heads` of each token of `x` are turned.
 pub(super) fn apply(
@@ -39,7 +20,7 @@ pub(super) fn apply(
         return Ok(());
     }
     let kernel = Kernel::of_dtype(&ROPE, "rope_apply", dtype)?;
-    let [cos, sin] = table.uploaded.on(x.device(), table)?;
+    let [cos, sin] = table.on(x.device())?;
     let (tokens, half) = (table.tokens, table.head_dim / 2);
     let tokens_per_block = (ELEMS_PER_BLOCK / (heads * table.head_dim)).max(1);
     let sign: f32 = match direction {

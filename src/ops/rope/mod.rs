@@ -12,8 +12,9 @@ pub use scaling::{Refused, Rope, Scaling};
 
 use super::OpError;
 use super::call::Call;
+use super::device_table::DeviceTable;
 use crate::device::Target;
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 /// Cosines and sines of one batch's tokens, shared by all its layers and by both directions.
 #[derive(Debug)]
@@ -24,7 +25,7 @@ pub struct Table {
     sin: Vec<f32>,
     tokens: usize,
     head_dim: usize,
-    uploaded: cuda::Uploaded,
+    on_device: DeviceTable,
 }
 
 impl Table {
@@ -71,7 +72,17 @@ impl Table {
         }
         let frequencies = cpu::Frequencies::new(rope, head_dim, document_lens);
         let (cos, sin) = cpu::table(position_ids, &frequencies, rope.amplitude());
-        Ok(Self { cos, sin, tokens, head_dim, uploaded: cuda::Uploaded::default() })
+        Ok(Self { cos, sin, tokens, head_dim, on_device: DeviceTable::default() })
+    }
+
+    /// Cosines and sines on `device`, f32, `[tokens, head_dim / 2]` each: views of one copy, which is made once.
+    ///
+    /// # Errors
+    /// A failed copy.
+    pub fn on(&self, device: &Device) -> candle_core::Result<[Tensor; 2]> {
+        let both = self.on_device.on(device, || [self.cos(), self.sin()].concat())?;
+        let half = |at| both.narrow(0, at, self.cos.len())?.reshape((self.tokens, self.head_dim / 2));
+        Ok([half(0)?, half(self.cos.len())?])
     }
 
     /// The number of tokens n.

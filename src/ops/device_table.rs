@@ -1,5 +1,6 @@
-//! Tables that kernels read, copied to their device once.
+//! What the host makes and kernels read, copied to their device once.
 
+use crate::tensor::{Element, from_slice};
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
 
@@ -8,19 +9,17 @@ use std::sync::{Arc, OnceLock};
 pub(super) struct DeviceTable(Arc<OnceLock<Tensor>>);
 
 impl DeviceTable {
-    /// The table on `device`. What `values` returns must be the same in every call.
-    pub(super) fn on(
+    /// The table on `device`, flat. What `values` returns must be the same in every call.
+    pub(super) fn on<T: Element, V: AsRef<[T]>>(
         &self,
         device: &Device,
-        values: impl FnOnce() -> Vec<u32>,
+        values: impl FnOnce() -> V,
     ) -> candle_core::Result<Tensor> {
         match self.0.get() {
             Some(table) if table.device().same_device(device) => return Ok(table.clone()),
             _ => {}
         }
-        let values = values();
-        let len = values.len();
-        let table = Tensor::from_vec(values, len, device)?;
+        let table = from_slice(values().as_ref(), device)?;
         // Another device's table may be there already: then this one is used once.
         _ = self.0.set(table.clone());
         Ok(table)
@@ -34,8 +33,8 @@ mod tests {
     #[test]
     fn a_table_is_made_once_for_all_clones() -> candle_core::Result<()> {
         let table = DeviceTable::default();
-        let first = table.on(&Device::Cpu, || vec![3, 1, 2])?;
-        let again = table.clone().on(&Device::Cpu, || panic!("made a second time"))?;
+        let first = table.on(&Device::Cpu, || vec![3u32, 1, 2])?;
+        let again = table.clone().on::<u32, Vec<u32>>(&Device::Cpu, || panic!("made a second time"))?;
         assert_eq!((first.to_vec1::<u32>()?, again.to_vec1::<u32>()?), (vec![3, 1, 2], vec![3, 1, 2]));
         Ok(())
     }

@@ -1,0 +1,108 @@
+//! What a rank computes and communicates in one step, to stand beside what it really did.
+
+use crate::comm::CollectiveOp;
+use crate::config::Config;
+use crate::engine::EngineError;
+use crate::engine::schedule::{Axis, Event, Pass, Piece, Purpose, schedule};
+use crate::mesh::DeviceMesh;
+use crate::model::LlamaConfig;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// One rank's arithmetic and collectives of a step.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RankStep {
+    /// Floating-point operations.
+    pub flops: BTreeMap<(Piece, Pass), f64>,
+    /// Collectives that are alike, counted.
+    pub collectives: Vec<PlannedCalls>,
+}
+
+/// Collectives of one step that are alike.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PlannedCalls {
+    /// The axis of the mesh.
+    pub axis: String,
+    /// The operation.
+    pub op: CollectiveOp,
+    /// What for, in words.
+    pub purpose: String,
+    /// Bytes that the rank puts into each.
+    pub input_bytes: u64,
+    /// How often.
+    pub calls: u64,
+    /// Bytes that the rank sends in all of them.
+    pub sent_bytes: u64,
+}
+
+impl RankStep {
+    /// Of a rank of the mesh.
+    ///
+    /// # Errors
+    /// As [`schedule`].
+    pub fn of(
+        config: &Config,
+        model: &LlamaConfig,
+        mesh: &DeviceMesh,
+        rank: usize,
+    ) -> Result<Self, EngineError> {
+        let mut flops = BTreeMap::new();
+        let mut alike: BTreeMap<(Axis, CollectiveOp, Purpose, u64), (u64, u64)> = BTreeMap::new();
+        for event in schedule(config, model, mesh, rank)? {
+            match event {
+                Event::Compute(work) => *flops.entry((work.piece, work.pass)).or_default() += work.flops,
+                Event::Collective(transfer) => {
+                    let kind = (transfer.axis, transfer.op, transfer.purpose, transfer.input_bytes);
+                    let (calls, sent_bytes) = alike.entry(kind).or_default();
+                    *calls += 1;
+                    *sent_bytes += transfer.sent_bytes();
+                }
+                Event::Begin(_) | Event::Memory { .. } => {}
+            }
+        }
+        let planned = |((axis, op, purpose, input_bytes), (calls, sent_bytes)): (_, _)| {
+            let (axis, purpose) = (Axis::name(axis).to_owned(), Purpose::to_string(&purpose));
+            PlannedCalls { axis, op, purpose, input_bytes, calls, sent_bytes }
+        };
+        Ok(Self { flops, collectives: alike.into_iter().map(planned).collect() })
+    }
+
+    /// Operations of forward and backward; what is computed twice counts once.
+    pub fn model_flops(&self) -> f64 {
+        self.flops.iter().filter(|((_, pass), _)| *pass != Pass::Recompute).map(|(_, flops)| flops).sum()
+    }
+}
+
+/// Floating-point operations of a step on all ranks together, without those of recomputation.
+///
+/// # Errors
+/// As [`schedule`].
+pub fn model_flops(config: &Config, model: &LlamaConfig, mesh: &DeviceMesh) -> Result<f64, EngineError> {
+    // Ranks of different dp coordinates do the same.
+    let of_rank = |rank| Ok::<_, EngineError>(RankStep::of(config, model, mesh, rank)?.model_flops());
+    let of_group = mesh.group_of("sp", 0)?.into_iter().map(of_rank).sum::<Result<f64, _>>()?;
+    Ok(of_group * config.dp_size as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::preset;
+
+    #[test]
+    fn the_flops_of_a_step_do_not_depend_on_the_mesh_that_computes_it() {
+        let of_mesh = |dp: usize, sp: usize| {
+            let json = format!(
+                r#"{{ "train_batch_size": 4, "mesh_param": [{dp}, {sp}], "ulysses": {{ "seq_len": 64 }} }}"#
+            );
+            let config = Config::from_json_str(&json, "c.json").unwrap();
+            model_flops(&config, &preset("nano").unwrap(), &DeviceMesh::dp_sp(dp, sp).unwrap()).unwrap()
+        };
+        let alone = of_mesh(1, 1);
+        assert!(alone > 0.0);
+        for (dp, sp) in [(2, 1), (1, 2), (2, 2)] {
+            let error = (of_mesh(dp, sp) - alone).abs() / alone;
+            assert!(error < 1e-12, "dp {dp} × sp {sp}: {error}");
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Where the time of a step goes, on this rank.
+
+use super::Engine;
+use crate::comm::{CallTimes, CommSeconds};
+use crate::monitor::TimeShares;
+use std::time::Instant;
+
+/// Time of one phase of the steps.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct PhaseTimes {
+    /// Wall time.
+    pub seconds: f64,
+    /// The part of it in which the rank was in collectives.
+    pub comm: CommSeconds,
+}
+
+/// Time of the steps that [`Engine::train_batch`] has done. On a GPU it is the host's: the time that it took to
+/// launch the work, and to wait for values.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct StepTimes {
+    /// All forward passes.
+    pub forward: PhaseTimes,
+    /// All backward passes, with the reduction of the gradients.
+    pub backward: PhaseTimes,
+    /// Norm, clipping, update, and what it publishes.
+    pub update: PhaseTimes,
+}
+
+impl StepTimes {
+    /// Time in collectives, over all phases.
+    pub fn comm(&self) -> CommSeconds {
+        let mut sum = self.forward.comm;
+        sum += self.backward.comm;
+        sum += self.update.comm;
+        sum
+    }
+
+    /// For the record of a step that took `step_seconds`, of which the rank waited `data_seconds` for data.
+    pub fn shares(&self, step_seconds: f64, data_seconds: f64) -> TimeShares {
+        let comm = self.comm();
+        TimeShares {
+            forward_seconds: self.forward.seconds,
+            backward_seconds: self.backward.seconds,
+            update_seconds: self.update.seconds,
+            reduce_seconds: self.backward.comm.dp + self.backward.comm.sp,
+            all_to_all_seconds: comm.all_to_all,
+            dp_comm_seconds: comm.dp,
+            sp_comm_seconds: comm.sp,
+            compute_seconds: (step_seconds - data_seconds - comm.total()).max(0.0),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Phase {
+    Forward,
+    Backward,
+    Update,
+}
+
+impl Engine {
+    /// Where the time of the steps went that [`train_batch`](Self::train_batch) has done since this was asked last.
+    pub fn take_times(&mut self) -> StepTimes {
+        std::mem::take(&mut self.times)
+    }
+
+    /// Every collective of this rank's groups so far, by axis, operation and size, with the time that the rank spent
+    /// in it.
+    pub fn comm_calls(&self) -> Vec<CallTimes> {
+        self.comm_timer.calls()
+    }
+
+    pub(super) fn timed<T>(&mut self, phase: Phase, run: impl FnOnce(&mut Self) -> T) -> T {
+        let (begun, comm) = (Instant::now(), self.comm_timer.seconds());
+        let value = run(self);
+        let times = match phase {
+            Phase::Forward => &mut self.times.forward,
+            Phase::Backward => &mut self.times.backward,
+            Phase::Update => &mut self.times.update,
+        };
+        times.seconds += begun.elapsed().as_secs_f64();
+        times.comm += self.comm_timer.seconds() - comm;
+        value
+    }
+}
