@@ -39,6 +39,9 @@ impl StepReport {
             data_seconds: 0.0,
             padding_share: 0.0,
             memory_bytes: u64::try_from(memory::live_bytes()).unwrap_or(0),
+            memory_by_category: memory::live_by_category(),
+            peak_memory_bytes: u64::try_from(memory::peak_bytes()).unwrap_or(0),
+            peak_memory_by_category: memory::peak_by_category(),
         }
     }
 }
@@ -65,6 +68,7 @@ impl Engine {
                 .map(|passes| self.exchange_bytes(model, *passes))
                 .sum::<Result<u64, EngineError>>()?,
             held_bytes: pairs(held, expected),
+            peak_by_category: memory::peak_by_category(),
         })
     }
 

@@ -64,6 +64,7 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::ByCategory;
 
     fn metrics(step: u64, skipped: bool) -> Metrics {
         Metrics {
@@ -81,6 +82,9 @@ mod tests {
             overflow: false,
             comm_bytes: 0,
             memory_bytes: 0,
+            memory_by_category: ByCategory::default(),
+            peak_memory_bytes: 0,
+            peak_memory_by_category: ByCategory::default(),
         }
     }
 
