@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 /// What the thread reads at a time when it reads ahead.
-pub const READ_AHEAD_BYTES: usize = 1 << 20;
+pub const READ_AHEAD_BYTES: usize = 1 << 17;
 
 /// What a file is for, in the words of its errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -207,7 +207,7 @@ fn work(file: &File, job: Job, done: &Sender<io::Result<Tensor>>) -> Option<()> 
         }
         Job::ReadAhead { offset, bytes } => {
             let mut page_in = vec![0; READ_AHEAD_BYTES];
-            for start in (0..bytes).step_by(page_in.len()) {
+            for start in (0..bytes).step_by(READ_AHEAD_BYTES) {
                 let len = page_in.len().min((bytes - start) as usize);
                 // A read that fails here fails again where its result is needed, and is reported there.
                 let _ = file.read_exact_at(&mut page_in[..len], offset + start);

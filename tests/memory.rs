@@ -19,7 +19,7 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::Config;
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
-use ulysses::memory::{CountingAllocator, Meter, live_bytes, peak_bytes, reset_peak};
+use ulysses::memory::{CountingAllocator, Meter, live_by_category, live_bytes, peak_bytes, reset_peak};
 use ulysses::model::{
     Architecture, DecoderLayer, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
     RandomWeights, Saved, WeightSource,
@@ -113,6 +113,17 @@ fn parameters_gradients_and_optimizer_state_take_what_zero_says() {
                 let meter = Meter::start();
                 let engine = engine(model, &Constant, &config, groups)?;
                 let all = meter.bytes();
+                let counted = live_by_category();
+                let held = engine.zero().held_bytes();
+                assert_eq!(counted.total() as i64, live_bytes());
+                for (counted, held) in [
+                    (counted.parameters, held.parameters),
+                    (counted.gradients, held.gradients),
+                    (counted.optimizer, held.optimizer),
+                ] {
+                    // Names and views beside the tensors are small blocks.
+                    assert!(counted <= held && held - counted < held / 50, "{counted} counted, {held} held");
+                }
                 assert_eq!(engine.zero().expected_held_bytes().total(), by_formula(stage, dp) as u64);
                 Ok((all, engine.zero().held_bytes()))
             });

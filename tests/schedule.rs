@@ -92,6 +92,9 @@ fn cases() -> Vec<Case> {
         case("1 x 6, GQA beyond its KV heads", tiny(8, 2), (1, 6), 26, stage(1)),
         case("2 x 4, stage 3", tiny(8, 2), (2, 4), 30, with(3, recompute)),
         case("4 x 2, stage 1", tiny(8, 8), (4, 2), 18, with(1, twice)),
+        case("3 x 3, stage 3", tiny(8, 4), (3, 3), 16, with(3, json!({}))),
+        case("3 x 2, stage 3, uneven", tiny(7, 7), (3, 2), 23, stage(3)),
+        case("2 x 3, stage 1, GQA", tiny(6, 2), (2, 3), 25, stage(1)),
         case("1 x 8", tiny(8, 2), (1, 8), 37, stage(0)),
         case("8 x 1, stage 2", tied(tiny(4, 4)), (8, 1), 12, stage(2)),
     ]
@@ -138,6 +141,11 @@ fn memory_cases() -> Vec<Case> {
     let lamb = json!({
         "optimizer": { "type": "Lamb" }, "zero_optimization": { "stage": 1 }, "ulysses": frozen(&["_proj"]),
     });
+    let in_files = |optimizer: &str| {
+        let file = json!({ "device": "nvme" });
+        let zero = json!({ "stage": 3, "offload_optimizer": file, "offload_param": file });
+        json!({ "zero_optimization": zero, "optimizer": { "type": optimizer }, "ulysses": chunks(1, true) })
+    };
     let mut twice = with(3, lower.clone());
     twice["gradient_accumulation_steps"] = json!(2);
     vec![
@@ -147,6 +155,8 @@ fn memory_cases() -> Vec<Case> {
         case("3 chunks, uneven, sp 2", tiny(8, 4), (1, 2), 25, with(2, chunks(3, true))),
         case("4 chunks, 2 x 2", tiny(8, 4), (2, 2), 22, with(3, chunks(4, true))),
         case("offload, 2 x 2", tiny(8, 4), (2, 2), 22, offload),
+        case("state and parameters in files, 2 x 2", tiny(8, 4), (2, 2), 22, in_files("AdamW")),
+        case("state and parameters in files, LAMB", tied(tiny(8, 4)), (3, 1), 16, in_files("Lamb")),
         case("frozen below, 2 x 2, stage 0", tiny(8, 4), (2, 2), 22, with(0, lower.clone())),
         case("frozen below, 2 x 2, stage 1", tiny(8, 4), (2, 2), 22, with(1, lower.clone())),
         case("frozen below, 2 x 2, stage 2", tiny(8, 4), (2, 2), 22, with(2, lower)),

@@ -58,20 +58,12 @@ fn directory(model: &str) -> Option<&Path> {
 }
 
 impl ModelSource {
-    /// Refuses what the config asks of other layers and parameters than the model has.
+    /// As [`check_config`].
     pub(super) fn check_config(&self, config: &Config) -> Result<(), Failure> {
-        let (interval, layers) = (config.memory.checkpointing_interval, self.config.num_layers);
-        if interval > layers {
-            return Err(Failure::Usage(anyhow!(
-                "`ulysses.activation_checkpointing_interval` is {interval}, the model has {layers} layers: at most \
-                 {layers} makes a difference"
-            )));
-        }
-        let units = Model::llama(&self.config).or_usage()?.units();
-        check_parameter_groups(&config.parameter_groups, &units).or_usage()
+        check_config(&self.config, config)
     }
 
-    /// Every sp rank needs a head and a token: better said before a rank starts.
+    /// As [`check_exchange`].
     pub(super) fn check_exchange(
         &self,
         batch: usize,
@@ -79,25 +71,48 @@ impl ModelSource {
         config: &Config,
         sp_size: usize,
     ) -> Result<(), Failure> {
-        let LlamaConfig { num_kv_heads, head_dim, .. } = self.config;
-        let chunks = config.memory.head_chunks;
-        if chunks > num_kv_heads {
-            return Err(Failure::Usage(anyhow!(
-                "`ulysses.head_chunks` is {chunks}, the model has {num_kv_heads} KV heads: at most \
-                 {num_kv_heads} chunks of whole heads are possible"
-            )));
-        }
-        for chunk in self.config.head_chunks(chunks) {
-            let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
-            let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
-            let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sp_size, 0);
-            let of_chunks = || format!("with `ulysses.head_chunks` of {chunks}");
-            if chunks > 1 {
-                plan.with_context(of_chunks).or_usage()?
-            } else {
-                plan.or_usage()?
-            };
-        }
-        Ok(())
+        check_exchange(&self.config, (batch, seq_len), config, sp_size)
     }
+}
+
+/// Refuses what the config asks of other layers and parameters than the model has.
+pub(super) fn check_config(model: &LlamaConfig, config: &Config) -> Result<(), Failure> {
+    let (interval, layers) = (config.memory.checkpointing_interval, model.num_layers);
+    if interval > layers {
+        return Err(Failure::Usage(anyhow!(
+            "`ulysses.activation_checkpointing_interval` is {interval}, the model has {layers} layers: at most \
+             {layers} makes a difference"
+        )));
+    }
+    let units = Model::llama(model).or_usage()?.units();
+    check_parameter_groups(&config.parameter_groups, &units).or_usage()
+}
+
+/// Every sp rank needs a head and a token: better said before a rank starts.
+pub(super) fn check_exchange(
+    model: &LlamaConfig,
+    (batch, seq_len): (usize, usize),
+    config: &Config,
+    sp_size: usize,
+) -> Result<(), Failure> {
+    let LlamaConfig { num_kv_heads, head_dim, .. } = *model;
+    let chunks = config.memory.head_chunks;
+    if chunks > num_kv_heads {
+        return Err(Failure::Usage(anyhow!(
+            "`ulysses.head_chunks` is {chunks}, the model has {num_kv_heads} KV heads: at most \
+                 {num_kv_heads} chunks of whole heads are possible"
+        )));
+    }
+    for chunk in model.head_chunks(chunks) {
+        let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
+        let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
+        let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sp_size, 0);
+        let of_chunks = || format!("with `ulysses.head_chunks` of {chunks}");
+        if chunks > 1 {
+            plan.with_context(of_chunks).or_usage()?
+        } else {
+            plan.or_usage()?
+        };
+    }
+    Ok(())
 }

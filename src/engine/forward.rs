@@ -104,6 +104,10 @@ impl Engine {
             layers.push(left);
             Ok(y)
         })?;
+        if self.config.activation_checkpointing {
+            // Memory is short, and what the layers work in would lie idle beside the head's.
+            self.workspace.trim();
+        }
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());

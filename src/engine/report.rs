@@ -37,6 +37,9 @@ impl StepReport {
             overflow: self.overflow,
             comm_bytes: self.comm_bytes,
             memory_bytes: u64::try_from(memory::live_bytes()).unwrap_or(0),
+            memory_by_category: memory::live_by_category(),
+            peak_memory_bytes: u64::try_from(memory::peak_bytes()).unwrap_or(0),
+            peak_memory_by_category: memory::peak_by_category(),
             ..Metrics::default()
         }
     }
@@ -62,6 +65,7 @@ impl Engine {
                 .map(|passes| self.exchange_bytes(model, *passes))
                 .sum::<Result<u64, EngineError>>()?,
             held_bytes: pairs(held, expected),
+            peak_by_category: memory::peak_by_category(),
         })
     }
 

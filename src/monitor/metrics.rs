@@ -1,5 +1,6 @@
 //! `metrics.jsonl`: one JSON object per step, and one per evaluation. `docs/monitoring.md` lists the keys.
 
+use crate::memory::ByCategory;
 use serde::Serialize;
 use serde_json::Value;
 use std::fs::File;
@@ -38,6 +39,12 @@ pub struct Metrics {
     /// Bytes that the reporting rank's thread holds after the step; 0 unless the program's allocator
     /// counts ([`memory`](crate::memory)).
     pub memory_bytes: u64,
+    /// The same by what it is for.
+    pub memory_by_category: ByCategory,
+    /// The most bytes that the thread has held at a time so far.
+    pub peak_memory_bytes: u64,
+    /// What they were for.
+    pub peak_memory_by_category: ByCategory,
     /// Where the rest of the time went.
     #[serde(flatten)]
     pub time: TimeShares,

@@ -2,6 +2,7 @@
 
 use super::Metrics;
 use crate::comm::{CollectiveOp, GroupStats};
+use crate::memory::{ByCategory, Category};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
@@ -17,6 +18,8 @@ pub struct RankSummary {
     pub expected_exchange_bytes: u64,
     /// Measured and expected bytes by category: parameters, gradients, optimizer state.
     pub held_bytes: [(u64, u64); 3],
+    /// The most bytes that its thread held at a time, by what they were for.
+    pub peak_by_category: ByCategory,
 }
 
 /// What a run's steps add up to.
@@ -81,7 +84,9 @@ impl Display for RunSummary {
         writeln!(f, "\nbytes sent, by axis and operation; the Ulysses exchange beside its formula")?;
         write_table(f, &self.traffic())?;
         writeln!(f, "\nbytes held, by the allocator (with bookkeeping) and by the ZeRO formula")?;
-        write_table(f, &self.held())
+        write_table(f, &self.held())?;
+        writeln!(f, "\nthe most bytes held at a time, by what they are for")?;
+        write_table(f, &self.peaks())
     }
 }
 
@@ -110,6 +115,19 @@ impl RunSummary {
                 }
             }
             row
+        };
+        std::iter::once(header).chain(self.ranks.iter().map(row)).collect()
+    }
+
+    fn peaks(&self) -> Vec<Vec<String>> {
+        let mut header = vec!["rank".to_owned()];
+        header.extend(Category::ALL.map(|category| category.name().to_owned()));
+        header.push("total".to_owned());
+        let row = |rank: &RankSummary| {
+            let (of, total) = (rank.peak_by_category.values(), rank.peak_by_category.total());
+            let count = |held| if total > 0 { bytes(held) } else { "not counted".to_owned() };
+            let cells = of.into_iter().chain([total]).map(count);
+            std::iter::once(rank.rank.to_string()).chain(cells).collect()
         };
         std::iter::once(header).chain(self.ranks.iter().map(row)).collect()
     }
@@ -179,6 +197,7 @@ mod tests {
             ],
             expected_exchange_bytes: 4096,
             held_bytes: [(400, 400), (0, 400), (0, 0)],
+            peak_by_category: ByCategory { gradients: sent / 2, other: 7, ..ByCategory::default() },
         }
     }
 
@@ -200,6 +219,7 @@ mod tests {
             lines.contains(&vec!["0", "4_096", "4_096"]) && lines.contains(&vec!["1", "0", "4_096"]),
             "{text}"
         );
+        assert!(lines.contains(&vec!["0", "0", "2_048", "0", "0", "0", "7", "2_055"]), "{text}");
         // Without a counting allocator a category is not zero, it is unknown.
         assert!(lines.contains(&vec!["0", "400", "400", "not", "counted", "400", "0", "0"]), "{text}");
     }

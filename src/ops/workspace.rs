@@ -2,6 +2,7 @@
 
 use super::OpError;
 use super::call::storage_id;
+use crate::memory::{Category, counted_by_default_as};
 use crate::tensor::{TensorOptions, zeros};
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
 use std::collections::HashMap;
@@ -54,6 +55,11 @@ impl Workspace {
         &self.options
     }
 
+    /// Whether it hands out tensors of the element type and on the device of this one.
+    pub(super) fn makes(&self, like: &Tensor) -> bool {
+        self.options.dtype == like.dtype() && self.options.device.same_device(like.device())
+    }
+
     /// A contiguous tensor of this shape with **unspecified content**.
     ///
     /// # Errors
@@ -79,7 +85,9 @@ impl Workspace {
         };
         match recycled {
             Some(flat) => flat.reshape(shape),
-            None => zeros(shape, dtype, &self.options.device),
+            None => {
+                counted_by_default_as(Category::Activations, || zeros(shape, dtype, &self.options.device))
+            }
         }
         .map_err(|source| OpError::Candle { op: "Workspace::take", source })
     }
@@ -115,6 +123,11 @@ impl Workspace {
         self.shelves().iter().map(|(key, shelf)| bytes_of(key, shelf)).sum()
     }
 
+    /// Frees all tensors that wait here; those that are given back later are kept as before.
+    pub fn trim(&self) {
+        self.shelves().values_mut().for_each(|shelf| shelf.free.clear());
+    }
+
     /// Frees all tensors that wait here, and forgets what was taken: what is given back later is freed.
     pub fn clear(&self) {
         self.shelves().clear();
@@ -147,6 +160,17 @@ mod tests {
 
     fn address(tensor: &Tensor) -> usize {
         with_slice(tensor, |elements: &[f32]| elements.as_ptr().addr()).unwrap()
+    }
+
+    #[test]
+    fn trimming_frees_what_waits_and_keeps_what_comes_back_later() {
+        let workspace = Workspace::new();
+        let (waiting, used) = (workspace.take(8).unwrap(), workspace.take(8).unwrap());
+        workspace.give(waiting);
+        workspace.trim();
+        assert_eq!(workspace.bytes_held(), 0);
+        workspace.give(used);
+        assert_eq!(workspace.bytes_held(), 8 * size_of::<f32>());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use super::exchange::Qkv;
 use super::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded, UlyssesError};
 use crate::comm::ProcessGroup;
+use crate::memory::{Category, counted_as};
 use crate::ops::Workspace;
 use crate::ops::attention::{Attention, AttentionError, Geometry, SavedAttention};
 use candle_core::Tensor;
@@ -99,9 +100,12 @@ impl UlyssesAttention {
         let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(geometry, shape)?;
         let qkv = SeqSharded(qkv);
-        let HeadSharded([q, k, v]) = sharding.exchange.qkv_seq_to_head(&qkv)?;
+        let HeadSharded([q, k, v]) =
+            counted_as(Category::Exchange, || sharding.exchange.qkv_seq_to_head(&qkv))?;
         qkv.0.into_iter().for_each(|tensor| self.workspace.give(tensor));
-        let (out, saved) = self.local.forward(q, k, v, &sharding.whole)?;
+        let (out, saved) = counted_as(Category::Exchange, || {
+            self.local.forward_in(&self.workspace, [q, k, v], &sharding.whole)
+        })?;
         let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out))?;
         Ok((out, saved))
     }
@@ -116,8 +120,10 @@ impl UlyssesAttention {
         let num_kv_heads = geometry.q_to_kv().last().map_or(0, |kv| kv + 1);
         let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(geometry, shape)?;
-        let dout = sharding.exchange.out_seq_to_head(&SeqSharded(dout.clone()))?;
-        let (dq, dk, dv) = self.local.backward(saved, &dout.0, &sharding.whole)?;
+        let dout = SeqSharded(dout.clone());
+        let dout = counted_as(Category::Exchange, || sharding.exchange.out_seq_to_head(&dout))?;
+        let local = || self.local.backward_in(&self.workspace, saved, &dout.0, &sharding.whole);
+        let (dq, dk, dv) = counted_as(Category::Exchange, local)?;
         self.workspace.give(dout.0);
         let grads = HeadSharded([dq, dk, dv]);
         let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads)?;
@@ -145,7 +151,7 @@ impl Attention for UlyssesAttention {
         geometry: &Geometry,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
         if self.group.world_size() == 1 {
-            return self.local.forward(q, k, v, geometry);
+            return self.local.forward_in(&self.workspace, [q, k, v], geometry);
         }
         self.forward_sharded([q, k, v], geometry).map_err(into_attention_error)
     }
@@ -157,7 +163,7 @@ impl Attention for UlyssesAttention {
         geometry: &Geometry,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         if self.group.world_size() == 1 {
-            return self.local.backward(saved, dout, geometry);
+            return self.local.backward_in(&self.workspace, saved, dout, geometry);
         }
         let [dq, dk, dv] = self.backward_sharded(saved, dout, geometry).map_err(into_attention_error)?;
         Ok((dq, dk, dv))

@@ -1,6 +1,7 @@
 //! Tensors that outlive a step: in memory, or in a file between their uses.
 
 use super::ZeroError;
+use crate::memory::{Category, counted_as};
 use crate::offload::{OffloadFile, Place};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
@@ -22,22 +23,27 @@ pub(super) struct Slot {
     place: Place,
     numel: usize,
     dtype: DType,
+    category: Category,
 }
 
 impl Slot {
     fn empty(&self) -> Result<Tensor, ZeroError> {
-        Ok(Tensor::zeros(self.numel, self.dtype, &Device::Cpu)?)
+        Ok(counted_as(self.category, || Tensor::zeros(self.numel, self.dtype, &Device::Cpu))?)
     }
 }
 
 impl Kept {
     /// Keeps a tensor: where it is, or in the file if there is one. What was written before is settled first.
-    pub(super) fn new(tensor: Tensor, file: Option<&Arc<OffloadFile>>) -> Result<Self, ZeroError> {
+    pub(super) fn new(
+        tensor: Tensor,
+        category: Category,
+        file: Option<&Arc<OffloadFile>>,
+    ) -> Result<Self, ZeroError> {
         let Some(file) = file else { return Ok(Self::Resident(tensor)) };
         file.settle()?;
         let place = file.reserve(crate::tensor::bytes(&tensor));
         let (numel, dtype) = (tensor.elem_count(), tensor.dtype());
-        let kept = Self::Offloaded(Arc::new(Slot { file: file.clone(), place, numel, dtype }));
+        let kept = Self::Offloaded(Arc::new(Slot { file: file.clone(), place, numel, dtype, category }));
         kept.put(tensor)?;
         Ok(kept)
     }

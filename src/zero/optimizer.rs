@@ -7,7 +7,7 @@ use super::unit::{Gradients, Parameters, Unit};
 use super::{FlatLayout, HeldBytes, Storage, ZeroError, ZeroGroups, rule};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
-use crate::memory;
+use crate::memory::{self, Category, counted_as};
 use crate::tensor::TensorOptions;
 use candle_core::{DType, Tensor};
 use std::ops::Range;
@@ -55,20 +55,21 @@ impl ZeroOptimizer {
         let storage: Storage = storage.into();
         let TensorOptions { device, dtype } = &storage.options;
         let meter = memory::Meter::start();
-        let parameters = each(&units, |layout| {
+        let parameters = each(Category::Parameters, &units, |layout| {
             let file = storage.parameters.as_ref();
             Parameters::zeros(layout, stage.partitions_parameters(), (*dtype, device), file)
         })?;
         storage.settle()?;
         let parameter_bytes = meter.bytes();
         let meter = memory::Meter::start();
-        let gradients = each(&units, |layout| {
+        let gradients = each(Category::Gradients, &units, |layout| {
             let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), device);
             (!layout.is_frozen()).then(zeros).transpose()
         })?;
         let gradient_bytes = meter.bytes();
         let meter = memory::Meter::start();
-        let state = each(&units, |layout| optimizer_state(layout, stage, &config, &storage))?;
+        let state =
+            each(Category::Optimizer, &units, |layout| optimizer_state(layout, stage, &config, &storage))?;
         storage.settle()?;
         let held =
             HeldBytes { parameters: parameter_bytes, gradients: gradient_bytes, optimizer: meter.bytes() };
@@ -316,10 +317,11 @@ impl ZeroOptimizer {
 }
 
 fn each<T>(
+    category: Category,
     units: &[FlatLayout],
     make: impl Fn(&FlatLayout) -> Result<T, ZeroError>,
 ) -> Result<Vec<T>, ZeroError> {
-    units.iter().map(make).collect()
+    counted_as(category, || units.iter().map(make).collect())
 }
 
 /// Zeroed master copy, where parameters are not f32, and initial optimizer state for the elements
@@ -339,7 +341,7 @@ fn optimizer_state(
         if value != 0.0 {
             crate::ops::reduce::fill(&tensor, value as f32)?;
         }
-        Kept::new(tensor, storage.optimizer.as_ref())
+        Kept::new(tensor, Category::Optimizer, storage.optimizer.as_ref())
     };
     let master = (storage.options.dtype != DType::F32).then(|| initially(0.0)).transpose()?;
     let initial = rule::initial_state(config);

@@ -5,6 +5,7 @@ use super::unit::{Gradients, Unit};
 use super::{ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroupExt, ReduceOp};
 use crate::config::ZeroStage;
+use crate::memory::{Category, counted_as};
 use crate::ops::reduce;
 use candle_core::Tensor;
 
@@ -43,7 +44,9 @@ pub(super) fn start(
             None => return Err(ZeroError::NoGradients { unit: unit.layout.name().to_owned() }),
         },
     };
-    let received = Tensor::zeros(unit.layout.partition_numel(), whole.dtype(), whole.device())?;
+    let received = counted_as(Category::Gradients, || {
+        Tensor::zeros(unit.layout.partition_numel(), whole.dtype(), whole.device())
+    })?;
     let pending = groups.shard().start_reduce_scatter(&whole, &received, ReduceOp::Sum)?;
     Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))
 }

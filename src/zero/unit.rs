@@ -5,6 +5,7 @@ use super::spans::Span;
 use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;
+use crate::memory::{Category, counted_as};
 use crate::offload::OffloadFile;
 use crate::ops::reduce;
 use candle_core::{DType, Device, Tensor};
@@ -53,7 +54,11 @@ impl Parameters {
         file: Option<&Arc<OffloadFile>>,
     ) -> Result<Self, ZeroError> {
         Ok(if partitioned {
-            let partition = Kept::new(Tensor::zeros(layout.partition_numel(), dtype, device)?, file)?;
+            let partition = Kept::new(
+                Tensor::zeros(layout.partition_numel(), dtype, device)?,
+                Category::Parameters,
+                file,
+            )?;
             Self::Partitioned { partition, transient: None }
         } else {
             Self::Whole(Viewed::zeros(layout, dtype, device)?)
@@ -128,7 +133,9 @@ impl Unit {
         if let Parameters::Partitioned { partition, transient: transient @ None } = &mut self.parameters {
             // Of one in a file the copy lives until its peers have read it.
             let partition = partition.fetch()?;
-            let whole = Viewed::zeros(&self.layout, partition.dtype(), partition.device())?;
+            let whole = counted_as(Category::Parameters, || {
+                Viewed::zeros(&self.layout, partition.dtype(), partition.device())
+            })?;
             let pending = Some(dp.start_all_gather(&partition, &whole.flat)?);
             *transient = Some(Gathered { whole, pending });
         }
@@ -171,7 +178,9 @@ impl Unit {
             Some(Gradients::Partitioned { transient, partition }) => {
                 let whole = match transient.take() {
                     Some(whole) => whole,
-                    None => Viewed::zeros(&self.layout, partition.dtype(), partition.device())?,
+                    None => counted_as(Category::Gradients, || {
+                        Viewed::zeros(&self.layout, partition.dtype(), partition.device())
+                    })?,
                 };
                 &transient.insert(whole).views
             }

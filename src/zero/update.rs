@@ -6,6 +6,7 @@ use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
+use crate::memory::{Category, counted_as};
 use crate::ops::cast;
 use candle_core::{DType, Tensor};
 
@@ -156,7 +157,8 @@ impl ZeroOptimizer {
         match &unit.parameters {
             Parameters::Whole(whole) => {
                 // A copy: the gather's input must not share storage with its output.
-                let own = unit.updated_parameters(self.stage)?.fetch()?.force_contiguous()?;
+                let own = unit.updated_parameters(self.stage)?.fetch()?;
+                let own = counted_as(Category::Parameters, || own.force_contiguous())?;
                 Ok(Some(self.groups.shard().start_all_gather(&own, &whole.flat)?))
             }
             Parameters::Partitioned { .. } => Ok(None),

@@ -95,7 +95,7 @@ fn the_table_has_the_figures_and_their_baseline() {
 #[test]
 fn what_cannot_be_measured_is_refused() {
     let place = Workplace::new();
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 10] = [
         (&["all-to-all", "--ranks", "17"], "--ranks"),
         (&["all-to-all", "--ranks", "0"], "1..=16"),
         (&["collectives", "--ranks", "1"], "2..=64"),
@@ -104,6 +104,8 @@ fn what_cannot_be_measured_is_refused() {
         (&["train", "--mesh", "1x99"], "99"),
         (&["checkpoint", "--output", "nowhere"], "--output: cannot create nowhere/"),
         (&["attention", "--repeats", "0"], "--repeats"),
+        (&["max-seq-len", "c.json", "--gib-per-rank", "0"], "a number of GiB, such as 2 or 0.5"),
+        (&["max-seq-len", "c.json", "--memory-gib", "-1"], "a number of GiB, such as 2 or 0.5"),
     ];
     for (arguments, expected) in cases {
         place.run(&[&["bench"], arguments].concat()).assert_refused(2, &[expected]);
@@ -146,4 +148,26 @@ fn a_step_that_fails_for_another_reason_is_no_answer_about_memory() {
     place.write("c.json", r#"{ "train_batch_size": 1 }"#);
     let outcome = place.run(&[&search[..], &["--model", "base", "--gib-per-rank", "0.0625"]].concat());
     outcome.assert_refused(1, &["0.0625 GiB per rank are too little for rows of 64 tokens"]);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn the_longest_row_is_found_feature_by_feature() {
+    let place = Workplace::new();
+    place.write(
+        "c.json",
+        r#"{ "train_batch_size": 1, "ulysses": { "activation_checkpointing": true, "tile_tokens": 256 } }"#,
+    );
+    let search =
+        ["bench", "max-seq-len", "c.json", "--model", "nano", "--threads-per-rank", "1", "--by-feature"];
+    let limits = ["--memory-gib", "0.125", "--from", "4096", "--resolution", "4096", "--json"];
+    let outcome = place.run(&[&search[..], &limits].concat());
+    let report: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
+    let features = report["features"].as_array().unwrap();
+    let named = |index: usize| features[index]["feature"].as_str().unwrap();
+    assert_eq!((features.len(), named(0)), (3, "none"));
+    assert_eq!((named(1), named(2)), ("`ulysses.activation_checkpointing`", "`tile_tokens: 256`"));
+    let longest: Vec<_> = features.iter().map(|feature| feature["max_seq_len"].as_u64().unwrap()).collect();
+    assert!(longest.is_sorted() && longest[0] < longest[2], "{longest:?}");
+    assert!(features.iter().all(|feature| !feature["attempts"].as_array().unwrap().is_empty()));
 }

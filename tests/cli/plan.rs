@@ -135,8 +135,13 @@ fn what_saves_memory_is_planned_where_it_is_configured_and_told_where_it_is_not(
         assert!(peak < peak_without && longest > longest_without, "{feature}: {peak}, {longest}");
     }
     changed(&plain, "2 chunks of heads");
+    let (peak, longest) = changed(&plain, "ZeRO stage 1 with optimizer state in a file");
+    assert!(peak < peak_without && longest > longest_without, "{peak}, {longest}");
+    let (less, _) = changed(&plain, "ZeRO stage 3 with optimizer state and parameters in files");
+    assert!(less < peak, "{less}");
+    // Longer, or the head of this vocabulary would need most whatever the layers do.
     let frugal = json!({
-        "seq_len": 65536, "activation_checkpointing": true, "tile_tokens": 1024, "head_chunks": 2,
+        "seq_len": 262144, "activation_checkpointing": true, "tile_tokens": 1024, "head_chunks": 2,
     });
     let frugal = of(frugal, true);
     let (peak, longest) = changed(&frugal, "as configured");
@@ -204,6 +209,21 @@ fn what_cannot_be_planned_is_refused_by_name() {
     let chunks = json!({ "ulysses": { "model": "nano", "seq_len": 64, "head_chunks": 16 } });
     let place = workplace(chunks);
     place.run(&["plan", "changed.json"]).assert_refused(2, &["head_chunks", "16"]);
+    // What training refuses, in the same words.
+    let checkpointing = json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 9 });
+    let group = json!({ "match": "no_such_name", "lr": 0.1 });
+    for (features, names) in [
+        (json!({ "head_chunks": 3 }), ["`ulysses.head_chunks` is 3", "at most 2 chunks"]),
+        (checkpointing, ["activation_checkpointing_interval` is 9", "at most 2"]),
+        (json!({ "parameter_groups": [group] }), ["no_such_name", "parameter_groups[0]"]),
+    ] {
+        let mut changes = json!({ "ulysses": { "model": "nano", "seq_len": 64, "steps": 1 } });
+        changes["ulysses"].as_object_mut().unwrap().extend(features.as_object().unwrap().clone());
+        let place = workplace(changes);
+        let [planned, trained] = ["plan", "train"].map(|command| place.run(&[command, "changed.json"]));
+        planned.assert_refused(2, &names);
+        assert_eq!(planned.stderr.lines().last(), trained.stderr.lines().last());
+    }
 }
 
 #[test]

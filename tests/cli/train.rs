@@ -5,7 +5,7 @@ use crate::support::cli::Workplace;
 use serde_json::json;
 use std::collections::BTreeSet;
 
-const METRICS: [&str; 14] = [
+const METRICS: [&str; 17] = [
     "step",
     "loss",
     "lr",
@@ -18,6 +18,9 @@ const METRICS: [&str; 14] = [
     "overflow",
     "comm_bytes",
     "memory_bytes",
+    "memory_by_category",
+    "peak_memory_bytes",
+    "peak_memory_by_category",
     "data_seconds",
     "padding_share",
 ];

@@ -1,5 +1,7 @@
 //! `ulysses bench max-seq-len`: the longest row that trains within a memory limit, found by trying.
 
+mod features;
+
 use super::report::{cores, processor};
 use super::{Failure, OrFail, dp_sp, print};
 use crate::cli::note;
@@ -8,7 +10,7 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Instant;
-use ulysses::config::{Overrides, RawConfig};
+use ulysses::config::{Config, Overrides, RawConfig};
 
 /// What the threads of a process take before it computes anything.
 const LEAST_GIB: f64 = 1.0 / 32.0;
@@ -35,8 +37,11 @@ pub(super) struct Args {
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
     /// Memory of each rank in GiB; the ranks of the process share the sum.
-    #[arg(long, default_value_t = 2.0, value_parser = parse_gib)]
+    #[arg(long, visible_alias = "memory-gib", default_value_t = 2.0, allow_negative_numbers = true, value_parser = parse_gib)]
     gib_per_rank: f64,
+    /// Search anew for each of the config's features that save memory: first without them, then with one more each time.
+    #[arg(long)]
+    by_feature: bool,
     /// A length that is expected to fit, where the search begins.
     #[arg(long, default_value_t = 65536, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     from: u32,
@@ -53,7 +58,9 @@ pub(super) struct Args {
 
 fn parse_gib(text: &str) -> Result<f64, String> {
     let gib = text.parse().ok().filter(|gib: &f64| (LEAST_GIB..=f64::from(1 << 20)).contains(gib));
-    gib.ok_or_else(|| format!("expected GiB from {LEAST_GIB}, such as 2 or 0.5"))
+    gib.ok_or_else(|| {
+        format!("it must be a number of GiB, such as 2 or 0.5, from {LEAST_GIB} on, which a process takes before it trains")
+    })
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
@@ -62,17 +69,61 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     }
     let (dp, sp) = dp_sp(&args.mesh)?;
     let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
-    let num_rows =
-        RawConfig::from_file(&args.config).or_usage()?.resolve(&overrides).or_usage()?.train_batch_size;
+    let config = RawConfig::from_file(&args.config).or_usage()?.resolve(&overrides).or_usage()?;
     let limit_kib = (args.gib_per_rank * (dp * sp) as f64 * f64::from(1 << 20)) as u64;
     let directory = tempfile::tempdir().context("cannot make a directory for the rows").or_run()?;
-    let mut search = Search { args, num_rows, limit_kib, directory, attempts: Vec::new() };
+    let path = args.config.clone();
+    let mut search = Search {
+        args,
+        num_rows: config.train_batch_size,
+        limit_kib,
+        directory,
+        config: path,
+        attempts: Vec::new(),
+    };
+    if search.args.by_feature {
+        return by_feature(search, &config);
+    }
     let longest = search.longest()?;
     if search.args.json {
-        return print(format_args!("{:#}\n", search.to_json(longest)));
+        let mut report = search.settings();
+        (report["max_seq_len"], report["attempts"]) = (longest.into(), search.attempts());
+        return print(format_args!("{report:#}\n"));
     }
     let Args { mesh, gib_per_rank, .. } = &search.args;
     print(format_args!("mesh {mesh}: {longest} tokens train within {gib_per_rank} GiB per rank\n"))
+}
+
+/// One search for every feature of the config, each added to those before it.
+fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
+    let mut found = Vec::new();
+    for (feature, config) in features::cumulative(config) {
+        note(format_args!("{feature}:"));
+        search.config = search.directory.path().join("config.json");
+        let text = serde_json::to_string(&config).context("cannot write the config").or_run()?;
+        std::fs::write(&search.config, text).context("cannot write the config").or_run()?;
+        search.attempts.clear();
+        let longest = search.longest()?;
+        found.push((feature, longest, search.attempts()));
+        // As a rule the next feature takes longer rows.
+        search.args.from = u32::try_from(longest).unwrap_or(search.args.from);
+    }
+    if search.args.json {
+        let mut report = search.settings();
+        let each = found.into_iter().map(|(feature, longest, attempts)| {
+            json!({ "feature": feature, "max_seq_len": longest, "attempts": attempts })
+        });
+        report["features"] = each.collect();
+        return print(format_args!("{report:#}\n"));
+    }
+    let Args { mesh, gib_per_rank, .. } = &search.args;
+    let mut table = format!(
+        "mesh {mesh}, {gib_per_rank} GiB per rank; each line adds to the one before it\n\n| settings | longest row that trained |\n|---|---|\n"
+    );
+    for (feature, longest, _) in found {
+        table += &format!("| {feature} | {longest} |\n");
+    }
+    print(table)
 }
 
 /// One search.
@@ -82,6 +133,8 @@ struct Search {
     num_rows: usize,
     limit_kib: u64,
     directory: tempfile::TempDir,
+    /// What the steps are trained by.
+    config: PathBuf,
     attempts: Vec<Attempt>,
 }
 
@@ -145,7 +198,7 @@ impl Search {
             .args(["-c", "ulimit -d \"$0\" && exec \"$@\"", &self.limit_kib.to_string()])
             .arg(std::env::current_exe().context("where is this program?")?)
             .arg("train")
-            .arg(&self.args.config)
+            .arg(&self.config)
             .args(["--model", &self.args.model, "--mesh", &self.args.mesh, "--steps", "1"])
             .args(["--seq-len", &seq_len.to_string()])
             .args([Path::new("--data"), &rows, Path::new("--output"), &output]);
@@ -157,11 +210,15 @@ impl Search {
         command.stdout(Stdio::null()).stdin(Stdio::null()).output().context("cannot start sh")
     }
 
-    fn to_json(&self, longest: usize) -> Value {
-        let Args { config, model, mesh, gib_per_rank, resolution, .. } = &self.args;
+    fn attempts(&self) -> Value {
         let attempts = self.attempts.iter().map(|Attempt { seq_len, fits, seconds }| {
             json!({ "seq_len": seq_len, "fits": fits, "seconds": seconds })
         });
+        attempts.collect()
+    }
+
+    fn settings(&self) -> Value {
+        let Args { config, model, mesh, gib_per_rank, resolution, .. } = &self.args;
         json!({
             "bench": "max-seq-len",
             "settings": {
@@ -170,8 +227,6 @@ impl Search {
             "method": METHOD,
             "processor": processor(),
             "cores": cores(),
-            "max_seq_len": longest,
-            "attempts": attempts.collect::<Vec<_>>(),
         })
     }
 }

@@ -4,6 +4,7 @@ mod scaling;
 mod table;
 mod text;
 
+use super::model::{check_config, check_exchange};
 use super::{Failure, OrFail, dp_sp, print};
 use anyhow::anyhow;
 use serde::Serialize;
@@ -26,7 +27,7 @@ pub(super) struct PlanArgs {
     #[arg(long)]
     model: Option<String>,
     /// Memory of a rank in GiB: what fits, and how long a sequence.
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, visible_alias = "gib-per-rank", allow_negative_numbers = true)]
     memory_gib: Option<f64>,
     /// Tokens in a row, over all sp ranks; without it the config's longest, and without that the longest that fits.
     #[arg(long, allow_negative_numbers = true)]
@@ -104,6 +105,8 @@ struct MeshReport {
 struct Features {
     activation_checkpointing_interval: usize,
     offload_checkpoints: bool,
+    offload_optimizer: &'static str,
+    offload_param: &'static str,
     tile_tokens: Option<NonZero<usize>>,
     head_chunks: usize,
     frozen_parameters: usize,
@@ -148,6 +151,10 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         return Err(Failure::Usage(anyhow!(message)));
     }
     let (name, model) = model(&config)?;
+    // As training does.
+    check_config(&model, &config)?;
+    let seq_len = config.seq_len.unwrap_or(config.sp_size);
+    check_exchange(&model, (config.micro_batch_size, seq_len), &config, config.sp_size)?;
     let PlanArgs { document_len, ranks_per_node, .. } = *args;
     let budget = budget_bytes(args.memory_gib)?;
     let workload = Workload { config, model, document_len, ranks_per_node };
@@ -170,6 +177,8 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     let features = Features {
         activation_checkpointing_interval: config.memory.checkpointing_interval,
         offload_checkpoints: config.memory.offload_checkpoints,
+        offload_optimizer: config.memory.offload_optimizer.device(),
+        offload_param: config.memory.offload_parameters.device(),
         tile_tokens: config.memory.tile_tokens,
         head_chunks: config.memory.head_chunks,
         frozen_parameters: model.num_parameters_where(is_frozen),

@@ -66,6 +66,12 @@ impl Text<'_> {
         if head_chunks > 1 {
             features.push(format!("{head_chunks} chunks of heads"));
         }
+        for (what, device) in [
+            ("optimizer state", self.0.features.offload_optimizer),
+            ("parameters", self.0.features.offload_param),
+        ] {
+            features.extend((device == "nvme").then(|| format!("{what} in a file")));
+        }
         if self.0.features.frozen_parameters > 0 {
             let trained = self.0.model.parameters - self.0.features.frozen_parameters;
             features.push(format!("{:.2} B parameters trained", trained as f64 / 1e9));

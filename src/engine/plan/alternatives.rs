@@ -1,7 +1,7 @@
 //! What other features and other meshes would change.
 
 use super::{RankPlan, Workload};
-use crate::config::{Config, MemoryConfig, Precision, ZeroStage};
+use crate::config::{Config, MemoryConfig, Offload, Precision, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
 use std::num::NonZero;
@@ -97,7 +97,14 @@ impl Workload {
         // Partitions of one rank are the whole.
         let has_partitions = |stage: &ZeroStage| config.dp_size > 1 && *stage != config.zero_stage;
         for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
-            add(format!("ZeRO stage {}", u8::from(stage)), &|config| config.zero_stage = stage);
+            add(format!("ZeRO stage {}", u8::from(stage)), &|config| set_stage(config, stage));
+        }
+        for (change, stage, optimizer, parameters) in offloads(config) {
+            add(change, &|config| {
+                (config.memory.offload_optimizer, config.memory.offload_parameters) =
+                    (optimizer.clone(), parameters.clone());
+                set_stage(config, stage);
+            });
         }
         if config.precision == Precision::F32 {
             add("bf16".to_owned(), &|config| {
@@ -184,6 +191,44 @@ impl Workload {
             reason: None,
         })
     }
+}
+
+/// Another stage, and of what is offloaded that which the stage partitions.
+fn set_stage(config: &mut Config, stage: ZeroStage) {
+    config.zero_stage = stage;
+    if !stage.partitions_optimizer() {
+        config.memory.offload_optimizer = Offload::None;
+    }
+    if !stage.partitions_parameters() {
+        config.memory.offload_parameters = Offload::None;
+    }
+}
+
+/// Other places for optimizer state and parameters, each with the stage that it takes.
+fn offloads(config: &Config) -> Vec<(String, ZeroStage, Offload, Offload)> {
+    let stage = config.zero_stage;
+    let MemoryConfig { offload_optimizer: optimizer, offload_parameters: parameters, .. } = &config.memory;
+    let (file, mut offloads) = (Offload::Nvme(None), Vec::new());
+    let named = |change: &str, needed: ZeroStage| match stage >= needed {
+        true => (change.to_owned(), stage),
+        false => (format!("ZeRO stage {} with {change}", u8::from(needed)), needed),
+    };
+    let mut add = |(change, stage): (String, ZeroStage), optimizer: &Offload, parameters: &Offload| {
+        offloads.push((change, stage, optimizer.clone(), parameters.clone()));
+    };
+    match optimizer.is_in_file() {
+        true => add(named("optimizer state in memory", stage), &Offload::None, parameters),
+        false => add(named("optimizer state in a file", ZeroStage::OptimizerStates), &file, parameters),
+    }
+    match parameters.is_in_file() {
+        true => add(named("parameters in memory", stage), optimizer, &Offload::None),
+        false => add(named("parameters in a file", ZeroStage::Parameters), optimizer, &file),
+    }
+    if !optimizer.is_in_file() && !parameters.is_in_file() {
+        let change = "optimizer state and parameters in files";
+        add(named(change, ZeroStage::Parameters), &file, &file);
+    }
+    offloads
 }
 
 /// Other settings of what exists at a time: whether layers are recomputed, and the rest.

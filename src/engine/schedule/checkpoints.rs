@@ -1,9 +1,9 @@
 //! What the layers leave for their backward pass: the counterpart of the engine's tape and of its file of
 //! checkpoints.
 
-use super::event::Category;
 use super::layer::SavedLayer;
 use super::ledger::{Buffer, Element, Ledger};
+use crate::memory::Category;
 use crate::offload::READ_AHEAD_BYTES;
 
 /// What one layer leaves.

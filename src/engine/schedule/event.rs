@@ -1,6 +1,7 @@
 //! What happens on a rank in a step.
 
 use crate::comm::CollectiveOp;
+use crate::memory::Category;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use std::fmt;
 use std::sync::Arc;
@@ -171,39 +172,4 @@ pub enum Pass {
     Recompute,
     /// From loss to gradients.
     Backward,
-}
-
-/// What memory holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Category {
-    /// Parameters, gathered ones included.
-    Parameters,
-    /// Gradients, whole ones on their way to their partitions included.
-    Gradients,
-    /// Optimizer state and master copy.
-    Optimizer,
-    /// Activations and their gradients.
-    Activations,
-    /// What the exchange receives into: q, k, v and their gradients with all tokens of some heads.
-    Exchange,
-    /// Scratch of single operations, recycled storage between two uses, tokens, tables and plans.
-    Other,
-}
-
-impl Category {
-    /// All of them, in the order of the enum.
-    pub const ALL: [Self; 6] =
-        [Self::Parameters, Self::Gradients, Self::Optimizer, Self::Activations, Self::Exchange, Self::Other];
-
-    /// Its name in tables and JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Parameters => "parameters",
-            Self::Gradients => "gradients",
-            Self::Optimizer => "optimizer",
-            Self::Activations => "activations",
-            Self::Exchange => "exchange",
-            Self::Other => "other",
-        }
-    }
 }

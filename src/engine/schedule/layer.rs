@@ -2,10 +2,11 @@
 
 use super::attention::SequenceParallel;
 use super::dims::{Dims, Tile};
-use super::event::{Category::Activations, Event, Pass, Piece, Work};
+use super::event::{Event, Pass, Piece, Work};
 use super::heads::SavedChunk;
 use super::ledger::{Buffer, Element, Ledger};
 use super::mlp::GateUp;
+use crate::memory::Category::Activations;
 use crate::model::Weights;
 use crate::ops::rms_norm;
 

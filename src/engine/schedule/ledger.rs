@@ -4,7 +4,8 @@
 //! tensor of as many elements, and no more is kept than was taken. So recycled storage counts, as it
 //! does in the allocator.
 
-use super::event::{Category, Event};
+use super::event::Event;
+use crate::memory::Category;
 use std::collections::HashMap;
 use std::collections::VecDeque;
 
@@ -101,6 +102,14 @@ impl Ledger {
             shelf.free += 1;
             self.hold(Category::Other, (elems * bytes) as i64);
         }
+    }
+
+    /// Frees what waits in the workspace.
+    pub(super) fn trim(&mut self) {
+        let shelves = self.shelves.iter_mut();
+        let freed: usize =
+            shelves.map(|((bytes, elems), shelf)| bytes * elems * std::mem::take(&mut shelf.free)).sum();
+        self.hold(Category::Other, -(freed as i64));
     }
 
     /// Memory that an operation needs while it runs.

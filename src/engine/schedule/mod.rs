@@ -20,8 +20,9 @@ mod ledger;
 mod mlp;
 mod units;
 
+pub use crate::memory::Category;
 pub(super) use dims::chunk_plans;
-pub use event::{Axis, Category, Event, Moment, Pass, Piece, Purpose, Transfer, Work};
+pub use event::{Axis, Event, Moment, Pass, Piece, Purpose, Transfer, Work};
 
 use super::EngineError;
 use crate::comm::CollectiveOp;
@@ -220,7 +221,7 @@ impl Schedule {
         self.tape.table_bytes = tables;
         self.attention.begin_micro_batch();
         self.units.gather(0, &mut self.ledger);
-        self.units.gather(if self.num_layers == 0 { self.head_unit() } else { 1 }, &mut self.ledger);
+        self.units.prefetch(if self.num_layers == 0 { self.head_unit() } else { 1 }, &mut self.ledger);
         let x = self.layer_pass().take(tokens * hidden);
         self.ledger.operate(&[vocab * hidden, tokens * hidden], 0);
         self.units.release(0, &mut self.ledger);
@@ -231,7 +232,7 @@ impl Schedule {
     fn forward(&mut self, layer: usize) -> Phase {
         self.ledger.push(Event::Begin(Moment::Forward { layer }));
         self.units.gather(layer + 1, &mut self.ledger);
-        self.units.gather(self.unit_after(layer), &mut self.ledger);
+        self.units.prefetch(self.unit_after(layer), &mut self.ledger);
         let x =
             self.tape.hidden.take().unwrap_or_else(|| unreachable!("the embedding or a layer was before"));
         let (y, left) = if self.is_recomputed(layer) {
@@ -250,6 +251,9 @@ impl Schedule {
     /// The head's forward, the loss, and the head's backward.
     fn head(&mut self) -> Phase {
         self.ledger.push(Event::Begin(Moment::Head));
+        if self.checkpointing_interval.is_some() {
+            self.ledger.trim();
+        }
         let Dims { hidden, vocab, loss_tile, .. } = self.dims;
         let (unit, tokens) = (self.head_unit(), self.dims.tokens());
         let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab * size_of::<f32>());
@@ -271,7 +275,7 @@ impl Schedule {
         }
         self.units.gradients(unit, &mut self.ledger);
         if self.num_layers > 0 {
-            self.units.gather(self.num_layers, &mut self.ledger);
+            self.units.prefetch(self.num_layers, &mut self.ledger);
         }
         let is_trained = self.trained_outside.projection;
         let mut pass = self.layer_pass();
@@ -298,7 +302,7 @@ impl Schedule {
         self.units.gather(unit, &mut self.ledger);
         self.units.gradients(unit, &mut self.ledger);
         if layer > 0 {
-            self.units.gather(unit - 1, &mut self.ledger);
+            self.units.prefetch(unit - 1, &mut self.ledger);
         }
         let trained = self.trained[layer];
         match self.tape.layers.pop() {

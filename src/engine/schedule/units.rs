@@ -2,13 +2,16 @@
 //! [`ZeroOptimizer`](crate::zero::ZeroOptimizer), with its order of gathers and reductions.
 
 use super::dims::{Place, Places};
-use super::event::{Axis, Category, Event, Purpose, Transfer};
+use super::event::{Axis, Event, Purpose, Transfer};
 use super::ledger::{Buffer, Element, Ledger};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::comm::{CollectiveOp, Traffic};
 use crate::config::{Config, OptimizerConfig, ParameterGroup, ZeroStage};
+use crate::memory::Category;
 use crate::model::{Model, UnitSpec};
+use crate::offload::READ_AHEAD_BYTES;
 use crate::zero::{FlatLayout, HeldBytes, split, state_kinds};
+use candle_core::DType;
 use std::ops::Range;
 
 /// Parameters, gradients and optimizer state of one rank.
@@ -21,7 +24,17 @@ pub(super) struct Units {
     places: Places,
     stored_bytes: usize,
     is_lamb: bool,
+    state: State,
     in_flight: Option<Reduction>,
+}
+
+/// What an update goes by, and what of it is in files between updates.
+#[derive(Debug, Clone, Copy)]
+struct State {
+    has_master: bool,
+    tensors: usize,
+    parameters_in_file: bool,
+    optimizer_in_file: bool,
 }
 
 /// The trained or the frozen parameters of a unit.
@@ -33,6 +46,8 @@ struct Flat {
     num_parameters: usize,
     /// Whole parameters of stage 3, while they are gathered.
     gathered: Option<Buffer>,
+    /// The own partition out of its file, until the gather is complete.
+    fetched: Option<Buffer>,
     /// The whole gradient of stages 2 and 3, from the unit's backward to its reduction.
     whole_gradient: Option<Buffer>,
 }
@@ -65,6 +80,7 @@ impl Units {
             padded_numel: layout.padded_numel(),
             num_parameters: layout.parameters().len(),
             gathered: None,
+            fetched: None,
             whole_gradient: None,
         };
         let flats: Vec<Flat> = layouts.iter().map(flat).collect();
@@ -72,16 +88,24 @@ impl Units {
         let padded_numel = |is_frozen| {
             flats.iter().filter(|flat| flat.is_frozen == is_frozen).map(|flat| flat.padded_numel).sum()
         };
-        let state_tensors = state_kinds(&config.optimizer).len();
-        let held = HeldBytes::expected(stage, padded_numel(false), partitions, state_tensors, dtype)
+        let state = State {
+            has_master: dtype != DType::F32,
+            tensors: state_kinds(&config.optimizer).len(),
+            parameters_in_file: config.memory.offload_parameters.is_in_file(),
+            optimizer_in_file: config.memory.offload_optimizer.is_in_file(),
+        };
+        let held = HeldBytes::expected(stage, padded_numel(false), partitions, state.tensors, dtype)
             + HeldBytes::expected_frozen(stage, padded_numel(true), partitions, dtype);
+        let held = held.without(state.parameters_in_file, state.optimizer_in_file);
+        let num_files = usize::from(state.parameters_in_file) + usize::from(state.optimizer_in_file);
+        ledger.hold(Category::Other, (num_files * READ_AHEAD_BYTES) as i64);
         ledger.hold(Category::Parameters, held.parameters as i64);
         ledger.hold(Category::Gradients, held.gradients as i64);
         ledger.hold(Category::Optimizer, held.optimizer as i64);
         let is_lamb = matches!(config.optimizer, OptimizerConfig::Lamb { .. });
         let stored_bytes = ledger.bytes_of(Element::Stored);
         let units = splits.into_iter().map(|split| split.flats).collect();
-        Self { units, flats, stage, places, stored_bytes, is_lamb, in_flight: None }
+        Self { units, flats, stage, places, stored_bytes, is_lamb, state, in_flight: None }
     }
 
     /// A collective over `axis`, if that has more than one rank. A group of one moves nothing.
@@ -103,24 +127,41 @@ impl Units {
         ledger.push(Event::Collective(transfer_of((op, axis, purpose), elems, element_bytes, &traffic)));
     }
 
-    /// Gathers a unit whose parameters are partitioned, unless that is done or under way.
+    /// Gathers a unit whose parameters are partitioned, unless that is done.
     pub(super) fn gather(&mut self, unit: usize, ledger: &mut Ledger) {
+        self.prefetch(unit, ledger);
+        let flats = &mut self.flats[self.units[unit].clone()];
+        flats.iter_mut().filter_map(|flat| flat.fetched.take()).for_each(|own| ledger.free(own));
+    }
+
+    /// Starts to gather a unit whose parameters are partitioned, unless that is done or under way.
+    pub(super) fn prefetch(&mut self, unit: usize, ledger: &mut Ledger) {
         for flat in self.units[unit].clone() {
             if !self.stage.partitions_parameters() || self.flats[flat].gathered.is_some() {
                 continue;
             }
             let Flat { partition_numel, padded_numel, .. } = self.flats[flat];
-            let whole = ledger.allocate(Category::Parameters, Element::Stored, padded_numel);
-            self.flats[flat].gathered = Some(whole);
+            let mut allocate = |elems| ledger.allocate(Category::Parameters, Element::Stored, elems);
+            let fetched = self.state.parameters_in_file.then(|| allocate(partition_numel));
+            let whole = allocate(padded_numel);
+            (self.flats[flat].gathered, self.flats[flat].fetched) = (Some(whole), fetched);
             let gather = (CollectiveOp::AllGather, self.places.shard_axis(), Purpose::GatherParameters);
             self.transfer(ledger, gather, (partition_numel, self.stored_bytes));
+            if self.places.shard().ranks == 1 {
+                // Complete at once.
+                self.flats[flat].fetched.take().into_iter().for_each(|own| ledger.free(own));
+            }
         }
     }
 
     /// Frees a unit's gathered parameters.
     pub(super) fn release(&mut self, unit: usize, ledger: &mut Ledger) {
-        let flats = &mut self.flats[self.units[unit].clone()];
-        flats.iter_mut().filter_map(|flat| flat.gathered.take()).for_each(|whole| ledger.free(whole));
+        for flat in &mut self.flats[self.units[unit].clone()] {
+            [flat.gathered.take(), flat.fetched.take()]
+                .into_iter()
+                .flatten()
+                .for_each(|held| ledger.free(held));
+        }
     }
 
     /// The part of a unit that has gradients.
@@ -208,7 +249,50 @@ impl Units {
             }
         }
         (0..self.units.len()).for_each(|unit| self.release(unit, ledger));
+        self.update(ledger);
         self.publish(ledger);
+    }
+
+    /// What is in files comes to memory, one unit while the one before is written.
+    fn update(&self, ledger: &mut Ledger) {
+        let mut in_flight = Vec::new();
+        if self.is_lamb {
+            for flat in self.trained_flats() {
+                let exact = self.fetch_exact(flat, ledger);
+                let state = self.fetch_state(flat, ledger);
+                in_flight.drain(..).for_each(|written| ledger.free(written));
+                in_flight.extend(state);
+                exact.into_iter().for_each(|unchanged| ledger.free(unchanged));
+            }
+        }
+        for flat in self.trained_flats() {
+            let mut changed: Vec<Buffer> = self.fetch_exact(flat, ledger).into_iter().collect();
+            if !self.is_lamb {
+                changed.extend(self.fetch_state(flat, ledger));
+            }
+            in_flight.drain(..).for_each(|written| ledger.free(written));
+            if self.state.has_master && self.state.parameters_in_file {
+                changed.push(ledger.allocate(Category::Parameters, Element::Stored, flat.partition_numel));
+            }
+            in_flight = changed;
+        }
+        in_flight.into_iter().for_each(|written| ledger.free(written));
+    }
+
+    /// The parameters that are updated: the master copy where there is one.
+    fn fetch_exact(&self, flat: &Flat, ledger: &mut Ledger) -> Option<Buffer> {
+        let State { has_master, parameters_in_file, optimizer_in_file, .. } = self.state;
+        let (is_in_file, category) = match has_master {
+            true => (optimizer_in_file, Category::Optimizer),
+            false => (parameters_in_file, Category::Parameters),
+        };
+        is_in_file.then(|| ledger.allocate(category, Element::F32, flat.partition_numel))
+    }
+
+    fn fetch_state(&self, flat: &Flat, ledger: &mut Ledger) -> Vec<Buffer> {
+        let tensors = if self.state.optimizer_in_file { self.state.tensors } else { 0 };
+        let fetch = |_| ledger.allocate(Category::Optimizer, Element::F32, flat.partition_numel);
+        (0..tensors).map(fetch).collect()
     }
 
     fn trained_flats(&self) -> impl Iterator<Item = &Flat> {

@@ -29,6 +29,8 @@ pub use error::AttentionError;
 pub use geometry::{Geometry, VisibleRanges, grouped_heads};
 pub use kernels::{Gradients, Operands, Upstream, backward, delta, forward};
 
+use super::Workspace;
+use crate::memory::{Category, counted_as, counted_by_default_as};
 use crate::tensor::zeros;
 use candle_core::{DType, Tensor};
 
@@ -67,6 +69,35 @@ pub trait Attention: Send + Sync {
         dout: &Tensor,
         geometry: &Geometry,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
+
+    /// As [`forward`](Self::forward); what it makes may come out of `workspace`.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    fn forward_in(
+        &self,
+        workspace: &Workspace,
+        qkv: [Tensor; 3],
+        geometry: &Geometry,
+    ) -> Result<(Tensor, SavedAttention), AttentionError> {
+        let (_, [q, k, v]) = (workspace, qkv);
+        self.forward(q, k, v, geometry)
+    }
+
+    /// As [`backward`](Self::backward); what it makes may come out of `workspace`.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    fn backward_in(
+        &self,
+        workspace: &Workspace,
+        saved: SavedAttention,
+        dout: &Tensor,
+        geometry: &Geometry,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+        let _ = workspace;
+        self.backward(saved, dout, geometry)
+    }
 }
 
 /// What a forward pass keeps for its backward pass.
@@ -94,8 +125,36 @@ impl SavedAttention {
     }
 }
 
-fn zeros_like(tensor: &Tensor) -> candle_core::Result<Tensor> {
-    zeros(tensor.shape(), tensor.dtype(), tensor.device())
+/// Where attention has its outputs from. What they hold is overwritten.
+#[derive(Clone, Copy)]
+enum Outputs<'a> {
+    Fresh,
+    In(&'a Workspace),
+}
+
+impl Outputs<'_> {
+    /// Of the element type and device of `like`; counted as activations unless the caller counts them as its own.
+    fn like(self, like: &Tensor) -> Result<Tensor, AttentionError> {
+        match self {
+            Self::In(workspace) if workspace.makes(like) => Ok(workspace.take(like.shape())?),
+            _ => {
+                let fresh = || zeros(like.shape(), like.dtype(), like.device());
+                Ok(counted_by_default_as(Category::Activations, fresh)?)
+            }
+        }
+    }
+
+    /// A number for each query, in f32, on the device of `q`.
+    fn rows(self, q: &Tensor) -> Result<Tensor, AttentionError> {
+        let (b, sq, hq, _) = q.dims4()?;
+        match self {
+            Self::In(workspace) if workspace.makes(q) => Ok(workspace.take_f32((b, hq, sq))?),
+            _ => {
+                let fresh = || zeros((b, hq, sq), DType::F32, q.device());
+                Ok(counted_by_default_as(Category::Activations, fresh)?)
+            }
+        }
+    }
 }
 
 /// Bytes of working memory that each CPU thread keeps once it has computed a forward (or, with `backward`, a
@@ -118,6 +177,35 @@ impl FlashAttention {
         let (_, _, _, head_dim) = q.dims4()?;
         Ok((1.0 / (head_dim as f64).sqrt()) as f32)
     }
+
+    fn run(
+        outputs: Outputs<'_>,
+        [q, k, v]: [Tensor; 3],
+        geometry: &Geometry,
+    ) -> Result<(Tensor, SavedAttention), AttentionError> {
+        let (o, lse) = (outputs.like(&q)?, outputs.rows(&q)?);
+        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
+        counted_as(Category::Other, || forward(&operands, &o, &lse))?;
+        Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
+    }
+
+    fn run_backward(
+        outputs: Outputs<'_>,
+        saved: SavedAttention,
+        dout: &Tensor,
+        geometry: &Geometry,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+        let SavedAttention { q, k, v, o, lse } = saved;
+        let delta_of_rows = outputs.rows(&q)?;
+        counted_as(Category::Other, || delta(&o, dout, &delta_of_rows))?;
+        drop(o);
+        let (dq, dk, dv) = (outputs.like(&q)?, outputs.like(&k)?, outputs.like(&v)?);
+        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
+        let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
+        let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
+        counted_as(Category::Other, || backward(&operands, &upstream, &gradients))?;
+        Ok((dq, dk, dv))
+    }
 }
 
 impl Attention for FlashAttention {
@@ -128,12 +216,7 @@ impl Attention for FlashAttention {
         v: Tensor,
         geometry: &Geometry,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        let (b, sq, hq, _) = q.dims4()?;
-        let o = zeros_like(&q)?;
-        let lse = zeros((b, hq, sq), DType::F32, q.device())?;
-        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
-        forward(&operands, &o, &lse)?;
-        Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
+        Self::run(Outputs::Fresh, [q, k, v], geometry)
     }
 
     fn backward(
@@ -142,14 +225,25 @@ impl Attention for FlashAttention {
         dout: &Tensor,
         geometry: &Geometry,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        let SavedAttention { q, k, v, o, lse } = saved;
-        let delta_of_rows = zeros_like(&lse)?;
-        delta(&o, dout, &delta_of_rows)?;
-        drop(o);
-        let (dq, dk, dv) = (zeros_like(&q)?, zeros_like(&k)?, zeros_like(&v)?);
-        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
-        let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
-        backward(&operands, &upstream, &Gradients { dq: &dq, dk: &dk, dv: &dv })?;
-        Ok((dq, dk, dv))
+        Self::run_backward(Outputs::Fresh, saved, dout, geometry)
+    }
+
+    fn forward_in(
+        &self,
+        workspace: &Workspace,
+        qkv: [Tensor; 3],
+        geometry: &Geometry,
+    ) -> Result<(Tensor, SavedAttention), AttentionError> {
+        Self::run(Outputs::In(workspace), qkv, geometry)
+    }
+
+    fn backward_in(
+        &self,
+        workspace: &Workspace,
+        saved: SavedAttention,
+        dout: &Tensor,
+        geometry: &Geometry,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+        Self::run_backward(Outputs::In(workspace), saved, dout, geometry)
     }
 }

@@ -1,0 +1,110 @@
+//! What memory is for.
+
+use serde::{Deserialize, Serialize};
+use std::cell::Cell;
+
+/// What memory holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Category {
+    /// Parameters, gathered ones included.
+    Parameters,
+    /// Gradients, whole ones on their way to their partitions included.
+    Gradients,
+    /// Optimizer state and master copy.
+    Optimizer,
+    /// Activations and their gradients.
+    Activations,
+    /// What the exchange receives into: q, k, v and their gradients with all tokens of some heads.
+    Exchange,
+    /// Scratch of single operations, tokens, tables and plans; in plans recycled storage between two uses, which the
+    /// allocator counts as what it was made for.
+    Other,
+}
+
+impl Category {
+    /// All of them, in the order of the enum.
+    pub const ALL: [Self; 6] =
+        [Self::Parameters, Self::Gradients, Self::Optimizer, Self::Activations, Self::Exchange, Self::Other];
+
+    /// Its name in tables and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Parameters => "parameters",
+            Self::Gradients => "gradients",
+            Self::Optimizer => "optimizer",
+            Self::Activations => "activations",
+            Self::Exchange => "exchange",
+            Self::Other => "other",
+        }
+    }
+}
+
+/// Bytes by category.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ByCategory {
+    /// [`Category::Parameters`].
+    pub parameters: u64,
+    /// [`Category::Gradients`].
+    pub gradients: u64,
+    /// [`Category::Optimizer`].
+    pub optimizer: u64,
+    /// [`Category::Activations`].
+    pub activations: u64,
+    /// [`Category::Exchange`].
+    pub exchange: u64,
+    /// [`Category::Other`].
+    pub other: u64,
+}
+
+impl ByCategory {
+    /// Sum of all.
+    pub fn total(&self) -> u64 {
+        self.values().into_iter().sum()
+    }
+
+    /// In the order of [`Category::ALL`].
+    pub fn values(&self) -> [u64; Category::ALL.len()] {
+        let Self { parameters, gradients, optimizer, activations, exchange, other } = *self;
+        [parameters, gradients, optimizer, activations, exchange, other]
+    }
+
+    /// From bytes in the order of [`Category::ALL`]; less than nothing, where another thread's memory was freed, is
+    /// nothing.
+    pub(super) fn from_counts(counts: [i64; Category::ALL.len()]) -> Self {
+        let [parameters, gradients, optimizer, activations, exchange, other] =
+            counts.map(|count| u64::try_from(count).unwrap_or(0));
+        Self { parameters, gradients, optimizer, activations, exchange, other }
+    }
+}
+
+thread_local! {
+    /// What is allocated now is for this.
+    static CURRENT: Cell<Category> = const { Cell::new(Category::Other) };
+}
+
+pub(super) fn current() -> Category {
+    CURRENT.get()
+}
+
+/// Goes back to what was allocated before.
+struct Scope(Category);
+
+impl Drop for Scope {
+    fn drop(&mut self) {
+        CURRENT.set(self.0);
+    }
+}
+
+/// Counts what `work` allocates on this thread for `category`, wherever it is freed.
+pub fn counted_as<T>(category: Category, work: impl FnOnce() -> T) -> T {
+    let _scope = Scope(CURRENT.replace(category));
+    work()
+}
+
+/// The same, unless the caller counts for something else than [`Category::Other`] already.
+pub fn counted_by_default_as<T>(category: Category, work: impl FnOnce() -> T) -> T {
+    match CURRENT.get() {
+        Category::Other => counted_as(category, work),
+        _ => work(),
+    }
+}
