@@ -43,3 +43,7 @@ example:
 # Rates, each beside its baseline in the same run: `just bench attention --seq-len 4096`, `just bench checkpoint`.
 bench *args:
     cargo run --release -- bench {{args}}
+
+# Makes pages of the book in docs/ (needs mdbook): book/index.html.
+book:
+    mdbook build docs

@@ -18,7 +18,7 @@ use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::{Config, ZeroStage};
 use ulysses::mesh::DeviceMesh;
 use ulysses::tensor::TensorOptions;
-use ulysses::zero::{FlatLayout, HeldBytes, ZeroError, ZeroGroups, ZeroOptimizer};
+use ulysses::zero::{FlatLayout, HeldBytes, ZeroGroups, ZeroOptimizer};
 
 const DP: usize = 4;
 /// Weights and a bias: 11 elements, which 4 does not divide. The flat buffer is padded to 12.
@@ -62,7 +62,7 @@ fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, HeldBytes)> {
     // A rank is asked for exactly the initial elements that it keeps.
     let zeros = |_: (usize, usize), _: std::ops::Range<usize>, out: &mut [f32]| {
         out.fill(0.0);
-        Ok::<_, ZeroError>(())
+        Ok::<_, anyhow::Error>(())
     };
     let (units, options) = (vec![layout()], TensorOptions::default());
     let mut zero = ZeroOptimizer::new(units, stage, adam, &[], groups, options, &zeros)?;

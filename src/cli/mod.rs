@@ -8,6 +8,8 @@ mod config;
 mod data;
 mod device;
 mod doctor;
+#[cfg(test)]
+mod documented;
 mod eval;
 mod evaluation;
 mod manual;

@@ -1,0 +1,14 @@
+//! README and book: the commands that they show run, and their links lead somewhere.
+
+#![allow(clippy::unwrap_used)]
+
+mod book;
+mod commands;
+#[path = "../support/documented.rs"]
+mod documented;
+
+use std::path::Path;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
