@@ -86,7 +86,6 @@ const REFUSED: [(&str, &[&str]); 3] = [
             "communication_data_type",
             "zero_optimization.zero_quantized_gradients",
             "wandb.enabled",
-            "flops_profiler.enabled",
         ],
     ),
 ];

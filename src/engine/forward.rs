@@ -8,6 +8,7 @@ use crate::mesh::shard_range;
 use crate::model::{HeadSaved, LayerContext, Saved, Tiling};
 use crate::ops::cross_entropy::LossSum;
 use candle_core::Tensor;
+use std::time::Instant;
 
 /// A micro batch's loss on this rank, and what its backward pass needs.
 #[must_use]
@@ -87,6 +88,7 @@ impl Engine {
         let ctx = self.context(batch)?;
         let mut layers = Vec::with_capacity(self.model.layers.len());
         let hidden = self.run_layers(&batch.input_ids, &ctx, |engine, index, params, x| {
+            let begun = Instant::now();
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
                 let (y, checkpoint) = layer.forward_checkpointed(params, x, &ctx)?;
@@ -96,12 +98,16 @@ impl Engine {
                 (y, LayerTape::State(x, saved))
             };
             layers.push(left);
+            engine.part_times(index).forward += begun.elapsed().as_secs_f64();
             Ok(y)
         })?;
+        let _head = tracing::trace_span!("head").entered();
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
+        let begun = Instant::now();
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &batch.labels, &ctx)?;
+        self.part_times(self.model.layers.len()).forward += begun.elapsed().as_secs_f64();
         let (input_ids, labels) = (batch.input_ids.clone(), batch.labels.clone());
         let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
         Ok(Loss { local, tape: Tape { ctx, step, rows_hash, input_ids, labels, layers, hidden, head } })
@@ -180,6 +186,7 @@ impl Engine {
     ) -> Result<Tensor, EngineError> {
         let mut x = self.embed(input_ids, ctx)?;
         for index in 0..self.model.layers.len() {
+            let _layer = tracing::trace_span!("layer", layer = index).entered();
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;
             x = run(self, index, &params, x)?;
@@ -191,6 +198,7 @@ impl Engine {
     /// Looks up the embedding. The views end here, or they would keep the gathered matrix
     /// beyond its release.
     fn embed(&mut self, input_ids: &[u32], ctx: &LayerContext) -> Result<Tensor, EngineError> {
+        let _embedding = tracing::trace_span!("embedding").entered();
         let params = self.zero.parameters(0)?;
         self.zero.prefetch(if self.model.layers.is_empty() { self.head_unit() } else { 1 })?;
         let x = self.model.embedding.forward(&params[0], input_ids, ctx)?;

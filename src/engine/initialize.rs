@@ -80,7 +80,10 @@ impl Engine {
         device: &Device,
     ) -> Result<Self, EngineError> {
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
-        let comm_timer = Arc::new(CommTimer::default());
+        let comm_timer = Arc::new(match &config.monitoring.comms_logger {
+            logger if logger.enabled => CommTimer::keeping_each_call(logger.verbose),
+            _ => CommTimer::default(),
+        });
         let ZeroGroups { dp, sp } = groups;
         let groups = ZeroGroups { dp: comm_timer.along("dp", dp), sp: comm_timer.along("sp", sp) };
         warn_about_candle_threads();

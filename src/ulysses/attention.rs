@@ -101,7 +101,8 @@ impl UlyssesAttention {
         let qkv = SeqSharded(qkv);
         let HeadSharded([q, k, v]) = sharding.exchange.qkv_seq_to_head(&qkv)?;
         qkv.0.into_iter().for_each(|tensor| self.workspace.give(tensor));
-        let (out, saved) = self.local.forward(q, k, v, &sharding.whole)?;
+        let attend = || self.local.forward(q, k, v, &sharding.whole);
+        let (out, saved) = tracing::trace_span!("attention").in_scope(attend)?;
         let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out))?;
         Ok((out, saved))
     }
@@ -117,7 +118,8 @@ impl UlyssesAttention {
         let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(geometry, shape)?;
         let dout = sharding.exchange.out_seq_to_head(&SeqSharded(dout.clone()))?;
-        let (dq, dk, dv) = self.local.backward(saved, &dout.0, &sharding.whole)?;
+        let attend = || self.local.backward(saved, &dout.0, &sharding.whole);
+        let (dq, dk, dv) = tracing::trace_span!("attention backward").in_scope(attend)?;
         self.workspace.give(dout.0);
         let grads = HeadSharded([dq, dk, dv]);
         let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads)?;

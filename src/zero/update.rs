@@ -32,10 +32,11 @@ impl ZeroOptimizer {
         let step = Step { number: step, lr, grad_scale };
         // What was gathered before the update is stale after it.
         self.release_all();
-        match config {
-            OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step)?,
-            _ => self.trained_units().try_for_each(|unit| self.update_unit(unit, &config, step))?,
-        }
+        tracing::trace_span!("optimizer").in_scope(|| match config {
+            OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step),
+            _ => self.trained_units().try_for_each(|unit| self.update_unit(unit, &config, step)),
+        })?;
+        let _publish = tracing::trace_span!("publish").entered();
         self.publish_all()
     }
 

@@ -11,12 +11,14 @@ mod config;
 mod data;
 mod datasets;
 mod mesh;
+mod monitors;
 mod plan;
 mod refused_arguments;
 mod refused_batches;
 mod refused_files;
 mod refused_models;
 mod resume;
+mod trace;
 mod train;
 mod verify;
 
