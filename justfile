@@ -30,10 +30,10 @@ deny:
 train *args:
     cargo run --release -- train {{args}}
 
-# Holds exported and imported models against Python's transformers, which it installs into `target/interop`.
+# Holds exported and imported models against Python's transformers, and event files against TensorBoard, which it installs into `target/interop`.
 interop:
     python3 -m venv target/interop
-    target/interop/bin/pip install --quiet torch transformers
+    target/interop/bin/pip install --quiet torch transformers tensorboard
     ULYSSES_PYTHON=target/interop/bin/python cargo test --release --test interop -- --nocapture
 
 # Trains on long rows of this repository's text, on a 2 × 2 mesh.

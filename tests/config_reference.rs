@@ -79,7 +79,8 @@ fn the_schema_refuses_what_the_reader_refuses() {
         json!({ "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "gpu" } } }),
         json!({ "zero_optimization": { "zenflow": {} } }),
         json!({ "ulysses": { "model": "" } }),
-        json!({ "tensorboard": { "enabled": true } }),
+        json!({ "wandb": { "enabled": true } }),
+        json!({ "tensorboard": { "output_path": null } }),
     ] {
         assert_ne!(faults(&schema, &wrong, ""), Vec::<String>::new(), "{wrong}");
         let read = Config::from_json_str(&wrong.to_string(), "c.json");

@@ -78,7 +78,6 @@ const REFUSED: [(&str, &[&str]); 2] = [
             "communication_data_type",
             "zero_optimization.zero_quantized_gradients",
             "wandb.enabled",
-            "flops_profiler.enabled",
         ],
     ),
 ];

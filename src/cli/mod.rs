@@ -110,9 +110,13 @@ impl<T, E: Into<anyhow::Error>> OrFail<T> for Result<T, E> {
 
 pub(crate) fn run() -> ExitCode {
     let cli = Cli::parse();
-    settings::start_logging();
+    let tracer = match &cli.command {
+        Command::Train(args) => args.tracer(),
+        _ => None,
+    };
+    settings::start_logging(tracer.as_ref());
     let result = match cli.command {
-        Command::Train(args) => train::run(args),
+        Command::Train(args) => train::run(args, tracer),
         Command::Verify(args) => verify::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Plan(args) => plan::run(args),

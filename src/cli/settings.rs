@@ -3,12 +3,16 @@
 use super::Failure;
 use anyhow::anyhow;
 use std::io::{IsTerminal, Write};
-use tracing_subscriber::EnvFilter;
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
 use ulysses::model::LlamaConfig;
-use ulysses::monitor::above_progress;
+use ulysses::monitor::{Tracer, above_progress};
 
 /// Most threads of all ranks together. More is a typing error that would keep the machine
 /// busy for minutes before it fails.
@@ -24,17 +28,24 @@ pub(crate) fn limit_candle_threads() {
     }
 }
 
-/// Log lines on standard error, chosen by `RUST_LOG`; warnings by default.
-pub(crate) fn start_logging() {
+/// Log lines on standard error, chosen by `RUST_LOG`; warnings by default. A tracer sees all of the library's spans.
+pub(crate) fn start_logging(tracer: Option<&Tracer>) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    let stderr = std::io::stderr;
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(stderr().is_terminal())
+    let lines = tracing_subscriber::fmt::layer()
+        .with_ansi(std::io::stderr().is_terminal())
         .with_writer(|| LogLine)
         .with_target(false)
         .without_time()
-        .init();
+        .with_filter(filter);
+    let registry = tracing_subscriber::registry().with(lines);
+    match tracer {
+        // Nothing but the lines, so that spans that no line is within cost nothing.
+        None => registry.init(),
+        Some(tracer) => {
+            let spans = Targets::new().with_target("ulysses", LevelFilter::TRACE);
+            registry.with(tracer.clone().with_filter(spans)).init();
+        }
+    }
 }
 
 /// Standard error, which a live progress line may stand on.

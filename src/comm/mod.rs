@@ -55,5 +55,5 @@ pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
 pub use thread::launch;
-pub use timed::{CallTimes, CommSeconds, CommTimer};
+pub use timed::{CallTimes, CommSeconds, CommTimer, EachCall};
 pub use traffic::Traffic;

@@ -16,7 +16,9 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Default)]
 pub struct CommTimer {
     calls: Mutex<BTreeMap<Kind, Times>>,
-    keeps_each: bool,
+    /// Seconds of each call, in order, where they are kept.
+    each: Option<Mutex<BTreeMap<(&'static str, CollectiveOp), Vec<f32>>>>,
+    is_verbose: bool,
 }
 
 /// Calls that are counted together.
@@ -28,12 +30,10 @@ struct Kind {
     input_bytes: u64,
 }
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Times {
     calls: u64,
     total: Duration,
-    /// Seconds of each call, where they are kept.
-    each: Vec<f32>,
 }
 
 /// Equal calls of one rank: the same operation along the same axis with messages of one size.
@@ -51,8 +51,17 @@ pub struct CallTimes {
     pub calls: u64,
     /// Time that the rank spent in them.
     pub seconds: f64,
-    /// Seconds of each call in order, if the timer keeps them.
-    pub each: Vec<f32>,
+}
+
+/// Every call of one rank to an operation along an axis, in order. Its peers' are as many, one by one.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EachCall {
+    /// The axis of the mesh.
+    pub axis: String,
+    /// The operation.
+    pub op: CollectiveOp,
+    /// Time that the rank spent in each.
+    pub seconds: Vec<f32>,
 }
 
 /// Seconds by what they were spent in.
@@ -95,9 +104,9 @@ impl std::ops::AddAssign for CommSeconds {
 
 impl CommTimer {
     /// A timer that keeps the time of each single call besides, four bytes each: what it takes to tell who was
-    /// late.
-    pub fn keeping_each_call() -> Self {
-        Self { keeps_each: true, ..Self::default() }
+    /// late. `is_verbose`: it also logs each when it is complete.
+    pub fn keeping_each_call(is_verbose: bool) -> Self {
+        Self { each: Some(Mutex::default()), is_verbose, ..Self::default() }
     }
 
     /// `group` with its calls timed, as those along `axis`. A group of one rank moves nothing and stays as it is.
@@ -136,18 +145,32 @@ impl CommTimer {
             input_bytes: kind.input_bytes,
             calls: times.calls,
             seconds: times.total.as_secs_f64(),
-            each: times.each.clone(),
         });
         told.collect()
     }
 
+    /// Each single call, if the timer keeps them.
+    pub fn each_call(&self) -> Vec<EachCall> {
+        let Some(each) = &self.each else { return Vec::new() };
+        let told = |(&(axis, op), seconds): (&(&str, _), &Vec<f32>)| EachCall {
+            axis: axis.to_owned(),
+            op,
+            seconds: seconds.clone(),
+        };
+        each.lock().iter().map(told).collect()
+    }
+
     fn add(&self, kind: Kind, time: Duration) {
+        let Kind { axis, op, input_bytes, .. } = kind;
         let mut calls = self.calls.lock();
         let times = calls.entry(kind).or_default();
         times.calls += 1;
         times.total += time;
-        if self.keeps_each {
-            times.each.push(time.as_secs_f32());
+        if let Some(each) = &self.each {
+            each.lock().entry((axis, op)).or_default().push(time.as_secs_f32());
+        }
+        if self.is_verbose {
+            tracing::info!(axis, %op, input_bytes, milliseconds = 1e3 * time.as_secs_f64(), "collective");
         }
     }
 }
@@ -302,13 +325,14 @@ mod tests {
     fn a_rank_that_waits_for_a_late_one_is_charged_with_the_time_and_the_late_one_is_not() {
         const LATE: Duration = Duration::from_millis(60);
         let calls = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
-            let timer = Arc::new(CommTimer::keeping_each_call());
+            let timer = Arc::new(CommTimer::keeping_each_call(false));
             let group = timer.along("dp", rank.group.clone());
             if rank.rank == 1 {
                 std::thread::sleep(LATE);
             }
             assert_eq!(group.all_reduce_values(&[1.0_f32, 2.0], ReduceOp::Sum)?, [2.0, 4.0]);
             assert!(timer.seconds().dp > 0.0 && timer.seconds().all_to_all == 0.0);
+            assert_eq!(timer.each_call().iter().map(|call| call.seconds.len()).collect::<Vec<_>>(), [1]);
             Ok(timer.calls())
         });
         let calls = calls.unwrap();
@@ -316,7 +340,6 @@ mod tests {
         assert_eq!((of_first.axis.as_str(), of_first.op), ("dp", CollectiveOp::AllReduce));
         assert_eq!((of_first.ranks, of_first.input_bytes, of_first.calls), (2, 8, 1));
         assert!(of_first.seconds > calls[1][0].seconds, "{calls:?}");
-        assert_eq!(of_first.each.len(), 1);
     }
 
     #[test]
@@ -331,11 +354,12 @@ mod tests {
             std::thread::sleep(BUSY);
             pending.wait()?;
             // Both slept as long, so what they waited for each other is less than that sleep.
+            assert!(timer.each_call().is_empty());
             Ok((timer.seconds(), timer.calls()))
         });
         for (seconds, calls) in seconds.unwrap() {
             assert!(seconds.sp > 0.0 && seconds.dp == 0.0);
-            assert_eq!((calls[0].calls, calls[0].each.len()), (1, 0));
+            assert_eq!(calls[0].calls, 1);
         }
     }
 

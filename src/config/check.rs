@@ -213,6 +213,7 @@ pub(super) fn is_auto(value: &Value<'_>, key: &Key) -> bool {
 fn is_valid(kind: Kind, value: &Value<'_>) -> bool {
     match (kind, value) {
         (Kind::Anything, _) | (Kind::Boolean, Value::BooleanLit(_)) | (Kind::List, Value::Array(_)) => true,
+        (Kind::AnyText, Value::StringLit(_)) => true,
         (Kind::Integer { min, max }, Value::NumberLit(number)) => {
             number.value.parse::<u64>().is_ok_and(|integer| (min..=max).contains(&integer))
         }

@@ -8,6 +8,7 @@ use super::document::{self, MAX_FILE_BYTES};
 use super::error::ConfigError;
 use super::memory::MemoryConfig;
 use super::mesh_shape::{SizeOrigin, StatedSize};
+use super::monitoring::MonitoringConfig;
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
 use super::precision::Precision;
@@ -48,6 +49,7 @@ pub struct RawConfig {
     pub(super) loss_normalization: LossNormalization,
     pub(super) checkpoint: Option<CheckpointConfig>,
     pub(super) memory: MemoryConfig,
+    pub(super) monitoring: MonitoringConfig,
     pub(super) ulysses: UlyssesSection,
     pub(super) remarks: Remarks,
 }
@@ -160,6 +162,7 @@ impl RawConfig {
                 .unwrap_or_default(),
             checkpoint: CheckpointConfig::read(&root.section("checkpoint")),
             memory: MemoryConfig::read(root),
+            monitoring: MonitoringConfig::read(root),
             remarks: Remarks::default(),
         }
     }

@@ -7,6 +7,7 @@ use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::error::ConfigError;
 use super::memory::MemoryConfig;
 use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
+use super::monitoring::MonitoringConfig;
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
 use super::precision::Precision;
@@ -90,6 +91,8 @@ pub struct Config {
     pub loss_tile_tokens: usize,
     /// What exists at a time.
     pub memory: MemoryConfig,
+    /// What the run tells of itself.
+    pub monitoring: MonitoringConfig,
     /// `ulysses.parameter_groups`: parameters with settings of their own; default none.
     pub parameter_groups: Vec<ParameterGroup>,
     /// What the user should know, to be logged: keys without effect, notable defaults.
@@ -234,6 +237,7 @@ impl RawConfig {
             activation_checkpointing: file.activation_checkpointing,
             loss_tile_tokens: file.loss_tile_tokens,
             memory: self.memory.clone(),
+            monitoring: self.monitoring.clone(),
             parameter_groups: file.parameter_groups.clone(),
             notes,
             autos: Vec::new(),

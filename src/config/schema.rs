@@ -122,6 +122,7 @@ fn value(kind: Kind) -> Value {
         Kind::Signed => json!({ "type": "integer" }),
         Kind::Number(range) => number(range),
         Kind::Text => json!({ "type": "string", "minLength": 1 }),
+        Kind::AnyText => json!({ "type": "string" }),
         Kind::Choice(names) => json!({ "enum": names }),
         Kind::TwoCounts(_) => pair(json!({ "type": "integer", "minimum": 1 })),
         Kind::TwoNumbers(range) => pair(number(range)),

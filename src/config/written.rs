@@ -3,6 +3,7 @@
 use super::checkpoint::CheckpointConfig;
 use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::memory::{MemoryConfig, Offload};
+use super::monitoring::{CommsLoggerConfig, EventFilesConfig, FlopsProfilerConfig};
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
 use super::precision::{Precision, WrittenPrecision};
@@ -30,6 +31,11 @@ struct WrittenConfig<'a> {
     loss_normalization: LossNormalization,
     seed: u64,
     steps_per_print: u64,
+    wall_clock_breakdown: bool,
+    comms_logger: &'a CommsLoggerConfig,
+    flops_profiler: &'a FlopsProfilerConfig,
+    tensorboard: &'a EventFilesConfig,
+    csv_monitor: &'a EventFilesConfig,
     #[serde(skip_serializing_if = "Option::is_none")]
     checkpoint: Option<&'a CheckpointConfig>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -140,6 +146,11 @@ impl Serialize for Config {
             loss_normalization: self.loss_normalization,
             seed: self.seed,
             steps_per_print: self.steps_per_print,
+            wall_clock_breakdown: self.monitoring.wall_clock_breakdown,
+            comms_logger: &self.monitoring.comms_logger,
+            flops_profiler: &self.monitoring.flops_profiler,
+            tensorboard: &self.monitoring.tensorboard,
+            csv_monitor: &self.monitoring.csv_monitor,
             checkpoint: self.checkpoint.as_ref(),
             activation_checkpointing: (self.memory.offload_checkpoints)
                 .then_some(WrittenCheckpointing { cpu_checkpointing: true }),

@@ -9,6 +9,7 @@ use crate::model::{HeadSaved, LayerContext, ModelError};
 use crate::ops::Workspace;
 use crate::ops::cross_entropy::Labels;
 use candle_core::Tensor;
+use std::time::Instant;
 
 impl Engine {
     /// Adds the gradients of a micro batch. Each unit's are reduced while the next one's
@@ -62,6 +63,7 @@ impl Engine {
         }
         let grads = self.zero.gradients(0)?;
         if let Some(dweight) = &grads[0] {
+            let _embedding = tracing::trace_span!("embedding backward").entered();
             self.model.embedding.backward(&input_ids, &dx, dweight)?;
         }
         [Some(dx), output].into_iter().flatten().for_each(|tensor| self.workspace.give(tensor));
@@ -78,6 +80,7 @@ impl Engine {
         scale: f32,
         ctx: &LayerContext,
     ) -> Result<Tensor, EngineError> {
+        let _head = tracing::trace_span!("head backward").entered();
         let (unit, tied) = (self.head_unit(), self.model.is_tied());
         let params = self.zero.parameters(unit)?;
         let grads = self.zero.gradients(unit)?;
@@ -90,7 +93,9 @@ impl Engine {
         }
         let (params, (dnorm, dprojection)) = (head_views(&params, tied), head_views(&grads, tied));
         let grads = (dnorm.as_ref(), dprojection.as_ref());
+        let begun = Instant::now();
         let dx = self.model.head.backward(params, saved, labels, scale, grads, ctx)?;
+        self.part_times(num_layers).backward += begun.elapsed().as_secs_f64();
         self.zero.release(unit);
         Ok(dx)
     }
@@ -111,6 +116,7 @@ impl Engine {
         dy: Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Tensor), EngineError> {
+        let _layer = tracing::trace_span!("layer backward", layer = index).entered();
         let unit = index + 1;
         let params = self.zero.parameters(unit)?;
         let grads = self.zero.gradients(unit)?;
@@ -121,10 +127,12 @@ impl Engine {
                 self.zero.read_ahead(unit - 2)?;
             }
         }
+        let begun = Instant::now();
         let layer = &self.model.layers[index];
         let checkpoint = match left {
             LayerTape::State(x, saved) => {
                 let dx = layer.backward(&params, saved, dy, &grads, ctx)?;
+                self.part_times(index).backward += begun.elapsed().as_secs_f64();
                 self.zero.release(unit);
                 return Ok((dx, x));
             }
@@ -134,6 +142,7 @@ impl Engine {
         let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
         let dx = layer.backward_checkpointed(&params, checkpoint, dy, &grads, ctx)?;
+        self.part_times(index).backward += begun.elapsed().as_secs_f64();
         self.zero.release(unit);
         Ok((dx, x))
     }

@@ -10,6 +10,7 @@ use crate::ops::cross_entropy::{Labels, LossSum, Losses};
 use crate::ops::embedding::Ids;
 use candle_core::Tensor;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// A micro batch's loss on this rank, and what its backward pass needs.
 #[must_use]
@@ -93,6 +94,7 @@ impl Engine {
         let mut layers = Vec::with_capacity(self.model.layers.len());
         let input_ids = Ids::new(&*batch.input_ids);
         let hidden = self.run_layers(&input_ids, &ctx, |engine, index, params, x| {
+            let begun = Instant::now();
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
                 let (y, checkpoint) = layer.forward_checkpointed(params, x, &ctx)?;
@@ -102,8 +104,10 @@ impl Engine {
                 (y, LayerTape::State(x, saved))
             };
             layers.push(left);
+            engine.part_times(index).forward += begun.elapsed().as_secs_f64();
             Ok(y)
         })?;
+        let _head = tracing::trace_span!("head").entered();
         if self.config.activation_checkpointing {
             // Memory is short, and what the layers work in would lie idle beside the head's.
             self.workspace.trim();
@@ -112,7 +116,9 @@ impl Engine {
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let labels = Labels::new(&*batch.labels);
+        let begun = Instant::now();
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
+        self.part_times(self.model.layers.len()).forward += begun.elapsed().as_secs_f64();
         let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
         Ok(Loss { local, tape: Tape { ctx, step, rows_hash, input_ids, labels, layers, hidden, head } })
     }
@@ -192,6 +198,7 @@ impl Engine {
     ) -> Result<Tensor, EngineError> {
         let mut x = self.embed(input_ids, ctx)?;
         for index in 0..self.model.layers.len() {
+            let _layer = tracing::trace_span!("layer", layer = index).entered();
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;
             if index + 1 < self.model.layers.len() {
@@ -206,6 +213,7 @@ impl Engine {
     /// Looks up the embedding. The views end here, or they would keep the gathered matrix
     /// beyond its release.
     fn embed(&mut self, input_ids: &Ids, ctx: &LayerContext) -> Result<Tensor, EngineError> {
+        let _embedding = tracing::trace_span!("embedding").entered();
         let params = self.zero.parameters(0)?;
         let next = if self.model.layers.is_empty() { self.head_unit() } else { 1 };
         self.zero.prefetch(next)?;

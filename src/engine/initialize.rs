@@ -82,7 +82,10 @@ impl Engine {
         device: &Device,
     ) -> Result<Self, EngineError> {
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
-        let comm_timer = Arc::new(CommTimer::default());
+        let comm_timer = Arc::new(match &config.monitoring.comms_logger {
+            logger if logger.enabled => CommTimer::keeping_each_call(logger.verbose),
+            _ => CommTimer::default(),
+        });
         let groups = groups.map(|axis, group| comm_timer.along(axis, group));
         warn_about_candle_threads();
         check_axis("dp", config.dp_size, &*groups.dp)?;

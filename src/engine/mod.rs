@@ -40,5 +40,5 @@ pub use parameter_groups::check_parameter_groups;
 pub use report::Passes;
 pub use schedule::schedule;
 pub use step::StepReport;
-pub use times::{PhaseTimes, StepTimes};
+pub use times::{PartTimes, PhaseTimes, StepTimes};
 pub use verify::BatchOutcome;

@@ -105,6 +105,7 @@ impl Engine {
         } else if !is_empty {
             self.update(global, lr)?;
         }
+        tracing::debug!(loss = global.loss, grad_norm = global.norm, lr, "stepped");
         let sent = self.bytes_sent();
         let comm_bytes = sent - std::mem::replace(&mut self.reported_bytes, sent);
         Ok(Some(StepReport {

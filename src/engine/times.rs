@@ -1,7 +1,7 @@
 //! Where the time of a step goes, on this rank.
 
 use super::Engine;
-use crate::comm::{CallTimes, CommSeconds};
+use crate::comm::{CallTimes, CommSeconds, EachCall};
 use crate::monitor::TimeShares;
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ pub struct PhaseTimes {
 
 /// Time of the steps that [`Engine::train_batch`] has done. On a GPU it is the host's: the time that it took to
 /// launch the work, and to wait for values.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepTimes {
     /// All forward passes.
     pub forward: PhaseTimes,
@@ -24,6 +24,17 @@ pub struct StepTimes {
     pub backward: PhaseTimes,
     /// Norm, clipping, update, and what it publishes.
     pub update: PhaseTimes,
+    /// Layers in order, and last the head with its loss.
+    pub parts: Vec<PartTimes>,
+}
+
+/// Seconds of a part of the model, without gathers and reductions.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct PartTimes {
+    /// Of its forward passes.
+    pub forward: f64,
+    /// Of its backward passes, with what they compute again.
+    pub backward: f64,
 }
 
 impl StepTimes {
@@ -70,9 +81,26 @@ impl Engine {
         self.comm_timer.calls()
     }
 
+    /// Every single collective so far, if the config asks for the communication log.
+    pub fn each_comm_call(&self) -> Vec<EachCall> {
+        self.comm_timer.each_call()
+    }
+
+    /// The times of layer `index`, or after the last one of the head.
+    pub(super) fn part_times(&mut self, index: usize) -> &mut PartTimes {
+        let num_parts = self.model.layers.len() + 1;
+        self.times.parts.resize(num_parts, PartTimes::default());
+        &mut self.times.parts[index]
+    }
+
     pub(super) fn timed<T>(&mut self, phase: Phase, run: impl FnOnce(&mut Self) -> T) -> T {
         let (begun, comm) = (Instant::now(), self.comm_timer.seconds());
-        let value = run(self);
+        let span = match phase {
+            Phase::Forward => tracing::debug_span!("forward"),
+            Phase::Backward => tracing::debug_span!("backward"),
+            Phase::Update => tracing::debug_span!("update"),
+        };
+        let value = span.in_scope(|| run(self));
         let times = match phase {
             Phase::Forward => &mut self.times.forward,
             Phase::Backward => &mut self.times.backward,

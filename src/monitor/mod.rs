@@ -1,9 +1,23 @@
-//! What a run tells its user: metrics, progress, and a summary at the end.
+//! What a run tells its user: metrics, progress, a trace of its steps, tables of its communication, and a summary at
+//! the end.
 
+mod breakdown;
+mod comms;
+mod csv;
+mod event_files;
 mod metrics;
 mod progress;
 mod summary;
+mod table;
+mod trace;
 
+pub use breakdown::breakdown;
+pub use comms::{
+    Bandwidth, CommsTable, Groups, PlannedVolume, RankComms, Straggling, Volume, straggling, volumes,
+};
+pub use csv::CsvFiles;
+pub use event_files::EventFile;
 pub use metrics::{EvalMetrics, Metrics, MetricsWriter, TimeShares};
 pub use progress::{Progress, above_progress};
 pub use summary::{RankSummary, RunSummary, RunTotals};
+pub use trace::{Slice, Tracer, write_trace};

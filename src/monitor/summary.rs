@@ -1,6 +1,7 @@
 //! The summary of a run: what was learnt, moved and held, against the formulas.
 
 use super::Metrics;
+use super::table::{bytes, write_table};
 use crate::comm::{CollectiveOp, GroupStats};
 use crate::memory::{ByCategory, Category};
 use serde::{Deserialize, Serialize};
@@ -157,28 +158,6 @@ impl RankSummary {
     }
 }
 
-/// Right-aligned columns.
-fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
-    let columns = rows.first().map_or(0, Vec::len);
-    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    for row in rows {
-        for (cell, width) in row.iter().zip(&widths) {
-            write!(f, "  {cell:>width$}")?;
-        }
-        writeln!(f)?;
-    }
-    Ok(())
-}
-
-/// Whole bytes with separators.
-fn bytes(bytes: u64) -> String {
-    let digits = bytes.to_string();
-    let groups: Vec<&str> =
-        digits.as_bytes().rchunks(3).rev().map(|group| str::from_utf8(group).unwrap_or_default()).collect();
-    groups.join("_")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -248,10 +227,5 @@ mod tests {
         steps.iter().for_each(|metrics| totals.record(metrics));
         assert_eq!((totals.first_loss, totals.last_loss), (Some((2, 5.0)), Some((3, 4.0))));
         assert_eq!((totals.steps, totals.data_seconds, totals.padding_share), (4, 1.0, 0.125));
-    }
-
-    #[test]
-    fn bytes_are_grouped_by_thousands() {
-        assert_eq!([0, 999, 1000, 1_234_567].map(bytes), ["0", "999", "1_000", "1_234_567"]);
     }
 }

@@ -103,9 +103,9 @@ impl UlyssesAttention {
         let HeadSharded([q, k, v]) =
             counted_as(Category::Exchange, || sharding.exchange.qkv_seq_to_head(&qkv))?;
         qkv.0.into_iter().for_each(|tensor| self.workspace.give(tensor));
-        let (out, saved) = counted_as(Category::Exchange, || {
-            self.local.forward_in(&self.workspace, [q, k, v], &sharding.whole)
-        })?;
+        let attend = || self.local.forward_in(&self.workspace, [q, k, v], &sharding.whole);
+        let (out, saved) =
+            tracing::trace_span!("attention").in_scope(|| counted_as(Category::Exchange, attend))?;
         let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out))?;
         Ok((out, saved))
     }
@@ -122,8 +122,9 @@ impl UlyssesAttention {
         let sharding = self.sharding(geometry, shape)?;
         let dout = SeqSharded(dout.clone());
         let dout = counted_as(Category::Exchange, || sharding.exchange.out_seq_to_head(&dout))?;
-        let local = || self.local.backward_in(&self.workspace, saved, &dout.0, &sharding.whole);
-        let (dq, dk, dv) = counted_as(Category::Exchange, local)?;
+        let attend = || self.local.backward_in(&self.workspace, saved, &dout.0, &sharding.whole);
+        let (dq, dk, dv) =
+            tracing::trace_span!("attention backward").in_scope(|| counted_as(Category::Exchange, attend))?;
         self.workspace.give(dout.0);
         let grads = HeadSharded([dq, dk, dv]);
         let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads)?;

@@ -59,6 +59,7 @@ impl Exchange {
     /// # Errors
     /// A shape that is not the plan's, or a failed collective.
     pub fn qkv_seq_to_head(&self, qkv: &SeqSharded<Qkv>) -> Result<HeadSharded<Qkv>, UlyssesError> {
+        let _exchange = tracing::trace_span!("qkv_seq_to_head").entered();
         let (q, kv) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
         self.check(&qkv.0, &[("q", q), ("k", kv), ("v", kv)])?;
         let kv = self.plan.head_sharded_kv_dims();
@@ -76,6 +77,7 @@ impl Exchange {
     /// # Errors
     /// A shape that is not the plan's, or a failed collective.
     pub fn qkv_head_to_seq(&self, grads: &HeadSharded<Qkv>) -> Result<SeqSharded<Qkv>, UlyssesError> {
+        let _exchange = tracing::trace_span!("qkv_head_to_seq").entered();
         let (q, kv) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
         self.check(&grads.0, &[("dq", q), ("dk", kv), ("dv", kv)])?;
         let kv = self.plan.seq_sharded_kv_dims();
@@ -92,6 +94,7 @@ impl Exchange {
     /// # Errors
     /// A shape that is not the plan's, or a failed collective.
     pub fn out_head_to_seq(&self, out: &HeadSharded<Tensor>) -> Result<SeqSharded<Tensor>, UlyssesError> {
+        let _exchange = tracing::trace_span!("out_head_to_seq").entered();
         let input = std::slice::from_ref(&out.0);
         self.check(input, &[("o", self.plan.head_sharded_q_dims())])?;
         let [received] = self.outputs([self.plan.seq_sharded_q_dims()])?;
@@ -107,6 +110,7 @@ impl Exchange {
     /// # Errors
     /// A shape that is not the plan's, or a failed collective.
     pub fn out_seq_to_head(&self, dout: &SeqSharded<Tensor>) -> Result<HeadSharded<Tensor>, UlyssesError> {
+        let _exchange = tracing::trace_span!("out_seq_to_head").entered();
         let input = std::slice::from_ref(&dout.0);
         self.check(input, &[("do", self.plan.seq_sharded_q_dims())])?;
         let [received] = self.outputs([self.plan.head_sharded_q_dims()])?;

@@ -202,6 +202,7 @@ impl ZeroOptimizer {
     /// # Errors
     /// A failed collective.
     pub fn parameters(&mut self, unit: usize) -> Result<Vec<Tensor>, ZeroError> {
+        let _gather = tracing::trace_span!("gather", unit).entered();
         self.prefetch(unit)?;
         let split = &self.splits[unit];
         let units = self.units[split.flats.clone()].iter_mut();
@@ -258,6 +259,7 @@ impl ZeroOptimizer {
     /// # Errors
     /// A failed collective, or at stages 2 and 3 a unit without gradients.
     pub fn reduce(&mut self, unit: usize, boundary: bool) -> Result<(), ZeroError> {
+        let _reduce = tracing::trace_span!("reduce", unit).entered();
         let mut flats = self.splits[unit].flats.clone();
         let Some(trained) = flats.find(|flat| !self.units[*flat].layout.is_frozen()) else { return Ok(()) };
         let next = reduce::start(trained, &mut self.units[trained], self.stage, &self.groups, boundary)?;
@@ -294,6 +296,7 @@ impl ZeroOptimizer {
     /// # Errors
     /// A failed collective.
     pub fn gradient_sum_of_squares(&self) -> Result<f64, ZeroError> {
+        let _norm = tracing::trace_span!("norm").entered();
         let of_partition = |rank: usize| {
             let of_units = self.units.iter().filter_map(|unit| unit.gradient_partition(rank).transpose());
             of_units.collect::<Result<Vec<Tensor>, ZeroError>>()

@@ -34,11 +34,12 @@ impl ZeroOptimizer {
         let step = Step { number: step, lr, grad_scale };
         // What was gathered before the update is stale after it.
         self.release_all();
-        match config {
-            OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step)?,
-            _ => self.each_trained_unit(|unit| self.update_unit(unit, &config, step))?,
-        }
+        tracing::trace_span!("optimizer").in_scope(|| match config {
+            OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step),
+            _ => self.each_trained_unit(|unit| self.update_unit(unit, &config, step)),
+        })?;
         self.storage.settle()?;
+        let _publish = tracing::trace_span!("publish").entered();
         self.publish_all()
     }
 

@@ -13,12 +13,14 @@ mod datasets;
 mod doctor;
 mod manual;
 mod mesh;
+mod monitors;
 mod plan;
 mod refused_arguments;
 mod refused_batches;
 mod refused_files;
 mod refused_models;
 mod resume;
+mod trace;
 mod train;
 mod verify;
 

@@ -176,7 +176,7 @@ fn a_run_that_cannot_start_leaves_the_earlier_one_alone() {
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
-    assert_eq!(names, [".lock", "config.json", "metrics.jsonl"]);
+    assert_eq!(names, [".lock", "config.json", "metrics.jsonl", "run.json"]);
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! Models to and from Python: transformers computes the same logits as `ulysses verify`, of models
 //! that were exported here and of models that transformers made.
 //!
-//! Needs a Python with `torch` and `transformers`: that of `ULYSSES_PYTHON`, or `python3`. Where
+//! TensorBoard reads the event files of a run.
+//!
+//! Needs a Python with `torch` and `transformers`, or `tensorboard`: that of `ULYSSES_PYTHON`, or `python3`. Where
 //! there is none the test is reported as ignored, with the reason in its name. `just interop`
 //! makes one and runs this.
 
@@ -31,31 +33,26 @@ fn main() -> ExitCode {
     } else {
         python
     };
-    let imports = Command::new(&python).args(["-c", "import torch, transformers"]).output();
-    let missing = match &imports {
-        Err(error) => Some(format!("cannot run {python}: {error}")),
-        Ok(output) if !output.status.success() => {
-            let stderr = String::from_utf8_lossy(&output.stderr);
-            Some(format!(
-                "{python}: {}",
-                stderr.lines().last().unwrap_or("cannot import torch, transformers")
-            ))
-        }
-        Ok(_) => None,
-    };
-    let test = |name: &str, run: Box<dyn FnOnce(&str) + Send>| {
+    let missing = missing(&python, "torch, transformers");
+    let test_with = |missing: &Option<String>, name: &str, run: Box<dyn FnOnce(&str) + Send>| {
         let python = python.clone();
         let run = move || {
             run(&python);
             Ok(())
         };
-        let name = match &missing {
+        let name = match missing {
             None => name.to_owned(),
             Some(reason) => format!("{name} [skipped: {reason}]"),
         };
         Trial::test(name, run).with_ignored_flag(missing.is_some())
     };
+    let test = |name: &str, run| test_with(&missing, name, run);
     let mut trials = vec![
+        test_with(
+            &self::missing(&python, "tensorboard"),
+            "tensorboard_reads_the_metrics_of_a_run_from_its_event_files",
+            Box::new(tensorboard),
+        ),
         test(
             "transformers_computes_the_logits_of_an_exported_model",
             Box::new(|python| exported(python, "5000")),
@@ -67,6 +64,52 @@ fn main() -> ExitCode {
         trials.push(test(&name, Box::new(move |python| imported(python, family))));
     }
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+/// Why a Python cannot import what a test needs, if it cannot.
+fn missing(python: &str, modules: &str) -> Option<String> {
+    match Command::new(python).args(["-c", &format!("import {modules}")]).output() {
+        Err(error) => Some(format!("cannot run {python}: {error}")),
+        Ok(output) if !output.status.success() => {
+            let (stderr, cannot) =
+                (String::from_utf8_lossy(&output.stderr), format!("cannot import {modules}"));
+            Some(format!("{python}: {}", stderr.lines().last().unwrap_or(&cannot)))
+        }
+        Ok(_) => None,
+    }
+}
+
+/// Trains, resumes, and lets TensorBoard read what was written.
+fn tensorboard(python: &str) {
+    let place = Workplace::new();
+    let changes = json!({
+        "checkpoint": {},
+        "tensorboard": { "enabled": true, "output_path": "boards", "job_name": "run" },
+        "ulysses": { "validation": { "fraction": 0.1 } },
+    });
+    place.write_config("c.json", changes);
+    place.run(&["train", "c.json", "--steps", "3"]).assert_done();
+    place.run(&["train", "c.json", "--steps", "5", "--resume"]).assert_done();
+    let stdout = run_script(python, &place, &["read_events.py", "boards/run"]);
+    let read: Value = serde_json::from_slice(&stdout).unwrap();
+    let metrics = place.metrics("out/metrics.jsonl");
+    let steps: Vec<&Value> = metrics.iter().filter(|line| line["loss"].is_number()).collect();
+    assert_eq!(steps.len(), 5);
+    for key in ["loss", "grad_norm", "tokens_per_second", "all_to_all_seconds"] {
+        let events = read[format!("Train/Steps/{key}")].as_array().unwrap();
+        assert_eq!(events.len(), 5, "{key}");
+        for (event, step) in events.iter().zip(&steps) {
+            assert_eq!(event[0], step["step"], "{key}");
+            assert_eq!(event[1].as_f64().unwrap() as f32, step[key].as_f64().unwrap() as f32, "{key}");
+        }
+    }
+    let samples = read["Train/Samples/train_loss"].as_array().unwrap();
+    assert_eq!(
+        samples.iter().map(|event| event[0].as_u64().unwrap()).collect::<Vec<_>>(),
+        [4, 8, 12, 16, 20]
+    );
+    let evaluations = read["Eval/Steps/eval_loss"].as_array().unwrap();
+    assert_eq!(evaluations.iter().map(|event| event[0].as_u64().unwrap()).collect::<Vec<_>>(), [3, 5]);
 }
 
 /// Trains on four ranks, exports, and lets `ulysses verify` and transformers compute the logits

@@ -79,6 +79,7 @@ impl<'a> Feed<'a> {
 
     /// This rank's part of the next micro step.
     pub(super) fn next_micro_batch(&mut self) -> Result<MicroBatch, DataError> {
+        let _data = tracing::trace_span!("data").entered();
         let start = Instant::now();
         let batch = self.loader.next_micro_batch()?;
         self.waited += start.elapsed();

@@ -4,12 +4,16 @@ mod agreement;
 mod checkpoints;
 mod feed;
 mod host;
+mod monitors;
 mod output;
 mod peak;
 mod prepare;
+mod profile;
+mod record;
 mod reporter;
 mod resume;
 mod signals;
+mod trace;
 
 use super::evaluation::evaluate;
 use super::{DeviceArg, Failure, OrFail, data, note, print};
@@ -28,16 +32,21 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use ulysses::checkpoint::{CheckpointError, OutputLock};
-use ulysses::comm::{LaunchError, LaunchOptions, MeshGroups, RankContext, launch};
+use ulysses::comm::{CollectiveOp, LaunchError, LaunchOptions, MeshGroups, RankContext, launch};
 #[cfg(feature = "nccl")]
 use ulysses::config::Backend;
 use ulysses::config::{Config, Packing, ParameterGroup};
 use ulysses::data::Placement;
 use ulysses::device::DeviceKind;
-use ulysses::engine::{Engine, initialize};
+use ulysses::engine::plan::{PlannedCalls, RankStep};
+use ulysses::engine::{Engine, StepTimes, initialize};
+use ulysses::memory;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{LlamaConfig, Model, WeightSource};
-use ulysses::monitor::{EvalMetrics, Metrics, RankSummary, RunSummary, RunTotals};
+use ulysses::monitor::{
+    CommsTable, EvalMetrics, Metrics, PlannedVolume, RankComms, RankSummary, RunSummary, RunTotals, Slice,
+    Tracer,
+};
 
 #[derive(clap::Args)]
 pub(super) struct TrainArgs {
@@ -88,6 +97,12 @@ pub(super) struct TrainArgs {
     /// Seed of the initial weights and of the order of the data.
     #[arg(long, allow_negative_numbers = true)]
     seed: Option<u64>,
+    /// Write what all ranks do in the first steps as one timeline, for ui.perfetto.dev or chrome://tracing.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Steps that are traced.
+    #[arg(long, value_name = "N", default_value_t = 5, requires = "trace", value_parser = clap::value_parser!(u64).range(1..))]
+    trace_steps: u64,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -118,6 +133,7 @@ struct Run {
     new_run_id: String,
     /// Set by a signal: save and end.
     stop: Arc<AtomicBool>,
+    tracer: Option<Tracer>,
     /// Held, by the process that writes to `output`, while the run lasts.
     _lock: Option<OutputLock>,
 }
@@ -133,19 +149,52 @@ struct RankOutcome {
     /// The number of the last step that there was to do.
     last_step: u64,
     stopped: bool,
+    /// What this rank did in the steps that are traced.
+    trace: Vec<Slice>,
+    comms: RankComms,
+    /// The most that the rank held at a time; 0 where nobody counts.
+    peak_bytes: u64,
+    peak_flops: Option<f64>,
 }
 
-pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
+impl TrainArgs {
+    /// What `--trace` asks for.
+    pub(super) fn tracer(&self) -> Option<Tracer> {
+        self.trace.as_ref().map(|_| Tracer::new(self.trace_steps))
+    }
+}
+
+pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure> {
     let mut host = Host::default();
     let config_path = args.config.clone();
+    let trace = args.trace.clone().zip(tracer);
     let prepared = prepare::prepare(args, &mut host);
     let mut run = host.agree(prepared)?;
+    run.tracer = trace.as_ref().map(|(_, tracer)| tracer.clone());
     // Nothing is written for a run that some process cannot start.
-    let written = if host.is_first() { run.prepare_output(&config_path) } else { Ok(()) };
+    let written = match (host.is_first(), &trace) {
+        (true, Some((path, _))) => trace::check(path).and_then(|()| run.prepare_output(&config_path)),
+        (true, None) => run.prepare_output(&config_path),
+        (false, _) => Ok(()),
+    };
     host.agree(written)?;
     (run.output, run.new_run_id) = host.of_first((run.output, run.new_run_id))?;
     note(&run);
-    let results = host.launch(&run)?;
+    let given = std::fs::read_to_string(&config_path).unwrap_or_default();
+    let mut record = record::begin(&run, &given);
+    if host.is_first() {
+        record::write(&run.output, &record).or_run()?;
+    }
+    let results = host.launch(&run);
+    if let Some((path, tracer)) = trace.filter(|_| host.is_first()) {
+        trace::write(&path, &run.mesh, &tracer, results.as_deref().unwrap_or_default())?;
+    }
+    let results = results?;
+    if host.is_first() {
+        record::finish(&run, &mut record, &results);
+        record::write(&run.output, &record).or_run()?;
+    }
+    let comms: Vec<RankComms> = results.iter().map(|outcome| outcome.comms.clone()).collect();
     let ranks = results.iter().map(|outcome| outcome.summary.clone()).collect();
     let first = results.into_iter().next().context("a mesh has a rank").or_run()?;
     let (step, totals) = (first.steps, first.totals.context("rank 0 reports").or_run()?);
@@ -154,7 +203,9 @@ pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
     }
     let (steps, nothing_trained) = (totals.steps, totals.last_loss.is_none());
     let summary = RunSummary { totals, ranks };
-    print(format_args!("{summary}\nmetrics     {}\n", run.output.join("metrics.jsonl").display()))?;
+    print(&summary)?;
+    print_comms(&run, &comms)?;
+    print(format_args!("\nmetrics     {}\n", run.output.join("metrics.jsonl").display()))?;
     if first.stopped {
         return Err(Failure::Stopped { step });
     }
@@ -163,6 +214,16 @@ pub(super) fn run(args: TrainArgs) -> Result<(), Failure> {
         return Err(Failure::Run(anyhow::anyhow!(message)));
     }
     Ok(())
+}
+
+/// The table that `comms_logger` asks for.
+fn print_comms(run: &Run, ranks: &[RankComms]) -> Result<(), Failure> {
+    let logger = &run.config.monitoring.comms_logger;
+    if !logger.enabled {
+        return Ok(());
+    }
+    let tells = |op: CollectiveOp| logger.tells(&op.to_string());
+    print(format_args!("\n{}", CommsTable { ranks, groups: &record::groups(run), tells: &tells }))
 }
 
 /// Whose fault it is: a checkpoint that the config does not fit is the caller's.
@@ -201,6 +262,7 @@ impl Run {
     }
 
     fn train(&self, rank: &RankContext, device: Device) -> anyhow::Result<RankOutcome> {
+        let _rank = tracing::info_span!("rank", rank = rank.rank).entered();
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device);
         let mut engine = initialize(Model::llama(&self.llama)?, &*self.weights, &self.config, &groups)?;
         let mut feed = Feed::new(self, Placement::of(&self.mesh, rank.rank)?)?;
@@ -214,9 +276,9 @@ impl Run {
         let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
         let mut stopped = false;
         while engine.attempted_steps() < last_step && !stopped {
-            let metrics = step(&mut engine, &mut feed)?;
+            let (metrics, times) = step(&mut engine, &mut feed, first_step)?;
             if let Some(reporter) = &mut reporter {
-                reporter.record(metrics, feed.phase())?;
+                reporter.record(metrics, &times, feed.phase())?;
             }
             let evaluation = self.validate(&mut engine, &mut feed, last_step)?;
             if let (Some(reporter), Some(metrics)) = (&mut reporter, evaluation) {
@@ -227,7 +289,33 @@ impl Run {
         engine.check_replicas()?;
         let summary = engine.summary(&self.llama, feed.passes())?;
         let totals = reporter.map(|reporter| reporter.totals);
-        Ok(RankOutcome { totals, summary, steps: engine.attempted_steps(), last_step, stopped })
+        let trace = self.tracer.as_ref().map(|tracer| tracer.take(rank.rank as u64)).unwrap_or_default();
+        let comms = self.comms(&engine, &summary, &feed, rank.rank);
+        let peak_bytes = u64::try_from(memory::peak_bytes()).unwrap_or(0);
+        let steps = engine.attempted_steps();
+        Ok(RankOutcome { totals, summary, steps, last_step, stopped, trace, comms, peak_bytes, peak_flops })
+    }
+
+    /// What this rank's collectives were, and what was planned of the training steps.
+    fn comms(&self, engine: &Engine, summary: &RankSummary, feed: &Feed<'_>, rank: usize) -> RankComms {
+        let sent = summary.groups.iter().flat_map(|(axis, stats)| {
+            stats.ops.iter().map(|(op, counted)| (axis.clone(), *op, counted.bytes_sent))
+        });
+        let planned = feed.passes().iter().flat_map(|passes| {
+            let steps = passes.trained / self.config.gradient_accumulation_steps as u64;
+            let config = Config { seq_len: Some(passes.seq_len), ..self.config.clone() };
+            // What cannot be planned is told without a plan.
+            let step = RankStep::of(&config, &self.llama, &self.mesh, rank).unwrap_or_default();
+            step.collectives.into_iter().map(move |PlannedCalls { axis, op, purpose, sent_bytes, .. }| {
+                PlannedVolume { axis, op, purpose, sent_bytes: steps * sent_bytes }
+            })
+        });
+        RankComms {
+            calls: engine.comm_calls(),
+            each: engine.each_comm_call(),
+            planned: planned.collect(),
+            sent: sent.collect(),
+        }
     }
 
     /// The loss of what is held out, where it is due after a step. Collective.
@@ -260,8 +348,10 @@ impl Run {
     }
 }
 
-/// One step of one rank.
-fn step(engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<Metrics> {
+/// One step of one rank, in a run that began after `first_step` steps.
+fn step(engine: &mut Engine, feed: &mut Feed<'_>, first_step: u64) -> anyhow::Result<(Metrics, StepTimes)> {
+    let done = engine.attempted_steps();
+    let _step = tracing::debug_span!("step", step = done + 1, done = done - first_step).entered();
     let start = Instant::now();
     if feed.begin_step(engine.attempted_steps())? {
         // Nothing of the old length is asked for again.
@@ -269,12 +359,14 @@ fn step(engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<Metrics> {
     }
     let report = engine.train_batch(|| feed.next_micro_batch())?;
     let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), feed.take_waited());
-    Ok(Metrics {
+    let times = engine.take_times();
+    let metrics = Metrics {
         data_seconds,
         padding_share: feed.phase().data.padding_share(),
-        time: engine.take_times().shares(step_seconds, data_seconds),
+        time: times.shares(step_seconds, data_seconds),
         ..report.metrics(step_seconds)
-    })
+    };
+    Ok((metrics, times))
 }
 
 impl std::fmt::Display for Run {

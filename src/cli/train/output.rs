@@ -24,8 +24,8 @@ pub(super) fn prepare_output(
     std::fs::create_dir_all(&output)
         .with_context(|| format!("cannot create the output directory {}", output.display()))?;
     let lock = OutputLock::acquire(&output, &job(config_path))?;
-    let names: &[(&str, &str)] = &[("config", "json"), ("metrics", "jsonl")];
-    keep_earlier_run(&output, if is_resuming { &names[..1] } else { names })?;
+    let names: &[(&str, &str)] = &[("config", "json"), ("run", "json"), ("metrics", "jsonl")];
+    keep_earlier_run(&output, if is_resuming { &names[..2] } else { names })?;
     let path = output.join("config.json");
     let json = serde_json::to_string_pretty(config)?;
     std::fs::write(&path, json).with_context(|| format!("cannot write {}", path.display()))?;
@@ -42,7 +42,9 @@ fn job(config_path: &Path) -> String {
 /// Renames files of an earlier run, given by stem and extension, all with the same number.
 fn keep_earlier_run(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
     let names = |n: u32| -> Vec<PathBuf> {
-        ["metrics.N.jsonl", "config.N.json"].map(|name| output.join(name.replace('N', &n.to_string()))).into()
+        ["metrics.N.jsonl", "config.N.json", "run.N.json"]
+            .map(|name| output.join(name.replace('N', &n.to_string())))
+            .into()
     };
     let number = free(|n| n, |n| names(*n).iter().all(|path| !path.exists()));
     for (stem, extension) in files {

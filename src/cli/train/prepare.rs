@@ -58,6 +58,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
         resume,
         new_run_id: new_run_id(),
         stop,
+        tracer: None,
         _lock: None,
         config,
     })

@@ -2,11 +2,14 @@
 
 use super::Run;
 use super::feed::Phase;
+use super::monitors::Monitors;
+use super::profile::Profile;
 use anyhow::Context;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use ulysses::config::Config;
-use ulysses::engine::plan::model_flops;
-use ulysses::monitor::{EvalMetrics, Metrics, MetricsWriter, Progress, RunTotals};
+use ulysses::engine::StepTimes;
+use ulysses::engine::plan::{RankStep, model_flops};
+use ulysses::monitor::{EvalMetrics, Metrics, MetricsWriter, Progress, RunTotals, breakdown};
 
 /// Rank 0's metrics file, progress lines and totals.
 pub(super) struct Reporter<'a> {
@@ -14,6 +17,7 @@ pub(super) struct Reporter<'a> {
     path: PathBuf,
     writer: MetricsWriter,
     progress: Progress,
+    monitors: Monitors,
     /// Of all ranks together, where it is known.
     peak_flops: Option<f64>,
     /// Length of the rows, and operations of a step with such rows.
@@ -33,21 +37,47 @@ impl<'a> Reporter<'a> {
         let writer = MetricsWriter::resume(&path, first_step).with_context(|| path.display().to_string())?;
         let progress = Progress::new(first_step..last_step, run.config.steps_per_print);
         let totals = RunTotals::default();
-        Ok(Self { run, path, writer, progress, peak_flops, step_flops: None, totals })
+        let monitors = Monitors::new(&run.config, &run.output)?;
+        Ok(Self { run, path, writer, progress, monitors, peak_flops, step_flops: None, totals })
     }
 
     /// A step, whose data is that of `phase`.
-    pub(super) fn record(&mut self, metrics: Metrics, phase: &Phase) -> anyhow::Result<()> {
-        let rate = self.flops(phase.data.seq_len()).map(|flops| flops / metrics.step_seconds);
+    pub(super) fn record(
+        &mut self,
+        metrics: Metrics,
+        times: &StepTimes,
+        phase: &Phase,
+    ) -> anyhow::Result<()> {
+        let seq_len = phase.data.seq_len();
+        let rate = self.flops(seq_len).map(|flops| flops / metrics.step_seconds);
         let gemm_share = rate.zip(self.peak_flops).map(|(rate, peak)| rate / peak);
         let metrics = Metrics { model_flops_per_second: rate, gemm_share, ..metrics };
         self.totals.record(&metrics);
         self.progress.report(&metrics);
+        if self.run.config.monitoring.wall_clock_breakdown && self.progress.is_due(metrics.step) {
+            self.progress.print(&breakdown(&metrics));
+        }
+        self.profile(&metrics, times, seq_len)?;
+        self.monitors.record(&metrics)?;
         self.write(&metrics)
+    }
+
+    /// Tells of the step that `flops_profiler` names.
+    fn profile(&self, metrics: &Metrics, times: &StepTimes, seq_len: usize) -> anyhow::Result<()> {
+        let Run { config, llama, mesh, .. } = self.run;
+        let profiler = &config.monitoring.flops_profiler;
+        if !profiler.enabled || metrics.step != profiler.profile_step {
+            return Ok(());
+        }
+        let config = Config { seq_len: Some(seq_len), ..config.clone() };
+        let planned = RankStep::of(&config, llama, mesh, 0)?;
+        let profile = Profile { run: self.run, metrics, times, planned };
+        profile.write(profiler.output_file.as_deref().map(Path::new))
     }
 
     pub(super) fn record_evaluation(&mut self, metrics: &EvalMetrics) -> anyhow::Result<()> {
         self.progress.report_evaluation(metrics);
+        self.monitors.record_evaluation(metrics)?;
         self.write(metrics)
     }
 

@@ -2,6 +2,27 @@
 
 use super::*;
 
+/// Everything off, with DeepSpeed's values where it is on.
+fn defaults_of_monitoring() -> MonitoringConfig {
+    let files = |job_name: &str| EventFilesConfig {
+        enabled: false,
+        output_path: String::new(),
+        job_name: job_name.into(),
+    };
+    MonitoringConfig {
+        wall_clock_breakdown: false,
+        comms_logger: CommsLoggerConfig { enabled: false, verbose: false, prof_all: true, prof_ops: vec![] },
+        flops_profiler: FlopsProfilerConfig {
+            enabled: false,
+            profile_step: 1,
+            detailed: true,
+            output_file: None,
+        },
+        tensorboard: files("tensorboard"),
+        csv_monitor: files("csv"),
+    }
+}
+
 #[test]
 fn an_almost_empty_file_gives_the_documented_defaults() {
     let config = config_with("\"gradient_clipping\": 0, \"optimizer\": {\"type\": \"Adam\"}");
@@ -45,6 +66,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         comm_check: false,
         activation_checkpointing: false,
         loss_tile_tokens: 1024,
+        monitoring: defaults_of_monitoring(),
         memory: MemoryConfig::default(),
         parameter_groups: vec![],
         notes: vec![],
@@ -114,7 +136,6 @@ fn every_key_of_a_full_file_arrives() {
 fn keys_without_effect_leave_a_note() {
     let notes = Config::from_json_str(FULL, "full.json").unwrap().notes;
     for key in [
-        "wall_clock_breakdown",
         "torch_adam",
         "contiguous_gradients",
         "overlap_comm",

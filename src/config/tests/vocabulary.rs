@@ -31,7 +31,7 @@ fn sample(key: &Key) -> Value {
             Max::Unbounded => vec![json!(range.min.max(1e-6) * 3.0)],
             Max::AtMost(max) | Max::Below(max) => vec![json!((range.min + max) / 2.0)],
         },
-        Kind::Text => vec![json!("x")],
+        Kind::Text | Kind::AnyText => vec![json!("x")],
         Kind::Choice(names) => names.iter().map(|name| json!(name)).collect(),
         Kind::TwoCounts(_) => vec![json!([2, 2])],
         Kind::TwoNumbers(_) => vec![json!([0.25, 0.5])],

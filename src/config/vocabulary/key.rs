@@ -30,6 +30,8 @@ pub(crate) enum Value {
     Signed,
     Number(Range),
     Text,
+    /// A text that may be empty.
+    AnyText,
     /// One of the names, in any case.
     Choice(&'static [&'static str]),
     /// Two integers from 1 on, which the text names.
@@ -227,6 +229,7 @@ impl fmt::Display for Value {
             Self::Signed => f.write_str("an integer"),
             Self::Number(range) => write!(f, "a number {range}"),
             Self::Text => f.write_str("a string that is not empty"),
+            Self::AnyText => f.write_str("a string"),
             Self::Choice(names) => write_one_of(f, names),
             Self::TwoCounts(what) => write!(f, "an array of {what}"),
             Self::TwoNumbers(_) => f.write_str("an array of two numbers"),

@@ -3,7 +3,7 @@
 use super::build::{COUNT, INDEX, NOT_NEGATIVE, flag, key, renamed, section};
 use super::features::*;
 use super::key::{Key, Literal, Value};
-use super::monitoring::{COMET, COMMS_LOGGER, FLOPS_PROFILER, TENSORBOARD, TIMERS, WANDB};
+use super::monitoring::{COMET, COMMS_LOGGER, CSV_MONITOR, FLOPS_PROFILER, TENSORBOARD, TIMERS, WANDB};
 use super::optimizer::OPTIMIZER;
 use super::precision::{AMP, BF16, DATA_TYPES, FP16, TORCH_AUTOCAST, communication};
 use super::scheduler::SCHEDULER;
@@ -55,7 +55,7 @@ pub(crate) const ROOT: &[Key] = &[
         .text("global"),
     key("seed", INDEX, "Initial weights and order of the data.").integer(1234),
     key("steps_per_print", COUNT, "Steps between two progress lines.").integer(10).or_null(),
-    flag("wall_clock_breakdown", "Times the parts of a step.").no_effect("every step is timed anyway"),
+    flag("wall_clock_breakdown", "Prints the time of the phases of a step."),
     flag("memory_breakdown", "Logs memory.").no_effect("held bytes are shown when the run ends"),
     flag("dump_state", "Prints the config.").no_effect("the resolved config is written beside the metrics"),
     key("log_level", Value::Text, "How much is logged.").or_null().no_effect("set the variable RUST_LOG"),
@@ -76,7 +76,7 @@ pub(crate) const ROOT: &[Key] = &[
     section("flops_profiler", FLOPS_PROFILER, "Profiles operations."),
     section("timers", TIMERS, "Timers."),
     section("tensorboard", TENSORBOARD, "Writes metrics for TensorBoard."),
-    section("csv_monitor", TENSORBOARD, "Writes metrics as CSV."),
+    section("csv_monitor", CSV_MONITOR, "Writes metrics as CSV."),
     section("wandb", WANDB, "Sends metrics to Weights & Biases."),
     section("comet", COMET, "Sends metrics to Comet."),
     section("checkpoint", CHECKPOINT, "How checkpoints are written."),

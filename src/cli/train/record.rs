@@ -1,0 +1,90 @@
+//! `run.json`: what a run was and what it came to, beside its metrics; `ulysses report` reads it.
+
+use super::{RankOutcome, Run};
+use anyhow::Context;
+use serde_json::{Map, Value, json};
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+use ulysses::device::DeviceKind;
+use ulysses::monitor::{Groups, RankComms, straggling, volumes};
+
+pub(super) const FILE: &str = "run.json";
+
+/// What is known when a run begins. `given` is the config file as it was written.
+pub(super) fn begin(run: &Run, given: &str) -> Value {
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "command": std::env::args().collect::<Vec<_>>(),
+        "started_unix_seconds": started.as_secs(),
+        "environment": environment(run),
+        "mesh": {
+            "axes": run.mesh.axis_names(),
+            "shape": run.mesh.shape(),
+            "ranks": run.mesh.ranks(),
+        },
+        "model": { "parameters": run.llama.num_parameters(), "config": run.llama.to_hf_json() },
+        "given_config": serde_json::from_str::<Value>(given).unwrap_or(Value::Null),
+    })
+}
+
+/// The same with what the ranks came to.
+pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
+    let comms: Vec<RankComms> = outcomes.iter().map(|outcome| outcome.comms.clone()).collect();
+    let first = outcomes.first();
+    record["totals"] = json!(first.and_then(|outcome| outcome.totals.as_ref()));
+    record["peak_flops"] = json!(first.and_then(|outcome| outcome.peak_flops));
+    let rank = |outcome: &RankOutcome| {
+        let held = ["parameters", "gradients", "optimizer"].into_iter().zip(outcome.summary.held_bytes);
+        let held: Map<String, Value> = held.map(|(what, (held, _))| (what.to_owned(), held.into())).collect();
+        json!({ "rank": outcome.summary.rank, "peak_bytes": outcome.peak_bytes, "held_bytes": held })
+    };
+    record["ranks"] = outcomes.iter().map(rank).collect();
+    record["communication"] = json!({
+        "calls": comms.first().map(|comms| &comms.calls),
+        "straggling": straggling(&comms, &groups(run)),
+        "volumes": volumes(&comms),
+    });
+}
+
+/// Which ranks share an axis.
+pub(super) fn groups(run: &Run) -> Groups {
+    let axes = run.mesh.axis_names().iter();
+    axes.map(|axis| (axis.clone(), run.mesh.all_groups(axis).unwrap_or_default())).collect()
+}
+
+pub(super) fn write(output: &Path, record: &Value) -> anyhow::Result<()> {
+    let path = output.join(FILE);
+    let unfinished = output.join("run.json.part");
+    let text = serde_json::to_string_pretty(record)?;
+    let written = std::fs::write(&unfinished, text).and_then(|()| std::fs::rename(&unfinished, &path));
+    written.with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn environment(run: &Run) -> Value {
+    let of_file = |path: &str| std::fs::read_to_string(path).ok();
+    let field = |text: Option<String>, name: &str| {
+        let line = text?.lines().find(|line| line.starts_with(name))?.to_owned();
+        line.split_once([':', '=']).map(|(_, value)| value.trim().trim_matches('"').to_owned())
+    };
+    let memory = field(of_file("/proc/meminfo"), "MemTotal");
+    let memory =
+        memory.and_then(|kib| kib.strip_suffix("kB")?.trim().parse::<u64>().ok()).map(|kib| kib << 10);
+    let features =
+        [("cuda", cfg!(feature = "cuda")), ("nccl", cfg!(feature = "nccl")), ("mpi", cfg!(feature = "mpi"))];
+    json!({
+        "host": of_file("/proc/sys/kernel/hostname").map(|host| host.trim().to_owned()),
+        "system": field(of_file("/etc/os-release"), "PRETTY_NAME")
+            .unwrap_or_else(|| format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
+        "processor": field(of_file("/proc/cpuinfo"), "model name"),
+        "cores": std::thread::available_parallelism().map_or(1, |cores| cores.get()),
+        "memory_bytes": memory,
+        "threads_per_rank": run.launch.threads_per_rank,
+        "device": match run.device {
+            DeviceKind::Cpu => "cpu",
+            DeviceKind::Cuda => "cuda",
+        },
+        "backend": run.config.backend,
+        "features": features.iter().filter(|(_, is_on)| *is_on).map(|(name, _)| *name).collect::<Vec<_>>(),
+    })
+}

@@ -1,0 +1,282 @@
+//! The table of collectives that `comms_logger` asks for, in the terms of DeepSpeed's.
+
+use super::table::{bytes, write_table};
+use crate::comm::{CallTimes, CollectiveOp, EachCall};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt::{self, Display, Formatter};
+
+/// What one rank did in collectives, and what was planned.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RankComms {
+    /// By axis, operation and size.
+    pub calls: Vec<CallTimes>,
+    /// Every single call, where they were kept.
+    pub each: Vec<EachCall>,
+    /// Bytes sent by axis and what they were for, as the schedule of the steps has it.
+    pub planned: Vec<PlannedVolume>,
+    /// Bytes sent by axis and operation, as the backend counted.
+    pub sent: Vec<(String, CollectiveOp, u64)>,
+}
+
+/// Bytes that a rank should have sent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PlannedVolume {
+    /// The axis of the mesh.
+    pub axis: String,
+    /// The operation.
+    pub op: CollectiveOp,
+    /// What for, in words.
+    pub purpose: String,
+    /// Bytes.
+    pub sent_bytes: u64,
+}
+
+/// The rates of equal calls, as NCCL's tests define them: `algbw` is the size of the collective by the time,
+/// `busbw` what each rank sends of it. In DeepSpeed's log they are `tput` and `busbw`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Bandwidth {
+    /// Bytes per second.
+    pub algbw: f64,
+    /// Bytes per second.
+    pub busbw: f64,
+}
+
+impl Bandwidth {
+    /// Of calls that took `seconds` each.
+    pub fn of(calls: &CallTimes) -> Self {
+        use CollectiveOp::*;
+        let ranks = calls.ranks as f64;
+        let seconds = calls.seconds / calls.calls.max(1) as f64;
+        // Sizes are those of the whole collective on one rank: a gather's is its output.
+        let (size, factor) = match calls.op {
+            AllGather => (ranks * calls.input_bytes as f64, (ranks - 1.0) / ranks),
+            AllReduce => (calls.input_bytes as f64, 2.0 * (ranks - 1.0) / ranks),
+            ReduceScatter | AllToAll | AllToAllStrided => (calls.input_bytes as f64, (ranks - 1.0) / ranks),
+            Broadcast | Send | Recv | Barrier | Split => (calls.input_bytes as f64, 1.0),
+        };
+        let algbw = if seconds > 0.0 { size / seconds } else { 0.0 };
+        Self { algbw, busbw: factor * algbw }
+    }
+}
+
+/// Who waited for whom in the calls of an operation along an axis.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Straggling {
+    /// The axis of the mesh.
+    pub axis: String,
+    /// The operation.
+    pub op: CollectiveOp,
+    /// Calls of each rank.
+    pub calls: u64,
+    /// Time that a rank spent in them, mean over ranks.
+    pub seconds: f64,
+    /// Of it, what exceeds the time of the rank of the group that was in each call shortest, since it came last.
+    pub straggler_seconds: f64,
+    /// The rank that most often came last, and the share of its group's calls in which it did.
+    pub latest: (usize, f64),
+}
+
+/// The ranks that share an axis: `groups[axis]` lists their global ranks.
+pub type Groups = BTreeMap<String, Vec<Vec<usize>>>;
+
+/// Compares the ranks call by call. `ranks` are all of the mesh; they need to have kept each call.
+pub fn straggling(ranks: &[RankComms], groups: &Groups) -> Vec<Straggling> {
+    let kinds = ranks.first().map_or(&[][..], |rank| &rank.each);
+    kinds.iter().map(|kind| straggling_of(ranks, groups, &kind.axis, kind.op)).collect()
+}
+
+fn straggling_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: CollectiveOp) -> Straggling {
+    let seconds_of = |rank: usize| -> &[f32] {
+        let each = ranks.get(rank).map_or(&[][..], |rank| &rank.each);
+        each.iter().find(|each| each.axis == axis && each.op == op).map_or(&[], |each| &each.seconds)
+    };
+    let (mut total, mut beyond, mut calls) = (0.0, 0.0, 0);
+    let mut latest = (0, 0.0);
+    for group in groups.get(axis).into_iter().flatten() {
+        let count = group.iter().map(|&rank| seconds_of(rank).len()).min().unwrap_or(0);
+        let mut came_last = vec![0_u64; group.len()];
+        for call in 0..count {
+            let times: Vec<f64> = group.iter().map(|&rank| f64::from(seconds_of(rank)[call])).collect();
+            let shortest = times.iter().copied().fold(f64::INFINITY, f64::min);
+            if let Some(member) = times.iter().position(|&time| time == shortest) {
+                came_last[member] += 1;
+            }
+            total += times.iter().sum::<f64>();
+            beyond += times.iter().map(|time| time - shortest).sum::<f64>();
+        }
+        calls = calls.max(count as u64);
+        for (&rank, &often) in group.iter().zip(&came_last) {
+            let share = often as f64 / count.max(1) as f64;
+            if share > latest.1 {
+                latest = (rank, share);
+            }
+        }
+    }
+    let mean = 1.0 / ranks.len().max(1) as f64;
+    let (seconds, straggler_seconds) = (mean * total, mean * beyond);
+    Straggling { axis: axis.to_owned(), op, calls, seconds, straggler_seconds, latest }
+}
+
+/// Bytes of all ranks together: what was sent, and what the schedule of the training steps has.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Volume {
+    /// `Ulysses exchange`, `ZeRO and data parallelism`, `sums over sp`.
+    pub what: String,
+    /// What for, with the bytes of each.
+    pub planned: Vec<(String, u64)>,
+    /// Sum of them.
+    pub planned_bytes: u64,
+    /// Counted by the backend.
+    pub sent_bytes: u64,
+}
+
+/// Measured and planned volume by what it belongs to.
+pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
+    let is_exchange = |op| matches!(op, CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided);
+    let kind = |axis: &str, op| match (is_exchange(op), axis) {
+        (true, _) => 0,
+        (false, "dp") => 1,
+        (false, _) => 2,
+    };
+    let names = ["Ulysses exchange", "ZeRO and data parallelism (dp)", "sums over sp"];
+    let of_kind = |index: usize, what: &&str| {
+        let mut planned: BTreeMap<String, u64> = BTreeMap::new();
+        for volume in ranks.iter().flat_map(|rank| &rank.planned) {
+            if kind(&volume.axis, volume.op) == index {
+                *planned.entry(volume.purpose.clone()).or_default() += volume.sent_bytes;
+            }
+        }
+        let sent = ranks.iter().flat_map(|rank| &rank.sent);
+        let sent_bytes = sent.filter(|(axis, op, _)| kind(axis, *op) == index).map(|(.., bytes)| bytes).sum();
+        let planned_bytes = planned.values().sum();
+        Volume { what: (*what).to_owned(), planned: planned.into_iter().collect(), planned_bytes, sent_bytes }
+    };
+    let all = names.iter().enumerate().map(|(index, what)| of_kind(index, what));
+    all.filter(|volume| volume.planned_bytes + volume.sent_bytes > 0).collect()
+}
+
+/// The whole table as text, of the operations that `tells` chooses.
+pub struct CommsTable<'a> {
+    /// All of the mesh.
+    pub ranks: &'a [RankComms],
+    /// Which ranks share an axis.
+    pub groups: &'a Groups,
+    /// Whether an operation is in the table.
+    pub tells: &'a dyn Fn(CollectiveOp) -> bool,
+}
+
+impl Display for CommsTable<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "collectives of rank 0; latency is the time that the rank spent in the call")?;
+        let header =
+            ["op", "axis", "message size", "count", "total (ms)", "avg (ms)", "algbw (GB/s)", "busbw (GB/s)"];
+        let mut rows = vec![header.map(str::to_owned).to_vec()];
+        let calls = self.ranks.first().map_or(&[][..], |rank| &rank.calls);
+        rows.extend(calls.iter().filter(|calls| (self.tells)(calls.op)).map(call_row));
+        write_table(f, &rows)?;
+        writeln!(f, "\nstragglers: time that a rank waited for the one that came last, mean over the ranks")?;
+        let header = ["op", "axis", "count", "total (ms)", "straggler (ms)", "latest rank", "of its calls"];
+        let mut rows = vec![header.map(str::to_owned).to_vec()];
+        let straggling = straggling(self.ranks, self.groups);
+        rows.extend(straggling.iter().filter(|row| (self.tells)(row.op)).map(straggler_row));
+        write_table(f, &rows)?;
+        writeln!(f, "\nbytes sent by all ranks, beside what theory has for the training steps")?;
+        let mut rows =
+            vec![["what", "theory", "measured", "of which, by theory"].map(str::to_owned).to_vec()];
+        rows.extend(volumes(self.ranks).iter().map(|volume| {
+            let parts = volume.planned.iter().map(|(purpose, sent)| format!("{purpose} {}", bytes(*sent)));
+            let parts = parts.collect::<Vec<_>>().join(", ");
+            vec![volume.what.clone(), bytes(volume.planned_bytes), bytes(volume.sent_bytes), parts]
+        }));
+        write_table(f, &rows)
+    }
+}
+
+fn call_row(calls: &CallTimes) -> Vec<String> {
+    let Bandwidth { algbw, busbw } = Bandwidth::of(calls);
+    vec![
+        calls.op.to_string(),
+        calls.axis.clone(),
+        bytes(calls.input_bytes),
+        calls.calls.to_string(),
+        format!("{:.2}", 1e3 * calls.seconds),
+        format!("{:.3}", 1e3 * calls.seconds / calls.calls.max(1) as f64),
+        format!("{:.2}", algbw / 1e9),
+        format!("{:.2}", busbw / 1e9),
+    ]
+}
+
+fn straggler_row(row: &Straggling) -> Vec<String> {
+    vec![
+        row.op.to_string(),
+        row.axis.clone(),
+        row.calls.to_string(),
+        format!("{:.2}", 1e3 * row.seconds),
+        format!("{:.2}", 1e3 * row.straggler_seconds),
+        row.latest.0.to_string(),
+        format!("{:.0} %", 100.0 * row.latest.1),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn calls(op: CollectiveOp, input_bytes: u64) -> CallTimes {
+        CallTimes { axis: "dp".into(), op, ranks: 4, input_bytes, calls: 2, seconds: 4.0 }
+    }
+
+    #[test]
+    fn bandwidths_are_those_of_nccl_tests() {
+        let of = |op, input| Bandwidth::of(&calls(op, input));
+        // Two seconds a call; a gather of 100 bytes from each of four ranks makes 400.
+        assert_eq!(of(CollectiveOp::AllGather, 100), Bandwidth { algbw: 200.0, busbw: 150.0 });
+        assert_eq!(of(CollectiveOp::ReduceScatter, 400), Bandwidth { algbw: 200.0, busbw: 150.0 });
+        assert_eq!(of(CollectiveOp::AllReduce, 400), Bandwidth { algbw: 200.0, busbw: 300.0 });
+        assert_eq!(of(CollectiveOp::AllToAllStrided, 400), Bandwidth { algbw: 200.0, busbw: 150.0 });
+    }
+
+    #[test]
+    fn stragglers_are_found_call_by_call_within_their_groups() {
+        let rank = |seconds: [f32; 4]| {
+            let each = EachCall { axis: "dp".into(), op: CollectiveOp::AllReduce, seconds: seconds.to_vec() };
+            RankComms { each: vec![each], ..RankComms::default() }
+        };
+        // Groups {0, 2} and {1, 3}: rank 3 comes last thrice, and waits once itself.
+        let ranks = [rank([1.0; 4]), rank([5.0, 5.0, 5.0, 2.0]), rank([1.0; 4]), rank([1.0, 1.0, 1.0, 8.0])];
+        let groups: Groups = [("dp".to_owned(), vec![vec![0, 2], vec![1, 3]])].into();
+        let found = straggling(&ranks, &groups);
+        assert_eq!(found.len(), 1);
+        assert_eq!((found[0].calls, found[0].seconds), (4, (4.0 + 17.0 + 4.0 + 11.0) / 4.0));
+        assert_eq!(found[0].straggler_seconds, (3.0 * 4.0 + 6.0) / 4.0);
+        // Of equal ones the lower rank is named: rank 0 is level with rank 2 in every call.
+        assert_eq!(found[0].latest, (0, 1.0));
+    }
+
+    #[test]
+    fn measured_bytes_stand_beside_the_planned_ones() {
+        let planned = |axis: &str, op, purpose: &str, sent_bytes| PlannedVolume {
+            axis: axis.into(),
+            op,
+            purpose: purpose.into(),
+            sent_bytes,
+        };
+        let rank = RankComms {
+            planned: vec![
+                planned("sp", CollectiveOp::AllToAllStrided, "exchange forward", 30),
+                planned("sp", CollectiveOp::AllToAllStrided, "exchange backward", 40),
+                planned("dp", CollectiveOp::AllGather, "gather parameters", 5),
+            ],
+            sent: vec![
+                ("sp".into(), CollectiveOp::AllToAllStrided, 70),
+                ("dp".into(), CollectiveOp::AllGather, 6),
+            ],
+            ..RankComms::default()
+        };
+        let volumes = volumes(&[rank.clone(), rank]);
+        let told: Vec<_> = volumes.iter().map(|v| (v.what.as_str(), v.planned_bytes, v.sent_bytes)).collect();
+        assert_eq!(told, [("Ulysses exchange", 140, 140), ("ZeRO and data parallelism (dp)", 10, 12)]);
+        assert_eq!(volumes[0].planned[1], ("exchange forward".to_owned(), 60));
+    }
+}

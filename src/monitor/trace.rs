@@ -1,0 +1,285 @@
+//! `--trace FILE`: what the ranks did when, for Perfetto or `chrome://tracing`.
+//!
+//! The spans of the library (see [`tracing`]) become slices, one track for each rank. A span belongs to the rank and
+//! the step whose spans it is inside of: `rank { rank }`, and in it `step { step, done }`, which says how many steps
+//! of the run are done. What is in no step is not told. The file is in Chrome's Trace Event Format.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id};
+use tracing::{Metadata, Subscriber};
+use tracing_subscriber::Layer;
+use tracing_subscriber::layer::Context;
+use tracing_subscriber::registry::LookupSpan;
+
+/// Something that a rank did: a slice of its track.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Slice {
+    /// Global rank.
+    pub rank: u64,
+    /// The span's name, with what tells it from its like.
+    pub name: String,
+    /// When it began, in microseconds since 1970.
+    pub begin_us: f64,
+    /// When it ended.
+    pub end_us: f64,
+    /// The span's fields.
+    pub fields: Map<String, Value>,
+}
+
+/// A layer of a `tracing` subscriber that notes what happens in some steps.
+#[derive(Debug, Clone)]
+pub struct Tracer {
+    slices: Arc<Mutex<Vec<Slice>>>,
+    steps: u64,
+    origin: Instant,
+    origin_us: f64,
+}
+
+/// What the tracer notes of a span while it is open.
+struct Open {
+    track: Track,
+    begun: Option<Instant>,
+    fields: Map<String, Value>,
+}
+
+/// Where a span belongs.
+#[derive(Debug, Clone, Copy, Default)]
+struct Track {
+    rank: Option<u64>,
+    is_traced: bool,
+}
+
+impl Tracer {
+    /// Traces the first `steps` steps that each rank does.
+    pub fn new(steps: u64) -> Self {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let origin_us = since_1970.as_micros() as f64;
+        Self { slices: Arc::default(), steps, origin: Instant::now(), origin_us }
+    }
+
+    /// Takes the slices of a rank.
+    pub fn take(&self, rank: u64) -> Vec<Slice> {
+        let mut slices = self.slices.lock().unwrap_or_else(PoisonError::into_inner);
+        let (own, others) = std::mem::take(&mut *slices).into_iter().partition(|slice| slice.rank == rank);
+        *slices = others;
+        own
+    }
+
+    /// Takes the slices of all ranks of this process.
+    pub fn take_all(&self) -> Vec<Slice> {
+        std::mem::take(&mut *self.slices.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn microseconds(&self, at: Instant) -> f64 {
+        self.origin_us + at.duration_since(self.origin).as_nanos() as f64 / 1e3
+    }
+
+    /// The track of a span with these fields inside of one on `parent`.
+    fn track(&self, metadata: &Metadata<'_>, fields: &Map<String, Value>, parent: Track) -> Track {
+        let number = |key| fields.get(key).and_then(Value::as_u64);
+        match metadata.name() {
+            "rank" => Track { rank: number("rank"), is_traced: false },
+            "step" => Track { is_traced: number("done").is_some_and(|done| done < self.steps), ..parent },
+            _ => parent,
+        }
+    }
+}
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tracer {
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
+        let Some(span) = context.span(id) else { return };
+        let parent = span.parent().and_then(|parent| Some(parent.extensions().get::<Open>()?.track));
+        let mut fields = Fields::default();
+        attributes.record(&mut fields);
+        let track = self.track(attributes.metadata(), &fields.0, parent.unwrap_or_default());
+        span.extensions_mut().insert(Open { track, begun: None, fields: fields.0 });
+    }
+
+    fn on_enter(&self, id: &Id, context: Context<'_, S>) {
+        if let Some(span) = context.span(id)
+            && let Some(open) = span.extensions_mut().get_mut::<Open>()
+        {
+            open.begun = Some(Instant::now());
+        }
+    }
+
+    fn on_exit(&self, id: &Id, context: Context<'_, S>) {
+        let ended = Instant::now();
+        let Some(span) = context.span(id) else { return };
+        let mut extensions = span.extensions_mut();
+        let Some(open) = extensions.get_mut::<Open>() else { return };
+        let (Some(rank), true, Some(begun)) = (open.track.rank, open.track.is_traced, open.begun) else {
+            return;
+        };
+        let slice = Slice {
+            rank,
+            name: name(span.name(), &open.fields),
+            begin_us: self.microseconds(begun),
+            end_us: self.microseconds(ended),
+            fields: open.fields.clone(),
+        };
+        self.slices.lock().unwrap_or_else(PoisonError::into_inner).push(slice);
+    }
+}
+
+/// What the slice of a span is called.
+fn name(span: &str, fields: &Map<String, Value>) -> String {
+    let text = |key| fields.get(key).and_then(Value::as_str);
+    match (span, text("op"), text("axis")) {
+        ("start", Some(op), Some(axis)) => format!("start {axis} {op}"),
+        ("wait", Some(op), Some(axis)) => format!("{axis} {op}"),
+        _ => match fields.get("layer").or(fields.get("step")).or(fields.get("unit")) {
+            Some(number) => format!("{span} {number}"),
+            None => span.to_owned(),
+        },
+    }
+}
+
+/// A span's fields as JSON.
+#[derive(Default)]
+struct Fields(Map<String, Value>);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.0.insert(field.name().to_owned(), format!("{value:?}").into());
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+}
+
+/// Writes slices of any ranks as one timeline, with arrows from the rank that came last to a collective to those
+/// that waited for it. `tracks` are the names of the ranks, by rank.
+///
+/// # Errors
+/// What the writer reports.
+pub fn write_trace(out: &mut impl Write, tracks: &[String], slices: &[Slice]) -> io::Result<()> {
+    let origin = slices.iter().map(|slice| slice.begin_us).fold(f64::INFINITY, f64::min);
+    let microseconds = |at: f64| (1e3 * (at - origin)).round() / 1e3;
+    let tracks = tracks.iter().enumerate().flat_map(|(rank, name)| {
+        [("thread_name", json!({ "name": name })), ("thread_sort_index", json!({ "sort_index": rank }))]
+            .map(|(what, args)| json!({ "ph": "M", "pid": 0, "tid": rank, "name": what, "args": args }))
+    });
+    let drawn = slices.iter().map(|slice| {
+        let (begin, end) = (microseconds(slice.begin_us), microseconds(slice.end_us));
+        let category = if slice.fields.contains_key("op") { "communication" } else { "engine" };
+        json!({
+            "ph": "X", "pid": 0, "tid": slice.rank, "ts": begin, "dur": (1e3 * (end - begin)).round() / 1e3,
+            "name": slice.name, "cat": category, "args": slice.fields,
+        })
+    });
+    let arrows = arrows(slices).into_iter().enumerate().flat_map(|(id, arrow)| {
+        let Arrow { name, from, to } = arrow;
+        let end = |phase: &str, (rank, at): (u64, f64)| {
+            json!({
+                "ph": phase, "bp": "e", "id": id, "pid": 0, "tid": rank, "ts": microseconds(at),
+                "name": name, "cat": "waited for",
+            })
+        };
+        [end("s", from), end("f", to)]
+    });
+    write!(out, "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[")?;
+    for (index, event) in tracks.chain(drawn).chain(arrows).enumerate() {
+        write!(out, "{}{event}", if index == 0 { "\n" } else { ",\n" })?;
+    }
+    writeln!(out, "\n]}}")
+}
+
+/// From the start of the last rank's call to the end of another's.
+struct Arrow {
+    name: String,
+    from: (u64, f64),
+    to: (u64, f64),
+}
+
+/// One rank's part in a collective.
+#[derive(Default)]
+struct Part<'a> {
+    start: Option<&'a Slice>,
+    wait: Option<&'a Slice>,
+}
+
+fn arrows(slices: &[Slice]) -> Vec<Arrow> {
+    let mut collectives: BTreeMap<_, BTreeMap<u64, Part<'_>>> = BTreeMap::new();
+    for slice in slices {
+        let number = |key| slice.fields.get(key).and_then(Value::as_u64);
+        let axis = slice.fields.get("axis").and_then(Value::as_str);
+        if let (Some(axis), Some(first), Some(sequence)) = (axis, number("first"), number("sequence")) {
+            let parts = collectives.entry((axis, first, sequence)).or_default();
+            let part = parts.entry(slice.rank).or_default();
+            let is_start = slice.name.starts_with("start ");
+            *(if is_start { &mut part.start } else { &mut part.wait }) = Some(slice);
+        }
+    }
+    collectives.values().flat_map(arrows_within).collect()
+}
+
+/// The arrows of one collective.
+fn arrows_within(parts: &BTreeMap<u64, Part<'_>>) -> Vec<Arrow> {
+    let starts = parts.values().filter_map(|part| part.start);
+    let Some(last) = starts.max_by(|a, b| a.begin_us.total_cmp(&b.begin_us)) else { return Vec::new() };
+    let waiting = parts.values().filter_map(|part| part.wait);
+    let waiting = waiting.filter(|wait| wait.rank != last.rank && wait.end_us >= last.begin_us);
+    let arrow = |wait: &Slice| Arrow {
+        name: wait.name.clone(),
+        from: (last.rank, last.begin_us),
+        // Inside of the slice that it ends in.
+        to: (wait.rank, wait.begin_us.max(last.begin_us).midpoint(wait.end_us)),
+    };
+    waiting.map(arrow).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tracing_subscriber::layer::SubscriberExt;
+
+    fn slice(rank: u64, name: &str, (begin_us, end_us): (f64, f64)) -> Slice {
+        let fields = json!({ "axis": "sp", "op": "all_gather", "first": 0, "sequence": 7 });
+        let Value::Object(fields) = fields else { unreachable!() };
+        Slice { rank, name: name.into(), begin_us, end_us, fields }
+    }
+
+    #[test]
+    fn arrows_lead_from_the_rank_that_came_last_to_those_that_waited() {
+        let slices = [
+            slice(0, "start sp all_gather", (10.0, 11.0)),
+            slice(0, "sp all_gather", (12.0, 40.0)),
+            slice(1, "start sp all_gather", (30.0, 31.0)),
+            slice(1, "sp all_gather", (31.0, 39.0)),
+        ];
+        let arrows = arrows(&slices);
+        assert_eq!(arrows.len(), 1);
+        assert_eq!((arrows[0].from, arrows[0].to), ((1, 30.0), (0, 35.0)));
+    }
+
+    #[test]
+    fn spans_belong_to_the_rank_around_them_and_only_to_steps_that_are_traced() {
+        let tracer = Tracer::new(1);
+        let subscriber = tracing_subscriber::registry().with(tracer.clone());
+        tracing::subscriber::with_default(subscriber, || {
+            let _rank = tracing::info_span!("rank", rank = 3_u64).entered();
+            for (done, step) in [5_u64, 6].into_iter().enumerate() {
+                let _step = tracing::info_span!("step", step, done).entered();
+                tracing::trace_span!("wait", op = "all_reduce", axis = "dp").in_scope(|| {});
+            }
+        });
+        assert!(tracer.take(0).is_empty());
+        let slices = tracer.take(3);
+        let names: Vec<_> = slices.iter().map(|slice| slice.name.as_str()).collect();
+        assert_eq!(names, ["dp all_reduce", "step 5"], "inner spans end first, and step 6 is not traced");
+        assert!(slices[0].begin_us >= slices[1].begin_us && slices[0].end_us <= slices[1].end_us);
+    }
+}

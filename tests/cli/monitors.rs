@@ -1,0 +1,155 @@
+//! What a run tells of itself: shares of the time, DeepSpeed's logs and profilers, event files, CSV, `run.json`.
+
+use super::support::cli::Workplace;
+use serde_json::{Value, json};
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+#[test]
+fn the_parts_of_a_step_add_up_to_its_time() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "mesh_param": [2, 2], "zero_optimization": { "stage": 2 } }));
+    let outcome = place.run(&["train", "c.json"]);
+    let line =
+        outcome.assert_done().stderr.lines().find(|line| line.contains("4/4  loss")).unwrap().to_owned();
+    for part in ["% of GEMM peak", "GiB", "compute", "all-to-all", "other comm", "data"] {
+        assert!(line.contains(part), "no {part} in {line}");
+    }
+    for step in place.metrics("out/metrics.jsonl") {
+        let sum = |keys: &[&str]| keys.iter().map(|key| number(&step[*key])).sum::<f64>();
+        let all = number(&step["step_seconds"]);
+        let by_kind = sum(&[
+            "compute_seconds",
+            "all_to_all_seconds",
+            "dp_comm_seconds",
+            "sp_comm_seconds",
+            "data_seconds",
+        ]);
+        assert!((by_kind - all).abs() < 1e-9, "{step}");
+        assert!(
+            sum(&["forward_seconds", "backward_seconds", "update_seconds", "data_seconds"]) <= all,
+            "{step}"
+        );
+        for key in
+            ["all_to_all_seconds", "dp_comm_seconds", "sp_comm_seconds", "forward_seconds", "update_seconds"]
+        {
+            assert!(number(&step[key]) > 0.0, "{key} in {step}");
+        }
+        assert!(number(&step["gemm_share"]) > 0.0 && number(&step["model_flops_per_second"]) > 0.0, "{step}");
+    }
+}
+
+#[test]
+fn a_rank_alone_spends_no_time_in_communication() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({}));
+    place.run(&["train", "c.json"]).assert_done();
+    for step in place.metrics("out/metrics.jsonl") {
+        for key in ["all_to_all_seconds", "dp_comm_seconds", "sp_comm_seconds"] {
+            assert_eq!(step[key], 0.0, "{key}");
+        }
+    }
+}
+
+/// The words of the line that begins with `first`.
+fn row<'a>(text: &'a str, first: &[&str]) -> Vec<&'a str> {
+    let rows = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    rows.into_iter()
+        .find(|words| words.starts_with(first))
+        .unwrap_or_else(|| panic!("no {first:?} in {text}"))
+}
+
+#[test]
+fn deepspeeds_logs_and_profilers_print_their_tables() {
+    let place = Workplace::new();
+    let changes = json!({
+        "mesh_param": [2, 2],
+        "zero_optimization": { "stage": 3 },
+        "steps_per_print": 2,
+        "wall_clock_breakdown": true,
+        "comms_logger": { "enabled": true },
+        "flops_profiler": { "enabled": true, "profile_step": 2, "output_file": "profile.txt" },
+    });
+    place.write_config("c.json", changes);
+    let outcome = place.run(&["train", "c.json"]);
+    let breakdowns = outcome.assert_done().stderr.matches("time (ms) | fwd_microstep: ").count();
+    assert_eq!(breakdowns, 3, "steps 1, 2 and 4: {outcome:?}");
+    assert!(!outcome.stderr.contains("has no effect"), "{outcome:?}");
+
+    let text = &outcome.stdout;
+    assert!(text.contains("algbw (GB/s)") && text.contains("busbw (GB/s)"), "{text}");
+    // Four steps of one micro batch, with two exchanges in each pass of a layer.
+    let exchanges: u64 = text
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>())
+        .filter(|words| words.len() == 8 && words[0] == "all_to_all_strided")
+        .map(|words| words[3].parse::<u64>().unwrap())
+        .sum();
+    let record = place.read_json("out/run.json");
+    let layers = record["model"]["config"]["num_hidden_layers"].as_u64().unwrap();
+    assert_eq!(exchanges, 4 * layers * 4, "{text}");
+    assert_eq!(row(text, &["all_gather", "dp"]).len(), 8);
+    assert_eq!(row(text, &["Ulysses", "exchange"])[2], row(text, &["Ulysses", "exchange"])[3], "{text}");
+    let volumes = record["communication"]["volumes"].as_array().unwrap();
+    assert_eq!(volumes.len(), 3);
+    for volume in volumes {
+        assert!(number(&volume["sent_bytes"]) > 0.0, "{volume}");
+        // Besides the steps the ranks agree on their data and compare replicas: some numbers each.
+        let beside = number(&volume["sent_bytes"]) - number(&volume["planned_bytes"]);
+        assert!((0.0..2000.0).contains(&beside), "{volume}");
+    }
+
+    let profile = place.read("profile.txt");
+    assert!(profile.starts_with("flops profile of step 2, rank 0 of 4 (dp 2 × sp 2)"), "{profile}");
+    for part in ["layer 0, forward", "layer 1, backward", "head and loss, forward", "GFLOP/s"] {
+        assert!(profile.contains(part), "no {part} in {profile}");
+    }
+}
+
+#[test]
+fn the_communication_log_tells_the_operations_that_are_asked_for() {
+    let place = Workplace::new();
+    let logger = json!({ "enabled": true, "prof_all": false, "prof_ops": ["all_to_all_single"] });
+    place.write_config("c.json", json!({ "mesh_param": [2, 2], "comms_logger": logger }));
+    let text = place.run(&["train", "c.json"]).assert_done().stdout.clone();
+    let (_, table) = text.split_once("collectives of rank 0").unwrap();
+    assert!(table.contains("all_to_all_strided") && !table.contains("all_reduce"), "{table}");
+    place.write_config("c.json", json!({ "comms_logger": { "prof_ops": [1] } }));
+    place.run(&["train", "c.json"]).assert_refused(2, &["`comms_logger.prof_ops`", "an array of names"]);
+}
+
+#[test]
+fn event_files_and_csv_go_where_the_config_says() {
+    let place = Workplace::new();
+    let changes = json!({
+        "tensorboard": { "enabled": true, "output_path": "", "job_name": "board" },
+        "csv_monitor": { "enabled": true, "output_path": "tables", "job_name": "job" },
+    });
+    place.write_config("c.json", changes);
+    place.run(&["train", "c.json"]).assert_done();
+    let files: Vec<_> = std::fs::read_dir(place.path("out/board")).unwrap().collect();
+    assert_eq!(files.len(), 1);
+    let losses = place.losses("out/metrics.jsonl");
+    let expected: String =
+        losses.iter().enumerate().map(|(index, loss)| format!("{},{loss}\n", 4 * (index + 1))).collect();
+    assert_eq!(place.read("tables/job/Train_Samples_train_loss.csv"), format!("step,train_loss\n{expected}"));
+    assert_eq!(place.read("tables/job/Train_Steps_grad_norm.csv").lines().count(), 5);
+}
+
+#[test]
+fn what_a_run_was_stands_beside_its_metrics() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "mesh_param": [1, 2] }));
+    place.run(&["train", "c.json", "--seed", "7"]).assert_done();
+    let record = place.read_json("out/run.json");
+    assert_eq!(record["mesh"], json!({ "axes": ["dp", "sp"], "shape": [1, 2], "ranks": [0, 1] }));
+    assert_eq!(record["given_config"]["train_batch_size"], 4);
+    assert_eq!(record["totals"]["steps"], 4);
+    assert_eq!(record["ranks"].as_array().unwrap().len(), 2);
+    assert!(number(&record["ranks"][1]["peak_bytes"]) > 0.0, "{record}");
+    assert!(number(&record["environment"]["cores"]) >= 1.0, "{record}");
+    let command = record["command"].as_array().unwrap();
+    assert!(command.contains(&json!("--seed")), "{record}");
+}
