@@ -1,14 +1,17 @@
 //! What a run will need, before it runs: sums over the [`schedule`](mod@super::schedule) of a step.
 //!
 //! [`Workload::plan`] is the plan of one configuration, [`Workload::longest`] the longest sequence that fits,
-//! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change, [`scaling`] how the traffic of several kinds
+//! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change,
+//! [`Workload::propose`] the mesh to take on a cluster, [`scaling`] how the traffic of several kinds
 //! of sequence parallelism grows.
 
 mod alternatives;
+mod proposal;
 mod rank;
 pub mod scaling;
 
 pub use alternatives::{Alternative, MeshChoice};
+pub use proposal::{Proposal, Trial};
 pub use rank::{MomentMemory, RankPlan, Sent};
 
 use super::EngineError;
