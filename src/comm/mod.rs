@@ -12,6 +12,7 @@
 //! 5. `mpi`: the backend whose ranks are processes (feature `mpi`).
 //! 6. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
 //! 7. [`MeshGroups`]: the groups along the axes of a device mesh.
+//! 8. [`World`]: which process this is, by flags and launchers.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
@@ -27,10 +28,17 @@
 mod arguments;
 mod buffer;
 mod call;
+#[cfg_attr(
+    not(feature = "nccl"),
+    allow(dead_code, reason = "the other backends compare calls by themselves")
+)]
+mod checked;
+mod discovery;
 mod error;
 mod ext;
 pub mod fake;
 mod group;
+mod history;
 mod launch;
 mod mesh_groups;
 #[cfg(feature = "mpi")]
@@ -44,12 +52,13 @@ pub mod thread;
 pub mod traffic;
 
 pub use crate::ops::rank_reduce::ReduceOp;
+pub use discovery::{DiscoveryError, Launcher, Stated, World, WorldFlags};
 pub use error::CommError;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;
 pub use launch::{LaunchError, LaunchOptions, RankContext};
 pub use mesh_groups::MeshGroups;
-pub use pending::Pending;
+pub use pending::{Pending, take_waited};
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
 pub use stats::{CollectiveOp, GroupStats, OpStats};
 pub use thread::launch;

@@ -1,7 +1,19 @@
 //! An operation under way.
 
 use super::CommError;
+use std::cell::Cell;
 use std::fmt;
+use std::time::{Duration, Instant};
+
+thread_local! {
+    static WAITED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
+
+/// How long this thread has waited for operations to complete since it was last asked. What is left of a step is
+/// the rank's own work: the slowest rank is the one that waits least.
+pub fn take_waited() -> Duration {
+    WAITED.take()
+}
 
 type Completion = Box<dyn FnOnce() -> Result<(), CommError> + Send>;
 type Poison = Box<dyn FnOnce(&CommError) + Send>;
@@ -55,7 +67,11 @@ impl Pending {
     }
 
     fn complete(&mut self) -> Result<(), CommError> {
-        self.completion.take().map_or(Ok(()), |completion| completion())
+        let Some(completion) = self.completion.take() else { return Ok(()) };
+        let started = Instant::now();
+        let outcome = completion();
+        WAITED.set(WAITED.get() + started.elapsed());
+        outcome
     }
 }
 

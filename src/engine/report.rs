@@ -37,6 +37,8 @@ impl StepReport {
             overflow: self.overflow,
             comm_bytes: self.comm_bytes,
             data_seconds: 0.0,
+            slowest_rank: 0,
+            slowest_rank_ratio: 1.0,
             padding_share: 0.0,
             memory_bytes: u64::try_from(memory::live_bytes()).unwrap_or(0),
         }

@@ -75,6 +75,8 @@ mod tests {
             tokens_per_second: 4096.0,
             step_seconds: 2.0,
             data_seconds: 0.0,
+            slowest_rank: 0,
+            slowest_rank_ratio: 1.0,
             padding_share: 0.0,
             loss_scale: 1.0,
             skipped,

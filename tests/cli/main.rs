@@ -10,6 +10,8 @@ mod checkpoint;
 mod config;
 mod data;
 mod datasets;
+#[cfg(unix)]
+mod launch;
 mod mesh;
 mod plan;
 mod refused_arguments;

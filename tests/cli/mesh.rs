@@ -90,7 +90,7 @@ fn a_mesh_is_proposed_with_its_reasons() {
     );
     assert!(stdout.contains("is the smallest that fits, and divides the 8 ranks of a node"), "{stdout}");
     assert!(stdout.contains("sp groups exchange attention heads"), "the mesh is drawn: {stdout}");
-    propose("1000000", "16")
+    propose("1000000", "100")
         .assert_refused(1, &["no mesh of these ranks fits", "the longest sequence that fits is"]);
     Workplace::new().run(&["mesh", "--propose", "--nodes", "2"]).assert_refused(2, &["--devices-per-node"]);
 }

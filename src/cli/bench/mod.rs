@@ -14,6 +14,7 @@ mod train;
 mod training;
 mod turns;
 
+use super::ranks::{Ranks, RanksArgs};
 use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
 use clap::Subcommand;
 use report::Report;

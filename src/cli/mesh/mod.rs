@@ -12,6 +12,9 @@ use ulysses::mesh::{Cluster, DeviceMesh, HybridMeshShape, Preset, draw, draw_nod
 const USUAL_RANKS_PER_NODE: usize = 8;
 
 #[derive(clap::Args)]
+#[command(
+    after_help = "One of:\n  <SHAPE>    draws a mesh\n  --propose  names the mesh to take on a cluster, and draws it"
+)]
 pub(super) struct MeshArgs {
     /// Shape: `2x4` (dp × sp), with names `dp=2,pp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
     #[arg(allow_hyphen_values = true, required_unless_present = "propose", conflicts_with = "propose")]

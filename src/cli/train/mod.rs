@@ -9,8 +9,10 @@ mod prepare;
 mod reporter;
 mod resume;
 mod signals;
+mod stragglers;
 
 use super::evaluation::evaluate;
+use super::process::WorldArgs;
 use super::{DeviceArg, Failure, OrFail, data, note, print};
 use anyhow::Context;
 use candle_core::Device;
@@ -25,20 +27,19 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+use stragglers::Stragglers;
 use ulysses::checkpoint::{CheckpointError, OutputLock};
-use ulysses::comm::{LaunchError, LaunchOptions, MeshGroups, RankContext, launch};
-#[cfg(feature = "nccl")]
-use ulysses::config::Backend;
-use ulysses::config::{Config, Packing, ParameterGroup};
+use ulysses::comm::{LaunchError, LaunchOptions, MeshGroups, RankContext, launch, take_waited};
+use ulysses::config::{Backend, Config, Packing, ParameterGroup, RawConfig};
 use ulysses::data::Placement;
 use ulysses::device::DeviceKind;
 use ulysses::engine::{Engine, initialize};
-use ulysses::mesh::DeviceMesh;
+use ulysses::mesh::{Cluster, DeviceMesh};
 use ulysses::model::{LlamaConfig, Model, WeightSource};
 use ulysses::monitor::{EvalMetrics, Metrics, RankSummary, RunSummary, RunTotals};
 
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub(super) struct TrainArgs {
     /// DeepSpeed-style JSON config. Flags override what it says.
     config: PathBuf,
@@ -56,9 +57,13 @@ pub(super) struct TrainArgs {
     /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
     #[arg(long)]
     tokenizer: Option<String>,
-    /// Ranks: `DPxSP` or `dp=2,sp=2`. Must not contradict the config.
+    /// Ranks: `DPxSP`, `dp=2,sp=2`, or a preset (ddp, fsdp, ulysses), by itself for the processes of a job or as
+    /// `ulysses=NODESxRANKS`. Must not contradict the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
+    /// What the patterns of the config's `mesh_rules` are matched with; `HOST/cpu` or `HOST/cuda` without it.
+    #[arg(long, value_name = "TEXT")]
+    mesh_selector: Option<String>,
     /// Tokens in a row, over all sp ranks.
     #[arg(long, allow_negative_numbers = true)]
     seq_len: Option<usize>,
@@ -74,9 +79,12 @@ pub(super) struct TrainArgs {
     /// Where the ranks' tensors are: each rank has a GPU, or shares one.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
-    /// What carries the communication.
+    /// What carries the communication; without it, the config's, or what connects the processes that a launcher has
+    /// started, or threads.
     #[arg(long)]
     backend: Option<BackendArg>,
+    #[command(flatten)]
+    world: WorldArgs,
     /// Directory for metrics.jsonl and the resolved config; `runs/NAME-N` without it.
     #[arg(long)]
     output: Option<String>,
@@ -89,6 +97,23 @@ pub(super) struct TrainArgs {
     seed: Option<u64>,
 }
 
+impl TrainArgs {
+    /// Whether the run goes on from a checkpoint.
+    #[cfg(unix)]
+    pub(super) fn resumes(&self) -> bool {
+        self.resume.is_some()
+    }
+
+    /// The config of the run, as one of so many processes will have it, and the backend that file or flag states.
+    #[cfg(unix)]
+    pub(super) fn for_launch(&self, num_processes: usize) -> Result<(Config, Option<Backend>), Failure> {
+        let raw = RawConfig::from_file(&self.config).or_usage()?;
+        let cluster = Cluster { nodes: 1, ranks_per_node: num_processes };
+        let config = prepare::resolve(&raw, &prepare::overrides(self.clone(), Some(cluster))?)?;
+        Ok((config, self.backend.map(Backend::from).or(raw.backend())))
+    }
+}
+
 #[derive(Clone, Copy, ValueEnum)]
 enum BackendArg {
     /// Ranks are threads of this process.
@@ -97,6 +122,16 @@ enum BackendArg {
     Nccl,
     /// Ranks are processes that `mpirun` has started (feature `mpi`).
     Mpi,
+}
+
+impl From<BackendArg> for Backend {
+    fn from(backend: BackendArg) -> Self {
+        match backend {
+            BackendArg::Thread => Self::Thread,
+            BackendArg::Nccl => Self::Nccl,
+            BackendArg::Mpi => Self::Mpi,
+        }
+    }
 }
 
 /// Everything that the ranks share.
@@ -210,9 +245,10 @@ impl Run {
         self.check_agreement(&mut engine, last_step)?;
         let reporter = || Reporter::new(self, first_step, last_step);
         let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
+        let stragglers = Stragglers::new(&groups)?;
         let mut stopped = false;
         while engine.attempted_steps() < last_step && !stopped {
-            let metrics = step(&mut engine, &mut feed)?;
+            let metrics = step(&mut engine, &mut feed, &stragglers)?;
             if let Some(reporter) = &mut reporter {
                 reporter.record(&metrics)?;
             }
@@ -259,17 +295,23 @@ impl Run {
 }
 
 /// One step of one rank.
-fn step(engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<Metrics> {
+fn step(engine: &mut Engine, feed: &mut Feed<'_>, stragglers: &Stragglers) -> anyhow::Result<Metrics> {
+    // What came between two steps is no part of either.
+    take_waited();
     let start = Instant::now();
     if feed.begin_step(engine.attempted_steps())? {
         // Nothing of the old length is asked for again.
         engine.workspace().clear();
     }
     let report = engine.train_batch(|| feed.next_micro_batch())?;
+    let (elapsed, data_seconds) = (start.elapsed(), feed.take_waited());
+    let slowest = stragglers.slowest(elapsed, Duration::from_secs_f64(data_seconds))?;
     Ok(Metrics {
-        data_seconds: feed.take_waited(),
+        data_seconds,
         padding_share: feed.phase().data.padding_share(),
-        ..report.metrics(start.elapsed().as_secs_f64())
+        slowest_rank: slowest.rank,
+        slowest_rank_ratio: slowest.ratio,
+        ..report.metrics(elapsed.as_secs_f64())
     })
 }
 

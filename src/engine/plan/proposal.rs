@@ -131,20 +131,20 @@ mod tests {
 
     #[test]
     fn a_sequence_goes_across_nodes_only_when_one_node_is_too_small() {
-        let whole_node = workload(1 << 20).on_cluster(TWO_OF_8, 8).plan().unwrap().peak_bytes;
-        let proposal = workload(1 << 20).propose(TWO_OF_8, whole_node - 1).unwrap();
+        let whole_node = workload(1 << 22).on_cluster(TWO_OF_8, 8).plan().unwrap().peak_bytes;
+        let proposal = workload(1 << 22).propose(TWO_OF_8, whole_node - 1).unwrap();
         assert_eq!((proposal.chosen.sp, proposal.chosen.nodes_per_sequence), (16, 2));
         assert!(proposal.chosen.fits);
-        assert_eq!(workload(1 << 20).propose(TWO_OF_8, whole_node).unwrap().chosen.sp, 8);
+        assert_eq!(workload(1 << 22).propose(TWO_OF_8, whole_node).unwrap().chosen.sp, 8);
     }
 
     #[test]
     fn where_nothing_fits_the_longest_sequence_that_would_is_told() {
-        let proposal = workload(1 << 22).propose(TWO_OF_8, 24 * GIB).unwrap();
+        let proposal = workload(1 << 22).propose(TWO_OF_8, 160 * GIB).unwrap();
         assert!(!proposal.chosen.fits && proposal.tried.len() == 5, "{proposal:?}");
         let longest = proposal.max_seq_len.unwrap();
         let chosen = proposal.chosen.sp;
         let peak = |seq_len| workload(seq_len).on_cluster(TWO_OF_8, chosen).plan().unwrap().peak_bytes;
-        assert!(peak(longest) <= 24 * GIB && peak(longest + 1) > 24 * GIB);
+        assert!(peak(longest) <= 160 * GIB && peak(longest + 1) > 160 * GIB);
     }
 }
