@@ -12,10 +12,14 @@ mod doctor;
 mod documented;
 mod eval;
 mod evaluation;
+#[cfg(unix)]
+mod launch;
 mod manual;
 mod mesh;
 mod model;
 mod plan;
+mod process;
+mod ranks;
 pub(crate) mod settings;
 mod tokens;
 mod train;
@@ -45,6 +49,9 @@ struct Cli {
 enum Command {
     /// Train a model by a DeepSpeed-style JSON config.
     Train(train::TrainArgs),
+    /// Start processes on this machine, watch them, and start them anew when one fails.
+    #[cfg(unix)]
+    Launch(launch::LaunchArgs),
     /// Run one batch on a mesh and compare it with a single rank, or write what it gives.
     Verify(verify::VerifyArgs),
     /// Compute the loss, perplexity and bits per byte of a model on data.
@@ -88,6 +95,11 @@ pub(crate) enum Failure {
         /// The last step that was done.
         step: u64,
     },
+    /// The processes of a job have ended with this exit code because a signal asked them to.
+    Ended {
+        /// The exit code.
+        exit_code: u8,
+    },
 }
 
 /// Marks errors with the exit code that they end in.
@@ -117,6 +129,8 @@ pub(crate) fn run() -> ExitCode {
     settings::start_logging(tracer.as_ref());
     let result = match cli.command {
         Command::Train(args) => train::run(args, tracer),
+        #[cfg(unix)]
+        Command::Launch(args) => launch::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Plan(args) => plan::run(args),
@@ -135,6 +149,7 @@ pub(crate) fn run() -> ExitCode {
             note(format_args!("stopped by a signal after step {step}; --resume goes on"));
             return ExitCode::from(75);
         }
+        Err(Failure::Ended { exit_code }) => return ExitCode::from(exit_code),
         Err(Failure::Run(error)) => (error, 1),
         Err(Failure::Usage(error)) => (error, 2),
     };
@@ -146,7 +161,6 @@ pub(crate) fn run() -> ExitCode {
 static IS_SILENT: AtomicBool = AtomicBool::new(false);
 
 /// Lets [`print`] and [`note`] say nothing, or speak again: of the processes of a job one talks.
-#[cfg(feature = "mpi")]
 fn silence(is_silent: bool) {
     IS_SILENT.store(is_silent, Ordering::Relaxed);
 }

@@ -49,6 +49,15 @@ impl MeshGroups {
         Ok(Self { mesh: mesh.clone(), world, whole, axes, device: Device::Cpu })
     }
 
+    /// The groups of the same ranks along the axes of [`DeviceMesh::hybrid_sharded`]: [`SHARD_AXIS`](super::SHARD_AXIS)
+    /// and [`REPLICAS_AXIS`](super::REPLICAS_AXIS). Collective, as [`new`](Self::new).
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and when the mesh cannot be divided so.
+    pub fn hybrid_sharded(&self, shard_size: usize) -> Result<Self, CommError> {
+        Ok(Self::new(&self.mesh.hybrid_sharded(shard_size)?, self.world.clone())?.on(self.device.clone()))
+    }
+
     /// The same groups for tensors on `device` (torch's `init_device_mesh` takes one as well); without it they
     /// are on the CPU.
     #[must_use]

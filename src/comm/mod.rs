@@ -13,6 +13,7 @@
 //! 6. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
 //! 7. [`MeshGroups`]: the groups along the axes of a device mesh.
 //! 8. [`CommTimer`]: what a rank's calls cost it in time, around any of them.
+//! 9. [`World`]: which process this is, by flags and launchers.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
@@ -28,10 +29,17 @@
 mod arguments;
 mod buffer;
 mod call;
+#[cfg_attr(
+    not(feature = "nccl"),
+    allow(dead_code, reason = "the other backends compare calls by themselves")
+)]
+mod checked;
+mod discovery;
 mod error;
 mod ext;
 pub mod fake;
 mod group;
+mod history;
 mod launch;
 mod mesh_groups;
 #[cfg(feature = "mpi")]
@@ -45,7 +53,9 @@ pub mod thread;
 mod timed;
 pub mod traffic;
 
+pub use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 pub use crate::ops::rank_reduce::ReduceOp;
+pub use discovery::{DiscoveryError, Launcher, Stated, World, WorldFlags};
 pub use error::CommError;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;

@@ -114,6 +114,7 @@ impl Checker<'_, '_> {
             (Kind::Pairs(pair), Value::Array(array)) => {
                 return self.elements(path, &array.elements, Kind::TwoCounts(pair));
             }
+            (Kind::Rules, Value::Array(array)) => return self.elements(path, &array.elements, Kind::Rule),
             (Kind::SwitchOrSection(_), Value::BooleanLit(_)) => {
                 self.report.note(format!(
                     "`{path}` as a whole is true or false in old files only: set `{path}.stage`"
@@ -224,6 +225,14 @@ fn is_valid(kind: Kind, value: &Value<'_>) -> bool {
         (Kind::Text | Kind::TextOrSections(_), Value::StringLit(text)) => !text.value.is_empty(),
         (Kind::Choice(names), Value::StringLit(text)) => {
             names.iter().any(|name| name.eq_ignore_ascii_case(&text.value))
+        }
+        (Kind::Rule, Value::Array(array)) => {
+            let is_text = |value: &Value<'_>| is_valid(Kind::Text, value);
+            match array.elements.as_slice() {
+                [pattern, Value::NullKeyword(_)] => is_text(pattern),
+                [pattern, mesh] => is_text(pattern) && is_text(mesh),
+                _ => false,
+            }
         }
         (Kind::Variant { variants, .. }, Value::StringLit(text)) => {
             variants.iter().any(|variant| variant.name.eq_ignore_ascii_case(&text.value))

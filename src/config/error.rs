@@ -3,6 +3,7 @@
 use super::batch::BatchError;
 use super::diagnostic::{Diagnostic, Excerpt, Position};
 use super::mesh_shape::MeshShapeError;
+use crate::mesh::MeshError;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -43,6 +44,18 @@ pub enum ConfigError {
         file: String,
         /// What contradicts what.
         reason: Box<MeshShapeError>,
+    },
+    /// The mesh of the rule that applies is none, or none for as many ranks.
+    #[error("{file}: `ulysses.mesh_rules` gives `{selector}` the mesh `{mesh}`: {source}")]
+    MeshRule {
+        /// The file.
+        file: String,
+        /// What the rule matches.
+        selector: String,
+        /// Its mesh.
+        mesh: String,
+        /// What is wrong with it.
+        source: Box<MeshError>,
     },
     /// The batch sizes do not fit together.
     #[error("{}{reason}{}", file_and_place(file, place), below(place))]

@@ -34,12 +34,15 @@ pub enum SizeOrigin {
     },
     /// The command line's `--mesh`.
     Flag,
+    /// The rule of `ulysses.mesh_rules` that applies.
+    Rule,
 }
 
 impl fmt::Display for StatedSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.origin {
             SizeOrigin::Key { key, position } => write!(f, "{} by `{key}` ({position})", self.size),
+            SizeOrigin::Rule => write!(f, "{} by a rule of `ulysses.mesh_rules`", self.size),
             SizeOrigin::Flag => write!(f, "{} by the flag --mesh", self.size),
         }
     }

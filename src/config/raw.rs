@@ -7,6 +7,7 @@ use super::diagnostic::{Excerpt, Position};
 use super::document::{self, MAX_FILE_BYTES};
 use super::error::ConfigError;
 use super::memory::MemoryConfig;
+use super::mesh_rules::MeshRule;
 use super::mesh_shape::{SizeOrigin, StatedSize};
 use super::monitoring::MonitoringConfig;
 use super::optimizer::OptimizerConfig;
@@ -70,14 +71,21 @@ pub(super) struct UlyssesSection {
     pub(super) packing: Packing,
     pub(super) validation: Option<ValidationConfig>,
     pub(super) threads_per_rank: Option<usize>,
-    pub(super) backend: Backend,
+    pub(super) backend: Option<Backend>,
+    pub(super) mesh_rules: Vec<MeshRule>,
     pub(super) comm_check: bool,
+    pub(super) comm_timeout_seconds: u64,
     pub(super) activation_checkpointing: bool,
     pub(super) loss_tile_tokens: usize,
     pub(super) parameter_groups: Vec<ParameterGroup>,
 }
 
 impl RawConfig {
+    /// `ulysses.backend`, if the file says what carries the communication.
+    pub fn backend(&self) -> Option<Backend> {
+        self.ulysses.backend
+    }
+
     /// Reads and checks a file of at most 16 MiB.
     ///
     /// # Errors
@@ -187,11 +195,13 @@ impl UlyssesSection {
             packing: section.choice("packing", Packing::CHOICES).unwrap_or_default(),
             validation: ValidationConfig::read(section),
             threads_per_rank: section.count("threads_per_rank"),
-            backend: section.choice("backend", Backend::CHOICES).unwrap_or_default(),
+            backend: section.choice("backend", Backend::CHOICES),
+            mesh_rules: MeshRule::read_all(section),
             comm_check: section
                 .section("comm")
                 .choice("check", &[("off", false), ("on", true)])
                 .unwrap_or_default(),
+            comm_timeout_seconds: section.section("comm").integer("timeout_seconds").unwrap_or_default(),
             activation_checkpointing: section.boolean("activation_checkpointing"),
             loss_tile_tokens: section.count("loss_tile_tokens").unwrap_or(1),
             parameter_groups: ParameterGroup::read_all(section, optimizer_lr),

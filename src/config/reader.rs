@@ -90,6 +90,24 @@ impl<'a> Section<'a> {
         }
     }
 
+    /// The pairs of a pattern and a mesh of the array at `name`; what is none has been reported.
+    pub(super) fn rules(&self, name: &'static str) -> Vec<(String, Option<String>)> {
+        let rule = |value: &Value<'_>| match value {
+            Value::Array(array) => match array.elements.as_slice() {
+                [Value::StringLit(pattern), Value::StringLit(mesh)] => {
+                    Some((pattern.value.to_string(), Some(mesh.value.to_string())))
+                }
+                [Value::StringLit(pattern), Value::NullKeyword(_)] => Some((pattern.value.to_string(), None)),
+                _ => None,
+            },
+            _ => None,
+        };
+        match self.find(name) {
+            Some(Found::Given(Value::Array(array))) => array.elements.iter().filter_map(rule).collect(),
+            _ => Vec::new(),
+        }
+    }
+
     pub(super) fn is_present(&self) -> bool {
         self.object.is_some()
     }

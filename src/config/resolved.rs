@@ -6,6 +6,7 @@ use super::checkpoint::CheckpointConfig;
 use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::error::ConfigError;
 use super::memory::MemoryConfig;
+use super::mesh_rules::{MeshRule, sizes_of};
 use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
 use super::monitoring::MonitoringConfig;
 use super::optimizer::OptimizerConfig;
@@ -14,6 +15,7 @@ use super::precision::Precision;
 use super::raw::RawConfig;
 use super::schedule::{LrSchedule, SchedulerConfig};
 use super::zero_stage::ZeroStage;
+use crate::mesh::{Cluster, RuledMesh};
 use serde::Serialize;
 use std::path::Path;
 
@@ -83,8 +85,12 @@ pub struct Config {
     pub threads_per_rank: Option<usize>,
     /// `ulysses.backend`: what carries the communication; default threads.
     pub backend: Backend,
+    /// `ulysses.mesh_rules`: meshes by machine; the one that applies is in the sizes above. Default none.
+    pub mesh_rules: Vec<MeshRule>,
     /// `ulysses.comm.check`: compare the calls of all ranks, where that costs messages; default off.
     pub comm_check: bool,
+    /// `ulysses.comm.timeout_seconds`: how long a rank waits for the others in an operation; default 300.
+    pub comm_timeout_seconds: u64,
     /// `ulysses.activation_checkpointing`: recompute activations in the backward pass; default false.
     pub activation_checkpointing: bool,
     /// `ulysses.loss_tile_tokens`: tokens whose logits exist at a time; default 1024.
@@ -154,6 +160,11 @@ impl Backend {
 pub struct Overrides {
     /// `--mesh`: the sizes of (dp, sp).
     pub mesh: Option<(usize, usize)>,
+    /// `--mesh-selector`: what the patterns of `ulysses.mesh_rules` are matched with, as long as `mesh` is none;
+    /// without it no rule applies.
+    pub mesh_selector: Option<String>,
+    /// How many ranks share a node, where a launcher says so: for meshes whose sizes follow from it.
+    pub ranks_per_node: Option<usize>,
     /// How many ranks there are, where a launcher rather than the mesh says so; dp is then inferred from it.
     pub world_size: Option<usize>,
     /// `--seq-len`.
@@ -232,8 +243,10 @@ impl RawConfig {
             packing: overrides.packing.unwrap_or(file.packing),
             validation: file.validation.clone(),
             threads_per_rank: overrides.threads_per_rank.or(file.threads_per_rank),
-            backend: overrides.backend.unwrap_or(file.backend),
+            backend: overrides.backend.or(file.backend).unwrap_or_default(),
+            mesh_rules: file.mesh_rules.clone(),
             comm_check: file.comm_check,
+            comm_timeout_seconds: file.comm_timeout_seconds,
             activation_checkpointing: file.activation_checkpointing,
             loss_tile_tokens: file.loss_tile_tokens,
             memory: self.memory.clone(),
@@ -263,8 +276,15 @@ impl RawConfig {
         let with_flag = |file: &[StatedSize], size: Option<usize>| -> Vec<_> {
             file.iter().copied().chain(size.map(flag)).collect()
         };
-        let dp = with_flag(&self.dp_sizes, overrides.mesh.map(|(dp, _)| dp));
-        let sp = with_flag(&self.sp_sizes, overrides.mesh.map(|(_, sp)| sp));
+        let (dp_sizes, sp_sizes) = match self.ruled_mesh(overrides)? {
+            None => (self.dp_sizes.clone(), self.sp_sizes.clone()),
+            Some(sizes) => sizes.map_or_else(Default::default, |(dp, sp)| {
+                let of_rule = |size| vec![StatedSize { size, origin: SizeOrigin::Rule }];
+                (of_rule(dp), of_rule(sp))
+            }),
+        };
+        let dp = with_flag(&dp_sizes, overrides.mesh.map(|(dp, _)| dp));
+        let sp = with_flag(&sp_sizes, overrides.mesh.map(|(_, sp)| sp));
         MeshShape::resolve(&dp, &sp, overrides.world_size)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
@@ -272,6 +292,32 @@ impl RawConfig {
     fn resolve_shard_size(&self, dp: usize) -> Result<Option<usize>, ConfigError> {
         MeshShape::shard_size(&self.shard_sizes, dp)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+    }
+
+    /// What a rule puts in the place of the file's sizes, if one applies: sizes, or none.
+    fn ruled_mesh(&self, overrides: &Overrides) -> Result<Option<Option<(usize, usize)>>, ConfigError> {
+        let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none());
+        let Some(selector) = selector else { return Ok(None) };
+        // Patterns that are none were refused when the file was read.
+        let Ok(rules) = MeshRule::compile(&self.ulysses.mesh_rules) else { return Ok(None) };
+        let cluster = overrides.world_size.map(|ranks| {
+            let ranks_per_node = overrides.ranks_per_node.filter(|of_node| ranks.is_multiple_of(*of_node));
+            let ranks_per_node = ranks_per_node.unwrap_or(ranks);
+            Cluster { nodes: ranks / ranks_per_node.max(1), ranks_per_node }
+        });
+        match rules.select(selector) {
+            RuledMesh::Unruled => Ok(None),
+            RuledMesh::Cleared => Ok(Some(None)),
+            RuledMesh::Mesh(mesh) => match sizes_of(mesh, cluster) {
+                Ok(sizes) => Ok(Some(Some(sizes))),
+                Err(source) => Err(ConfigError::MeshRule {
+                    file: self.file.clone(),
+                    selector: selector.clone(),
+                    mesh: mesh.to_owned(),
+                    source: Box::new(source),
+                }),
+            },
+        }
     }
 
     fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<String> {

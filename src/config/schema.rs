@@ -134,6 +134,8 @@ fn value(kind: Kind) -> Value {
             json!({ "anyOf": [text, { "type": "array", "items": element, "minItems": 1 }] })
         }
         Kind::Pairs(pair) => json!({ "type": "array", "items": value(Kind::TwoCounts(pair)) }),
+        Kind::Rules => json!({ "type": "array", "items": value(Kind::Rule) }),
+        Kind::Rule => pair(json!({ "anyOf": [value(Kind::Text), { "type": "null" }] })),
         Kind::Sections(keys) => json!({ "type": "array", "items": object(keys) }),
         Kind::SwitchOrSection(keys) => json!({ "anyOf": [object(keys), { "type": "boolean" }] }),
         Kind::Variant { variants, .. } => {

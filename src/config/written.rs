@@ -3,6 +3,7 @@
 use super::checkpoint::CheckpointConfig;
 use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::memory::{MemoryConfig, Offload};
+use super::mesh_rules::MeshRule;
 use super::monitoring::{CommsLoggerConfig, EventFilesConfig, FlopsProfilerConfig};
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
@@ -100,8 +101,9 @@ struct WrittenUlysses<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     threads_per_rank: Option<usize>,
     backend: Backend,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    comm: Option<WrittenComm>,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    mesh_rules: &'a [MeshRule],
+    comm: WrittenComm,
     activation_checkpointing: bool,
     loss_tile_tokens: usize,
     #[serde(flatten)]
@@ -117,6 +119,7 @@ fn write_sources<S: Serializer>(sources: &[DataSource], serializer: S) -> Result
 #[derive(Serialize)]
 struct WrittenComm {
     check: &'static str,
+    timeout_seconds: u64,
 }
 
 impl Serialize for Config {
@@ -169,7 +172,11 @@ impl Serialize for Config {
                 validation: self.validation.as_ref(),
                 threads_per_rank: self.threads_per_rank,
                 backend: self.backend,
-                comm: self.comm_check.then_some(WrittenComm { check: "on" }),
+                mesh_rules: &self.mesh_rules,
+                comm: WrittenComm {
+                    check: if self.comm_check { "on" } else { "off" },
+                    timeout_seconds: self.comm_timeout_seconds,
+                },
                 activation_checkpointing: self.activation_checkpointing,
                 loss_tile_tokens: self.loss_tile_tokens,
                 memory: &self.memory,

@@ -36,6 +36,7 @@ impl StepReport {
             skipped: self.skipped,
             overflow: self.overflow,
             comm_bytes: self.comm_bytes,
+            slowest_rank_ratio: 1.0,
             memory_bytes: u64::try_from(memory::live_bytes()).unwrap_or(0),
             memory_by_category: memory::live_by_category(),
             peak_memory_bytes: u64::try_from(memory::peak_bytes()).unwrap_or(0),

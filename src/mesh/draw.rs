@@ -3,7 +3,7 @@
 use super::{DeviceMesh, notation};
 use std::fmt::Write as _;
 
-const WIDTH: usize = 80;
+pub(super) const WIDTH: usize = 80;
 /// Rows of a grid, and grids of a mesh with more than two axes, that are drawn before some are left out.
 const MAX_ROWS: usize = 16;
 const MAX_GRIDS: usize = 4;
@@ -120,7 +120,7 @@ fn draw_meaning(mesh: &DeviceMesh, text: &mut String) {
 }
 
 /// `[0 1 2 3]`, cut to a line of `width` columns.
-fn list(ranks: &[usize], width: usize) -> String {
+pub(super) fn list(ranks: &[usize], width: usize) -> String {
     let widest = ranks.iter().max().map_or(1, |&rank| digits(rank));
     let max_entries = (width.saturating_sub(1) / (widest + 1)).max(3);
     let entry =

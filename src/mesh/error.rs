@@ -153,6 +153,65 @@ pub enum MeshError {
         /// The axis of the mesh they were taken from.
         axis: String,
     },
+    /// Not one name and one size of each side for every axis.
+    #[error(
+        "a hybrid mesh has one size per axis within a node and one between nodes, got {axes} axes, {intra} size(s) \
+         within a node and {inter} between nodes"
+    )]
+    HybridLengths {
+        /// Number of axis names.
+        axes: usize,
+        /// Number of sizes within a node.
+        intra: usize,
+        /// Number of sizes between nodes.
+        inter: usize,
+    },
+    /// One side of a hybrid mesh is wrong by itself.
+    #[error("{side}: {source}")]
+    Side {
+        /// `within a node` or `between nodes`.
+        side: &'static str,
+        /// What is wrong with it.
+        source: Box<MeshError>,
+    },
+    /// No axis can run across the nodes.
+    #[error(
+        "no axis of {mesh} divides by the {nodes} nodes that it should run across; give the sizes within a node and \
+         between nodes one by one"
+    )]
+    NoAxisAcrossNodes {
+        /// The mesh in the notation `name=size,…`.
+        mesh: String,
+        /// Number of nodes.
+        nodes: usize,
+    },
+    /// Devices on more or fewer nodes than the mesh has.
+    #[error("the mesh has {nodes} nodes, but the devices are on {found}")]
+    NodeCount {
+        /// Nodes of the mesh.
+        nodes: usize,
+        /// Nodes of the devices.
+        found: usize,
+    },
+    /// A node with more or fewer devices than the mesh has on each.
+    #[error("the mesh has {ranks_per_node} ranks on each node, but node {node} has {found} devices")]
+    UnevenNode {
+        /// The node.
+        node: usize,
+        /// Ranks on a node of the mesh.
+        ranks_per_node: usize,
+        /// Devices of the node.
+        found: usize,
+    },
+    /// A preset without a number of ranks to take its sizes from.
+    #[error(
+        "the mesh `{preset}` takes its sizes from the processes of a job, and there are none here: write \
+         `{preset}=NODESxRANKS`, such as `{preset}=2x8`"
+    )]
+    PresetWithoutCluster {
+        /// Its name.
+        preset: String,
+    },
     /// Text that is no mesh.
     #[error(
         "cannot read `{text}` as a mesh: {reason}; write DPxSP such as `2x4`, or axes such as `dp=2,sp=4`"

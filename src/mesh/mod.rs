@@ -4,7 +4,9 @@
 //! creates no communicators; `comm` turns its ordered lists of ranks into process groups.
 //!
 //! Ranks are row-major, the last axis fastest, unless an order is given. With axes `dp, sp` the peers that
-//! exchange attention heads are therefore neighbours, on one node where that is possible.
+//! exchange attention heads are therefore neighbours, on one node where that is possible. A
+//! [`HybridMeshShape`] says which part of each axis is within a node, a [`Preset`] names a mesh by what it is for,
+//! and [`MeshRules`] choose one by the machine.
 //!
 //! ```
 //! use ulysses::mesh::DeviceMesh;
@@ -18,17 +20,27 @@
 
 mod draw;
 mod error;
+mod hybrid;
+mod nodes;
 mod notation;
+mod preset;
+mod rules;
 mod shard;
 mod sharding;
 mod slice;
+mod svg;
 #[cfg(test)]
 mod tests;
 
 pub use draw::draw;
 pub use error::MeshError;
+pub use hybrid::{Cluster, Device, HybridMeshShape};
+pub use nodes::{Reach, draw_nodes};
+pub use preset::Preset;
+pub use rules::{MeshRules, RuledMesh};
 pub use shard::shard_range;
 pub use sharding::{REPLICAS_AXIS, SHARD_AXIS};
+pub use svg::svg;
 
 use std::collections::HashSet;
 

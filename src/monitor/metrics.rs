@@ -28,6 +28,10 @@ pub struct Metrics {
     pub data_seconds: f64,
     /// The share of the rows that is padding, over all the data.
     pub padding_share: f64,
+    /// The rank that worked longest in the step, waiting for others and data left out; 0 for a single rank.
+    pub slowest_rank: usize,
+    /// Its time relative to the mean of all ranks; 1 for a single rank. Where a GPU works, the time of the host.
+    pub slowest_rank_ratio: f64,
     /// Factor on the loss in mixed precision; 1 in f32.
     pub loss_scale: f64,
     /// Nothing was updated.

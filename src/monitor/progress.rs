@@ -168,6 +168,7 @@ mod tests {
             tokens: 8192,
             tokens_per_second: 4096.0,
             step_seconds: 2.0,
+            slowest_rank_ratio: 1.0,
             loss_scale: 1.0,
             skipped,
             ..Metrics::default()

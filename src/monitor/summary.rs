@@ -98,11 +98,10 @@ impl RunSummary {
             self.ranks.iter().flat_map(RankSummary::traffic).map(|(axis, op, _)| (axis, op)).collect();
         let mut header = vec!["rank".to_owned()];
         for (axis, op) in &columns {
-            match op {
-                CollectiveOp::AllToAllStrided => {
-                    header.extend([format!("{axis} all_to_all"), "formula".into()])
-                }
-                op => header.push(format!("{axis} {op}")),
+            if is_exchange(*op) {
+                header.extend([format!("{axis} all_to_all"), "formula".into()]);
+            } else {
+                header.push(format!("{axis} {op}"));
             }
         }
         let row = |rank: &RankSummary| {
@@ -111,7 +110,7 @@ impl RunSummary {
                 let sent =
                     rank.traffic().find(|(axis, op, _)| (*axis, *op) == *column).map_or(0, |(.., sent)| sent);
                 row.push(bytes(sent));
-                if column.1 == CollectiveOp::AllToAllStrided {
+                if is_exchange(column.1) {
                     row.push(bytes(rank.expected_exchange_bytes));
                 }
             }
@@ -146,6 +145,11 @@ impl RunSummary {
         };
         std::iter::once(header.map(str::to_owned).to_vec()).chain(self.ranks.iter().map(row)).collect()
     }
+}
+
+/// The Ulysses exchange goes by blocks where a backend can, else it is packed.
+fn is_exchange(op: CollectiveOp) -> bool {
+    matches!(op, CollectiveOp::AllToAllStrided | CollectiveOp::AllToAll)
 }
 
 impl RankSummary {
@@ -214,6 +218,8 @@ mod tests {
             tokens_per_second: 1.0,
             step_seconds: 1.0,
             data_seconds: 0.25,
+            slowest_rank: 0,
+            slowest_rank_ratio: 1.0,
             padding_share: 0.125,
             loss_scale: 1.0,
             skipped,

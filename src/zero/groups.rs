@@ -1,7 +1,6 @@
 //! The groups that ZeRO communicates with: who holds the other partitions, and who holds the same one.
 
-use crate::comm::{CommError, MeshGroups, ProcessGroup};
-use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
+use crate::comm::{CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, SHARD_AXIS};
 use std::sync::Arc;
 
 /// The groups of one rank that gradients are summed over.
@@ -36,7 +35,7 @@ impl ZeroGroups {
         let hybrid = match shard_size.filter(|&size| size != dp.world_size()) {
             None => None,
             Some(size) => {
-                let hybrid = MeshGroups::new(&groups.mesh().hybrid_sharded(size)?, groups.world().clone())?;
+                let hybrid = groups.hybrid_sharded(size)?;
                 // The same ordered list of ranks has one group.
                 let known = |group: Arc<dyn ProcessGroup>| {
                     [&dp, &sp].into_iter().find(|known| are_same(known, &group)).cloned().unwrap_or(group)

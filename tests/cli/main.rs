@@ -11,6 +11,8 @@ mod config;
 mod data;
 mod datasets;
 mod doctor;
+#[cfg(unix)]
+mod launch;
 mod manual;
 mod mesh;
 mod monitors;

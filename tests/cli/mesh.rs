@@ -32,6 +32,70 @@ fn a_drawing_shows_ranks_groups_and_what_they_do() {
 }
 
 #[test]
+fn nodes_are_drawn_with_the_groups_that_leave_them() {
+    let text = drawing(&["2x4", "--nodes", "2"]);
+    assert!(text.contains("   0  [0 1 2 3]\n   1  [4 5 6 7]\n"), "{text}");
+    assert!(text.contains("dp: 4 groups of 2, across 2 nodes\nsp: 2 groups of 4, within a node\n"), "{text}");
+    let hybrid = drawing(&["2x4", "--inter", "1x2"]);
+    for row in ["0 │  0  1  2  3  8  9 10 11", "1 │  4  5  6  7 12 13 14 15"] {
+        assert!(hybrid.contains(row), "{hybrid}");
+    }
+    let refused = |arguments: &[&str], expected: &[&str]| {
+        Workplace::new().run(&[&["mesh"], arguments].concat()).assert_refused(2, expected);
+    };
+    refused(
+        &["2x2", "--nodes", "4", "--devices-per-node", "1"],
+        &["no axis of dp=2,sp=2 divides by the 4 nodes"],
+    );
+    refused(&["2x2", "--nodes", "3", "--devices-per-node", "2"], &["takes 4 ranks, but there are 6"]);
+    refused(&["2x2", "--inter", "dp=2"], &["both need the same axes"]);
+    refused(&["fsdp"], &["`fsdp=NODESxRANKS`"]);
+}
+
+#[test]
+fn presets_draw_the_mesh_that_they_stand_for() {
+    let text = drawing(&["ulysses_hsdp", "--nodes", "2", "--devices-per-node", "8"]);
+    assert!(text.starts_with("mesh dp_replicate=2,dp_shard=2,sp=4: 16 ranks\n"), "{text}");
+    assert!(text.contains("dp_replicate: 8 groups of 2, across 2 nodes"), "{text}");
+    assert!(drawing(&["hsdp=2x4"]).starts_with("mesh dp_replicate=2,dp_shard=4: 8 ranks\n"));
+    assert!(drawing(&["fsdp", "--world-size", "6"]).starts_with("mesh dp=6,sp=1: 6 ranks\n"));
+}
+
+#[test]
+fn a_mesh_is_drawn_to_a_file() {
+    let place = Workplace::new();
+    let outcome = place.run(&["mesh", "2x4", "--nodes", "2", "--svg", "mesh.svg"]);
+    assert!(outcome.assert_done().stderr.contains("drawn to mesh.svg"), "{outcome:?}");
+    let svg = place.read("mesh.svg");
+    assert!(svg.starts_with("<svg ") && svg.matches("<title>rank ").count() == 16, "{svg}");
+    place
+        .run(&["mesh", "2x4", "--svg", "no/such/dir.svg"])
+        .assert_refused(1, &["cannot write no/such/dir.svg"]);
+}
+
+#[test]
+fn a_mesh_is_proposed_with_its_reasons() {
+    let propose = |seq_len: &str, memory: &str| {
+        let cluster =
+            ["mesh", "--propose", "--nodes", "2", "--devices-per-node", "8", "--model", "llama3-8b"];
+        Workplace::new().run(&[&cluster[..], &["--seq-len", seq_len, "--memory-gib", memory]].concat())
+    };
+    let text = propose("1024", "80");
+    assert!(text.assert_done().stdout.contains("--mesh 16x1: whole sequences fit"), "{text:?}");
+    let text = propose("131072", "80");
+    let stdout = &text.assert_done().stdout;
+    assert!(
+        stdout.contains("16x1: ZeRO stage 3, sequences within a node") && stdout.contains("too much"),
+        "{stdout}"
+    );
+    assert!(stdout.contains("is the smallest that fits, and divides the 8 ranks of a node"), "{stdout}");
+    assert!(stdout.contains("sp groups exchange attention heads"), "the mesh is drawn: {stdout}");
+    propose("1000000", "100")
+        .assert_refused(1, &["no mesh of these ranks fits", "the longest sequence that fits is"]);
+    Workplace::new().run(&["mesh", "--propose", "--nodes", "2"]).assert_refused(2, &["--devices-per-node"]);
+}
+
+#[test]
 fn both_notations_draw_the_same() {
     assert_eq!(drawing(&["dp=2,sp=4"]), drawing(&["2x4"]));
     assert_eq!(drawing(&["2x4", "--names", "dp,sp"]), drawing(&["2x4"]));

@@ -112,6 +112,22 @@ fn what_there_is_not_is_refused() {
         outcome.assert_refused(2, &in_file.each_ref().map(String::as_str));
         assert!(!outcome.stderr.contains("--backend"), "no flag was given: {outcome:?}");
     }
+    #[cfg(not(any(feature = "mpi", feature = "nccl")))]
+    for (name, variables) in [
+        ("Open MPI", [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2")]),
+        ("torchrun", [("RANK", "1"), ("WORLD_SIZE", "2")]),
+    ] {
+        let place = Workplace::new();
+        place.write_config("c.json", json!({}));
+        let outcome = place.command(&["train", "c.json"]).envs(variables).output().unwrap();
+        let message = String::from_utf8(outcome.stderr).unwrap();
+        assert_eq!(outcome.status.code(), Some(2), "{message}");
+        let refused = format!("{name} has started 2 processes, but this build lacks the feature");
+        assert!(message.contains(&refused), "{message}");
+        let alone =
+            place.command(&["train", "c.json", "--backend", "thread"]).envs(variables).output().unwrap();
+        assert!(alone.status.success(), "each for itself: {alone:?}");
+    }
     train(&["--speed", "11"]).assert_refused(2, &["--speed"]);
     Workplace::new().run(&["fly"]).assert_refused(2, &["fly", "subcommand"]);
     Workplace::new().run(&["train"]).assert_refused(2, &["<CONFIG>"]);

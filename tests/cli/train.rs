@@ -5,7 +5,7 @@ use crate::support::cli::Workplace;
 use serde_json::json;
 use std::collections::BTreeSet;
 
-const METRICS: [&str; 17] = [
+const METRICS: [&str; 19] = [
     "step",
     "loss",
     "lr",
@@ -23,6 +23,8 @@ const METRICS: [&str; 17] = [
     "peak_memory_by_category",
     "data_seconds",
     "padding_share",
+    "slowest_rank",
+    "slowest_rank_ratio",
 ];
 
 /// Trains with a config changed by `changes` and returns the losses.
@@ -269,5 +271,60 @@ fn settings_that_do_not_fit_the_model_are_faults_of_the_config() {
         outcome.assert_refused(2, &["`ulysses.", expected]);
         assert!(!outcome.stderr.contains("failed"), "{outcome:?}");
         assert!(!place.path("out").exists(), "nothing is written for a run that cannot start");
+    }
+}
+
+#[test]
+fn the_machine_chooses_among_mesh_rules() {
+    let place = Workplace::new();
+    let rules = json!([["gpu-.*", "1x8"], ["small", "1x2"], ["any", null], ["odd", "ulysses=1x3"]]);
+    place.write_config(
+        "c.json",
+        json!({ "mesh_param": [2, 2], "ulysses": { "mesh_rules": rules, "steps": 1 } }),
+    );
+    let mesh = |flags: &[&str]| {
+        let outcome = place.run(&[&["train", "c.json"], flags].concat());
+        let line = outcome.assert_done().stderr.lines().find(|line| line.starts_with("mesh ")).unwrap();
+        line.split(',').next().unwrap().to_owned()
+    };
+    assert_eq!(mesh(&["--mesh-selector", "small"]), "mesh dp 1 × sp 2");
+    assert_eq!(mesh(&["--mesh-selector", "smaller"]), "mesh dp 2 × sp 2", "a pattern matches all or nothing");
+    assert_eq!(mesh(&["--mesh-selector", "any"]), "mesh dp 1 × sp 1", "null sets mesh_param aside");
+    assert_eq!(mesh(&["--mesh-selector", "odd"]), "mesh dp 1 × sp 3");
+    assert_eq!(mesh(&[]), "mesh dp 2 × sp 2", "no rule knows this machine");
+    for (rules, expected) in [
+        (json!([["(", "1x2"]]), "a regular expression in rule 0"),
+        (json!([["a", "2x"]]), "a mesh in rule 0"),
+        (json!([["a"]]), "`ulysses.mesh_rules[0]`"),
+        (json!([["a", "tp=2"]]), "the axes are dp and sp"),
+    ] {
+        place.write_config("bad.json", json!({ "ulysses": { "mesh_rules": rules } }));
+        place.run(&["train", "bad.json"]).assert_refused(2, &[expected]);
+    }
+}
+
+#[test]
+fn a_preset_is_a_mesh_and_says_which_stage_it_needs() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "zero_optimization": { "stage": 3 }, "ulysses": { "steps": 1 } }));
+    let outcome = place.run(&["train", "c.json", "--mesh", "fsdp=2"]);
+    assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 1, ZeRO stage 3"), "{outcome:?}");
+    let refuse = |mesh: &str, expected: &[&str]| {
+        place.run(&["train", "c.json", "--mesh", mesh]).assert_refused(2, expected);
+    };
+    refuse("ddp=2", &["--mesh ddp is data parallelism at ZeRO stage 0", "stage` is 3"]);
+    refuse("ulysses", &["`ulysses=NODESxRANKS`"]);
+    refuse("hsdp=2x2", &["the axes are dp and sp, got dp_replicate, dp_shard"]);
+}
+
+#[test]
+fn the_slowest_rank_of_every_step_is_recorded() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "mesh_param": [1, 2] }));
+    place.run(&["train", "c.json"]).assert_done();
+    for step in place.metrics("out/metrics.jsonl") {
+        let (rank, ratio) =
+            (step["slowest_rank"].as_u64().unwrap(), step["slowest_rank_ratio"].as_f64().unwrap());
+        assert!(rank < 2 && (1.0..=2.0).contains(&ratio), "{step}");
     }
 }

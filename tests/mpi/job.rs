@@ -27,10 +27,28 @@ impl Job {
         let mut command = Command::new("mpirun");
         command.args(["-np", &processes.to_string(), "--oversubscribe", "--bind-to", "none"]);
         command.arg(program).args(arguments).stdin(Stdio::null());
-        // Containers run as root.
-        command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
-        command.env_remove("RUST_LOG").env("RUST_BACKTRACE", "1");
-        Self { command }
+        Self { command: in_container(command) }
+    }
+
+    /// `ulysses launch` with MPI, so many processes.
+    pub(crate) fn launched(processes: usize, arguments: &[&str]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ulysses"));
+        command.args(["launch", "--nproc", &processes.to_string()]).args(arguments);
+        command.args(["--backend", "mpi"]).stdin(Stdio::null());
+        Self { command: in_container(command) }
+    }
+
+    /// A script that starts `mpirun` itself.
+    pub(crate) fn by(script: &str, arguments: &[&str]) -> Self {
+        let mut command = Command::new(script);
+        command.args(arguments).stdin(Stdio::null());
+        Self { command: in_container(command) }
+    }
+
+    /// Gives the job a variable.
+    pub(crate) fn with(mut self, variable: &str, value: &Path) -> Self {
+        self.command.env(variable, value);
+        self
     }
 
     pub(crate) fn of_this_binary(processes: usize, arguments: &[&str]) -> Self {
@@ -55,6 +73,13 @@ impl Job {
     pub(crate) fn run(self) -> Outcome {
         self.start().wait()
     }
+}
+
+/// Containers run as root.
+fn in_container(mut command: Command) -> Command {
+    command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    command.env_remove("RUST_LOG").env("RUST_BACKTRACE", "1");
+    command
 }
 
 impl Running {

@@ -8,8 +8,11 @@
 mod support;
 
 mod conformance;
+mod golden;
+mod hosts;
 mod job;
 mod large;
+mod launching;
 mod training;
 
 use libtest_mimic::{Arguments, Trial};
@@ -26,7 +29,8 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // A job takes all cores.
     arguments.test_threads = Some(1);
-    let trials = conformance::trials().into_iter().chain(training::trials());
+    let trials = conformance::trials().into_iter().chain(training::trials()).chain(launching::trials());
+    let trials = trials.chain(golden::trials()).chain(hosts::trials());
     libtest_mimic::run(&arguments, trials.collect()).exit_code()
 }
 

@@ -22,6 +22,13 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.push(trial("the_calls_can_be_compared_while_training", the_calls_can_be_compared_while_training));
     trials.push(trial("a_mesh_of_another_size_is_refused_once", a_mesh_of_another_size_is_refused_once));
     trials.push(trial("what_one_process_has_otherwise_ends_all", what_one_process_has_otherwise_ends_all));
+    trials.push(trial("mpirun_is_discovered_and_its_processes_fill_the_mesh", || {
+        mpirun_is_discovered_and_its_processes_fill_the_mesh();
+    }));
+    trials.push(trial("a_fault_of_the_config_is_told_once", a_fault_of_the_config_is_told_once));
+    trials.push(trial("numbers_that_contradict_each_other_are_both_shown", || {
+        numbers_that_contradict_each_other_are_both_shown();
+    }));
     trials.push(trial("a_killed_process_ends_the_others", a_killed_process_ends_the_others));
     trials
 }
@@ -37,7 +44,7 @@ fn train(place: &Workplace, processes: usize, arguments: &[&str]) -> Outcome {
 }
 
 /// What a step's metrics say of the training, without the times and the memory.
-fn learnt(place: &Workplace, metrics: &str) -> Vec<Value> {
+pub(crate) fn learnt(place: &Workplace, metrics: &str) -> Vec<Value> {
     let keys = ["step", "loss", "lr", "grad_norm", "tokens", "comm_bytes"];
     let pick = |step: Value| Value::Array(keys.iter().map(|key| step[key].clone()).collect());
     place.metrics(metrics).into_iter().map(pick).collect()
@@ -91,6 +98,52 @@ fn a_mesh_of_another_size_is_refused_once() {
     assert!(!place.path("out").exists(), "nothing was written");
 }
 
+fn mpirun_is_discovered_and_its_processes_fill_the_mesh() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({}));
+    let binary = Path::new(env!("CARGO_BIN_EXE_ulysses"));
+    let outcome = Job::new(2, binary, &["train", "config.json"]).within(&place.path(".")).run();
+    assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 1"), "no mesh, no backend: {outcome:?}");
+    let resolved = place.read_json("out/config.json");
+    assert_eq!(resolved["ulysses"]["backend"], "mpi");
+    // What the file says of the backend counts, and then each process is on its own.
+    place.write_config("threads.json", json!({ "ulysses": { "backend": "thread" } }));
+    let script = "exec \"$0\" train threads.json --output out-$OMPI_COMM_WORLD_RANK";
+    let arguments = ["-c", script, env!("CARGO_BIN_EXE_ulysses")];
+    let outcome = Job::new(2, Path::new("sh"), &arguments).within(&place.path(".")).run();
+    assert_eq!(outcome.assert_done().stdout.matches("tokens/s").count(), 2, "{outcome:?}");
+}
+
+fn a_fault_of_the_config_is_told_once() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({ "train_batch": 4 }));
+    let refused = train(&place, 3, &["--mesh", "1x3"]);
+    refused.assert_refused(2, &["`train_batch`"]);
+    refused_without_file(&place);
+}
+
+/// Only rank 1 lacks the file: it is the one to say so.
+fn refused_without_file(place: &Workplace) {
+    place.write_config("good.json", json!({}));
+    let script =
+        "if [ \"$OMPI_COMM_WORLD_RANK\" = 1 ]; then set -- train nowhere.json; fi; exec \"$0\" \"$@\"";
+    let arguments = ["-c", script, env!("CARGO_BIN_EXE_ulysses"), "train", "good.json"];
+    let outcome = Job::new(2, Path::new("sh"), &arguments).within(&place.path(".")).run();
+    outcome.assert_refused(2, &["nowhere.json"]);
+}
+
+fn numbers_that_contradict_each_other_are_both_shown() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({}));
+    let arguments =
+        ["RANK=0", "WORLD_SIZE=3", env!("CARGO_BIN_EXE_ulysses"), "train", "config.json", "--backend", "mpi"];
+    let outcome = Job::new(2, Path::new("env"), &arguments).within(&place.path(".")).run();
+    assert_eq!(outcome.code, Some(2), "{outcome:?}");
+    for shown in ["WORLD_SIZE=3 (torchrun)", "OMPI_COMM_WORLD_SIZE=2 (Open MPI)"] {
+        assert!(outcome.stderr.contains(shown), "no {shown}: {outcome:?}");
+    }
+}
+
 /// The same training, for which rank 1 has an argument of its own.
 fn with_odd_rank_1(place: &Workplace, argument: &str) -> Outcome {
     let script = "if [ \"$OMPI_COMM_WORLD_RANK\" = 1 ]; then set -- \"$@\" $ODD; fi; exec \"$0\" \"$@\"";
@@ -115,7 +168,7 @@ fn a_killed_process_ends_the_others() {
     place.write_config("config.json", json!({}));
     let arguments = ["train", "config.json", "--mesh", "1x4", "--steps", "1000000"];
     let running = job(&place, 4, &arguments).start();
-    wait_for_steps(&running, &place.path("out/metrics.jsonl"));
+    wait_for_steps(&running, &place.path("out/metrics.jsonl"), 3);
     let victim = children(running.child.id())[2];
     assert!(Command::new("kill").args(["-9", &victim.to_string()]).status().unwrap().success());
     let killed = Instant::now();
@@ -126,16 +179,17 @@ fn a_killed_process_ends_the_others() {
     assert!(outcome.stderr.lines().any(named), "mpirun names the process: {outcome:?}");
 }
 
-fn wait_for_steps(running: &Running, metrics: &Path) {
+/// Waits until the metrics have this many lines.
+pub(crate) fn wait_for_steps(running: &Running, metrics: &Path, steps: usize) {
     let deadline = Instant::now() + Duration::from_secs(120);
-    while !std::fs::read_to_string(metrics).is_ok_and(|text| text.lines().count() > 2) {
+    while !std::fs::read_to_string(metrics).is_ok_and(|text| text.lines().count() >= steps) {
         assert!(Instant::now() < deadline, "no step: {}", running.text("stderr"));
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
 /// The processes that a process has started.
-fn children(parent: u32) -> Vec<u32> {
+pub(crate) fn children(parent: u32) -> Vec<u32> {
     let is_child = |pid: &u32| {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
         status.lines().any(|line| line.split_whitespace().eq(["PPid:", &parent.to_string()]))

@@ -20,6 +20,7 @@ pub(super) use gemm::Square;
 pub(super) use report::{Figure, cores, processor};
 pub(super) use turns::{Case, take_turns};
 
+use super::ranks::{Ranks, RanksArgs};
 use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
 use clap::Subcommand;
 use report::Report;

@@ -4,7 +4,7 @@ use super::gemm::{SQUARE, Square};
 use super::report::{Figure, Report, Unit};
 use super::training::{Training, TrainingArgs};
 use super::turns::{Case, take_turns};
-use super::{Failure, Measuring, on_ranks};
+use super::{Failure, Measuring, Ranks, RanksArgs};
 use anyhow::{Result, anyhow};
 use serde_json::json;
 use ulysses::comm::RankContext;
@@ -24,11 +24,18 @@ pub(super) struct Args {
     #[arg(long)]
     against_single: bool,
     #[command(flatten)]
+    backend: RanksArgs,
+    #[command(flatten)]
     measuring: Measuring,
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let seq_len = args.seq_len as usize;
+    let mut on = args.backend.start()?;
+    if args.against_single && args.backend.name() != "thread" {
+        let message = "--against-single: a single rank is one of threads, whose run is a command of its own";
+        return Err(Failure::Usage(anyhow!(message)));
+    }
     let on_mesh = args.training.prepare(seq_len)?;
     let single = args.against_single.then(|| args.training.prepare_single(&on_mesh, seq_len)).transpose()?;
     let repeats = args.measuring.repeats;
@@ -37,9 +44,9 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     for round in 0..rounds {
         // The first rounds have what does not divide.
         let repeats = repeats / rounds + u32::from(round < repeats % rounds);
-        times.append(measure(&on_mesh, repeats)?);
+        times.append(measure(&mut on, &on_mesh, repeats)?);
         if let Some(single) = &single {
-            times_of_single.append(measure(single, repeats)?);
+            times_of_single.append(measure(&mut on, single, repeats)?);
         }
     }
     let tokens = (on_mesh.config.train_batch_size * seq_len) as f64;
@@ -59,6 +66,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     }
     figures.push(train);
     let mut settings = args.training.settings();
+    settings["backend"] = json!(args.backend.name());
     settings["seq_len"] = json!(seq_len);
     settings["rows_per_step"] = json!(on_mesh.config.train_batch_size);
     let method = "whole steps with AdamW and clipping, each in turn with one square product of all ranks at once; FLOPs \
@@ -85,8 +93,8 @@ impl Times {
     }
 }
 
-fn measure(training: &Training, repeats: u32) -> Result<Times, Failure> {
-    on_ranks(training.mesh.world_size(), &training.launch, |rank| measure_rank(training, rank, repeats))
+fn measure(on: &mut Ranks, training: &Training, repeats: u32) -> Result<Times, Failure> {
+    on.run(training.mesh.world_size(), &training.launch, |rank| measure_rank(training, rank, repeats))
 }
 
 fn measure_rank(training: &Training, rank: &RankContext, repeats: u32) -> Result<Times> {

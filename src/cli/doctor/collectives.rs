@@ -28,7 +28,7 @@ pub(super) fn examine(ranks: usize, options: &LaunchOptions, mib: u16) -> Vec<Fi
         Err(Failure::Run(error) | Failure::Usage(error)) => {
             return vec![Finding::new("collectives", "rates", State::Failed, format!("{error:#}"))];
         }
-        Err(Failure::Stopped { .. }) => Vec::new(),
+        Err(Failure::Stopped { .. } | Failure::Ended { .. }) => Vec::new(),
     };
     let finding = |(index, (name, _)): (usize, &Checked)| {
         let faults = checked.iter().enumerate().map(|(rank, outcomes)| (rank, &outcomes[index].1));

@@ -1,7 +1,7 @@
 //! `ulysses plan`.
 
 mod scaling;
-mod table;
+pub(in crate::cli) mod table;
 mod text;
 
 use super::model::{check_config, check_exchange};
@@ -210,7 +210,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     })
 }
 
-fn budget_bytes(memory_gib: Option<f64>) -> Result<Option<u64>, Failure> {
+pub(super) fn budget_bytes(memory_gib: Option<f64>) -> Result<Option<u64>, Failure> {
     match memory_gib {
         Some(gib) if !(gib.is_finite() && gib > 0.0) => {
             Err(Failure::Usage(anyhow!("--memory-gib {gib}: it must be a number above 0")))
@@ -220,7 +220,7 @@ fn budget_bytes(memory_gib: Option<f64>) -> Result<Option<u64>, Failure> {
 }
 
 /// The model's name and shape. A preset takes the vocabulary of the config's tokenizer, as in training.
-fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
+pub(super) fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
     let name = config.require_model().or_usage()?;
     let path = Path::new(name);
     let model = if path.is_file() {

@@ -27,7 +27,7 @@ pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
 }
 
 /// Bytes in a unit that leaves one to four digits.
-pub(super) fn bytes(bytes: f64) -> String {
+pub(in crate::cli) fn bytes(bytes: f64) -> String {
     scaled(bytes, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
 }
 

@@ -1,107 +1,127 @@
-//! Where a run's ranks are: threads of this process, or processes of an MPI job, of which this is one.
+//! Where a run's ranks are: threads of this process, or processes of a job, of which this is one.
 
-#[cfg(not(feature = "mpi"))]
-use super::prepare::lacks_backend;
-use super::{RankOutcome, Run};
-use crate::cli::Failure;
-use ulysses::config::{Backend, Config};
-#[cfg(feature = "mpi")]
-use {
-    super::failure,
-    crate::cli::{OrFail, silence},
-    anyhow::{Context, anyhow},
-    candle_core::Device,
-    serde::{Serialize, de::DeserializeOwned},
-    ulysses::comm::mpi::Session,
-    ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt},
-};
+use super::prepare::{lacks_backend, resolve};
+use super::{RankOutcome, Run, failure};
+use crate::cli::process::{Place, Process, WorldArgs, exchange};
+use crate::cli::{Failure, OrFail, silence};
+use anyhow::{Context, anyhow};
+use candle_core::Device;
+use serde::{Serialize, de::DeserializeOwned};
+use ulysses::comm::{CommError, LaunchError};
+use ulysses::config::{Backend, Config, ConfigError, Overrides, RawConfig};
+use ulysses::device::DeviceKind;
+use ulysses::mesh::Cluster;
 
 /// This process among those of a run.
 #[derive(Default)]
 pub(super) struct Host {
-    #[cfg(feature = "mpi")]
-    session: Option<Session>,
+    process: Option<Process>,
 }
 
-#[cfg(not(feature = "mpi"))]
 impl Host {
-    /// Nothing to do for threads.
-    pub(super) fn enter(&mut self, config: &Config, by_flag: bool) -> Result<(), Failure> {
-        if config.backend == Backend::Mpi { Err(lacks_backend("mpi", by_flag)) } else { Ok(()) }
+    /// Joins the job that a launcher has started this process for, and resolves the config for it: the config of
+    /// one process may be at fault, and the others must hear of it.
+    pub(super) fn enter(
+        &mut self,
+        world: WorldArgs,
+        by_flag: Option<Backend>,
+        read: impl FnOnce() -> Result<RawConfig, ConfigError>,
+        overrides: impl FnOnce(Option<Cluster>) -> Result<Overrides, Failure>,
+    ) -> Result<Config, Failure> {
+        // What each process trains for itself is no job.
+        let is_alone = by_flag == Some(Backend::Thread);
+        let place = if is_alone { None } else { Some(Place::discover(world)?) };
+        let discovered = place.as_ref().and_then(Place::backend);
+        if let (Some(place), Some(backend)) = (&place, by_flag.or(discovered)) {
+            self.join(place, backend)?;
+        }
+        let raw = read().or_usage()?;
+        let stated = by_flag.or(raw.backend());
+        if let (None, Some(place)) = (stated, &place) {
+            place.check_build()?;
+        }
+        let backend = stated.or(discovered).unwrap_or_default();
+        check_build(backend, by_flag.is_some())?;
+        if let Some(place) = &place {
+            self.join(place, backend)?;
+        }
+        let overrides = Overrides { backend: Some(backend), ..overrides(self.cluster())? };
+        let config = resolve(&raw, &overrides)?;
+        self.check_size(&config)?;
+        Ok(config)
     }
 
-    /// How many of a world's ranks share this machine.
-    pub(super) fn local_ranks(&self, world_size: usize) -> usize {
-        world_size
+    fn join(&mut self, place: &Place, backend: Backend) -> Result<(), Failure> {
+        if self.process.as_ref().is_none_or(|process| process.backend() != backend) {
+            silence(false);
+            // Before the next one starts.
+            drop(self.process.take());
+            self.process = place.join(backend)?;
+        }
+        Ok(())
     }
 
-    /// Whether this process owns the output directory.
-    pub(super) fn is_first(&self) -> bool {
-        true
+    /// The processes of the job, as evenly on its nodes as this one's are.
+    fn cluster(&self) -> Option<Cluster> {
+        let process = self.process.as_ref()?;
+        let (ranks, of_node) = (process.world_size(), process.local_size());
+        let ranks_per_node = if ranks.is_multiple_of(of_node) { of_node } else { ranks };
+        Some(Cluster { nodes: ranks / ranks_per_node, ranks_per_node })
     }
 
-    /// What this process has, once all have theirs.
-    pub(super) fn agree<T>(&mut self, own: Result<T, Failure>) -> Result<T, Failure> {
-        own
-    }
-
-    /// What the first process has.
-    pub(super) fn of_first<T>(&mut self, own: T) -> Result<T, Failure> {
-        Ok(own)
-    }
-
-    /// Trains on all ranks.
-    pub(super) fn launch(&mut self, run: &Run) -> Result<Vec<RankOutcome>, Failure> {
-        run.launch()
-    }
-}
-
-#[cfg(feature = "mpi")]
-impl Host {
-    /// Joins the job, if ranks are processes: as many as the mesh has.
-    pub(super) fn enter(&mut self, config: &Config, _by_flag: bool) -> Result<(), Failure> {
-        if config.backend != Backend::Mpi {
+    fn check_size(&self, config: &Config) -> Result<(), Failure> {
+        let Some(process) = &self.process else { return Ok(()) };
+        let (Config { dp_size, sp_size, .. }, ranks) = (config, config.world_size());
+        let processes = process.world_size();
+        if ranks == processes {
             return Ok(());
         }
-        let session = Session::start().or_run()?;
-        let (rank, processes) = (session.rank(), session.world_size());
-        self.session = Some(session);
-        if rank > 0 {
-            silence(true);
-        }
-        let Config { dp_size, sp_size, .. } = config;
-        if dp_size * sp_size == processes {
-            return Ok(());
-        }
+        let (library, command) = match process.backend() {
+            Backend::Mpi => ("MPI", "mpirun -np"),
+            _ => ("the launcher", "ulysses launch --nproc"),
+        };
         Err(Failure::Usage(anyhow!(
-            "the mesh dp {dp_size} × sp {sp_size} has {} ranks, but MPI has started {processes} process(es): start \
-             `mpirun -np {}`, or choose another --mesh",
-            dp_size * sp_size,
-            dp_size * sp_size
+            "the mesh dp {dp_size} × sp {sp_size} has {ranks} ranks, but {library} has started {processes} \
+             process(es): start `{command} {ranks}`, or choose another --mesh"
         )))
     }
 
     /// How many of a world's ranks share this machine.
     pub(super) fn local_ranks(&self, world_size: usize) -> usize {
-        self.session.as_ref().map_or(world_size, Session::local_size)
+        self.process.as_ref().map_or(world_size, Process::local_size)
     }
 
     /// Whether this process owns the output directory.
     pub(super) fn is_first(&self) -> bool {
-        self.session.as_ref().is_none_or(|session| session.rank() == 0)
+        self.process.as_ref().is_none_or(|process| process.rank() == 0)
+    }
+
+    /// The kind of device that the ranks' tensors are on.
+    pub(super) fn device(&self, asked: DeviceKind, backend: Backend) -> Result<DeviceKind, Failure> {
+        match backend {
+            Backend::Mpi if asked != DeviceKind::Cpu => Err(Failure::Usage(anyhow!(
+                "--device and --backend mpi: the MPI backend carries tensors of the CPU; between GPUs NCCL does"
+            ))),
+            Backend::Nccl if self.process.is_none() => {
+                DeviceKind::Cuda.open(0).or_usage()?;
+                Ok(DeviceKind::Cuda)
+            }
+            Backend::Nccl => Ok(DeviceKind::Cuda),
+            _ => Ok(asked),
+        }
     }
 
     /// What this process has, once all have theirs. Of several that have failed, the first says why.
     pub(super) fn agree<T>(&mut self, own: Result<T, Failure>) -> Result<T, Failure> {
-        let Some(session) = &mut self.session else { return own };
+        let Some(process) = &mut self.process else { return own };
         let exit_code = match &own {
             Ok(_) => None,
             Err(Failure::Usage(_)) => Some(2),
             Err(_) => Some(1),
         };
-        let all: Vec<Option<u8>> = tell_all(session, &exit_code)?;
+        let all: Vec<Option<u8>> = process.tell_all(&exit_code)?;
         let Some(refusing) = all.iter().position(Option::is_some) else { return own };
-        silence(refusing != session.rank());
+        silence(refusing != process.rank());
         let elsewhere = || anyhow!("rank {refusing} cannot start");
         match (own, all[refusing]) {
             (Err(failure), _) => Err(failure),
@@ -112,17 +132,17 @@ impl Host {
 
     /// What the first process has.
     pub(super) fn of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, Failure> {
-        let Some(session) = &mut self.session else { return Ok(own) };
-        tell_all(session, &own)?.into_iter().next().context("a job has a process").or_run()
+        let Some(process) = &mut self.process else { return Ok(own) };
+        process.tell_all(&own)?.into_iter().next().context("a job has a process").or_run()
     }
 
     /// Trains on all ranks; every process gets to know how each of them ended.
     pub(super) fn launch(&mut self, run: &Run) -> Result<Vec<RankOutcome>, Failure> {
-        let Some(session) = &mut self.session else { return run.launch() };
-        let own = session.rank();
-        let outcomes = session.run(&run.launch, |rank| {
-            let outcome = run.train(&rank, Device::Cpu)?;
-            exchange(&*rank.group, &outcome)
+        let Some(process) = &mut self.process else { return run.launch() };
+        let (own, backend) = (process.rank(), process.backend());
+        let outcomes = process.run(&run.launch, |rank| {
+            let device = if backend == Backend::Mpi { Device::Cpu } else { rank.group.value_device() };
+            exchange(&*rank.group, &run.train(rank, device)?)
         });
         outcomes.map_err(|error| {
             silence(speaker(&error, own) != own);
@@ -131,25 +151,17 @@ impl Host {
     }
 }
 
-/// What every process has, in rank order.
-#[cfg(feature = "mpi")]
-fn tell_all<T: Serialize + DeserializeOwned>(session: &mut Session, own: &T) -> Result<Vec<T>, Failure> {
-    let own = serde_json::to_vec(own).or_run()?;
-    let all = session.run(&LaunchOptions::default(), |rank| rank.group.all_gather_varied(&own)).or_run()?;
-    all.iter().map(|told| serde_json::from_slice(told)).collect::<Result<_, _>>().or_run()
-}
-
-/// Every rank's outcome, in rank order.
-#[cfg(feature = "mpi")]
-fn exchange(group: &dyn ProcessGroup, outcome: &RankOutcome) -> anyhow::Result<Vec<RankOutcome>> {
-    let outcomes = group.all_gather_varied(&serde_json::to_vec(outcome)?)?;
-    let parse = |outcome: &Vec<u8>| serde_json::from_slice(outcome).context("a rank's outcome");
-    outcomes.iter().map(parse).collect()
+/// Refuses a backend that this build does not have.
+fn check_build(backend: Backend, by_flag: bool) -> Result<(), Failure> {
+    match backend {
+        Backend::Mpi if !cfg!(feature = "mpi") => Err(lacks_backend("mpi", by_flag)),
+        Backend::Nccl if !cfg!(feature = "nccl") => Err(lacks_backend("nccl", by_flag)),
+        _ => Ok(()),
+    }
 }
 
 /// The rank that tells the user of a failure: the one whose own it is, or of many that were told the
 /// same the first that can.
-#[cfg(feature = "mpi")]
 fn speaker(error: &LaunchError, own: usize) -> usize {
     let LaunchError::Failed { source, .. } = error else { return own };
     let causes =

@@ -13,9 +13,11 @@ mod record;
 mod reporter;
 mod resume;
 mod signals;
+mod stragglers;
 mod trace;
 
 use super::evaluation::evaluate;
+use super::process::WorldArgs;
 use super::{DeviceArg, Failure, OrFail, data, note, print};
 use anyhow::Context;
 use candle_core::Device;
@@ -31,24 +33,23 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
+use stragglers::Stragglers;
 use ulysses::checkpoint::{CheckpointError, OutputLock};
 use ulysses::comm::{CollectiveOp, LaunchError, LaunchOptions, MeshGroups, RankContext, launch};
-#[cfg(feature = "nccl")]
-use ulysses::config::Backend;
-use ulysses::config::{Config, Packing, ParameterGroup};
+use ulysses::config::{Backend, Config, Packing, ParameterGroup, RawConfig};
 use ulysses::data::Placement;
 use ulysses::device::DeviceKind;
 use ulysses::engine::plan::{PlannedCalls, RankStep};
 use ulysses::engine::{Engine, StepTimes, initialize};
 use ulysses::memory;
-use ulysses::mesh::DeviceMesh;
+use ulysses::mesh::{Cluster, DeviceMesh};
 use ulysses::model::{LlamaConfig, Model, WeightSource};
 use ulysses::monitor::{
     CommsTable, EvalMetrics, Metrics, PlannedVolume, RankComms, RankSummary, RunSummary, RunTotals, Slice,
     Tracer,
 };
 
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub(super) struct TrainArgs {
     /// DeepSpeed-style JSON config. Flags override what it says.
     config: PathBuf,
@@ -66,9 +67,13 @@ pub(super) struct TrainArgs {
     /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
     #[arg(long)]
     tokenizer: Option<String>,
-    /// Ranks: `DPxSP` or `dp=2,sp=2`. Must not contradict the config.
+    /// Ranks: `DPxSP`, `dp=2,sp=2`, or a preset (ddp, fsdp, ulysses), by itself for the processes of a job or as
+    /// `ulysses=NODESxRANKS`. Must not contradict the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
+    /// What the patterns of the config's `mesh_rules` are matched with; `HOST/cpu` or `HOST/cuda` without it.
+    #[arg(long, value_name = "TEXT")]
+    mesh_selector: Option<String>,
     /// Tokens in a row, over all sp ranks.
     #[arg(long, allow_negative_numbers = true)]
     seq_len: Option<usize>,
@@ -84,9 +89,12 @@ pub(super) struct TrainArgs {
     /// Where the ranks' tensors are: each rank has a GPU, or shares one.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
-    /// What carries the communication.
+    /// What carries the communication; without it, the config's, or what connects the processes that a launcher has
+    /// started, or threads.
     #[arg(long)]
     backend: Option<BackendArg>,
+    #[command(flatten)]
+    world: WorldArgs,
     /// Directory for metrics.jsonl and the resolved config; `runs/NAME-N` without it.
     #[arg(long)]
     output: Option<String>,
@@ -105,6 +113,23 @@ pub(super) struct TrainArgs {
     trace_steps: u64,
 }
 
+impl TrainArgs {
+    /// Whether the run goes on from a checkpoint.
+    #[cfg(unix)]
+    pub(super) fn resumes(&self) -> bool {
+        self.resume.is_some()
+    }
+
+    /// The config of the run, as one of so many processes will have it, and the backend that file or flag states.
+    #[cfg(unix)]
+    pub(super) fn for_launch(&self, num_processes: usize) -> Result<(Config, Option<Backend>), Failure> {
+        let raw = RawConfig::from_file(&self.config).or_usage()?;
+        let cluster = Cluster { nodes: 1, ranks_per_node: num_processes };
+        let config = prepare::resolve(&raw, &prepare::overrides(self.clone(), Some(cluster))?)?;
+        Ok((config, self.backend.map(Backend::from).or(raw.backend())))
+    }
+}
+
 #[derive(Clone, Copy, ValueEnum)]
 enum BackendArg {
     /// Ranks are threads of this process.
@@ -113,6 +138,16 @@ enum BackendArg {
     Nccl,
     /// Ranks are processes that `mpirun` has started (feature `mpi`).
     Mpi,
+}
+
+impl From<BackendArg> for Backend {
+    fn from(backend: BackendArg) -> Self {
+        match backend {
+            BackendArg::Thread => Self::Thread,
+            BackendArg::Nccl => Self::Nccl,
+            BackendArg::Mpi => Self::Mpi,
+        }
+    }
 }
 
 /// Everything that the ranks share.
@@ -274,9 +309,10 @@ impl Run {
         let peak_flops = peak::measure(checkpoints.group(), groups.device())?;
         let reporter = || Reporter::new(self, first_step, last_step, peak_flops);
         let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
+        let stragglers = Stragglers::new(&groups)?;
         let mut stopped = false;
         while engine.attempted_steps() < last_step && !stopped {
-            let (metrics, times) = step(&mut engine, &mut feed, first_step)?;
+            let (metrics, times) = step(&mut engine, &mut feed, &stragglers, first_step)?;
             if let Some(reporter) = &mut reporter {
                 reporter.record(metrics, &times, feed.phase())?;
             }
@@ -349,7 +385,12 @@ impl Run {
 }
 
 /// One step of one rank, in a run that began after `first_step` steps.
-fn step(engine: &mut Engine, feed: &mut Feed<'_>, first_step: u64) -> anyhow::Result<(Metrics, StepTimes)> {
+fn step(
+    engine: &mut Engine,
+    feed: &mut Feed<'_>,
+    stragglers: &Stragglers,
+    first_step: u64,
+) -> anyhow::Result<(Metrics, StepTimes)> {
     let done = engine.attempted_steps();
     let _step = tracing::debug_span!("step", step = done + 1, done = done - first_step).entered();
     let start = Instant::now();
@@ -360,10 +401,14 @@ fn step(engine: &mut Engine, feed: &mut Feed<'_>, first_step: u64) -> anyhow::Re
     let report = engine.train_batch(|| feed.next_micro_batch())?;
     let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), feed.take_waited());
     let times = engine.take_times();
+    let time = times.shares(step_seconds, data_seconds);
+    let slowest = stragglers.slowest(time.compute_seconds)?;
     let metrics = Metrics {
         data_seconds,
         padding_share: feed.phase().data.padding_share(),
-        time: times.shares(step_seconds, data_seconds),
+        time,
+        slowest_rank: slowest.rank,
+        slowest_rank_ratio: slowest.ratio,
         ..report.metrics(step_seconds)
     };
     Ok((metrics, times))

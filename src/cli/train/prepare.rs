@@ -2,28 +2,29 @@
 
 use super::feed::{Limit, Phase};
 use super::resume::{Resume, check_candidate, check_output};
-use super::{BackendArg, Host, Run, TrainArgs, signals};
+use super::{Host, Run, TrainArgs, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
-use crate::cli::{Failure, OrFail, dp_sp, model, settings};
+use crate::cli::{DeviceArg, Failure, OrFail, dp_sp, model, settings};
 use anyhow::{Context, anyhow, ensure};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 use ulysses::comm::LaunchOptions;
-use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig};
+use ulysses::config::{Config, DataSource, Overrides, RawConfig, sizes_of};
 use ulysses::data::Dataset;
-use ulysses::device::DeviceKind;
-use ulysses::mesh::DeviceMesh;
+use ulysses::mesh::{Cluster, DeviceMesh, Preset};
 
 pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> {
-    let device = args.device.kind()?;
-    let resume = args.resume.clone().map(Resume::new).transpose()?;
-    let names_backend = args.backend.is_some();
-    let raw = RawConfig::from_file(&args.config).or_usage()?;
-    let mut config = raw.resolve(&overrides(args)?).or_usage()?;
-    host.enter(&config, names_backend)?;
+    let (path, device, resume, world) = (args.config.clone(), args.device, args.resume.clone(), args.world);
+    let mesh = args.mesh.clone();
+    let backend = args.backend.map(Into::into);
+    let mut config =
+        host.enter(world, backend, || RawConfig::from_file(&path), |cluster| overrides(args, cluster))?;
+    check_preset(mesh.as_deref(), &config)?;
+    let device = host.device(device.kind()?, config.backend)?;
+    let resume = resume.map(Resume::new).transpose()?;
     remark(&config);
-    let device = if config.backend == Backend::Nccl { gpus_of_nccl(names_backend)? } else { device };
     let limit = limit(&config).or_usage()?;
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;
@@ -31,7 +32,8 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
     let local_ranks = host.local_ranks(mesh.world_size());
     let launch = settings::launch_options(config.threads_per_rank, local_ranks)?;
-    let launch = LaunchOptions { check: config.comm_check, ..launch };
+    let timeout = Duration::from_secs(config.comm_timeout_seconds);
+    let launch = LaunchOptions { check: config.comm_check, timeout, ..launch };
     let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
     let source = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     source.check_config(&config)?;
@@ -72,15 +74,6 @@ fn new_run_id() -> String {
     id.to_string()
 }
 
-/// With NCCL every rank has a GPU, whatever `--device` says. `by_flag`: it was asked for by a flag, not in the file.
-fn gpus_of_nccl(by_flag: bool) -> Result<DeviceKind, Failure> {
-    if cfg!(not(feature = "nccl")) {
-        return Err(lacks_backend("nccl", by_flag));
-    }
-    DeviceKind::Cuda.open(0).or_usage()?;
-    Ok(DeviceKind::Cuda)
-}
-
 /// A backend that this build does not have.
 pub(super) fn lacks_backend(name: &str, by_flag: bool) -> Failure {
     let place =
@@ -88,19 +81,25 @@ pub(super) fn lacks_backend(name: &str, by_flag: bool) -> Failure {
     Failure::Usage(anyhow!("{place}: this build lacks the feature `{name}`; `thread` is valid"))
 }
 
-fn overrides(args: TrainArgs) -> Result<Overrides, Failure> {
-    let mesh = args.mesh.as_deref().map(dp_sp).transpose()?;
-    let backend = args.backend.map(|backend| match backend {
-        BackendArg::Thread => Backend::Thread,
-        BackendArg::Nccl => Backend::Nccl,
-        BackendArg::Mpi => Backend::Mpi,
-    });
+/// The config of a run. A mesh whose size nobody states fills the job; one that does not fill it is refused later, with
+/// what would be valid.
+pub(super) fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, Failure> {
+    let unfilled = || Overrides { world_size: None, ..overrides.clone() };
+    raw.resolve(overrides).or_else(|error| raw.resolve(&unfilled()).map_err(|_| error)).or_usage()
+}
+
+/// What the flags say, in a job of so many processes, if it is one.
+pub(super) fn overrides(args: TrainArgs, cluster: Option<Cluster>) -> Result<Overrides, Failure> {
+    let mesh = args.mesh.as_deref().map(|mesh| mesh_sizes(mesh, cluster)).transpose()?;
+    let mesh_selector = Some(args.mesh_selector.unwrap_or_else(|| machine(args.device)));
     let TrainArgs { model, tokenizer, seq_len, steps, epochs, threads_per_rank, output, seed, .. } = args;
     let data = args.data.into_iter().map(DataSource::from).collect();
     let packing = args.packing;
     Ok(Overrides {
         mesh,
-        world_size: None,
+        mesh_selector,
+        world_size: cluster.map(Cluster::world_size),
+        ranks_per_node: cluster.map(|cluster| cluster.ranks_per_node),
         seq_len,
         steps,
         epochs,
@@ -111,8 +110,37 @@ fn overrides(args: TrainArgs) -> Result<Overrides, Failure> {
         packing,
         tokenizer,
         output,
-        backend,
+        backend: None,
     })
+}
+
+/// `(dp, sp)` of `--mesh`, which may be a preset, or leave a size to the number of processes.
+fn mesh_sizes(notation: &str, cluster: Option<Cluster>) -> Result<(usize, usize), Failure> {
+    let is_preset = || Preset::ALL.iter().any(|preset| notation.split('=').next() == Some(preset.name()));
+    if cluster.is_none() && !is_preset() {
+        return dp_sp(notation);
+    }
+    sizes_of(notation, cluster).with_context(|| format!("--mesh {notation}")).or_usage()
+}
+
+/// A preset that stands for a ZeRO stage is another mesh at any other.
+pub(super) fn check_preset(mesh: Option<&str>, config: &Config) -> Result<(), Failure> {
+    let name = mesh.and_then(|mesh| mesh.split('=').next());
+    let preset = Preset::ALL.into_iter().find(|preset| Some(preset.name()) == name);
+    let stage = u8::from(config.zero_stage);
+    match preset.and_then(|preset| Some((preset.name(), preset.zero_stage()?))) {
+        Some((name, wanted)) if wanted != stage => Err(Failure::Usage(anyhow!(
+            "--mesh {name} is data parallelism at ZeRO stage {wanted}, but `zero_optimization.stage` is {stage}: make it \
+             {wanted}, or give the sizes as DPxSP"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// How the rules of the config see this machine.
+fn machine(device: DeviceArg) -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    format!("{}/{}", host.trim(), device.name())
 }
 
 /// What ends the run.

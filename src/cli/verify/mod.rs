@@ -3,12 +3,12 @@
 mod batch;
 mod results;
 
+use super::ranks::{Ranks, RanksArgs};
 use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
-use anyhow::Context;
 use serde_json::json;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
-use ulysses::comm::{MeshGroups, launch};
+use ulysses::comm::MeshGroups;
 use ulysses::config::{Config, Overrides, RawConfig, ZeroStage};
 use ulysses::data::GlobalBatch;
 use ulysses::device::DeviceKind;
@@ -48,6 +48,8 @@ pub(super) struct VerifyArgs {
     /// Where the mesh's tensors are; the single rank that it is compared with is on the CPU.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
+    #[command(flatten)]
+    backend: RanksArgs,
     /// Prints the comparison as one JSON object.
     #[arg(long)]
     json: bool,
@@ -71,14 +73,18 @@ pub(super) fn run(args: VerifyArgs) -> Result<(), Failure> {
     if let Some(path) = &args.output {
         results::check_place(path).or_usage()?;
     }
+    let mut ranks = args.backend.start()?;
     let check = Check::read(&args)?;
     let rows = check.batch.batch();
-    let on_mesh = check.run(dp, sp, args.zero_stage, args.device.kind()?)?;
+    let on_mesh = check.run(&mut ranks, (dp, sp), args.zero_stage, args.device.kind()?)?;
+    if !ranks.is_first() {
+        return Ok(());
+    }
     if let Some(path) = &args.output {
         let tensors = results::write(&on_mesh, rows, path).or_run()?;
         return print(written(on_mesh.loss, tensors, path, args.json));
     }
-    let single = check.run(1, 1, Some(0), DeviceKind::Cpu)?;
+    let single = check.run(&mut Ranks::threads(), (1, 1), Some(0), DeviceKind::Cpu)?;
     let errors = results::compare(&on_mesh, &single, rows).or_run()?;
     let worst = errors.iter().map(|(_, error)| *error).fold(0.0, f64::max);
     print(if args.json { as_json(&errors, &args, worst) } else { as_text(&errors, &args, worst) })?;
@@ -108,8 +114,8 @@ impl Check {
     /// The batch, padded to what dp divides, on a mesh of its own.
     fn run(
         &self,
-        dp: usize,
-        sp: usize,
+        ranks: &mut Ranks,
+        (dp, sp): (usize, usize),
         stage: Option<u64>,
         device: DeviceKind,
     ) -> Result<BatchOutcome, Failure> {
@@ -121,16 +127,15 @@ impl Check {
         self.source.check_config(&config)?;
         self.source.check_exchange(rows, seq_len, &config, sp)?;
         let world_size = mesh.world_size();
-        let options = settings::launch_options(config.threads_per_rank, world_size)?;
-        let outcomes = launch(world_size, &options, |rank| {
+        let options = settings::launch_options(config.threads_per_rank, ranks.local(world_size))?;
+        ranks.run(world_size, &options, |rank| {
             let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device.open(rank.rank)?);
             let model = Model::llama(&self.source.config)?;
             let mut engine = initialize(model, &*self.source.weights, &config, &groups)?;
             let outcome = engine.run_global_batch(&batch, self.steps)?;
             engine.check_replicas()?;
-            anyhow::Ok(outcome)
-        });
-        outcomes.or_run()?.into_iter().next().context("a mesh has a rank").or_run()
+            Ok(outcome)
+        })
     }
 
     /// The file's optimizer, schedule and clipping; batch sizes and mesh are this run's.

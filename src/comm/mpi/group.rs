@@ -263,8 +263,7 @@ impl ProcessGroup for MpiGroup {
         let (Some(communicator), Some(own)) = (made, own) else { return Ok(None) };
         self.world.adopt(communicator);
         let global_ranks = groups[own].1.iter().map(|&rank| self.members.global_ranks[rank]).collect();
-        let (name, stats) = (name.to_owned(), Mutex::default());
-        let members = Members { name, communicator, rank, global_ranks, stats };
+        let members = Members::new(name, communicator, rank, global_ranks);
         Ok(Some(Arc::new(MpiGroup::new(self.world.clone(), members))))
     }
 

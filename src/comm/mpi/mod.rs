@@ -5,14 +5,13 @@
 //! 1. `library.rs`, `memory.rs`: MPI's calls, with their return codes checked, and where tensors are.
 //! 2. `transfers.rs`, `operation.rs`: the messages of an operation, and its steps.
 //! 3. `collective.rs`, `message.rs`: the steps of each.
-//! 4. `notices.rs`, `history.rs`, `world.rs`: a rank, how it waits and how it fails.
+//! 4. `notices.rs`, `world.rs`: a rank, how it waits and how it fails.
 //! 5. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on them. `session.rs`: the way to start.
 //!
 //! `src/comm/README.md` tells how they go together.
 
 mod collective;
 mod group;
-mod history;
 mod library;
 mod memory;
 mod message;

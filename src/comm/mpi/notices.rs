@@ -3,6 +3,7 @@
 use super::library::{Communicator, Request};
 use super::transfers::NOTICE_TAG;
 use crate::comm::CommError;
+use crate::comm::history::Told;
 use serde::{Deserialize, Serialize};
 
 /// A rank's word to all others.
@@ -10,6 +11,8 @@ use serde::{Deserialize, Serialize};
 pub(super) enum Notice {
     /// The world has failed, and why.
     Failed(CommError),
+    /// What the rank has called last, for those who time out.
+    Called(Vec<Told>),
     /// The rank issues nothing any more. Its last word.
     Ended,
 }

@@ -3,6 +3,7 @@
 use super::transfers::{Members, Place, Transfers};
 use crate::comm::CommError;
 use crate::comm::call::{Call, compare};
+use crate::comm::history::Record;
 use std::fmt;
 use std::sync::Arc;
 
@@ -110,6 +111,13 @@ impl Operation {
             self.next = (step.0)(&mut self.transfers, &self.members)?;
         }
         Ok(false)
+    }
+
+    /// What to remember it by, with this number.
+    pub(super) fn record(&self, id: u64, call: String) -> Record<String> {
+        let is_collective = matches!(self.lane.kind, LaneKind::Collectives);
+        let sequence = self.transfers.place().sequence;
+        Record { id, group: self.members.label.clone(), sequence, is_collective, call }
     }
 
     /// What it waits for: the group, the place within it and the global ranks.

@@ -8,7 +8,6 @@ use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};
 use crate::comm::{CommError, ProcessGroup};
 use ::mpi::Threading;
 use ::mpi::environment::Universe;
-use parking_lot::Mutex;
 use std::error::Error;
 use std::sync::Arc;
 
@@ -122,8 +121,7 @@ impl Session {
         let made = Communicator::of_all_processes().split(color, rank).map_err(refuse)?;
         let Some(communicator) = made else { return Ok(None) };
         let world = Arc::new(World::new(communicator, rank, world_size, options));
-        let (name, global_ranks) = (options.name.clone(), (0..world_size).collect());
-        let members = Members { name, communicator, rank, global_ranks, stats: Mutex::default() };
+        let members = Members::new(&options.name, communicator, rank, (0..world_size).collect());
         let group: Arc<dyn ProcessGroup> = Arc::new(MpiGroup::new(world.clone(), members));
         let outcome = on_own_thread(RankContext { rank, world_size, threads, group }, &run);
         if let Err(error) = &outcome {

@@ -2,10 +2,12 @@
 
 use super::library::{Communicator, MAX_MESSAGE_BYTES, MAX_TAG, Request};
 use super::memory;
+use crate::comm::history::Label;
 use crate::comm::{CollectiveOp, CommError, GroupStats};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::ffi::c_int;
+use std::sync::Arc;
 
 /// One rank's end of a group.
 #[derive(Debug)]
@@ -15,10 +17,17 @@ pub(super) struct Members {
     /// This rank, within the group.
     pub(super) rank: usize,
     pub(super) global_ranks: Vec<usize>,
+    /// What its operations are remembered by.
+    pub(super) label: Arc<Label>,
     pub(super) stats: Mutex<GroupStats>,
 }
 
 impl Members {
+    pub(super) fn new(name: &str, communicator: Communicator, rank: usize, global_ranks: Vec<usize>) -> Self {
+        let label = Arc::new(Label { name: name.to_owned(), members: global_ranks.clone() });
+        Self { name: name.to_owned(), communicator, rank, global_ranks, label, stats: Mutex::default() }
+    }
+
     pub(super) fn world_size(&self) -> usize {
         self.global_ranks.len()
     }

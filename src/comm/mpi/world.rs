@@ -3,10 +3,10 @@
 //! While a rank waits for *any* operation it moves *all* of its operations on, in every group,
 //! since MPI moves messages only while it is called.
 
-use super::history::{History, Record};
 use super::library::Communicator;
 use super::notices::{Notice, Notices};
 use super::operation::{Lane, Operation};
+use crate::comm::history::{History, Told, divergence, lines};
 use crate::comm::{CommError, LaunchOptions};
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
@@ -38,7 +38,9 @@ struct State {
     next_id: u64,
     /// In the order of issue.
     in_flight: Vec<(u64, Operation)>,
-    history: History,
+    history: History<String>,
+    /// What other ranks have told of theirs, after a timeout.
+    histories: Vec<(usize, Vec<Told>)>,
     notices: Notices,
     /// When each rank's last word came; the own entry stays empty.
     ended: Vec<Option<Instant>>,
@@ -59,6 +61,7 @@ impl World {
             next_id: 0,
             in_flight: Vec::new(),
             history: History::default(),
+            histories: Vec::new(),
             notices: Notices::new(communicator, rank, ranks),
             ended: vec![None; ranks],
             communicators: vec![communicator],
@@ -81,8 +84,7 @@ impl World {
         state.check()?;
         let id = state.next_id;
         state.next_id += 1;
-        let (group, place, _) = operation.stuck();
-        state.history.add(Record { id, group, sequence: place.sequence, call: describe() });
+        state.history.add(operation.record(id, describe()));
         state.in_flight.push((id, operation));
         // All of them: what was issued before may wait for no more than this look.
         state.advance().map_err(|error| self.fail_with(&mut state, error))?;
@@ -154,9 +156,13 @@ impl World {
     /// From here on every call returns `error`.
     fn give_up(&self, state: &mut State, error: CommError) {
         if let CommError::Timeout { .. } = error {
-            let is_under_way = |id| state.in_flight.iter().any(|(other, _)| *other == id);
-            let lines = state.history.lines(is_under_way);
-            tracing::error!("{error}; the last operations of rank {}:{lines}", self.rank);
+            let called = state.history.tell();
+            tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&called));
+            // So that one of those that are there can tell where all of them part.
+            if let Err(reason) = state.notices.tell(&Notice::Called(called.clone())) {
+                tracing::error!("rank {} cannot tell the others what it called: {reason}", self.rank);
+            }
+            state.histories.push((self.rank, called));
         }
         state.in_flight.clear();
         state.failure = Some(error);
@@ -172,9 +178,23 @@ impl World {
         for (rank, notice) in notices {
             match notice {
                 Notice::Ended => state.ended[rank] = Some(Instant::now()),
+                Notice::Called(called) => state.histories.push((rank, called)),
                 Notice::Failed(error) if state.failure.is_none() => self.give_up(state, error),
                 Notice::Failed(_) => {}
             }
+        }
+    }
+
+    /// After a timeout, on the first rank that was not missing: where the ranks part, by what they have told.
+    fn tell_divergence(&self, state: &mut State) {
+        let Some(CommError::Timeout { missing, .. }) = &state.failure else { return };
+        let is_missing = |rank: usize| missing.contains(&rank);
+        if !is_missing(self.rank) && (0..self.rank).all(is_missing) {
+            let told = |rank: &usize| state.histories.iter().any(|(of, _)| of == rank);
+            let silent: Vec<usize> = missing.iter().copied().filter(|rank| !told(rank)).collect();
+            state.histories.extend(silent.into_iter().map(|rank| (rank, Vec::new())));
+            state.histories.sort_by_key(|(rank, _)| *rank);
+            tracing::error!("where the ranks part:{}", divergence(&state.histories));
         }
     }
 
@@ -202,6 +222,7 @@ impl World {
             let has_failed = state.failure.is_some();
             let all = (0..state.ended.len()).all(|rank| rank == self.rank || state.ended[rank].is_some());
             if all && state.notices.are_sent() {
+                self.tell_divergence(&mut state);
                 if !has_failed {
                     state.free();
                 }
@@ -209,6 +230,7 @@ impl World {
             }
             let now = Instant::now();
             if has_failed && now > *deadline.get_or_insert(now + FAREWELL) {
+                self.tell_divergence(&mut state);
                 return false;
             }
             parking_lot::MutexGuard::unlocked(&mut state, || pause.wait());
@@ -239,7 +261,8 @@ impl State {
         while index < self.in_flight.len() {
             let (_, operation) = &mut self.in_flight[index];
             if operation.advance()? {
-                self.in_flight.remove(index);
+                let (id, _) = self.in_flight.remove(index);
+                self.history.complete(id);
             } else {
                 index += 1;
             }

@@ -1,6 +1,7 @@
-//! What a launcher of one process per GPU (torchrun, srun with a wrapper) tells a process.
+//! What a launcher of one process per GPU (torchrun, `srun`) tells a process.
 
-use crate::comm::CommError;
+use crate::comm::discovery::first_host;
+use crate::comm::{CommError, Launcher, World, WorldFlags};
 
 /// The first NCCL that lets two ranks share a GPU, as `ncclGetVersion` counts.
 const MULTI_RANK_VERSION: i32 = 23_000;
@@ -11,11 +12,9 @@ const DEFAULT_PORT: u16 = 29_500;
 /// One process among those of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Environment {
-    /// `RANK`.
     pub(super) rank: usize,
-    /// `WORLD_SIZE`.
     pub(super) world_size: usize,
-    /// `LOCAL_RANK`: the GPU's index on this machine.
+    /// The GPU's index on this machine.
     pub(super) local_rank: usize,
     pub(super) meeting: Meeting,
 }
@@ -31,24 +30,30 @@ pub(super) enum Meeting {
 }
 
 impl Environment {
-    /// Reads the variables through `lookup`.
+    /// Who this process is, and the variables, which `lookup` returns, that say where the processes meet.
     ///
     /// # Errors
     /// [`CommError::Start`] naming the variable that is missing or wrong.
-    pub(super) fn read(lookup: impl Fn(&str) -> Option<String>) -> Result<Self, CommError> {
+    pub(super) fn read(
+        flags: &WorldFlags,
+        lookup: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, CommError> {
         let refuse = |reason: String| CommError::Start { library: "NCCL", rank: None, reason };
-        let number = |name: &str| {
-            let text = lookup(name).ok_or_else(|| {
-                refuse(format!("{name} is not set; a launcher sets RANK, WORLD_SIZE and LOCAL_RANK"))
-            })?;
-            let parsed = text.trim().parse::<usize>();
-            parsed.map_err(|_| refuse(format!("{name} is `{text}`, expected a number from 0 up")))
-        };
-        let (rank, world_size, local_rank) = (number("RANK")?, number("WORLD_SIZE")?, number("LOCAL_RANK")?);
-        if rank >= world_size {
-            return Err(refuse(format!("RANK is {rank}, expected less than WORLD_SIZE, {world_size}")));
+        let world = World::discover(flags, &lookup).map_err(|error| refuse(error.to_string()))?;
+        let World { rank, world_size, launcher, .. } = world;
+        if launcher == Launcher::None {
+            return Err(refuse(
+                "RANK is not set; a launcher sets RANK, WORLD_SIZE and LOCAL_RANK".to_owned(),
+            ));
         }
-        let meeting = match (lookup("NCCL_COMM_ID"), lookup("MASTER_ADDR")) {
+        let local_rank = world.local_rank.ok_or_else(|| {
+            refuse(format!("{launcher} does not say which GPU is rank {rank}'s: set LOCAL_RANK"))
+        })?;
+        let host = || match launcher {
+            Launcher::Slurm => lookup("SLURM_STEP_NODELIST").as_deref().and_then(first_host),
+            _ => None,
+        };
+        let meeting = match (lookup("NCCL_COMM_ID"), lookup("MASTER_ADDR").or_else(host)) {
             (Some(_), _) => Meeting::Nccl,
             (None, Some(host)) => {
                 let port = |name: &str| {
@@ -113,7 +118,7 @@ mod tests {
 
     fn read(variables: &[(&str, &str)]) -> Result<Environment, CommError> {
         let find = |name: &str| variables.iter().find(|(known, _)| *known == name);
-        Environment::read(|name| find(name).map(|(_, value)| (*value).to_owned()))
+        Environment::read(&WorldFlags::default(), |name| find(name).map(|(_, value)| (*value).to_owned()))
     }
 
     const RANK_1_OF_4: [(&str, &str); 3] = [("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")];
@@ -133,6 +138,19 @@ mod tests {
     }
 
     #[test]
+    fn tasks_of_slurm_meet_on_the_first_node() {
+        let task = [
+            ("SLURM_PROCID", "5"),
+            ("SLURM_NTASKS", "8"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_STEP_NODELIST", "gpu[017-018]"),
+        ];
+        let environment = read(&task).unwrap();
+        assert_eq!((environment.rank, environment.world_size, environment.local_rank), (5, 8, 1));
+        assert_eq!(environment.meeting, Meeting::Address { host: "gpu017".into(), port: 29_501 });
+    }
+
+    #[test]
     fn what_is_missing_or_wrong_is_named() {
         let refuse = |variables: &[(&str, &str)], expected: &str| {
             let error = read(variables).unwrap_err().to_string();
@@ -144,6 +162,8 @@ mod tests {
         refuse(&RANK_1_OF_4, "neither NCCL_COMM_ID");
         let port = |name, port| [&RANK_1_OF_4[..], &[("MASTER_ADDR", "n0"), (name, port)]].concat();
         refuse(&port("MASTER_PORT", "70000"), "MASTER_PORT is `70000`");
+        refuse(&RANK_1_OF_4[..2], "set LOCAL_RANK");
+        refuse(&[], "RANK is not set");
         refuse(&port("ULYSSES_MASTER_PORT", "0"), "ULYSSES_MASTER_PORT is `0`");
         refuse(&port("MASTER_PORT", "65535"), "set ULYSSES_MASTER_PORT");
     }

@@ -5,8 +5,9 @@ use super::environment::{Environment, Meeting, check_places};
 use super::group::NcclGroup;
 use super::rendezvous::{ID_BYTES, Id, fetch, hand_out};
 use super::world::World;
+use crate::comm::checked::Checked;
 use crate::comm::{
-    CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, RankContext, thread,
+    CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, RankContext, WorldFlags, thread,
 };
 use crate::device::open_gpu;
 use candle_core::Device;
@@ -31,6 +32,7 @@ where
     thread::launch(gpus.len(), options, |context| -> Result<T, Box<dyn Error + Send + Sync>> {
         let device = gpu(gpus[context.rank], context.rank)?;
         let group = over(context.group.clone(), &device, options.timeout)?;
+        let group = if options.check { Checked::over(group)? } else { group };
         run(RankContext { group, ..context }).map_err(Into::into)
     })
 }
@@ -65,14 +67,15 @@ pub fn over(
 
 /// The group of all processes of a job in which every process drives one GPU.
 ///
-/// Reads RANK, WORLD_SIZE and LOCAL_RANK (the GPU's ordinal), and NCCL_COMM_ID (`host:port`, the same everywhere) or
-/// MASTER_ADDR, the host of rank 0. The ranks meet there at ULYSSES_MASTER_PORT, or else at MASTER_PORT + 1:
-/// torchrun's own store listens on MASTER_PORT.
+/// Who this process is, [`comm::World::discover`](crate::comm::World::discover) says; the local rank is the GPU's
+/// ordinal. NCCL_COMM_ID (`host:port`, the same everywhere) or MASTER_ADDR says where the host of rank 0 is; SLURM's
+/// tasks know it. The ranks meet there at ULYSSES_MASTER_PORT, or else at MASTER_PORT + 1: torchrun's own store
+/// listens on MASTER_PORT.
 ///
 /// # Errors
 /// [`CommError::Start`] naming the variable that is missing or wrong, or why NCCL or the GPU cannot be used.
-pub fn from_env(timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    let environment = Environment::read(|name| std::env::var(name).ok())?;
+pub fn from_env(flags: &WorldFlags, timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
+    let environment = Environment::read(flags, |name| std::env::var(name).ok())?;
     let Environment { rank, world_size, local_rank, meeting } = environment;
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let world = World::new(rank, &gpu(local_rank, rank)?, timeout, None)?;

@@ -2,10 +2,12 @@
 
 use super::communicator::{Communicator, abort};
 use super::watch::{Probe, Watched, inspect};
-use crate::comm::{CommError, ProcessGroup};
+use crate::comm::history::{History, Label, Record, lines};
+use crate::comm::{CollectiveOp, CommError, ProcessGroup};
 use candle_core::{Device, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 use parking_lot::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -31,6 +33,8 @@ pub(super) struct World {
     /// failures, and tells.
     bootstrap: Option<Arc<dyn ProcessGroup>>,
     failure: OnceLock<CommError>,
+    history: Mutex<History<CollectiveOp>>,
+    issued: AtomicU64,
     pub(super) rank: usize,
     pub(super) timeout: Duration,
     thread: ThreadId,
@@ -79,6 +83,8 @@ impl World {
             device: device.clone(),
             bootstrap,
             failure: OnceLock::new(),
+            history: Mutex::default(),
+            issued: AtomicU64::new(0),
             rank,
             timeout,
             thread: std::thread::current().id(),
@@ -115,6 +121,12 @@ impl World {
     }
 
     pub(super) fn watch(&self, operation: Watched<UnderWay>) {
+        let Watched { group, op, sequence, .. } = &operation;
+        // Who else is in the group does not matter here: ranks do not compare what they remember.
+        let group = Arc::new(Label { name: group.clone(), members: Vec::new() });
+        let is_collective = !matches!(op, CollectiveOp::Send | CollectiveOp::Recv);
+        let id = self.issued.fetch_add(1, Ordering::Relaxed);
+        self.history.lock().add(Record { id, group, sequence: *sequence, is_collective, call: *op });
         self.under_way.lock().push(operation);
     }
 
@@ -148,6 +160,17 @@ impl World {
         abort(&adopted.iter().filter_map(Weak::upgrade).collect::<Vec<_>>());
     }
 
+    /// Logs what the rank has called last.
+    fn tell_history(&self, error: &CommError) {
+        let under_way = self.under_way.lock();
+        let told = self.history.lock().tell_by(|record, _| {
+            under_way.iter().any(|Watched { group, op, sequence, .. }| {
+                (group, op, sequence) == (&record.group.name, &record.call, &record.sequence)
+            })
+        });
+        tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&told));
+    }
+
     /// Looks at what is under way. It is taken out meanwhile, so that the rank's thread never waits for this.
     fn inspect(&self) -> Result<(), CommError> {
         let mut under_way = std::mem::take(&mut *self.under_way.lock());
@@ -170,6 +193,7 @@ fn watch(world: &Weak<World>) {
             world.inspect()
         });
         if let Err(error) = outcome {
+            world.tell_history(&error);
             world.fail(error);
             return;
         }

@@ -3,10 +3,11 @@
 use super::communicator::{Communicator, Round, Stage};
 use super::engine::{Operation, Step, Stuck};
 use super::exchange::Exchange;
-use crate::comm::CommError;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::call::Call;
+use crate::comm::history::Record;
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
+use crate::comm::{CollectiveOp, CommError};
 use crate::device::Fence;
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
@@ -224,5 +225,10 @@ impl Operation for Collective {
             sequence: self.sequence,
             missing: self.round.missing(self.reached).map(|rank| self.comm.global_ranks[rank]).collect(),
         }
+    }
+
+    fn record(&self, id: u64) -> Record<CollectiveOp> {
+        let (group, call) = (self.comm.label.clone(), self.call.op());
+        Record { id, group, sequence: self.sequence, is_collective: true, call }
     }
 }

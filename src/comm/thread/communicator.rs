@@ -3,6 +3,7 @@
 use super::mailbox::Mailbox;
 use super::world::World;
 use crate::comm::call::{Call, compare};
+use crate::comm::history::Label;
 use crate::comm::{CollectiveOp, CommError, GroupStats, OpStats};
 use crate::device::Fence;
 use candle_core::{Device, Tensor};
@@ -15,6 +16,7 @@ use std::sync::{Arc, OnceLock};
 #[derive(Debug)]
 pub(super) struct Communicator {
     pub(super) name: String,
+    pub(super) label: Arc<Label>,
     pub(super) world: Arc<World>,
     pub(super) global_ranks: Vec<usize>,
     pub(super) mailbox: Mailbox,
@@ -85,6 +87,7 @@ impl Communicator {
         let ranks = global_ranks.len();
         Self {
             name: name.to_owned(),
+            label: Arc::new(Label { name: name.to_owned(), members: global_ranks.clone() }),
             world,
             global_ranks,
             mailbox: Mailbox::new(ranks),

@@ -6,6 +6,7 @@
 
 use super::world::World;
 use crate::comm::buffer::StorageId;
+use crate::comm::history::Record;
 use crate::comm::{CollectiveOp, CommError};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -64,6 +65,9 @@ pub(super) trait Operation: Send + std::fmt::Debug {
 
     /// What it waits for.
     fn stuck(&self) -> Stuck;
+
+    /// What to remember it by, with this number.
+    fn record(&self, id: u64) -> Record<CollectiveOp>;
 }
 
 /// How far an operation has come.
@@ -99,6 +103,7 @@ impl RankState {
         let id = engine.next_id;
         engine.next_id += 1;
         let operation = issue();
+        self.world.remember(self.global_rank, operation.record(id));
         engine.in_flight.push(InFlight { id, lane, operation });
         id
     }
@@ -126,7 +131,12 @@ impl RankState {
             if late && !stuck.missing.is_empty() {
                 let waited_ms = started.elapsed().as_millis() as u64;
                 let Stuck { group, op, sequence, missing } = stuck;
-                return Err(self.fail(CommError::Timeout { group, op, sequence, waited_ms, missing }));
+                let timeout = CommError::Timeout { group, op, sequence, waited_ms, missing };
+                // Others may be waiting too: one of them tells.
+                if self.world.failure().is_none() {
+                    self.world.tell_histories(&timeout);
+                }
+                return Err(self.fail(timeout));
             }
             signal.wait(seen, deadline);
         }
@@ -150,7 +160,7 @@ impl RankState {
             return Ok(None);
         }
         self.world.check()?;
-        engine.advance()?;
+        engine.advance(|id| self.world.complete(self.global_rank, id))?;
         let Some(waiting) = engine.in_flight.iter().find(|operation| operation.id == id) else {
             return Ok(None);
         };
@@ -162,7 +172,7 @@ impl RankState {
 }
 
 impl Engine {
-    fn advance(&mut self) -> Result<(), CommError> {
+    fn advance(&mut self, complete: impl Fn(u64)) -> Result<(), CommError> {
         let mut blocked: Vec<Lane> = Vec::new();
         let mut index = 0;
         while index < self.in_flight.len() {
@@ -177,7 +187,7 @@ impl Engine {
                 Step::Blocked => blocked.push(lane),
                 Step::Settling => {}
                 Step::Complete => {
-                    self.in_flight.remove(index);
+                    complete(self.in_flight.remove(index).id);
                     continue;
                 }
             }

@@ -3,6 +3,7 @@
 use super::communicator::Communicator;
 use super::engine::{Operation, Step, Stuck};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
+use crate::comm::history::Record;
 use crate::comm::{CollectiveOp, CommError};
 use crate::device::Fence;
 use candle_core::{Device, Tensor};
@@ -91,6 +92,11 @@ impl Operation for SendOperation {
         let (group, missing) = (self.comm.name.clone(), vec![self.comm.global_ranks[self.dst]]);
         Stuck { group, op: CollectiveOp::Send, sequence: self.sequence, missing }
     }
+
+    fn record(&self, id: u64) -> Record<CollectiveOp> {
+        let (group, call) = (self.comm.label.clone(), CollectiveOp::Send);
+        Record { id, group, sequence: self.sequence, is_collective: false, call }
+    }
 }
 
 /// A message that is expected.
@@ -166,5 +172,10 @@ impl Operation for RecvOperation {
     fn stuck(&self) -> Stuck {
         let (group, missing) = (self.comm.name.clone(), vec![self.comm.global_ranks[self.src]]);
         Stuck { group, op: CollectiveOp::Recv, sequence: self.sequence, missing }
+    }
+
+    fn record(&self, id: u64) -> Record<CollectiveOp> {
+        let (group, call) = (self.comm.label.clone(), CollectiveOp::Recv);
+        Record { id, group, sequence: self.sequence, is_collective: false, call }
     }
 }

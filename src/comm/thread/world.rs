@@ -1,7 +1,9 @@
 //! What all ranks and groups of one launch share: the failure, and the signals.
 
 use super::signal::Signal;
-use crate::comm::CommError;
+use crate::comm::history::{History, Record, Told, divergence, lines};
+use crate::comm::{CollectiveOp, CommError};
+use parking_lot::Mutex;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -13,6 +15,8 @@ pub(super) struct World {
     failure: OnceLock<Failure>,
     left: Box<[AtomicBool]>,
     signals: Box<[Signal]>,
+    /// What each rank has called last.
+    histories: Box<[Mutex<History<CollectiveOp>>]>,
 }
 
 /// The first failure; all ranks get this one.
@@ -30,6 +34,7 @@ impl World {
             failure: OnceLock::new(),
             left: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             signals: (0..world_size).map(|_| Signal::default()).collect(),
+            histories: (0..world_size).map(|_| Mutex::default()).collect(),
         }
     }
 
@@ -59,6 +64,26 @@ impl World {
     /// The error that counts, once there is one.
     pub(super) fn check(&self) -> Result<(), CommError> {
         self.failure().map_or(Ok(()), |failure| Err(failure.error.clone()))
+    }
+
+    /// Remembers what a rank has called.
+    pub(super) fn remember(&self, rank: usize, record: Record<CollectiveOp>) {
+        self.histories[rank].lock().add(record);
+    }
+
+    /// Notes that an operation of a rank is complete.
+    pub(super) fn complete(&self, rank: usize, id: u64) {
+        self.histories[rank].lock().complete(id);
+    }
+
+    /// Logs what every rank has called last, and where they part.
+    pub(super) fn tell_histories(&self, error: &CommError) {
+        let tell = |(rank, history): (usize, &Mutex<History<CollectiveOp>>)| (rank, history.lock().tell());
+        let ranks: Vec<(usize, Vec<Told>)> = self.histories.iter().enumerate().map(tell).collect();
+        for (rank, told) in &ranks {
+            tracing::error!("the last operations of rank {rank}:{}", lines(told));
+        }
+        tracing::error!("{error}; where the ranks part:{}", divergence(&ranks));
     }
 
     /// Notes that a rank issues nothing any more.

@@ -63,7 +63,9 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         validation: None,
         threads_per_rank: None,
         backend: Backend::Thread,
+        mesh_rules: vec![],
         comm_check: false,
+        comm_timeout_seconds: 300,
         activation_checkpointing: false,
         loss_tile_tokens: 1024,
         monitoring: defaults_of_monitoring(),
@@ -164,6 +166,8 @@ fn flags_override_the_file() {
     let file = raw.resolve(&Overrides::default()).unwrap();
     let overrides = Overrides {
         mesh: Some((2, 4)),
+        mesh_selector: None,
+        ranks_per_node: None,
         world_size: Some(8),
         seq_len: Some(77),
         steps: Some(5),

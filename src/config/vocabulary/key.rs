@@ -45,6 +45,10 @@ pub(crate) enum Value {
     TextOrSections(&'static [Key]),
     /// An array of pairs of integers from 1 on; the text says what a pair is.
     Pairs(&'static str),
+    /// An array of pairs of a pattern and a mesh or null.
+    Rules,
+    /// Such a pair.
+    Rule,
     /// A section, or its old form: whether it is on.
     SwitchOrSection(&'static [Key]),
     /// The name of a variant, in any case; other names are refused with a reason.
@@ -239,6 +243,8 @@ impl fmt::Display for Value {
                 f.write_str("a string that is not empty, or an array of such strings and objects")
             }
             Self::Pairs(_) => f.write_str("an array of pairs of integers ≥ 1"),
+            Self::Rules => f.write_str("an array of pairs [pattern, mesh]"),
+            Self::Rule => f.write_str("an array of two, a pattern and a mesh such as \"2x4\" or null"),
             Self::Section(_) | Self::SwitchOrSection(_) | Self::Params(_) => f.write_str("an object"),
             Self::Variant { variants, .. } => {
                 write_one_of(f, &variants.iter().map(|variant| variant.name).collect::<Vec<_>>())

@@ -36,7 +36,13 @@ pub(super) const ULYSSES: &[Key] = &[
     section("validation", VALIDATION, "Held-out data, whose loss is computed as training goes on."),
     key("threads_per_rank", COUNT, "CPU threads of one rank.").derived("a fair share of the cores"),
     key("backend", Value::Choice(&["thread", "nccl", "mpi"]), "What carries the communication.")
-        .text("thread"),
+        .derived("what connects the processes that a launcher has started, else `thread`"),
+    key(
+        "mesh_rules",
+        Value::Rules,
+        "Meshes by machine, `[[pattern, mesh], …]`: the first pattern that matches all of `--mesh-selector`, or of host \
+         and device without it, gives the mesh, in the place of the sizes above; null leaves it to the number of ranks.",
+    ),
     section("comm", COMM, "How ranks watch over their communication."),
     flag("activation_checkpointing", "Recomputes activations in the backward pass."),
     key(
@@ -77,13 +83,17 @@ const VALIDATION: &[Key] = &[
     key("eval_interval", COUNT, "Steps between two evaluations.").derived("the last step only"),
     key("eval_batches", COUNT, "Batches of `train_batch_size` rows that are evaluated.").derived("all rows"),
 ];
-const COMM: &[Key] = &[key(
-    "check",
-    Value::Choice(&["off", "on"]),
-    "Compares the calls of all ranks before data moves, and names the one that differs. Threads always do; between \
-     processes it costs a message per pair of ranks.",
-)
-.text("off")];
+const COMM: &[Key] = &[
+    key(
+        "check",
+        Value::Choice(&["off", "on"]),
+        "Compares the calls of all ranks before data moves, and names the one that differs. Threads always do; between \
+         processes it costs a message per pair of ranks.",
+    )
+    .text("off"),
+    key("timeout_seconds", COUNT, "How long a rank waits for the others in an operation before the run fails.")
+        .integer(300),
+];
 
 const PARAMETER_GROUP: &[Key] = &[
     key("match", Value::Text, "A regular expression, looked for anywhere in a parameter's full name.")

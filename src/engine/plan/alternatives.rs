@@ -135,12 +135,7 @@ impl Workload {
     /// As [`plan`](Self::plan), of a mesh that the model and the batch allow.
     pub fn meshes(&self, budget_bytes: Option<u64>) -> Result<Vec<MeshChoice>, EngineError> {
         let world_size = self.config.world_size();
-        let seq_len = self.config.require_seq_len()?;
-        let chunks = self.model.head_chunks(self.config.memory.head_chunks);
-        // Every chunk of heads is shared by all ranks of an sp group.
-        let fewest_heads = chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0);
-        let most_sp = fewest_heads.min(seq_len).min(world_size);
-        let sizes = (1..=most_sp).filter(|sp| world_size.is_multiple_of(*sp));
+        let sizes = (1..=self.most_sp()?.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
         let arranged = sizes.filter_map(|sp| self.arranged(world_size / sp, sp));
         let arranged = arranged.flat_map(Self::at_stages);
         let mut choices = arranged
@@ -148,6 +143,18 @@ impl Workload {
             .collect::<Result<Vec<MeshChoice>, EngineError>>()?;
         recommend(&mut choices, budget_bytes.is_some());
         Ok(choices)
+    }
+
+    /// The largest sp that the model's heads and the tokens of a row allow.
+    ///
+    /// # Errors
+    /// When the config has no sequence length.
+    pub(super) fn most_sp(&self) -> Result<usize, EngineError> {
+        let seq_len = self.config.require_seq_len()?;
+        let chunks = self.model.head_chunks(self.config.memory.head_chunks);
+        // Every chunk of heads is shared by all ranks of an sp group.
+        let fewest_heads = chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0);
+        Ok(fewest_heads.min(seq_len))
     }
 
     /// The same rows per step on `dp` × `sp` ranks, if they divide.

@@ -1,15 +1,18 @@
 //! What a run will need, before it runs: sums over the [`schedule`](mod@super::schedule) of a step.
 //!
 //! [`Workload::plan`] is the plan of one configuration, [`Workload::longest`] the longest sequence that fits,
-//! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change, [`scaling`] how the traffic of several kinds
+//! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change,
+//! [`Workload::propose`] the mesh to take on a cluster, [`scaling`] how the traffic of several kinds
 //! of sequence parallelism grows. [`RankStep`] is the arithmetic and the communication of one step alone.
 
 mod alternatives;
+mod proposal;
 mod rank;
 pub mod scaling;
 mod step;
 
 pub use alternatives::{Alternative, MeshChoice};
+pub use proposal::{Proposal, Trial};
 pub use rank::{MomentMemory, RankPlan, Sent};
 pub use step::{PlannedCalls, RankStep, model_flops};
 

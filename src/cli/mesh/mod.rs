@@ -1,0 +1,134 @@
+//! `ulysses mesh`.
+
+mod propose;
+
+use super::{Failure, OrFail, note, print};
+use anyhow::{Context, anyhow};
+use propose::ProposeArgs;
+use std::path::{Path, PathBuf};
+use ulysses::mesh::{Cluster, DeviceMesh, HybridMeshShape, Preset, draw, draw_nodes, svg};
+
+/// Ranks on a node in a drawing, where nobody says how many there are.
+const USUAL_RANKS_PER_NODE: usize = 8;
+
+#[derive(clap::Args)]
+#[command(
+    after_help = "One of:\n  <SHAPE>    draws a mesh\n  --propose  names the mesh to take on a cluster, and draws it"
+)]
+pub(super) struct MeshArgs {
+    /// Shape: `2x4` (dp × sp), with names `dp=2,pp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
+    #[arg(allow_hyphen_values = true, required_unless_present = "propose", conflicts_with = "propose")]
+    shape: Option<String>,
+    /// Axis names for a shape without names, for example `dp,sp`.
+    #[arg(long, value_delimiter = ',')]
+    names: Option<Vec<String>>,
+    /// Number of ranks, to infer one size given as -1.
+    #[arg(long, allow_negative_numbers = true)]
+    world_size: Option<usize>,
+    /// Nodes: the first axis that divides by them runs across them.
+    #[arg(long, value_parser = at_least_1)]
+    nodes: Option<usize>,
+    /// Ranks on each node.
+    #[arg(long, value_parser = at_least_1)]
+    devices_per_node: Option<usize>,
+    /// Sizes between nodes, such as `1x2`; the shape is then that within a node.
+    #[arg(long, allow_hyphen_values = true, conflicts_with = "propose")]
+    inter: Option<String>,
+    /// Draws nodes and groups to this file.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    #[command(flatten)]
+    propose: ProposeArgs,
+}
+
+fn at_least_1(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "expected a whole number from 1".to_owned())
+}
+
+/// A mesh, and how many ranks share a node, where that is known.
+struct Drawn {
+    mesh: DeviceMesh,
+    ranks_per_node: Option<usize>,
+}
+
+pub(super) fn run(args: &MeshArgs) -> Result<(), Failure> {
+    let drawn = match &args.shape {
+        None => propose::run(&args.propose, args.nodes, args.devices_per_node)?,
+        Some(shape) => drawn(shape, args)?,
+    };
+    let nodes = drawn.ranks_per_node.map(|ranks| draw_nodes(&drawn.mesh, ranks)).transpose().or_usage()?;
+    print(format_args!("{}{}", draw(&drawn.mesh), nodes.unwrap_or_default()))?;
+    args.svg.as_deref().map_or(Ok(()), |path| write_svg(&drawn, path))
+}
+
+fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {
+    let drawing = svg(&drawn.mesh, drawn.ranks_per_node.unwrap_or(USUAL_RANKS_PER_NODE)).or_usage()?;
+    std::fs::write(path, drawing).with_context(|| format!("cannot write {}", path.display())).or_run()?;
+    note(format_args!("drawn to {}", path.display()));
+    Ok(())
+}
+
+fn drawn(shape: &str, args: &MeshArgs) -> Result<Drawn, Failure> {
+    let named = args.names.is_none();
+    if let Some((preset, cluster)) = Preset::parse(shape, cluster(args)).or_usage()?.filter(|_| named) {
+        return Ok(Drawn {
+            mesh: preset.mesh(cluster).or_usage()?,
+            ranks_per_node: Some(cluster.ranks_per_node),
+        });
+    }
+    let world_size = args.world_size.or(cluster(args).map(Cluster::world_size));
+    if let Some(inter) = &args.inter {
+        return hybrid(&parse(shape, args, args.devices_per_node)?, &parse(inter, args, args.nodes)?);
+    }
+    let mesh = parse(shape, args, world_size)?;
+    let ranks_per_node = match (args.nodes, args.devices_per_node) {
+        (None, devices) => return Ok(Drawn { mesh, ranks_per_node: devices }),
+        (Some(_), Some(devices)) => devices,
+        (Some(nodes), None) => mesh.world_size() / nodes,
+    };
+    let nodes = args.nodes.unwrap_or(1);
+    let (names, sizes) = axes(&mesh);
+    let shape = HybridMeshShape::split(&names, &sizes, Cluster { nodes, ranks_per_node }).or_usage()?;
+    Ok(Drawn { mesh: shape.mesh().or_usage()?, ranks_per_node: Some(ranks_per_node) })
+}
+
+/// The cluster of the flags; a number of ranks alone is one of a single node.
+fn cluster(args: &MeshArgs) -> Option<Cluster> {
+    match (args.nodes, args.devices_per_node, args.world_size) {
+        (nodes, Some(ranks_per_node), _) => Some(Cluster { nodes: nodes.unwrap_or(1), ranks_per_node }),
+        (Some(nodes), None, Some(ranks)) => Some(Cluster { nodes, ranks_per_node: ranks / nodes }),
+        (None, None, Some(ranks_per_node)) => Some(Cluster { nodes: 1, ranks_per_node }),
+        (_, None, None) => None,
+    }
+}
+
+fn hybrid(intra: &DeviceMesh, inter: &DeviceMesh) -> Result<Drawn, Failure> {
+    if intra.axis_names() != inter.axis_names() {
+        let message = format!("{intra} and --inter {inter}: both need the same axes, in the same order");
+        return Err(Failure::Usage(anyhow!(message)));
+    }
+    let cluster = Cluster { nodes: inter.world_size(), ranks_per_node: intra.world_size() };
+    let ((names, intra), (_, inter)) = (axes(intra), axes(inter));
+    let shape = HybridMeshShape::new(&names, &intra, &inter, cluster).or_usage()?;
+    Ok(Drawn { mesh: shape.mesh().or_usage()?, ranks_per_node: Some(cluster.ranks_per_node) })
+}
+
+fn axes(mesh: &DeviceMesh) -> (Vec<&str>, Vec<i64>) {
+    let size = |&size: &usize| i64::try_from(size).unwrap_or(i64::MAX);
+    (mesh.axis_names().iter().map(String::as_str).collect(), mesh.shape().iter().map(size).collect())
+}
+
+fn parse(shape: &str, args: &MeshArgs, world_size: Option<usize>) -> Result<DeviceMesh, Failure> {
+    let mesh = match &args.names {
+        None => DeviceMesh::parse(shape, world_size),
+        Some(_) if shape.contains('=') => {
+            let error = anyhow!("--names is for shapes such as 2x4; {shape} has names");
+            return Err(Failure::Usage(error));
+        }
+        Some(names) => {
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            DeviceMesh::parse_with_names(shape, &names, world_size)
+        }
+    };
+    mesh.or_usage()
+}

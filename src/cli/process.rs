@@ -1,0 +1,203 @@
+//! This process among those of a job, where ranks are processes.
+
+use super::{Failure, OrFail, silence};
+use anyhow::{Context, anyhow};
+use serde::{Serialize, de::DeserializeOwned};
+#[cfg(feature = "mpi")]
+use ulysses::comm::mpi;
+#[cfg(feature = "nccl")]
+use ulysses::comm::nccl;
+use ulysses::comm::{
+    LaunchError, LaunchOptions, Launcher, ProcessGroup, ProcessGroupExt, RankContext, World, WorldFlags,
+};
+use ulysses::config::Backend;
+
+/// Which process of a job this is, where no launcher says so.
+#[derive(clap::Args, Clone, Copy, Default)]
+pub(super) struct WorldArgs {
+    /// This process among those of the job; launchers say so by themselves.
+    #[arg(long, requires = "world_size")]
+    rank: Option<usize>,
+    /// Number of processes of the job.
+    #[arg(long)]
+    world_size: Option<usize>,
+    /// The GPU of this process on its node.
+    #[arg(long)]
+    local_rank: Option<usize>,
+}
+
+impl WorldArgs {
+    pub(super) fn flags(self) -> WorldFlags {
+        WorldFlags { rank: self.rank, world_size: self.world_size, local_rank: self.local_rank }
+    }
+}
+
+/// What this process knows of its job before it has joined the others.
+pub(super) struct Place {
+    #[cfg_attr(
+        not(feature = "nccl"),
+        allow(dead_code, reason = "NCCL's processes meet by the variables again")
+    )]
+    flags: WorldFlags,
+    world: World,
+}
+
+/// A rank of a job. Without the features for such backends there is none.
+pub(super) enum Process {
+    #[cfg(feature = "mpi")]
+    Mpi(mpi::Session),
+    #[cfg(feature = "nccl")]
+    Nccl(nccl::Session),
+}
+
+impl Place {
+    pub(super) fn discover(args: WorldArgs) -> Result<Self, Failure> {
+        let flags = args.flags();
+        let world = World::discover(&flags, |name| std::env::var(name).ok()).or_usage()?;
+        Ok(Self { flags, world })
+    }
+
+    /// What the launcher of several processes would have them use; `None` for a process that is alone.
+    pub(super) fn backend(&self) -> Option<Backend> {
+        let by_launcher = if self.world.launcher.speaks_mpi() { Backend::Mpi } else { Backend::Nccl };
+        (self.world.world_size > 1).then_some(by_launcher)
+    }
+
+    /// Whether the build has what the launcher asks for.
+    ///
+    /// # Errors
+    /// It does not: every process would train on its own.
+    pub(super) fn check_build(&self) -> Result<(), Failure> {
+        let (feature, is_there) = match self.backend() {
+            Some(Backend::Mpi) => ("mpi", cfg!(feature = "mpi")),
+            Some(_) => ("nccl", cfg!(feature = "nccl")),
+            None => return Ok(()),
+        };
+        if is_there {
+            return Ok(());
+        }
+        let World { launcher, world_size, .. } = &self.world;
+        Err(Failure::Usage(anyhow!(
+            "{launcher} has started {world_size} processes, but this build lacks the feature `{feature}`, which would \
+             connect them: build with it, or let each process train for itself with --backend thread"
+        )))
+    }
+
+    /// Meets the other processes, if they are what `backend` connects. Collective.
+    pub(super) fn join(&self, backend: Backend) -> Result<Option<Process>, Failure> {
+        let process = match backend {
+            #[cfg(feature = "mpi")]
+            Backend::Mpi => Some(Process::Mpi(mpi::Session::start().or_run()?)),
+            #[cfg(feature = "nccl")]
+            Backend::Nccl if self.world.launcher != Launcher::None => {
+                let options = LaunchOptions::default();
+                Some(Process::Nccl(nccl::Session::start(&self.world, &self.flags, &options).or_run()?))
+            }
+            _ => None,
+        };
+        if let Some(process) = &process {
+            self.check_size(process)?;
+            silence(process.rank() > 0);
+        }
+        Ok(process)
+    }
+
+    /// The launcher and the library must have counted the same processes.
+    fn check_size(&self, process: &Process) -> Result<(), Failure> {
+        let World { launcher, world_size, rank, .. } = &self.world;
+        let found = (process.rank(), process.world_size());
+        if *launcher == Launcher::None || found == (*rank, *world_size) {
+            return Ok(());
+        }
+        Err(Failure::Run(anyhow!(
+            "{launcher} says that this is process {rank} of {world_size}, but the library that connects them that it \
+             is process {} of {}: is `ulysses` linked with another MPI than that of the launcher?",
+            found.0,
+            found.1
+        )))
+    }
+}
+
+#[cfg_attr(
+    not(any(feature = "mpi", feature = "nccl")),
+    allow(unused_variables, clippy::needless_pass_by_ref_mut, reason = "there is no process")
+)]
+impl Process {
+    pub(super) fn rank(&self) -> usize {
+        match *self {
+            #[cfg(feature = "mpi")]
+            Self::Mpi(ref session) => session.rank(),
+            #[cfg(feature = "nccl")]
+            Self::Nccl(ref session) => session.rank(),
+        }
+    }
+
+    pub(super) fn world_size(&self) -> usize {
+        match *self {
+            #[cfg(feature = "mpi")]
+            Self::Mpi(ref session) => session.world_size(),
+            #[cfg(feature = "nccl")]
+            Self::Nccl(ref session) => session.world_size(),
+        }
+    }
+
+    /// How many processes share this machine.
+    pub(super) fn local_size(&self) -> usize {
+        match *self {
+            #[cfg(feature = "mpi")]
+            Self::Mpi(ref session) => session.local_size(),
+            #[cfg(feature = "nccl")]
+            Self::Nccl(ref session) => session.local_size(),
+        }
+    }
+
+    /// What connects the processes.
+    pub(super) fn backend(&self) -> Backend {
+        match *self {
+            #[cfg(feature = "mpi")]
+            Self::Mpi(_) => Backend::Mpi,
+            #[cfg(feature = "nccl")]
+            Self::Nccl(_) => Backend::Nccl,
+        }
+    }
+
+    /// Runs this process's rank. Collective.
+    pub(super) fn run<T: Send>(
+        &mut self,
+        options: &LaunchOptions,
+        run: impl Fn(&RankContext) -> anyhow::Result<T> + Sync,
+    ) -> Result<T, LaunchError> {
+        match *self {
+            #[cfg(feature = "mpi")]
+            Self::Mpi(ref mut session) => session.run(options, |rank| run(&rank)),
+            #[cfg(feature = "nccl")]
+            Self::Nccl(ref mut session) => session.run(options, |rank| run(&rank)),
+        }
+    }
+
+    /// What every process has, in rank order. Collective.
+    pub(super) fn tell_all<T: Serialize + DeserializeOwned>(&mut self, own: &T) -> Result<Vec<T>, Failure> {
+        let own = serde_json::to_vec(own).or_run()?;
+        let all: Vec<Vec<u8>> = match *self {
+            #[cfg(feature = "mpi")]
+            Self::Mpi(ref mut session) => {
+                session.run(&LaunchOptions::default(), |rank| rank.group.all_gather_varied(&own)).or_run()?
+            }
+            #[cfg(feature = "nccl")]
+            Self::Nccl(ref session) => session.group().all_gather_varied(&own).or_run()?,
+        };
+        parse(&all).or_run()
+    }
+}
+
+/// What every rank of a group has, in rank order. Collective.
+pub(super) fn exchange<T: Serialize + DeserializeOwned>(
+    group: &dyn ProcessGroup,
+    own: &T,
+) -> anyhow::Result<Vec<T>> {
+    parse(&group.all_gather_varied(&serde_json::to_vec(own)?)?)
+}
+
+fn parse<T: DeserializeOwned>(all: &[Vec<u8>]) -> anyhow::Result<Vec<T>> {
+    all.iter().map(|told| serde_json::from_slice(told).context("what a rank has told")).collect()
+}

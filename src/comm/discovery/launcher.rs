@@ -1,0 +1,182 @@
+//! The variables of each launcher.
+
+use super::slurm::tasks_on_node;
+use super::{DiscoveryError, Stated, WorldFlags};
+use std::fmt;
+
+/// Who has started a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Launcher {
+    /// Nobody who numbers processes.
+    None,
+    /// The command line says so.
+    Flags,
+    /// torchrun, `ulysses launch`, or whoever sets `RANK` and `WORLD_SIZE`.
+    Torchrun,
+    /// `mpirun` of Open MPI.
+    OpenMpi,
+    /// Hydra, the `mpiexec` of MPICH and Intel MPI, or another that speaks PMI.
+    Pmi,
+    /// `srun`.
+    Slurm,
+}
+
+impl Launcher {
+    /// Whether its processes find each other through MPI.
+    pub fn speaks_mpi(self) -> bool {
+        matches!(self, Self::OpenMpi | Self::Pmi | Self::Slurm)
+    }
+}
+
+impl fmt::Display for Launcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "nobody",
+            Self::Flags => "the command line",
+            Self::Torchrun => "torchrun",
+            Self::OpenMpi => "Open MPI",
+            Self::Pmi => "PMI",
+            Self::Slurm => "SLURM",
+        })
+    }
+}
+
+/// What one source says.
+pub(super) struct Claim {
+    pub(super) launcher: Launcher,
+    pub(super) rank: Option<Stated>,
+    pub(super) world_size: Option<Stated>,
+    pub(super) local_rank: Option<Stated>,
+    pub(super) local_world_size: Option<Stated>,
+}
+
+impl Claim {
+    /// Whether the processes that this launcher has started, one on each node, are those that have started
+    /// `inner`'s: its numbers then say nothing about this process.
+    pub(super) fn has_started_agents_of(&self, inner: &Claim) -> bool {
+        let is_alone_on_node = self.local_world_size.as_ref().is_some_and(|size| size.value == 1);
+        let has_fewer = match (&self.world_size, &inner.world_size) {
+            (Some(own), Some(inner)) => own.value < inner.value,
+            _ => false,
+        };
+        is_alone_on_node && has_fewer
+    }
+}
+
+/// The names of a launcher's variables.
+struct Variables {
+    launcher: Launcher,
+    rank: &'static str,
+    world_size: &'static str,
+    local_rank: &'static str,
+    local_world_size: &'static str,
+    /// Rank or size without the other is a mistake, not somebody else's variable.
+    come_together: bool,
+}
+
+/// The innermost first: a launcher has been started by those after it, if by any.
+const LAUNCHERS: [Variables; 3] = [
+    Variables {
+        launcher: Launcher::Torchrun,
+        rank: "RANK",
+        world_size: "WORLD_SIZE",
+        local_rank: "LOCAL_RANK",
+        local_world_size: "LOCAL_WORLD_SIZE",
+        come_together: true,
+    },
+    Variables {
+        launcher: Launcher::OpenMpi,
+        rank: "OMPI_COMM_WORLD_RANK",
+        world_size: "OMPI_COMM_WORLD_SIZE",
+        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
+        come_together: true,
+    },
+    // MPICH's and Intel MPI's Hydra set all four.
+    Variables {
+        launcher: Launcher::Pmi,
+        rank: "PMI_RANK",
+        world_size: "PMI_SIZE",
+        local_rank: "MPI_LOCALRANKID",
+        local_world_size: "MPI_LOCALNRANKS",
+        come_together: false,
+    },
+];
+
+/// What the flags and every launcher say that is there, the innermost first.
+pub(super) fn claims(
+    flags: &WorldFlags,
+    lookup: impl Fn(&str) -> Option<String>,
+) -> Result<Vec<Claim>, DiscoveryError> {
+    let stated = |name, value: Option<usize>| value.map(|value| Stated { name, value });
+    let mut claims = vec![Claim {
+        launcher: Launcher::Flags,
+        rank: stated("--rank", flags.rank),
+        world_size: stated("--world-size", flags.world_size),
+        local_rank: stated("--local-rank", flags.local_rank),
+        local_world_size: None,
+    }];
+    for variables in &LAUNCHERS {
+        claims.extend(claim(variables, &lookup)?);
+    }
+    claims.extend(slurm(&lookup)?);
+    Ok(claims)
+}
+
+fn claim(
+    variables: &Variables,
+    lookup: &impl Fn(&str) -> Option<String>,
+) -> Result<Option<Claim>, DiscoveryError> {
+    let launcher = variables.launcher;
+    let rank = number(variables.rank, lookup)?;
+    let world_size = number(variables.world_size, lookup)?;
+    match (&rank, &world_size) {
+        (Some(_), Some(_)) => {}
+        (Some(given), None) if variables.come_together => {
+            let missing = variables.world_size;
+            return Err(DiscoveryError::Incomplete { launcher, given: given.clone(), missing });
+        }
+        (None, Some(given)) if variables.come_together => {
+            let missing = variables.rank;
+            return Err(DiscoveryError::Incomplete { launcher, given: given.clone(), missing });
+        }
+        _ => return Ok(None),
+    }
+    let local_rank = number(variables.local_rank, lookup)?;
+    let local_world_size = number(variables.local_world_size, lookup)?;
+    Ok(Some(Claim { launcher, rank, world_size, local_rank, local_world_size }))
+}
+
+/// `SLURM_PROCID` and `SLURM_NTASKS` are set in a batch script too, whose process is not one of those tasks:
+/// only `srun` sets the variables of a step.
+fn slurm(lookup: &impl Fn(&str) -> Option<String>) -> Result<Option<Claim>, DiscoveryError> {
+    if lookup("SLURM_STEP_NODELIST").is_none() {
+        return Ok(None);
+    }
+    let rank = number("SLURM_PROCID", lookup)?;
+    let world_size = match number("SLURM_STEP_NUM_TASKS", lookup)? {
+        None => number("SLURM_NTASKS", lookup)?,
+        of_step => of_step,
+    };
+    if rank.is_none() || world_size.is_none() {
+        return Ok(None);
+    }
+    let name = "SLURM_STEP_TASKS_PER_NODE";
+    let node = number("SLURM_NODEID", lookup)?;
+    let tasks = |node: Stated| tasks_on_node(&lookup(name)?, node.value);
+    let local_world_size = node.and_then(tasks).map(|value| Stated { name, value });
+    let local_rank = number("SLURM_LOCALID", lookup)?;
+    Ok(Some(Claim { launcher: Launcher::Slurm, rank, world_size, local_rank, local_world_size }))
+}
+
+fn number(
+    name: &'static str,
+    lookup: &impl Fn(&str) -> Option<String>,
+) -> Result<Option<Stated>, DiscoveryError> {
+    let Some(text) = lookup(name) else { return Ok(None) };
+    match text.trim().parse() {
+        Ok(value) => Ok(Some(Stated { name, value })),
+        Err(_) => Err(DiscoveryError::NotANumber { name, value: text }),
+    }
+}

@@ -1,0 +1,150 @@
+//! The mesh for a cluster, a model, a sequence and a memory.
+
+use super::Workload;
+use crate::config::ZeroStage;
+use crate::engine::EngineError;
+use crate::mesh::Cluster;
+use serde::Serialize;
+
+/// What mesh to take on a cluster, and what was tried before.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Proposal {
+    /// By ascending sp; the last one is the one to take if it fits.
+    pub tried: Vec<Trial>,
+    /// The one to take: the smallest sp that fits or, where none does, what needs least memory.
+    pub chosen: Trial,
+    /// Where nothing fits: the longest sequence that would, with what was chosen.
+    pub max_seq_len: Option<usize>,
+}
+
+/// A mesh with a row for each data-parallel rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Trial {
+    /// Data-parallel ranks.
+    pub dp: usize,
+    /// Sequence-parallel ranks.
+    pub sp: usize,
+    /// ZeRO stage.
+    pub zero_stage: u8,
+    /// The most that a rank holds.
+    pub peak_bytes: u64,
+    /// Whether that is within the memory.
+    pub fits: bool,
+    /// Nodes that an sp group is on.
+    pub nodes_per_sequence: usize,
+    /// Bytes that a rank sends to other nodes in a step.
+    pub inter_node_bytes: u64,
+}
+
+impl Workload {
+    /// The mesh with the smallest sp whose ranks stay within `budget_bytes`: first those that keep an sp group inside
+    /// a node, then those that fill whole nodes, each with as much data parallelism as is left. sp no larger than
+    /// needed, because what it saves in activations it sends in exchanges. The workload's mesh and number of rows do
+    /// not count: each data-parallel rank has one micro batch.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn propose(&self, cluster: Cluster, budget_bytes: u64) -> Result<Proposal, EngineError> {
+        let mut tried: Vec<Trial> = Vec::new();
+        for sp in self.sizes_of_sp(cluster)? {
+            let trial = self.on_cluster(cluster, sp).trial(cluster, budget_bytes)?;
+            tried.push(trial);
+            if trial.fits {
+                return Ok(Proposal { tried, chosen: trial, max_seq_len: None });
+            }
+        }
+        let smallest = tried.iter().copied().min_by_key(|trial| trial.peak_bytes);
+        let chosen = smallest.unwrap_or_else(|| unreachable!("sp 1 is always tried"));
+        let max_seq_len = self.on_cluster(cluster, chosen.sp).longest(budget_bytes)?;
+        Ok(Proposal { tried, chosen, max_seq_len })
+    }
+
+    /// What sp may be: divisors of a node's ranks, then whole nodes, as far as heads and tokens go.
+    fn sizes_of_sp(&self, cluster: Cluster) -> Result<impl Iterator<Item = usize> + use<>, EngineError> {
+        let Cluster { nodes, ranks_per_node } = cluster;
+        let most = self.most_sp()?;
+        let within = (1..=ranks_per_node).filter(move |sp| ranks_per_node.is_multiple_of(*sp));
+        let across = (2..=nodes).filter(move |count| nodes.is_multiple_of(*count));
+        let across = across.map(move |count| count * ranks_per_node);
+        Ok(within.chain(across).filter(move |sp| *sp <= most))
+    }
+
+    fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {
+        let mut workload = Self { ranks_per_node: cluster.ranks_per_node, ..self.clone() };
+        let config = &mut workload.config;
+        (config.dp_size, config.sp_size) = (cluster.world_size() / sp, sp);
+        config.gradient_accumulation_steps = 1;
+        config.train_batch_size = config.micro_batch_size * config.dp_size;
+        workload
+    }
+
+    /// At the workload's stage or, where that does not fit and there are partitions to make, at stage 3.
+    fn trial(mut self, cluster: Cluster, budget_bytes: u64) -> Result<Trial, EngineError> {
+        let mut plan = self.plan()?;
+        let has_partitions = self.config.dp_size > 1 && self.config.zero_stage != ZeroStage::Parameters;
+        if plan.peak_bytes > budget_bytes && has_partitions {
+            self.config.zero_stage = ZeroStage::Parameters;
+            plan = self.plan()?;
+        }
+        let sp = self.config.sp_size;
+        Ok(Trial {
+            dp: self.config.dp_size,
+            sp,
+            zero_stage: self.config.zero_stage.into(),
+            peak_bytes: plan.peak_bytes,
+            fits: plan.peak_bytes <= budget_bytes,
+            nodes_per_sequence: sp.div_ceil(cluster.ranks_per_node),
+            inter_node_bytes: plan.sent.inter_node_bytes,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::model::shape;
+
+    const TWO_OF_8: Cluster = Cluster { nodes: 2, ranks_per_node: 8 };
+    const GIB: u64 = 1 << 30;
+
+    fn workload(seq_len: usize) -> Workload {
+        let config = r#"{"train_batch_size": 1, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3},
+            "ulysses": {"activation_checkpointing": true}}"#;
+        let config = Config::from_json_str(config, "c.json").unwrap();
+        let model = shape("llama3-8b").unwrap();
+        Workload { config, model, document_len: None, ranks_per_node: 1 }.with_seq_len(seq_len)
+    }
+
+    #[test]
+    fn the_smallest_sp_that_fits_is_chosen_within_a_node_first() {
+        let proposal = workload(131_072).propose(TWO_OF_8, 80 * GIB).unwrap();
+        let Trial { dp, sp, fits, nodes_per_sequence, .. } = proposal.chosen;
+        assert!(fits && dp * sp == 16 && nodes_per_sequence == 1, "{proposal:?}");
+        let sizes: Vec<usize> = proposal.tried.iter().map(|trial| trial.sp).collect();
+        assert_eq!(sizes, [1, 2, 4, 8, 16][..sizes.len()]);
+        let (last, before) = proposal.tried.split_last().unwrap();
+        assert_eq!(*last, proposal.chosen);
+        assert!(!before.is_empty() && before.iter().all(|trial| !trial.fits), "{proposal:?}");
+        assert_eq!(workload(1024).propose(TWO_OF_8, 80 * GIB).unwrap().chosen.sp, 1);
+    }
+
+    #[test]
+    fn a_sequence_goes_across_nodes_only_when_one_node_is_too_small() {
+        let whole_node = workload(1 << 22).on_cluster(TWO_OF_8, 8).plan().unwrap().peak_bytes;
+        let proposal = workload(1 << 22).propose(TWO_OF_8, whole_node - 1).unwrap();
+        assert_eq!((proposal.chosen.sp, proposal.chosen.nodes_per_sequence), (16, 2));
+        assert!(proposal.chosen.fits);
+        assert_eq!(workload(1 << 22).propose(TWO_OF_8, whole_node).unwrap().chosen.sp, 8);
+    }
+
+    #[test]
+    fn where_nothing_fits_the_longest_sequence_that_would_is_told() {
+        let proposal = workload(1 << 22).propose(TWO_OF_8, 160 * GIB).unwrap();
+        assert!(!proposal.chosen.fits && proposal.tried.len() == 5, "{proposal:?}");
+        let longest = proposal.max_seq_len.unwrap();
+        let chosen = proposal.chosen.sp;
+        let peak = |seq_len| workload(seq_len).on_cluster(TWO_OF_8, chosen).plan().unwrap().peak_bytes;
+        assert!(peak(longest) <= 160 * GIB && peak(longest + 1) > 160 * GIB);
+    }
+}

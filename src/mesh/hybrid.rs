@@ -1,0 +1,288 @@
+//! Meshes over several nodes: within a node ranks are close, between nodes far.
+//!
+//! JAX and axlearn call the two ICI and DCN.
+
+use super::{DeviceMesh, MeshError, num_ranks_of, resolve_axes};
+use std::collections::BTreeMap;
+
+/// The nodes of a cluster, each with as many ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cluster {
+    /// Number of nodes.
+    pub nodes: usize,
+    /// Ranks on each of them.
+    pub ranks_per_node: usize,
+}
+
+impl Cluster {
+    /// Number of ranks.
+    pub fn world_size(self) -> usize {
+        self.nodes.saturating_mul(self.ranks_per_node)
+    }
+}
+
+/// A device of a cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Device {
+    /// Its global rank.
+    pub rank: usize,
+    /// The node that it is on.
+    pub node: usize,
+}
+
+/// The shape of a mesh within a node and between nodes: along each axis, the mesh has the product of both.
+///
+/// Along an axis the coordinates of a node are neighbours, so an axis that is split has its near ranks first:
+///
+/// ```
+/// use ulysses::mesh::{Cluster, HybridMeshShape};
+///
+/// let cluster = Cluster { nodes: 2, ranks_per_node: 8 };
+/// let shape = HybridMeshShape::new(&["dp", "sp"], &[2, 4], &[1, 2], cluster)?;
+/// assert_eq!(shape.shape(), [2, 8]);
+/// let mesh = shape.mesh()?;
+/// assert_eq!(mesh.ranks()[..8], [0, 1, 2, 3, 8, 9, 10, 11]);
+/// assert_eq!(mesh.ranks()[8..], [4, 5, 6, 7, 12, 13, 14, 15]);
+/// # Ok::<(), ulysses::mesh::MeshError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HybridMeshShape {
+    axis_names: Vec<String>,
+    intra: Vec<usize>,
+    inter: Vec<usize>,
+}
+
+impl HybridMeshShape {
+    /// Sizes of the axes within a node and between nodes. Of each side one size may be `-1`, inferred from the
+    /// cluster.
+    ///
+    /// # Errors
+    /// When there is not one name and one size of each side for every axis, or the sizes of a side do not multiply
+    /// to the ranks of a node or to the nodes.
+    pub fn new(
+        axis_names: &[&str],
+        intra: &[i64],
+        inter: &[i64],
+        cluster: Cluster,
+    ) -> Result<Self, MeshError> {
+        let (axes, intra_len, inter_len) = (axis_names.len(), intra.len(), inter.len());
+        if intra_len != axes || inter_len != axes {
+            return Err(MeshError::HybridLengths { axes, intra: intra_len, inter: inter_len });
+        }
+        let (names, intra) = side("within a node", axis_names, intra, cluster.ranks_per_node)?;
+        let (_, inter) = side("between nodes", axis_names, inter, cluster.nodes)?;
+        Ok(Self { axis_names: names, intra, inter })
+    }
+
+    /// Splits a plain shape over the nodes: the first axis whose size the number of nodes divides runs across them,
+    /// the others stay within a node. One size may be `-1`.
+    ///
+    /// # Errors
+    /// When the sizes do not multiply to the ranks of the cluster, or no axis divides by the number of nodes.
+    pub fn split(axis_names: &[&str], shape: &[i64], cluster: Cluster) -> Result<Self, MeshError> {
+        if shape.len() != axis_names.len() {
+            let axes = axis_names.len();
+            return Err(MeshError::HybridLengths { axes, intra: shape.len(), inter: axes });
+        }
+        let (axis_names, mut intra) = whole(axis_names, shape, cluster.world_size())?;
+        let mut inter = vec![1; intra.len()];
+        let Some(axis) = intra.iter().position(|size| size.is_multiple_of(cluster.nodes)) else {
+            let mesh = super::notation::axes(&axis_names, &intra);
+            return Err(MeshError::NoAxisAcrossNodes { mesh, nodes: cluster.nodes });
+        };
+        intra[axis] /= cluster.nodes;
+        inter[axis] = cluster.nodes;
+        Ok(Self { axis_names, intra, inter })
+    }
+
+    /// Names of the axes, aliases resolved.
+    pub fn axis_names(&self) -> &[String] {
+        &self.axis_names
+    }
+
+    /// Sizes within a node.
+    pub fn intra(&self) -> &[usize] {
+        &self.intra
+    }
+
+    /// Sizes between nodes.
+    pub fn inter(&self) -> &[usize] {
+        &self.inter
+    }
+
+    /// Sizes of the whole mesh.
+    pub fn shape(&self) -> Vec<usize> {
+        self.intra.iter().zip(&self.inter).map(|(intra, inter)| intra * inter).collect()
+    }
+
+    /// Ranks on a node.
+    pub fn ranks_per_node(&self) -> usize {
+        self.intra.iter().product()
+    }
+
+    /// Number of nodes.
+    pub fn nodes(&self) -> usize {
+        self.inter.iter().product()
+    }
+
+    /// The mesh, when the ranks of a node follow each other: with L ranks on a node, the coordinate that lies at
+    /// `local` within node `node` has rank `node · L + local`, both counted row-major.
+    ///
+    /// # Errors
+    /// When the mesh has more than [`MAX_RANKS`](super::MAX_RANKS) ranks.
+    pub fn mesh(&self) -> Result<DeviceMesh, MeshError> {
+        self.arrange(|node, local| node * self.ranks_per_node() + local)
+    }
+
+    /// The mesh over these devices, in any order: nodes are taken by their number, the devices of a node by rank.
+    ///
+    /// # Errors
+    /// When they are not as many nodes of as many devices as the shape has, or a rank is there twice.
+    pub fn mesh_over(&self, devices: &[Device]) -> Result<DeviceMesh, MeshError> {
+        let mut by_node: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for device in devices {
+            by_node.entry(device.node).or_default().push(device.rank);
+        }
+        let (nodes, ranks_per_node) = (self.nodes(), self.ranks_per_node());
+        if by_node.len() != nodes {
+            return Err(MeshError::NodeCount { nodes, found: by_node.len() });
+        }
+        for (&node, ranks) in &mut by_node {
+            if ranks.len() != ranks_per_node {
+                return Err(MeshError::UnevenNode { node, ranks_per_node, found: ranks.len() });
+            }
+            ranks.sort_unstable();
+        }
+        let by_node: Vec<Vec<usize>> = by_node.into_values().collect();
+        self.arrange(|node, local| by_node[node][local])
+    }
+
+    /// The mesh with the rank at each place of each node.
+    fn arrange(&self, rank: impl Fn(usize, usize) -> usize) -> Result<DeviceMesh, MeshError> {
+        let shape = self.shape();
+        let num_ranks = num_ranks_of(&self.axis_names, &shape)?;
+        let ranks = (0..num_ranks).map(|position| {
+            let (node, local) = self.place(position, &shape);
+            rank(node, local)
+        });
+        let sizes: Vec<i64> = shape.iter().map(|&size| i64::try_from(size).unwrap_or(i64::MAX)).collect();
+        let axes: Vec<(&str, i64)> = self.axis_names.iter().map(String::as_str).zip(sizes).collect();
+        DeviceMesh::with_ranks(&axes, ranks.collect())
+    }
+
+    /// The node of a position in the mesh, and the place on it, both row-major.
+    fn place(&self, mut position: usize, shape: &[usize]) -> (usize, usize) {
+        let (mut node, mut local) = (0, 0);
+        let (mut node_stride, mut local_stride) = (1, 1);
+        for axis in (0..shape.len()).rev() {
+            let coordinate = position % shape[axis];
+            position /= shape[axis];
+            local += coordinate % self.intra[axis] * local_stride;
+            node += coordinate / self.intra[axis] * node_stride;
+            local_stride *= self.intra[axis];
+            node_stride *= self.inter[axis];
+        }
+        (node, local)
+    }
+}
+
+/// The sizes of one side, which multiply to `total`.
+fn side(
+    side: &'static str,
+    names: &[&str],
+    sizes: &[i64],
+    total: usize,
+) -> Result<(Vec<String>, Vec<usize>), MeshError> {
+    whole(names, sizes, total).map_err(|source| MeshError::Side { side, source: Box::new(source) })
+}
+
+fn whole(names: &[&str], sizes: &[i64], total: usize) -> Result<(Vec<String>, Vec<usize>), MeshError> {
+    let axes: Vec<(&str, i64)> = names.iter().copied().zip(sizes.iter().copied()).collect();
+    let (names, shape) = resolve_axes(&axes, Some(total))?;
+    let product = num_ranks_of(&names, &shape)?;
+    if product != total {
+        let mesh = super::notation::axes(&names, &shape);
+        return Err(MeshError::WorldSizeMismatch { mesh, product, world_size: total });
+    }
+    Ok((names, shape))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NAMES: [&str; 3] = ["pp", "dp", "sp"];
+    const TWO_OF_16: Cluster = Cluster { nodes: 2, ranks_per_node: 16 };
+
+    fn split(shape: &[i64]) -> Result<(Vec<usize>, Vec<usize>), MeshError> {
+        let shape = HybridMeshShape::split(&NAMES[3 - shape.len()..], shape, TWO_OF_16)?;
+        Ok((shape.intra, shape.inter))
+    }
+
+    #[test]
+    fn plain_shapes_are_split_along_the_first_axis_that_divides() {
+        // The cases of axlearn's tests for two granules of 16 devices.
+        assert_eq!(split(&[2, 16]), Ok((vec![1, 16], vec![2, 1])));
+        assert_eq!(split(&[1, 2, 16]), Ok((vec![1, 1, 16], vec![1, 2, 1])));
+        assert_eq!(split(&[-1, 16]), Ok((vec![1, 16], vec![2, 1])));
+        assert_eq!(split(&[2, -1]), Ok((vec![1, 16], vec![2, 1])));
+        let mismatch = |shape: &[i64]| matches!(split(shape), Err(MeshError::WorldSizeMismatch { .. }));
+        assert!(mismatch(&[3, 2, 16]) && mismatch(&[1, 1]));
+    }
+
+    #[test]
+    fn a_shape_without_an_axis_for_the_nodes_is_refused() {
+        let cluster = Cluster { nodes: 4, ranks_per_node: 2 };
+        let error = HybridMeshShape::split(&["a", "b", "c"], &[2, 2, 2], cluster).unwrap_err();
+        assert_eq!(error, MeshError::NoAxisAcrossNodes { mesh: "a=2,b=2,c=2".into(), nodes: 4 });
+        assert!(error.to_string().contains("divides by the 4 nodes"), "{error}");
+    }
+
+    #[test]
+    fn both_sides_infer_one_size_and_name_themselves_when_wrong() {
+        let cluster = Cluster { nodes: 4, ranks_per_node: 8 };
+        let new = |intra: &[i64], inter: &[i64]| HybridMeshShape::new(&["dp", "sp"], intra, inter, cluster);
+        let shape = new(&[-1, 4], &[2, -1]).unwrap();
+        assert_eq!((shape.intra(), shape.inter(), shape.shape()), (&[2, 4][..], &[2, 2][..], vec![4, 8]));
+        assert_eq!((shape.nodes(), shape.ranks_per_node(), shape.axis_names()[1].as_str()), (4, 8, "sp"));
+        let message = |intra: &[i64], inter: &[i64]| new(intra, inter).unwrap_err().to_string();
+        assert!(message(&[2, 2], &[2, 2]).starts_with("within a node: mesh dp=2,sp=2 takes 4 ranks"));
+        assert!(message(&[2, 4], &[2, 3]).starts_with("between nodes: mesh dp=2,sp=3 takes 6 ranks"));
+        assert!(message(&[-1, -1], &[4, 1]).starts_with("within a node: sizes of dp, sp are all -1"));
+        assert!(message(&[8], &[4, 1]).contains("2 axes, 1 size(s) within a node and 2 between nodes"));
+        assert!(HybridMeshShape::split(&["dp"], &[2, 4], cluster).is_err());
+    }
+
+    #[test]
+    fn every_axis_stays_on_its_nodes_whatever_is_split() {
+        // Coordinates of a node are found by dividing: written out, not by the closed form.
+        let cluster = Cluster { nodes: 6, ranks_per_node: 8 };
+        let shape = HybridMeshShape::new(&NAMES, &[2, 1, 4], &[1, 3, 2], cluster).unwrap();
+        let mesh = shape.mesh().unwrap();
+        assert_eq!(mesh.shape(), [2, 3, 8]);
+        for rank in 0..48 {
+            let (node, local) = (rank / 8, rank % 8);
+            let expected = [local / 4, node / 2, node % 2 * 4 + local % 4];
+            assert_eq!(mesh.coordinate(rank).unwrap(), expected, "rank {rank}");
+        }
+    }
+
+    #[test]
+    fn devices_come_in_any_order() {
+        let cluster = Cluster { nodes: 2, ranks_per_node: 4 };
+        let shape = HybridMeshShape::new(&["dp", "sp"], &[2, 2], &[2, 1], cluster).unwrap();
+        let device = |rank: usize| Device { rank, node: rank / 4 };
+        let in_order: Vec<Device> = (0..8).map(device).collect();
+        let shuffled: Vec<Device> = [5, 0, 7, 2, 1, 6, 3, 4].map(device).to_vec();
+        assert_eq!(shape.mesh_over(&shuffled), shape.mesh());
+        assert_eq!(shape.mesh_over(&in_order), shape.mesh());
+        // Ranks that a scheduler has dealt out in turn: 0, 2, 4, 6 are on node 10, the others on node 11.
+        let dealt: Vec<Device> = (0..8).map(|rank| Device { rank, node: 10 + rank % 2 }).collect();
+        assert_eq!(shape.mesh_over(&dealt).unwrap().ranks(), [0, 2, 4, 6, 1, 3, 5, 7]);
+        let error = shape.mesh_over(&in_order[..7]).unwrap_err();
+        assert_eq!(error, MeshError::UnevenNode { node: 1, ranks_per_node: 4, found: 3 });
+        assert_eq!(shape.mesh_over(&in_order[..4]), Err(MeshError::NodeCount { nodes: 2, found: 1 }));
+        let twice: Vec<Device> = in_order[..7].iter().copied().chain([Device { rank: 6, node: 1 }]).collect();
+        assert_eq!(shape.mesh_over(&twice), Err(MeshError::DuplicateRank { rank: 6 }));
+    }
+}

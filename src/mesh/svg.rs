@@ -1,0 +1,154 @@
+//! A mesh as a drawing: a panel for each axis, in which ranks of one colour share a group.
+
+use super::nodes::Reach;
+use super::{DeviceMesh, MeshError};
+use std::fmt::Write as _;
+
+/// Side of a rank's square, and the space between nodes, in pixels.
+const CELL: usize = 34;
+const GAP: usize = 14;
+const TITLE: usize = 34;
+/// Squares in a row of a node, and nodes beside each other.
+const MAX_COLUMNS: usize = 8;
+const MAX_NODES_ACROSS: usize = 4;
+/// Nodes that are drawn; of larger meshes these are the first.
+const MAX_NODES: usize = 32;
+
+/// Of the 8 colours that people with any kind of sight tell apart (Okabe and Ito), those that carry black text.
+const COLOURS: [&str; 6] = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d0d0d0"];
+
+/// Draws nodes, ranks and groups as SVG, when ranks 0 to `ranks_per_node` - 1 are on the first node, and so on.
+///
+/// # Errors
+/// As [`Reach::of_axes`].
+pub fn svg(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<String, MeshError> {
+    let layout = Layout::new(mesh, ranks_per_node.max(1));
+    let reach = Reach::of_axes(mesh, layout.ranks_per_node)?;
+    let (width, height) = (layout.panel_width() + 2 * GAP, reach.len() * layout.panel_height() + GAP);
+    let mut text = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
+         font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
+    );
+    for (panel, axis) in reach.iter().enumerate() {
+        let top = panel * layout.panel_height() + GAP;
+        let left_out = layout.num_nodes - layout.nodes_drawn();
+        let more =
+            if left_out > 0 { format!("; {left_out} more nodes are not drawn") } else { String::new() };
+        let _ =
+            writeln!(text, "<text x=\"{GAP}\" y=\"{}\" font-weight=\"bold\">{axis}{more}</text>", top + 16);
+        layout.draw_nodes(&mut text, top + TITLE);
+        for (group, ranks) in mesh.all_groups(&axis.axis)?.iter().enumerate() {
+            let colour = COLOURS[group % COLOURS.len()];
+            for &rank in ranks {
+                layout.draw_rank(&mut text, rank, colour, group, top + TITLE);
+            }
+        }
+    }
+    text.push_str("</svg>\n");
+    Ok(text)
+}
+
+struct Layout {
+    ranks_per_node: usize,
+    num_nodes: usize,
+    columns: usize,
+    rows: usize,
+}
+
+impl Layout {
+    fn new(mesh: &DeviceMesh, ranks_per_node: usize) -> Self {
+        let num_nodes = mesh.ranks().iter().max().map_or(0, |rank| rank / ranks_per_node + 1);
+        let columns = ranks_per_node.min(MAX_COLUMNS);
+        Self { ranks_per_node, num_nodes, columns, rows: ranks_per_node.div_ceil(columns) }
+    }
+
+    fn nodes_drawn(&self) -> usize {
+        self.num_nodes.min(MAX_NODES)
+    }
+
+    fn node_size(&self) -> (usize, usize) {
+        (self.columns * CELL + GAP, self.rows * CELL + GAP)
+    }
+
+    fn panel_width(&self) -> usize {
+        let across = self.nodes_drawn().min(MAX_NODES_ACROSS);
+        // A title has room even where there is one rank.
+        (across * (self.node_size().0 + GAP)).max(360)
+    }
+
+    fn panel_height(&self) -> usize {
+        let down = self.nodes_drawn().div_ceil(MAX_NODES_ACROSS);
+        TITLE + down * (self.node_size().1 + GAP) + GAP
+    }
+
+    fn node_at(&self, node: usize, top: usize) -> (usize, usize) {
+        let (width, height) = self.node_size();
+        (GAP + node % MAX_NODES_ACROSS * (width + GAP), top + node / MAX_NODES_ACROSS * (height + GAP))
+    }
+
+    fn draw_nodes(&self, text: &mut String, top: usize) {
+        let (width, height) = self.node_size();
+        for node in 0..self.nodes_drawn() {
+            let (x, y) = self.node_at(node, top);
+            let _ = writeln!(
+                text,
+                "<rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" rx=\"6\" fill=\"none\" \
+                 stroke=\"#444\"><title>node {node}</title></rect>"
+            );
+        }
+    }
+
+    fn draw_rank(&self, text: &mut String, rank: usize, colour: &str, group: usize, top: usize) {
+        let (node, local) = (rank / self.ranks_per_node, rank % self.ranks_per_node);
+        if node >= self.nodes_drawn() {
+            return;
+        }
+        let (x, y) = self.node_at(node, top);
+        let x = x + GAP / 2 + local % self.columns * CELL;
+        let y = y + GAP / 2 + local / self.columns * CELL;
+        let (middle, baseline, side) = (x + CELL / 2, y + CELL / 2 + 5, CELL - 2);
+        let _ = writeln!(
+            text,
+            "<g><title>rank {rank}, group {group}</title><rect x=\"{x}\" y=\"{y}\" width=\"{side}\" \
+             height=\"{side}\" fill=\"{colour}\"/><text x=\"{middle}\" y=\"{baseline}\" \
+             text-anchor=\"middle\">{rank}</text></g>"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rank_is_drawn_once_for_each_axis_in_the_colour_of_its_group() {
+        let drawing = svg(&DeviceMesh::dp_sp(2, 4).unwrap(), 4).unwrap();
+        assert_eq!(drawing.matches("<title>rank ").count(), 16);
+        assert_eq!(drawing.matches("<title>node ").count(), 4, "two nodes in each panel");
+        let (dp, sp) = drawing.split_once("sp: 2 groups of 4, within a node").unwrap();
+        assert!(dp.contains("dp: 4 groups of 2, across 2 nodes"));
+        let colour = |panel: &str, rank: usize| {
+            let (_, square) = panel.split_once(&format!("<title>rank {rank}, ")).unwrap();
+            square.split_once("fill=\"").unwrap().1[..7].to_owned()
+        };
+        assert_eq!(colour(dp, 1), colour(dp, 5));
+        assert_ne!(colour(dp, 1), colour(dp, 2));
+        assert_eq!(colour(sp, 0), colour(sp, 3));
+        assert_ne!(colour(sp, 3), colour(sp, 4));
+    }
+
+    #[test]
+    fn nothing_is_drawn_outside_the_drawing_and_what_is_left_out_is_said() {
+        for (dp, sp, ranks_per_node) in [(1, 1, 1), (3, 5, 4), (64, 8, 8), (2, 100, 50)] {
+            let drawing = svg(&DeviceMesh::dp_sp(dp, sp).unwrap(), ranks_per_node).unwrap();
+            let sizes = |name: &str| -> Vec<usize> {
+                let mark = format!(" {name}=\"");
+                drawing.split(&mark).skip(1).filter_map(|rest| rest.split_once('"')?.0.parse().ok()).collect()
+            };
+            let (widths, heights) = (sizes("width"), sizes("height"));
+            let inside = |positions: Vec<usize>, whole: usize| positions.iter().all(|at| *at < whole);
+            assert!(inside(sizes("x"), widths[0]) && inside(sizes("y"), heights[0]), "{dp}x{sp}");
+            assert_eq!(drawing.contains("more nodes are not drawn"), dp == 64);
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! `ulysses launch` with MPI between the ranks.
+
+use crate::job::Job;
+use crate::support::cli::Workplace;
+use crate::training::{children, learnt, wait_for_steps};
+use crate::trial;
+use libtest_mimic::Trial;
+use serde_json::json;
+use std::process::Command;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial(
+            "a_launched_run_goes_on_after_a_rank_was_killed",
+            a_launched_run_goes_on_after_a_rank_was_killed,
+        ),
+        trial("a_launched_run_saves_and_ends_when_asked_to", a_launched_run_saves_and_ends_when_asked_to),
+        trial("a_rank_that_fails_under_launch_is_named", a_rank_that_fails_under_launch_is_named),
+    ]
+}
+
+const STEPS: usize = 400;
+
+fn long_run() -> Workplace {
+    let place = Workplace::new();
+    place.write_config(
+        "config.json",
+        json!({ "checkpoint": { "interval": 20 }, "ulysses": { "steps": STEPS } }),
+    );
+    place
+}
+
+fn kill(signal: &str, process: u32) {
+    assert!(Command::new("kill").args([signal, &process.to_string()]).status().unwrap().success());
+}
+
+fn a_launched_run_goes_on_after_a_rank_was_killed() {
+    let place = long_run();
+    place.run(&["train", "config.json", "--mesh", "1x2", "--output", "whole"]).assert_done();
+    let arguments = ["--max-restarts", "1", "--", "train", "config.json", "--mesh", "1x2"];
+    let running = Job::launched(2, &arguments).within(&place.path(".")).start();
+    wait_for_steps(&running, &place.path("out/metrics.jsonl"), 50);
+    let [mpirun] = children(running.child.id())[..] else { panic!("launch starts one mpirun") };
+    kill("-9", children(mpirun)[1]);
+    let outcome = running.wait();
+    let restart = "rank 1 was killed by signal 9 (SIGKILL)";
+    outcome.assert_done();
+    let named = |line: &str| line.contains(restart) && line.ends_with("restart 1 of 1");
+    assert!(outcome.stderr.lines().any(named), "{outcome:?}");
+    assert!(outcome.stderr.contains("[0] resumed from "), "{outcome:?}");
+    let (whole, resumed) = (learnt(&place, "whole/metrics.jsonl"), learnt(&place, "out/metrics.jsonl"));
+    assert_eq!(resumed.len(), STEPS);
+    assert_eq!(resumed, whole, "as if nobody had been killed");
+}
+
+fn a_launched_run_saves_and_ends_when_asked_to() {
+    let place = long_run();
+    let arguments = ["--max-restarts", "1", "--", "train", "config.json", "--mesh", "2x1"];
+    let running = Job::launched(2, &arguments).within(&place.path(".")).start();
+    wait_for_steps(&running, &place.path("out/metrics.jsonl"), 5);
+    kill("-TERM", running.child.id());
+    let outcome = running.wait();
+    assert_eq!(outcome.code, Some(75), "{outcome:?}");
+    let steps = place.metrics("out/metrics.jsonl").len();
+    assert!(steps < STEPS, "it ended early");
+    assert!(place.path(&format!("out/step_{steps:08}")).exists(), "with a checkpoint: {outcome:?}");
+}
+
+fn a_rank_that_fails_under_launch_is_named() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({}));
+    let arguments = ["--max-restarts", "0", "--", "train", "config.json", "--mesh", "1x3"];
+    let outcome = Job::launched(2, &arguments).within(&place.path(".")).run();
+    assert_eq!(outcome.code, Some(2), "{outcome:?}");
+    assert!(outcome.stderr.contains("ended with exit code 2"), "{outcome:?}");
+    let told =
+        |line: &&str| line.contains("] error: ") && line.contains("has 3 ranks, but MPI has started 2");
+    assert_eq!(outcome.stderr.lines().filter(told).count(), 1, "one rank tells: {outcome:?}");
+}
