@@ -178,15 +178,15 @@ impl Process {
     /// What every process has, in rank order. Collective.
     pub(super) fn tell_all<T: Serialize + DeserializeOwned>(&mut self, own: &T) -> Result<Vec<T>, Failure> {
         let own = serde_json::to_vec(own).or_run()?;
-        let all: Vec<Vec<u8>> = match *self {
+        match *self {
             #[cfg(feature = "mpi")]
             Self::Mpi(ref mut session) => {
-                session.run(&LaunchOptions::default(), |rank| rank.group.all_gather_varied(&own)).or_run()?
+                let all = session.run(&LaunchOptions::default(), |rank| rank.group.all_gather_varied(&own));
+                parse(&all.or_run()?).or_run()
             }
             #[cfg(feature = "nccl")]
-            Self::Nccl(ref session) => session.group().all_gather_varied(&own).or_run()?,
-        };
-        parse(&all).or_run()
+            Self::Nccl(ref session) => parse(&session.group().all_gather_varied(&own).or_run()?).or_run(),
+        }
     }
 }
 

@@ -55,7 +55,7 @@ impl Host {
         if self.process.as_ref().is_none_or(|process| process.backend() != backend) {
             silence(false);
             // Before the next one starts.
-            drop(self.process.take());
+            self.process = None;
             self.process = place.join(backend)?;
         }
         Ok(())
