@@ -47,6 +47,7 @@ impl DecoderLayer {
             }
         }
         ws.give(rstd);
+        trim_after_chunks(ctx);
         Ok((mid, kept))
     }
 
@@ -80,6 +81,7 @@ impl DecoderLayer {
         }
         rms_norm::backward(&dnormed, x, weights.input_norm, &rstd, dmid, true, grads.input_norm)?;
         [dnormed, rstd].into_iter().for_each(|tensor| ws.give(tensor));
+        trim_after_chunks(ctx);
         Ok(())
     }
 
@@ -264,4 +266,11 @@ impl AttentionSaved {
 /// `(batch, seq_local)` of a hidden state.
 fn token_dims(x: &Tensor) -> (usize, usize) {
     (x.dims()[0], x.dims()[1])
+}
+
+/// Whoever asks for chunks is short of memory: what they passed through would lie idle beside the MLP.
+fn trim_after_chunks(ctx: &LayerContext) {
+    if ctx.tiling().head_chunks > 1 {
+        ctx.workspace().trim();
+    }
 }

@@ -49,6 +49,7 @@ impl LayerPass<'_> {
             }
         }
         self.ledger.give(rstd);
+        self.trim_after_chunks();
         (mid, kept)
     }
 
@@ -64,6 +65,13 @@ impl LayerPass<'_> {
         }
         self.backward_norm(tokens);
         [dnormed, rstd].into_iter().for_each(|buffer| self.ledger.give(buffer));
+        self.trim_after_chunks();
+    }
+
+    fn trim_after_chunks(&mut self) {
+        if self.dims.chunks.len() > 1 {
+            self.ledger.trim();
+        }
     }
 
     fn attend(&mut self, chunk: usize, pass: Pass) -> SavedChunk {
