@@ -5,7 +5,7 @@ use crate::support::cli::Workplace;
 use serde_json::json;
 use std::collections::BTreeSet;
 
-const METRICS: [&str; 14] = [
+const METRICS: [&str; 24] = [
     "step",
     "loss",
     "lr",
@@ -20,6 +20,16 @@ const METRICS: [&str; 14] = [
     "memory_bytes",
     "data_seconds",
     "padding_share",
+    "forward_seconds",
+    "backward_seconds",
+    "update_seconds",
+    "reduce_seconds",
+    "all_to_all_seconds",
+    "dp_comm_seconds",
+    "sp_comm_seconds",
+    "compute_seconds",
+    "model_flops_per_second",
+    "gemm_share",
 ];
 
 /// Trains with a config changed by `changes` and returns the losses.

@@ -87,7 +87,7 @@ impl<'a> Reporter<'a> {
 
     /// Operations of a step with rows of `seq_len` tokens, on all ranks, where the step can be planned.
     fn flops(&mut self, seq_len: usize) -> Option<f64> {
-        if !self.step_flops.is_some_and(|(known, _)| known == seq_len) {
+        if self.step_flops.is_none_or(|(known, _)| known != seq_len) {
             let config = Config { seq_len: Some(seq_len), ..self.run.config.clone() };
             let flops = model_flops(&config, &self.run.llama, &self.run.mesh).ok()?;
             self.step_flops = Some((seq_len, flops));
