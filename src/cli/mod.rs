@@ -20,6 +20,7 @@ mod model;
 mod plan;
 mod process;
 mod ranks;
+mod report;
 pub(crate) mod settings;
 mod tokens;
 mod train;
@@ -58,6 +59,8 @@ enum Command {
     Eval(eval::EvalArgs),
     /// Predict memory, arithmetic and communication of a run, and how long a sequence fits.
     Plan(plan::PlanArgs),
+    /// Make one HTML page of one or several runs: curves, communication, memory, config.
+    Report(report::ReportArgs),
     /// Explain the keys of a config file, or complete one.
     #[command(subcommand)]
     Config(config::ConfigCommand),
@@ -134,6 +137,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Verify(args) => verify::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Plan(args) => plan::run(args),
+        Command::Report(args) => report::run(&args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
         Command::Data(command) => tokens::run(command),

@@ -17,9 +17,12 @@ use std::time::{Duration, Instant};
 pub struct CommTimer {
     calls: Mutex<BTreeMap<Kind, Times>>,
     /// Seconds of each call, in order, where they are kept.
-    each: Option<Mutex<BTreeMap<(&'static str, CollectiveOp), Vec<f32>>>>,
+    each: Option<Mutex<SecondsOfCalls>>,
     is_verbose: bool,
 }
+
+/// By axis and operation.
+type SecondsOfCalls = BTreeMap<(&'static str, CollectiveOp), Vec<f32>>;
 
 /// Calls that are counted together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

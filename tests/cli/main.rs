@@ -21,6 +21,7 @@ mod refused_arguments;
 mod refused_batches;
 mod refused_files;
 mod refused_models;
+mod report;
 mod resume;
 mod trace;
 mod train;

@@ -5,7 +5,7 @@ use crate::support::cli::Workplace;
 use serde_json::json;
 use std::collections::BTreeSet;
 
-const METRICS: [&str; 19] = [
+const METRICS: [&str; 29] = [
     "step",
     "loss",
     "lr",
@@ -25,6 +25,16 @@ const METRICS: [&str; 19] = [
     "padding_share",
     "slowest_rank",
     "slowest_rank_ratio",
+    "forward_seconds",
+    "backward_seconds",
+    "update_seconds",
+    "reduce_seconds",
+    "all_to_all_seconds",
+    "dp_comm_seconds",
+    "sp_comm_seconds",
+    "compute_seconds",
+    "model_flops_per_second",
+    "gemm_share",
 ];
 
 /// Trains with a config changed by `changes` and returns the losses.

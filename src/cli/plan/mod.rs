@@ -1,5 +1,6 @@
 //! `ulysses plan`.
 
+mod html;
 mod scaling;
 pub(in crate::cli) mod table;
 mod text;
@@ -44,6 +45,9 @@ pub(super) struct PlanArgs {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    /// Draw the memory over a step, as a page of HTML that needs no other file.
+    #[arg(long, value_name = "FILE", conflicts_with = "scaling")]
+    html: Option<PathBuf>,
     /// Instead of a plan: bytes that a rank sends in a layer when 8 to 1024 ranks and their tokens grow together,
     /// for Ulysses, Megatron sequence parallelism and ring attention.
     #[arg(long, conflicts_with_all = ["model", "memory_gib", "seq_len", "mesh"])]
@@ -124,6 +128,9 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
         None => scaling::run(args.tokens_per_rank, args.svg.as_deref(), args.json),
         Some(path) => {
             let report = report(path, &args)?;
+            if let Some(file) = &args.html {
+                html::write(file, &report)?;
+            }
             if args.json {
                 return print(format_args!("{}\n", serde_json::to_string_pretty(&report).or_run()?));
             }

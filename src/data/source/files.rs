@@ -183,16 +183,17 @@ fn found_kind(path: &Path) -> Result<Option<SourceKind>, DataError> {
     })
 }
 
-/// `metrics.jsonl`, `config.json`, and those of earlier runs in the same place (`metrics.1.jsonl`);
-/// the run's checkpoints and what names the newest of them.
+/// `metrics.jsonl`, `config.json`, `run.json`, and those of earlier runs in the same place (`metrics.1.jsonl`);
+/// the run's checkpoints and what names the newest of them; its report, and its monitors' files where their
+/// directories have no other names.
 fn is_written_by_a_run(name: &str) -> bool {
-    if name == "latest" || name.starts_with("step_") {
+    if ["latest", "report.html", "tensorboard", "csv"].contains(&name) || name.starts_with("step_") {
         return true;
     }
     let (stem, extension) = name.split_once('.').unwrap_or((name, ""));
     match stem {
         "metrics" => extension.ends_with("jsonl"),
-        "config" => extension.ends_with("json"),
+        "config" | "run" => extension.ends_with("json"),
         _ => false,
     }
 }

@@ -1,0 +1,44 @@
+//! `ulysses report`: runs as one page of HTML that needs nothing else.
+
+pub(super) mod chart;
+pub(super) mod page;
+mod run;
+mod sections;
+mod settings;
+
+use super::{Failure, OrFail, note};
+use anyhow::Context;
+use run::RunFiles;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub(super) struct ReportArgs {
+    /// Output directories of runs. The curves of several are laid over each other.
+    #[arg(required = true, value_name = "DIR")]
+    runs: Vec<PathBuf>,
+    /// The page; report.html in the first run's directory without it.
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+pub(super) fn run(args: &ReportArgs) -> Result<(), Failure> {
+    let mut runs =
+        args.runs.iter().map(|dir| RunFiles::read(dir)).collect::<anyhow::Result<Vec<_>>>().or_usage()?;
+    tell_apart(&mut runs);
+    let output = args.output.clone().unwrap_or_else(|| args.runs[0].join("report.html"));
+    std::fs::write(&output, page::page(&runs))
+        .with_context(|| format!("--output: cannot write {}", output.display()))
+        .or_run()?;
+    note(format_args!("report      {}", output.display()));
+    Ok(())
+}
+
+/// Runs whose directories have one name are called by their paths.
+fn tell_apart(runs: &mut [RunFiles]) {
+    let names: Vec<String> = runs.iter().map(|run| run.name.clone()).collect();
+    for run in runs {
+        if names.iter().filter(|name| **name == run.name).count() > 1 {
+            run.name = run.dir.display().to_string();
+        }
+    }
+}

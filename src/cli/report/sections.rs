@@ -1,0 +1,260 @@
+//! What is told of each run by itself: time, memory, mesh, communication, config, environment.
+
+use super::chart::{Chart, Series, Unit, text};
+use super::page::{escape, plain};
+use super::run::RunFiles;
+use super::settings;
+use serde_json::Value;
+use std::fmt::Write;
+use ulysses::comm::CallTimes;
+use ulysses::monitor::{Bandwidth, Straggling, Volume};
+
+/// Rows and columns of ranks that are drawn.
+const MAX_CELLS: usize = 16;
+
+/// The section of a run. `is_one_of_several`: it says which; `is_open`: its tables are unfolded.
+pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> String {
+    let title = if is_one_of_several { escape(&run.name) } else { "This run in detail".to_owned() };
+    let charts = format!("{}<div class=\"stack\">{}{}</div>\n", time_shares(run), memory(run), mesh(run));
+    let parts = [
+        ("Communication", communication(run)),
+        ("Configuration", settings::table(run)),
+        ("Environment", environment(run)),
+    ];
+    let folded = parts.into_iter().filter(|(_, body)| !body.is_empty()).map(|(title, body)| {
+        let open = if is_open { " open" } else { "" };
+        format!("<div class=\"card\"><details{open}><summary>{title}</summary>\n{body}</details></div>\n")
+    });
+    format!(
+        "<h2>{title}</h2>\n<section class=\"grid-of-charts\">\n{charts}</section>\n{}",
+        folded.collect::<String>()
+    )
+}
+
+/// Where the time of rank 0 went.
+fn time_shares(run: &RunFiles) -> String {
+    let parts: [(&str, &[&str]); 4] = [
+        ("compute", &["compute_seconds"]),
+        ("all-to-all", &["all_to_all_seconds"]),
+        ("other communication", &["dp_comm_seconds", "sp_comm_seconds"]),
+        ("data", &["data_seconds"]),
+    ];
+    let share = |line: &Value, keys: &[&str]| {
+        let seconds = keys.iter().map(|key| line[*key].as_f64()).sum::<Option<f64>>()?;
+        Some((line["step"].as_f64()?, seconds / line["step_seconds"].as_f64()?))
+    };
+    let timed = run.steps.iter().filter(|line| line["compute_seconds"].is_number());
+    let series = parts.iter().enumerate().map(|(style, (label, keys))| Series {
+        label: (*label).to_owned(),
+        points: timed.clone().filter_map(|line| share(line, keys)).collect(),
+        style,
+        is_dotted: false,
+    });
+    let title = "Where the time of rank 0 goes";
+    let series = series.collect();
+    Chart { title, along: "step", unit: Unit::Percent, from_zero: true, is_stacked: true, series }.figure()
+}
+
+/// A bar for every rank: what it holds between steps by category, and up to its peak.
+fn memory(run: &RunFiles) -> String {
+    const PARTS: [&str; 3] = ["parameters", "gradients", "optimizer"];
+    const WIDTH: f64 = 440.0;
+    let ranks: Vec<&Value> = run.record["ranks"].as_array().into_iter().flatten().collect();
+    let peak = |rank: &Value| rank["peak_bytes"].as_f64().unwrap_or(0.0);
+    let most = ranks.iter().map(|rank| peak(rank)).fold(0.0, f64::max);
+    if most == 0.0 {
+        return String::new();
+    }
+    let shown = ranks.len().min(2 * MAX_CELLS);
+    let height = 20.0 * shown as f64 + 6.0;
+    let mut svg =
+        format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"memory of each rank\">\n");
+    let scale = (WIDTH - 70.0 - 76.0) / most;
+    for (index, rank) in ranks.iter().take(shown).enumerate() {
+        let y = 20.0 * index as f64 + 4.0;
+        let number = plain(&rank["rank"]);
+        // Writing to a string cannot fail.
+        let _ =
+            writeln!(svg, "<text x=\"62\" y=\"{:.1}\" text-anchor=\"end\">rank {number}</text>", y + 10.5);
+        let _ = writeln!(
+            svg,
+            "<rect class=\"bar c3\" x=\"70\" y=\"{y}\" width=\"{:.1}\" height=\"13\" rx=\"2\"/>",
+            scale * peak(rank)
+        );
+        let mut x = 70.0;
+        for (style, part) in PARTS.iter().enumerate() {
+            let width = scale * rank["held_bytes"][*part].as_f64().unwrap_or(0.0);
+            let _ = writeln!(
+                svg,
+                "<rect class=\"bar c{style}\" x=\"{x:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"13\"/>"
+            );
+            x += width;
+        }
+        let (x, label) = (76.0 + scale * peak(rank), text(peak(rank), Unit::Bytes));
+        let _ = writeln!(svg, "<text class=\"ink\" x=\"{x:.1}\" y=\"{:.1}\">{label}</text>", y + 10.5);
+    }
+    svg.push_str("</svg>\n");
+    let names = PARTS.iter().chain(&["everything else at the peak"]).enumerate();
+    let legend: String =
+        names.map(|(style, name)| format!("<li class=\"c{style}\"><i></i>{name}</li>")).collect();
+    let more =
+        if ranks.len() > shown { format!(" <small>of {} ranks</small>", ranks.len()) } else { String::new() };
+    format!(
+        "<figure><figcaption>Peak memory of each rank{more}</figcaption>\n{svg}<ul class=\"legend\">{legend}</ul></figure>\n"
+    )
+}
+
+/// The ranks as a grid: a row of colour for each sp group.
+fn mesh(run: &RunFiles) -> String {
+    let mesh = &run.record["mesh"];
+    let size = |axis: usize| mesh["shape"][axis].as_u64().and_then(|size| usize::try_from(size).ok());
+    let (Some(dp), Some(sp)) = (size(0), size(1)) else { return String::new() };
+    let (rows, columns) = (dp.min(MAX_CELLS), sp.min(MAX_CELLS));
+    let cell = (360.0 / columns as f64).clamp(20.0, 64.0);
+    let high = cell.min(34.0);
+    let (width, height) = (440.0, 30.0 + (high + 6.0) * rows as f64);
+    let mut svg = format!(
+        "<svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"mesh dp {dp} by sp {sp}\">\n"
+    );
+    for row in 0..rows {
+        let y = 26.0 + (high + 6.0) * row as f64;
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            svg,
+            "<text x=\"44\" y=\"{:.1}\" text-anchor=\"end\">dp {row}</text>",
+            y + 0.5 * high + 4.0
+        );
+        for column in 0..columns {
+            let x = 52.0 + cell * column as f64;
+            if row == 0 {
+                let _ = writeln!(
+                    svg,
+                    "<text x=\"{:.1}\" y=\"16\" text-anchor=\"middle\">sp {column}</text>",
+                    x + 0.5 * cell
+                );
+            }
+            let rank = plain(&mesh["ranks"][row * sp + column]);
+            let _ = writeln!(
+                svg,
+                "<rect class=\"cell c{}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{cell:.1}\" height=\"{high:.1}\"/>\
+                 <text class=\"ink\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{rank}</text>",
+                row % 6,
+                x + 0.5 * cell,
+                y + 0.5 * high + 4.0
+            );
+        }
+    }
+    svg.push_str("</svg>\n");
+    let cut = if rows < dp || columns < sp {
+        format!(", the first {rows} × {columns} drawn")
+    } else {
+        String::new()
+    };
+    format!(
+        "<figure><figcaption>Mesh dp {dp} × sp {sp}{cut}</figcaption>\n{svg}<p class=\"faint\">Ranks of a row share sequences \
+         and exchange heads; ranks of a column share the ZeRO partitions.</p></figure>\n"
+    )
+}
+
+fn communication(run: &RunFiles) -> String {
+    let communication = &run.record["communication"];
+    let calls: Vec<CallTimes> = parse(&communication["calls"]);
+    let volumes: Vec<Volume> = parse(&communication["volumes"]);
+    let straggling: Vec<Straggling> = parse(&communication["straggling"]);
+    if calls.is_empty() {
+        return String::new();
+    }
+    let milliseconds = |seconds: f64| text(1e3 * seconds, Unit::Number);
+    let rate = |rate: f64| format!("{:.2}", rate / 1e9);
+    let call_rows = calls.iter().map(|call| {
+        let Bandwidth { algbw, busbw } = Bandwidth::of(call);
+        let average = call.seconds / call.calls.max(1) as f64;
+        vec![
+            format!("{} {}", call.axis, call.op),
+            text(call.input_bytes as f64, Unit::Bytes),
+            call.calls.to_string(),
+            milliseconds(call.seconds),
+            milliseconds(average),
+            rate(algbw),
+            rate(busbw),
+        ]
+    });
+    let mut html = String::from(
+        "<p class=\"faint\">Collectives of rank 0. The time is what the rank spent in the call.</p>\n",
+    );
+    let head = ["operation", "message", "count", "total ms", "mean ms", "algbw GB/s", "busbw GB/s"];
+    html.push_str(&table(&head, call_rows));
+    html.push_str("<p></p><p class=\"faint\">Bytes that all ranks sent, beside what theory has for the training steps.</p>\n");
+    let volume_rows = volumes.iter().map(|volume| {
+        let bytes = |bytes: u64| text(bytes as f64, Unit::Bytes);
+        let ratio = volume.sent_bytes as f64 / volume.planned_bytes as f64;
+        vec![
+            volume.what.clone(),
+            bytes(volume.planned_bytes),
+            bytes(volume.sent_bytes),
+            format!("{ratio:.3}"),
+        ]
+    });
+    html.push_str(&table(&["what", "theory", "measured", "measured / theory"], volume_rows));
+    if !straggling.is_empty() {
+        html.push_str("<p></p><p class=\"faint\">Time that ranks waited for the one that came last, mean over the ranks.</p>\n");
+        let rows = straggling.iter().map(|row| {
+            let latest = format!("{} ({:.0} % of its calls)", row.latest.0, 100.0 * row.latest.1);
+            let what = format!("{} {}", row.axis, row.op);
+            vec![
+                what,
+                row.calls.to_string(),
+                milliseconds(row.seconds),
+                milliseconds(row.straggler_seconds),
+                latest,
+            ]
+        });
+        html.push_str(&table(&["operation", "count", "total ms", "straggler ms", "latest rank"], rows));
+    }
+    html
+}
+
+/// What the record has in this form; nothing where it has another.
+fn parse<T: serde::de::DeserializeOwned>(value: &Value) -> Vec<T> {
+    serde_json::from_value(value.clone()).unwrap_or_default()
+}
+
+/// The first column is text, the others are numbers.
+fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let class = |index: usize| if index == 0 { "" } else { " class=\"n\"" };
+    let cells = |tag: &str, cells: &[String]| -> String {
+        let cell =
+            |(index, cell): (usize, &String)| format!("<{tag}{}>{}</{tag}>", class(index), escape(cell));
+        cells.iter().enumerate().map(cell).collect()
+    };
+    let head = cells("th", &head.iter().map(|&name| name.to_owned()).collect::<Vec<_>>());
+    let rows: String = rows.map(|row| format!("<tr>{}</tr>\n", cells("td", &row))).collect();
+    format!("<div class=\"scroll\"><table>\n<tr>{head}</tr>\n{rows}</table></div>\n")
+}
+
+fn environment(run: &RunFiles) -> String {
+    let record = &run.record;
+    if record.is_null() {
+        return String::new();
+    }
+    let command = record["command"].as_array().into_iter().flatten().map(plain).collect::<Vec<_>>().join(" ");
+    let mut facts = vec![
+        ("command".to_owned(), command),
+        ("version".to_owned(), plain(&record["version"])),
+        ("directory".to_owned(), run.dir.display().to_string()),
+    ];
+    for (name, value) in record["environment"].as_object().into_iter().flatten() {
+        let value = match (name.as_str(), value.as_f64()) {
+            ("memory_bytes", Some(bytes)) => text(bytes, Unit::Bytes),
+            _ => plain(value),
+        };
+        facts.push((name.trim_end_matches("_bytes").replace('_', " "), value));
+    }
+    if let Some(peak) = record["peak_flops"].as_f64() {
+        facts.push(("GEMM rate of all ranks, f32".to_owned(), format!("{}FLOP/s", text(peak, Unit::Number))));
+    }
+    let rows = facts.iter().filter(|(_, value)| value != "null" && value != "[]").map(|(name, value)| {
+        format!("<tr><th>{}</th><td class=\"v\"><code>{}</code></td></tr>\n", escape(name), escape(value))
+    });
+    format!("<table>\n{}</table>\n", rows.collect::<String>())
+}

@@ -1,0 +1,104 @@
+//! The settings of a run, each with where it came from.
+
+use super::page::{escape, plain};
+use super::run::RunFiles;
+use serde_json::Value;
+use std::collections::BTreeSet;
+
+/// Where a setting comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    File,
+    Auto,
+    Flag,
+    Default,
+}
+
+/// Every key of the resolved config; nothing where there is none.
+pub(super) fn table(run: &RunFiles) -> String {
+    if run.config.is_null() {
+        return String::new();
+    }
+    let given = flat(&run.record["given_config"]);
+    let flags = flags(&run.record["command"]);
+    let row = |(key, value): &(String, Value)| {
+        let (class, name) = match origin(key, value, &given, &flags) {
+            Origin::File => ("file", "file"),
+            Origin::Auto => ("auto", "\"auto\""),
+            Origin::Flag => ("flag", "flag"),
+            Origin::Default => ("default", "default"),
+        };
+        format!(
+            "<tr class=\"{class}\"><td class=\"v\"><code>{}</code></td><td class=\"v\"><code>{}</code></td>\
+             <td class=\"n\"><span class=\"badge {class}\">{name}</span></td></tr>\n",
+            // Long names may be broken between their words.
+            escape(key).replace('_', "_<wbr>").replace('.', ".<wbr>"),
+            escape(&plain(value))
+        )
+    };
+    let rows: String = flat(&run.config).iter().map(row).collect();
+    format!("<table>\n<tr><th>key</th><th>value</th><th class=\"n\">from</th></tr>\n{rows}</table>\n")
+}
+
+fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<String>) -> Origin {
+    let name = key.rsplit('.').next().unwrap_or(key);
+    if flags.contains(name) {
+        return Origin::Flag;
+    }
+    match given.iter().find(|(path, _)| path == key) {
+        Some((_, given)) if given == "auto" && value != "auto" => Origin::Auto,
+        Some(_) => Origin::File,
+        // `mesh_param` says both sizes.
+        None if name.ends_with("parallel_size") && given.iter().any(|(path, _)| path == "mesh_param") => {
+            Origin::File
+        }
+        None => Origin::Default,
+    }
+}
+
+/// The last names of the keys that flags of the command have set.
+fn flags(command: &Value) -> BTreeSet<String> {
+    let words = command.as_array().into_iter().flatten().filter_map(Value::as_str);
+    let flags = words.filter_map(|word| word.strip_prefix("--"));
+    let mut names: BTreeSet<String> =
+        flags.map(|flag| flag.split('=').next().unwrap_or(flag).replace('-', "_")).collect();
+    if names.remove("mesh") {
+        names.extend(["data_parallel_size", "sequence_parallel_size"].map(str::to_owned));
+    }
+    names
+}
+
+/// Values that are no objects, by their path.
+fn flat(value: &Value) -> Vec<(String, Value)> {
+    let Value::Object(fields) = value else { return Vec::new() };
+    let of_field = |(name, value): (&String, &Value)| match value {
+        Value::Object(inner) if !inner.is_empty() => {
+            flat(value).into_iter().map(|(path, value)| (format!("{name}.{path}"), value)).collect()
+        }
+        _ => vec![(name.clone(), value.clone())],
+    };
+    fields.iter().flat_map(of_field).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn settings_tell_where_they_come_from() {
+        let given = flat(&json!({
+            "mesh_param": [2, 2],
+            "optimizer": { "type": "AdamW", "params": { "lr": "auto" } },
+            "ulysses": { "steps": 10 },
+        }));
+        let flags = flags(&json!(["ulysses", "train", "c.json", "--steps", "20", "--seq-len=64"]));
+        let of = |key: &str, value: Value| origin(key, &value, &given, &flags);
+        assert_eq!(of("optimizer.type", json!("AdamW")), Origin::File);
+        assert_eq!(of("optimizer.params.lr", json!(1e-3)), Origin::Auto);
+        assert_eq!(of("ulysses.steps", json!(20)), Origin::Flag);
+        assert_eq!(of("ulysses.seq_len", json!(64)), Origin::Flag);
+        assert_eq!(of("sequence_parallel_size", json!(2)), Origin::File);
+        assert_eq!(of("seed", json!(1234)), Origin::Default);
+    }
+}

@@ -1,0 +1,97 @@
+//! `ulysses report`: pages of runs.
+
+use super::support::cli::Workplace;
+use serde_json::json;
+use std::fs;
+
+/// The row of the table of settings that a key has.
+fn setting<'a>(page: &'a str, key: &str) -> &'a str {
+    let cell = format!("<code>{}</code>", key.replace('_', "_<wbr>"));
+    page.lines().find(|line| line.contains(&cell)).unwrap_or_else(|| panic!("no {key} in {page}"))
+}
+
+/// Every element is closed in its turn, but those of HTML that are never closed.
+fn assert_well_formed(page: &str) {
+    let mut open: Vec<&str> = Vec::new();
+    for tag in page.split('<').skip(1).map(|rest| rest.split('>').next().unwrap()) {
+        let name = tag.split([' ', '/', '\n']).find(|word| !word.is_empty()).unwrap();
+        if tag.starts_with('/') {
+            assert_eq!(open.pop(), Some(name), "</{name}> closes another");
+        } else if !tag.ends_with('/') && !["!DOCTYPE", "meta", "wbr"].contains(&name) {
+            open.push(name);
+        }
+    }
+    assert_eq!(open, Vec::<&str>::new());
+}
+
+#[test]
+fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other() {
+    let place = Workplace::new();
+    let changes = json!({ "mesh_param": [2, 2], "comms_logger": { "enabled": true }, "ulysses": { "validation": { "fraction": 0.1 } } });
+    place.write_config("c.json", changes);
+    place.run(&["train", "c.json"]).assert_done();
+    place.run(&["train", "c.json", "--seed", "5", "--output", "a<b"]).assert_done();
+    let outcome = place.run(&["report", "out", "a<b", "--output", "page.html"]);
+    assert!(outcome.assert_done().stderr.contains("page.html"), "{outcome:?}");
+    let page = place.read("page.html");
+    assert_well_formed(&page);
+    for foreign in ["http:", "https:", "<script", "src=", "url(", "@import", "NaN", "a<b"] {
+        assert!(!page.contains(foreign), "{foreign} in the page");
+    }
+    assert!(page.contains("prefers-color-scheme: dark") && page.contains("width=device-width"));
+    // Loss, tokens/s, norm, rate, GEMM share and memory of two runs; held-out losses are dots.
+    assert_eq!(page.matches("<polyline").count(), 6 * 2);
+    assert_eq!(page.matches("<circle").count(), 2);
+    for part in [
+        "a&lt;b, held out",
+        "Peak memory of each rank",
+        "Mesh dp 2 × sp 2",
+        "Ulysses exchange",
+        "latest rank",
+    ] {
+        assert!(page.contains(part), "no {part:?}");
+    }
+    let (first, second) = page.split_once("<h2>a&lt;b</h2>").unwrap();
+    assert!(setting(first, "train_batch_size").contains(">file<"));
+    assert!(setting(first, "seed").contains(">default<") && setting(second, "seed").contains(">flag<"));
+}
+
+#[test]
+fn a_run_of_which_only_metrics_are_left_is_reported() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({}));
+    place.run(&["train", "c.json"]).assert_done();
+    for name in ["config.json", "run.json"] {
+        fs::remove_file(place.path("out").join(name)).unwrap();
+    }
+    let metrics = place.read("out/metrics.jsonl");
+    place.write("out/metrics.jsonl", format!("{metrics}{{\"step\": 5, \"lo"));
+    place.run(&["report", "out"]).assert_done();
+    let page = place.read("out/report.html");
+    assert_well_formed(&page);
+    assert!(page.contains("<polyline") && !page.contains("NaN"));
+}
+
+#[test]
+fn a_plan_is_drawn_as_a_page_of_its_own() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "mesh_param": [2, 4], "train_batch_size": 2 }));
+    let arguments = ["plan", "c.json", "--model", "llama3-8b", "--seq-len", "65536", "--memory-gib", "80"];
+    place.run(&[&arguments[..], &["--html", "plan.html"]].concat()).assert_done();
+    let page = place.read("plan.html");
+    assert_well_formed(&page);
+    assert_eq!(page.matches("<polygon").count(), 6, "an area for each category");
+    for part in ["llama3-8b on dp 2 × sp 4", "activations", "optimizer", "80 GiB"] {
+        assert!(page.contains(part), "no {part:?}");
+    }
+}
+
+#[test]
+fn what_is_no_run_is_refused_by_name() {
+    let place = Workplace::new();
+    place.run(&["report", "nothing"]).assert_refused(2, &["nothing", "no such directory"]);
+    place.write("empty/a.txt", "");
+    place.run(&["report", "empty"]).assert_refused(2, &["empty/metrics.jsonl"]);
+    place.write("damaged/metrics.jsonl", "{\"step\":1,\"loss\":2.0}\n{]\n{\"step\":2,\"loss\":2.0}\n");
+    place.run(&["report", "damaged"]).assert_refused(2, &["damaged/metrics.jsonl", "line 2"]);
+}
