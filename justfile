@@ -43,3 +43,10 @@ example:
 # Rates, each beside its baseline in the same run: `just bench attention --seq-len 4096`, `just bench checkpoint`.
 bench *args:
     cargo run --release -- bench {{args}}
+
+# ulysses beside PyTorch + DeepSpeed, which it installs into `target/peer` (5 GB): `just bench-peer`, `just bench-peer small-2048 collectives`.
+bench-peer *args:
+    python3 -m venv target/peer
+    target/peer/bin/pip install --quiet --requirement benches/peer/requirements.txt
+    cargo build --release
+    target/peer/bin/python benches/peer/compare.py {{args}}
