@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
+    /// What the exchange's results come from.
     workspace: Arc<Workspace>,
     /// The geometries of this micro batch, one for each number of heads, and what follows from them:
     /// all layers share them.
@@ -93,6 +94,7 @@ impl UlyssesAttention {
         &self,
         qkv: Qkv,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), UlyssesError> {
         let (batch, _, num_heads, head_dim) = qkv[0].dims4()?;
         let num_kv_heads = qkv[1].dims4()?.2;
@@ -101,7 +103,7 @@ impl UlyssesAttention {
         let qkv = SeqSharded(qkv);
         let HeadSharded([q, k, v]) = sharding.exchange.qkv_seq_to_head(&qkv)?;
         qkv.0.into_iter().for_each(|tensor| self.workspace.give(tensor));
-        let (out, saved) = self.local.forward(q, k, v, &sharding.whole)?;
+        let (out, saved) = self.local.forward(q, k, v, &sharding.whole, workspace)?;
         let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out))?;
         Ok((out, saved))
     }
@@ -111,13 +113,14 @@ impl UlyssesAttention {
         saved: SavedAttention,
         dout: &Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<Qkv, UlyssesError> {
         let (batch, _, num_heads, head_dim) = dout.dims4()?;
         let num_kv_heads = geometry.q_to_kv().last().map_or(0, |kv| kv + 1);
         let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(geometry, shape)?;
         let dout = sharding.exchange.out_seq_to_head(&SeqSharded(dout.clone()))?;
-        let (dq, dk, dv) = self.local.backward(saved, &dout.0, &sharding.whole)?;
+        let (dq, dk, dv) = self.local.backward(saved, &dout.0, &sharding.whole, workspace)?;
         self.workspace.give(dout.0);
         let grads = HeadSharded([dq, dk, dv]);
         let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads)?;
@@ -143,11 +146,12 @@ impl Attention for UlyssesAttention {
         k: Tensor,
         v: Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
         if self.group.world_size() == 1 {
-            return self.local.forward(q, k, v, geometry);
+            return self.local.forward(q, k, v, geometry, workspace);
         }
-        self.forward_sharded([q, k, v], geometry).map_err(into_attention_error)
+        self.forward_sharded([q, k, v], geometry, workspace).map_err(into_attention_error)
     }
 
     fn backward(
@@ -155,11 +159,13 @@ impl Attention for UlyssesAttention {
         saved: SavedAttention,
         dout: &Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         if self.group.world_size() == 1 {
-            return self.local.backward(saved, dout, geometry);
+            return self.local.backward(saved, dout, geometry, workspace);
         }
-        let [dq, dk, dv] = self.backward_sharded(saved, dout, geometry).map_err(into_attention_error)?;
+        let [dq, dk, dv] =
+            self.backward_sharded(saved, dout, geometry, workspace).map_err(into_attention_error)?;
         Ok((dq, dk, dv))
     }
 }

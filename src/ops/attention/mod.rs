@@ -30,8 +30,8 @@ pub use error::AttentionError;
 pub use geometry::{Geometry, VisibleRanges, grouped_heads};
 pub use kernels::{Gradients, Operands, Upstream, backward, delta, forward};
 
-use crate::tensor::zeros;
-use candle_core::{DType, Tensor};
+use crate::ops::Workspace;
+use candle_core::Tensor;
 
 /// Attention of a layer's queries over its keys, with a hand-written backward.
 ///
@@ -40,7 +40,7 @@ pub trait Attention: Send + Sync {
     /// Returns `o` and what [`Attention::backward`] needs.
     ///
     /// `q`, `k` and `v` are the implementation's to keep or to overwrite: candle tensors share their storage,
-    /// so a clone that the caller holds on to may change.
+    /// so a clone that the caller holds on to may change. Results come from the `workspace`.
     ///
     /// # Shapes
     /// `q [b, sq, hq, d]`, `k, v [b, skv, hkv, d]` to `o [b, sq, hq, d]`.
@@ -53,9 +53,11 @@ pub trait Attention: Send + Sync {
         k: Tensor,
         v: Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError>;
 
-    /// Returns `(dq, dk, dv)` for the gradient `dout` of the loss with respect to `o`.
+    /// Returns `(dq, dk, dv)` for the gradient `dout` of the loss with respect to `o`. They come from the
+    /// `workspace`, to which `saved` goes: nobody else may use its tensors any more.
     ///
     /// # Shapes
     /// `dout [b, sq, hq, d]` to the shapes of `q`, `k` and `v`.
@@ -67,6 +69,7 @@ pub trait Attention: Send + Sync {
         saved: SavedAttention,
         dout: &Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
 }
 
@@ -93,10 +96,6 @@ impl SavedAttention {
             .map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes())
             .sum()
     }
-}
-
-fn zeros_like(tensor: &Tensor) -> candle_core::Result<Tensor> {
-    zeros(tensor.shape(), tensor.dtype(), tensor.device())
 }
 
 /// Bytes of working memory that each CPU thread keeps once it has computed a forward (or, with `backward`, a
@@ -128,10 +127,10 @@ impl Attention for FlashAttention {
         k: Tensor,
         v: Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
         let (b, sq, hq, _) = q.dims4()?;
-        let o = zeros_like(&q)?;
-        let lse = zeros((b, hq, sq), DType::F32, q.device())?;
+        let (o, lse) = (workspace.take(q.dims())?, workspace.take_f32((b, hq, sq))?);
         let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
         forward(&operands, &o, &lse)?;
         Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
@@ -142,15 +141,17 @@ impl Attention for FlashAttention {
         saved: SavedAttention,
         dout: &Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         let SavedAttention { q, k, v, o, lse } = saved;
-        let delta_of_rows = zeros_like(&lse)?;
+        let delta_of_rows = workspace.take_f32(lse.dims())?;
         delta(&o, dout, &delta_of_rows)?;
-        drop(o);
-        let (dq, dk, dv) = (zeros_like(&q)?, zeros_like(&k)?, zeros_like(&v)?);
+        workspace.give(o);
+        let (dq, dk, dv) = (workspace.take(q.dims())?, workspace.take(k.dims())?, workspace.take(v.dims())?);
         let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
         let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
         backward(&operands, &upstream, &Gradients { dq: &dq, dk: &dk, dv: &dv })?;
+        [q, k, v, lse, delta_of_rows].into_iter().for_each(|tensor| workspace.give(tensor));
         Ok((dq, dk, dv))
     }
 }

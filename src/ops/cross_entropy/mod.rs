@@ -15,7 +15,7 @@ pub mod reference;
 mod tests;
 
 use super::call::Call;
-use super::{OpError, linear};
+use super::{OpError, Workspace, linear};
 use crate::device::Target;
 use candle_core::Tensor;
 use std::ops::Range;
@@ -32,7 +32,8 @@ pub struct LossSum {
     pub valid_tokens: u64,
 }
 
-/// The summed loss; writes each token's logsumexp for [`backward`]. On a GPU this waits for the device.
+/// The summed loss; writes each token's logsumexp for [`backward`]. On a GPU this waits for the device, on a CPU the
+/// `workspace`, which must be one of CPU tensors, lends a tile's logits.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
@@ -46,6 +47,7 @@ pub fn forward(
     labels: &[i64],
     tile_tokens: usize,
     lse_out: &Tensor,
+    workspace: &Workspace,
 ) -> Result<LossSum, OpError> {
     let call = Call::new("cross_entropy::forward");
     let shape = check(call, x, weight, labels, tile_tokens)?;
@@ -55,7 +57,9 @@ pub fn forward(
     match target {
         Target::Cpu => {
             let (x, weight) = (call.read(x)?, call.read(weight)?);
-            call.write(lse_out, |lse| cpu::forward(shape, &x, &weight, labels, lse))
+            with_scratch(call, shape, workspace, |scratch| {
+                call.write(lse_out, |lse| cpu::forward(shape, &x, &weight, labels, lse, scratch))
+            })
         }
         Target::Kernels(launcher) => {
             call.kernels(cuda::forward(&launcher, shape, [x, weight, lse_out], labels))
@@ -80,6 +84,7 @@ pub fn backward<'a>(
     dx: &Tensor,
     dweight: impl Into<Option<&'a Tensor>>,
     tile_tokens: usize,
+    workspace: &Workspace,
 ) -> Result<(), OpError> {
     let dweight = dweight.into();
     let call = Call::new("cross_entropy::backward");
@@ -97,11 +102,12 @@ pub fn backward<'a>(
         Target::Cpu => {
             let (x, weight, lse) = (call.read(x)?, call.read(weight)?, call.read(lse)?);
             let inputs = cpu::BackwardInputs { x: &x, weight: &weight, labels, lse: &lse, scale };
-            call.write(dx, |dx| match dweight {
-                Some(dweight) => {
-                    call.write(dweight, |dweight| cpu::backward(shape, inputs, dx, Some(dweight)))
-                }
-                None => cpu::backward(shape, inputs, dx, None),
+            with_scratch(call, shape, workspace, |scratch| {
+                call.write(dx, |dx| match dweight {
+                    Some(dweight) => call
+                        .write(dweight, |dweight| cpu::backward(shape, inputs, dx, Some(dweight), scratch)),
+                    None => cpu::backward(shape, inputs, dx, None, scratch),
+                })
             })
         }
         Target::Kernels(launcher) => {
@@ -109,6 +115,19 @@ pub fn backward<'a>(
             call.kernels(cuda::backward(&launcher, dtype, shape, &tensors, labels, scale))
         }
     }
+}
+
+/// Calls `work` with room for a tile's logits, which the workspace lends.
+fn with_scratch<R>(
+    call: Call,
+    shape: Sizes,
+    workspace: &Workspace,
+    work: impl FnOnce(&mut [f32]) -> Result<R, OpError>,
+) -> Result<R, OpError> {
+    let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
+    let result = call.write(&logits, work)?;
+    workspace.give(logits);
+    Ok(result)
 }
 
 /// All logits at once, for callers that want to see them.
