@@ -1,4 +1,4 @@
-//! What the allocator holds, counted per thread.
+//! What the allocator holds, counted per thread, and how often it was asked for much.
 //!
 //! A rank of the thread backend is one OS thread, so a rank's memory is its thread's; what the
 //! further threads of its pool allocate is counted as theirs. The count
@@ -19,6 +19,13 @@
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// From so many bytes on an allocation is large.
+pub const LARGE_BYTES: usize = 2 << 20;
+
+/// Large allocations of all threads.
+static LARGE_ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     /// Bytes that this thread allocated minus bytes that it freed. Constant initialisation
@@ -43,6 +50,12 @@ pub fn peak_bytes() -> i64 {
 /// Forgets what this thread held at a time before now.
 pub fn reset_peak() {
     PEAK_BYTES.set(LIVE_BYTES.get());
+}
+
+/// How often any thread of the program has allocated at least [`LARGE_BYTES`] at once. Zero unless the program's global
+/// allocator is a [`CountingAllocator`].
+pub fn large_allocations() -> u64 {
+    LARGE_ALLOCATIONS.load(Ordering::Relaxed)
 }
 
 /// Measures what a piece of code keeps.
@@ -92,22 +105,30 @@ fn count(bytes: i64) {
     PEAK_BYTES.set(PEAK_BYTES.get().max(live));
 }
 
+fn count_large(bytes: usize) {
+    if bytes >= LARGE_BYTES {
+        LARGE_ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
 fn size(layout: Layout) -> i64 {
     // A layout's size never exceeds isize::MAX.
     layout.size() as i64
 }
 
 // SAFETY: every method forwards to the inner allocator with the arguments it got, and
-// returns what that returns; counting touches a thread-local integer only and cannot unwind.
+// returns what that returns; counting touches integers only and cannot unwind.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
+        count_large(layout.size());
         // SAFETY: the caller's obligations are those of the inner allocator.
         unsafe { self.0.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
+        count_large(layout.size());
         // SAFETY: as above.
         unsafe { self.0.alloc_zeroed(layout) }
     }
@@ -120,6 +141,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
         count(new_size as i64 - size(layout));
+        count_large(new_size);
         // SAFETY: as above.
         unsafe { self.0.realloc(ptr, layout, new_size) }
     }
