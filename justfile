@@ -47,3 +47,10 @@ bench *args:
 # Makes pages of the book in docs/ (needs mdbook): book/index.html.
 book:
     mdbook build docs
+
+# ulysses beside PyTorch + DeepSpeed, which it installs into `target/peer` (5 GB): `just bench-peer`, `just bench-peer small-2048 collectives`.
+bench-peer *args:
+    python3 -m venv target/peer
+    target/peer/bin/pip install --quiet --requirement benches/peer/requirements.txt
+    cargo build --release
+    target/peer/bin/python benches/peer/compare.py {{args}}

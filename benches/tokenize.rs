@@ -11,6 +11,9 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{PostProcessorWrapper, TokenizerImpl};
 use ulysses::data::{PrepareOptions, Tokenizer, prepare};
 
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 const ROUNDS: usize = 3;
 
 fn main() -> Result<()> {

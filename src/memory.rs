@@ -1,4 +1,4 @@
-//! What the allocator holds, counted per thread.
+//! What the allocator holds, counted per thread, and how often it was asked for much.
 //!
 //! A rank of the thread backend is one OS thread, so a rank's memory is its thread's; what the
 //! further threads of its pool allocate is counted as theirs. Blocks from 16 KiB on are counted by what they are for, too:
@@ -30,6 +30,13 @@ pub use category::{ByCategory, Category, counted_as, counted_by_default_as};
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// From so many bytes on an allocation is large.
+pub const LARGE_BYTES: usize = 2 << 20;
+
+/// Large allocations of all threads.
+static LARGE_ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
 use blocks::SMALLEST;
 
@@ -80,6 +87,12 @@ pub fn reset_peak() {
 
 fn keep_peak() {
     LIVE.with(|live| PEAK.with(|peak| peak.iter().zip(live).for_each(|(peak, live)| peak.set(live.get()))));
+}
+
+/// How often any thread of the program has allocated at least [`LARGE_BYTES`] at once. Zero unless the program's global
+/// allocator is a [`CountingAllocator`].
+pub fn large_allocations() -> u64 {
+    LARGE_ALLOCATIONS.load(Ordering::Relaxed)
 }
 
 /// Measures what a piece of code keeps.
@@ -133,6 +146,12 @@ fn count(category: Category, bytes: i64) {
     }
 }
 
+fn count_large(bytes: usize) {
+    if bytes >= LARGE_BYTES {
+        LARGE_ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
 /// Counts a block that has been allocated, for `category`.
 fn enter(block: *mut u8, size: usize, category: Category) {
     if !block.is_null() {
@@ -153,6 +172,7 @@ fn leave(block: *mut u8, size: usize) -> Category {
 // returns what that returns; counting touches thread-local integers and a table of atomics only and cannot unwind.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count_large(layout.size());
         // SAFETY: the caller's obligations are those of the inner allocator.
         let block = unsafe { self.0.alloc(layout) };
         enter(block, layout.size(), category::current());
@@ -160,6 +180,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count_large(layout.size());
         // SAFETY: as above.
         let block = unsafe { self.0.alloc_zeroed(layout) };
         enter(block, layout.size(), category::current());
@@ -173,6 +194,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        count_large(new_size);
         let before = leave(ptr, layout.size());
         let category = if layout.size() < SMALLEST { category::current() } else { before };
         // SAFETY: as above.

@@ -19,6 +19,7 @@ use support::reference::Tensors;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::engine::StepReport;
 use ulysses::model::{LlamaConfig, Model};
+use ulysses::ops::Workspace;
 use ulysses::ops::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
 
 const FORMATS: [&str; 2] = ["bf16", "fp16"];
@@ -137,8 +138,9 @@ impl Attention for Overflowing {
         k: candle_core::Tensor,
         v: candle_core::Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        let (out, saved) = FlashAttention.forward(q, k, v, geometry)?;
+        let (out, saved) = FlashAttention.forward(q, k, v, geometry, workspace)?;
         let step = self.calls.fetch_add(1, Ordering::Relaxed) / self.per_step;
         if self.steps.contains(&step) {
             return Ok(((out * f64::INFINITY)?, saved));
@@ -151,8 +153,9 @@ impl Attention for Overflowing {
         saved: SavedAttention,
         dout: &candle_core::Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        FlashAttention.backward(saved, dout, geometry)
+        FlashAttention.backward(saved, dout, geometry, workspace)
     }
 }
 
@@ -243,8 +246,9 @@ impl Attention for OverflowingBackward {
         k: candle_core::Tensor,
         v: candle_core::Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        FlashAttention.forward(q, k, v, geometry)
+        FlashAttention.forward(q, k, v, geometry, workspace)
     }
 
     fn backward(
@@ -252,8 +256,9 @@ impl Attention for OverflowingBackward {
         saved: SavedAttention,
         dout: &candle_core::Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        let (dq, dk, dv) = FlashAttention.backward(saved, dout, geometry)?;
+        let (dq, dk, dv) = FlashAttention.backward(saved, dout, geometry, workspace)?;
         let pass = self.calls.fetch_add(1, Ordering::Relaxed) % self.per_step;
         let dq = if pass == self.pass { (dq * f64::INFINITY)? } else { dq };
         Ok((dq, dk, dv))

@@ -1,6 +1,8 @@
 //! Attention as one candle autograd node, collectives included.
 
+use crate::ops::Workspace;
 use crate::ops::attention::{Attention, Geometry, SavedAttention};
+use crate::tensor::TensorOptions;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
@@ -27,11 +29,17 @@ pub fn autograd_attention(
 ) -> Result<Tensor> {
     // The attention may overwrite its operands, which the graph goes on using: it gets copies.
     let own = |tensor: &Tensor| tensor.detach().contiguous()?.copy();
-    let (out, saved) = attention.forward(own(q)?, own(k)?, own(v)?, geometry).map_err(Error::wrap)?;
+    let (out, saved) =
+        attention.forward(own(q)?, own(k)?, own(v)?, geometry, &fresh(q)).map_err(Error::wrap)?;
     // A copy: candle clones whole storages, and the result may be part of one.
     let computed = Mutex::new(Some(out.copy()?));
     let op = AttentionOp { attention, geometry: geometry.clone(), computed, saved: Mutex::new(Some(saved)) };
     q.apply_op3(k, v, op)
+}
+
+/// A workspace of the tensor's kind that recycles nothing: the graph owns what comes from it.
+fn fresh(like: &Tensor) -> Workspace {
+    Workspace::with_options(TensorOptions { device: like.device().clone(), dtype: like.dtype() })
 }
 
 /// The node. Its forward pass has run already: candle lends custom ops bare storages, the attention wants tensors.
@@ -104,7 +112,8 @@ impl CustomOp3 for AttentionOp {
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(saved) = saved else { bail!("attention: a second backward through the same graph") };
         let dout = dout.detach().contiguous()?;
-        let (dq, dk, dv) = self.attention.backward(saved, &dout, &self.geometry).map_err(Error::wrap)?;
+        let (dq, dk, dv) =
+            self.attention.backward(saved, &dout, &self.geometry, &fresh(&dout)).map_err(Error::wrap)?;
         Ok((Some(dq), Some(dk), Some(dv)))
     }
 }

@@ -110,7 +110,7 @@ impl DecoderLayer {
         let table = ctx.rope(head_dim, self.config.rope())?;
         rope::apply(&q, &table, Direction::Forward)?;
         rope::apply(&k, &table, Direction::Forward)?;
-        let (out, inner) = ctx.attention().forward(q, k, v, &self.geometry(chunk, ctx)?)?;
+        let (out, inner) = ctx.attention().forward(q, k, v, &self.geometry(chunk, ctx)?, ctx.workspace())?;
         Ok(AttentionSaved { inner, out, q_norm, k_norm })
     }
 
@@ -137,7 +137,7 @@ impl DecoderLayer {
         } else {
             ws.give(out)
         }
-        let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.geometry(chunk, ctx)?)?;
+        let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.geometry(chunk, ctx)?, ws)?;
         ws.give(dout);
         let table = ctx.rope(self.config.head_dim, self.config.rope())?;
         rope::apply(&dq, &table, Direction::Backward)?;

@@ -100,7 +100,8 @@ impl LossHead {
     ) -> Result<(Losses, HeadSaved), ModelError> {
         let (normed, rstd) = self.normalise(x, norm, ctx)?;
         let lse = ctx.workspace().take_f32((ctx.batch(), ctx.seq_len_local()))?;
-        let loss = cross_entropy::forward(&normed, projection, labels, self.tile_tokens, &lse)?;
+        let loss =
+            cross_entropy::forward(&normed, projection, labels, self.tile_tokens, &lse, ctx.workspace())?;
         ctx.workspace().give(normed);
         Ok((loss, HeadSaved { x: x.clone(), rstd, lse }))
     }
@@ -128,7 +129,7 @@ impl LossHead {
         let (normed, rstd_again) = self.normalise(&x, norm, ctx)?;
         let dnormed = ws.take(x.dims())?;
         let tile = self.tile_tokens;
-        cross_entropy::backward(&normed, projection, labels, &lse, scale, &dnormed, dprojection, tile)?;
+        cross_entropy::backward(&normed, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
         let dx = normed;
         rms_norm::backward(&dnormed, &x, norm, &rstd, &dx, false, dnorm)?;
         [rstd, rstd_again, lse, dnormed].into_iter().for_each(|tensor| ws.give(tensor));

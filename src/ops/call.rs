@@ -1,10 +1,9 @@
 //! What every op does with its tensors before and around a kernel: checks and slices.
 
 use super::OpError;
+use super::cast::{Float, convert};
 use crate::device::{DeviceError, Target};
-use crate::tensor::Element;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::ops::{Deref, Range};
 
@@ -148,18 +147,15 @@ impl Call {
         }
     }
 
-    fn write_rounded<T: Element, R>(
+    fn write_rounded<T: Float, R>(
         &self,
         tensor: &Tensor,
         write: impl FnOnce(&mut [f32]) -> Result<R>,
-    ) -> Result<R>
-    where
-        [T]: HalfFloatSliceExt,
-    {
+    ) -> Result<R> {
         let run = |elements: &mut [T]| {
             let mut wide = widen(elements);
             let result = write(&mut wide)?;
-            elements.convert_from_f32_slice(&wide);
+            convert(&wide, elements);
             Ok(result)
         };
         crate::tensor::with_slice_mut(tensor, run)
@@ -167,12 +163,9 @@ impl Call {
     }
 }
 
-fn widen<T>(elements: &[T]) -> Vec<f32>
-where
-    [T]: HalfFloatSliceExt,
-{
+fn widen<T: Float>(elements: &[T]) -> Vec<f32> {
     let mut wide = vec![0.0; elements.len()];
-    elements.convert_to_f32_slice(&mut wide);
+    convert(elements, &mut wide);
     wide
 }
 

@@ -2,6 +2,8 @@
 //!
 //! A transpose is a swap of strides; nothing is copied but the panels that the kernel packs for itself.
 
+pub(super) mod bf16;
+
 use super::OpError;
 
 /// A matrix inside a slice; element (i, j) is at `i·row_stride + j·col_stride`.

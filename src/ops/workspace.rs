@@ -55,11 +55,6 @@ impl Workspace {
         &self.options
     }
 
-    /// Whether it hands out tensors of the element type and on the device of this one.
-    pub(super) fn makes(&self, like: &Tensor) -> bool {
-        self.options.dtype == like.dtype() && self.options.device.same_device(like.device())
-    }
-
     /// A contiguous tensor of this shape with **unspecified content**.
     ///
     /// # Errors

@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
+    /// What the exchange's results come from.
     workspace: Arc<Workspace>,
     /// The geometries of this micro batch, one for each number of heads, and what follows from them:
     /// all layers share them.
@@ -94,6 +95,7 @@ impl UlyssesAttention {
         &self,
         qkv: Qkv,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), UlyssesError> {
         let (batch, _, num_heads, head_dim) = qkv[0].dims4()?;
         let num_kv_heads = qkv[1].dims4()?.2;
@@ -103,7 +105,7 @@ impl UlyssesAttention {
         let HeadSharded([q, k, v]) =
             counted_as(Category::Exchange, || sharding.exchange.qkv_seq_to_head(&qkv))?;
         qkv.0.into_iter().for_each(|tensor| self.workspace.give(tensor));
-        let attend = || self.local.forward_in(&self.workspace, [q, k, v], &sharding.whole);
+        let attend = || self.local.forward(q, k, v, &sharding.whole, workspace);
         let (out, saved) =
             tracing::trace_span!("attention").in_scope(|| counted_as(Category::Exchange, attend))?;
         let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out))?;
@@ -115,6 +117,7 @@ impl UlyssesAttention {
         saved: SavedAttention,
         dout: &Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<Qkv, UlyssesError> {
         let (batch, _, num_heads, head_dim) = dout.dims4()?;
         let num_kv_heads = geometry.q_to_kv().last().map_or(0, |kv| kv + 1);
@@ -122,7 +125,7 @@ impl UlyssesAttention {
         let sharding = self.sharding(geometry, shape)?;
         let dout = SeqSharded(dout.clone());
         let dout = counted_as(Category::Exchange, || sharding.exchange.out_seq_to_head(&dout))?;
-        let attend = || self.local.backward_in(&self.workspace, saved, &dout.0, &sharding.whole);
+        let attend = || self.local.backward(saved, &dout.0, &sharding.whole, workspace);
         let (dq, dk, dv) =
             tracing::trace_span!("attention backward").in_scope(|| counted_as(Category::Exchange, attend))?;
         self.workspace.give(dout.0);
@@ -150,11 +153,12 @@ impl Attention for UlyssesAttention {
         k: Tensor,
         v: Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
         if self.group.world_size() == 1 {
-            return self.local.forward_in(&self.workspace, [q, k, v], geometry);
+            return self.local.forward(q, k, v, geometry, workspace);
         }
-        self.forward_sharded([q, k, v], geometry).map_err(into_attention_error)
+        self.forward_sharded([q, k, v], geometry, workspace).map_err(into_attention_error)
     }
 
     fn backward(
@@ -162,11 +166,13 @@ impl Attention for UlyssesAttention {
         saved: SavedAttention,
         dout: &Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         if self.group.world_size() == 1 {
-            return self.local.backward_in(&self.workspace, saved, dout, geometry);
+            return self.local.backward(saved, dout, geometry, workspace);
         }
-        let [dq, dk, dv] = self.backward_sharded(saved, dout, geometry).map_err(into_attention_error)?;
+        let [dq, dk, dv] =
+            self.backward_sharded(saved, dout, geometry, workspace).map_err(into_attention_error)?;
         Ok((dq, dk, dv))
     }
 }

@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan};
+use ulysses::ops::Workspace;
 use ulysses::ops::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
 
 /// What a [`FaultyGroup`] does to the f32 sums that it is asked for: the gradients.
@@ -167,8 +168,9 @@ impl Attention for WrongGeometry {
         k: Tensor,
         v: Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        FlashAttention.forward(q, k, v, &self.0(geometry))
+        FlashAttention.forward(q, k, v, &self.0(geometry), workspace)
     }
 
     fn backward(
@@ -176,7 +178,8 @@ impl Attention for WrongGeometry {
         saved: SavedAttention,
         dout: &Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        FlashAttention.backward(saved, dout, &self.0(geometry))
+        FlashAttention.backward(saved, dout, &self.0(geometry), workspace)
     }
 }

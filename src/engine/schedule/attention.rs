@@ -174,17 +174,14 @@ impl SequenceParallel {
         let category = self.category();
         let delta = ledger.take(category, Element::F32, dims.all_tokens() * heads.num_heads_local);
         ledger.operate(&[q, q], 0);
-        ledger.free(out);
+        ledger.give(out);
         let gradients = [q, k, v].map(|elems| ledger.take(category, Element::Stored, elems));
         self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, true), ledger);
         ledger.operate(&[q, k, v, q, q, k, v], 0);
         // Twice the forward's; that the scores are computed once more is the kernel's affair.
         let flops = 8.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass: Pass::Backward, flops }));
-        // Not given back: the gradients will be.
-        qkv.into_iter().for_each(|buffer| ledger.free(buffer));
-        ledger.free(lse);
-        ledger.free(delta);
+        qkv.into_iter().chain([lse, delta]).for_each(|buffer| ledger.give(buffer));
         gradients
     }
 

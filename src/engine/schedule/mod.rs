@@ -256,12 +256,14 @@ impl Schedule {
         }
         let Dims { hidden, vocab, loss_tile, .. } = self.dims;
         let (unit, tokens) = (self.head_unit(), self.dims.tokens());
-        let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab * size_of::<f32>());
+        let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab);
         self.units.gather(unit, &mut self.ledger);
         let mut pass = self.layer_pass();
         let (normed, rstd) = (pass.normalise(tokens), pass.take_f32(tokens));
         let lse = pass.take_f32(tokens);
-        pass.ledger.operate(&[x, weight], tile);
+        let logits = pass.take_f32(tile);
+        pass.ledger.operate(&[x, weight], 0);
+        pass.ledger.give(logits);
         pass.count(pass.dims.all(), hidden, vocab);
         pass.compute(Piece::Head, Pass::Forward);
         pass.ledger.give(normed);
@@ -282,7 +284,9 @@ impl Schedule {
         let (gradient, rstd_again) = (pass.normalise(tokens), pass.take_f32(tokens));
         let dnormed = pass.take(x);
         let packed = if is_trained { loss_tile.min(512) * vocab * size_of::<f32>() } else { 0 };
-        pass.ledger.operate(&[x, weight, x], tile + packed);
+        let logits = pass.take_f32(tile);
+        pass.ledger.operate(&[x, weight, x], packed);
+        pass.ledger.give(logits);
         pass.backward_norm(tokens);
         (0..1 + usize::from(is_trained)).for_each(|_| pass.count(pass.dims.all(), hidden, vocab));
         pass.compute(Piece::Head, Pass::Backward);

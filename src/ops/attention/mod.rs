@@ -29,10 +29,9 @@ pub use error::AttentionError;
 pub use geometry::{Geometry, VisibleRanges, grouped_heads};
 pub use kernels::{Gradients, Operands, Upstream, backward, delta, forward};
 
-use super::Workspace;
-use crate::memory::{Category, counted_as, counted_by_default_as};
-use crate::tensor::zeros;
-use candle_core::{DType, Tensor};
+use crate::memory::{Category, counted_as};
+use crate::ops::Workspace;
+use candle_core::Tensor;
 
 /// Attention of a layer's queries over its keys, with a hand-written backward.
 ///
@@ -41,7 +40,7 @@ pub trait Attention: Send + Sync {
     /// Returns `o` and what [`Attention::backward`] needs.
     ///
     /// `q`, `k` and `v` are the implementation's to keep or to overwrite: candle tensors share their storage,
-    /// so a clone that the caller holds on to may change.
+    /// so a clone that the caller holds on to may change. Results come from the `workspace`.
     ///
     /// # Shapes
     /// `q [b, sq, hq, d]`, `k, v [b, skv, hkv, d]` to `o [b, sq, hq, d]`.
@@ -54,9 +53,11 @@ pub trait Attention: Send + Sync {
         k: Tensor,
         v: Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError>;
 
-    /// Returns `(dq, dk, dv)` for the gradient `dout` of the loss with respect to `o`.
+    /// Returns `(dq, dk, dv)` for the gradient `dout` of the loss with respect to `o`. They come from the
+    /// `workspace`, to which `saved` goes: nobody else may use its tensors any more.
     ///
     /// # Shapes
     /// `dout [b, sq, hq, d]` to the shapes of `q`, `k` and `v`.
@@ -68,36 +69,8 @@ pub trait Attention: Send + Sync {
         saved: SavedAttention,
         dout: &Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
-
-    /// As [`forward`](Self::forward); what it makes may come out of `workspace`.
-    ///
-    /// # Errors
-    /// As [`Attention::forward`].
-    fn forward_in(
-        &self,
-        workspace: &Workspace,
-        qkv: [Tensor; 3],
-        geometry: &Geometry,
-    ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        let (_, [q, k, v]) = (workspace, qkv);
-        self.forward(q, k, v, geometry)
-    }
-
-    /// As [`backward`](Self::backward); what it makes may come out of `workspace`.
-    ///
-    /// # Errors
-    /// As [`Attention::forward`].
-    fn backward_in(
-        &self,
-        workspace: &Workspace,
-        saved: SavedAttention,
-        dout: &Tensor,
-        geometry: &Geometry,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        let _ = workspace;
-        self.backward(saved, dout, geometry)
-    }
 }
 
 /// What a forward pass keeps for its backward pass.
@@ -125,38 +98,6 @@ impl SavedAttention {
     }
 }
 
-/// Where attention has its outputs from. What they hold is overwritten.
-#[derive(Clone, Copy)]
-enum Outputs<'a> {
-    Fresh,
-    In(&'a Workspace),
-}
-
-impl Outputs<'_> {
-    /// Of the element type and device of `like`; counted as activations unless the caller counts them as its own.
-    fn like(self, like: &Tensor) -> Result<Tensor, AttentionError> {
-        match self {
-            Self::In(workspace) if workspace.makes(like) => Ok(workspace.take(like.shape())?),
-            _ => {
-                let fresh = || zeros(like.shape(), like.dtype(), like.device());
-                Ok(counted_by_default_as(Category::Activations, fresh)?)
-            }
-        }
-    }
-
-    /// A number for each query, in f32, on the device of `q`.
-    fn rows(self, q: &Tensor) -> Result<Tensor, AttentionError> {
-        let (b, sq, hq, _) = q.dims4()?;
-        match self {
-            Self::In(workspace) if workspace.makes(q) => Ok(workspace.take_f32((b, hq, sq))?),
-            _ => {
-                let fresh = || zeros((b, hq, sq), DType::F32, q.device());
-                Ok(counted_by_default_as(Category::Activations, fresh)?)
-            }
-        }
-    }
-}
-
 /// Bytes of working memory that each CPU thread keeps once it has computed a forward (or, with `backward`, a
 /// backward) pass over rows of `num_tokens` tokens.
 #[must_use]
@@ -177,35 +118,6 @@ impl FlashAttention {
         let (_, _, _, head_dim) = q.dims4()?;
         Ok((1.0 / (head_dim as f64).sqrt()) as f32)
     }
-
-    fn run(
-        outputs: Outputs<'_>,
-        [q, k, v]: [Tensor; 3],
-        geometry: &Geometry,
-    ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        let (o, lse) = (outputs.like(&q)?, outputs.rows(&q)?);
-        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
-        counted_as(Category::Other, || forward(&operands, &o, &lse))?;
-        Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
-    }
-
-    fn run_backward(
-        outputs: Outputs<'_>,
-        saved: SavedAttention,
-        dout: &Tensor,
-        geometry: &Geometry,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        let SavedAttention { q, k, v, o, lse } = saved;
-        let delta_of_rows = outputs.rows(&q)?;
-        counted_as(Category::Other, || delta(&o, dout, &delta_of_rows))?;
-        drop(o);
-        let (dq, dk, dv) = (outputs.like(&q)?, outputs.like(&k)?, outputs.like(&v)?);
-        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
-        let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
-        let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
-        counted_as(Category::Other, || backward(&operands, &upstream, &gradients))?;
-        Ok((dq, dk, dv))
-    }
 }
 
 impl Attention for FlashAttention {
@@ -215,8 +127,13 @@ impl Attention for FlashAttention {
         k: Tensor,
         v: Tensor,
         geometry: &Geometry,
+        workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        Self::run(Outputs::Fresh, [q, k, v], geometry)
+        let (b, sq, hq, _) = q.dims4()?;
+        let (o, lse) = (workspace.take(q.dims())?, workspace.take_f32((b, hq, sq))?);
+        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
+        counted_as(Category::Other, || forward(&operands, &o, &lse))?;
+        Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
     }
 
     fn backward(
@@ -224,26 +141,18 @@ impl Attention for FlashAttention {
         saved: SavedAttention,
         dout: &Tensor,
         geometry: &Geometry,
-    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        Self::run_backward(Outputs::Fresh, saved, dout, geometry)
-    }
-
-    fn forward_in(
-        &self,
         workspace: &Workspace,
-        qkv: [Tensor; 3],
-        geometry: &Geometry,
-    ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        Self::run(Outputs::In(workspace), qkv, geometry)
-    }
-
-    fn backward_in(
-        &self,
-        workspace: &Workspace,
-        saved: SavedAttention,
-        dout: &Tensor,
-        geometry: &Geometry,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        Self::run_backward(Outputs::In(workspace), saved, dout, geometry)
+        let SavedAttention { q, k, v, o, lse } = saved;
+        let delta_of_rows = workspace.take_f32(lse.dims())?;
+        counted_as(Category::Other, || delta(&o, dout, &delta_of_rows))?;
+        workspace.give(o);
+        let (dq, dk, dv) = (workspace.take(q.dims())?, workspace.take(k.dims())?, workspace.take(v.dims())?);
+        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
+        let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
+        let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
+        counted_as(Category::Other, || backward(&operands, &upstream, &gradients))?;
+        [q, k, v, lse, delta_of_rows].into_iter().for_each(|tensor| workspace.give(tensor));
+        Ok((dq, dk, dv))
     }
 }

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 const CHUNK: usize = 1024;
 
 /// An element type of mixed precision.
-pub(super) trait Float: Element {
+pub(in crate::ops) trait Float: Element {
     /// Reads elements as f32.
     fn widen(elements: &[Self], values: &mut [f32]);
     /// Rounds values to elements, to nearest even.
@@ -65,7 +65,7 @@ impl Float for f16 {
     }
 }
 
-pub(super) fn cast<S: Float, T: Float>(source: &[S], target: &mut [T]) {
+pub(in crate::ops) fn convert<S: Float, T: Float>(source: &[S], target: &mut [T]) {
     let block = rows_per_block(target.len(), 1);
     (source.par_chunks(block), target.par_chunks_mut(block)).into_par_iter().for_each(|(source, target)| {
         let mut values = [0.0; CHUNK];

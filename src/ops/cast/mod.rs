@@ -6,6 +6,8 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
+pub(super) use cpu::{Float, convert};
+
 use super::OpError;
 use super::call::Call;
 use crate::device::Target;
@@ -37,7 +39,7 @@ pub fn cast(source: &Tensor, target: &Tensor) -> Result<(), OpError> {
     }
 }
 
-fn from<S: cpu::Float>(call: Call, source: &Tensor, target: &Tensor) -> Result<(), OpError> {
+fn from<S: Float>(call: Call, source: &Tensor, target: &Tensor) -> Result<(), OpError> {
     match target.dtype() {
         DType::BF16 => between::<S, bf16>(call, source, target),
         DType::F16 => between::<S, f16>(call, source, target),
@@ -45,13 +47,9 @@ fn from<S: cpu::Float>(call: Call, source: &Tensor, target: &Tensor) -> Result<(
     }
 }
 
-fn between<S: cpu::Float, T: cpu::Float>(
-    call: Call,
-    source: &Tensor,
-    target: &Tensor,
-) -> Result<(), OpError> {
+fn between<S: Float, T: Float>(call: Call, source: &Tensor, target: &Tensor) -> Result<(), OpError> {
     let converted = with_slice::<S, _>(source, |source| {
-        crate::tensor::with_slice_mut::<T, _>(target, |target| cpu::cast(source, target))
+        crate::tensor::with_slice_mut::<T, _>(target, |target| convert(source, target))
     });
     converted.flatten().map_err(|source| OpError::Candle { op: call.op, source })
 }

@@ -1,4 +1,4 @@
-//! Tiled linear + cross-entropy on slices. Labels have been checked.
+//! Tiled linear + cross-entropy on slices. Labels have been checked; `scratch` has room for a tile's logits.
 
 use super::{IGNORED, LossSum, Sizes, all_ignored};
 use crate::ops::OpError;
@@ -14,9 +14,9 @@ pub(super) fn forward(
     weight: &[f32],
     labels: &[i64],
     lse: &mut [f32],
+    scratch: &mut [f32],
 ) -> Result<LossSum, OpError> {
     let vocab_size = sizes.vocab_size;
-    let mut scratch = vec![0.0; sizes.tile_tokens * vocab_size];
     let mut loss = LossSum::default();
     for tokens in sizes.tiles() {
         let (labels, lse) = (&labels[tokens.clone()], &mut lse[tokens.clone()]);
@@ -56,10 +56,10 @@ pub(super) fn backward(
     inputs: BackwardInputs<'_>,
     dx: &mut [f32],
     mut dweight: Option<&mut [f32]>,
+    scratch: &mut [f32],
 ) -> Result<(), OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
     let BackwardInputs { x, weight, labels, lse, scale } = inputs;
-    let mut scratch = vec![0.0; sizes.tile_tokens * vocab_size];
     for tokens in sizes.tiles() {
         let rows_of_x = tokens.start * dim..tokens.end * dim;
         let (labels, lse) = (&labels[tokens.clone()], &lse[tokens.clone()]);

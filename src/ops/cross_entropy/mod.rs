@@ -20,7 +20,7 @@ pub use labels::Labels;
 pub use losses::Losses;
 
 use super::call::Call;
-use super::{OpError, linear};
+use super::{OpError, Workspace, linear};
 use crate::device::Target;
 use candle_core::Tensor;
 use std::ops::Range;
@@ -37,7 +37,8 @@ pub struct LossSum {
     pub valid_tokens: u64,
 }
 
-/// The losses; writes each token's logsumexp for [`backward`]. No GPU is waited for before their sum is asked for.
+/// The losses; writes each token's logsumexp for [`backward`]. No GPU is waited for before their sum is asked for. On a
+/// CPU the `workspace`, which must be one of CPU tensors, lends a tile's logits.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
@@ -51,6 +52,7 @@ pub fn forward(
     labels: &Labels,
     tile_tokens: usize,
     lse_out: &Tensor,
+    workspace: &Workspace,
 ) -> Result<Losses, OpError> {
     let call = Call::new("cross_entropy::forward");
     let shape = check(call, x, weight, labels, tile_tokens)?;
@@ -60,7 +62,9 @@ pub fn forward(
     match target {
         Target::Cpu => {
             let (x, weight) = (call.read(x)?, call.read(weight)?);
-            let sum = call.write(lse_out, |lse| cpu::forward(shape, &x, &weight, labels, lse))?;
+            let sum = with_scratch(call, shape, workspace, |scratch| {
+                call.write(lse_out, |lse| cpu::forward(shape, &x, &weight, labels, lse, scratch))
+            })?;
             Ok(Losses::summed(sum))
         }
         Target::Kernels(launcher) => {
@@ -86,6 +90,7 @@ pub fn backward<'a>(
     dx: &Tensor,
     dweight: impl Into<Option<&'a Tensor>>,
     tile_tokens: usize,
+    workspace: &Workspace,
 ) -> Result<(), OpError> {
     let dweight = dweight.into();
     let call = Call::new("cross_entropy::backward");
@@ -103,11 +108,12 @@ pub fn backward<'a>(
         Target::Cpu => {
             let (x, weight, lse) = (call.read(x)?, call.read(weight)?, call.read(lse)?);
             let inputs = cpu::BackwardInputs { x: &x, weight: &weight, labels, lse: &lse, scale };
-            call.write(dx, |dx| match dweight {
-                Some(dweight) => {
-                    call.write(dweight, |dweight| cpu::backward(shape, inputs, dx, Some(dweight)))
-                }
-                None => cpu::backward(shape, inputs, dx, None),
+            with_scratch(call, shape, workspace, |scratch| {
+                call.write(dx, |dx| match dweight {
+                    Some(dweight) => call
+                        .write(dweight, |dweight| cpu::backward(shape, inputs, dx, Some(dweight), scratch)),
+                    None => cpu::backward(shape, inputs, dx, None, scratch),
+                })
             })
         }
         Target::Kernels(launcher) => {
@@ -115,6 +121,19 @@ pub fn backward<'a>(
             call.kernels(cuda::backward(&launcher, dtype, shape, &tensors, labels, scale))
         }
     }
+}
+
+/// Calls `work` with room for a tile's logits, which the workspace lends.
+fn with_scratch<R>(
+    call: Call,
+    shape: Sizes,
+    workspace: &Workspace,
+    work: impl FnOnce(&mut [f32]) -> Result<R, OpError>,
+) -> Result<R, OpError> {
+    let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
+    let result = call.write(&logits, work)?;
+    workspace.give(logits);
+    Ok(result)
 }
 
 /// All logits at once, for callers that want to see them.

@@ -28,9 +28,10 @@ impl Case {
         let (x, weight) = (tensor(&self.x, &[n, d]), tensor(&self.weight, &[vocab_size, d]));
         let (lse, dx) = (output(&[n]), output(&[n, d]));
         let labels = Labels::new(&*self.labels);
-        let loss = forward(&x, &weight, &labels, tile_tokens, &lse).unwrap().sum().unwrap();
+        let loss =
+            forward(&x, &weight, &labels, tile_tokens, &lse, &Workspace::new()).unwrap().sum().unwrap();
         let dweight = tensor(&vec![old; vocab_size * d], &[vocab_size, d]);
-        backward(&x, &weight, &labels, &lse, scale, &dx, &dweight, tile_tokens).unwrap();
+        backward(&x, &weight, &labels, &lse, scale, &dx, &dweight, tile_tokens, &Workspace::new()).unwrap();
         (loss, read(&lse), read(&dx), read(&dweight))
     }
 }
@@ -146,7 +147,8 @@ fn huge_logits_neither_overflow_nor_lose_the_loss() {
     on_every_target(|_| {
         let (x, weight) = (tensor(&[1000.0, -1000.0], &[2, 1]), tensor(&[1.0, 0.0, -1.0], &[3, 1]));
         let lse = output(&[2]);
-        let loss = forward(&x, &weight, &Labels::new([0, 0]), 2, &lse).unwrap().sum().unwrap();
+        let loss =
+            forward(&x, &weight, &Labels::new([0, 0]), 2, &lse, &Workspace::new()).unwrap().sum().unwrap();
         assert_eq!((loss.sum, read(&lse)), (2000.0, vec![1000.0, 1000.0]));
     });
 }
@@ -156,8 +158,10 @@ fn a_uniform_large_vocabulary_costs_its_logarithm() {
     on_every_target(|_| {
         let vocab_size = 50_257;
         let (x, weight) = (tensor(&[0.0; 6], &[3, 2]), tensor(&random(1, vocab_size * 2), &[vocab_size, 2]));
-        let loss =
-            forward(&x, &weight, &Labels::new([0, 7, 50_256]), 2, &output(&[3])).unwrap().sum().unwrap();
+        let loss = forward(&x, &weight, &Labels::new([0, 7, 50_256]), 2, &output(&[3]), &Workspace::new())
+            .unwrap()
+            .sum()
+            .unwrap();
         assert!((loss.sum / 3.0 - (vocab_size as f64).ln()).abs() < 1e-6, "{}", loss.sum / 3.0);
     });
 }
@@ -182,16 +186,16 @@ fn all_logits_at_once_are_the_products() {
 #[test]
 fn wrong_labels_and_tiles_are_named() {
     let (x, weight, lse) = (output(&[2, 3]), output(&[5, 3]), output(&[2]));
-    let error = forward(&x, &weight, &Labels::new([0, 5]), 2, &lse).unwrap_err();
+    let error = forward(&x, &weight, &Labels::new([0, 5]), 2, &lse, &Workspace::new()).unwrap_err();
     assert_eq!(
         error.to_string(),
         "cross_entropy::forward: `labels[1]` is 5, valid are 0..5 and -100 (ignored)"
     );
-    let error = forward(&x, &weight, &Labels::new([-1, 0]), 2, &lse).unwrap_err();
+    let error = forward(&x, &weight, &Labels::new([-1, 0]), 2, &lse, &Workspace::new()).unwrap_err();
     assert!(matches!(error, OpError::IdOutOfRange { position: 0, value: -1, .. }), "{error}");
-    let error = forward(&x, &weight, &Labels::new([0]), 2, &lse).unwrap_err();
+    let error = forward(&x, &weight, &Labels::new([0]), 2, &lse, &Workspace::new()).unwrap_err();
     assert!(matches!(error, OpError::TokenCount { argument: "labels", .. }), "{error}");
-    let error = forward(&x, &weight, &Labels::new([0, 1]), 0, &lse).unwrap_err();
+    let error = forward(&x, &weight, &Labels::new([0, 1]), 0, &lse, &Workspace::new()).unwrap_err();
     assert!(matches!(error, OpError::InvalidValue { argument: "tile_tokens", .. }), "{error}");
 }
 
@@ -203,8 +207,10 @@ fn logits_of_minus_infinity_have_no_probability() {
     weight[vocab_size - 1] = 3.0;
     on_every_target(|target| {
         let (x, weight, lse) = (tensor(&[1.0], &[1, 1]), tensor(&weight, &[vocab_size, 1]), output(&[1]));
-        let loss =
-            forward(&x, &weight, &Labels::new([vocab_size as i64 - 1]), 1, &lse).unwrap().sum().unwrap();
+        let loss = forward(&x, &weight, &Labels::new([vocab_size as i64 - 1]), 1, &lse, &Workspace::new())
+            .unwrap()
+            .sum()
+            .unwrap();
         assert_eq!((loss.sum, read(&lse)), (0.0, vec![3.0]), "{target}");
     });
 }
@@ -218,7 +224,7 @@ fn kernels_of_every_element_type_keep_the_loss_in_f32_and_round_gradients_once()
             let (weight, weight64) = rounded(dtype, &random(2, vocab_size * d), &[vocab_size, d]);
             let labels = Labels::new(labels(n, vocab_size));
             let (lse, dx) = (output(&[n]), rounded(dtype, &vec![f32::NAN; n * d], &[n, d]).0);
-            let loss = forward(&x, &weight, &labels, 4, &lse).unwrap().sum().unwrap();
+            let loss = forward(&x, &weight, &labels, 4, &lse, &Workspace::new()).unwrap().sum().unwrap();
             let (expected, expected_lse) = reference::forward(&x64, &weight64, &labels, d);
             assert!((loss.sum / expected.sum - 1.0).abs() < 1e-6, "{} {}", loss.sum, expected.sum);
             assert_close("lse", &read(&lse), &expected_lse, 1e-6);
@@ -226,7 +232,7 @@ fn kernels_of_every_element_type_keep_the_loss_in_f32_and_round_gradients_once()
             let dweight = tensor(&vec![0.0; vocab_size * d], &[vocab_size, d]);
             // So small an upstream gradient is 0 in f16: only the products' f32 arithmetic may see it.
             let scale = 2f32.powi(-30);
-            backward(&x, &weight, &labels, &lse, scale, &dx, &dweight, 4).unwrap();
+            backward(&x, &weight, &labels, &lse, scale, &dx, &dweight, 4, &Workspace::new()).unwrap();
             let (dx64, dweight64) = reference::backward(&x64, &weight64, &labels, f64::from(scale), d);
             // The softmax is rounded once more than the results.
             assert_close("dweight", &read(&dweight), &dweight64, rounding + 5e-6);

@@ -1,5 +1,7 @@
 //! The products on slices. `[n, inputs, outputs]` are tokens and the weight's two dimensions.
 
+pub(super) mod bf16;
+
 use crate::ops::OpError;
 use crate::ops::gemm::{MatrixMut, MatrixRef, Threads, gemm};
 

@@ -11,8 +11,11 @@ mod tests;
 
 use super::OpError;
 use super::call::Call;
+use super::gemm::bf16::{Kernel, kernel_for};
 use crate::device::Target;
-use candle_core::Tensor;
+use crate::tensor::{Element, with_slice_mut, with_slices};
+use candle_core::{DType, Tensor};
+use half::bf16;
 
 /// y = x·weightᵀ, or y += x·weightᵀ with `accumulate`.
 ///
@@ -28,9 +31,15 @@ pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Res
     call.expect(("weight", weight), &[outputs, inputs])?;
     call.expect(("y", y), &[n, outputs])?;
     let target = call.target(&[("y", y)], &[("x", x), ("weight", weight)])?;
-    call.element_type(&[("x", x), ("weight", weight), ("y", y)], &[])?;
+    let dtype = call.element_type(&[("x", x), ("weight", weight), ("y", y)], &[])?;
     match target {
         Target::Cpu => {
+            let sizes = [n, inputs, outputs];
+            if let Some(kernel) = bf16_kernel(dtype, sizes) {
+                return call.bf16_product([x, weight], y, |operands, y| {
+                    cpu::bf16::forward(kernel, operands, y, sizes, accumulate)
+                });
+            }
             let (x, weight) = (call.read(x)?, call.read(weight)?);
             call.write(y, |y| cpu::forward(&x, &weight, y, [n, inputs, outputs], accumulate))
         }
@@ -55,9 +64,15 @@ pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: boo
     call.expect(("weight", weight), &[outputs, inputs])?;
     call.expect(("dx", dx), &[n, inputs])?;
     let target = call.target(&[("dx", dx)], &[("dy", dy), ("weight", weight)])?;
-    call.element_type(&[("dy", dy), ("weight", weight), ("dx", dx)], &[])?;
+    let dtype = call.element_type(&[("dy", dy), ("weight", weight), ("dx", dx)], &[])?;
     match target {
         Target::Cpu => {
+            let sizes = [n, inputs, outputs];
+            if let Some(kernel) = bf16_kernel(dtype, sizes) {
+                return call.bf16_product([dy, weight], dx, |operands, dx| {
+                    cpu::bf16::backward_input(kernel, operands, dx, sizes, accumulate)
+                });
+            }
             let (dy, weight) = (call.read(dy)?, call.read(weight)?);
             call.write(dx, |dx| cpu::backward_input(&dy, &weight, dx, [n, inputs, outputs], accumulate))
         }
@@ -82,9 +97,15 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
     call.expect(("dy", dy), &[n, outputs])?;
     call.expect(("dweight", dweight), &[outputs, inputs])?;
     let target = call.target(&[("dweight", dweight)], &[("dy", dy), ("x", x)])?;
-    call.element_type(&[("dy", dy), ("x", x)], &[("dweight", dweight)])?;
+    let dtype = call.element_type(&[("dy", dy), ("x", x)], &[("dweight", dweight)])?;
     match target {
         Target::Cpu => {
+            let sizes = [n, inputs, outputs];
+            if let Some(kernel) = bf16_kernel(dtype, sizes) {
+                return call.bf16_product([dy, x], dweight, |operands, dweight| {
+                    cpu::bf16::backward_weight(kernel, operands, dweight, sizes)
+                });
+            }
             let (dy, x) = (call.read(dy)?, call.read(x)?);
             call.write(dweight, |dweight| cpu::backward_weight(&dy, &x, dweight, [n, inputs, outputs]))
         }
@@ -92,5 +113,25 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
             let tensors = [dy, x, dweight];
             call.kernels(cuda::backward_weight(&launcher, tensors, [n, inputs, outputs]))
         }
+    }
+}
+
+/// What computes the products of these sizes on a CPU, if they are not widened to f32.
+fn bf16_kernel(dtype: DType, sizes: [usize; 3]) -> Option<Kernel> {
+    if dtype == DType::BF16 { kernel_for(sizes) } else { None }
+}
+
+impl Call {
+    /// Calls `multiply` with the elements of two bf16 tensors and, to write, of a third of any type.
+    fn bf16_product<T: Element>(
+        &self,
+        operands: [&Tensor; 2],
+        result: &Tensor,
+        multiply: impl FnOnce([&[bf16]; 2], &mut [T]) -> Result<(), OpError>,
+    ) -> Result<(), OpError> {
+        let product = with_slices(&operands, |operands: &[&[bf16]]| {
+            with_slice_mut(result, |result| multiply([operands[0], operands[1]], result))
+        });
+        product.and_then(|written| written).map_err(|source| OpError::Candle { op: self.op, source })?
     }
 }

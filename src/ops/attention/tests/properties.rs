@@ -1,6 +1,19 @@
 //! What holds whatever the numbers are: determinism, independence, the trait, refusals.
 
 use super::*;
+use crate::ops::Workspace;
+use crate::ops::attention::SavedAttention;
+use crate::tensor::TensorOptions;
+
+/// What an attention of the case's tensors takes its outputs from.
+fn workspace(case: &Case) -> Workspace {
+    Workspace::with_options(TensorOptions { device: case.q.device().clone(), dtype: case.q.dtype() })
+}
+
+fn flash_forward(case: &Case) -> Result<(Tensor, SavedAttention)> {
+    let Case { q, k, v, geometry, .. } = case;
+    FlashAttention.forward(q.clone(), k.clone(), v.clone(), geometry, &workspace(case))
+}
 
 #[test]
 fn a_query_that_sees_nothing_gives_zero_and_minus_infinity() -> Result<()> {
@@ -72,8 +85,7 @@ fn gradients_of_key_shards_sum_to_those_of_the_row() -> Result<()> {
         let positions: Vec<u32> = (0..400).collect();
         let geometry = |kv: &[u32]| Geometry::new(positions.clone(), kv, rows.clone(), vec![0, 0, 1], None);
         let whole = Case::new(geometry(&positions)?, 2, 16)?;
-        let (o, saved) =
-            FlashAttention.forward(whole.q.clone(), whole.k.clone(), whole.v.clone(), &whole.geometry)?;
+        let (o, saved) = flash_forward(&whole)?;
         let row_terms = saved.lse.zeros_like()?;
         delta(&o, &whole.dout, &row_terms)?;
         let upstream = Upstream { dout: &whole.dout, lse: &saved.lse, delta: &row_terms };
@@ -106,12 +118,11 @@ fn flash_attention_runs_the_kernels_with_the_usual_scale() -> Result<()> {
     on_every_target(|_| {
         let case = causal(2, 40, &[0, 0, 1], 2, 16)?;
         let expected = case.run()?;
-        let (o, saved) =
-            FlashAttention.forward(case.q.clone(), case.k.clone(), case.v.clone(), &case.geometry)?;
+        let (o, saved) = flash_forward(&case)?;
         let q_elems = 2 * 40 * 3 * 16;
         assert_eq!(saved.bytes(), 4 * (2 * q_elems + 2 * (2 * 40 * 2 * 16) + 2 * 3 * 40));
         let lse = to_vec(&saved.lse)?;
-        let (dq, dk, dv) = FlashAttention.backward(saved, &case.dout, &case.geometry)?;
+        let (dq, dk, dv) = FlashAttention.backward(saved, &case.dout, &case.geometry, &workspace(&case))?;
         let got = [to_vec(&o)?, lse, to_vec(&dq)?, to_vec(&dk)?, to_vec(&dv)?];
         assert_eq!(bits(&got), bits(&expected));
         Ok(())

@@ -1,0 +1,90 @@
+//! Products of packed panels: 32 rows of A by 32 columns of B, all in f32 sums.
+
+#[cfg(test)]
+use super::pack::PAIRS;
+use super::pack::TILE_WORDS;
+use std::sync::OnceLock;
+
+/// Rows and columns of a block that a kernel computes at once: two tiles of 16 each way.
+pub(super) const BLOCK: usize = 32;
+
+/// The sums of a block, row by row.
+#[repr(align(64))]
+pub(super) struct Sums(pub(super) [[f32; BLOCK]; BLOCK]);
+
+/// What computes a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::ops) enum Kernel {
+    /// AMX's tile registers (`TDPBF16PS`): Intel from Sapphire Rapids on.
+    Amx,
+    /// AVX512-BF16 (`VDPBF16PS`): AMD from Zen 4 on, Intel without AMX.
+    Avx512,
+    /// Plain loops, for tests on any machine: slower than f32.
+    #[cfg(test)]
+    Portable,
+}
+
+impl Kernel {
+    /// The fastest that this machine has, if it is faster than f32.
+    pub(in crate::ops) fn detect() -> Option<Self> {
+        static KERNEL: OnceLock<Option<Kernel>> = OnceLock::new();
+        *KERNEL.get_or_init(|| Self::all().next())
+    }
+
+    /// All that this machine has, fastest first.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        let amx = super::amx::is_available().then_some(Self::Amx);
+        amx.into_iter().chain(super::avx512::is_available().then_some(Self::Avx512))
+    }
+
+    /// All that this machine has, fastest first.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        std::iter::empty()
+    }
+
+    /// Calls `work` with the thread set up for [`block`](Self::block).
+    pub(super) fn ready<R>(self, work: impl FnOnce() -> R) -> R {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => super::amx::with_tiles(work),
+            _ => work(),
+        }
+    }
+
+    /// The product of two panels of A with two of B, which have equally many tiles. On a thread that is
+    /// [`ready`](Self::ready).
+    pub(super) fn block(self, a: [&[u32]; 2], b: [&[u32]; 2], sums: &mut Sums) {
+        let tiles = a[0].len() / TILE_WORDS;
+        assert!(a.iter().chain(&b).all(|panel| panel.len() == tiles * TILE_WORDS));
+        match self {
+            // SAFETY: `detect` and `all` found the instructions, `ready` has configured the tiles, and the panels
+            // have `tiles` tiles each, as just checked.
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => unsafe { super::amx::block(a, b, tiles, sums) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => unsafe { super::avx512::block(a, b, tiles, sums) },
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Amx | Self::Avx512 => unreachable!("`all` has none of x86-64's"),
+            #[cfg(test)]
+            Self::Portable => portable(a, b, tiles, sums),
+        }
+    }
+}
+
+#[cfg(test)]
+fn portable(a: [&[u32]; 2], b: [&[u32]; 2], tiles: usize, sums: &mut Sums) {
+    let term = |word: u32, high: bool| f32::from_bits(if high { word & 0xffff_0000 } else { word << 16 });
+    for (row, column) in (0..BLOCK).flat_map(|row| (0..BLOCK).map(move |column| (row, column))) {
+        sums.0[row][column] = (0..tiles * PAIRS)
+            .map(|pair| {
+                let tile = pair / PAIRS * TILE_WORDS;
+                let a = a[row / 16][tile + row % 16 * PAIRS + pair % PAIRS];
+                let b = b[column / 16][tile + pair % PAIRS * 16 + column % 16];
+                term(a, false) * term(b, false) + term(a, true) * term(b, true)
+            })
+            .sum();
+    }
+}

@@ -1,0 +1,178 @@
+//! Products of bf16 matrices with f32 sums, on processors that have instructions for them.
+//!
+//! Others widen the matrices and use the f32 product, and so do small products, of which packing would be the
+//! larger part. A product packs its operands into the order in which the instructions read ([`pack`]), computes
+//! blocks of 32 × 32 ([`kernel`]) and rounds or adds each where it belongs. Terms are summed in an order that
+//! neither the number of threads nor the block changes.
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod kernel;
+mod pack;
+#[cfg(test)]
+mod tests;
+
+pub(in crate::ops) use kernel::Kernel;
+pub(in crate::ops) use pack::Lines;
+
+use super::SMALL_PRODUCT;
+use crate::ops::simd::simd_kernel;
+use half::bf16;
+use kernel::{BLOCK, Sums};
+use pack::{LINES, Order};
+use rayon::prelude::*;
+use std::cell::RefCell;
+
+/// Rows of the destination that a task computes.
+const ROWS_PER_TASK: usize = 4 * BLOCK;
+
+/// Terms that are packed and summed at a time where the sums are kept in f32: what a task reads then stays in its
+/// cache, and no chain of additions is longer.
+const TERMS_AT_A_TIME: usize = 2048;
+
+/// Elements of a destination.
+pub(in crate::ops) trait Stored: Copy + Send + Sync {
+    /// Whether the sums of parts of the terms may be added up in the destination.
+    const ADDS_EXACTLY: bool;
+
+    /// Writes sums, or adds them.
+    fn store(elements: &mut [Self], sums: &[f32], add: bool);
+}
+
+impl Stored for f32 {
+    const ADDS_EXACTLY: bool = true;
+
+    fn store(elements: &mut [Self], sums: &[f32], add: bool) {
+        store_f32(elements, sums, add);
+    }
+}
+
+impl Stored for bf16 {
+    const ADDS_EXACTLY: bool = false;
+
+    fn store(elements: &mut [Self], sums: &[f32], add: bool) {
+        store_bf16(elements, sums, add);
+    }
+}
+
+simd_kernel! {
+    fn store_f32<S>(elements: &mut [f32], sums: &[f32], add: bool) {
+        if add {
+            for (element, sum) in elements.iter_mut().zip(sums) {
+                *element += sum;
+            }
+        } else {
+            elements.copy_from_slice(sums);
+        }
+    }
+}
+
+simd_kernel! {
+    fn store_bf16<S>(elements: &mut [bf16], sums: &[f32], add: bool) {
+        for (element, sum) in elements.iter_mut().zip(sums) {
+            let old = if add { element.to_f32() } else { 0.0 };
+            *element = bf16::from_f32(old + sum);
+        }
+    }
+}
+
+thread_local! {
+    /// Packed panels of B, by the thread that starts a product.
+    static PACKED_B: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+    /// Packed panels of a task's rows of A.
+    static PACKED_A: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What should compute a product of `[m, k]` and `[k, n]` bf16 matrices, if the f32 product should not.
+pub(in crate::ops) fn kernel_for([m, n, k]: [usize; 3]) -> Option<Kernel> {
+    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_PRODUCT;
+    if is_small { None } else { Kernel::detect() }
+}
+
+/// `c = a·b`, or `c += a·b` with `add`. Lines of `a` are its rows, lines of `b` its columns.
+///
+/// # Shapes
+/// `a: [m, k], b: [k, n], c: [m, n]` row-major without gaps
+///
+/// # Panics
+/// When the shapes do not fit together.
+pub(in crate::ops) fn multiply<C: Stored>(
+    kernel: Kernel,
+    a: Lines<'_>,
+    b: Lines<'_>,
+    c: &mut [C],
+    add: bool,
+) {
+    assert_eq!((a.terms, a.lines * b.lines), (b.terms, c.len()));
+    if c.is_empty() {
+        return;
+    }
+    let terms_at_a_time = if C::ADDS_EXACTLY { TERMS_AT_A_TIME } else { a.terms.max(1) };
+    for first in (0..a.terms.max(1)).step_by(terms_at_a_time) {
+        let (a, b) = (a.terms(first, terms_at_a_time), b.terms(first, terms_at_a_time));
+        with_words(&PACKED_B, panels_of(b.lines) * b.panel_words(), |packed| {
+            b.pack_in_parallel(Order::LinesOfPair, packed);
+            let packed = &*packed;
+            c.par_chunks_mut(ROWS_PER_TASK * b.lines).enumerate().for_each(|(task, c)| {
+                multiply_rows(kernel, &a, task * ROWS_PER_TASK, (&b, packed), c, add || first > 0);
+            });
+        });
+    }
+}
+
+/// Some rows of the destination, from `first_row` on.
+fn multiply_rows<C: Stored>(
+    kernel: Kernel,
+    a: &Lines<'_>,
+    first_row: usize,
+    (b, packed_b): (&Lines<'_>, &[u32]),
+    c: &mut [C],
+    add: bool,
+) {
+    let columns = b.lines;
+    let panel_words = a.panel_words();
+    with_words(&PACKED_A, panels_of(c.len() / columns) * panel_words, |packed_a| {
+        a.pack(first_row / LINES, Order::PairsOfLine, packed_a);
+        let packed_a = &*packed_a;
+        let mut sums = Sums([[0.0; BLOCK]; BLOCK]);
+        kernel.ready(|| {
+            for first_column in (0..columns).step_by(BLOCK) {
+                let b = two_panels(packed_b, first_column / LINES, panel_words);
+                let width = BLOCK.min(columns - first_column);
+                for (block, rows) in c.chunks_mut(BLOCK * columns).enumerate() {
+                    kernel.block(two_panels(packed_a, 2 * block, panel_words), b, &mut sums);
+                    for (row, sums) in rows.chunks_exact_mut(columns).zip(&sums.0) {
+                        C::store(&mut row[first_column..first_column + width], &sums[..width], add);
+                    }
+                }
+            }
+        });
+    });
+}
+
+/// Panels of so many lines, an even number.
+fn panels_of(lines: usize) -> usize {
+    lines.div_ceil(BLOCK) * 2
+}
+
+fn two_panels(packed: &[u32], first: usize, panel_words: usize) -> [&[u32]; 2] {
+    [first, first + 1].map(|panel| &packed[panel * panel_words..][..panel_words])
+}
+
+/// Calls `work` with that many words that the thread keeps, contents undefined. The thread may take on other work
+/// meanwhile, so they are out of their place.
+fn with_words<R>(
+    kept: &'static std::thread::LocalKey<RefCell<Vec<u32>>>,
+    len: usize,
+    work: impl FnOnce(&mut [u32]) -> R,
+) -> R {
+    let mut words = kept.take();
+    if words.len() < len {
+        words = vec![0; len];
+    }
+    let result = work(&mut words[..len]);
+    kept.set(words);
+    result
+}
