@@ -87,8 +87,10 @@ fn forward_and_backward(
     [q, k, v, dout]: &[Tensor; 4],
     geometry: &Geometry,
 ) -> Result<[Tensor; 4]> {
-    // Attention may overwrite what it is given.
-    let (o, saved) = attention.forward(q.copy()?, k.copy()?, v.copy()?, geometry)?;
-    let (dq, dk, dv) = attention.backward(saved, dout, geometry)?;
+    // Attention may overwrite what it is given, and reuses what it saved: hence the copies.
+    let workspace = Workspace::new();
+    let (o, saved) = attention.forward(q.copy()?, k.copy()?, v.copy()?, geometry, &workspace)?;
+    let o = o.copy()?;
+    let (dq, dk, dv) = attention.backward(saved, dout, geometry, &workspace)?;
     Ok([o, dq, dk, dv])
 }
