@@ -1,6 +1,6 @@
 //! `ulysses config`.
 
-use super::{Failure, OrFail, dp_sp, note, print};
+use super::{Failure, OrFail, note, print, training_shape};
 use std::path::PathBuf;
 use ulysses::config::{Config, Overrides, RawConfig, explain, json_schema, reference_markdown};
 
@@ -34,8 +34,11 @@ pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
         ConfigCommand::Explain { key } => print(explain(&key).or_usage()?),
         ConfigCommand::Resolve { config, mesh, steps } => {
             let raw = RawConfig::from_file(config).or_usage()?;
-            let mesh = mesh.as_deref().map(dp_sp).transpose()?;
-            let config = raw.resolve(&Overrides { mesh, steps, ..Overrides::default() }).or_usage()?;
+            let shape = mesh.as_deref().map(training_shape).transpose()?;
+            let mesh = shape.map(|shape| (shape.dp, shape.sp));
+            let shard_size = shape.and_then(|shape| shape.shard_size);
+            let config =
+                raw.resolve(&Overrides { mesh, shard_size, steps, ..Overrides::default() }).or_usage()?;
             remark(&config);
             print_json(&serde_json::to_value(&config).or_run()?)
         }

@@ -35,7 +35,7 @@ use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
-use ulysses::mesh::{DeviceMesh, MeshError};
+use ulysses::mesh::{DeviceMesh, MeshError, TrainingShape};
 use ulysses::monitor::above_progress;
 
 /// Trains transformers on sequences too long for one device.
@@ -200,8 +200,18 @@ fn causes(error: &anyhow::Error) -> String {
     message
 }
 
-/// `(dp, sp)` of a mesh given on the command line.
+/// `(dp, sp)` of a mesh given on the command line, for what does not partition.
 fn dp_sp(notation: &str) -> Result<(usize, usize), Failure> {
+    match training_shape(notation)? {
+        TrainingShape { dp, sp, shard_size: None } => Ok((dp, sp)),
+        TrainingShape { dp, sp, .. } => Err(Failure::Usage(anyhow::anyhow!(
+            "--mesh {notation}: replicas of ZeRO's partitions are for training: give {dp}x{sp} here"
+        ))),
+    }
+}
+
+/// The sizes of a mesh given on the command line.
+fn training_shape(notation: &str) -> Result<TrainingShape, Failure> {
     let flag = || format!("--mesh {notation}");
     let mesh = match DeviceMesh::parse(notation, None) {
         Err(MeshError::InferWithoutWorldSize { axis }) => {
@@ -214,10 +224,5 @@ fn dp_sp(notation: &str) -> Result<(usize, usize), Failure> {
         }
         parsed => parsed.with_context(flag).or_usage()?,
     };
-    if mesh.axis_names().iter().any(|name| name != "dp" && name != "sp") {
-        let names = mesh.axis_names().join(", ");
-        return Err(Failure::Usage(anyhow::anyhow!("{}: the axes are dp and sp, got {names}", flag())));
-    }
-    let size = |axis| mesh.axis_size(axis).unwrap_or(1);
-    Ok((size("dp"), size("sp")))
+    mesh.training_shape().with_context(flag).or_usage()
 }

@@ -1,7 +1,7 @@
 //! `ulysses.mesh_rules`: meshes by the machine that a run finds itself on.
 
 use super::reader::Section;
-use crate::mesh::{Cluster, DeviceMesh, MeshError, MeshRules, Preset};
+use crate::mesh::{Cluster, DeviceMesh, MeshError, MeshRules, Preset, TrainingShape};
 use serde::{Serialize, Serializer};
 
 /// More is no list that somebody has written.
@@ -57,11 +57,11 @@ impl MeshRule {
     }
 }
 
-/// (dp, sp) of a mesh given as text, or by a preset's name, on the ranks that there are, where that is known.
+/// The sizes of a mesh given as text, or by a preset's name, on the ranks that there are, where that is known.
 ///
 /// # Errors
 /// When it is no mesh of these axes, or none for as many ranks.
-pub fn sizes_of(text: &str, cluster: Option<Cluster>) -> Result<(usize, usize), MeshError> {
+pub fn sizes_of(text: &str, cluster: Option<Cluster>) -> Result<TrainingShape, MeshError> {
     let mesh = match Preset::parse(text, cluster)? {
         Some((preset, cluster)) => preset.mesh(cluster)?,
         // The sizes of a mesh that has them all say how many ranks there are.
@@ -72,10 +72,5 @@ pub fn sizes_of(text: &str, cluster: Option<Cluster>) -> Result<(usize, usize), 
             parsed => parsed?,
         },
     };
-    if mesh.axis_names().iter().any(|name| name != "dp" && name != "sp") {
-        let reason = format!("the axes are dp and sp, got {}", mesh.axis_names().join(", "));
-        return Err(MeshError::Notation { text: text.to_owned(), reason });
-    }
-    let size = |axis| mesh.axis_size(axis).unwrap_or(1);
-    Ok((size("dp"), size("sp")))
+    mesh.training_shape()
 }

@@ -15,7 +15,7 @@ use super::precision::Precision;
 use super::raw::RawConfig;
 use super::schedule::{LrSchedule, SchedulerConfig};
 use super::zero_stage::ZeroStage;
-use crate::mesh::{Cluster, RuledMesh};
+use crate::mesh::{Cluster, RuledMesh, TrainingShape};
 use serde::Serialize;
 use std::path::Path;
 
@@ -160,6 +160,8 @@ impl Backend {
 pub struct Overrides {
     /// `--mesh`: the sizes of (dp, sp).
     pub mesh: Option<(usize, usize)>,
+    /// `--mesh`: the size of `dp_shard`, where dp is given as `dp_replicate` and `dp_shard`.
+    pub shard_size: Option<usize>,
     /// `--mesh-selector`: what the patterns of `ulysses.mesh_rules` are matched with, as long as `mesh` is none;
     /// without it no rule applies.
     pub mesh_selector: Option<String>,
@@ -225,7 +227,7 @@ impl RawConfig {
             zero_stage: self.zero_stage,
             dp_size: mesh.dp,
             sp_size: mesh.sp,
-            zero_shard_size: self.resolve_shard_size(mesh.dp)?,
+            zero_shard_size: self.resolve_shard_size(mesh.dp, overrides)?,
             steps_per_print: self.steps_per_print,
             seed: overrides.seed.unwrap_or(self.seed),
             loss_normalization: self.loss_normalization,
@@ -278,9 +280,9 @@ impl RawConfig {
         };
         let (dp_sizes, sp_sizes) = match self.ruled_mesh(overrides)? {
             None => (self.dp_sizes.clone(), self.sp_sizes.clone()),
-            Some(sizes) => sizes.map_or_else(Default::default, |(dp, sp)| {
+            Some(shape) => shape.map_or_else(Default::default, |shape| {
                 let of_rule = |size| vec![StatedSize { size, origin: SizeOrigin::Rule }];
-                (of_rule(dp), of_rule(sp))
+                (of_rule(shape.dp), of_rule(shape.sp))
             }),
         };
         let dp = with_flag(&dp_sizes, overrides.mesh.map(|(dp, _)| dp));
@@ -289,13 +291,17 @@ impl RawConfig {
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
 
-    fn resolve_shard_size(&self, dp: usize) -> Result<Option<usize>, ConfigError> {
-        MeshShape::shard_size(&self.shard_sizes, dp)
+    fn resolve_shard_size(&self, dp: usize, overrides: &Overrides) -> Result<Option<usize>, ConfigError> {
+        let ruled = self.ruled_mesh(overrides)?.flatten().and_then(|shape| shape.shard_size);
+        let ruled = ruled.map(|size| StatedSize { size, origin: SizeOrigin::Rule });
+        let flag = overrides.shard_size.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
+        let stated: Vec<StatedSize> = self.shard_sizes.iter().copied().chain(ruled).chain(flag).collect();
+        MeshShape::shard_size(&stated, dp)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
 
     /// What a rule puts in the place of the file's sizes, if one applies: sizes, or none.
-    fn ruled_mesh(&self, overrides: &Overrides) -> Result<Option<Option<(usize, usize)>>, ConfigError> {
+    fn ruled_mesh(&self, overrides: &Overrides) -> Result<Option<Option<TrainingShape>>, ConfigError> {
         let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none());
         let Some(selector) = selector else { return Ok(None) };
         // Patterns that are none were refused when the file was read.

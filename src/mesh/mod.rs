@@ -39,7 +39,7 @@ pub use nodes::{Reach, draw_nodes};
 pub use preset::Preset;
 pub use rules::{MeshRules, RuledMesh};
 pub use shard::shard_range;
-pub use sharding::{REPLICAS_AXIS, SHARD_AXIS};
+pub use sharding::{REPLICAS_AXIS, SHARD_AXIS, TrainingShape};
 pub use svg::svg;
 
 use std::collections::HashSet;

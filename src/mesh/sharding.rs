@@ -9,7 +9,44 @@ pub const REPLICAS_AXIS: &str = "replicas";
 /// The part of `dp` that runs across the replicas.
 const REPLICATE_AXIS: &str = "dp_replicate";
 
+/// The sizes of a mesh for training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrainingShape {
+    /// Data-parallel ranks.
+    pub dp: usize,
+    /// Sequence-parallel ranks.
+    pub sp: usize,
+    /// Ranks that share ZeRO's partitions, where the mesh says that these are not all of dp.
+    pub shard_size: Option<usize>,
+}
+
 impl DeviceMesh {
+    /// The sizes of a mesh with the axes `dp` and `sp`, one of which may be missing. The axes `dp_replicate` and
+    /// `dp_shard`, in this order, may stand for `dp`.
+    ///
+    /// # Errors
+    /// When there are other axes.
+    pub fn training_shape(&self) -> Result<TrainingShape, MeshError> {
+        let sp = if self.has_axis("sp") { self.axis_size("sp")? } else { 1 };
+        let others: Vec<&str> =
+            self.axis_names().iter().map(String::as_str).filter(|name| *name != "sp").collect();
+        match others[..] {
+            [] => Ok(TrainingShape { dp: 1, sp, shard_size: None }),
+            ["dp" | SHARD_AXIS] => Ok(TrainingShape { dp: self.axis_size(others[0])?, sp, shard_size: None }),
+            [REPLICATE_AXIS, SHARD_AXIS] => {
+                let (replicas, shard) = (self.axis_size(REPLICATE_AXIS)?, self.axis_size(SHARD_AXIS)?);
+                Ok(TrainingShape { dp: replicas * shard, sp, shard_size: Some(shard) })
+            }
+            _ => {
+                let names = self.axis_names().join(", ");
+                let reason = format!(
+                    "the axes are dp and sp, got {names}; {REPLICATE_AXIS} and {SHARD_AXIS}, in this order, may stand for dp"
+                );
+                Err(MeshError::Notation { text: self.to_string(), reason })
+            }
+        }
+    }
+
     /// A mesh with the axes `dp` and `sp` as ZeRO sees it with partitions over `shard_size` neighbours along dp
     /// (PyTorch's HSDP, MiCS): [`REPLICAS_AXIS`], row-major over the replicas along dp and over sp, and
     /// [`SHARD_AXIS`].
@@ -33,6 +70,20 @@ mod tests {
         let mesh = DeviceMesh::dp_sp(4, 2).unwrap().hybrid_sharded(2).unwrap();
         assert_eq!(mesh.all_groups(SHARD_AXIS).unwrap(), [[0, 2], [1, 3], [4, 6], [5, 7]]);
         assert_eq!(mesh.all_groups(REPLICAS_AXIS).unwrap(), [[0, 1, 4, 5], [2, 3, 6, 7]]);
+    }
+
+    #[test]
+    fn replicas_and_shards_may_stand_for_dp() {
+        let shape = |text: &str| DeviceMesh::parse(text, None).unwrap().training_shape();
+        let sizes = |dp, sp, shard_size| Ok(TrainingShape { dp, sp, shard_size });
+        assert_eq!(shape("3x2"), sizes(3, 2, None));
+        assert_eq!(shape("sp=4"), sizes(1, 4, None));
+        assert_eq!(shape("dp_replicate=3,dp_shard=2,sp=4"), sizes(6, 4, Some(2)));
+        assert_eq!(shape("dp_shard=2,sp=4"), sizes(2, 4, None));
+        for refused in ["dp=2,tp=2", "dp_shard=2,dp_replicate=2", "dp=2,dp_shard=2", "dp_replicate=2"] {
+            let message = shape(refused).unwrap_err().to_string();
+            assert!(message.contains("the axes are dp and sp, got"), "{message}");
+        }
     }
 
     #[test]

@@ -324,7 +324,19 @@ fn a_preset_is_a_mesh_and_says_which_stage_it_needs() {
     };
     refuse("ddp=2", &["--mesh ddp is data parallelism at ZeRO stage 0", "stage` is 3"]);
     refuse("ulysses", &["`ulysses=NODESxRANKS`"]);
-    refuse("hsdp=2x2", &["the axes are dp and sp, got dp_replicate, dp_shard"]);
+    refuse("dp=2,tp=2", &["the axes are dp and sp, got dp, tp"]);
+    for (mesh, shape) in [("hsdp=2x2", "mesh dp 4 × sp 1"), ("ulysses_hsdp=2x2", "mesh dp 2 × sp 2")] {
+        let outcome = place.run(&["train", "c.json", "--mesh", mesh, "--output", mesh]);
+        assert!(outcome.assert_done().stderr.contains(shape), "{outcome:?}");
+    }
+    let written = place.read("hsdp=2x2/config.json");
+    let written: serde_json::Value = serde_json::from_str(&written).unwrap();
+    assert_eq!(written["zero_optimization"]["mics_shard_size"], 2);
+    place.write_config("s.json", json!({ "zero_optimization": { "stage": 3, "mics_shard_size": 4 } }));
+    place.run(&["train", "s.json", "--mesh", "dp_replicate=2,dp_shard=2"]).assert_refused(
+        2,
+        &["the number of ZeRO's partitions", "4 by `mics_shard_size`", "2 by the flag --mesh"],
+    );
 }
 
 #[test]

@@ -6,7 +6,7 @@ pub(in crate::cli) mod table;
 mod text;
 
 use super::model::{check_config, check_exchange};
-use super::{Failure, OrFail, dp_sp, print};
+use super::{Failure, OrFail, print, training_shape};
 use anyhow::anyhow;
 use serde::Serialize;
 use std::num::NonZero;
@@ -140,8 +140,10 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
 }
 
 fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
+    let shape = args.mesh.as_deref().map(training_shape).transpose()?;
     let overrides = Overrides {
-        mesh: args.mesh.as_deref().map(dp_sp).transpose()?,
+        mesh: shape.map(|shape| (shape.dp, shape.sp)),
+        shard_size: shape.and_then(|shape| shape.shard_size),
         seq_len: args.seq_len,
         model: args.model.clone(),
         ..Overrides::default()

@@ -417,6 +417,9 @@ fn step(
 impl std::fmt::Display for Run {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Config { dp_size, sp_size, zero_stage, parameter_groups, .. } = &self.config;
+        let replicas = self.config.zero_shard_size.map_or_else(String::new, |size| {
+            format!(" in {} replicas of {size} partition(s)", dp_size / size)
+        });
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
         let frozen = match self.llama.num_parameters_where(is_frozen) {
             0 => String::new(),
@@ -424,7 +427,7 @@ impl std::fmt::Display for Run {
         };
         write!(
             f,
-            "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}, {:.2} M parameters{frozen}, {} rows of {} tokens, \
+            "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} rows of {} tokens, \
              {} thread(s) per rank",
             u8::from(*zero_stage),
             self.llama.num_parameters() as f64 / 1e6,

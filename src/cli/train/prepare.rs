@@ -5,7 +5,7 @@ use super::resume::{Resume, check_candidate, check_output};
 use super::{Host, Run, TrainArgs, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
-use crate::cli::{DeviceArg, Failure, OrFail, dp_sp, model, settings};
+use crate::cli::{DeviceArg, Failure, OrFail, model, settings, training_shape};
 use anyhow::{Context, anyhow, ensure};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::{Config, DataSource, Overrides, RawConfig, sizes_of};
 use ulysses::data::Dataset;
-use ulysses::mesh::{Cluster, DeviceMesh, Preset};
+use ulysses::mesh::{Cluster, DeviceMesh, Preset, TrainingShape};
 
 pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> {
     let (path, device, resume, world) = (args.config.clone(), args.device, args.resume.clone(), args.world);
@@ -90,13 +90,14 @@ pub(super) fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, 
 
 /// What the flags say, in a job of so many processes, if it is one.
 pub(super) fn overrides(args: TrainArgs, cluster: Option<Cluster>) -> Result<Overrides, Failure> {
-    let mesh = args.mesh.as_deref().map(|mesh| mesh_sizes(mesh, cluster)).transpose()?;
+    let shape = args.mesh.as_deref().map(|mesh| mesh_shape(mesh, cluster)).transpose()?;
     let mesh_selector = Some(args.mesh_selector.unwrap_or_else(|| machine(args.device)));
     let TrainArgs { model, tokenizer, seq_len, steps, epochs, threads_per_rank, output, seed, .. } = args;
     let data = args.data.into_iter().map(DataSource::from).collect();
     let packing = args.packing;
     Ok(Overrides {
-        mesh,
+        mesh: shape.map(|shape| (shape.dp, shape.sp)),
+        shard_size: shape.and_then(|shape| shape.shard_size),
         mesh_selector,
         world_size: cluster.map(Cluster::world_size),
         ranks_per_node: cluster.map(|cluster| cluster.ranks_per_node),
@@ -114,11 +115,11 @@ pub(super) fn overrides(args: TrainArgs, cluster: Option<Cluster>) -> Result<Ove
     })
 }
 
-/// `(dp, sp)` of `--mesh`, which may be a preset, or leave a size to the number of processes.
-fn mesh_sizes(notation: &str, cluster: Option<Cluster>) -> Result<(usize, usize), Failure> {
+/// The sizes of `--mesh`, which may be a preset, or leave one to the number of processes.
+fn mesh_shape(notation: &str, cluster: Option<Cluster>) -> Result<TrainingShape, Failure> {
     let is_preset = || Preset::ALL.iter().any(|preset| notation.split('=').next() == Some(preset.name()));
     if cluster.is_none() && !is_preset() {
-        return dp_sp(notation);
+        return training_shape(notation);
     }
     sizes_of(notation, cluster).with_context(|| format!("--mesh {notation}")).or_usage()
 }
