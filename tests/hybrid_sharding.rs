@@ -137,7 +137,9 @@ fn a_size_of_partitions_that_does_not_divide_dp_is_refused_by_key_and_line() {
     };
     let refused = message(r#"{ "stage": 2, "mics_shard_size": 3 }"#).unwrap_err();
     assert!(
-        ["run.json", "mics_shard_size", "dp 4", "3 by", "line 2"].iter().all(|part| refused.contains(part)),
+        ["run.json", "mics_shard_size", "dp is 4", "3 by", "line 2"]
+            .iter()
+            .all(|part| refused.contains(part)),
         "{refused}"
     );
     let both = message(r#"{ "stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4 }"#).unwrap_err();

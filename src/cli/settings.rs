@@ -91,7 +91,8 @@ pub(super) fn check_memory(
     let trained = llama.num_parameters() as f64 - frozen;
     // The master copy and the gradient.
     let share = local_ranks as f64 / config.world_size() as f64;
-    let values = share * (dtype * frozen + (4.0 + dtype) * trained);
+    let stored = if config.memory.offload_parameters.is_in_file() { 0.0 } else { dtype };
+    let values = share * (stored * frozen + (4.0 + stored) * trained);
     let rows = config.micro_batch_size as f64 * config.dp_size as f64;
     let layers = if config.memory.offload_checkpoints { 1 } else { llama.num_layers };
     let inputs = share * dtype * rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;

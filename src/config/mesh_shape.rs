@@ -85,7 +85,7 @@ pub enum MeshShapeError {
     },
     /// ZeRO's partitions do not fill the data-parallel ranks.
     #[error(
-        "dp {dp} does not divide into replicas of ZeRO's partitions: their number is {shard_size}, which must divide dp"
+        "dp is {dp}, which does not divide into groups of as many ranks as share ZeRO's partitions, {shard_size}"
     )]
     ShardSize {
         /// Data-parallel ranks.

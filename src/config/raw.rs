@@ -140,6 +140,12 @@ impl RawConfig {
         }
     }
 
+    /// The same settings with ZeRO's partitions over all of dp, for a mesh that is still to be found.
+    #[must_use]
+    pub fn without_replicas(self) -> Self {
+        Self { shard_sizes: Vec::new(), ..self }
+    }
+
     fn read(root: &Section<'_>, file: &str, report: &Report<'_>) -> Self {
         let (dp_sizes, sp_sizes) = read_mesh(root);
         let batch = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];

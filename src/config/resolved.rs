@@ -5,7 +5,7 @@ use super::batch::BatchSizes;
 use super::checkpoint::CheckpointConfig;
 use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::error::ConfigError;
-use super::memory::MemoryConfig;
+use super::memory::{MemoryConfig, Offload};
 use super::mesh_rules::{MeshRule, sizes_of};
 use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
 use super::monitoring::MonitoringConfig;
@@ -390,6 +390,23 @@ impl Config {
     /// The number of ranks of the mesh.
     pub fn world_size(&self) -> usize {
         self.dp_size * self.sp_size
+    }
+
+    /// The same on another mesh. Replicas of partitions that it has no room for are given up.
+    pub(crate) fn set_mesh(&mut self, dp: usize, sp: usize) {
+        (self.dp_size, self.sp_size) = (dp, sp);
+        self.zero_shard_size = self.zero_shard_size.filter(|size| *size < dp && dp.is_multiple_of(*size));
+    }
+
+    /// The same at another ZeRO stage, without the offload that the stage has nothing for.
+    pub fn set_zero_stage(&mut self, stage: ZeroStage) {
+        self.zero_stage = stage;
+        if !stage.partitions_optimizer() {
+            self.memory.offload_optimizer = Offload::None;
+        }
+        if !stage.partitions_parameters() {
+            self.memory.offload_parameters = Offload::None;
+        }
     }
 
     /// Ranks that share ZeRO's partitions: all of dp, or the shard size of hybrid sharding.

@@ -108,7 +108,7 @@ impl Engine {
             Ok(y)
         })?;
         let _head = tracing::trace_span!("head").entered();
-        if self.config.activation_checkpointing {
+        if self.checkpoint_file.is_some() {
             // Memory is short, and what the layers work in would lie idle beside the head's.
             self.workspace.trim();
         }

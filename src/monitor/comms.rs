@@ -136,8 +136,9 @@ pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
     let is_exchange = |op| matches!(op, CollectiveOp::AllToAll | CollectiveOp::AllToAllStrided);
     let kind = |axis: &str, op| match (is_exchange(op), axis) {
         (true, _) => 0,
-        (false, "dp") => 1,
-        (false, _) => 2,
+        (false, "sp") => 2,
+        // dp, ZeRO's partitions and their replicas.
+        (false, _) => 1,
     };
     let names = ["Ulysses exchange", "ZeRO and data parallelism (dp)", "sums over sp"];
     let of_kind = |index: usize, what: &&str| {

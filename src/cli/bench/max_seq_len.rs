@@ -30,19 +30,20 @@ const METHOD: &str = "every length is one training step in a process of its own,
 pub(super) struct Args {
     /// DeepSpeed-style JSON config, with the features to try.
     config: PathBuf,
-    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors.
-    #[arg(long, default_value = "small")]
-    model: String,
-    /// Ranks: `DPxSP` or `dp=2,sp=2`.
-    #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
-    mesh: String,
+    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors; `small` if neither this nor
+    /// the config says one.
+    #[arg(long)]
+    model: Option<String>,
+    /// Ranks: `DPxSP` or `dp=2,sp=2`; the config's mesh without it.
+    #[arg(long, allow_hyphen_values = true)]
+    mesh: Option<String>,
     /// Memory of each rank in GiB; the ranks of the process share the sum.
     #[arg(long, visible_alias = "memory-gib", default_value_t = 2.0, allow_negative_numbers = true, value_parser = parse_gib)]
     gib_per_rank: f64,
     /// Search anew for each of the config's features that save memory: first without them, then with one more each time.
     #[arg(long)]
     by_feature: bool,
-    /// A length that is expected to fit, where the search begins.
+    /// A length that is expected to fit, where the search begins; at least `--resolution`.
     #[arg(long, default_value_t = 65536, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     from: u32,
     /// The search ends when the longest that fits and the shortest that does not are as close.
@@ -67,14 +68,17 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if !cfg!(target_os = "linux") {
         return Err(Failure::Usage(anyhow!("max-seq-len limits memory as only Linux can")));
     }
-    let (dp, sp) = dp_sp(&args.mesh)?;
-    let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
+    let mesh = args.mesh.as_deref().map(dp_sp).transpose()?;
+    let overrides = Overrides { mesh, ..Overrides::default() };
     let config = RawConfig::from_file(&args.config).or_usage()?.resolve(&overrides).or_usage()?;
-    let limit_kib = (args.gib_per_rank * (dp * sp) as f64 * f64::from(1 << 20)) as u64;
+    let limit_kib = (args.gib_per_rank * config.world_size() as f64 * f64::from(1 << 20)) as u64;
+    let model = args.model.clone().or_else(|| config.model.clone()).unwrap_or_else(|| "small".to_owned());
     let directory = tempfile::tempdir().context("cannot make a directory for the rows").or_run()?;
     let path = args.config.clone();
     let mut search = Search {
         args,
+        model,
+        mesh: format!("{}x{}", config.dp_size, config.sp_size),
         num_rows: config.train_batch_size,
         limit_kib,
         directory,
@@ -84,13 +88,13 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if search.args.by_feature {
         return by_feature(search, &config);
     }
-    let longest = search.longest()?;
+    let longest = search.longest()?.map_err(|too_long| too_little(&search.args, too_long)).or_run()?;
     if search.args.json {
         let mut report = search.settings();
         (report["max_seq_len"], report["attempts"]) = (longest.into(), search.attempts());
         return print(format_args!("{report:#}\n"));
     }
-    let Args { mesh, gib_per_rank, .. } = &search.args;
+    let (mesh, gib_per_rank) = (&search.mesh, search.args.gib_per_rank);
     print(format_args!("mesh {mesh}: {longest} tokens train within {gib_per_rank} GiB per rank\n"))
 }
 
@@ -103,10 +107,15 @@ fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
         let text = serde_json::to_string(&config).context("cannot write the config").or_run()?;
         std::fs::write(&search.config, text).context("cannot write the config").or_run()?;
         search.attempts.clear();
-        let longest = search.longest()?;
+        let longest = search.longest()?.unwrap_or(0);
         found.push((feature, longest, search.attempts()));
         // As a rule the next feature takes longer rows.
-        search.args.from = u32::try_from(longest).unwrap_or(search.args.from);
+        if longest > 0 {
+            search.args.from = u32::try_from(longest).unwrap_or(search.args.from);
+        }
+    }
+    if found.iter().all(|(_, longest, _)| *longest == 0) {
+        return Err(too_little(&search.args, search.args.resolution as usize)).or_run();
     }
     if search.args.json {
         let mut report = search.settings();
@@ -116,19 +125,26 @@ fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
         report["features"] = each.collect();
         return print(format_args!("{report:#}\n"));
     }
-    let Args { mesh, gib_per_rank, .. } = &search.args;
+    let (mesh, gib_per_rank) = (&search.mesh, search.args.gib_per_rank);
     let mut table = format!(
         "mesh {mesh}, {gib_per_rank} GiB per rank; each line adds to the one before it\n\n| settings | longest row that trained |\n|---|---|\n"
     );
     for (feature, longest, _) in found {
+        let longest = if longest == 0 { "none".to_owned() } else { longest.to_string() };
         table += &format!("| {feature} | {longest} |\n");
     }
     print(table)
 }
 
+fn too_little(args: &Args, too_long: usize) -> anyhow::Error {
+    anyhow!("{} GiB per rank are too little for rows of {too_long} tokens", args.gib_per_rank)
+}
+
 /// One search.
 struct Search {
     args: Args,
+    model: String,
+    mesh: String,
     /// Rows of a step.
     num_rows: usize,
     limit_kib: u64,
@@ -146,8 +162,8 @@ struct Attempt {
 }
 
 impl Search {
-    /// Doubles until a length does not fit, then halves the gap.
-    fn longest(&mut self) -> Result<usize, Failure> {
+    /// Doubles until a length does not fit, then halves the gap. The shortest that was tried, where none fits.
+    fn longest(&mut self) -> Result<Result<usize, usize>, Failure> {
         let resolution = self.args.resolution as usize;
         let (mut fits, mut next) = (0, (self.args.from as usize).max(resolution));
         while self.fits(next)? {
@@ -158,11 +174,7 @@ impl Search {
             let middle = fits + (too_long - fits) / 2;
             if self.fits(middle)? { fits = middle } else { too_long = middle }
         }
-        if fits == 0 {
-            let gib = self.args.gib_per_rank;
-            return Err(anyhow!("{gib} GiB per rank are too little for rows of {too_long} tokens")).or_run();
-        }
-        Ok(fits)
+        Ok(if fits == 0 { Err(too_long) } else { Ok(fits) })
     }
 
     /// Whether one training step on rows of `seq_len` tokens completes.
@@ -199,7 +211,7 @@ impl Search {
             .arg(std::env::current_exe().context("where is this program?")?)
             .arg("train")
             .arg(&self.config)
-            .args(["--model", &self.args.model, "--mesh", &self.args.mesh, "--steps", "1"])
+            .args(["--model", &self.model, "--mesh", &self.mesh, "--steps", "1"])
             .args(["--seq-len", &seq_len.to_string()])
             .args([Path::new("--data"), &rows, Path::new("--output"), &output]);
         if let Some(threads) = self.args.threads_per_rank {
@@ -218,7 +230,8 @@ impl Search {
     }
 
     fn settings(&self) -> Value {
-        let Args { config, model, mesh, gib_per_rank, resolution, .. } = &self.args;
+        let Args { config, gib_per_rank, resolution, .. } = &self.args;
+        let Self { model, mesh, .. } = self;
         json!({
             "bench": "max-seq-len",
             "settings": {

@@ -81,15 +81,18 @@ fn drawn(shape: &str, args: &MeshArgs) -> Result<Drawn, Failure> {
         return hybrid(&parse(shape, args, args.devices_per_node)?, &parse(inter, args, args.nodes)?);
     }
     let mesh = parse(shape, args, world_size)?;
+    // Training numbers ranks row by row, whatever nodes they are on.
+    let ranks = mesh.world_size();
     let ranks_per_node = match (args.nodes, args.devices_per_node) {
-        (None, devices) => return Ok(Drawn { mesh, ranks_per_node: devices }),
-        (Some(_), Some(devices)) => devices,
-        (Some(nodes), None) => mesh.world_size() / nodes,
+        (Some(nodes), None) if !ranks.is_multiple_of(nodes) => {
+            return Err(Failure::Usage(anyhow!(
+                "--mesh {shape}: {ranks} ranks do not divide into {nodes} nodes"
+            )));
+        }
+        (Some(nodes), None) => Some(ranks / nodes),
+        (_, devices) => devices,
     };
-    let nodes = args.nodes.unwrap_or(1);
-    let (names, sizes) = axes(&mesh);
-    let shape = HybridMeshShape::split(&names, &sizes, Cluster { nodes, ranks_per_node }).or_usage()?;
-    Ok(Drawn { mesh: shape.mesh().or_usage()?, ranks_per_node: Some(ranks_per_node) })
+    Ok(Drawn { mesh, ranks_per_node })
 }
 
 /// The cluster of the flags; a number of ranks alone is one of a single node.

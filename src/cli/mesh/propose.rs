@@ -54,7 +54,8 @@ pub(super) fn run(
         None => RawConfig::from_json_str(USUAL, "the usual config"),
     };
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
-    let config = raw.or_usage()?.resolve(&overrides).or_usage()?;
+    // The mesh is what is asked for.
+    let config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
     let (name, model) = model(&config)?;
     let budget = budget_bytes(args.memory_gib)?.unwrap_or(u64::MAX);
     let workload = Workload { config, model, document_len: None, ranks_per_node };

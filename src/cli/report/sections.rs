@@ -150,9 +150,13 @@ fn mesh(run: &RunFiles) -> String {
     } else {
         String::new()
     };
+    let replicas = match mesh["shard_size"].as_u64() {
+        Some(size) => format!(", {size} rows at a time"),
+        None => String::new(),
+    };
     format!(
         "<figure><figcaption>Mesh dp {dp} × sp {sp}{cut}</figcaption>\n{svg}<p class=\"faint\">Ranks of a row share sequences \
-         and exchange heads; ranks of a column share the ZeRO partitions.</p></figure>\n"
+         and exchange heads; ranks of a column share the ZeRO partitions{replicas}.</p></figure>\n"
     )
 }
 
@@ -251,7 +255,7 @@ fn environment(run: &RunFiles) -> String {
         facts.push((name.trim_end_matches("_bytes").replace('_', " "), value));
     }
     if let Some(peak) = record["peak_flops"].as_f64() {
-        facts.push(("GEMM rate of all ranks, f32".to_owned(), format!("{}FLOP/s", text(peak, Unit::Number))));
+        facts.push(("GEMM rate of all ranks".to_owned(), format!("{}FLOP/s", text(peak, Unit::Number))));
     }
     let rows = facts.iter().filter(|(_, value)| value != "null" && value != "[]").map(|(name, value)| {
         format!("<tr><th>{}</th><td class=\"v\"><code>{}</code></td></tr>\n", escape(name), escape(value))

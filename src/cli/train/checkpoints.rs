@@ -31,7 +31,11 @@ impl<'a> Checkpoints<'a> {
         let all = groups.whole()?;
         let group = all.split("checkpoint", Some(0), all.rank())?.context("all ranks are in one group")?;
         let start = |config: &'a CheckpointConfig| {
-            let options = SaveOptions { keep_last: config.keep_last, background: config.background };
+            // A save in the background writes from a copy in memory, where what waits in files has no room.
+            let memory = &run.config.memory;
+            let in_files = memory.offload_optimizer.is_in_file() || memory.offload_parameters.is_in_file();
+            let background = config.background && !in_files;
+            let options = SaveOptions { keep_last: config.keep_last, background };
             let saver = engine.saver(group.clone(), &run.output, options)?;
             Ok::<_, anyhow::Error>(Saving { config, saver })
         };

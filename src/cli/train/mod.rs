@@ -306,7 +306,7 @@ impl Run {
         let first_step = engine.attempted_steps();
         let last_step = feed.last_step(first_step);
         self.check_agreement(&mut engine, last_step)?;
-        let peak_flops = peak::measure(checkpoints.group(), groups.device())?;
+        let peak_flops = peak::measure(checkpoints.group(), groups.device(), self.config.precision.dtype())?;
         let reporter = || Reporter::new(self, first_step, last_step, peak_flops);
         let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
         let stragglers = Stragglers::new(&groups)?;

@@ -11,13 +11,13 @@ const SIZE: usize = 512;
 /// How long a rank multiplies at least.
 const DURATION: Duration = Duration::from_millis(20);
 
-/// Floating-point operations per second, f32, of all ranks at the same time; none on a GPU, where the host cannot
+/// Floating-point operations per second, in products of `dtype`, of all ranks at the same time; none on a GPU, where the host cannot
 /// tell. Collective.
-pub(super) fn measure(all: &dyn ProcessGroup, device: &Device) -> anyhow::Result<Option<f64>> {
+pub(super) fn measure(all: &dyn ProcessGroup, device: &Device, dtype: DType) -> anyhow::Result<Option<f64>> {
     if !device.is_cpu() {
         return Ok(None);
     }
-    let matrix = || Tensor::ones((SIZE, SIZE), DType::F32, device);
+    let matrix = || Tensor::ones((SIZE, SIZE), dtype, device);
     let (x, weight, y) = (matrix()?, matrix()?, matrix()?);
     linear::forward(&x, &weight, &y, false)?;
     all.barrier()?;

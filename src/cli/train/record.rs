@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 use ulysses::device::DeviceKind;
+use ulysses::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use ulysses::monitor::{Groups, RankComms, straggling, volumes};
 
 pub(super) const FILE: &str = "run.json";
@@ -22,6 +23,7 @@ pub(super) fn begin(run: &Run, given: &str) -> Value {
             "axes": run.mesh.axis_names(),
             "shape": run.mesh.shape(),
             "ranks": run.mesh.ranks(),
+            "shard_size": run.config.zero_shard_size,
         },
         "model": { "parameters": run.llama.num_parameters(), "config": run.llama.to_hf_json() },
         "given_config": serde_json::from_str::<Value>(given).unwrap_or(Value::Null),
@@ -49,8 +51,11 @@ pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
 
 /// Which ranks share an axis.
 pub(super) fn groups(run: &Run) -> Groups {
-    let axes = run.mesh.axis_names().iter();
-    axes.map(|axis| (axis.clone(), run.mesh.all_groups(axis).unwrap_or_default())).collect()
+    let hybrid = run.config.zero_shard_size.and_then(|size| run.mesh.hybrid_sharded(size).ok());
+    let of_mesh = run.mesh.axis_names().iter().map(|axis| (&run.mesh, axis.as_str()));
+    let of_zero = hybrid.iter().flat_map(|mesh| [SHARD_AXIS, REPLICAS_AXIS].map(|axis| (mesh, axis)));
+    let all = of_mesh.chain(of_zero);
+    all.map(|(mesh, axis)| (axis.to_owned(), mesh.all_groups(axis).unwrap_or_default())).collect()
 }
 
 pub(super) fn write(output: &Path, record: &Value) -> anyhow::Result<()> {

@@ -143,7 +143,7 @@ impl Check {
         let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
         let mut config = self.raw.clone().for_batch(rows).resolve(&overrides).or_usage()?;
         if let Some(stage) = stage.and_then(ZeroStage::from_number) {
-            config.zero_stage = stage;
+            config.set_zero_stage(stage);
         }
         Ok(config)
     }

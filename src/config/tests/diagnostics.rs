@@ -291,7 +291,7 @@ fn contradictions_between_keys_are_found_where_they_stand() {
         ),
         (
             r#"{"zero_optimization": {"offload_param": {"device": "cpu"}}}"#,
-            "`zero_optimization.offload_param.device`: expected none, unless `stage` is 3, found \"cpu\"",
+            "`zero_optimization.offload_param.device`: expected none, unless `stage` is 3, found the string \"cpu\"",
         ),
         (
             r#"{"bf16": {"enabled": true}, "fp16": {"enabled": true}}"#,

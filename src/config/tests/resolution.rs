@@ -166,6 +166,7 @@ fn flags_override_the_file() {
     let file = raw.resolve(&Overrides::default()).unwrap();
     let overrides = Overrides {
         mesh: Some((2, 4)),
+        shard_size: None,
         mesh_selector: None,
         ranks_per_node: None,
         world_size: Some(8),

@@ -61,6 +61,12 @@ fn surroundings(entry: &Entry) -> Value {
                 _ => json!({ "train_batch_size": 24 }),
             }
         }
+        // Room for replicas of the partitions.
+        ("zero_optimization", _)
+            if ["mics_shard_size", "zero_hpz_partition_size"].contains(&entry.key.name) =>
+        {
+            json!({ "data_parallel_size": 6 })
+        }
         ("fp16", _) => half("fp16"),
         ("bf16" | "bfloat16", _) => half("bf16"),
         ("optimizer", Some("SGD")) => {

@@ -143,7 +143,7 @@ pub(super) const ZERO: &[Key] = &[
     )
     .integer(-1),
     flag("mics_hierarchical_params_gather", "Gathers in two steps (MiCS).")
-        .no_effect("there is one dp group"),
+        .no_effect("a gather goes over one group"),
     flag("memory_efficient_linear", "Saves memory in linear layers.")
         .boolean(true)
         .no_effect("layers save what their backward pass needs, once"),

@@ -97,13 +97,13 @@ impl Workload {
         // Partitions of one rank are the whole.
         let has_partitions = |stage: &ZeroStage| config.dp_size > 1 && *stage != config.zero_stage;
         for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
-            add(format!("ZeRO stage {}", u8::from(stage)), &|config| set_stage(config, stage));
+            add(format!("ZeRO stage {}", u8::from(stage)), &|config| config.set_zero_stage(stage));
         }
         for (change, stage, optimizer, parameters) in offloads(config) {
             add(change, &|config| {
                 (config.memory.offload_optimizer, config.memory.offload_parameters) =
                     (optimizer.clone(), parameters.clone());
-                set_stage(config, stage);
+                config.set_zero_stage(stage);
             });
         }
         if config.precision == Precision::F32 {
@@ -168,8 +168,7 @@ impl Workload {
             return None;
         }
         config.gradient_accumulation_steps = rows_per_rank / config.micro_batch_size;
-        (config.dp_size, config.sp_size) = (dp, sp);
-        config.zero_shard_size = config.zero_shard_size.filter(|size| *size < dp && dp.is_multiple_of(*size));
+        config.set_mesh(dp, sp);
         Some(workload)
     }
 
@@ -201,16 +200,6 @@ impl Workload {
 }
 
 /// Another stage, and of what is offloaded that which the stage partitions.
-fn set_stage(config: &mut Config, stage: ZeroStage) {
-    config.zero_stage = stage;
-    if !stage.partitions_optimizer() {
-        config.memory.offload_optimizer = Offload::None;
-    }
-    if !stage.partitions_parameters() {
-        config.memory.offload_parameters = Offload::None;
-    }
-}
-
 /// Other places for optimizer state and parameters, each with the stage that it takes.
 fn offloads(config: &Config) -> Vec<(String, ZeroStage, Offload, Offload)> {
     let stage = config.zero_stage;

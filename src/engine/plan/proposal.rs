@@ -72,7 +72,7 @@ impl Workload {
     fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {
         let mut workload = Self { ranks_per_node: cluster.ranks_per_node, ..self.clone() };
         let config = &mut workload.config;
-        (config.dp_size, config.sp_size) = (cluster.world_size() / sp, sp);
+        config.set_mesh(cluster.world_size() / sp, sp);
         config.gradient_accumulation_steps = 1;
         config.train_batch_size = config.micro_batch_size * config.dp_size;
         workload

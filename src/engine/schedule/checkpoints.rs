@@ -26,6 +26,10 @@ pub(super) struct CheckpointFile {
 }
 
 impl CheckpointFile {
+    pub(super) fn is_used(&self) -> bool {
+        self.exists
+    }
+
     /// The buffer that its thread reads ahead into is held throughout: when that runs is the thread's affair.
     pub(super) fn new(exists: bool, ledger: &mut Ledger) -> Self {
         if exists {

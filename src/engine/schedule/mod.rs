@@ -251,7 +251,7 @@ impl Schedule {
     /// The head's forward, the loss, and the head's backward.
     fn head(&mut self) -> Phase {
         self.ledger.push(Event::Begin(Moment::Head));
-        if self.checkpointing_interval.is_some() {
+        if self.checkpoint_file.is_used() {
             self.ledger.trim();
         }
         let Dims { hidden, vocab, loss_tile, .. } = self.dims;

@@ -8,10 +8,10 @@ use std::arch::x86_64::__cpuid_count;
 /// Whether the processor has AMX for bf16 and the operating system lets this process use it.
 pub(super) fn is_available() -> bool {
     const TILES_AND_BF16: u32 = 1 << 24 | 1 << 22;
-    if __cpuid_count(0, 0).eax < 7 || __cpuid_count(7, 0).edx & TILES_AND_BF16 != TILES_AND_BF16 {
-        return false;
-    }
-    has_permission()
+    // SAFETY: every x86-64 processor has `cpuid`.
+    #[allow(unused_unsafe, reason = "newer Rust has it as a safe function")]
+    let leaf = |leaf| unsafe { __cpuid_count(leaf, 0) };
+    leaf(0).eax >= 7 && leaf(7).edx & TILES_AND_BF16 == TILES_AND_BF16 && has_permission()
 }
 
 /// Asks Linux for the tile registers, which a process must do once (Documentation/arch/x86/xstate.rst).
