@@ -43,10 +43,11 @@ fn nodes_are_drawn_with_the_groups_that_leave_them() {
     let refused = |arguments: &[&str], expected: &[&str]| {
         Workplace::new().run(&[&["mesh"], arguments].concat()).assert_refused(2, expected);
     };
-    refused(
-        &["2x2", "--nodes", "4", "--devices-per-node", "1"],
-        &["no axis of dp=2,sp=2 divides by the 4 nodes"],
-    );
+    // As training has it: rows go on from node to node.
+    let across = drawing(&["2x4", "--nodes", "4"]);
+    assert!(across.contains("sp         2     4  [0 1 2 3] [4 5 6 7]\n"), "{across}");
+    assert!(across.contains("sp: 2 groups of 4, across 2 nodes\n"), "{across}");
+    refused(&["2x2", "--nodes", "3"], &["4 ranks do not divide into 3 nodes"]);
     refused(&["2x2", "--nodes", "3", "--devices-per-node", "2"], &["takes 4 ranks, but there are 6"]);
     refused(&["2x2", "--inter", "dp=2"], &["both need the same axes"]);
     refused(&["fsdp"], &["`fsdp=NODESxRANKS`"]);
