@@ -144,7 +144,10 @@ fn what_a_run_was_stands_beside_its_metrics() {
     place.write_config("c.json", json!({ "mesh_param": [1, 2] }));
     place.run(&["train", "c.json", "--seed", "7"]).assert_done();
     let record = place.read_json("out/run.json");
-    assert_eq!(record["mesh"], json!({ "axes": ["dp", "sp"], "shape": [1, 2], "ranks": [0, 1], "shard_size": null }));
+    assert_eq!(
+        record["mesh"],
+        json!({ "axes": ["dp", "sp"], "shape": [1, 2], "ranks": [0, 1], "shard_size": null })
+    );
     assert_eq!(record["given_config"]["train_batch_size"], 4);
     assert_eq!(record["totals"]["steps"], 4);
     assert_eq!(record["ranks"].as_array().unwrap().len(), 2);

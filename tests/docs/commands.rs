@@ -10,13 +10,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Beginnings of commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 6] = [
+const NOT_RUN: [(&str, &str); 7] = [
     ("cargo install --path .", "minutes; CI builds the same"),
     ("cargo test --release", "it is what runs this"),
     (
         "cargo run --release --example train_long_sequence",
         "a minute; the test below looks whether it is there",
     ),
+    ("just bench-peer", "installs PyTorch and DeepSpeed, gigabytes, and measures for minutes"),
     ("just gpu-build", "builds for GPUs: minutes, and needs CUDA's compilers"),
     ("scp ", "needs a machine with GPUs"),
     ("ssh ", "needs a machine with GPUs"),
