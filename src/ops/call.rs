@@ -3,6 +3,7 @@
 use super::OpError;
 use super::cast::{Float, convert};
 use crate::device::{DeviceError, Target};
+use crate::tensor::{Element, with_slice_mut, with_slices};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 use std::ops::{Deref, Range};
@@ -142,9 +143,26 @@ impl Call {
         match tensor.dtype() {
             DType::BF16 => self.write_rounded::<bf16, R>(tensor, write),
             DType::F16 => self.write_rounded::<f16, R>(tensor, write),
-            _ => crate::tensor::with_slice_mut(tensor, write)
-                .map_err(|source| OpError::Candle { op: self.op, source })?,
+            _ => with_slice_mut(tensor, write).map_err(|source| OpError::Candle { op: self.op, source })?,
         }
+    }
+
+    /// Calls `work` with the elements of CPU tensors of one type, some to read and some to write.
+    pub(super) fn on_cpu<T: Element, R, const I: usize, const O: usize>(
+        &self,
+        inputs: [&Tensor; I],
+        outputs: [&Tensor; O],
+        work: impl FnOnce([&[T]; I], [&mut [T]; O]) -> R,
+    ) -> Result<R> {
+        let result = with_slices(&inputs, |inputs: &[&[T]]| {
+            let inputs = std::array::from_fn(|index| inputs[index]);
+            with_all_mut(&outputs, Vec::with_capacity(O), |outputs| {
+                let outputs =
+                    outputs.try_into().unwrap_or_else(|_| unreachable!("one slice for each tensor"));
+                work(inputs, outputs)
+            })
+        });
+        result.flatten().map_err(|source| OpError::Candle { op: self.op, source })
     }
 
     fn write_rounded<T: Float, R>(
@@ -158,9 +176,22 @@ impl Call {
             convert(&wide, elements);
             Ok(result)
         };
-        crate::tensor::with_slice_mut(tensor, run)
-            .map_err(|source| OpError::Candle { op: self.op, source })?
+        with_slice_mut(tensor, run).map_err(|source| OpError::Candle { op: self.op, source })?
     }
+}
+
+/// Calls `work` with `slices` and those of the `tensors`.
+fn with_all_mut<T: Element, R>(
+    tensors: &[&Tensor],
+    slices: Vec<&mut [T]>,
+    work: impl FnOnce(Vec<&mut [T]>) -> R,
+) -> candle_core::Result<R> {
+    let [first, others @ ..] = tensors else { return Ok(work(slices)) };
+    with_slice_mut(first, |slice| {
+        let mut slices: Vec<&mut [T]> = slices;
+        slices.push(slice);
+        with_all_mut(others, slices, work)
+    })?
 }
 
 fn widen<T: Float>(elements: &[T]) -> Vec<f32> {

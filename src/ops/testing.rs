@@ -142,7 +142,6 @@ pub(super) fn assert_same_at_any_alignment(data: &[Vec<f32>], run: impl Fn(&[Ten
 }
 
 /// As [`tensor`], of an element type; and what its elements are after they were rounded to it.
-#[cfg(feature = "kernel-emulation")]
 pub(super) fn rounded(dtype: DType, data: &[f32], shape: &[usize]) -> (Tensor, Vec<f64>) {
     let (before, _) = PADDING.get();
     let flat = tensor(data, &[data.len()]);

@@ -10,15 +10,17 @@ use crate::comm::{CollectiveOp, RecvBlock, StridedBlock, StridedPlan, Traffic};
 use crate::memory::Category;
 use crate::ops::attention;
 use crate::ulysses::ExchangePlan;
+use candle_core::DType;
 
 /// Attention of one rank, with what it keeps between calls.
 #[derive(Debug)]
 pub(super) struct SequenceParallel {
     /// One for each chunk of heads; none on an sp axis of one rank.
     exchanges: Vec<Exchange>,
+    pub(super) dtype: DType,
     /// Bytes of working memory of every thread of the rank.
     scratch_bytes: usize,
-    threads: usize,
+    pub(super) threads: usize,
     /// Bytes of the geometry and plans of the last micro batch.
     geometry_bytes: usize,
     /// The chunks that have a geometry and plans in this one, but for those like an earlier chunk.
@@ -82,10 +84,10 @@ fn plan_bytes(plan: &StridedPlan) -> usize {
 
 impl SequenceParallel {
     /// Of chunks with these plans.
-    pub(super) fn new(plans: &[ExchangePlan], element_bytes: usize, threads: usize) -> Self {
+    pub(super) fn new(plans: &[ExchangePlan], dtype: DType, threads: usize) -> Self {
         let sharded = plans.iter().filter(|plan| plan.seq_ranges().len() > 1);
-        let exchanges = sharded.map(|plan| Exchange::new(plan, element_bytes)).collect();
-        Self { exchanges, scratch_bytes: 0, threads, geometry_bytes: 0, known: Vec::new() }
+        let exchanges = sharded.map(|plan| Exchange::new(plan, dtype.size_in_bytes())).collect();
+        Self { exchanges, dtype, scratch_bytes: 0, threads, geometry_bytes: 0, known: Vec::new() }
     }
 
     /// What the layers of a micro batch share is made anew for the next one.
@@ -155,8 +157,9 @@ impl SequenceParallel {
         let category = self.category();
         let out = ledger.take(category, Element::Stored, q);
         let lse = ledger.take(category, Element::F32, dims.all_tokens() * heads.num_heads_local);
-        self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, false), ledger);
-        ledger.operate(&[q, k, v, q], 0);
+        self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, self.dtype, false), ledger);
+        let widened = if self.widens(dims) { q + k + v } else { 0 };
+        ledger.operate(&[widened, q], 0);
         let flops = 4.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass, flops }));
         Saved { qkv, out, lse }
@@ -176,13 +179,18 @@ impl SequenceParallel {
         ledger.operate(&[q, q], 0);
         ledger.give(out);
         let gradients = [q, k, v].map(|elems| ledger.take(category, Element::Stored, elems));
-        self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, true), ledger);
-        ledger.operate(&[q, k, v, q, q, k, v], 0);
+        self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, self.dtype, true), ledger);
+        let widened = if self.widens(dims) { q + k + v + q } else { 0 };
+        ledger.operate(&[widened, q, k, v], 0);
         // Twice the forward's; that the scores are computed once more is the kernel's affair.
         let flops = 8.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass: Pass::Backward, flops }));
         qkv.into_iter().chain([lse, delta]).for_each(|buffer| ledger.give(buffer));
         gradients
+    }
+
+    fn widens(&self, dims: &Dims) -> bool {
+        attention::widens_inputs(dims.seq_len, dims.head_dim, self.dtype)
     }
 
     fn category(&self) -> Category {

@@ -34,7 +34,6 @@ impl LayerPass<'_> {
     pub(super) fn forward_attention(&mut self, keep: bool, pass: Pass) -> (Buffer, Vec<SavedChunk>) {
         let (x, tokens) = (self.elems(self.dims.hidden), self.dims.tokens());
         let mid = self.take(x);
-        self.ledger.operate(&[x, x], 0);
         let rstd = self.take_f32(tokens);
         let mut kept = Vec::new();
         for chunk in 0..self.dims.chunks.len() {
@@ -85,7 +84,6 @@ impl LayerPass<'_> {
         }
         let (query, q_norm) = self.normalise_heads(query, num_heads);
         let (key, k_norm) = self.normalise_heads(key, num_kv_heads);
-        self.ledger.operate(&[self.elems(widths[0])], 0);
         self.compute(Piece::Projections, pass);
         let qkv = [query, key, value];
         let (out, attention) = self.attention.forward(chunk, qkv, self.dims, pass, self.ledger);
@@ -108,7 +106,6 @@ impl LayerPass<'_> {
         out.into_iter().for_each(|out| self.ledger.give(out));
         let [dq, dk, dv] = self.attention.backward(chunk, attention, self.dims, self.ledger);
         self.ledger.give(dout);
-        self.ledger.operate(&[self.elems(q)], 0);
         let dq = self.backward_head_norm(dq, num_heads, q_norm);
         let dk = self.backward_head_norm(dk, num_kv_heads, k_norm);
         [dq, dk, dv]
@@ -157,7 +154,6 @@ impl LayerPass<'_> {
         let elems = self.elems(heads * head_dim);
         let normed = self.take(elems);
         let rstd = self.take_f32(self.elems(heads));
-        self.ledger.operate(&[elems, head_dim, elems], 0);
         (normed, Some([y, rstd]))
     }
 
@@ -167,7 +163,7 @@ impl LayerPass<'_> {
         let elems = self.elems(heads * head_dim);
         let dheads = self.take(elems);
         let scratch = rms_norm::backward_scratch_bytes(self.elems(heads), head_dim);
-        self.ledger.operate(&[elems, elems, head_dim, elems], scratch);
+        self.ledger.scratch(scratch);
         [dy, before, rstd].into_iter().for_each(|buffer| self.ledger.give(buffer));
         dheads
     }

@@ -8,6 +8,7 @@ use super::ledger::{Buffer, Element, Ledger};
 use super::mlp::GateUp;
 use crate::memory::Category::Activations;
 use crate::model::Weights;
+use crate::ops::linear::{self, ProductMemory};
 use crate::ops::rms_norm;
 
 /// Terms that a product adds up at a time, and so how long the pieces are that its operands are packed into.
@@ -78,15 +79,11 @@ impl<'a> LayerPass<'a> {
 
     /// Some tokens of the residual stream normalised; their statistics are the caller's.
     pub(super) fn normalise(&mut self, tokens: usize) -> Buffer {
-        let (hidden, x) = (self.dims.hidden, tokens * self.dims.hidden);
-        let y = self.take(x);
-        self.ledger.operate(&[x, hidden, x], 0);
-        y
+        self.take(tokens * self.dims.hidden)
     }
 
     pub(super) fn backward_norm(&mut self, tokens: usize) {
-        let (hidden, x) = (self.dims.hidden, tokens * self.dims.hidden);
-        self.ledger.operate(&[x, x, hidden, x], rms_norm::backward_scratch_bytes(tokens, hidden));
+        self.ledger.scratch(rms_norm::backward_scratch_bytes(tokens, self.dims.hidden));
     }
 
     /// A product of `inputs` numbers of every token with a weight.
@@ -96,9 +93,18 @@ impl<'a> LayerPass<'a> {
 
     /// The same with `bytes` more for as long as it takes.
     pub(super) fn product_beside(&mut self, tile: Tile, (inputs, outputs): (usize, usize), bytes: usize) {
-        let packed = if outputs <= MAX_PACKED_ROWS { inputs.min(PACKED_TERMS) * outputs } else { 0 };
-        let operands = [tile.tokens * inputs, inputs * outputs, tile.tokens * outputs];
-        self.ledger.operate(&operands, packed * size_of::<f32>() + bytes);
+        let sizes = [tile.tokens, inputs, outputs];
+        match linear::product_memory(self.attention.dtype, sizes, self.attention.threads) {
+            ProductMemory::Packed(packed) => {
+                self.ledger.keep_packed(packed);
+                self.ledger.scratch(bytes);
+            }
+            ProductMemory::Widened => {
+                let packed = if outputs <= MAX_PACKED_ROWS { inputs.min(PACKED_TERMS) * outputs } else { 0 };
+                let operands = [tile.tokens * inputs, inputs * outputs, tile.tokens * outputs];
+                self.ledger.operate(&operands, packed * size_of::<f32>() + bytes);
+            }
+        }
         self.count(tile, inputs, outputs);
     }
 
@@ -112,9 +118,15 @@ impl<'a> LayerPass<'a> {
         if !is_trained {
             return;
         }
-        let packed = tile.tokens.min(PACKED_TERMS) * outputs;
-        let operands = [tile.tokens * inputs, tile.tokens * outputs];
-        self.ledger.operate(&operands, packed * size_of::<f32>());
+        let sizes = [tile.tokens, inputs, outputs];
+        match linear::weight_product_memory(self.attention.dtype, sizes, self.attention.threads) {
+            ProductMemory::Packed(packed) => self.ledger.keep_packed(packed),
+            ProductMemory::Widened => {
+                let packed = tile.tokens.min(PACKED_TERMS) * outputs;
+                let operands = [tile.tokens * inputs, tile.tokens * outputs];
+                self.ledger.operate(&operands, packed * size_of::<f32>());
+            }
+        }
         self.count(tile, inputs, outputs);
     }
 

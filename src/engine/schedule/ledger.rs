@@ -47,12 +47,14 @@ pub(super) struct Ledger {
     stored_bytes: usize,
     /// By bytes of an element and number of elements.
     shelves: HashMap<(usize, usize), Shelf>,
+    /// Bytes of the panels that threads keep for the next product.
+    packed_bytes: usize,
 }
 
 impl Ledger {
     /// Of a rank whose parameters and activations have elements of `stored_bytes`.
     pub(super) fn new(stored_bytes: usize) -> Self {
-        Self { events: VecDeque::new(), stored_bytes, shelves: HashMap::new() }
+        Self { events: VecDeque::new(), stored_bytes, shelves: HashMap::new(), packed_bytes: 0 }
     }
 
     pub(super) fn next_event(&mut self) -> Option<Event> {
@@ -118,8 +120,15 @@ impl Ledger {
         self.hold(Category::Other, -(bytes as i64));
     }
 
-    /// An operation on tensors of the config's precision, with `scratch` bytes of its own besides. 16-bit
-    /// operands exist in f32 as well while it runs.
+    /// Threads keep what they have packed, and make room anew where it is too small.
+    pub(super) fn keep_packed(&mut self, bytes: usize) {
+        let more = bytes.saturating_sub(self.packed_bytes);
+        self.packed_bytes += more;
+        self.hold(Category::Other, more as i64);
+    }
+
+    /// An operation on tensors of the config's precision that widens 16-bit operands as a whole, not piece by
+    /// piece: they exist in f32 as well while it runs. It has `scratch` bytes of its own besides.
     pub(super) fn operate(&mut self, operands: &[usize], scratch: usize) {
         let widened = if self.stored_bytes < size_of::<f32>() { operands.iter().sum() } else { 0 };
         self.scratch(widened * size_of::<f32>() + scratch);

@@ -20,13 +20,11 @@ impl LayerPass<'_> {
         let keep = keep && tile_tokens.is_none();
         let x = self.elems(hidden);
         let y = self.take(x);
-        self.ledger.operate(&[x, x], 0);
         let mut kept = None;
         for tile in self.dims.tiles() {
             let f = tile.tokens * intermediate;
             let GateUp { gate, up } = self.gate_up(tile);
             let product = self.take(f);
-            self.ledger.operate(&[f, f, f], 0);
             self.product(tile, intermediate, hidden);
             self.ledger.give(product);
             if keep {
@@ -59,11 +57,9 @@ impl LayerPass<'_> {
         let Dims { hidden, intermediate, .. } = *self.dims;
         let f = tile.tokens * intermediate;
         let product = self.take(f);
-        self.ledger.operate(&[f, f, f], 0);
         self.product_for_weight(tile, (intermediate, hidden), trained.down);
         self.product(tile, hidden, intermediate);
         let (dgate, dup) = (self.take(f), self.take(f));
-        self.ledger.operate(&[f; 5], 0);
         [product, gate, up].into_iter().for_each(|buffer| self.ledger.give(buffer));
         let rstd = self.take_f32(tile.tokens);
         let normed = self.normalise(tile.tokens);

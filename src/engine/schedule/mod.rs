@@ -131,7 +131,8 @@ impl Schedule {
         }
         let layers = Model::llama(model)?;
         let (dims, plans) = Dims::new(config, model, document_len, sp)?;
-        let element_bytes = config.precision.dtype().size_in_bytes();
+        let dtype = config.precision.dtype();
+        let element_bytes = dtype.size_in_bytes();
         let threads = config.threads_per_rank.unwrap_or(1);
         let mut ledger = Ledger::new(element_bytes);
         ledger.hold(Category::Other, (threads * PRODUCT_SCRATCH_BYTES) as i64);
@@ -144,7 +145,7 @@ impl Schedule {
         let recompute = config.activation_checkpointing;
         Ok(Self {
             units: Units::new(config, &layers, places, &mut ledger),
-            attention: SequenceParallel::new(&plans, element_bytes, threads),
+            attention: SequenceParallel::new(&plans, dtype, threads),
             checkpoint_file: CheckpointFile::new(config.memory.offload_checkpoints, &mut ledger),
             trained: trained_of_layers(&layers, model, is_trained)?,
             trained_outside,
@@ -211,7 +212,7 @@ impl Schedule {
     /// Tokens, their tables, and the embedding.
     fn begin_micro_batch(&mut self) -> Phase {
         self.ledger.push(Event::Begin(Moment::Embedding));
-        let Dims { hidden, vocab, head_dim, .. } = self.dims;
+        let Dims { hidden, head_dim, .. } = self.dims;
         let tokens = self.dims.tokens();
         // The batch: ids, labels and positions. The context: positions and the rotary tables.
         let batch = tokens * (size_of::<u32>() + size_of::<i64>() + size_of::<u32>());
@@ -223,7 +224,6 @@ impl Schedule {
         self.units.gather(0, &mut self.ledger);
         self.units.prefetch(if self.num_layers == 0 { self.head_unit() } else { 1 }, &mut self.ledger);
         let x = self.layer_pass().take(tokens * hidden);
-        self.ledger.operate(&[vocab * hidden, tokens * hidden], 0);
         self.units.release(0, &mut self.ledger);
         self.tape.hidden = Some(x);
         Phase::Forward { layer: 0 }
@@ -331,9 +331,7 @@ impl Schedule {
     fn embedding_backward(&mut self) -> Phase {
         self.ledger.push(Event::Begin(Moment::EmbeddingBackward));
         self.units.gradients(0, &mut self.ledger);
-        if self.trained_outside.embedding {
-            self.ledger.operate(&[self.dims.tokens() * self.dims.hidden], 0);
-        }
+        if self.trained_outside.embedding {}
         self.tape.gradient.take().into_iter().for_each(|gradient| self.ledger.give(gradient));
         self.units.reduce(0, self.is_boundary(), &mut self.ledger);
         self.units.finish_reductions(&mut self.ledger);

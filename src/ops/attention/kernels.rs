@@ -5,10 +5,12 @@ use super::{
     cpu::{self, Heads},
     cuda::{self, Tiling},
     dims::Dims,
+    on_cpu,
 };
 use crate::device::Target;
 use crate::ops::call::Call;
-use candle_core::Tensor;
+use crate::ops::gemm::bf16::Kernel;
+use candle_core::{DType, Tensor};
 
 /// What both directions read.
 #[derive(Debug, Clone, Copy)]
@@ -69,16 +71,7 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
     let target = call.target(&[("o", o), ("lse", lse)], &inputs)?;
     let dtype = call.element_type(&[("q", q), ("k", k), ("v", v), ("o", o)], &[("lse", lse)])?;
     match target {
-        Target::Cpu => {
-            let (q, k, v) = (call.read(q)?, call.read(k)?, call.read(v)?);
-            let problem = problem(&dims, [&q, &k, &v], scale, geometry);
-            call.write(o, |o| {
-                call.write(lse, |lse| {
-                    cpu::forward(&problem, o, lse);
-                    Ok(())
-                })
-            })?;
-        }
+        Target::Cpu => on_cpu::forward(bf16_kernel(dtype, &dims), &call, &dims, operands, [o, lse])?,
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, geometry };
             call.kernels(cuda::forward(&launcher, &problem, [o, lse], &Tiling::FORWARD))?;
@@ -151,19 +144,7 @@ pub fn backward(
     let dtype = call.element_type(&[&elements[..], &outputs].concat(), &sums)?;
     match target {
         Target::Cpu => {
-            let (q, k, v) = (call.read(q)?, call.read(k)?, call.read(v)?);
-            let problem = problem(&dims, [&q, &k, &v], scale, geometry);
-            let (dout, lse, delta) = (call.read(dout)?, call.read(lse)?, call.read(delta)?);
-            let dout = Heads::new(&dout, dims.num_queries, dims.num_heads, dims.head_dim);
-            let upstream = cpu::Upstream { dout, lse: &lse, delta: &delta };
-            call.write(dq, |dq| {
-                call.write(dk, |dk| {
-                    call.write(dv, |dv| {
-                        cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv });
-                        Ok(())
-                    })
-                })
-            })?;
+            on_cpu::backward(bf16_kernel(dtype, &dims), &call, &dims, operands, upstream, gradients)?;
         }
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, geometry };
@@ -173,24 +154,12 @@ pub fn backward(
     Ok(())
 }
 
-fn problem<'a>(
-    dims: &Dims,
-    [q, k, v]: [&'a [f32]; 3],
-    scale: f32,
-    geometry: &'a Geometry,
-) -> cpu::Problem<'a> {
-    cpu::Problem {
-        q: Heads::new(q, dims.num_queries, dims.num_heads, dims.head_dim),
-        k: Heads::new(k, dims.num_keys, dims.num_kv_heads, dims.head_dim),
-        v: Heads::new(v, dims.num_keys, dims.num_kv_heads, dims.head_dim),
-        dims: *dims,
-        scale,
-        geometry,
-    }
+fn bf16_kernel(dtype: DType, dims: &Dims) -> Option<Kernel> {
+    on_cpu::bf16_kernel(dtype, dims.num_queries, dims.num_keys, dims.head_dim)
 }
 
 /// The sizes of a call whose `q`, `k` and `v` fit each other and the geometry.
-fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, AttentionError> {
+pub(super) fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, AttentionError> {
     let Operands { q, k, v, geometry, .. } = *operands;
     let (_, _, num_kv_heads, _) = k.dims4()?;
     let (_, _, _, head_dim) = q.dims4()?;

@@ -21,6 +21,7 @@ mod dims;
 mod error;
 mod geometry;
 mod kernels;
+mod on_cpu;
 pub mod reference;
 #[cfg(test)]
 mod tests;
@@ -31,7 +32,7 @@ pub use kernels::{Gradients, Operands, Upstream, backward, delta, forward};
 
 use crate::memory::{Category, counted_as};
 use crate::ops::Workspace;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 /// Attention of a layer's queries over its keys, with a hand-written backward.
 ///
@@ -99,10 +100,17 @@ impl SavedAttention {
 }
 
 /// Bytes of working memory that each CPU thread keeps once it has computed a forward (or, with `backward`, a
-/// backward) pass over rows of `num_tokens` tokens.
+/// backward) pass over rows of `num_tokens` tokens of these elements.
 #[must_use]
-pub fn scratch_bytes(num_tokens: usize, head_dim: usize, backward: bool) -> usize {
-    cpu::scratch_bytes(num_tokens, head_dim, backward)
+pub fn scratch_bytes(num_tokens: usize, head_dim: usize, dtype: DType, backward: bool) -> usize {
+    on_cpu::scratch_bytes(num_tokens, head_dim, dtype, backward)
+}
+
+/// Whether a CPU computes with f32 copies of 16-bit queries, keys, values and output gradients of rows of
+/// `num_tokens` tokens.
+#[must_use]
+pub fn widens_inputs(num_tokens: usize, head_dim: usize, dtype: DType) -> bool {
+    on_cpu::bf16_kernel(dtype, num_tokens, num_tokens, head_dim).is_none()
 }
 
 /// Attention on this rank alone, with `scale = 1 / sqrt(head_dim)`.

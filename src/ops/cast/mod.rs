@@ -2,18 +2,19 @@
 
 mod cpu;
 mod cuda;
+mod pieces;
 pub mod reference;
 #[cfg(test)]
 mod tests;
 
 pub(super) use cpu::{Float, convert};
+pub(super) use pieces::{Before, PIECE, Pieces, rows_per_piece, with_element_type};
 
 use super::OpError;
 use super::call::Call;
 use crate::device::Target;
 use crate::tensor::with_slice;
-use candle_core::{DType, Tensor};
-use half::{bf16, f16};
+use candle_core::Tensor;
 
 /// target = source, element for element in memory order, rounded to nearest even where `target` is narrower.
 ///
@@ -30,21 +31,13 @@ pub fn cast(source: &Tensor, target: &Tensor) -> Result<(), OpError> {
     call.expect(("target", target), &[source.elem_count()])?;
     let (output, input) = (("target", target), ("source", source));
     match call.target(&[output], &[input])? {
-        Target::Cpu => match source.dtype() {
-            DType::BF16 => from::<bf16>(call, source, target),
-            DType::F16 => from::<f16>(call, source, target),
-            _ => from::<f32>(call, source, target),
-        },
+        Target::Cpu => with_element_type!(source.dtype(), S => from::<S>(call, source, target)),
         Target::Kernels(launcher) => call.kernels(cuda::cast(&launcher, source, target)),
     }
 }
 
 fn from<S: Float>(call: Call, source: &Tensor, target: &Tensor) -> Result<(), OpError> {
-    match target.dtype() {
-        DType::BF16 => between::<S, bf16>(call, source, target),
-        DType::F16 => between::<S, f16>(call, source, target),
-        _ => between::<S, f32>(call, source, target),
-    }
+    with_element_type!(target.dtype(), T => between::<S, T>(call, source, target))
 }
 
 fn between<S: Float, T: Float>(call: Call, source: &Tensor, target: &Tensor) -> Result<(), OpError> {

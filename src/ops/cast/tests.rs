@@ -1,6 +1,6 @@
 use super::*;
 use crate::ops::testing::*;
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 

@@ -12,6 +12,7 @@ pub use ids::Ids;
 
 use super::OpError;
 use super::call::Call;
+use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
 
@@ -31,13 +32,9 @@ pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let target = call.target(&[("y", y)], &[("weight", weight)])?;
     let dtype = call.element_type(&[("weight", weight), ("y", y)], &[])?;
     match target {
-        Target::Cpu => {
-            let weight = call.read(weight)?;
-            call.write(y, |y| {
-                cpu::forward(ids, &weight, y, d);
-                Ok(())
-            })
-        }
+        Target::Cpu => with_element_type!(dtype, T => {
+            call.on_cpu([weight], [y], |[weight], [y]| cpu::forward::<T>(ids, weight, y, d))
+        }),
         Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, dtype, ids, [weight, y], d)),
     }
 }
@@ -58,13 +55,11 @@ pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError>
     let target = call.target(&[("dweight", dweight)], &[("dy", dy)])?;
     let dtype = call.element_type(&[("dy", dy)], &[("dweight", dweight)])?;
     match target {
-        Target::Cpu => {
-            let dy = call.read(dy)?;
-            call.write(dweight, |dweight| {
-                cpu::backward(ids, &dy, dweight, d);
-                Ok(())
+        Target::Cpu => call.write(dweight, |dweight| {
+            with_element_type!(dtype, T => {
+                call.on_cpu([dy], [], |[dy], []| cpu::backward::<T>(ids, dy, dweight, d))
             })
-        }
+        }),
         Target::Kernels(launcher) => call.kernels(cuda::backward(&launcher, dtype, ids, [dy, dweight], d)),
     }
 }

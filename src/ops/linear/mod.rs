@@ -11,9 +11,9 @@ mod tests;
 
 use super::OpError;
 use super::call::Call;
-use super::gemm::bf16::{Kernel, kernel_for};
+use super::gemm::bf16::{Kernel, kernel_for, packed_bytes_of_threads};
 use crate::device::Target;
-use crate::tensor::{Element, with_slice_mut, with_slices};
+use crate::tensor::Element;
 use candle_core::{DType, Tensor};
 use half::bf16;
 
@@ -116,6 +116,38 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
     }
 }
 
+/// What a product on a CPU needs in memory beside its operands and its result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProductMemory {
+    /// Copies of all of them in f32, while it runs, if they have 16 bits.
+    Widened,
+    /// So many bytes of panels, which the threads keep.
+    Packed(usize),
+}
+
+/// The memory of [`forward`] with `n` tokens, and of [`backward_input`] with what goes in and out exchanged.
+#[must_use]
+pub fn product_memory(dtype: DType, [n, inputs, outputs]: [usize; 3], threads: usize) -> ProductMemory {
+    memory_of(dtype, [n, outputs, inputs], false, threads)
+}
+
+/// The memory of [`backward_weight`].
+#[must_use]
+pub fn weight_product_memory(
+    dtype: DType,
+    [n, inputs, outputs]: [usize; 3],
+    threads: usize,
+) -> ProductMemory {
+    memory_of(dtype, [outputs, inputs, n], true, threads)
+}
+
+fn memory_of(dtype: DType, sizes: [usize; 3], into_f32: bool, threads: usize) -> ProductMemory {
+    match bf16_kernel(dtype, sizes) {
+        Some(_) => ProductMemory::Packed(packed_bytes_of_threads(sizes, into_f32, threads)),
+        None => ProductMemory::Widened,
+    }
+}
+
 /// What computes the products of these sizes on a CPU, if they are not widened to f32.
 fn bf16_kernel(dtype: DType, sizes: [usize; 3]) -> Option<Kernel> {
     if dtype == DType::BF16 { kernel_for(sizes) } else { None }
@@ -129,9 +161,8 @@ impl Call {
         result: &Tensor,
         multiply: impl FnOnce([&[bf16]; 2], &mut [T]) -> Result<(), OpError>,
     ) -> Result<(), OpError> {
-        let product = with_slices(&operands, |operands: &[&[bf16]]| {
-            with_slice_mut(result, |result| multiply([operands[0], operands[1]], result))
-        });
-        product.and_then(|written| written).map_err(|source| OpError::Candle { op: self.op, source })?
+        self.on_cpu(operands, [], |operands, []| {
+            self.on_cpu([], [result], |[], [result]| multiply(operands, result))
+        })??
     }
 }

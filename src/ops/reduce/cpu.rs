@@ -1,5 +1,6 @@
 //! Reductions and buffer arithmetic on slices.
 
+use crate::ops::cast::{Before, PIECE, Pieces};
 use crate::ops::parallel::{MIN_BLOCK_ELEMS, rows_per_block};
 use crate::ops::simd::{self, simd_kernel};
 use rayon::prelude::*;
@@ -31,15 +32,19 @@ simd_kernel! {
     }
 }
 
-pub(super) fn accumulate(dst: &mut [f32], src: &[f32]) {
+pub(super) fn accumulate<D: Pieces, S: Pieces>(dst: &mut [D], src: &[S]) {
     let block = rows_per_block(dst.len(), 1);
-    (dst.par_chunks_mut(block), src.par_chunks(block))
-        .into_par_iter()
-        .for_each(|(dst, src)| accumulate_block(dst, src));
+    let blocks = (dst.par_chunks_mut(block), src.par_chunks(block)).into_par_iter();
+    blocks.for_each_init(Default::default, |[a, b]: &mut [Vec<f32>; 2], (dst, src)| {
+        for (dst, src) in dst.chunks_mut(PIECE).zip(src.chunks(PIECE)) {
+            let src = S::read(src, a);
+            D::update(dst, Before::Values, b, |dst| accumulate_piece(dst, src));
+        }
+    });
 }
 
 simd_kernel! {
-    fn accumulate_block<S>(dst: &mut [f32], src: &[f32]) {
+    fn accumulate_piece<S>(dst: &mut [f32], src: &[f32]) {
         for (dst, src) in dst.iter_mut().zip(src) {
             *dst += src;
         }
@@ -59,12 +64,14 @@ simd_kernel! {
     }
 }
 
-pub(super) fn fill(dst: &mut [f32], value: f32) {
+pub(super) fn fill<T: Pieces>(dst: &mut [T], value: f32) {
     let block = rows_per_block(dst.len(), 1);
-    dst.par_chunks_mut(block).for_each(|dst| dst.fill(value));
+    let mut element = [T::zero()];
+    T::round(&[value], &mut element);
+    dst.par_chunks_mut(block).for_each(|dst| dst.fill(element[0]));
 }
 
-pub(super) fn copy(dst: &mut [f32], src: &[f32]) {
+pub(super) fn copy<T: Pieces>(dst: &mut [T], src: &[T]) {
     let block = rows_per_block(dst.len(), 1);
     (dst.par_chunks_mut(block), src.par_chunks(block))
         .into_par_iter()

@@ -8,6 +8,7 @@ mod tests;
 
 use super::OpError;
 use super::call::Call;
+use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::{DType, Tensor};
 
@@ -61,13 +62,11 @@ pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
         call.element_type(&[("dst", dst), ("src", src)], &[])?;
     }
     match target {
-        Target::Cpu => {
-            let src = call.read(src)?;
-            call.write(dst, |dst| {
-                cpu::accumulate(dst, &src);
-                Ok(())
+        Target::Cpu => with_element_type!(src.dtype(), S => call.on_cpu([src], [], |[src], []| {
+            with_element_type!(dst.dtype(), D => {
+                call.on_cpu([], [dst], |[], [dst]| cpu::accumulate::<D, S>(dst, src))
             })
-        }
+        }))?,
         Target::Kernels(launcher) => call.kernels(cuda::accumulate(&launcher, dst, src)),
     }
 }
@@ -94,9 +93,8 @@ pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
 pub fn fill(dst: &Tensor, value: f32) -> Result<(), OpError> {
     let call = Call::new("reduce::fill");
     match call.target(&[("dst", dst)], &[])? {
-        Target::Cpu => call.write(dst, |dst| {
-            cpu::fill(dst, value);
-            Ok(())
+        Target::Cpu => with_element_type!(dst.dtype(), T => {
+            call.on_cpu([], [dst], |[], [dst]| cpu::fill::<T>(dst, value))
         }),
         Target::Kernels(launcher) => call.kernels(cuda::fill(&launcher, dst, value)),
     }
@@ -115,13 +113,9 @@ pub fn copy(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
     let target = call.target(&[("dst", dst)], &[("src", src)])?;
     call.element_type(&[("dst", dst), ("src", src)], &[])?;
     match target {
-        Target::Cpu => {
-            let src = call.read(src)?;
-            call.write(dst, |dst| {
-                cpu::copy(dst, &src);
-                Ok(())
-            })
-        }
+        Target::Cpu => with_element_type!(src.dtype(), T => {
+            call.on_cpu([src], [dst], |[src], [dst]| cpu::copy::<T>(dst, src))
+        }),
         Target::Kernels(launcher) => call.kernels(cuda::copy(&launcher, dst, src)),
     }
 }

@@ -1,5 +1,6 @@
 //! RMS normalisation on slices: each row is read twice, the second time from the cache.
 
+use crate::ops::cast::{Before, Pieces, rows_per_piece};
 use crate::ops::parallel::{MIN_BLOCK_ELEMS, rows_per_block};
 use crate::ops::simd::{self, simd_kernel};
 use rayon::prelude::*;
@@ -10,12 +11,18 @@ const MAX_WEIGHT_BLOCKS: usize = 64;
 /// A weight block has at least this many rows, so that summing the partials stays cheap.
 const MIN_WEIGHT_BLOCK_ROWS: usize = 16;
 
-pub(super) fn forward(x: &[f32], weight: &[f32], eps: f64, y: &mut [f32], rstd: &mut [f32]) {
+pub(super) fn forward<T: Pieces>(x: &[T], weight: &[f32], eps: f64, y: &mut [T], rstd: &mut [f32]) {
     let d = weight.len();
-    let rows = rows_per_block(rstd.len(), d);
+    let (rows, piece) = (rows_per_block(rstd.len(), d), rows_per_piece(d));
     (x.par_chunks(rows * d), y.par_chunks_mut(rows * d), rstd.par_chunks_mut(rows))
         .into_par_iter()
-        .for_each(|(x, y, rstd)| forward_rows(x, weight, eps, y, rstd));
+        .for_each_init(Default::default, |[a, b]: &mut [Vec<f32>; 2], (x, y, rstd)| {
+            let outputs = y.chunks_mut(piece * d).zip(rstd.chunks_mut(piece));
+            for (x, (y, rstd)) in x.chunks(piece * d).zip(outputs) {
+                let x = T::read(x, a);
+                T::update(y, Before::Garbage, b, |y| forward_rows(x, weight, eps, y, rstd));
+            }
+        });
 }
 
 simd_kernel! {
@@ -45,15 +52,19 @@ pub(super) fn backward_scratch_bytes(num_rows: usize, d: usize) -> usize {
 
 /// What the backward pass reads.
 #[derive(Clone, Copy)]
-pub(super) struct BackwardInputs<'a> {
-    pub(super) dy: &'a [f32],
-    pub(super) x: &'a [f32],
+pub(super) struct BackwardInputs<'a, T = f32> {
+    pub(super) dy: &'a [T],
+    pub(super) x: &'a [T],
     pub(super) weight: &'a [f32],
     pub(super) rstd: &'a [f32],
 }
 
 /// Writes dx and returns the weight gradient's partial sums, for [`add_partials`]: they are made in the same pass.
-pub(super) fn backward(inputs: BackwardInputs<'_>, dx: &mut [f32], accumulate_dx: bool) -> Vec<f32> {
+pub(super) fn backward<T: Pieces>(
+    inputs: BackwardInputs<'_, T>,
+    dx: &mut [T],
+    accumulate_dx: bool,
+) -> Vec<f32> {
     let BackwardInputs { dy, x, weight, rstd } = inputs;
     let d = weight.len();
     let rows = weight_block_rows(rstd.len());
@@ -66,17 +77,32 @@ pub(super) fn backward(inputs: BackwardInputs<'_>, dx: &mut [f32], accumulate_dx
         dx.par_chunks_mut(rows * d),
         partials.par_chunks_mut(d),
     );
-    blocks.into_par_iter().with_min_len(MIN_BLOCK_ELEMS.div_ceil(rows * d)).for_each(
-        |(dy, x, rstd, dx, partial)| {
-            let inputs = BackwardInputs { dy, x, weight, rstd };
-            if accumulate_dx {
-                backward_rows_accumulating(inputs, dx, partial);
-            } else {
-                backward_rows(inputs, dx, partial);
-            }
-        },
-    );
+    let blocks = blocks.into_par_iter().with_min_len(MIN_BLOCK_ELEMS.div_ceil(rows * d));
+    blocks.for_each_init(Default::default, |buffers: &mut [Vec<f32>; 3], (dy, x, rstd, dx, partial)| {
+        let inputs = BackwardInputs { dy, x, weight, rstd };
+        backward_pieces(inputs, dx, accumulate_dx, partial, buffers);
+    });
     partials
+}
+
+fn backward_pieces<T: Pieces>(
+    inputs: BackwardInputs<'_, T>,
+    dx: &mut [T],
+    accumulate_dx: bool,
+    partial: &mut [f32],
+    [a, b, c]: &mut [Vec<f32>; 3],
+) {
+    let BackwardInputs { dy, x, weight, rstd } = inputs;
+    let (d, piece) = (weight.len(), rows_per_piece(weight.len()));
+    let before = if accumulate_dx { Before::Values } else { Before::Garbage };
+    let inputs = dy.chunks(piece * d).zip(x.chunks(piece * d)).zip(rstd.chunks(piece));
+    for (((dy, x), rstd), dx) in inputs.zip(dx.chunks_mut(piece * d)) {
+        let inputs = BackwardInputs { dy: T::read(dy, a), x: T::read(x, b), weight, rstd };
+        T::update(dx, before, c, |dx| match accumulate_dx {
+            true => backward_rows_accumulating(inputs, dx, partial),
+            false => backward_rows(inputs, dx, partial),
+        });
+    }
 }
 
 simd_kernel! {

@@ -9,6 +9,7 @@ mod tests;
 
 use super::OpError;
 use super::call::Call;
+use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
 
@@ -29,11 +30,10 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
     let dtype = call.element_type(&[("x", x), ("weight", weight), ("y", y)], &[("rstd", rstd)])?;
     match target {
         Target::Cpu => {
-            let (x, weight) = (call.read(x)?, call.read(weight)?);
-            call.write(y, |y| {
-                call.write(rstd, |rstd| {
-                    cpu::forward(&x, &weight, eps, y, rstd);
-                    Ok(())
+            let weight = call.read(weight)?;
+            call.write(rstd, |rstd| {
+                with_element_type!(dtype, T => {
+                    call.on_cpu([x], [y], |[x], [y]| cpu::forward::<T>(x, &weight, eps, y, rstd))
                 })
             })
         }
@@ -85,15 +85,16 @@ pub fn backward<'a>(
     let dtype = call.element_type(&elements, &with_dweight(("rstd", rstd)))?;
     match target {
         Target::Cpu => {
-            let (dy, x, weight, rstd) = (call.read(dy)?, call.read(x)?, call.read(weight)?, call.read(rstd)?);
-            let inputs = cpu::BackwardInputs { dy: &dy, x: &x, weight: &weight, rstd: &rstd };
-            call.write(dx, |dx| {
-                let partials = cpu::backward(inputs, dx, accumulate_dx);
-                dweight.map_or(Ok(()), |dweight| {
-                    call.write(dweight, |dweight| {
-                        cpu::add_partials(&partials, dweight);
-                        Ok(())
-                    })
+            let (weight, rstd) = (call.read(weight)?, call.read(rstd)?);
+            let mut partials = Vec::new();
+            with_element_type!(dtype, T => call.on_cpu([dy, x], [dx], |[dy, x], [dx]| {
+                let inputs = cpu::BackwardInputs::<T> { dy, x, weight: &weight, rstd: &rstd };
+                partials = cpu::backward(inputs, dx, accumulate_dx);
+            }))?;
+            dweight.map_or(Ok(()), |dweight| {
+                call.write(dweight, |dweight| {
+                    cpu::add_partials(&partials, dweight);
+                    Ok(())
                 })
             })
         }

@@ -1,6 +1,7 @@
 //! The rotation on slices.
 
 use super::{Direction, Rope};
+use crate::ops::cast::{Before, Pieces, rows_per_piece};
 use crate::ops::parallel::rows_per_block;
 use crate::ops::simd::{Isa, simd_kernel};
 use rayon::prelude::*;
@@ -58,7 +59,13 @@ pub(super) fn table(position_ids: &[u32], frequencies: &Frequencies, amplitude: 
 }
 
 /// `row_elems` = heads · head_dim, the elements of one token.
-pub(super) fn apply(x: &mut [f32], cos: &[f32], sin: &[f32], row_elems: usize, direction: Direction) {
+pub(super) fn apply<T: Pieces>(
+    x: &mut [T],
+    cos: &[f32],
+    sin: &[f32],
+    row_elems: usize,
+    direction: Direction,
+) {
     if x.is_empty() {
         return;
     }
@@ -69,9 +76,15 @@ pub(super) fn apply(x: &mut [f32], cos: &[f32], sin: &[f32], row_elems: usize, d
         Direction::Forward => 1.0,
         Direction::Backward => -1.0,
     };
+    let piece = rows_per_piece(row_elems);
     (x.par_chunks_mut(rows * row_elems), cos.par_chunks(rows * half), sin.par_chunks(rows * half))
         .into_par_iter()
-        .for_each(|(x, cos, sin)| rotate_rows(x, row_elems, half, cos, sin, sign));
+        .for_each_init(Vec::new, |buffer, (x, cos, sin)| {
+            let angles = cos.chunks(piece * half).zip(sin.chunks(piece * half));
+            for (x, (cos, sin)) in x.chunks_mut(piece * row_elems).zip(angles) {
+                T::update(x, Before::Values, buffer, |x| rotate_rows(x, row_elems, half, cos, sin, sign));
+            }
+        });
 }
 
 simd_kernel! {

@@ -12,6 +12,7 @@ pub use scaling::{Refused, Rope, Scaling};
 
 use super::OpError;
 use super::call::Call;
+use super::cast::with_element_type;
 use super::device_table::DeviceTable;
 use crate::device::Target;
 use candle_core::{Device, Tensor};
@@ -131,9 +132,10 @@ pub fn apply(x: &Tensor, table: &Table, direction: Direction) -> Result<(), OpEr
     let target = call.target(&[("x", x)], &[])?;
     let dtype = call.element_type(&[("x", x)], &[])?;
     match target {
-        Target::Cpu => call.write(x, |x| {
-            cpu::apply(x, &table.cos, &table.sin, heads * head_dim, direction);
-            Ok(())
+        Target::Cpu => with_element_type!(dtype, T => {
+            call.on_cpu([], [x], |[], [x]| {
+                cpu::apply::<T>(x, &table.cos, &table.sin, heads * head_dim, direction);
+            })
         }),
         Target::Kernels(launcher) => call.kernels(cuda::apply(&launcher, dtype, x, *heads, table, direction)),
     }

@@ -8,6 +8,7 @@ mod tests;
 
 use super::OpError;
 use super::call::Call;
+use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
 
@@ -26,13 +27,9 @@ pub fn forward(gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let target = call.target(&[("y", y)], &[("gate", gate), ("up", up)])?;
     let dtype = call.element_type(&[("gate", gate), ("up", up), ("y", y)], &[])?;
     match target {
-        Target::Cpu => {
-            let (gate, up) = (call.read(gate)?, call.read(up)?);
-            call.write(y, |y| {
-                cpu::forward(&gate, &up, y);
-                Ok(())
-            })
-        }
+        Target::Cpu => with_element_type!(dtype, T => {
+            call.on_cpu([gate, up], [y], |[gate, up], [y]| cpu::forward::<T>(gate, up, y))
+        }),
         Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, dtype, [gate, up, y])),
     }
 }
@@ -61,15 +58,11 @@ pub fn backward(
     let elements: Vec<_> = inputs.into_iter().chain(outputs).collect();
     let dtype = call.element_type(&elements, &[])?;
     match target {
-        Target::Cpu => {
-            let (dy, gate, up) = (call.read(dy)?, call.read(gate)?, call.read(up)?);
-            call.write(dgate, |dgate| {
-                call.write(dup, |dup| {
-                    cpu::backward(&dy, &gate, &up, dgate, dup);
-                    Ok(())
-                })
+        Target::Cpu => with_element_type!(dtype, T => {
+            call.on_cpu([dy, gate, up], [dgate, dup], |[dy, gate, up], [dgate, dup]| {
+                cpu::backward::<T>([dy, gate, up], [dgate, dup]);
             })
-        }
+        }),
         Target::Kernels(launcher) => {
             call.kernels(cuda::backward(&launcher, dtype, [dy, gate, up], [dgate, dup]))
         }

@@ -4,8 +4,8 @@
 //! `dq += scale ds k`.
 
 use super::{
-    Problem,
-    matrix::{Heads, HeadsMut, Mat, MatMut, Store, multiply},
+    Operand, Problem,
+    matrix::{Heads, HeadsMut, Mat, MatMut, Store},
     scratch::{key_block_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, row_dots, softmax_backward},
     tiles::{KEY_BLOCK, QUERY_BLOCK, Span, spans},
@@ -15,9 +15,9 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 /// What backward reads besides the [`Problem`].
-pub(in crate::ops::attention) struct Upstream<'a> {
+pub(in crate::ops::attention) struct Upstream<'a, T> {
     /// `[b, sq, hq, d]`
-    pub(in crate::ops::attention) dout: Heads<'a>,
+    pub(in crate::ops::attention) dout: Heads<'a, T>,
     /// `[b, hq, sq]`
     pub(in crate::ops::attention) lse: &'a [f32],
     /// `[b, hq, sq]`
@@ -49,9 +49,9 @@ pub(in crate::ops::attention) fn delta(o: &Heads<'_>, dout: &Heads<'_>, delta: &
 /// one per (batch row, query head, block of queries) makes `dq`: seven products, since the scores and their
 /// gradients are computed twice, but as many tasks as there are blocks. Both add up the same rectangles in the
 /// same order.
-pub(in crate::ops::attention) fn backward(
-    problem: &Problem<'_>,
-    upstream: &Upstream<'_>,
+pub(in crate::ops::attention) fn backward<T: Operand>(
+    problem: &Problem<'_, T>,
+    upstream: &Upstream<'_, T>,
     gradients: Gradients<'_>,
 ) {
     let dims = &problem.dims;
@@ -83,15 +83,15 @@ fn one_task_per_kv_head(num_tasks: usize, num_threads: usize) -> bool {
     7 * num_tasks >= 5 * num_threads * num_tasks.div_ceil(num_threads)
 }
 
-struct Pass<'a> {
-    problem: &'a Problem<'a>,
-    upstream: &'a Upstream<'a>,
+struct Pass<'a, T: Operand> {
+    problem: &'a Problem<'a, T>,
+    upstream: &'a Upstream<'a, T>,
     dq: HeadsMut<'a>,
     dk: HeadsMut<'a>,
     dv: HeadsMut<'a>,
 }
 
-impl Pass<'_> {
+impl<T: Operand> Pass<'_, T> {
     /// All gradients of one KV head and the query heads that use it.
     fn kv_head(&self, row: usize, kv_head: usize) {
         let dims = &self.problem.dims;
@@ -122,21 +122,25 @@ impl Pass<'_> {
 
     /// `dk` and `dv` of a block of keys and, if asked for, what the block adds to `dq`.
     fn key_block(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
-        let Problem { q, dims, scale, geometry, .. } = self.problem;
+        let &Problem { kernel, ref q, ref dims, scale, geometry, .. } = self.problem;
         let visible = geometry.visible(row);
-        with_scratch(key_block_lengths(keys.len(), dims.head_dim), |[p, ds, k, v, dk, dv]| {
+        let lengths = key_block_lengths::<T>(keys.len(), dims.head_dim);
+        with_scratch(lengths, |[p, ds, p_room, ds_room, k, v, dk, dv]| {
             let block = self.gather(row, kv_head, keys.clone(), k, v);
             dk.fill(0.0);
             dv.fill(0.0);
             for head in self.query_heads(kv_head) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
                     for span in spans(visible, queries, keys.clone()) {
-                        let (p, ds) = self.recompute(row, head, &span, &block, p, ds);
+                        self.recompute(row, head, &span, &block, p, ds);
+                        let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
+                        let p = T::from_tile(p, num_queries, num_keys, p_room);
+                        let ds = T::from_tile(ds, num_queries, num_keys, ds_room);
                         let q = q.head(row, head, &span.queries);
                         let dout = self.upstream.dout.head(row, head, &span.queries);
                         let (dk, dv) = (block.rows_of(&span, dk), block.rows_of(&span, dv));
-                        multiply(dv, Store::Add, 1.0, p.t(), dout);
-                        multiply(dk, Store::Add, *scale, ds.t(), q);
+                        T::multiply(kernel, dv, Store::Add, 1.0, p.t(), dout);
+                        T::multiply(kernel, dk, Store::Add, scale, ds.t(), q);
                         if add_to_dq {
                             // SAFETY: a query head has one KV head and is only touched by that head's task.
                             unsafe { self.add_to_dq(row, head, &span, &block, ds) };
@@ -156,13 +160,14 @@ impl Pass<'_> {
         let Problem { dims, geometry, .. } = self.problem;
         let visible = geometry.visible(row);
         let (tile, block) = (queries.len() * ROW_STRIDE, KEY_BLOCK * dims.head_dim);
-        with_scratch([tile, tile, block, block], |[p, ds, k, v]| {
+        with_scratch([tile, tile, T::room_for_tile(tile), block, block], |[p, ds, room, k, v]| {
             // SAFETY: no other task has this row, head and block of queries.
             unsafe { self.dq.head(row, head, &queries) }.fill(0.0);
             for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
                 let block = self.gather(row, geometry.q_to_kv()[head], keys.clone(), k, v);
                 for span in spans(visible, queries.clone(), keys) {
-                    let (_, ds) = self.recompute(row, head, &span, &block, p, ds);
+                    self.recompute(row, head, &span, &block, p, ds);
+                    let ds = T::from_tile(ds, span.queries.len(), span.keys.len(), room);
                     // SAFETY: as above.
                     unsafe { self.add_to_dq(row, head, &span, &block, ds) };
                 }
@@ -177,43 +182,53 @@ impl Pass<'_> {
         keys: Range<usize>,
         k: &'s mut [f32],
         v: &'s mut [f32],
-    ) -> KeyBlock<'s> {
-        let k = self.problem.k.gather(row, kv_head, &keys, k);
-        let v = self.problem.v.gather(row, kv_head, &keys, v);
+    ) -> KeyBlock<'s, T> {
+        let k = self.problem.k.gather(row, kv_head, &keys, T::in_memory(k));
+        let v = self.problem.v.gather(row, kv_head, &keys, T::in_memory(v));
         KeyBlock { keys, k, v }
     }
 
-    /// The probabilities of a rectangle and the gradients of its scores, `[queries, keys]` both.
-    fn recompute<'s>(
+    /// The probabilities of a rectangle in `p` and the gradients of its scores in `ds`, `[queries, keys]` both
+    /// with rows [`ROW_STRIDE`] apart.
+    fn recompute(
         &self,
         row: usize,
         head: usize,
         span: &Span,
-        block: &KeyBlock<'_>,
-        p: &'s mut [f32],
-        ds: &'s mut [f32],
-    ) -> (Mat<'s>, Mat<'s>) {
-        let Problem { q, dims, scale, geometry, .. } = self.problem;
+        block: &KeyBlock<'_, T>,
+        p: &mut [f32],
+        ds: &mut [f32],
+    ) {
+        let &Problem { kernel, ref q, ref dims, scale, geometry, .. } = self.problem;
         let Upstream { dout, lse, delta } = self.upstream;
         let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
         let (q, dout) = (q.head(row, head, &span.queries), dout.head(row, head, &span.queries));
         let (k, v) = (block.k.rows(block.of(span)), block.v.rows(block.of(span)));
-        multiply(MatMut::new(p, num_queries, num_keys, ROW_STRIDE), Store::Overwrite, *scale, q, k.t());
-        multiply(MatMut::new(ds, num_queries, num_keys, ROW_STRIDE), Store::Overwrite, 1.0, dout, v.t());
+        let [scores, gradients] =
+            [&mut *p, &mut *ds].map(|t| MatMut::new(t, num_queries, num_keys, ROW_STRIDE));
+        T::multiply(kernel, scores, Store::Overwrite, scale, q, k.t());
+        T::multiply(kernel, gradients, Store::Overwrite, 1.0, dout, v.t());
         let first = (row * dims.num_heads + head) * dims.num_queries + span.queries.start;
         let terms = RowTerms { lse: &lse[first..][..num_queries], delta: &delta[first..][..num_queries] };
         softmax_backward(span, geometry.visible(row), &terms, p, ds);
-        (Mat::new(p, num_queries, num_keys, ROW_STRIDE), Mat::new(ds, num_queries, num_keys, ROW_STRIDE))
     }
 
     /// Adds `scale ds k` of a rectangle.
     ///
     /// # Safety
     /// No other thread may touch these queries of this row and head of `dq` meanwhile.
-    unsafe fn add_to_dq(&self, row: usize, head: usize, span: &Span, block: &KeyBlock<'_>, ds: Mat<'_>) {
+    unsafe fn add_to_dq(
+        &self,
+        row: usize,
+        head: usize,
+        span: &Span,
+        block: &KeyBlock<'_, T>,
+        ds: Mat<'_, T>,
+    ) {
         // SAFETY: as the caller promises.
         let dq = unsafe { self.dq.head(row, head, &span.queries) };
-        multiply(dq, Store::Add, self.problem.scale, ds, block.k.rows(block.of(span)));
+        let &Problem { kernel, scale, .. } = self.problem;
+        T::multiply(kernel, dq, Store::Add, scale, ds, block.k.rows(block.of(span)));
     }
 
     fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> {
@@ -223,13 +238,13 @@ impl Pass<'_> {
 }
 
 /// A block of one KV head, copied together.
-struct KeyBlock<'a> {
+struct KeyBlock<'a, T> {
     keys: Range<usize>,
-    k: Mat<'a>,
-    v: Mat<'a>,
+    k: Mat<'a, T>,
+    v: Mat<'a, T>,
 }
 
-impl KeyBlock<'_> {
+impl<T> KeyBlock<'_, T> {
     /// The rectangle's keys, counted from the block's first.
     fn of(&self, span: &Span) -> Range<usize> {
         span.keys.start - self.keys.start..span.keys.end - self.keys.start

@@ -1,8 +1,8 @@
 //! Forward: one task per (batch row, query head, block of queries), each with a running softmax.
 
 use super::{
-    Problem,
-    matrix::{HeadsMut, Mat, MatMut, Store, multiply},
+    Operand, Problem,
+    matrix::{HeadsMut, MatMut, Store},
     scratch::{query_block_lengths, with_scratch},
     softmax::{ROW_STRIDE, Running, online_softmax},
     tiles::{KEY_BLOCK, QUERY_BLOCK, spans},
@@ -12,7 +12,11 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
-pub(in crate::ops::attention) fn forward(problem: &Problem<'_>, o: &mut [f32], lse: &mut [f32]) {
+pub(in crate::ops::attention) fn forward<T: Operand>(
+    problem: &Problem<'_, T>,
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
     let dims = &problem.dims;
     let o = HeadsMut::new(o, dims.num_queries, dims.num_heads, dims.head_dim);
     let mut tasks: Vec<(Task, &mut [f32])> = Vec::new();
@@ -33,29 +37,32 @@ struct Task {
 }
 
 impl Task {
-    fn run(&self, problem: &Problem<'_>, o: &HeadsMut<'_>, lse: &mut [f32]) {
+    fn run<T: Operand>(&self, problem: &Problem<'_, T>, o: &HeadsMut<'_>, lse: &mut [f32]) {
         let head_dim = problem.dims.head_dim;
         let rows = self.queries.len();
-        with_scratch(query_block_lengths(rows, head_dim), |[scores, k_block, output, max, sum]| {
-            output.fill(0.0);
-            max.fill(f32::NEG_INFINITY);
-            sum.fill(0.0);
-            let mut running = Running { max, sum, output, head_dim, first_query: self.queries.start };
-            self.accumulate(problem, scores, k_block, &mut running);
-            // SAFETY: no other task has this row, head and block of queries.
-            let o = unsafe { o.head(self.row, self.head, &self.queries) };
-            finish(&running, o, lse);
-        });
+        with_scratch(
+            query_block_lengths::<T>(rows, head_dim),
+            |[scores, room, k_block, output, max, sum]| {
+                output.fill(0.0);
+                max.fill(f32::NEG_INFINITY);
+                sum.fill(0.0);
+                let mut running = Running { max, sum, output, head_dim, first_query: self.queries.start };
+                self.accumulate(problem, [scores, room], T::in_memory(k_block), &mut running);
+                // SAFETY: no other task has this row, head and block of queries.
+                let o = unsafe { o.head(self.row, self.head, &self.queries) };
+                finish(&running, o, lse);
+            },
+        );
     }
 
-    fn accumulate(
+    fn accumulate<T: Operand>(
         &self,
-        problem: &Problem<'_>,
-        scores: &mut [f32],
-        k_block: &mut [f32],
+        problem: &Problem<'_, T>,
+        [scores, room]: [&mut [f32]; 2],
+        k_block: &mut [T],
         running: &mut Running<'_>,
     ) {
-        let Problem { q, k, v, dims, scale, geometry } = problem;
+        let &Problem { kernel, ref q, ref k, ref v, ref dims, scale, geometry } = problem;
         let visible = geometry.visible(self.row);
         let kv_head = geometry.q_to_kv()[self.head];
         for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {
@@ -66,13 +73,13 @@ impl Task {
                 let k = k_block.rows(span.keys.start - keys.start..span.keys.end - keys.start);
                 let v = v.head(self.row, kv_head, &span.keys);
                 let s = MatMut::new(scores, num_queries, num_keys, ROW_STRIDE);
-                multiply(s, Store::Overwrite, *scale, q, k.t());
+                T::multiply(kernel, s, Store::Overwrite, scale, q, k.t());
                 online_softmax(&span, visible, scores, running);
-                let p = Mat::new(scores, num_queries, num_keys, ROW_STRIDE);
+                let p = T::from_tile(scores, num_queries, num_keys, room);
                 let first = span.queries.start - self.queries.start;
                 let output = &mut running.output[first * dims.head_dim..];
                 let output = MatMut::new(output, num_queries, dims.head_dim, dims.head_dim);
-                multiply(output, Store::Add, 1.0, p, v);
+                T::multiply(kernel, output, Store::Add, 1.0, p, v);
             }
         }
     }

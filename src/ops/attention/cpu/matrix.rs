@@ -2,19 +2,19 @@
 
 use std::{marker::PhantomData, ops::Range};
 
-/// A read-only matrix within a slice.
+/// A read-only matrix within a slice; one of its strides is 1.
 #[derive(Clone, Copy)]
-pub(super) struct Mat<'a> {
-    data: &'a [f32],
+pub(in crate::ops::attention) struct Mat<'a, T = f32> {
+    data: &'a [T],
     rows: usize,
     cols: usize,
     row_stride: usize,
     col_stride: usize,
 }
 
-impl<'a> Mat<'a> {
+impl<'a, T> Mat<'a, T> {
     /// Rows of `cols` elements, `row_stride` apart, from the start of `data`.
-    pub(super) fn new(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(super) fn new(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its slice");
         Self { data, rows, cols, row_stride, col_stride: 1 }
     }
@@ -34,12 +34,17 @@ impl<'a> Mat<'a> {
         let Self { data, rows, cols, row_stride, col_stride } = self;
         Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
     }
+
+    /// The elements, the numbers of rows and columns, and the distances between them.
+    pub(super) fn parts(self) -> (&'a [T], [usize; 2], [usize; 2]) {
+        (self.data, [self.rows, self.cols], [self.row_stride, self.col_stride])
+    }
 }
 
 /// A matrix to write to; each row is contiguous.
 ///
 /// Not a slice, because several threads hold the interleaved rows of one tensor.
-pub(super) struct MatMut<'a> {
+pub(in crate::ops::attention) struct MatMut<'a> {
     data: *mut f32,
     rows: usize,
     cols: usize,
@@ -58,6 +63,11 @@ impl<'a> MatMut<'a> {
         assert!(row < self.rows);
         // SAFETY: the view's rows are in bounds and, while it lives, nobody else's.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.row_stride), self.cols) }
+    }
+
+    /// The matrix must have the shape of `lhs * rhs`.
+    pub(super) fn expect_product<T>(&self, lhs: &Mat<'_, T>, rhs: &Mat<'_, T>) {
+        assert_eq!((self.rows, self.cols, lhs.cols), (lhs.rows, rhs.cols, rhs.rows));
     }
 
     /// Overwrites the matrix with rows that lie one behind the other.
@@ -80,14 +90,14 @@ fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
 
 /// Whether a product replaces its destination or adds to it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Store {
+pub(in crate::ops::attention) enum Store {
     Overwrite,
     Add,
 }
 
 /// `dst (+)= factor * lhs * rhs` on the calling thread.
-pub(super) fn multiply(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
-    assert_eq!((dst.rows, dst.cols, lhs.cols), (lhs.rows, rhs.cols, rhs.rows));
+pub(super) fn multiply_f32(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
+    dst.expect_product(&lhs, &rhs);
     // SAFETY: the views are in bounds of live slices (checked where they are made), the shapes agree, and
     // `dst` is the only way to its elements.
     unsafe {
@@ -117,16 +127,16 @@ pub(super) fn multiply(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>,
 
 /// A tensor `[batch, tokens, heads, head_dim]` to read.
 #[derive(Clone, Copy)]
-pub(in crate::ops::attention) struct Heads<'a> {
-    data: &'a [f32],
+pub(in crate::ops::attention) struct Heads<'a, T = f32> {
+    data: &'a [T],
     tokens: usize,
     heads: usize,
     head_dim: usize,
 }
 
-impl<'a> Heads<'a> {
+impl<'a, T: Copy> Heads<'a, T> {
     pub(in crate::ops::attention) fn new(
-        data: &'a [f32],
+        data: &'a [T],
         tokens: usize,
         heads: usize,
         head_dim: usize,
@@ -155,8 +165,8 @@ impl<'a> Heads<'a> {
         row: usize,
         head: usize,
         tokens: &Range<usize>,
-        into: &'b mut [f32],
-    ) -> Mat<'b> {
+        into: &'b mut [T],
+    ) -> Mat<'b, T> {
         let source = self.head(row, head, tokens);
         for (index, copy) in into.chunks_exact_mut(self.head_dim).take(source.rows).enumerate() {
             copy.copy_from_slice(&source.data[index * source.row_stride..][..self.head_dim]);
@@ -165,7 +175,7 @@ impl<'a> Heads<'a> {
     }
 
     /// One head of a batch row from its first element on, rows of `head_dim` [`Self::row_stride`] apart.
-    pub(super) fn head_slice(&self, row: usize, head: usize) -> &'a [f32] {
+    pub(super) fn head_slice(&self, row: usize, head: usize) -> &'a [T] {
         &self.data[(row * self.tokens * self.heads + head) * self.head_dim..]
     }
 
@@ -175,7 +185,7 @@ impl<'a> Heads<'a> {
     }
 
     /// Some tokens of one head, `[tokens, head_dim]`.
-    pub(super) fn head(&self, row: usize, head: usize, tokens: &Range<usize>) -> Mat<'a> {
+    pub(super) fn head(&self, row: usize, head: usize, tokens: &Range<usize>) -> Mat<'a, T> {
         assert!(head < self.heads && tokens.end <= self.tokens);
         let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
         Mat::new(&self.data[start..], tokens.len(), self.head_dim, self.row_stride())

@@ -4,6 +4,7 @@ mod backward;
 mod exp;
 mod forward;
 mod matrix;
+mod operand;
 mod scratch;
 mod softmax;
 mod tiles;
@@ -11,15 +12,17 @@ mod tiles;
 pub(super) use backward::{Gradients, Upstream, backward, delta};
 pub(super) use forward::forward;
 pub(super) use matrix::Heads;
+pub(super) use operand::Operand;
 pub(super) use scratch::scratch_bytes;
 
 use super::{Geometry, dims::Dims};
 
 /// What both directions read; checked by the caller.
-pub(super) struct Problem<'a> {
-    pub(super) q: Heads<'a>,
-    pub(super) k: Heads<'a>,
-    pub(super) v: Heads<'a>,
+pub(super) struct Problem<'a, T: Operand> {
+    pub(super) kernel: T::Kernel,
+    pub(super) q: Heads<'a, T>,
+    pub(super) k: Heads<'a, T>,
+    pub(super) v: Heads<'a, T>,
     pub(super) dims: Dims,
     pub(super) scale: f32,
     pub(super) geometry: &'a Geometry,

@@ -1,5 +1,6 @@
 //! Working memory that each thread keeps between calls.
 
+use super::operand::Operand;
 use super::softmax::ROW_STRIDE;
 use super::tiles::{KEY_BLOCK, QUERY_BLOCK};
 use std::cell::RefCell;
@@ -17,24 +18,32 @@ fn total<const N: usize>(lengths: [usize; N]) -> usize {
 }
 
 /// The buffers of a pass over rows of `num_tokens` tokens, in bytes.
-pub(in crate::ops::attention) fn scratch_bytes(num_tokens: usize, head_dim: usize, backward: bool) -> usize {
+pub(in crate::ops::attention) fn scratch_bytes<T: Operand>(
+    num_tokens: usize,
+    head_dim: usize,
+    backward: bool,
+) -> usize {
     let elements = if backward {
-        total(key_block_lengths(num_tokens.min(KEY_BLOCK), head_dim))
+        total(key_block_lengths::<T>(num_tokens.min(KEY_BLOCK), head_dim))
     } else {
-        total(query_block_lengths(num_tokens.min(QUERY_BLOCK), head_dim))
+        total(query_block_lengths::<T>(num_tokens.min(QUERY_BLOCK), head_dim))
     };
-    elements * size_of::<f32>()
+    elements * size_of::<f32>() + T::packed_bytes(QUERY_BLOCK, KEY_BLOCK, head_dim)
 }
 
-/// Lengths of the buffers of a forward task of `rows` queries: scores, keys, output, largest logits and sums.
-pub(super) fn query_block_lengths(rows: usize, head_dim: usize) -> [usize; 5] {
-    [rows * ROW_STRIDE, KEY_BLOCK * head_dim, rows * head_dim, rows, rows]
+/// Lengths of the buffers of a forward task of `rows` queries: scores, what they are converted to, keys, output,
+/// largest logits and sums.
+pub(super) fn query_block_lengths<T: Operand>(rows: usize, head_dim: usize) -> [usize; 6] {
+    let tile = rows * ROW_STRIDE;
+    [tile, T::room_for_tile(tile), KEY_BLOCK * head_dim, rows * head_dim, rows, rows]
 }
 
-/// Lengths of the buffers of a backward task of `keys` keys: two tiles, and keys, values and their gradients.
-pub(super) fn key_block_lengths(keys: usize, head_dim: usize) -> [usize; 6] {
+/// Lengths of the buffers of a backward task of `keys` keys: two tiles and what they are converted to, and keys,
+/// values and their gradients.
+pub(super) fn key_block_lengths<T: Operand>(keys: usize, head_dim: usize) -> [usize; 8] {
     let (tile, block) = (QUERY_BLOCK * ROW_STRIDE, keys * head_dim);
-    [tile, tile, block, block, block, block]
+    let room = T::room_for_tile(tile);
+    [tile, tile, room, room, block, block, block, block]
 }
 
 /// Calls `work` with `N` buffers of the given lengths, each aligned to a cache line, contents undefined.

@@ -1,7 +1,6 @@
 //! Cases that the tests share, and how outputs are compared.
 
 mod parity;
-#[cfg(feature = "kernel-emulation")]
 mod precision;
 mod properties;
 #[cfg(feature = "kernel-emulation")]
@@ -47,7 +46,6 @@ fn dirty(like: &Tensor) -> Result<Tensor> {
     let (_, layout) = like.storage_and_layout();
     Ok(match like.dtype() {
         DType::F32 => testing::output(like.dims()),
-        #[cfg(feature = "kernel-emulation")]
         dtype if layout.start_offset() > 0 => {
             testing::rounded(dtype, &vec![f32::NAN; like.elem_count()], like.dims()).0
         }

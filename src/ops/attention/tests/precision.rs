@@ -1,8 +1,12 @@
 //! 16-bit elements: the error against f64 is at most twice that of the plain computation that rounds every
 //! intermediate tensor to them, which is how FlashAttention is tested (Dao, `tests/test_flash_attn.py`).
 
+use super::super::{kernels::dims_of, on_cpu};
 use super::*;
+#[cfg(feature = "kernel-emulation")]
 use crate::device::emulate;
+use crate::ops::call::Call;
+use crate::ops::gemm::bf16::Kernel;
 use half::{bf16, f16};
 
 /// Where the tensors lie.
@@ -96,16 +100,21 @@ fn for_16_bits(run: impl Fn(DType, Layout) -> Result<()>) -> Result<()> {
     Ok(())
 }
 
+/// Grouped heads, several rows, documents with a window, and queries that see nothing.
+fn cases() -> Result<[Case; 4]> {
+    Ok([
+        causal(1, 200, &[0, 0, 1, 1], 2, 64)?,
+        causal(2, 90, &[1, 0, 1], 3, 20)?,
+        Case::new(packed(&[&[0, 37, 300]], &[0, 0, 1], Some(200))?, 2, 16)?,
+        Case::new(shards(350..500, 0..150)?, 2, 8)?,
+    ])
+}
+
+#[cfg(feature = "kernel-emulation")]
 #[test]
 fn elements_of_16_bits_err_at_most_twice_as_much_as_the_naive_way() -> Result<()> {
     for_16_bits(|dtype, layout| {
-        let cases = [
-            causal(1, 200, &[0, 0, 1, 1], 2, 64)?,
-            causal(2, 90, &[1, 0, 1], 3, 20)?,
-            Case::new(packed(&[&[0, 37, 300]], &[0, 0, 1], Some(200))?, 2, 16)?,
-            Case::new(shards(350..500, 0..150)?, 2, 8)?,
-        ];
-        for (index, case) in cases.into_iter().enumerate() {
+        for (index, case) in cases()?.into_iter().enumerate() {
             let case = case.rounded(dtype, layout)?;
             let name = format!("case {index} in {dtype:?}, {layout:?}");
             case.check_precision(&emulate(|| case.run())?, &name)?;
@@ -114,6 +123,48 @@ fn elements_of_16_bits_err_at_most_twice_as_much_as_the_naive_way() -> Result<()
     })
 }
 
+#[test]
+fn so_do_elements_of_16_bits_on_the_cpu() -> Result<()> {
+    for_16_bits(|dtype, layout| {
+        for (index, case) in cases()?.into_iter().enumerate() {
+            let case = case.rounded(dtype, layout)?;
+            case.check_precision(&case.run()?, &format!("case {index} in {dtype:?}, {layout:?}"))?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn so_do_bf16_products_of_every_kernel_for_any_number_of_threads() -> Result<()> {
+    let long = causal(1, 600, &[0, 0, 1], 2, 40)?;
+    for (index, case) in cases()?.into_iter().chain([long]).enumerate() {
+        let case = case.rounded(DType::BF16, Layout::Odd)?;
+        for kernel in Kernel::all().chain([Kernel::Portable]) {
+            let (call, dims) = (Call::new("test"), dims_of(&Call::new("test"), &case.operands())?);
+            let run = || {
+                case.run_with(
+                    |outputs| on_cpu::forward(Some(kernel), &call, &dims, &case.operands(), outputs),
+                    |upstream, gradients| {
+                        on_cpu::backward(Some(kernel), &call, &dims, &case.operands(), upstream, gradients)
+                    },
+                )
+            };
+            let [alone, together] = [1, 5].map(|threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+                pool.map_err(AttentionError::other)?.install(run)
+            });
+            let alone = alone?;
+            case.check_precision(&alone, &format!("case {index} by {kernel:?}"))?;
+            let bits = |outputs: &Outputs| {
+                outputs.clone().map(|o| o.into_iter().map(f32::to_bits).collect::<Vec<_>>())
+            };
+            assert!(bits(&alone) == bits(&together?), "case {index} by {kernel:?}: threads change bits");
+        }
+    }
+    Ok(())
+}
+
+#[cfg(feature = "kernel-emulation")]
 #[test]
 fn adding_up_dq_in_16_bits_keeps_within_the_same_error() -> Result<()> {
     for_16_bits(|dtype, layout| {
@@ -127,10 +178,12 @@ fn tensors_of_mixed_element_types_are_refused() -> Result<()> {
     let case = causal(1, 8, &[0], 1, 4)?.rounded(DType::BF16, Layout::Odd)?;
     let f32_q = case.q.to_dtype(DType::F32)?;
     let (o, lse) = (case.q.zeros_like()?, testing::output(&[1, 1, 8]));
-    let error = emulate(|| forward(&Operands { k: &f32_q, ..case.operands() }, &o, &lse)).expect_err("mixed");
-    assert!(
-        matches!(error, AttentionError::Op(OpError::MixedDTypes { argument: "k", got: DType::F32, .. })),
-        "{error}"
-    );
-    Ok(())
+    on_every_target(|target| {
+        let error = forward(&Operands { k: &f32_q, ..case.operands() }, &o, &lse).expect_err("mixed");
+        assert!(
+            matches!(error, AttentionError::Op(OpError::MixedDTypes { argument: "k", got: DType::F32, .. })),
+            "{target}: {error}"
+        );
+        Ok(())
+    })
 }

@@ -33,14 +33,14 @@ impl Kernel {
 
     /// All that this machine has, fastest first.
     #[cfg(target_arch = "x86_64")]
-    pub(super) fn all() -> impl Iterator<Item = Self> {
+    pub(in crate::ops) fn all() -> impl Iterator<Item = Self> {
         let amx = super::amx::is_available().then_some(Self::Amx);
         amx.into_iter().chain(super::avx512::is_available().then_some(Self::Avx512))
     }
 
     /// All that this machine has, fastest first.
     #[cfg(not(target_arch = "x86_64"))]
-    pub(super) fn all() -> impl Iterator<Item = Self> {
+    pub(in crate::ops) fn all() -> impl Iterator<Item = Self> {
         std::iter::empty()
     }
 

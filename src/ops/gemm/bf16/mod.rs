@@ -21,9 +21,10 @@ use super::SMALL_PRODUCT;
 use crate::ops::simd::simd_kernel;
 use half::bf16;
 use kernel::{BLOCK, Sums};
-use pack::{LINES, Order};
+use pack::{LINES, Order, panel_words};
 use rayon::prelude::*;
 use std::cell::RefCell;
+use std::ops::Range;
 
 /// Rows of the destination that a task computes.
 const ROWS_PER_TASK: usize = 4 * BLOCK;
@@ -132,24 +133,75 @@ fn multiply_rows<C: Stored>(
     add: bool,
 ) {
     let columns = b.lines;
+    let rows = c.len() / columns;
+    multiply_packed(kernel, a, first_row..first_row + rows, (b, packed_b), |row, column, sums| {
+        C::store(&mut c[row * columns + column..][..sums.len()], sums, add);
+    });
+}
+
+/// Calls `store(row, column, sums)` with pieces of the rows of `a·b`, each starting at a column. On the calling
+/// thread alone; lines of `a` are its rows, lines of `b` its columns.
+///
+/// # Shapes
+/// `a: [m, k], b: [k, n]`
+///
+/// # Panics
+/// When the shapes do not fit together.
+pub(in crate::ops) fn multiply_on_caller(
+    kernel: Kernel,
+    a: &Lines<'_>,
+    b: &Lines<'_>,
+    store: impl FnMut(usize, usize, &[f32]),
+) {
+    assert_eq!(a.terms, b.terms);
+    with_words(&PACKED_B, panels_of(b.lines) * b.panel_words(), |packed| {
+        b.pack(0, Order::LinesOfPair, packed);
+        multiply_packed(kernel, a, 0..a.lines, (b, packed), store);
+    });
+}
+
+/// As [`multiply_on_caller`] for some rows of `a`, which count from 0 in `store`, and a packed `b`.
+fn multiply_packed(
+    kernel: Kernel,
+    a: &Lines<'_>,
+    rows: Range<usize>,
+    (b, packed_b): (&Lines<'_>, &[u32]),
+    mut store: impl FnMut(usize, usize, &[f32]),
+) {
     let panel_words = a.panel_words();
-    with_words(&PACKED_A, panels_of(c.len() / columns) * panel_words, |packed_a| {
-        a.pack(first_row / LINES, Order::PairsOfLine, packed_a);
+    with_words(&PACKED_A, panels_of(rows.len()) * panel_words, |packed_a| {
+        a.pack(rows.start / LINES, Order::PairsOfLine, packed_a);
         let packed_a = &*packed_a;
         let mut sums = Sums([[0.0; BLOCK]; BLOCK]);
         kernel.ready(|| {
-            for first_column in (0..columns).step_by(BLOCK) {
-                let b = two_panels(packed_b, first_column / LINES, panel_words);
-                let width = BLOCK.min(columns - first_column);
-                for (block, rows) in c.chunks_mut(BLOCK * columns).enumerate() {
-                    kernel.block(two_panels(packed_a, 2 * block, panel_words), b, &mut sums);
-                    for (row, sums) in rows.chunks_exact_mut(columns).zip(&sums.0) {
-                        C::store(&mut row[first_column..first_column + width], &sums[..width], add);
+            for column in (0..b.lines).step_by(BLOCK) {
+                let b_panels = two_panels(packed_b, column / LINES, panel_words);
+                let width = BLOCK.min(b.lines - column);
+                for row in (0..rows.len()).step_by(BLOCK) {
+                    kernel.block(two_panels(packed_a, row / LINES, panel_words), b_panels, &mut sums);
+                    for (row, sums) in (row..rows.len()).zip(&sums.0) {
+                        store(row, column, &sums[..width]);
                     }
                 }
             }
         });
     });
+}
+
+/// Bytes of the panels that a thread keeps once it has multiplied `[m, k]` and `[k, n]` by itself.
+pub(in crate::ops) fn packed_bytes([m, n, k]: [usize; 3]) -> usize {
+    (panels_of(m) + panels_of(n)) * panel_words(k) * size_of::<u32>()
+}
+
+/// Bytes of the panels that `threads` threads keep once they have done [`multiply`].
+pub(in crate::ops) fn packed_bytes_of_threads(
+    [m, n, k]: [usize; 3],
+    adds_exactly: bool,
+    threads: usize,
+) -> usize {
+    let terms = if adds_exactly { k.min(TERMS_AT_A_TIME) } else { k };
+    let task = packed_bytes([m.min(ROWS_PER_TASK), 0, terms]);
+    threads * task + packed_bytes([0, n, terms])
 }
 
 /// Panels of so many lines, an even number.

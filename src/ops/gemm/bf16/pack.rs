@@ -54,13 +54,32 @@ impl<'a> Lines<'a> {
         Self { data, lines, terms, line_stride: 1, term_stride: lines }.checked()
     }
 
+    /// Lines whose terms are neighbours, or terms whose lines are: one of the strides is 1.
+    ///
+    /// # Errors
+    /// When neither stride is 1 or an element would lie outside `data`.
+    pub(in crate::ops) fn strided(
+        data: &'a [bf16],
+        [lines, terms]: [usize; 2],
+        [line_stride, term_stride]: [usize; 2],
+    ) -> Result<Self, OpError> {
+        let matrix = Self { data, lines, terms, line_stride, term_stride };
+        let last = || {
+            let line = (lines - 1).checked_mul(line_stride)?;
+            line.checked_add((terms - 1).checked_mul(term_stride)?)
+        };
+        let fits = lines == 0 || terms == 0 || last().is_some_and(|last| last < data.len());
+        if fits && (line_stride == 1 || term_stride == 1) { Ok(matrix) } else { Err(matrix.layout_error()) }
+    }
+
     fn checked(self) -> Result<Self, OpError> {
-        let Self { data, lines, terms, line_stride, term_stride } = self;
-        if Some(data.len()) == lines.checked_mul(terms) {
-            return Ok(self);
-        }
-        let (rows, cols, len) = (lines, terms, data.len());
-        Err(OpError::MatrixLayout { rows, cols, row_stride: line_stride, col_stride: term_stride, len })
+        let fits = Some(self.data.len()) == self.lines.checked_mul(self.terms);
+        if fits { Ok(self) } else { Err(self.layout_error()) }
+    }
+
+    fn layout_error(&self) -> OpError {
+        let Self { data, lines: rows, terms: cols, line_stride: row_stride, term_stride: col_stride } = *self;
+        OpError::MatrixLayout { rows, cols, row_stride, col_stride, len: data.len() }
     }
 
     /// Some of the terms.
@@ -69,9 +88,9 @@ impl<'a> Lines<'a> {
         Self { data, terms: count.min(self.terms - first), ..self }
     }
 
-    /// Words of a panel of 16 lines with all terms; a panel without terms is a tile of zeros.
+    /// Words of a panel of 16 lines with all terms.
     pub(super) fn panel_words(&self) -> usize {
-        self.terms.div_ceil(TILE_TERMS).max(1) * TILE_WORDS
+        panel_words(self.terms)
     }
 
     /// Packs the panels of 16 lines from `first_panel` on.
@@ -100,6 +119,11 @@ impl<'a> Lines<'a> {
         let stride = if is_contiguous { self.line_stride } else { self.term_stride };
         pack_tiles(bits, (is_contiguous, stride), (lines, self.terms), order, tiles);
     }
+}
+
+/// Words of a panel of 16 lines; one without terms is a tile of zeros.
+pub(super) fn panel_words(terms: usize) -> usize {
+    terms.div_ceil(TILE_TERMS).max(1) * TILE_WORDS
 }
 
 simd_kernel! {

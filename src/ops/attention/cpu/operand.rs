@@ -1,0 +1,129 @@
+//! What the products are computed in: f32, or bf16 with f32 sums where the processor multiplies bf16 faster.
+//!
+//! Scores, probabilities and their gradients are f32 tiles either way. As operands of a product with bf16 they are
+//! rounded to bf16, as FlashAttention does (Dao 2023, `P` and `dS` are converted before the second product).
+
+use super::matrix::{Mat, MatMut, Store, multiply_f32};
+use super::softmax::ROW_STRIDE;
+use crate::ops::gemm::bf16::{Kernel, Lines, multiply_on_caller, packed_bytes};
+use crate::ops::simd::simd_kernel;
+use half::bf16;
+
+/// An element of q, k, v and the output's gradient.
+pub(in crate::ops::attention) trait Operand: Copy + Send + Sync + 'static {
+    /// What computes the products.
+    type Kernel: Copy + Send + Sync;
+
+    /// f32 elements of working memory that hold `len` operands in [`Self::from_tile`].
+    fn room_for_tile(len: usize) -> usize;
+
+    /// Bytes that a thread keeps once it has multiplied tiles of `queries` by `keys`.
+    fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
+
+    /// Working memory as operands.
+    fn in_memory(memory: &mut [f32]) -> &mut [Self];
+
+    /// A tile of f32 values as an operand, in `room` if they have to be converted.
+    ///
+    /// # Shapes
+    /// `tile` has rows of `cols` values [`ROW_STRIDE`] apart.
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self>;
+
+    /// `dst (+)= factor * lhs * rhs` on the calling thread.
+    fn multiply(
+        kernel: Self::Kernel,
+        dst: MatMut<'_>,
+        store: Store,
+        factor: f32,
+        lhs: Mat<'_, Self>,
+        rhs: Mat<'_, Self>,
+    );
+}
+
+impl Operand for f32 {
+    type Kernel = ();
+
+    fn room_for_tile(_: usize) -> usize {
+        0
+    }
+
+    fn packed_bytes(_: usize, _: usize, _: usize) -> usize {
+        0
+    }
+
+    fn in_memory(memory: &mut [f32]) -> &mut [Self] {
+        memory
+    }
+
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, _: &'a mut [f32]) -> Mat<'a, Self> {
+        Mat::new(tile, rows, cols, ROW_STRIDE)
+    }
+
+    fn multiply((): (), dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
+        multiply_f32(dst, store, factor, lhs, rhs);
+    }
+}
+
+impl Operand for bf16 {
+    type Kernel = Kernel;
+
+    fn room_for_tile(len: usize) -> usize {
+        len.div_ceil(2)
+    }
+
+    fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize {
+        packed_bytes([queries, keys.max(head_dim), keys.max(head_dim)])
+    }
+
+    fn in_memory(memory: &mut [f32]) -> &mut [Self] {
+        // SAFETY: bf16 has half the size and alignment of f32, and any bits are a value of either.
+        unsafe { memory.align_to_mut().1 }
+    }
+
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self> {
+        let rounded = Self::in_memory(room);
+        round_rows(tile, rows, cols, rounded);
+        Mat::new(rounded, rows, cols, ROW_STRIDE)
+    }
+
+    fn multiply(
+        kernel: Kernel,
+        mut dst: MatMut<'_>,
+        store: Store,
+        factor: f32,
+        lhs: Mat<'_, Self>,
+        rhs: Mat<'_, Self>,
+    ) {
+        dst.expect_product(&lhs, &rhs);
+        let (lhs, rhs) = (lines_of(lhs), lines_of(rhs.t()));
+        let add = store == Store::Add;
+        multiply_on_caller(kernel, &lhs, &rhs, |row, column, sums| {
+            store_scaled(&mut dst.row(row)[column..][..sums.len()], sums, factor, add);
+        });
+    }
+}
+
+fn lines_of(matrix: Mat<'_, bf16>) -> Lines<'_> {
+    let (data, sizes, strides) = matrix.parts();
+    Lines::strided(data, sizes, strides).expect("a `Mat` lies within its slice and has a stride of 1")
+}
+
+simd_kernel! {
+    fn round_rows<S>(tile: &[f32], rows: usize, cols: usize, rounded: &mut [bf16]) {
+        let rounded = rounded.chunks_mut(ROW_STRIDE);
+        for (values, rounded) in tile.chunks(ROW_STRIDE).zip(rounded).take(rows) {
+            for (value, rounded) in values[..cols].iter().zip(&mut rounded[..cols]) {
+                *rounded = bf16::from_f32(*value);
+            }
+        }
+    }
+}
+
+simd_kernel! {
+    fn store_scaled<S>(elements: &mut [f32], sums: &[f32], factor: f32, add: bool) {
+        for (element, sum) in elements.iter_mut().zip(sums) {
+            let old = if add { *element } else { 0.0 };
+            *element = S::mul_add(factor, *sum, old);
+        }
+    }
+}
