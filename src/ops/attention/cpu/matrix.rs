@@ -59,6 +59,7 @@ impl<'a> MatMut<'a> {
         Self { data: data.as_mut_ptr(), rows, cols, row_stride, _borrowed: PhantomData }
     }
 
+    #[inline(always)]
     pub(super) fn row(&mut self, row: usize) -> &mut [f32] {
         assert!(row < self.rows);
         // SAFETY: the view's rows are in bounds and, while it lives, nobody else's.

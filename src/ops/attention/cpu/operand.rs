@@ -5,7 +5,7 @@
 
 use super::matrix::{Mat, MatMut, Store, multiply_f32};
 use super::softmax::ROW_STRIDE;
-use crate::ops::gemm::bf16::{Kernel, Lines, multiply_on_caller, packed_bytes};
+use crate::ops::gemm::bf16::{Block, Kernel, Lines, multiply_on_caller, packed_bytes};
 use crate::ops::simd::simd_kernel;
 use half::bf16;
 
@@ -98,7 +98,7 @@ impl Operand for bf16 {
         let (lhs, rhs) = (lines_of(lhs), lines_of(rhs.t()));
         let add = store == Store::Add;
         multiply_on_caller(kernel, &lhs, &rhs, |row, column, sums| {
-            store_scaled(&mut dst.row(row)[column..][..sums.len()], sums, factor, add);
+            store_scaled(&mut dst, (row, column), sums, factor, add);
         });
     }
 }
@@ -120,10 +120,13 @@ simd_kernel! {
 }
 
 simd_kernel! {
-    fn store_scaled<S>(elements: &mut [f32], sums: &[f32], factor: f32, add: bool) {
-        for (element, sum) in elements.iter_mut().zip(sums) {
-            let old = if add { *element } else { 0.0 };
-            *element = S::mul_add(factor, *sum, old);
+    fn store_scaled<S>(dst: &mut MatMut<'_>, at: (usize, usize), sums: Block<'_>, factor: f32, add: bool) {
+        let ((first_row, column), Block { rows, width }) = (at, sums);
+        for (row, sums) in (first_row..).zip(rows) {
+            for (element, sum) in dst.row(row)[column..column + width].iter_mut().zip(sums) {
+                let old = if add { *element } else { 0.0 };
+                *element = S::mul_add(factor, *sum, old);
+            }
         }
     }
 }

@@ -33,48 +33,58 @@ const ROWS_PER_TASK: usize = 4 * BLOCK;
 /// cache, and no chain of additions is longer.
 const TERMS_AT_A_TIME: usize = 2048;
 
+/// Rows of sums, of which so many are of the product.
+#[derive(Clone, Copy)]
+pub(in crate::ops) struct Block<'a> {
+    pub(in crate::ops) rows: &'a [[f32; BLOCK]],
+    pub(in crate::ops) width: usize,
+}
+
 /// Elements of a destination.
 pub(in crate::ops) trait Stored: Copy + Send + Sync {
     /// Whether the sums of parts of the terms may be added up in the destination.
     const ADDS_EXACTLY: bool;
 
-    /// Writes sums, or adds them.
-    fn store(elements: &mut [Self], sums: &[f32], add: bool);
+    /// Writes the sums of a block, or adds them. `elements` starts with the block's first and has its rows `stride`
+    /// apart.
+    fn store(elements: &mut [Self], stride: usize, sums: Block<'_>, add: bool);
 }
 
 impl Stored for f32 {
     const ADDS_EXACTLY: bool = true;
 
-    fn store(elements: &mut [Self], sums: &[f32], add: bool) {
-        store_f32(elements, sums, add);
+    fn store(elements: &mut [Self], stride: usize, sums: Block<'_>, add: bool) {
+        store_f32(elements, stride, sums, add);
     }
 }
 
 impl Stored for bf16 {
     const ADDS_EXACTLY: bool = false;
 
-    fn store(elements: &mut [Self], sums: &[f32], add: bool) {
-        store_bf16(elements, sums, add);
+    fn store(elements: &mut [Self], stride: usize, sums: Block<'_>, add: bool) {
+        store_bf16(elements, stride, sums, add);
     }
 }
 
 simd_kernel! {
-    fn store_f32<S>(elements: &mut [f32], sums: &[f32], add: bool) {
-        if add {
-            for (element, sum) in elements.iter_mut().zip(sums) {
-                *element += sum;
+    fn store_f32<S>(elements: &mut [f32], stride: usize, sums: Block<'_>, add: bool) {
+        let Block { rows, width } = sums;
+        for (row, sums) in elements.chunks_mut(stride).zip(rows) {
+            for (element, sum) in row[..width].iter_mut().zip(sums) {
+                *element = if add { *element + sum } else { *sum };
             }
-        } else {
-            elements.copy_from_slice(sums);
         }
     }
 }
 
 simd_kernel! {
-    fn store_bf16<S>(elements: &mut [bf16], sums: &[f32], add: bool) {
-        for (element, sum) in elements.iter_mut().zip(sums) {
-            let old = if add { element.to_f32() } else { 0.0 };
-            *element = bf16::from_f32(old + sum);
+    fn store_bf16<S>(elements: &mut [bf16], stride: usize, sums: Block<'_>, add: bool) {
+        let Block { rows, width } = sums;
+        for (row, sums) in elements.chunks_mut(stride).zip(rows) {
+            for (element, sum) in row[..width].iter_mut().zip(sums) {
+                let old = if add { element.to_f32() } else { 0.0 };
+                *element = bf16::from_f32(old + sum);
+            }
         }
     }
 }
@@ -135,12 +145,12 @@ fn multiply_rows<C: Stored>(
     let columns = b.lines;
     let rows = c.len() / columns;
     multiply_packed(kernel, a, first_row..first_row + rows, (b, packed_b), |row, column, sums| {
-        C::store(&mut c[row * columns + column..][..sums.len()], sums, add);
+        C::store(&mut c[row * columns + column..], columns, sums, add);
     });
 }
 
-/// Calls `store(row, column, sums)` with pieces of the rows of `a·b`, each starting at a column. On the calling
-/// thread alone; lines of `a` are its rows, lines of `b` its columns.
+/// Calls `store(row, column, sums)` with the blocks of `a·b` and where each starts. On the calling thread alone;
+/// lines of `a` are its rows, lines of `b` its columns.
 ///
 /// # Shapes
 /// `a: [m, k], b: [k, n]`
@@ -151,7 +161,7 @@ pub(in crate::ops) fn multiply_on_caller(
     kernel: Kernel,
     a: &Lines<'_>,
     b: &Lines<'_>,
-    store: impl FnMut(usize, usize, &[f32]),
+    store: impl FnMut(usize, usize, Block<'_>),
 ) {
     assert_eq!(a.terms, b.terms);
     with_words(&PACKED_B, panels_of(b.lines) * b.panel_words(), |packed| {
@@ -166,7 +176,7 @@ fn multiply_packed(
     a: &Lines<'_>,
     rows: Range<usize>,
     (b, packed_b): (&Lines<'_>, &[u32]),
-    mut store: impl FnMut(usize, usize, &[f32]),
+    mut store: impl FnMut(usize, usize, Block<'_>),
 ) {
     let panel_words = a.panel_words();
     with_words(&PACKED_A, panels_of(rows.len()) * panel_words, |packed_a| {
@@ -179,9 +189,7 @@ fn multiply_packed(
                 let width = BLOCK.min(b.lines - column);
                 for row in (0..rows.len()).step_by(BLOCK) {
                     kernel.block(two_panels(packed_a, row / LINES, panel_words), b_panels, &mut sums);
-                    for (row, sums) in (row..rows.len()).zip(&sums.0) {
-                        store(row, column, &sums[..width]);
-                    }
+                    store(row, column, Block { rows: &sums.0[..BLOCK.min(rows.len() - row)], width });
                 }
             }
         });
