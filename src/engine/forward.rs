@@ -163,6 +163,7 @@ impl Engine {
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let logits = self.model.head.logits(norm, projection, &hidden, &ctx)?;
         self.zero.release(head_unit);
+        self.workspace.give(hidden);
         Ok(logits)
     }
 
