@@ -1,7 +1,7 @@
 //! [`ProcessGroup`] over the processes of a job.
 
 use super::operation::{LaneKind, Operation, Step};
-use super::transfers::{Members, Place, Transfers};
+use super::transfers::{Members, OpPlace, Transfers};
 use super::world::World;
 use super::{collective, message};
 use crate::comm::arguments::Arguments;
@@ -92,7 +92,7 @@ impl MpiGroup {
             if members.world_size() > 1 {
                 members.stats.lock().ops.entry(op).or_default().calls += 1;
             }
-            let operation = Operation::new(members, kind, Place { op, sequence }, first);
+            let operation = Operation::new(members, kind, OpPlace { op, sequence }, first);
             let lane = operation.lane;
             (lane, self.world.issue(operation, describe)?)
         };

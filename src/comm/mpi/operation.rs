@@ -1,6 +1,6 @@
 //! An operation under way: messages, and what to do when they are done.
 
-use super::transfers::{Members, Place, Transfers};
+use super::transfers::{Members, OpPlace, Transfers};
 use crate::comm::CommError;
 use crate::comm::call::{Call, compare};
 use crate::comm::history::Record;
@@ -95,7 +95,7 @@ pub(super) struct Operation {
 }
 
 impl Operation {
-    pub(super) fn new(members: &Arc<Members>, kind: LaneKind, place: Place, first: Step) -> Self {
+    pub(super) fn new(members: &Arc<Members>, kind: LaneKind, place: OpPlace, first: Step) -> Self {
         let lane = Lane { group: Arc::as_ptr(members).addr(), kind };
         let transfers = Transfers::new(place, members);
         Self { members: members.clone(), lane, transfers, next: Some(first) }
@@ -121,7 +121,7 @@ impl Operation {
     }
 
     /// What it waits for: the group, the place within it and the global ranks.
-    pub(super) fn stuck(&self) -> (String, Place, Vec<usize>) {
+    pub(super) fn stuck(&self) -> (String, OpPlace, Vec<usize>) {
         let missing = self.transfers.missing();
         let missing = missing.into_iter().map(|rank| self.members.global_ranks[rank]).collect();
         (self.members.name.clone(), self.transfers.place(), missing)

@@ -4,7 +4,7 @@
 
 use super::dims::{Dims, Heads};
 use super::event::{Axis, Event, Pass, Piece, Purpose, Transfer, Work};
-use super::ledger::{Buffer, Element, Ledger};
+use super::ledger::{Buffer, ElementType, Ledger};
 use super::units::transfer_of;
 use crate::comm::{CollectiveOp, RecvBlock, StridedBlock, StridedPlan, Traffic};
 use crate::memory::Category;
@@ -108,12 +108,12 @@ impl SequenceParallel {
         }
         self.plan(chunk, dims, ledger);
         let whole =
-            head_sharded(heads, dims).map(|elems| ledger.take(Category::Exchange, Element::Stored, elems));
+            head_sharded(heads, dims).map(|elems| ledger.take(Category::Exchange, ElementType::Stored, elems));
         ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_heads.clone()));
         qkv.into_iter().for_each(|buffer| ledger.give(buffer));
         let saved = self.forward_locally(heads, whole, dims, pass, ledger);
         let elems = dims.tokens() * heads.num_heads * dims.head_dim;
-        let out = ledger.take(Category::Activations, Element::Stored, elems);
+        let out = ledger.take(Category::Activations, ElementType::Stored, elems);
         ledger.push(Event::Collective(self.exchanges[chunk].out_to_tokens.clone()));
         (Some(out), saved)
     }
@@ -132,12 +132,12 @@ impl SequenceParallel {
             return self.backward_locally(heads, saved, dims, ledger);
         }
         let [q_elems, ..] = head_sharded(heads, dims);
-        let dout = ledger.take(Category::Exchange, Element::Stored, q_elems);
+        let dout = ledger.take(Category::Exchange, ElementType::Stored, q_elems);
         ledger.push(Event::Collective(self.exchanges[chunk].out_to_heads.clone()));
         let whole = self.backward_locally(heads, saved, dims, ledger);
         ledger.give(dout);
         let gradients =
-            seq_sharded(heads, dims).map(|elems| ledger.take(Category::Activations, Element::Stored, elems));
+            seq_sharded(heads, dims).map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems));
         ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_tokens.clone()));
         whole.into_iter().for_each(|buffer| ledger.give(buffer));
         gradients
@@ -153,8 +153,8 @@ impl SequenceParallel {
     ) -> Saved {
         let [q, k, v] = head_sharded(heads, dims);
         let category = self.category();
-        let out = ledger.take(category, Element::Stored, q);
-        let lse = ledger.take(category, Element::F32, dims.all_tokens() * heads.num_heads_local);
+        let out = ledger.take(category, ElementType::Stored, q);
+        let lse = ledger.take(category, ElementType::F32, dims.all_tokens() * heads.num_heads_local);
         self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, false), ledger);
         ledger.operate(&[q, k, v, q], 0);
         let flops = 4.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
@@ -172,10 +172,10 @@ impl SequenceParallel {
         let Saved { qkv, out, lse } = saved;
         let [q, k, v] = head_sharded(heads, dims);
         let category = self.category();
-        let delta = ledger.take(category, Element::F32, dims.all_tokens() * heads.num_heads_local);
+        let delta = ledger.take(category, ElementType::F32, dims.all_tokens() * heads.num_heads_local);
         ledger.operate(&[q, q], 0);
         ledger.give(out);
-        let gradients = [q, k, v].map(|elems| ledger.take(category, Element::Stored, elems));
+        let gradients = [q, k, v].map(|elems| ledger.take(category, ElementType::Stored, elems));
         self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, true), ledger);
         ledger.operate(&[q, k, v, q, q, k, v], 0);
         // Twice the forward's; that the scores are computed once more is the kernel's affair.
