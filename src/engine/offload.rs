@@ -2,7 +2,7 @@
 
 use super::EngineError;
 use crate::config::{Config, Offload};
-use crate::offload::{OffloadError, OffloadFile, Extent, Use};
+use crate::offload::{Extent, OffloadError, OffloadFile, Use};
 use crate::ops::Workspace;
 use crate::tensor::TensorOptions;
 use crate::zero::Storage;

@@ -2,7 +2,7 @@
 
 use super::ZeroError;
 use crate::memory::{Category, counted_as};
-use crate::offload::{OffloadFile, Extent};
+use crate::offload::{Extent, OffloadFile};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! nanoGPT's and llm.c's `.bin`.
 
-use super::{DataFile, DocumentBounds, TokenType, FileFormat, Layout};
+use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
 use crate::data::FileError;
 
 /// 256 numbers of 32 bits.

@@ -6,7 +6,7 @@
 //! of sequences. What follows (the modes of multimodal sequences) is not read.
 
 use super::table::Table;
-use super::{DataFile, DocumentBounds, TokenType, FileFormat, Layout};
+use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
 use crate::data::FileError;
 
 const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";

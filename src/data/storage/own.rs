@@ -3,7 +3,7 @@
 //! The README of `data` has the table of the header.
 
 use super::table::Table;
-use super::{DataFile, DocumentBounds, TokenType, FileFormat, Layout};
+use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
 use crate::data::FileError;
 
 const MAGIC: &[u8; 8] = b"ulytoken";

@@ -107,8 +107,8 @@ impl SequenceParallel {
             return (None, self.forward_locally(heads, qkv, dims, pass, ledger));
         }
         self.plan(chunk, dims, ledger);
-        let whole =
-            head_sharded(heads, dims).map(|elems| ledger.take(Category::Exchange, ElementType::Stored, elems));
+        let whole = head_sharded(heads, dims)
+            .map(|elems| ledger.take(Category::Exchange, ElementType::Stored, elems));
         ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_heads.clone()));
         qkv.into_iter().for_each(|buffer| ledger.give(buffer));
         let saved = self.forward_locally(heads, whole, dims, pass, ledger);
@@ -136,8 +136,8 @@ impl SequenceParallel {
         ledger.push(Event::Collective(self.exchanges[chunk].out_to_heads.clone()));
         let whole = self.backward_locally(heads, saved, dims, ledger);
         ledger.give(dout);
-        let gradients =
-            seq_sharded(heads, dims).map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems));
+        let gradients = seq_sharded(heads, dims)
+            .map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems));
         ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_tokens.clone()));
         whole.into_iter().for_each(|buffer| ledger.give(buffer));
         gradients

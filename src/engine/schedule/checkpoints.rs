@@ -55,7 +55,10 @@ impl CheckpointFile {
     /// Brings a stored checkpoint back to memory.
     pub(super) fn load(&mut self, stored: Vec<usize>, ledger: &mut Ledger) -> Vec<Buffer> {
         self.written(ledger);
-        stored.into_iter().map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems)).collect()
+        stored
+            .into_iter()
+            .map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems))
+            .collect()
     }
 
     /// Storage that has been written is freed, not recycled.

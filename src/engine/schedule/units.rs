@@ -174,7 +174,8 @@ impl Units {
         let Some(trained) = self.trained(unit) else { return };
         let flat = &mut self.flats[trained];
         if self.stage.partitions_gradients() && flat.whole_gradient.is_none() {
-            flat.whole_gradient = Some(ledger.allocate(Category::Gradients, ElementType::F32, flat.padded_numel));
+            flat.whole_gradient =
+                Some(ledger.allocate(Category::Gradients, ElementType::F32, flat.padded_numel));
         }
     }
 
@@ -272,7 +273,11 @@ impl Units {
             }
             in_flight.drain(..).for_each(|written| ledger.free(written));
             if self.state.has_master && self.state.parameters_in_file {
-                changed.push(ledger.allocate(Category::Parameters, ElementType::Stored, flat.partition_numel));
+                changed.push(ledger.allocate(
+                    Category::Parameters,
+                    ElementType::Stored,
+                    flat.partition_numel,
+                ));
             }
             in_flight = changed;
         }
