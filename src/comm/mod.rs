@@ -41,6 +41,7 @@ mod ext;
 pub mod fake;
 mod group;
 mod history;
+mod lane;
 mod launch;
 mod mesh_groups;
 #[cfg(feature = "mpi")]

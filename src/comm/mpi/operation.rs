@@ -4,24 +4,9 @@ use super::transfers::{Members, OpPlace, Transfers};
 use crate::comm::CommError;
 use crate::comm::call::{Call, compare};
 use crate::comm::history::Record;
+use crate::comm::lane::{Lane, LaneKind};
 use std::fmt;
 use std::sync::Arc;
-
-/// Operations of one lane complete in the order in which they were issued. A group has a lane for
-/// its collectives and two for each peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Lane {
-    /// Address of the group's members.
-    pub(super) group: usize,
-    pub(super) kind: LaneKind,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LaneKind {
-    Collectives,
-    SendTo(usize),
-    RecvFrom(usize),
-}
 
 type Work = dyn FnOnce(&mut Transfers, &Members) -> Result<Option<Step>, CommError> + Send;
 
