@@ -4,6 +4,7 @@ use super::{ExchangePlan, UlyssesError};
 use crate::comm::{ProcessGroup, ProcessGroupExt, StridedPlan};
 use crate::ops::Workspace;
 use candle_core::Tensor;
+use std::array::from_ref;
 use std::sync::Arc;
 
 /// Tensors that hold this rank's tokens with all heads: `[batch, seq_local, heads, head_dim]`.
@@ -63,11 +64,9 @@ impl Exchange {
     ) -> Result<HeadSharded<Qkv>, UlyssesError> {
         let _exchange = tracing::trace_span!("qkv_seq_to_head").entered();
         let (q, kv) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
-        self.check(&qkv.0, &[("q", q), ("k", kv), ("v", kv)])?;
-        let kv = self.plan.head_sharded_kv_dims();
-        let out = outputs([self.plan.head_sharded_q_dims(), kv, kv], workspace)?;
-        self.group.all_to_all_strided(&qkv.0, &out, &self.qkv_seq_to_head)?;
-        Ok(HeadSharded(out))
+        let (q_out, kv_out) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
+        let dims = [("q", q, q_out), ("k", kv, kv_out), ("v", kv, kv_out)];
+        Ok(HeadSharded(self.exchange(&qkv.0, dims, &self.qkv_seq_to_head, workspace)?))
     }
 
     /// Sends the gradients of q, k and v back to the ranks that own their tokens, in
@@ -85,11 +84,9 @@ impl Exchange {
     ) -> Result<SeqSharded<Qkv>, UlyssesError> {
         let _exchange = tracing::trace_span!("qkv_head_to_seq").entered();
         let (q, kv) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
-        self.check(&grads.0, &[("dq", q), ("dk", kv), ("dv", kv)])?;
-        let kv = self.plan.seq_sharded_kv_dims();
-        let out = outputs([self.plan.seq_sharded_q_dims(), kv, kv], workspace)?;
-        self.group.all_to_all_strided(&grads.0, &out, &self.qkv_head_to_seq)?;
-        Ok(SeqSharded(out))
+        let (q_out, kv_out) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
+        let dims = [("dq", q, q_out), ("dk", kv, kv_out), ("dv", kv, kv_out)];
+        Ok(SeqSharded(self.exchange(&grads.0, dims, &self.qkv_head_to_seq, workspace)?))
     }
 
     /// Sends the attention output back to the ranks that own its tokens.
@@ -105,10 +102,8 @@ impl Exchange {
         workspace: &Workspace,
     ) -> Result<SeqSharded<Tensor>, UlyssesError> {
         let _exchange = tracing::trace_span!("out_head_to_seq").entered();
-        let input = std::slice::from_ref(&out.0);
-        self.check(input, &[("o", self.plan.head_sharded_q_dims())])?;
-        let [received] = outputs([self.plan.seq_sharded_q_dims()], workspace)?;
-        self.group.all_to_all_strided(input, std::slice::from_ref(&received), &self.out_head_to_seq)?;
+        let dims = [("o", self.plan.head_sharded_q_dims(), self.plan.seq_sharded_q_dims())];
+        let [received] = self.exchange(from_ref(&out.0), dims, &self.out_head_to_seq, workspace)?;
         Ok(SeqSharded(received))
     }
 
@@ -125,15 +120,21 @@ impl Exchange {
         workspace: &Workspace,
     ) -> Result<HeadSharded<Tensor>, UlyssesError> {
         let _exchange = tracing::trace_span!("out_seq_to_head").entered();
-        let input = std::slice::from_ref(&dout.0);
-        self.check(input, &[("do", self.plan.seq_sharded_q_dims())])?;
-        let [received] = outputs([self.plan.head_sharded_q_dims()], workspace)?;
-        self.group.all_to_all_strided(input, std::slice::from_ref(&received), &self.out_seq_to_head)?;
+        let dims = [("do", self.plan.seq_sharded_q_dims(), self.plan.head_sharded_q_dims())];
+        let [received] = self.exchange(from_ref(&dout.0), dims, &self.out_seq_to_head, workspace)?;
         Ok(HeadSharded(received))
     }
 
-    fn check(&self, tensors: &[Tensor], expected: &[(&'static str, Dims)]) -> Result<(), UlyssesError> {
-        for (tensor, &(name, (b, s, h, d))) in tensors.iter().zip(expected) {
+    /// One all-to-all of `N` tensors, each with its name and its shape here and where it arrives.
+    fn exchange<const N: usize>(
+        &self,
+        tensors: &[Tensor; N],
+        named_dims: [(&'static str, Dims, Dims); N],
+        plan: &Arc<StridedPlan>,
+        workspace: &Workspace,
+    ) -> Result<[Tensor; N], UlyssesError> {
+        let mut received = Vec::with_capacity(N);
+        for (tensor, (name, (b, s, h, d), arrives)) in tensors.iter().zip(named_dims) {
             if tensor.dims() != [b, s, h, d] {
                 return Err(UlyssesError::Shape {
                     tensor: name,
@@ -142,14 +143,11 @@ impl Exchange {
                     got: tensor.dims().to_vec(),
                 });
             }
+            received.push(workspace.take(arrives)?);
         }
-        Ok(())
+        self.group.all_to_all_strided(tensors, &received, plan)?;
+        received.try_into().map_err(|_| unreachable!("one tensor per name"))
     }
-}
-
-fn outputs<const N: usize>(dims: [Dims; N], workspace: &Workspace) -> Result<[Tensor; N], UlyssesError> {
-    let tensors = dims.iter().map(|dims| workspace.take(*dims)).collect::<Result<Vec<_>, _>>()?;
-    tensors.try_into().map_err(|_| unreachable!("one tensor per shape"))
 }
 
 /// `[batch, seq, heads, head_dim]`, either of them local.
