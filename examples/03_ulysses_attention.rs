@@ -73,8 +73,7 @@ fn sharded(rank: &RankContext, whole: &[Tensor; 4], heads: &[usize]) -> Result<(
 
     // Any local attention becomes sequence-parallel, and stays an `Attention`: whoever calls it
     // cannot tell.
-    let group = rank.group.clone();
-    let attention = UlyssesAttention::new(Arc::new(FlashAttention), group, Arc::new(Workspace::new()));
+    let attention = UlyssesAttention::new(Arc::new(FlashAttention), rank.group.clone());
     let results = forward_and_backward(&attention, &local, &geometry)?;
     rank.group.barrier()?;
     let volume = ExchangePlan::new(SHAPE, heads, SP, rank.rank)?.volume();

@@ -74,6 +74,7 @@ pub mod config;
 pub mod data;
 pub mod device;
 pub mod engine;
+mod fnv1a;
 pub mod memory;
 pub mod mesh;
 pub mod model;

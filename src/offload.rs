@@ -55,15 +55,15 @@ pub struct OffloadFile {
     thread: Option<JoinHandle<()>>,
 }
 
-/// A place in the file. Dropping it frees it.
+/// A part of the file, for one tensor. Dropping it frees it.
 #[derive(Debug)]
-pub struct Place {
+pub struct Extent {
     offset: u64,
     bytes: u64,
     extents: Arc<Mutex<Extents>>,
 }
 
-/// The places of the file: sizes repeat from layer to layer and from step to step.
+/// The parts of the file: sizes repeat from layer to layer and from step to step.
 #[derive(Debug, Default)]
 struct Extents {
     end: u64,
@@ -105,21 +105,21 @@ impl OffloadFile {
         Ok(Self { use_, directory, file, extents: Arc::default(), writer, thread: Some(thread) })
     }
 
-    /// A place for so many bytes. What it holds has no meaning until it has been written.
-    pub fn reserve(&self, bytes: usize) -> Place {
+    /// A part of so many bytes. What it holds has no meaning until it has been written.
+    pub fn reserve(&self, bytes: usize) -> Extent {
         let bytes = bytes as u64;
-        Place { offset: lock(&self.extents).take(bytes), bytes, extents: self.extents.clone() }
+        Extent { offset: lock(&self.extents).take(bytes), bytes, extents: self.extents.clone() }
     }
 
-    /// Starts to write a tensor, which nobody else may change until it is [settled](Self::settle), to a place of
+    /// Starts to write a tensor, which nobody else may change until it is [settled](Self::settle), to an extent of
     /// its size.
     ///
     /// # Errors
     /// When the thread has ended.
-    pub fn write(&self, place: &Place, tensor: Tensor) -> Result<(), OffloadError> {
+    pub fn write(&self, extent: &Extent, tensor: Tensor) -> Result<(), OffloadError> {
         let mut writer = lock(&self.writer);
-        writer.send(Job::Write(tensor, place.offset)).map_err(|source| self.failed(source))?;
-        writer.in_flight.push_back(place.offset);
+        writer.send(Job::Write(tensor, extent.offset)).map_err(|source| self.failed(source))?;
+        writer.in_flight.push_back(extent.offset);
         Ok(())
     }
 
@@ -131,26 +131,26 @@ impl OffloadFile {
         lock(&self.writer).settle().map_err(|source| self.failed(source))
     }
 
-    /// Starts to bring what is at a place to where [`read`](Self::read) finds it fast.
+    /// Starts to bring what is in an extent to where [`read`](Self::read) finds it fast.
     ///
     /// # Errors
     /// When the thread has ended.
-    pub fn read_ahead(&self, place: &Place) -> Result<(), OffloadError> {
-        let job = Job::ReadAhead { offset: place.offset, bytes: place.bytes };
+    pub fn read_ahead(&self, extent: &Extent) -> Result<(), OffloadError> {
+        let job = Job::ReadAhead { offset: extent.offset, bytes: extent.bytes };
         lock(&self.writer).send(job).map_err(|source| self.failed(source))
     }
 
-    /// Reads what is at a place into a tensor of the size and element type that was written.
+    /// Reads what is in an extent into a tensor of the size and element type that was written.
     ///
     /// # Errors
     /// A write or read that failed.
-    pub fn read(&self, place: &Place, into: &Tensor) -> Result<(), OffloadError> {
+    pub fn read(&self, extent: &Extent, into: &Tensor) -> Result<(), OffloadError> {
         let mut writer = lock(&self.writer);
-        if writer.in_flight.contains(&place.offset) {
+        if writer.in_flight.contains(&extent.offset) {
             writer.settle().map_err(|source| self.failed(source))?;
         }
         drop(writer);
-        read(&self.file, into, place.offset).map_err(|source| self.failed(source))
+        read(&self.file, into, extent.offset).map_err(|source| self.failed(source))
     }
 
     fn failed(&self, source: io::Error) -> OffloadError {
@@ -165,14 +165,14 @@ impl Drop for OffloadFile {
     }
 }
 
-impl Drop for Place {
+impl Drop for Extent {
     fn drop(&mut self) {
         lock(&self.extents).free.entry(self.bytes).or_default().push(self.offset);
     }
 }
 
 impl Extents {
-    /// A free place of this size. One that is being written still is written first: the thread
+    /// A free part of this size. One that is being written still is written first: the thread
     /// goes by the order of its jobs.
     fn take(&mut self, bytes: u64) -> u64 {
         if let Some(offset) = self.free.get_mut(&bytes).and_then(Vec::pop) {
@@ -269,18 +269,18 @@ mod tests {
     fn every_place_gives_back_what_was_written_to_it_last() {
         let file = OffloadFile::create(USE, None).unwrap();
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            let places = [5, 7, 7].map(|len| file.reserve(len * dtype.size_in_bytes()));
+            let extents = [5, 7, 7].map(|len| file.reserve(len * dtype.size_in_bytes()));
             for round in 0..3 {
                 let tensors =
                     [5, 7, 7].iter().zip(0..).map(|(&len, first)| filled(10 * (first + round), len, dtype));
                 let tensors: Vec<_> = tensors.collect();
-                for (place, tensor) in places.iter().zip(&tensors) {
-                    file.write(place, tensor.clone()).unwrap();
+                for (extent, tensor) in extents.iter().zip(&tensors) {
+                    file.write(extent, tensor.clone()).unwrap();
                 }
-                for (place, tensor) in places.iter().zip(&tensors).rev() {
-                    file.read_ahead(place).unwrap();
+                for (extent, tensor) in extents.iter().zip(&tensors).rev() {
+                    file.read_ahead(extent).unwrap();
                     let got = tensor.zeros_like().unwrap();
-                    file.read(place, &got).unwrap();
+                    file.read(extent, &got).unwrap();
                     assert_eq!(bits(&got), bits(tensor));
                 }
             }
@@ -308,7 +308,7 @@ mod tests {
     #[test]
     fn reading_what_was_never_written_is_an_error() {
         let file = OffloadFile::create(USE, None).unwrap();
-        let place = file.reserve(8);
-        assert!(file.read(&place, &filled(0, 2, DType::F32)).is_err());
+        let extent = file.reserve(8);
+        assert!(file.read(&extent, &filled(0, 2, DType::F32)).is_err());
     }
 }

@@ -46,7 +46,7 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
 ];
 
 /// Modules that all others may import and that import none.
-const LEAVES: [&str; 4] = ["tensor", "memory", "device", "offload"];
+const LEAVES: [&str; 5] = ["tensor", "memory", "device", "offload", "fnv1a"];
 
 /// Where `unsafe` may stand in `src/` and `examples/`.
 const MAY_BE_UNSAFE: [&str; 8] = [

@@ -2,9 +2,10 @@
 
 use super::call::{Call, compare};
 use super::{
-    CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ProcessGroupExt, ReduceOp, StridedPlan,
+    CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt, StartCall,
+    StridedPlan,
 };
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -45,101 +46,18 @@ impl Checked {
             error
         })
     }
-
-    /// One call for all tensors: the elements that go to each rank and come from it.
-    fn agree_on_strided(&self, inputs: &[Tensor], plan: &StridedPlan) -> Result<(), CommError> {
-        let elems = |batch: usize, rows: usize, run: usize| batch.saturating_mul(rows).saturating_mul(run);
-        let sent = plan
-            .send
-            .iter()
-            .map(|blocks| blocks.iter().map(|block| elems(block.batch, block.rows, block.run)).sum());
-        let received = plan.recv.iter().map(|blocks| {
-            blocks.iter().map(|recv| elems(recv.block.batch, recv.block.rows, recv.block.run)).sum()
-        });
-        let dtype = inputs.first().map_or(DType::F32, Tensor::dtype);
-        self.agree(&Call::AllToAll { dtype, send: sent.collect(), recv: received.collect() })
-    }
 }
 
-impl ProcessGroup for Checked {
-    fn name(&self) -> &str {
-        self.inner.name()
+impl GroupWrapper for Checked {
+    fn inner(&self) -> &Arc<dyn ProcessGroup> {
+        &self.inner
     }
 
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.inner.global_ranks()
-    }
-
-    fn value_device(&self) -> Device {
-        self.inner.value_device()
-    }
-
-    fn check(&self) -> Result<(), CommError> {
-        self.inner.check()
-    }
-
-    fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
-        self.agree(&Call::AllReduce { op, dtype: tensor.dtype(), count: tensor.elem_count() })?;
-        self.inner.start_all_reduce(tensor, op)
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        op: ReduceOp,
-    ) -> Result<Pending, CommError> {
-        self.agree(&Call::ReduceScatter { op, dtype: input.dtype(), chunk: output.elem_count() })?;
-        self.inner.start_reduce_scatter(input, output, op)
-    }
-
-    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
-        self.agree(&Call::AllGather { dtype: input.dtype(), count: input.elem_count() })?;
-        self.inner.start_all_gather(input, output)
-    }
-
-    fn start_all_to_all(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        send_counts: &[usize],
-        recv_counts: &[usize],
-    ) -> Result<Pending, CommError> {
-        let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
-        self.agree(&Call::AllToAll { dtype: input.dtype(), send, recv })?;
-        self.inner.start_all_to_all(input, output, send_counts, recv_counts)
-    }
-
-    fn start_all_to_all_strided(
-        &self,
-        inputs: &[Tensor],
-        outputs: &[Tensor],
-        plan: &Arc<StridedPlan>,
-    ) -> Result<Pending, CommError> {
-        self.agree_on_strided(inputs, plan)?;
-        self.inner.start_all_to_all_strided(inputs, outputs, plan)
-    }
-
-    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
-        self.agree(&Call::Broadcast { dtype: tensor.dtype(), count: tensor.elem_count(), root })?;
-        self.inner.start_broadcast(tensor, root)
-    }
-
-    fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
-        self.inner.start_send(tensor, dst)
-    }
-
-    fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
-        self.inner.start_recv(tensor, src)
-    }
-
-    fn start_barrier(&self) -> Result<Pending, CommError> {
-        self.agree(&Call::Barrier)?;
-        self.inner.start_barrier()
+    fn start(&self, call: StartCall<'_>) -> Result<Pending, CommError> {
+        if let Some(told) = without_data(call) {
+            self.agree(&told)?;
+        }
+        call.on(&*self.inner)
     }
 
     fn split(
@@ -161,16 +79,52 @@ impl ProcessGroup for Checked {
         stats.ops.retain(|_, op| op.calls > 0);
         stats
     }
+}
 
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
+/// What a rank tells of a call; nothing of messages.
+fn without_data(call: StartCall<'_>) -> Option<Call> {
+    Some(match call {
+        StartCall::AllReduce { tensor, op } => {
+            Call::AllReduce { op, dtype: tensor.dtype(), count: tensor.elem_count() }
+        }
+        StartCall::ReduceScatter { input, output, op } => {
+            Call::ReduceScatter { op, dtype: input.dtype(), chunk: output.elem_count() }
+        }
+        StartCall::AllGather { input, .. } => {
+            Call::AllGather { dtype: input.dtype(), count: input.elem_count() }
+        }
+        StartCall::AllToAll { input, send_counts, recv_counts, .. } => {
+            let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
+            Call::AllToAll { dtype: input.dtype(), send, recv }
+        }
+        StartCall::AllToAllStrided { inputs, plan, .. } => strided_without_data(inputs, plan),
+        StartCall::Broadcast { tensor, root } => {
+            Call::Broadcast { dtype: tensor.dtype(), count: tensor.elem_count(), root }
+        }
+        StartCall::Barrier => Call::Barrier,
+        StartCall::Send { .. } | StartCall::Recv { .. } => return None,
+    })
+}
+
+/// One call for all tensors: the elements that go to each rank and come from it.
+fn strided_without_data(inputs: &[Tensor], plan: &StridedPlan) -> Call {
+    let elems = |batch: usize, rows: usize, run: usize| batch.saturating_mul(rows).saturating_mul(run);
+    let sent = plan
+        .send
+        .iter()
+        .map(|blocks| blocks.iter().map(|block| elems(block.batch, block.rows, block.run)).sum());
+    let received = plan.recv.iter().map(|blocks| {
+        blocks.iter().map(|recv| elems(recv.block.batch, recv.block.rows, recv.block.run)).sum()
+    });
+    let dtype = inputs.first().map_or(DType::F32, Tensor::dtype);
+    Call::AllToAll { dtype, send: sent.collect(), recv: received.collect() }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::{LaunchOptions, launch};
+    use crate::comm::{LaunchOptions, ReduceOp, launch};
+    use candle_core::Device;
 
     fn on_ranks<T: Send>(
         run: impl Fn(usize, Arc<dyn ProcessGroup>) -> Result<T, CommError> + Sync,

@@ -85,6 +85,15 @@ pub trait ProcessGroupExt: ProcessGroup {
         to_host(self, &output)
     }
 
+    /// Compares values that all ranks should have alike: `None`, or the global rank of the first member whose values
+    /// are not those of the group's first, with the index of the first such value.
+    fn find_disagreement(&self, values: &[u64]) -> Result<Option<(usize, usize)>, CommError> {
+        let own: Vec<i64> = values.iter().map(|value| value.cast_signed()).collect();
+        let all = self.all_gather_values(&own)?;
+        let differs = (0..all.len()).find(|&at| all[at] != all[at % own.len()]);
+        Ok(differs.map(|at| (self.global_ranks()[at / own.len()], at % own.len())))
+    }
+
     /// Gathers any number of values from every rank: `result[j]` are those of rank
     /// `j`. Two collectives: the lengths, then the values.
     fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>, CommError> {

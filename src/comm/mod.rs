@@ -12,7 +12,8 @@
 //! 5. `mpi`: the backend whose ranks are processes (feature `mpi`).
 //! 6. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
 //! 7. [`MeshGroups`]: the groups along the axes of a device mesh.
-//! 8. [`CommTimer`]: what a rank's calls cost it in time, around any of them.
+//! 8. [`GroupWrapper`]: a group around another one; [`CommTimer`]: such a one, which tells what a
+//!    rank's calls cost it in time.
 //! 9. [`World`]: which process this is, by flags and launchers.
 //!
 //! ```
@@ -40,6 +41,7 @@ mod ext;
 pub mod fake;
 mod group;
 mod history;
+mod lane;
 mod launch;
 mod mesh_groups;
 #[cfg(feature = "mpi")]
@@ -52,6 +54,7 @@ mod strided;
 pub mod thread;
 mod timed;
 pub mod traffic;
+mod wrapper;
 
 pub use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 pub use crate::ops::rank_reduce::ReduceOp;
@@ -67,3 +70,4 @@ pub use stats::{CollectiveOp, GroupStats, OpStats};
 pub use thread::launch;
 pub use timed::{CallTimes, CommSeconds, CommTimer, EachCall};
 pub use traffic::Traffic;
+pub use wrapper::{GroupWrapper, StartCall};

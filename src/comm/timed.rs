@@ -1,7 +1,6 @@
 //! How long a rank is in the collectives of its groups, whatever carries them.
 
-use super::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan};
-use candle_core::{Device, Tensor};
+use super::{CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup, StartCall};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -178,7 +177,7 @@ impl CommTimer {
     }
 }
 
-/// Passes everything on, and times it.
+/// Times the collectives.
 #[derive(Debug)]
 struct TimedGroup {
     inner: Arc<dyn ProcessGroup>,
@@ -188,15 +187,18 @@ struct TimedGroup {
     issued: AtomicU64,
 }
 
-impl TimedGroup {
-    /// Times what `start` begins, with `tensors` put in.
-    fn timed(
-        &self,
-        op: CollectiveOp,
-        tensors: &[Tensor],
-        start: impl FnOnce() -> Result<Pending, CommError>,
-    ) -> Result<Pending, CommError> {
-        let input_bytes = tensors.iter().map(crate::tensor::bytes).sum::<usize>() as u64;
+impl GroupWrapper for TimedGroup {
+    fn inner(&self) -> &Arc<dyn ProcessGroup> {
+        &self.inner
+    }
+
+    fn start(&self, call: StartCall<'_>) -> Result<Pending, CommError> {
+        if let StartCall::Send { .. } | StartCall::Recv { .. } = call {
+            // Messages are not the group's: other ranks do not count them, so they have no sequence number.
+            return call.on(&*self.inner);
+        }
+        let op = call.op();
+        let input_bytes = call.inputs().iter().map(crate::tensor::bytes).sum::<usize>() as u64;
         let kind = Kind { axis: self.axis, op, ranks: self.inner.world_size(), input_bytes };
         let sequence = self.issued.fetch_add(1, Ordering::Relaxed);
         let first = self.inner.global_ranks()[0];
@@ -204,7 +206,7 @@ impl TimedGroup {
         let pending = {
             let _start =
                 tracing::trace_span!("start", axis = self.axis, %op, input_bytes, first, sequence).entered();
-            start()?
+            call.on(&*self.inner)?
         };
         let starting = begun.elapsed();
         let (timer, group) = (self.timer.clone(), self.inner.clone());
@@ -221,108 +223,11 @@ impl TimedGroup {
     }
 }
 
-impl ProcessGroup for TimedGroup {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.inner.global_ranks()
-    }
-
-    fn value_device(&self) -> Device {
-        self.inner.value_device()
-    }
-
-    fn check(&self) -> Result<(), CommError> {
-        self.inner.check()
-    }
-
-    fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
-        let input = std::slice::from_ref(tensor);
-        self.timed(CollectiveOp::AllReduce, input, || self.inner.start_all_reduce(tensor, op))
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        op: ReduceOp,
-    ) -> Result<Pending, CommError> {
-        let start = || self.inner.start_reduce_scatter(input, output, op);
-        self.timed(CollectiveOp::ReduceScatter, std::slice::from_ref(input), start)
-    }
-
-    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
-        let start = || self.inner.start_all_gather(input, output);
-        self.timed(CollectiveOp::AllGather, std::slice::from_ref(input), start)
-    }
-
-    fn start_all_to_all(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        send_counts: &[usize],
-        recv_counts: &[usize],
-    ) -> Result<Pending, CommError> {
-        let start = || self.inner.start_all_to_all(input, output, send_counts, recv_counts);
-        self.timed(CollectiveOp::AllToAll, std::slice::from_ref(input), start)
-    }
-
-    fn start_all_to_all_strided(
-        &self,
-        inputs: &[Tensor],
-        outputs: &[Tensor],
-        plan: &Arc<StridedPlan>,
-    ) -> Result<Pending, CommError> {
-        let start = || self.inner.start_all_to_all_strided(inputs, outputs, plan);
-        self.timed(CollectiveOp::AllToAllStrided, inputs, start)
-    }
-
-    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
-        let input = std::slice::from_ref(tensor);
-        self.timed(CollectiveOp::Broadcast, input, || self.inner.start_broadcast(tensor, root))
-    }
-
-    // Messages are not the group's: other ranks do not count them, so they have no sequence number.
-    fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
-        self.inner.start_send(tensor, dst)
-    }
-
-    fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
-        self.inner.start_recv(tensor, src)
-    }
-
-    fn start_barrier(&self) -> Result<Pending, CommError> {
-        self.timed(CollectiveOp::Barrier, &[], || self.inner.start_barrier())
-    }
-
-    fn split(
-        &self,
-        name: &str,
-        color: Option<usize>,
-        key: usize,
-    ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        self.inner.split(name, color, key)
-    }
-
-    fn stats(&self) -> GroupStats {
-        self.inner.stats()
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::{LaunchOptions, ProcessGroupExt, launch};
+    use super::super::{LaunchOptions, ProcessGroupExt, ReduceOp, launch};
     use super::*;
+    use candle_core::Device;
 
     #[test]
     fn a_rank_that_waits_for_a_late_one_is_charged_with_the_time_and_the_late_one_is_not() {

@@ -1,6 +1,7 @@
 //! The documents that are packed: all of a corpus, or those that a split leaves.
 
 use super::{Corpus, DataError, epoch_order};
+use crate::fnv1a;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -200,7 +201,7 @@ pub(super) struct RunningHash(u64);
 
 impl Default for RunningHash {
     fn default() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
+        Self(fnv1a::OFFSET_BASIS)
     }
 }
 
@@ -208,7 +209,7 @@ impl RunningHash {
     pub(super) fn add(&mut self, words: impl IntoIterator<Item = u64>) {
         for word in words {
             // The rotation brings what only high bits tell to the low ones, which the product spreads.
-            self.0 = (self.0 ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
+            self.0 = fnv1a::step(self.0, word).rotate_left(29);
         }
     }
 

@@ -1,7 +1,7 @@
 //! The backward pass.
 
 use super::forward::{LayerTape, Loss, Tape, head_views};
-use super::offload::{CheckpointFile, Stored};
+use super::offload::{CheckpointFile, OffloadedTensor};
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
@@ -103,7 +103,7 @@ impl Engine {
     /// Starts to fetch what the next layer's backward needs.
     fn read_ahead(&self, left: Option<&LayerTape>) -> Result<(), EngineError> {
         match (&self.checkpoint_file, left) {
-            (Some(file), Some(LayerTape::Stored(stored))) => Ok(file.read_ahead(stored)?),
+            (Some(file), Some(LayerTape::Offloaded(stored))) => Ok(file.read_ahead(stored)?),
             _ => Ok(()),
         }
     }
@@ -137,7 +137,7 @@ impl Engine {
                 return Ok((dx, x));
             }
             LayerTape::Checkpoint(tensors) => tensors,
-            LayerTape::Stored(stored) => load(self.checkpoint_file.as_ref(), stored, &self.workspace)?,
+            LayerTape::Offloaded(stored) => load(self.checkpoint_file.as_ref(), stored, &self.workspace)?,
         };
         let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
@@ -170,7 +170,7 @@ impl Engine {
 /// Brings a stored checkpoint back to memory.
 fn load(
     file: Option<&CheckpointFile>,
-    stored: Vec<Stored>,
+    stored: Vec<OffloadedTensor>,
     workspace: &Workspace,
 ) -> Result<Vec<Tensor>, EngineError> {
     let Some(file) = file else { return Ok(Vec::new()) };

@@ -1,6 +1,6 @@
 //! The forward pass.
 
-use super::offload::Stored;
+use super::offload::OffloadedTensor;
 use super::{Engine, EngineError};
 use crate::config::MemoryConfig;
 use crate::data::MicroBatch;
@@ -41,7 +41,7 @@ pub(super) enum LayerTape {
     /// What it is computed from again.
     Checkpoint(Vec<Tensor>),
     /// The same, in the engine's file.
-    Stored(Vec<Stored>),
+    Offloaded(Vec<OffloadedTensor>),
 }
 
 impl LayerTape {
@@ -49,7 +49,7 @@ impl LayerTape {
         match self {
             Self::State(_, saved) => saved.bytes(),
             Self::Checkpoint(tensors) => tensors.iter().map(crate::tensor::bytes).sum(),
-            Self::Stored(_) => 0,
+            Self::Offloaded(_) => 0,
         }
     }
 }
@@ -163,6 +163,7 @@ impl Engine {
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let logits = self.model.head.logits(norm, projection, &hidden, &ctx)?;
         self.zero.release(head_unit);
+        self.workspace.give(hidden);
         Ok(logits)
     }
 
@@ -170,7 +171,7 @@ impl Engine {
     fn keep(&self, checkpoint: Vec<Tensor>) -> Result<LayerTape, EngineError> {
         let Some(file) = &self.checkpoint_file else { return Ok(LayerTape::Checkpoint(checkpoint)) };
         let stored = checkpoint.into_iter().map(|tensor| file.store(tensor));
-        Ok(LayerTape::Stored(stored.collect::<Result<_, _>>()?))
+        Ok(LayerTape::Offloaded(stored.collect::<Result<_, _>>()?))
     }
 
     /// Layers whose output is all that is asked for.

@@ -126,7 +126,7 @@ impl Engine {
             "initialised"
         );
         let workspace = Arc::new(Workspace::with_options(options));
-        let attention = UlyssesAttention::new(local_attention, groups.sp.clone(), workspace.clone());
+        let attention = UlyssesAttention::new(local_attention, groups.sp.clone());
         Ok(Self {
             schedule: config.lr_schedule(),
             config: config.clone(),

@@ -2,7 +2,7 @@
 
 use super::EngineError;
 use crate::config::{Config, Offload};
-use crate::offload::{OffloadError, OffloadFile, Place, Use};
+use crate::offload::{Extent, OffloadError, OffloadFile, Use};
 use crate::ops::Workspace;
 use crate::tensor::TensorOptions;
 use crate::zero::Storage;
@@ -14,8 +14,8 @@ use std::sync::Arc;
 pub(super) struct CheckpointFile(OffloadFile);
 
 /// A checkpoint in the file.
-pub(super) struct Stored {
-    place: Place,
+pub(super) struct OffloadedTensor {
+    extent: Extent,
     shape: Shape,
 }
 
@@ -43,31 +43,31 @@ impl CheckpointFile {
     ///
     /// # Errors
     /// An earlier write that failed.
-    pub(super) fn store(&self, tensor: Tensor) -> Result<Stored, OffloadError> {
+    pub(super) fn store(&self, tensor: Tensor) -> Result<OffloadedTensor, OffloadError> {
         self.0.settle()?;
-        let place = self.0.reserve(crate::tensor::bytes(&tensor));
+        let extent = self.0.reserve(crate::tensor::bytes(&tensor));
         let shape = tensor.shape().clone();
-        self.0.write(&place, tensor)?;
-        Ok(Stored { place, shape })
+        self.0.write(&extent, tensor)?;
+        Ok(OffloadedTensor { extent, shape })
     }
 
     /// Starts to bring tensors to where [`load`](Self::load) finds them fast.
     ///
     /// # Errors
     /// When the file's thread has ended.
-    pub(super) fn read_ahead(&self, tensors: &[Stored]) -> Result<(), OffloadError> {
-        tensors.iter().try_for_each(|stored| self.0.read_ahead(&stored.place))
+    pub(super) fn read_ahead(&self, tensors: &[OffloadedTensor]) -> Result<(), OffloadError> {
+        tensors.iter().try_for_each(|stored| self.0.read_ahead(&stored.extent))
     }
 
-    /// Reads a tensor back and frees its place.
+    /// Reads a tensor back and frees its extent.
     ///
     /// # Errors
     /// A write or read that failed.
-    pub(super) fn load(&self, stored: Stored, workspace: &Workspace) -> Result<Tensor, EngineError> {
+    pub(super) fn load(&self, stored: OffloadedTensor, workspace: &Workspace) -> Result<Tensor, EngineError> {
         self.0.settle()?;
-        let Stored { place, shape } = stored;
+        let OffloadedTensor { extent, shape } = stored;
         let tensor = workspace.take(shape)?;
-        self.0.read(&place, &tensor)?;
+        self.0.read(&extent, &tensor)?;
         Ok(tensor)
     }
 }

@@ -16,13 +16,9 @@ impl Engine {
         if sp.world_size() == 1 {
             return Ok(());
         }
-        let hashes = sp.all_gather_values(&[hash.cast_signed()])?;
-        match hashes.iter().position(|hash| *hash != hashes[0]) {
+        match sp.find_disagreement(&[hash])? {
             None => Ok(()),
-            Some(differs) => {
-                let ranks = sp.global_ranks();
-                Err(EngineError::RowsDiffer { rank: ranks[differs], first: ranks[0] })
-            }
+            Some((rank, _)) => Err(EngineError::RowsDiffer { rank, first: sp.global_ranks()[0] }),
         }
     }
 
@@ -33,12 +29,10 @@ impl Engine {
     /// Ranks with different values, or failed communication.
     pub fn check_agreement(&mut self, numbers: &[(&'static str, u64)]) -> Result<(), EngineError> {
         let sent = self.bytes_sent();
-        let own: Vec<i64> = numbers.iter().map(|(_, value)| value.cast_signed()).collect();
+        let values: Vec<u64> = numbers.iter().map(|(_, value)| *value).collect();
         for group in [&self.groups.sp, &self.groups.dp] {
-            let values = group.all_gather_values(&own)?;
-            if let Some(differs) = (0..values.len()).find(|&at| values[at] != values[at % own.len()]) {
-                let (ranks, what) = (group.global_ranks(), numbers[differs % own.len()].0);
-                let (rank, first) = (ranks[differs / own.len()], ranks[0]);
+            if let Some((rank, index)) = group.find_disagreement(&values)? {
+                let (what, first) = (numbers[index].0, group.global_ranks()[0]);
                 return Err(EngineError::Disagreement { what, rank, first });
             }
         }

@@ -266,17 +266,14 @@ impl Engine {
         if with_optimizer {
             hashes.push(("optimizer state", self.zero.optimizer_hash()?));
         }
-        let values: Vec<i64> = hashes.iter().map(|(_, hash)| hash.cast_signed()).collect();
-        let of_ranks = group.all_gather_values(&values)?;
-        let of_first = &of_ranks[..values.len()];
-        for (rank, of_rank) in of_ranks.chunks(values.len()).enumerate() {
-            let differs = of_rank.iter().zip(of_first).position(|(hash, first)| hash != first);
-            if let Some(index) = differs {
-                let (what, ranks) = (hashes[index].0, group.global_ranks());
-                return Err(EngineError::ReplicasDiffer { what, axis, rank: ranks[rank], first: ranks[0] });
+        let values: Vec<u64> = hashes.iter().map(|(_, hash)| *hash).collect();
+        match group.find_disagreement(&values)? {
+            None => Ok(()),
+            Some((rank, index)) => {
+                let (what, first) = (hashes[index].0, group.global_ranks()[0]);
+                Err(EngineError::ReplicasDiffer { what, axis, rank, first })
             }
         }
-        Ok(())
     }
 
     /// The constant that losses are divided by before their number is known: any would do, this

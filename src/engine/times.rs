@@ -63,7 +63,7 @@ impl StepTimes {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Phase {
+pub(super) enum StepPhase {
     Forward,
     Backward,
     Update,
@@ -93,18 +93,18 @@ impl Engine {
         &mut self.times.parts[index]
     }
 
-    pub(super) fn timed<T>(&mut self, phase: Phase, run: impl FnOnce(&mut Self) -> T) -> T {
+    pub(super) fn timed<T>(&mut self, phase: StepPhase, run: impl FnOnce(&mut Self) -> T) -> T {
         let (begun, comm) = (Instant::now(), self.comm_timer.seconds());
         let span = match phase {
-            Phase::Forward => tracing::debug_span!("forward"),
-            Phase::Backward => tracing::debug_span!("backward"),
-            Phase::Update => tracing::debug_span!("update"),
+            StepPhase::Forward => tracing::debug_span!("forward"),
+            StepPhase::Backward => tracing::debug_span!("backward"),
+            StepPhase::Update => tracing::debug_span!("update"),
         };
         let value = span.in_scope(|| run(self));
         let times = match phase {
-            Phase::Forward => &mut self.times.forward,
-            Phase::Backward => &mut self.times.backward,
-            Phase::Update => &mut self.times.update,
+            StepPhase::Forward => &mut self.times.forward,
+            StepPhase::Backward => &mut self.times.backward,
+            StepPhase::Update => &mut self.times.update,
         };
         times.seconds += begun.elapsed().as_secs_f64();
         times.comm += self.comm_timer.seconds() - comm;

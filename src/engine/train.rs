@@ -1,6 +1,6 @@
 //! One global batch at a time.
 
-use super::times::Phase;
+use super::times::StepPhase;
 use super::{Engine, EngineError, StepReport};
 use crate::data::{DataError, DataLoader, Dataset, LoaderOptions, MicroBatch, Placement};
 use std::error::Error;
@@ -40,9 +40,9 @@ impl Engine {
         let done = self.accumulation.micro_steps;
         for _ in done..accumulation {
             let batch = next_micro_batch().map_err(|error| EngineError::Source(error.into()))?;
-            let loss = self.timed(Phase::Forward, |engine| engine.forward(&batch))?;
-            self.timed(Phase::Backward, |engine| engine.backward(loss))?;
+            let loss = self.timed(StepPhase::Forward, |engine| engine.forward(&batch))?;
+            self.timed(StepPhase::Backward, |engine| engine.backward(loss))?;
         }
-        self.timed(Phase::Update, Self::step)?.ok_or(EngineError::NotAtBoundary { accumulation, done })
+        self.timed(StepPhase::Update, Self::step)?.ok_or(EngineError::NotAtBoundary { accumulation, done })
     }
 }

@@ -42,6 +42,7 @@ pub use shard::shard_range;
 pub use sharding::{REPLICAS_AXIS, SHARD_AXIS, TrainingShape};
 pub use svg::svg;
 
+use crate::fnv1a::Fnv1a;
 use std::collections::HashSet;
 
 /// Most ranks a mesh may have; more is a typing error, and must not exhaust memory.
@@ -184,7 +185,7 @@ impl DeviceMesh {
             hash.write_len(size);
         }
         self.ranks.iter().for_each(|&rank| hash.write_len(rank));
-        hash.0
+        hash.finish()
     }
 
     fn axis_index(&self, name: &str) -> Result<usize, MeshError> {
@@ -292,25 +293,4 @@ fn num_ranks_of(names: &[String], shape: &[usize]) -> Result<usize, MeshError> {
     product
         .filter(|&product| product <= MAX_RANKS)
         .ok_or_else(|| MeshError::TooManyRanks { mesh: notation::axes(names, shape), limit: MAX_RANKS })
-}
-
-/// 64-bit FNV-1a. `std`'s hashers promise no stable value between releases.
-struct Fnv1a(u64);
-
-impl Default for Fnv1a {
-    fn default() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
-    }
-}
-
-impl Fnv1a {
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
-    }
-
-    fn write_len(&mut self, value: usize) {
-        self.write(&(value as u64).to_le_bytes());
-    }
 }

@@ -150,10 +150,11 @@ impl LossHead {
         x: &Tensor,
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
-        let (normed, _) = self.normalise(x, norm, ctx)?;
+        let (normed, rstd) = self.normalise(x, norm, ctx)?;
         let dims = (ctx.batch(), ctx.seq_len_local(), self.projection.shape[0]);
         let logits = Tensor::zeros(dims, x.dtype(), x.device())?;
         linear::forward(&normed, projection, &logits, false)?;
+        [normed, rstd].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
         Ok(logits)
     }
 }

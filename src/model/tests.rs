@@ -133,6 +133,17 @@ fn saved_state_of_another_layer_is_refused() {
 }
 
 #[test]
+fn logits_give_back_what_they_took_of_the_workspace() {
+    let (batch, seq_len, hidden, vocab) = (2, 3, 8, 5);
+    let head = LossHead::new("lm_head.weight", vocab, hidden, 1e-6, 0.02);
+    let ctx = context(batch, seq_len);
+    let x = random(&[batch, seq_len, hidden], 0);
+    head.logits(&random(&[hidden], 1), &random(&[vocab, hidden], 2), &x, &ctx).unwrap();
+    // The normalised tokens, and a reciprocal root mean square of each.
+    assert_eq!(ctx.workspace().bytes_held(), batch * seq_len * (hidden + 1) * size_of::<f32>());
+}
+
+#[test]
 fn random_weights_are_a_function_of_seed_name_and_index() {
     let spec = ParameterSpec::new("w", [40, 25], Init::Normal { std: 0.5 });
     let source = RandomWeights { seed: 7 };

@@ -1,6 +1,7 @@
 //! Where parameters' initial values come from.
 
 use super::{Init, ModelError, ParameterSpec};
+use crate::fnv1a;
 use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::ops::Range;
@@ -47,11 +48,8 @@ impl RandomWeights {
         let mut key = [0; 32];
         key[..8].copy_from_slice(&self.seed.to_le_bytes());
         // Two parameters with equal names are the same parameter, so the name's bytes folded
-        // into the key (FNV-1a, 64 bits) tell all parameters of a model apart.
-        let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        });
-        key[8..16].copy_from_slice(&hash.to_le_bytes());
+        // into the key tell all parameters of a model apart.
+        key[8..16].copy_from_slice(&fnv1a::hash(name.as_bytes()).to_le_bytes());
         ChaCha8Rng::from_seed(key)
     }
 }

@@ -20,8 +20,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
-    /// What the exchange's results come from.
-    workspace: Arc<Workspace>,
     /// The geometries of this micro batch, one for each number of heads, and what follows from them:
     /// all layers share them.
     shardings: Mutex<Vec<Arc<Sharding>>>,
@@ -37,10 +35,9 @@ struct Sharding {
 }
 
 impl UlyssesAttention {
-    /// Makes `local` sequence-parallel over `group`; tensors come from and go back to
-    /// `workspace`.
-    pub fn new(local: Arc<dyn Attention>, group: Arc<dyn ProcessGroup>, workspace: Arc<Workspace>) -> Self {
-        Self { local, group, workspace, shardings: Mutex::default() }
+    /// Makes `local` sequence-parallel over `group`.
+    pub fn new(local: Arc<dyn Attention>, group: Arc<dyn ProcessGroup>) -> Self {
+        Self { local, group, shardings: Mutex::default() }
     }
 
     /// Recognises the geometry of an earlier call by its shared parts, else plans anew and forgets
@@ -87,7 +84,7 @@ impl UlyssesAttention {
                 Geometry::new(positions.clone(), positions, documents, heads, geometry.window())?
             }
         };
-        let exchange = Exchange::new(plan, self.group.clone(), self.workspace.clone());
+        let exchange = Exchange::new(plan, self.group.clone());
         Ok(Sharding { sharded: geometry.clone(), shape, exchange, whole })
     }
 
@@ -103,12 +100,12 @@ impl UlyssesAttention {
         let sharding = self.sharding(geometry, shape)?;
         let qkv = SeqSharded(qkv);
         let HeadSharded([q, k, v]) =
-            counted_as(Category::Exchange, || sharding.exchange.qkv_seq_to_head(&qkv))?;
-        qkv.0.into_iter().for_each(|tensor| self.workspace.give(tensor));
+            counted_as(Category::Exchange, || sharding.exchange.qkv_seq_to_head(&qkv, workspace))?;
+        qkv.0.into_iter().for_each(|tensor| workspace.give(tensor));
         let attend = || self.local.forward(q, k, v, &sharding.whole, workspace);
         let (out, saved) =
             tracing::trace_span!("attention").in_scope(|| counted_as(Category::Exchange, attend))?;
-        let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out))?;
+        let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out), workspace)?;
         Ok((out, saved))
     }
 
@@ -124,14 +121,14 @@ impl UlyssesAttention {
         let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
         let sharding = self.sharding(geometry, shape)?;
         let dout = SeqSharded(dout.clone());
-        let dout = counted_as(Category::Exchange, || sharding.exchange.out_seq_to_head(&dout))?;
+        let dout = counted_as(Category::Exchange, || sharding.exchange.out_seq_to_head(&dout, workspace))?;
         let attend = || self.local.backward(saved, &dout.0, &sharding.whole, workspace);
         let (dq, dk, dv) =
             tracing::trace_span!("attention backward").in_scope(|| counted_as(Category::Exchange, attend))?;
-        self.workspace.give(dout.0);
+        workspace.give(dout.0);
         let grads = HeadSharded([dq, dk, dv]);
-        let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads)?;
-        grads.0.into_iter().for_each(|tensor| self.workspace.give(tensor));
+        let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads, workspace)?;
+        grads.0.into_iter().for_each(|tensor| workspace.give(tensor));
         Ok(grads_seq)
     }
 }

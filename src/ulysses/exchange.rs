@@ -4,6 +4,7 @@ use super::{ExchangePlan, UlyssesError};
 use crate::comm::{ProcessGroup, ProcessGroupExt, StridedPlan};
 use crate::ops::Workspace;
 use candle_core::Tensor;
+use std::array::from_ref;
 use std::sync::Arc;
 
 /// Tensors that hold this rank's tokens with all heads: `[batch, seq_local, heads, head_dim]`.
@@ -17,14 +18,13 @@ pub struct HeadSharded<T>(pub T);
 /// Query, key and value, or their gradients.
 pub type Qkv = [Tensor; 3];
 
-/// An [`ExchangePlan`] bound to the process group that carries it out.
+/// An [`ExchangePlan`] bound to the process group that carries it out. Results come from the caller's workspace.
 ///
 /// The strided plans are made once here and shared by all layers of a micro batch.
 #[derive(Debug)]
 pub struct Exchange {
     plan: ExchangePlan,
     group: Arc<dyn ProcessGroup>,
-    workspace: Arc<Workspace>,
     qkv_seq_to_head: Arc<StridedPlan>,
     qkv_head_to_seq: Arc<StridedPlan>,
     out_seq_to_head: Arc<StridedPlan>,
@@ -32,8 +32,8 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// Binds `plan` to `group`; results come from `workspace`.
-    pub fn new(plan: ExchangePlan, group: Arc<dyn ProcessGroup>, workspace: Arc<Workspace>) -> Self {
+    /// Binds `plan` to `group`.
+    pub fn new(plan: ExchangePlan, group: Arc<dyn ProcessGroup>) -> Self {
         Self {
             qkv_seq_to_head: Arc::new(plan.qkv_seq_to_head()),
             qkv_head_to_seq: Arc::new(plan.qkv_head_to_seq()),
@@ -41,7 +41,6 @@ impl Exchange {
             out_head_to_seq: Arc::new(plan.out_head_to_seq()),
             plan,
             group,
-            workspace,
         }
     }
 
@@ -58,14 +57,16 @@ impl Exchange {
     ///
     /// # Errors
     /// A shape that is not the plan's, or a failed collective.
-    pub fn qkv_seq_to_head(&self, qkv: &SeqSharded<Qkv>) -> Result<HeadSharded<Qkv>, UlyssesError> {
+    pub fn qkv_seq_to_head(
+        &self,
+        qkv: &SeqSharded<Qkv>,
+        workspace: &Workspace,
+    ) -> Result<HeadSharded<Qkv>, UlyssesError> {
         let _exchange = tracing::trace_span!("qkv_seq_to_head").entered();
         let (q, kv) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
-        self.check(&qkv.0, &[("q", q), ("k", kv), ("v", kv)])?;
-        let kv = self.plan.head_sharded_kv_dims();
-        let out = self.outputs([self.plan.head_sharded_q_dims(), kv, kv])?;
-        self.group.all_to_all_strided(&qkv.0, &out, &self.qkv_seq_to_head)?;
-        Ok(HeadSharded(out))
+        let (q_out, kv_out) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
+        let dims = [("q", q, q_out), ("k", kv, kv_out), ("v", kv, kv_out)];
+        Ok(HeadSharded(self.exchange(&qkv.0, dims, &self.qkv_seq_to_head, workspace)?))
     }
 
     /// Sends the gradients of q, k and v back to the ranks that own their tokens, in
@@ -76,14 +77,16 @@ impl Exchange {
     ///
     /// # Errors
     /// A shape that is not the plan's, or a failed collective.
-    pub fn qkv_head_to_seq(&self, grads: &HeadSharded<Qkv>) -> Result<SeqSharded<Qkv>, UlyssesError> {
+    pub fn qkv_head_to_seq(
+        &self,
+        grads: &HeadSharded<Qkv>,
+        workspace: &Workspace,
+    ) -> Result<SeqSharded<Qkv>, UlyssesError> {
         let _exchange = tracing::trace_span!("qkv_head_to_seq").entered();
         let (q, kv) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
-        self.check(&grads.0, &[("dq", q), ("dk", kv), ("dv", kv)])?;
-        let kv = self.plan.seq_sharded_kv_dims();
-        let out = self.outputs([self.plan.seq_sharded_q_dims(), kv, kv])?;
-        self.group.all_to_all_strided(&grads.0, &out, &self.qkv_head_to_seq)?;
-        Ok(SeqSharded(out))
+        let (q_out, kv_out) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
+        let dims = [("dq", q, q_out), ("dk", kv, kv_out), ("dv", kv, kv_out)];
+        Ok(SeqSharded(self.exchange(&grads.0, dims, &self.qkv_head_to_seq, workspace)?))
     }
 
     /// Sends the attention output back to the ranks that own its tokens.
@@ -93,12 +96,14 @@ impl Exchange {
     ///
     /// # Errors
     /// A shape that is not the plan's, or a failed collective.
-    pub fn out_head_to_seq(&self, out: &HeadSharded<Tensor>) -> Result<SeqSharded<Tensor>, UlyssesError> {
+    pub fn out_head_to_seq(
+        &self,
+        out: &HeadSharded<Tensor>,
+        workspace: &Workspace,
+    ) -> Result<SeqSharded<Tensor>, UlyssesError> {
         let _exchange = tracing::trace_span!("out_head_to_seq").entered();
-        let input = std::slice::from_ref(&out.0);
-        self.check(input, &[("o", self.plan.head_sharded_q_dims())])?;
-        let [received] = self.outputs([self.plan.seq_sharded_q_dims()])?;
-        self.group.all_to_all_strided(input, std::slice::from_ref(&received), &self.out_head_to_seq)?;
+        let dims = [("o", self.plan.head_sharded_q_dims(), self.plan.seq_sharded_q_dims())];
+        let [received] = self.exchange(from_ref(&out.0), dims, &self.out_head_to_seq, workspace)?;
         Ok(SeqSharded(received))
     }
 
@@ -109,22 +114,27 @@ impl Exchange {
     ///
     /// # Errors
     /// A shape that is not the plan's, or a failed collective.
-    pub fn out_seq_to_head(&self, dout: &SeqSharded<Tensor>) -> Result<HeadSharded<Tensor>, UlyssesError> {
+    pub fn out_seq_to_head(
+        &self,
+        dout: &SeqSharded<Tensor>,
+        workspace: &Workspace,
+    ) -> Result<HeadSharded<Tensor>, UlyssesError> {
         let _exchange = tracing::trace_span!("out_seq_to_head").entered();
-        let input = std::slice::from_ref(&dout.0);
-        self.check(input, &[("do", self.plan.seq_sharded_q_dims())])?;
-        let [received] = self.outputs([self.plan.head_sharded_q_dims()])?;
-        self.group.all_to_all_strided(input, std::slice::from_ref(&received), &self.out_seq_to_head)?;
+        let dims = [("do", self.plan.seq_sharded_q_dims(), self.plan.head_sharded_q_dims())];
+        let [received] = self.exchange(from_ref(&dout.0), dims, &self.out_seq_to_head, workspace)?;
         Ok(HeadSharded(received))
     }
 
-    fn outputs<const N: usize>(&self, dims: [Dims; N]) -> Result<[Tensor; N], UlyssesError> {
-        let tensors = dims.iter().map(|dims| self.workspace.take(*dims)).collect::<Result<Vec<_>, _>>()?;
-        tensors.try_into().map_err(|_| unreachable!("one tensor per shape"))
-    }
-
-    fn check(&self, tensors: &[Tensor], expected: &[(&'static str, Dims)]) -> Result<(), UlyssesError> {
-        for (tensor, &(name, (b, s, h, d))) in tensors.iter().zip(expected) {
+    /// One all-to-all of `N` tensors, each with its name and its shape here and where it arrives.
+    fn exchange<const N: usize>(
+        &self,
+        tensors: &[Tensor; N],
+        named_dims: [(&'static str, Dims, Dims); N],
+        plan: &Arc<StridedPlan>,
+        workspace: &Workspace,
+    ) -> Result<[Tensor; N], UlyssesError> {
+        let mut received = Vec::with_capacity(N);
+        for (tensor, (name, (b, s, h, d), arrives)) in tensors.iter().zip(named_dims) {
             if tensor.dims() != [b, s, h, d] {
                 return Err(UlyssesError::Shape {
                     tensor: name,
@@ -133,8 +143,10 @@ impl Exchange {
                     got: tensor.dims().to_vec(),
                 });
             }
+            received.push(workspace.take(arrives)?);
         }
-        Ok(())
+        self.group.all_to_all_strided(tensors, &received, plan)?;
+        received.try_into().map_err(|_| unreachable!("one tensor per name"))
     }
 }
 

@@ -108,7 +108,7 @@ fn on_ranks(shape: AttentionShape, sp_size: usize, check: impl Fn(&Exchange, &Ar
     launch(sp_size, &LaunchOptions::default(), |ctx| {
         let group: Arc<dyn ProcessGroup> = ctx.group.clone();
         let plan = plan(shape, sp_size, group.rank());
-        check(&Exchange::new(plan, group.clone(), Arc::new(Workspace::default())), &group);
+        check(&Exchange::new(plan, group.clone()), &group);
         Ok::<_, UlyssesError>(())
     })
     .unwrap();
@@ -131,7 +131,7 @@ fn seq_to_head_brings_every_token_of_the_own_heads() {
             let tokens = all(plan.seq_ranges()[rank].clone());
             let heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
             let qkv = [0, 1, 2].map(|t| part(t, shape.batch, &tokens, &all(0..heads[t]), shape.head_dim));
-            let HeadSharded(got) = exchange.qkv_seq_to_head(&SeqSharded(qkv)).unwrap();
+            let HeadSharded(got) = exchange.qkv_seq_to_head(&SeqSharded(qkv), &Workspace::new()).unwrap();
             let (q, kv) = (&plan.q_head_ranges()[rank], &plan.kv_head_ranges()[rank]);
             for (t, heads) in [q, kv, kv].into_iter().enumerate() {
                 let expected =
@@ -153,8 +153,8 @@ fn head_to_seq_inverts_seq_to_head() {
         on_ranks(shape, sp_size, |exchange, group| {
             let tokens = all(exchange.plan().seq_ranges()[group.rank()].clone());
             let out = part(0, shape.batch, &tokens, &all(0..shape.num_heads), shape.head_dim);
-            let there = exchange.out_seq_to_head(&SeqSharded(out.clone())).unwrap();
-            let SeqSharded(back) = exchange.out_head_to_seq(&there).unwrap();
+            let there = exchange.out_seq_to_head(&SeqSharded(out.clone()), &Workspace::new()).unwrap();
+            let SeqSharded(back) = exchange.out_head_to_seq(&there, &Workspace::new()).unwrap();
             assert_eq!(to_vec::<f32>(&back).unwrap(), to_vec::<f32>(&out).unwrap(), "{shape:?} sp {sp_size}");
         });
     }
@@ -169,7 +169,7 @@ fn gradients_of_shared_kv_heads_are_summed_over_the_ranks_that_used_them() {
             let (q, kv) = (plan.q_head_ranges()[rank].clone(), plan.kv_head_ranges()[rank].clone());
             let heads = [all(q), all(kv.clone()), all(kv)];
             let grads = [0, 1, 2].map(|t| part(t, shape.batch, &whole, &heads[t], shape.head_dim));
-            let SeqSharded(got) = exchange.qkv_head_to_seq(&HeadSharded(grads)).unwrap();
+            let SeqSharded(got) = exchange.qkv_head_to_seq(&HeadSharded(grads), &Workspace::new()).unwrap();
             let tokens = plan.seq_ranges()[rank].clone();
             let users =
                 |kv_head: usize| plan.kv_head_ranges().iter().filter(|r| r.contains(&kv_head)).count();
@@ -203,11 +203,11 @@ fn backend_counts_the_bytes_of_the_hand_worked_example() {
         let heads = [WORKED.num_heads, WORKED.num_kv_heads, WORKED.num_kv_heads];
         let qkv = [0, 1, 2].map(|t| part(t, WORKED.batch, &tokens, &all(0..heads[t]), WORKED.head_dim));
         let out = qkv[0].clone();
-        let there = exchange.qkv_seq_to_head(&SeqSharded(qkv)).unwrap();
-        exchange.out_head_to_seq(&HeadSharded(there.0[0].clone())).unwrap();
+        let there = exchange.qkv_seq_to_head(&SeqSharded(qkv), &Workspace::new()).unwrap();
+        exchange.out_head_to_seq(&HeadSharded(there.0[0].clone()), &Workspace::new()).unwrap();
         let forward = settled();
-        exchange.out_seq_to_head(&SeqSharded(out)).unwrap();
-        exchange.qkv_head_to_seq(&there).unwrap();
+        exchange.out_seq_to_head(&SeqSharded(out), &Workspace::new()).unwrap();
+        exchange.qkv_head_to_seq(&there, &Workspace::new()).unwrap();
         let backward = settled() - forward;
         // batch 2 · head_dim 4 · 4 bytes
         assert_eq!((forward, backward), (expected[rank].0 * 32, expected[rank].1 * 32), "rank {rank}");
@@ -218,7 +218,7 @@ fn backend_counts_the_bytes_of_the_hand_worked_example() {
 fn a_tensor_of_another_shape_is_refused_by_name() {
     on_ranks(WORKED, 1, |exchange, _| {
         let wrong = part(0, 2, &all(0..63), &all(0..8), 4);
-        let error = exchange.out_seq_to_head(&SeqSharded(wrong)).unwrap_err().to_string();
+        let error = exchange.out_seq_to_head(&SeqSharded(wrong), &Workspace::new()).unwrap_err().to_string();
         assert!(error.contains("do: expected") && error.contains("[2, 64, 8, 4]"), "{error}");
     });
 }

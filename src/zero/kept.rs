@@ -2,7 +2,7 @@
 
 use super::ZeroError;
 use crate::memory::{Category, counted_as};
-use crate::offload::{OffloadFile, Place};
+use crate::offload::{Extent, OffloadFile};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,11 +16,11 @@ pub(super) enum Kept {
     Offloaded(Arc<Slot>),
 }
 
-/// A place of a file, and what is in it.
+/// An extent of a file, and what is in it.
 #[derive(Debug)]
 pub(super) struct Slot {
     file: Arc<OffloadFile>,
-    place: Place,
+    extent: Extent,
     numel: usize,
     dtype: DType,
     category: Category,
@@ -41,9 +41,9 @@ impl Kept {
     ) -> Result<Self, ZeroError> {
         let Some(file) = file else { return Ok(Self::Resident(tensor)) };
         file.settle()?;
-        let place = file.reserve(crate::tensor::bytes(&tensor));
+        let extent = file.reserve(crate::tensor::bytes(&tensor));
         let (numel, dtype) = (tensor.elem_count(), tensor.dtype());
-        let kept = Self::Offloaded(Arc::new(Slot { file: file.clone(), place, numel, dtype, category }));
+        let kept = Self::Offloaded(Arc::new(Slot { file: file.clone(), extent, numel, dtype, category }));
         kept.put(tensor)?;
         Ok(kept)
     }
@@ -61,7 +61,7 @@ impl Kept {
             Self::Resident(tensor) => Ok(tensor.clone()),
             Self::Offloaded(slot) => {
                 let tensor = slot.empty()?;
-                slot.file.read(&slot.place, &tensor)?;
+                slot.file.read(&slot.extent, &tensor)?;
                 Ok(tensor)
             }
         }
@@ -79,7 +79,7 @@ impl Kept {
     pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
-            Self::Offloaded(slot) => Ok(slot.file.read_ahead(&slot.place)?),
+            Self::Offloaded(slot) => Ok(slot.file.read_ahead(&slot.extent)?),
         }
     }
 
@@ -87,7 +87,7 @@ impl Kept {
     pub(super) fn put(&self, tensor: Tensor) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
-            Self::Offloaded(slot) => Ok(slot.file.write(&slot.place, tensor)?),
+            Self::Offloaded(slot) => Ok(slot.file.write(&slot.extent, tensor)?),
         }
     }
 }

@@ -2,11 +2,8 @@
 
 use super::kept::Kept;
 use super::{ZeroError, ZeroOptimizer};
+use crate::fnv1a::{OFFSET_BASIS, step};
 use candle_core::{DType, Device, Tensor};
-
-/// FNV-1a's start and factor (RFC 9923), on words in place of bytes.
-const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
-const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
 /// Hashes that are kept side by side: one multiplication need not wait for the one before it, so memory is the limit.
 const LANES: usize = 8;
@@ -32,12 +29,12 @@ impl ZeroOptimizer {
 }
 
 fn hash(tensors: impl Iterator<Item = Result<Tensor, ZeroError>>) -> Result<u64, ZeroError> {
-    let mut lanes = [FNV_OFFSET; LANES];
+    let mut lanes = [OFFSET_BASIS; LANES];
     for tensor in tensors {
         let on_host = tensor?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         crate::tensor::with_slice(&on_host, |elements: &[f32]| update(&mut lanes, elements))?;
     }
-    Ok(lanes.into_iter().fold(FNV_OFFSET, step))
+    Ok(lanes.into_iter().fold(OFFSET_BASIS, step))
 }
 
 fn update(lanes: &mut [u64; LANES], elements: &[f32]) {
@@ -55,11 +52,6 @@ fn update(lanes: &mut [u64; LANES], elements: &[f32]) {
     for (lane, element) in lanes.iter_mut().zip(rest.get(LANES..).unwrap_or_default()) {
         *lane = step(*lane, element.to_bits().into());
     }
-}
-
-/// A change of `bits` alone always changes the result: multiplying by an odd number can be undone.
-fn step(hash: u64, bits: u64) -> u64 {
-    (hash ^ bits).wrapping_mul(FNV_PRIME)
 }
 
 #[cfg(test)]

@@ -27,17 +27,17 @@ impl Viewed {
 
 /// One flat buffer of a unit as the stage leaves it on this rank: whole, or the own partition
 /// and, while it is needed, something that holds the whole.
-pub(super) enum Stored<P, T> {
+pub(super) enum MaybePartitioned<P, T> {
     Whole(Viewed),
     Partitioned { partition: P, transient: Option<T> },
 }
 
 /// Partitioned parameters are gathered for their use.
-pub(super) type Parameters = Stored<Kept, Gathered>;
+pub(super) type Parameters = MaybePartitioned<Kept, Gathered>;
 
 /// Partitioned gradients accumulate over micro steps; the whole gradient exists from a unit's
 /// backward to its reduction.
-pub(super) type Gradients = Stored<Tensor, Viewed>;
+pub(super) type Gradients = MaybePartitioned<Tensor, Viewed>;
 
 /// The whole of partitioned parameters; `pending` until the gather has been waited for.
 pub(super) struct Gathered {

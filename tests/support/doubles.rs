@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
-use ulysses::comm::{CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan};
-use ulysses::ops::Workspace;
+use ulysses::comm::{CommError, GroupWrapper, Pending, ProcessGroup, StartCall};
 use ulysses::ops::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
+use ulysses::ops::{OpError, Workspace};
 
 /// What a [`FaultyGroup`] does to the f32 sums that it is asked for: the gradients.
 #[derive(Debug, Clone, Copy)]
@@ -28,107 +28,29 @@ impl FaultyGroup {
     }
 }
 
-impl ProcessGroup for FaultyGroup {
-    fn name(&self) -> &str {
-        self.inner.name()
+impl GroupWrapper for FaultyGroup {
+    fn inner(&self) -> &Arc<dyn ProcessGroup> {
+        &self.inner
     }
 
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.inner.global_ranks()
-    }
-
-    fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
-        if tensor.dtype() != DType::F32 {
-            return self.inner.start_all_reduce(tensor, op);
-        }
-        match self.fault {
-            Fault::SkipsTheSum => Ok(Pending::ready()),
-            Fault::ScalesByWorldSize => {
-                let pending = self.inner.start_all_reduce(tensor, op)?;
-                let (sum, factor) = (tensor.clone(), self.world_size() as f32);
-                Ok(pending.then(move || {
-                    ulysses::ops::reduce::scale(&sum, factor)
-                        .map_err(|error| CommError::Tensor(error.to_string()))
-                }))
-            }
-        }
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        op: ReduceOp,
-    ) -> Result<Pending, CommError> {
-        match self.fault {
-            Fault::SkipsTheSum => {
+    fn start(&self, call: StartCall<'_>) -> Result<Pending, CommError> {
+        let tensor_error = |error: OpError| CommError::Tensor(error.to_string());
+        match (self.fault, call) {
+            (fault, StartCall::AllReduce { tensor, .. }) if tensor.dtype() == DType::F32 => match fault {
+                Fault::SkipsTheSum => Ok(Pending::ready()),
+                Fault::ScalesByWorldSize => {
+                    let (sum, factor) = (tensor.clone(), self.world_size() as f32);
+                    let scale = move || ulysses::ops::reduce::scale(&sum, factor).map_err(tensor_error);
+                    Ok(call.on(&*self.inner)?.then(scale))
+                }
+            },
+            (Fault::SkipsTheSum, StartCall::ReduceScatter { input, output, .. }) => {
                 let own = input.narrow(0, self.rank() * output.elem_count(), output.elem_count())?;
-                ulysses::ops::reduce::copy(output, &own)
-                    .map_err(|error| CommError::Tensor(error.to_string()))?;
+                ulysses::ops::reduce::copy(output, &own).map_err(tensor_error)?;
                 Ok(Pending::ready())
             }
-            Fault::ScalesByWorldSize => self.inner.start_reduce_scatter(input, output, op),
+            _ => call.on(&*self.inner),
         }
-    }
-
-    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
-        self.inner.start_all_gather(input, output)
-    }
-
-    fn start_all_to_all(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        send_counts: &[usize],
-        recv_counts: &[usize],
-    ) -> Result<Pending, CommError> {
-        self.inner.start_all_to_all(input, output, send_counts, recv_counts)
-    }
-
-    fn start_all_to_all_strided(
-        &self,
-        inputs: &[Tensor],
-        outputs: &[Tensor],
-        plan: &Arc<StridedPlan>,
-    ) -> Result<Pending, CommError> {
-        self.inner.start_all_to_all_strided(inputs, outputs, plan)
-    }
-
-    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
-        self.inner.start_broadcast(tensor, root)
-    }
-
-    fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
-        self.inner.start_send(tensor, dst)
-    }
-
-    fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
-        self.inner.start_recv(tensor, src)
-    }
-
-    fn start_barrier(&self) -> Result<Pending, CommError> {
-        self.inner.start_barrier()
-    }
-
-    fn split(
-        &self,
-        name: &str,
-        color: Option<usize>,
-        key: usize,
-    ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        self.inner.split(name, color, key)
-    }
-
-    fn stats(&self) -> GroupStats {
-        self.inner.stats()
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
     }
 }
 

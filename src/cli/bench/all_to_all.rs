@@ -6,7 +6,6 @@ use super::{DeviceArg, Failure, Measuring, RanksArgs, settings};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
-use std::sync::Arc;
 use ulysses::comm::RankContext;
 use ulysses::device::DeviceKind;
 use ulysses::ops::{Workspace, reduce};
@@ -85,22 +84,22 @@ fn measure(
 ) -> Result<[Vec<f64>; 3]> {
     let (device, group) = (device.open(rank.rank)?, rank.group.clone());
     let options = TensorOptions { device: device.clone(), dtype: DType::F32 };
-    let workspace = Arc::new(Workspace::with_options(options));
+    let workspace = Workspace::with_options(options);
     let plan = ExchangePlan::new(shape, &q_to_kv(), rank.world_size, rank.rank)?;
-    let exchange = Exchange::new(plan, group.clone(), workspace.clone());
+    let exchange = Exchange::new(plan, group.clone());
     let seq_len_local = shape.seq_len / rank.world_size;
     let tokens = Tensor::ones((1, seq_len_local, NUM_HEADS, HEAD_DIM), DType::F32, &device)?;
     let copied = tokens.zeros_like()?;
-    let heads = exchange.out_seq_to_head(&SeqSharded(tokens.clone()))?;
+    let heads = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
     let cases = vec![
         Case::new(|| Ok(reduce::copy(&copied, &tokens)?)),
         Case::new(|| {
-            let HeadSharded(heads) = exchange.out_seq_to_head(&SeqSharded(tokens.clone()))?;
+            let HeadSharded(heads) = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
             workspace.give(heads);
             Ok(())
         }),
         Case::new(|| {
-            let SeqSharded(tokens) = exchange.out_head_to_seq(&heads)?;
+            let SeqSharded(tokens) = exchange.out_head_to_seq(&heads, &workspace)?;
             workspace.give(tokens);
             Ok(())
         }),

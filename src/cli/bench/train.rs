@@ -4,11 +4,11 @@ use super::gemm::{SQUARE, Square};
 use super::report::{Figure, Report, Unit};
 use super::training::{Training, TrainingArgs};
 use super::turns::{Case, take_turns};
-use super::{Failure, Measuring, Ranks, RanksArgs};
+use super::{Failure, Measuring, OrFail, Ranks, RanksArgs};
 use anyhow::{Result, anyhow};
 use serde_json::json;
 use ulysses::comm::RankContext;
-use ulysses::model::LlamaConfig;
+use ulysses::engine::plan::model_flops;
 
 /// How often mesh and single rank take turns, where there are as many repetitions.
 const ROUNDS: u32 = 3;
@@ -50,7 +50,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         }
     }
     let tokens = (on_mesh.config.train_batch_size * seq_len) as f64;
-    let flops = tokens * flops_per_token(&on_mesh.source.config, seq_len);
+    let flops = model_flops(&on_mesh.config, &on_mesh.source.config, &on_mesh.mesh).or_run()?;
     let step = |name: &str, seconds| {
         let figure = Figure::new(name, seconds, flops);
         let tokens_per_second = tokens / figure.seconds();
@@ -108,30 +108,4 @@ fn measure_rank(training: &Training, rank: &RankContext, repeats: u32) -> Result
     let [of_square, of_step] = seconds.try_into().map_err(|_| anyhow!("two cases have two times"))?;
     let square_flops = rank.world_size as f64 * square.flops();
     Ok(Times { square: of_square, step: of_step, square_flops })
-}
-
-/// Forward and backward: 6 for every weight of a product, 12 for every element of an attended pair of a head, and
-/// half of the pairs are attended.
-fn flops_per_token(model: &LlamaConfig, seq_len: usize) -> f64 {
-    let LlamaConfig { hidden_size: d, intermediate_size: f, num_heads, num_kv_heads, head_dim, .. } = *model;
-    let layer = d * head_dim * (2 * num_heads + 2 * num_kv_heads) + 3 * d * f;
-    let weights = model.num_layers * layer + d * model.vocab_size;
-    let pairs = model.num_layers * num_heads * head_dim * (seq_len + 1) / 2;
-    6.0 * weights as f64 + 12.0 * pairs as f64
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use ulysses::model::preset;
-
-    #[test]
-    fn flops_are_those_of_every_product_of_the_model() {
-        let model = preset("nano").expect("a preset");
-        // q, k, v, o: 64·(64 + 32 + 32 + 64); gate, up, down: 3·64·172; two layers; head: 64·256.
-        let weights = 2 * (64 * 192 + 3 * 64 * 172) + 64 * 256;
-        // 4 heads of 16 attend to 1 … 9 tokens, 5 on average.
-        let attention = 2 * 12 * 64 * 5;
-        assert_eq!(flops_per_token(&model, 9), (6 * weights + attention) as f64);
-    }
 }

@@ -116,12 +116,12 @@ fn check_exchange(group: &Arc<dyn ProcessGroup>) -> Result<Option<String>> {
     let (own_tokens, own_heads) = (plan.seq_ranges()[me].clone(), plan.q_head_ranges()[me].clone());
     let local = block(own_tokens.clone(), 0..heads);
     let qkv = || Tensor::from_vec(local.clone(), (1, own_tokens.len(), heads, head_dim), &Device::Cpu);
-    let exchange = Exchange::new(plan, group.clone(), Arc::new(Workspace::new()));
-    let exchanged = exchange.qkv_seq_to_head(&SeqSharded([qkv()?, qkv()?, qkv()?]))?;
+    let (exchange, workspace) = (Exchange::new(plan, group.clone()), Workspace::new());
+    let exchanged = exchange.qkv_seq_to_head(&SeqSharded([qkv()?, qkv()?, qkv()?]), &workspace)?;
     let expected = block(0..seq_len, own_heads);
     let fault = exchanged.0.iter().map(|tensor| differs(&tensor.flatten_all()?, expected.clone()));
     let fault = fault.collect::<Result<Vec<_>>>()?.into_iter().flatten().next();
-    let back = exchange.qkv_head_to_seq(&exchanged)?;
+    let back = exchange.qkv_head_to_seq(&exchanged, &workspace)?;
     let back = back.0.iter().map(|tensor| differs(&tensor.flatten_all()?, local.clone()));
     Ok(fault.or(back.collect::<Result<Vec<_>>>()?.into_iter().flatten().next()))
 }

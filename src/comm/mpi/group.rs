@@ -1,12 +1,13 @@
 //! [`ProcessGroup`] over the processes of a job.
 
-use super::operation::{LaneKind, Operation, Step};
-use super::transfers::{Members, Place, Transfers};
+use super::operation::{Operation, Step};
+use super::transfers::{Members, OpPlace, Transfers};
 use super::world::World;
 use super::{collective, message};
 use crate::comm::arguments::Arguments;
 use crate::comm::buffer::apart;
 use crate::comm::call::Call;
+use crate::comm::lane::{LaneKind, Sequences};
 use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -20,24 +21,9 @@ pub(super) struct MpiGroup {
     sequences: Mutex<Sequences>,
 }
 
-/// The next numbers to be given out.
-#[derive(Debug)]
-struct Sequences {
-    collective: u64,
-    /// By peer.
-    sends: Vec<u64>,
-    recvs: Vec<u64>,
-}
-
-fn next(counter: &mut u64) -> u64 {
-    *counter += 1;
-    *counter - 1
-}
-
 impl MpiGroup {
     pub(super) fn new(world: Arc<World>, members: Members) -> Self {
-        let zeros = vec![0; members.world_size()];
-        let sequences = Mutex::new(Sequences { collective: 0, sends: zeros.clone(), recvs: zeros });
+        let sequences = Mutex::new(Sequences::new(members.world_size()));
         Self { world, members: Arc::new(members), sequences }
     }
 
@@ -84,15 +70,11 @@ impl MpiGroup {
         let members = &self.members;
         let id_and_lane = {
             let mut sequences = self.sequences.lock();
-            let sequence = next(match kind {
-                LaneKind::Collectives => &mut sequences.collective,
-                LaneKind::SendTo(peer) => &mut sequences.sends[peer],
-                LaneKind::RecvFrom(peer) => &mut sequences.recvs[peer],
-            });
+            let sequence = sequences.next(kind);
             if members.world_size() > 1 {
                 members.stats.lock().ops.entry(op).or_default().calls += 1;
             }
-            let operation = Operation::new(members, kind, Place { op, sequence }, first);
+            let operation = Operation::new(members, kind, OpPlace { op, sequence }, first);
             let lane = operation.lane;
             (lane, self.world.issue(operation, describe)?)
         };

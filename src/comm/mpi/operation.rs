@@ -1,27 +1,12 @@
 //! An operation under way: messages, and what to do when they are done.
 
-use super::transfers::{Members, Place, Transfers};
+use super::transfers::{Members, OpPlace, Transfers};
 use crate::comm::CommError;
 use crate::comm::call::{Call, compare};
 use crate::comm::history::Record;
+use crate::comm::lane::{Lane, LaneKind};
 use std::fmt;
 use std::sync::Arc;
-
-/// Operations of one lane complete in the order in which they were issued. A group has a lane for
-/// its collectives and two for each peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Lane {
-    /// Address of the group's members.
-    pub(super) group: usize,
-    pub(super) kind: LaneKind,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LaneKind {
-    Collectives,
-    SendTo(usize),
-    RecvFrom(usize),
-}
 
 type Work = dyn FnOnce(&mut Transfers, &Members) -> Result<Option<Step>, CommError> + Send;
 
@@ -95,7 +80,7 @@ pub(super) struct Operation {
 }
 
 impl Operation {
-    pub(super) fn new(members: &Arc<Members>, kind: LaneKind, place: Place, first: Step) -> Self {
+    pub(super) fn new(members: &Arc<Members>, kind: LaneKind, place: OpPlace, first: Step) -> Self {
         let lane = Lane { group: Arc::as_ptr(members).addr(), kind };
         let transfers = Transfers::new(place, members);
         Self { members: members.clone(), lane, transfers, next: Some(first) }
@@ -121,7 +106,7 @@ impl Operation {
     }
 
     /// What it waits for: the group, the place within it and the global ranks.
-    pub(super) fn stuck(&self) -> (String, Place, Vec<usize>) {
+    pub(super) fn stuck(&self) -> (String, OpPlace, Vec<usize>) {
         let missing = self.transfers.missing();
         let missing = missing.into_iter().map(|rank| self.members.global_ranks[rank]).collect();
         (self.members.name.clone(), self.transfers.place(), missing)

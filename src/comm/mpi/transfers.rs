@@ -39,7 +39,7 @@ impl Members {
 
 /// The place of an operation within its group, which its errors name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct OpPlace {
     pub(super) op: CollectiveOp,
     /// Number within the group (of a message: within the pair of ranks).
     pub(super) sequence: u64,
@@ -56,7 +56,7 @@ pub(super) const NOTICE_TAG: c_int = MAX_TAG;
 /// What an operation sends and expects.
 #[derive(Debug)]
 pub(super) struct Transfers {
-    place: Place,
+    place: OpPlace,
     phase: u64,
     under_way: Vec<Transfer>,
     /// Texts that have arrived, by rank of the group.
@@ -96,12 +96,12 @@ enum Buffer {
 }
 
 impl Transfers {
-    pub(super) fn new(place: Place, members: &Members) -> Self {
+    pub(super) fn new(place: OpPlace, members: &Members) -> Self {
         let texts = vec![None; members.world_size()];
         Self { place, phase: 0, under_way: Vec::new(), texts, sent_bytes: 0, received_bytes: 0 }
     }
 
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn place(&self) -> OpPlace {
         self.place
     }
 
@@ -124,7 +124,7 @@ impl Transfers {
     /// MPI's refusal of this operation.
     fn refused(&self, members: &Members, reason: String) -> CommError {
         let (group, rank) = (members.name.clone(), members.global_rank());
-        let Place { op, sequence } = self.place;
+        let OpPlace { op, sequence } = self.place;
         CommError::Library { library: "MPI", group, op, sequence, rank, reason }
     }
 

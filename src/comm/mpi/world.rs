@@ -5,8 +5,9 @@
 
 use super::library::Communicator;
 use super::notices::{Notice, Notices};
-use super::operation::{Lane, Operation};
+use super::operation::Operation;
 use crate::comm::history::{History, Told, divergence, lines};
+use crate::comm::lane::Lane;
 use crate::comm::{CommError, LaunchOptions};
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};

@@ -2,7 +2,7 @@
 
 use super::communicator::Communicator;
 use super::operation::{Enqueue, Inner, data_type, operator, source, target};
-use super::traffic::{Traffic, offsets};
+use super::traffic::{MovedBytes, offsets};
 use super::world::World;
 use crate::comm::arguments::Arguments;
 use crate::comm::buffer::apart;
@@ -36,7 +36,7 @@ impl NcclGroup {
     /// Starts a collective on checked tensors.
     fn start(
         &self,
-        traffic: Traffic,
+        traffic: MovedBytes,
         outputs: &[&Tensor],
         inputs: &[&Tensor],
         enqueue: Enqueue<'_>,
@@ -67,7 +67,7 @@ impl NcclGroup {
         self.arguments(op).rank(if op == CollectiveOp::Send { "destination" } else { "source" }, peer)?;
         let bytes = bytes(tensor) as u64;
         let (sent, received) = if op == CollectiveOp::Send { (bytes, 0) } else { (0, bytes) };
-        self.0.post(Traffic { op, sent, received }, tensor, peer)
+        self.0.post(MovedBytes { op, sent, received }, tensor, peer)
     }
 }
 
@@ -94,7 +94,7 @@ impl ProcessGroup for NcclGroup {
 
     fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
         let dtype = self.checked(CollectiveOp::AllReduce, &[tensor])?;
-        let traffic = Traffic::ring(CollectiveOp::AllReduce, bytes(tensor), self.world_size());
+        let traffic = MovedBytes::ring(CollectiveOp::AllReduce, bytes(tensor), self.world_size());
         let (count, of, op) = (tensor.elem_count(), data_type(dtype), operator(op));
         self.start(traffic, &[tensor], &[], &|comm, stream, at| {
             // SAFETY: `count` elements, opened for writing; `Given` keeps the tensor until the end.
@@ -110,7 +110,7 @@ impl ProcessGroup for NcclGroup {
     ) -> Result<Pending, CommError> {
         let dtype = self.checked(CollectiveOp::ReduceScatter, &[input, output])?;
         self.arguments(CollectiveOp::ReduceScatter).chunks(("input", input), ("output", output))?;
-        let traffic = Traffic::ring(CollectiveOp::ReduceScatter, bytes(input), self.world_size());
+        let traffic = MovedBytes::ring(CollectiveOp::ReduceScatter, bytes(input), self.world_size());
         let (count, of, op) = (output.elem_count(), data_type(dtype), operator(op));
         let input = &apart(input, &[output])?;
         self.start(traffic, &[output], &[input], &|comm, stream, at| {
@@ -122,7 +122,7 @@ impl ProcessGroup for NcclGroup {
     fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
         let dtype = self.checked(CollectiveOp::AllGather, &[input, output])?;
         self.arguments(CollectiveOp::AllGather).chunks(("output", output), ("input", input))?;
-        let traffic = Traffic::ring(CollectiveOp::AllGather, bytes(output), self.world_size());
+        let traffic = MovedBytes::ring(CollectiveOp::AllGather, bytes(output), self.world_size());
         let (count, of) = (input.elem_count(), data_type(dtype));
         let input = &apart(input, &[output])?;
         self.start(traffic, &[output], &[input], &|comm, stream, at| {
@@ -143,7 +143,7 @@ impl ProcessGroup for NcclGroup {
         let arguments = self.arguments(CollectiveOp::AllToAll);
         arguments.counts("send", send_counts, input)?;
         arguments.counts("recv", recv_counts, output)?;
-        let traffic = Traffic::all_to_all(send_counts, recv_counts, self.rank(), dtype.size_in_bytes());
+        let traffic = MovedBytes::all_to_all(send_counts, recv_counts, self.rank(), dtype.size_in_bytes());
         let (send_offsets, recv_offsets, of) = (offsets(send_counts), offsets(recv_counts), data_type(dtype));
         let input = &apart(input, &[output])?;
         self.start(traffic, &[output], &[input], &|comm, stream, at| {
@@ -171,7 +171,7 @@ impl ProcessGroup for NcclGroup {
     fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
         let dtype = self.checked(CollectiveOp::Broadcast, &[tensor])?;
         self.arguments(CollectiveOp::Broadcast).rank("root", root)?;
-        let traffic = Traffic::broadcast(bytes(tensor), root == self.rank(), self.world_size());
+        let traffic = MovedBytes::broadcast(bytes(tensor), root == self.rank(), self.world_size());
         let (count, of, root) = (tensor.elem_count(), data_type(dtype), root as c_int);
         self.start(traffic, &[tensor], &[], &|comm, stream, at| {
             // SAFETY: `count` elements, opened for writing; kept as above.
@@ -191,7 +191,7 @@ impl ProcessGroup for NcclGroup {
     fn start_barrier(&self) -> Result<Pending, CommError> {
         let token = Tensor::zeros(1, DType::U32, &self.0.world.device)?;
         let (traffic, of) =
-            (Traffic::ring(CollectiveOp::Barrier, 0, self.world_size()), data_type(DType::U32));
+            (MovedBytes::ring(CollectiveOp::Barrier, 0, self.world_size()), data_type(DType::U32));
         let sum = operator(ReduceOp::Sum);
         self.0.flush(CollectiveOp::Barrier)?;
         let given = self.0.enqueue(traffic, &[&token], &[], &|comm, stream, at| {

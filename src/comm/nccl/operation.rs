@@ -1,7 +1,7 @@
 //! How an operation is given to NCCL, and what is kept until it has ended.
 
 use super::communicator::{CallResult, Communicator};
-use super::traffic::Traffic;
+use super::traffic::MovedBytes;
 use super::watch::Watched;
 use super::world::{UnderWay, World};
 use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ReduceOp};
@@ -39,7 +39,7 @@ pub(super) struct State {
 struct Message {
     tensor: Tensor,
     peer: usize,
-    traffic: Traffic,
+    traffic: MovedBytes,
     /// When it is done, once NCCL has it.
     done: Arc<OnceLock<Arc<CudaEvent>>>,
 }
@@ -115,7 +115,7 @@ impl Inner {
     /// Gives an operation to NCCL.
     pub(super) fn enqueue(
         &self,
-        traffic: Traffic,
+        traffic: MovedBytes,
         outputs: &[&Tensor],
         inputs: &[&Tensor],
         enqueue: Enqueue<'_>,
@@ -171,7 +171,7 @@ impl Inner {
     /// Issues a message, which is given to NCCL when somebody waits or a collective is started.
     pub(super) fn post(
         self: &Arc<Self>,
-        traffic: Traffic,
+        traffic: MovedBytes,
         tensor: &Tensor,
         peer: usize,
     ) -> Result<Pending, CommError> {
@@ -202,7 +202,7 @@ impl Inner {
                 .for_each(|message| message.traffic.count(&mut state.stats, self.global_ranks.len()));
         }
         let launcher = self.launcher()?;
-        let nothing = Traffic { sent: 0, received: 0, ..first.traffic };
+        let nothing = MovedBytes { sent: 0, received: 0, ..first.traffic };
         let together = |comm, stream, _: &[Address]| {
             result::group_start()?;
             let given = messages.iter().try_for_each(|message| give(&launcher, message, comm, stream));

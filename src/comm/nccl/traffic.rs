@@ -4,13 +4,13 @@ use crate::comm::{CollectiveOp, GroupStats};
 
 /// One operation of one rank, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Traffic {
+pub(super) struct MovedBytes {
     pub(super) op: CollectiveOp,
     pub(super) sent: u64,
     pub(super) received: u64,
 }
 
-impl Traffic {
+impl MovedBytes {
     /// Sums or gathers over a ring of `ranks`, as NCCL's bandwidth figures count them: of `whole_bytes`, what all
     /// ranks hold together, `(ranks − 1) / ranks` pass each rank in either direction; twice that for an all_reduce.
     pub(super) fn ring(op: CollectiveOp, whole_bytes: usize, ranks: usize) -> Self {
@@ -62,27 +62,27 @@ mod tests {
 
     #[test]
     fn each_operation_counts_what_crosses_to_and_from_a_rank() {
-        let ring = |op| Traffic::ring(op, 48_000, 4);
+        let ring = |op| MovedBytes::ring(op, 48_000, 4);
         assert_eq!(
             (ring(CollectiveOp::AllReduce).sent, ring(CollectiveOp::AllReduce).received),
             (72_000, 72_000)
         );
         assert_eq!(ring(CollectiveOp::ReduceScatter).sent, 36_000);
         assert_eq!(ring(CollectiveOp::AllGather).received, 36_000);
-        let root = Traffic::broadcast(5, true, 3);
-        let other = Traffic::broadcast(5, false, 3);
+        let root = MovedBytes::broadcast(5, true, 3);
+        let other = MovedBytes::broadcast(5, false, 3);
         assert_eq!([(root.sent, root.received), (other.sent, other.received)], [(10, 0), (0, 5)]);
-        let exchange = Traffic::all_to_all(&[7, 1, 2], &[7, 3, 0], 0, 8);
+        let exchange = MovedBytes::all_to_all(&[7, 1, 2], &[7, 3, 0], 0, 8);
         assert_eq!((exchange.sent, exchange.received), (24, 24));
     }
 
     #[test]
     fn counters_add_up_and_a_group_of_one_counts_nothing() {
         let mut stats = GroupStats::default();
-        (0..2).for_each(|_| Traffic::broadcast(5, true, 3).count(&mut stats, 3));
+        (0..2).for_each(|_| MovedBytes::broadcast(5, true, 3).count(&mut stats, 3));
         let expected = OpStats { calls: 2, bytes_sent: 20, bytes_received: 0 };
         assert_eq!(stats.get(CollectiveOp::Broadcast), expected);
-        Traffic::broadcast(5, true, 1).count(&mut stats, 1);
+        MovedBytes::broadcast(5, true, 1).count(&mut stats, 1);
         assert_eq!(stats.total(), expected);
     }
 

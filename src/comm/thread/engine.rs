@@ -7,6 +7,7 @@
 use super::world::World;
 use crate::comm::buffer::StorageId;
 use crate::comm::history::Record;
+use crate::comm::lane::Lane;
 use crate::comm::{CollectiveOp, CommError};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -35,23 +36,6 @@ struct InFlight {
     id: u64,
     lane: Lane,
     operation: Box<dyn Operation>,
-}
-
-/// Operations of one lane move their data in the order in which they were issued;
-/// those of different lanes are independent. A group has a lane for its collectives
-/// and two for each peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Lane {
-    /// Address of the group's communicator.
-    pub(super) group: usize,
-    pub(super) kind: LaneKind,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LaneKind {
-    Collectives,
-    SendTo(usize),
-    RecvFrom(usize),
 }
 
 /// An operation under way on one rank.

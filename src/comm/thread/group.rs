@@ -2,11 +2,12 @@
 
 use super::collective::{Buffers, Collective, SplitResult};
 use super::communicator::Communicator;
-use super::engine::{Lane, LaneKind, Operation, RankState};
+use super::engine::{Operation, RankState};
 use super::mailbox::{RecvOperation, SendOperation};
 use crate::comm::arguments::Arguments;
 use crate::comm::buffer::apart;
 use crate::comm::call::Call;
+use crate::comm::lane::{Lane, LaneKind, Sequences};
 use crate::comm::{
     CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan, strided,
 };
@@ -24,24 +25,9 @@ pub(super) struct ThreadGroup {
     sequences: Mutex<Sequences>,
 }
 
-/// The next numbers to be given out.
-#[derive(Debug)]
-struct Sequences {
-    collective: u64,
-    /// By peer.
-    sends: Vec<u64>,
-    recvs: Vec<u64>,
-}
-
-fn next(counter: &mut u64) -> u64 {
-    *counter += 1;
-    *counter - 1
-}
-
 impl ThreadGroup {
     pub(super) fn new(state: Arc<RankState>, comm: Arc<Communicator>, rank: usize) -> Self {
-        let zeros = vec![0; comm.world_size()];
-        let sequences = Mutex::new(Sequences { collective: 0, sends: zeros.clone(), recvs: zeros });
+        let sequences = Mutex::new(Sequences::new(comm.world_size()));
         Self { state, comm, rank, sequences }
     }
 
@@ -62,8 +48,7 @@ impl ThreadGroup {
         split: SplitResult,
     ) -> Result<Pending, CommError> {
         let buffers = Buffers::new(inputs, outputs)?;
-        self.issue(LaneKind::Collectives, |sequences| {
-            let sequence = next(&mut sequences.collective);
+        self.issue(LaneKind::Collectives, |sequence| {
             Box::new(Collective::publish(&self.comm, self.rank, sequence, call, buffers, split))
         })
     }
@@ -71,11 +56,11 @@ impl ThreadGroup {
     fn issue(
         &self,
         kind: LaneKind,
-        publish: impl FnOnce(&mut Sequences) -> Box<dyn Operation>,
+        publish: impl FnOnce(u64) -> Box<dyn Operation>,
     ) -> Result<Pending, CommError> {
         self.state.world.check()?;
         let lane = Lane { group: Arc::as_ptr(&self.comm).addr(), kind };
-        let id = self.state.issue(lane, || publish(&mut self.sequences.lock()));
+        let id = self.state.issue(lane, || publish(self.sequences.lock().next(kind)));
         if self.comm.world_size() == 1 && kind == LaneKind::Collectives {
             // Nobody to wait for.
             self.state.complete(id)?;
@@ -185,8 +170,7 @@ impl ProcessGroup for ThreadGroup {
         arguments.tensors(&[tensor])?;
         arguments.rank("destination", dst)?;
         let fence = Fence::after(tensor.device())?;
-        self.issue(LaneKind::SendTo(dst), |sequences| {
-            let sequence = next(&mut sequences.sends[dst]);
+        self.issue(LaneKind::SendTo(dst), |sequence| {
             Box::new(SendOperation::publish(&self.comm, self.rank, dst, sequence, tensor, fence))
         })
     }
@@ -195,8 +179,7 @@ impl ProcessGroup for ThreadGroup {
         let arguments = self.arguments(CollectiveOp::Recv);
         arguments.tensors(&[tensor])?;
         arguments.rank("source", src)?;
-        self.issue(LaneKind::RecvFrom(src), |sequences| {
-            let sequence = next(&mut sequences.recvs[src]);
+        self.issue(LaneKind::RecvFrom(src), |sequence| {
             Box::new(RecvOperation::new(&self.comm, self.rank, src, sequence, tensor))
         })
     }

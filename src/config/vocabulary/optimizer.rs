@@ -102,43 +102,30 @@ const SET_GRAD_NONE: Key = flag("set_grad_none", "Frees gradients rather than ze
     .boolean(true)
     .no_effect("gradients are buffers that are reused");
 
-const ADAM: &[Key] = &[
-    LR,
-    BETAS,
-    EPS,
-    WEIGHT_DECAY.number(0.0),
-    ADAM_W_MODE,
-    BIAS_CORRECTION,
-    TORCH_ADAM,
-    AMSGRAD,
-    MAXIMIZE,
-    MAX_GRAD_NORM,
-    FP32_STATES,
-    FUSED,
-    FOREACH,
-    CAPTURABLE,
-    DIFFERENTIABLE,
-    SET_GRAD_NONE,
-];
+const ADAM: &[Key] = &adam(0.0);
+const ADAM_W: &[Key] = &adam(0.01);
 
-const ADAM_W: &[Key] = &[
-    LR,
-    BETAS,
-    EPS,
-    WEIGHT_DECAY.number(0.01),
-    ADAM_W_MODE,
-    BIAS_CORRECTION,
-    TORCH_ADAM,
-    AMSGRAD,
-    MAXIMIZE,
-    MAX_GRAD_NORM,
-    FP32_STATES,
-    FUSED,
-    FOREACH,
-    CAPTURABLE,
-    DIFFERENTIABLE,
-    SET_GRAD_NONE,
-];
+/// The keys of Adam and AdamW, which have other defaults of the weight decay.
+const fn adam(weight_decay: f64) -> [Key; 16] {
+    [
+        LR,
+        BETAS,
+        EPS,
+        WEIGHT_DECAY.number(weight_decay),
+        ADAM_W_MODE,
+        BIAS_CORRECTION,
+        TORCH_ADAM,
+        AMSGRAD,
+        MAXIMIZE,
+        MAX_GRAD_NORM,
+        FP32_STATES,
+        FUSED,
+        FOREACH,
+        CAPTURABLE,
+        DIFFERENTIABLE,
+        SET_GRAD_NONE,
+    ]
+}
 
 const SGD: &[Key] = &[
     LR,

@@ -6,7 +6,7 @@ use crate::data::FileError;
 
 /// The number type of a token, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Element {
+pub(super) enum TokenType {
     U8,
     U16,
     I16,
@@ -15,7 +15,7 @@ pub(super) enum Element {
     I64,
 }
 
-impl Element {
+impl TokenType {
     pub(super) fn width(self) -> usize {
         match self {
             Self::U8 => 1,
@@ -41,7 +41,7 @@ impl Element {
 
 /// Where documents end.
 #[derive(Debug)]
-pub(super) enum Documents {
+pub(super) enum DocumentBounds {
     /// The file does not say: it is one document.
     One,
     /// Found by reading the file once.
@@ -56,17 +56,17 @@ pub(super) enum Documents {
 #[derive(Debug)]
 pub(super) struct Layout {
     pub(super) format: FileFormat,
-    pub(super) element: Element,
+    pub(super) token_type: TokenType,
     pub(super) tokens_at: u64,
     pub(super) num_tokens: usize,
-    /// Labels of the same element, its largest value standing for ignored.
+    /// Labels of the same type, its largest value standing for ignored.
     pub(super) labels_at: Option<u64>,
-    pub(super) documents: Documents,
+    pub(super) documents: DocumentBounds,
     /// Size of the vocabulary and hash of the tokenizer, where the file says.
     pub(super) made_by: Option<(usize, [u8; 32])>,
 }
 
-impl Documents {
+impl DocumentBounds {
     pub(super) fn len(&self) -> usize {
         match self {
             Self::One => 1,

@@ -1,6 +1,6 @@
 //! nanoGPT's and llm.c's `.bin`.
 
-use super::{DataFile, Documents, Element, FileFormat, Layout};
+use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
 use crate::data::FileError;
 
 /// 256 numbers of 32 bits.
@@ -8,7 +8,7 @@ const HEADER_BYTES: u64 = 1024;
 
 /// First number of the header, and the version, which stands second, that goes with it: GPT-2's 16-bit and
 /// Llama 3's 32-bit tokens (`dev/data/data_common.py` of llm.c).
-const KINDS: [(u32, u32, Element); 2] = [(20_240_520, 1, Element::U16), (20_240_801, 7, Element::U32)];
+const KINDS: [(u32, u32, TokenType); 2] = [(20_240_520, 1, TokenType::U16), (20_240_801, 7, TokenType::U32)];
 
 /// Whether a file begins as llm.c's do. nanoGPT's cannot: the magic number's halves are no ids of GPT-2.
 pub(super) fn is_llm_c(beginning: &[u8]) -> bool {
@@ -22,7 +22,7 @@ pub(super) fn llm_c(file: &DataFile) -> Result<Layout, FileError> {
     }
     let number = |index: u64| Ok(u32::from_le_bytes(file.array(4 * index)?));
     let (magic, version, claimed) = (number(0)?, number(1)?, number(2)?);
-    let Some(&(_, expected, element)) = KINDS.iter().find(|kind| kind.0 == magic) else {
+    let Some(&(_, expected, token_type)) = KINDS.iter().find(|kind| kind.0 == magic) else {
         let found = file.beginning::<8>()?;
         let expected = "llm.c's magic number 20240520 or 20240801";
         return Err(FileError::WrongMagic { path: file.path().to_owned(), expected, found });
@@ -32,30 +32,30 @@ pub(super) fn llm_c(file: &DataFile) -> Result<Layout, FileError> {
     }
     let bytes = file.len() - HEADER_BYTES;
     // Both are below 2^35.
-    let needed = u64::from(claimed) * element.width() as u64;
+    let needed = u64::from(claimed) * token_type.width() as u64;
     if needed > bytes {
         return Err(file.truncated(HEADER_BYTES, needed));
     }
     if needed < bytes {
-        let fitting = (bytes / element.width() as u64).to_string();
+        let fitting = (bytes / token_type.width() as u64).to_string();
         return Err(file.field(8, "the number of tokens", claimed.into(), fitting));
     }
-    Ok(headerless(FileFormat::LlmC, element, HEADER_BYTES, claimed as usize))
+    Ok(headerless(FileFormat::LlmC, token_type, HEADER_BYTES, claimed as usize))
 }
 
 /// 16-bit tokens and nothing else.
 pub(super) fn nano_gpt(file: &DataFile) -> Result<Layout, FileError> {
-    let (element, file_bytes) = (Element::U16, file.len());
-    let width = element.width();
+    let (token_type, file_bytes) = (TokenType::U16, file.len());
+    let width = token_type.width();
     if !file_bytes.is_multiple_of(width as u64) {
         return Err(FileError::OddSize { path: file.path().to_owned(), file_bytes, width });
     }
     let num_tokens = usize::try_from(file_bytes / width as u64)
         .map_err(|_| file.field(0, "the file's size", file_bytes, "what this machine can address"))?;
-    Ok(headerless(FileFormat::NanoGpt, element, 0, num_tokens))
+    Ok(headerless(FileFormat::NanoGpt, token_type, 0, num_tokens))
 }
 
-fn headerless(format: FileFormat, element: Element, tokens_at: u64, num_tokens: usize) -> Layout {
-    let (labels_at, documents, made_by) = (None, Documents::One, None);
-    Layout { format, element, tokens_at, num_tokens, labels_at, documents, made_by }
+fn headerless(format: FileFormat, token_type: TokenType, tokens_at: u64, num_tokens: usize) -> Layout {
+    let (labels_at, documents, made_by) = (None, DocumentBounds::One, None);
+    Layout { format, token_type, tokens_at, num_tokens, labels_at, documents, made_by }
 }

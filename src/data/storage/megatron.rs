@@ -6,7 +6,7 @@
 //! of sequences. What follows (the modes of multimodal sequences) is not read.
 
 use super::table::Table;
-use super::{DataFile, Documents, Element, FileFormat, Layout};
+use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
 use crate::data::FileError;
 
 const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
@@ -27,8 +27,8 @@ pub(super) fn megatron(tokens: &DataFile, index: DataFile) -> Result<Layout, Fil
     if version != 1 {
         return Err(index.field(9, "the version", version, "1"));
     }
-    let element = element(&index)?;
-    let width = element.width() as u64;
+    let token_type = token_type(&index)?;
+    let width = token_type.width() as u64;
     let (num_sequences, num_starts) = counts(&index)?;
     let pointers_at = LENGTHS_AT + 4 * num_sequences as u64;
     let starts_at = pointers_at + 8 * num_sequences as u64;
@@ -48,7 +48,7 @@ pub(super) fn megatron(tokens: &DataFile, index: DataFile) -> Result<Layout, Fil
     }
     if !tokens.len().is_multiple_of(width) {
         let (path, file_bytes) = (tokens.path().to_owned(), tokens.len());
-        return Err(FileError::OddSize { path, file_bytes, width: element.width() });
+        return Err(FileError::OddSize { path, file_bytes, width: token_type.width() });
     }
     let num_tokens = usize::try_from(tokens.len() / width)
         .map_err(|_| index.field(0, "the size of the .bin", tokens.len(), "what this machine can address"))?;
@@ -67,19 +67,19 @@ pub(super) fn megatron(tokens: &DataFile, index: DataFile) -> Result<Layout, Fil
             }
         }
     }
-    let documents = Documents::Index { file: index, pointers, starts, width };
+    let documents = DocumentBounds::Index { file: index, pointers, starts, width };
     let (format, labels_at, made_by) = (FileFormat::Megatron, None, None);
-    Ok(Layout { format, element, tokens_at: 0, num_tokens, labels_at, documents, made_by })
+    Ok(Layout { format, token_type, tokens_at: 0, num_tokens, labels_at, documents, made_by })
 }
 
-fn element(index: &DataFile) -> Result<Element, FileError> {
+fn token_type(index: &DataFile) -> Result<TokenType, FileError> {
     let [code] = index.array(CODE_AT)?;
     match code {
-        1 => Ok(Element::U8),
-        3 => Ok(Element::I16),
-        4 => Ok(Element::I32),
-        5 => Ok(Element::I64),
-        8 => Ok(Element::U16),
+        1 => Ok(TokenType::U8),
+        3 => Ok(TokenType::I16),
+        4 => Ok(TokenType::I32),
+        5 => Ok(TokenType::I64),
+        8 => Ok(TokenType::U16),
         _ => {
             let valid = "1 (u8), 3 (i16), 4 (i32), 5 (i64) or 8 (u16)";
             Err(index.field(CODE_AT, "the type code", code.into(), valid))

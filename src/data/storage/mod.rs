@@ -12,7 +12,7 @@ mod table;
 mod token_file;
 
 use file::DataFile;
-use layout::{Documents, Element, Layout};
+use layout::{DocumentBounds, Layout, TokenType};
 pub(super) use memory::MemoryTokens;
 pub(super) use own::{HEADER_BYTES, Header, ignored_label};
 pub use token_file::{FileFormat, TokenFile, TokenFileOptions};

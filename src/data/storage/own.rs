@@ -3,7 +3,7 @@
 //! The README of `data` has the table of the header.
 
 use super::table::Table;
-use super::{DataFile, Documents, Element, FileFormat, Layout};
+use super::{DataFile, DocumentBounds, FileFormat, Layout, TokenType};
 use crate::data::FileError;
 
 const MAGIC: &[u8; 8] = b"ulytoken";
@@ -130,11 +130,11 @@ pub(super) fn own(file: &DataFile) -> Result<Layout, FileError> {
     let ends_at = labels_at.unwrap_or(tokens_at) + section;
     Ok(Layout {
         format: FileFormat::Own,
-        element: if header.width == 2 { Element::U16 } else { Element::U32 },
+        token_type: if header.width == 2 { TokenType::U16 } else { TokenType::U32 },
         tokens_at,
         num_tokens: fits(header.num_tokens)?,
         labels_at,
-        documents: Documents::Ends(Table::new(ends_at, fits(header.num_documents)?)),
+        documents: DocumentBounds::Ends(Table::new(ends_at, fits(header.num_documents)?)),
         made_by: Some((fits(header.vocab_size)?, header.tokenizer)),
     })
 }

@@ -3,7 +3,7 @@
 use super::llm_c::{is_llm_c, llm_c, nano_gpt};
 use super::megatron::megatron;
 use super::own::{ignored_label, is_own, own};
-use super::{DataFile, Documents, Layout, TokenStore};
+use super::{DataFile, DocumentBounds, Layout, TokenStore};
 use crate::data::{DataError, FileError, IGNORED_LABEL};
 use std::fmt;
 use std::ops::Range;
@@ -107,8 +107,8 @@ impl TokenFile {
         let limits = [of_file, options.vocab_size, Some(u32::MAX as usize)];
         let vocab_size = limits.into_iter().flatten().min().unwrap_or_default();
         let mut opened = Self { file, layout, vocab_size };
-        if let (Some(separator), Documents::One) = (options.end_of_document, &opened.layout.documents) {
-            opened.layout.documents = Documents::Found(opened.find_ends(separator)?);
+        if let (Some(separator), DocumentBounds::One) = (options.end_of_document, &opened.layout.documents) {
+            opened.layout.documents = DocumentBounds::Found(opened.find_ends(separator)?);
         }
         let last = opened.layout.documents.len() - 1;
         let end = opened.document_end(last)?;
@@ -133,7 +133,7 @@ impl TokenFile {
 
     /// Bytes of a token.
     pub fn token_bytes(&self) -> usize {
-        self.layout.element.width()
+        self.layout.token_type.width()
     }
 
     /// Whether some tokens count for something else than themselves.
@@ -169,14 +169,14 @@ impl TokenFile {
         range: Range<usize>,
         mut each: impl FnMut(usize, i64) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
-        let (element, width) = (self.layout.element, self.token_bytes());
+        let (token_type, width) = (self.layout.token_type, self.token_bytes());
         let mut buffer = vec![0; CHUNK_BYTES.min(range.len() * width)];
         for first in range.clone().step_by(CHUNK_BYTES / width) {
             let count = (range.end - first).min(CHUNK_BYTES / width);
             let bytes = &mut buffer[..count * width];
             self.file.read(section + (first * width) as u64, bytes)?;
             for (at, bytes) in bytes.chunks_exact(width).enumerate() {
-                each(first + at, element.decode(bytes))?;
+                each(first + at, token_type.decode(bytes))?;
             }
         }
         Ok(())

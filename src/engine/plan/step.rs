@@ -105,4 +105,18 @@ mod tests {
             assert!(error < 1e-12, "dp {dp} × sp {sp}: {error}");
         }
     }
+
+    #[test]
+    fn the_flops_of_a_step_are_those_of_every_product_of_the_model() {
+        let json = r#"{ "train_batch_size": 1, "ulysses": { "seq_len": 9 } }"#;
+        let config = Config::from_json_str(json, "c.json").unwrap();
+        let flops =
+            model_flops(&config, &preset("nano").unwrap(), &DeviceMesh::dp_sp(1, 1).unwrap()).unwrap();
+        // Forward and backward: 6 for every weight of a product, 12 for every element of an attended pair of a head.
+        // q, k, v, o: 64·(64 + 32 + 32 + 64); gate, up, down: 3·64·172; two layers; head: 64·256.
+        let weights = 2 * (64 * 192 + 3 * 64 * 172) + 64 * 256;
+        // 4 heads of 16 attend to 1 … 9 tokens, 5 on average.
+        let attention = 2 * 12 * 64 * 5;
+        assert_eq!(flops, (9 * (6 * weights + attention)) as f64);
+    }
 }

@@ -4,7 +4,7 @@
 
 use super::dims::{Dims, Heads};
 use super::event::{Axis, Event, Pass, Piece, Purpose, Transfer, Work};
-use super::ledger::{Buffer, Element, Ledger};
+use super::ledger::{Buffer, ElementType, Ledger};
 use super::units::transfer_of;
 use crate::comm::{CollectiveOp, RecvBlock, StridedBlock, StridedPlan, Traffic};
 use crate::memory::Category;
@@ -109,13 +109,13 @@ impl SequenceParallel {
             return (None, self.forward_locally(heads, qkv, dims, pass, ledger));
         }
         self.plan(chunk, dims, ledger);
-        let whole =
-            head_sharded(heads, dims).map(|elems| ledger.take(Category::Exchange, Element::Stored, elems));
+        let whole = head_sharded(heads, dims)
+            .map(|elems| ledger.take(Category::Exchange, ElementType::Stored, elems));
         ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_heads.clone()));
         qkv.into_iter().for_each(|buffer| ledger.give(buffer));
         let saved = self.forward_locally(heads, whole, dims, pass, ledger);
         let elems = dims.tokens() * heads.num_heads * dims.head_dim;
-        let out = ledger.take(Category::Activations, Element::Stored, elems);
+        let out = ledger.take(Category::Activations, ElementType::Stored, elems);
         ledger.push(Event::Collective(self.exchanges[chunk].out_to_tokens.clone()));
         (Some(out), saved)
     }
@@ -134,12 +134,12 @@ impl SequenceParallel {
             return self.backward_locally(heads, saved, dims, ledger);
         }
         let [q_elems, ..] = head_sharded(heads, dims);
-        let dout = ledger.take(Category::Exchange, Element::Stored, q_elems);
+        let dout = ledger.take(Category::Exchange, ElementType::Stored, q_elems);
         ledger.push(Event::Collective(self.exchanges[chunk].out_to_heads.clone()));
         let whole = self.backward_locally(heads, saved, dims, ledger);
         ledger.give(dout);
-        let gradients =
-            seq_sharded(heads, dims).map(|elems| ledger.take(Category::Activations, Element::Stored, elems));
+        let gradients = seq_sharded(heads, dims)
+            .map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems));
         ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_tokens.clone()));
         whole.into_iter().for_each(|buffer| ledger.give(buffer));
         gradients
@@ -155,8 +155,8 @@ impl SequenceParallel {
     ) -> Saved {
         let [q, k, v] = head_sharded(heads, dims);
         let category = self.category();
-        let out = ledger.take(category, Element::Stored, q);
-        let lse = ledger.take(category, Element::F32, dims.all_tokens() * heads.num_heads_local);
+        let out = ledger.take(category, ElementType::Stored, q);
+        let lse = ledger.take(category, ElementType::F32, dims.all_tokens() * heads.num_heads_local);
         self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, self.dtype, false), ledger);
         let widened = if self.widens(dims) { q + k + v } else { 0 };
         ledger.operate(&[widened, q], 0);
@@ -175,10 +175,10 @@ impl SequenceParallel {
         let Saved { qkv, out, lse } = saved;
         let [q, k, v] = head_sharded(heads, dims);
         let category = self.category();
-        let delta = ledger.take(category, Element::F32, dims.all_tokens() * heads.num_heads_local);
+        let delta = ledger.take(category, ElementType::F32, dims.all_tokens() * heads.num_heads_local);
         ledger.operate(&[q, q], 0);
         ledger.give(out);
-        let gradients = [q, k, v].map(|elems| ledger.take(category, Element::Stored, elems));
+        let gradients = [q, k, v].map(|elems| ledger.take(category, ElementType::Stored, elems));
         self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, self.dtype, true), ledger);
         let widened = if self.widens(dims) { q + k + v + q } else { 0 };
         ledger.operate(&[widened, q, k, v], 0);

@@ -2,7 +2,7 @@
 //! checkpoints.
 
 use super::layer::SavedLayer;
-use super::ledger::{Buffer, Element, Ledger};
+use super::ledger::{Buffer, ElementType, Ledger};
 use crate::memory::Category;
 use crate::offload::READ_AHEAD_BYTES;
 
@@ -14,7 +14,7 @@ pub(super) enum LayerTape {
     /// What it is computed from again.
     Checkpoint(Vec<Buffer>),
     /// Elements of the same, in the file.
-    Stored(Vec<usize>),
+    Offloaded(Vec<usize>),
 }
 
 /// The file, if there is one.
@@ -49,13 +49,16 @@ impl CheckpointFile {
             self.being_written = Some(buffer);
             elems
         };
-        LayerTape::Stored(checkpoint.into_iter().map(store).collect())
+        LayerTape::Offloaded(checkpoint.into_iter().map(store).collect())
     }
 
     /// Brings a stored checkpoint back to memory.
     pub(super) fn load(&mut self, stored: Vec<usize>, ledger: &mut Ledger) -> Vec<Buffer> {
         self.written(ledger);
-        stored.into_iter().map(|elems| ledger.take(Category::Activations, Element::Stored, elems)).collect()
+        stored
+            .into_iter()
+            .map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems))
+            .collect()
     }
 
     /// Storage that has been written is freed, not recycled.

@@ -11,12 +11,12 @@ use std::num::NonZero;
 
 /// A group of the mesh and this rank's place in it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct GroupPlace {
     pub(super) ranks: usize,
     pub(super) rank: usize,
 }
 
-impl Place {
+impl GroupPlace {
     /// That of `global_rank` along an axis that may be missing.
     pub(super) fn along(mesh: &DeviceMesh, axis: &str, global_rank: usize) -> Result<Self, EngineError> {
         if !mesh.has_axis(axis) {
@@ -29,15 +29,15 @@ impl Place {
 /// A rank's place in each of its groups.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Places {
-    pub(super) dp: Place,
-    pub(super) sp: Place,
+    pub(super) dp: GroupPlace,
+    pub(super) sp: GroupPlace,
     /// Those in ZeRO's groups, partitions and replicas, where these are not dp and sp.
-    hybrid: Option<(Place, Place)>,
+    hybrid: Option<(GroupPlace, GroupPlace)>,
 }
 
 impl Places {
     pub(super) fn of(config: &Config, mesh: &DeviceMesh, global_rank: usize) -> Result<Self, EngineError> {
-        let along = |mesh: &DeviceMesh, axis| Place::along(mesh, axis, global_rank);
+        let along = |mesh: &DeviceMesh, axis| GroupPlace::along(mesh, axis, global_rank);
         let hybrid = match config.zero_shard_size {
             None => None,
             Some(size) => {
@@ -56,15 +56,15 @@ impl Places {
         if self.hybrid.is_some() { Axis::Replicas } else { Axis::Sp }
     }
 
-    pub(super) fn shard(&self) -> Place {
+    pub(super) fn shard(&self) -> GroupPlace {
         self.along(self.shard_axis())
     }
 
-    pub(super) fn replicas(&self) -> Place {
+    pub(super) fn replicas(&self) -> GroupPlace {
         self.along(self.replicas_axis())
     }
 
-    pub(super) fn along(&self, axis: Axis) -> Place {
+    pub(super) fn along(&self, axis: Axis) -> GroupPlace {
         match axis {
             Axis::Dp => self.dp,
             Axis::Sp => self.sp,
@@ -144,7 +144,7 @@ impl Dims {
         config: &Config,
         model: &LlamaConfig,
         document_len: Option<usize>,
-        sp: Place,
+        sp: GroupPlace,
     ) -> Result<(Self, Vec<ExchangePlan>), EngineError> {
         let LlamaConfig { num_heads, head_dim, architecture, .. } = *model;
         let (batch, seq_len) = (config.micro_batch_size, config.require_seq_len()?);

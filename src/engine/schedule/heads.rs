@@ -178,7 +178,7 @@ impl LayerPass<'_> {
         let Dims { hidden, num_heads, head_dim, .. } = *self.dims;
         match self.dims.chunks[chunk].num_heads {
             all if all == num_heads => 0,
-            some => self.ledger.bytes_of(super::ledger::Element::Stored) * hidden * some * head_dim,
+            some => self.ledger.bytes_of(super::ledger::ElementType::Stored) * hidden * some * head_dim,
         }
     }
 }

@@ -4,7 +4,7 @@ use super::attention::SequenceParallel;
 use super::dims::{Dims, Tile};
 use super::event::{Event, Pass, Piece, Work};
 use super::heads::SavedChunk;
-use super::ledger::{Buffer, Element, Ledger};
+use super::ledger::{Buffer, ElementType, Ledger};
 use super::mlp::GateUp;
 use crate::memory::Category::Activations;
 use crate::model::Weights;
@@ -137,12 +137,12 @@ impl<'a> LayerPass<'a> {
 
     /// An activation or its gradient.
     pub(super) fn take(&mut self, elems: usize) -> Buffer {
-        self.ledger.take(Activations, Element::Stored, elems)
+        self.ledger.take(Activations, ElementType::Stored, elems)
     }
 
     /// Statistics of tokens.
     pub(super) fn take_f32(&mut self, elems: usize) -> Buffer {
-        self.ledger.take(Activations, Element::F32, elems)
+        self.ledger.take(Activations, ElementType::F32, elems)
     }
 
     /// Elements of a tensor with `width` numbers for each token.

@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 pub(super) struct Buffer {
     category: Category,
     elems: usize,
-    element: Element,
+    element: ElementType,
 }
 
 impl Buffer {
@@ -26,7 +26,7 @@ impl Buffer {
 
 /// What elements of a tensor are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Element {
+pub(super) enum ElementType {
     /// Parameters and activations: of the config's precision.
     Stored,
     /// f32, whatever that is.
@@ -66,15 +66,15 @@ impl Ledger {
     }
 
     /// Bytes of an element.
-    pub(super) fn bytes_of(&self, element: Element) -> usize {
+    pub(super) fn bytes_of(&self, element: ElementType) -> usize {
         match element {
-            Element::Stored => self.stored_bytes,
-            Element::F32 => size_of::<f32>(),
+            ElementType::Stored => self.stored_bytes,
+            ElementType::F32 => size_of::<f32>(),
         }
     }
 
     /// A tensor of its own storage.
-    pub(super) fn allocate(&mut self, category: Category, element: Element, elems: usize) -> Buffer {
+    pub(super) fn allocate(&mut self, category: Category, element: ElementType, elems: usize) -> Buffer {
         self.hold(category, (elems * self.bytes_of(element)) as i64);
         Buffer { category, elems, element }
     }
@@ -85,7 +85,7 @@ impl Ledger {
     }
 
     /// A tensor from the workspace.
-    pub(super) fn take(&mut self, category: Category, element: Element, elems: usize) -> Buffer {
+    pub(super) fn take(&mut self, category: Category, element: ElementType, elems: usize) -> Buffer {
         let shelf = self.shelves.entry((self.bytes_of(element), elems)).or_default();
         shelf.taken += 1;
         if shelf.free > 0 {
@@ -155,16 +155,16 @@ mod tests {
     #[test]
     fn a_given_tensor_is_taken_again_and_a_foreign_one_takes_the_place_of_a_dropped_one() {
         let mut ledger = Ledger::new(4);
-        let taken = ledger.take(Category::Activations, Element::Stored, 8);
+        let taken = ledger.take(Category::Activations, ElementType::Stored, 8);
         ledger.give(taken);
         assert_eq!(held(&mut ledger), 32, "it waits");
-        let taken = ledger.take(Category::Activations, Element::F32, 8);
+        let taken = ledger.take(Category::Activations, ElementType::F32, 8);
         assert_eq!(held(&mut ledger), 0, "of one size in bytes, so the same storage");
         ledger.free(taken);
-        let foreign = ledger.allocate(Category::Activations, Element::F32, 8);
+        let foreign = ledger.allocate(Category::Activations, ElementType::F32, 8);
         ledger.give(foreign);
         assert_eq!(held(&mut ledger), 0, "freed one, kept another");
-        let foreign = ledger.allocate(Category::Activations, Element::F32, 8);
+        let foreign = ledger.allocate(Category::Activations, ElementType::F32, 8);
         ledger.give(foreign);
         assert_eq!(held(&mut ledger), 0, "no more is kept than was taken");
     }

@@ -318,7 +318,7 @@ impl Schedule {
             Some(LayerTape::Checkpoint(checkpoint)) => {
                 self.layer_pass().backward_checkpointed(checkpoint, &trained);
             }
-            Some(LayerTape::Stored(stored)) => {
+            Some(LayerTape::Offloaded(stored)) => {
                 let checkpoint = self.checkpoint_file.load(stored, &mut self.ledger);
                 self.layer_pass().backward_checkpointed(checkpoint, &trained);
             }

@@ -1,9 +1,9 @@
 //! What ZeRO does with the parameters and gradients of the units: the counterpart of
 //! [`ZeroOptimizer`](crate::zero::ZeroOptimizer), with its order of gathers and reductions.
 
-use super::dims::{Place, Places};
+use super::dims::{GroupPlace, Places};
 use super::event::{Axis, Event, Purpose, Transfer};
-use super::ledger::{Buffer, Element, Ledger};
+use super::ledger::{Buffer, ElementType, Ledger};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::comm::{CollectiveOp, Traffic};
 use crate::config::{Config, OptimizerConfig, ParameterGroup, ZeroStage};
@@ -103,7 +103,7 @@ impl Units {
         ledger.hold(Category::Gradients, held.gradients as i64);
         ledger.hold(Category::Optimizer, held.optimizer as i64);
         let is_lamb = matches!(config.optimizer, OptimizerConfig::Lamb { .. });
-        let stored_bytes = ledger.bytes_of(Element::Stored);
+        let stored_bytes = ledger.bytes_of(ElementType::Stored);
         let units = splits.into_iter().map(|split| split.flats).collect();
         Self { units, flats, stage, places, stored_bytes, is_lamb, state, in_flight: None }
     }
@@ -115,7 +115,7 @@ impl Units {
         (op, axis, purpose): (CollectiveOp, Axis, Purpose),
         (elems, element_bytes): (usize, usize),
     ) {
-        let Place { ranks, rank } = self.places.along(axis);
+        let GroupPlace { ranks, rank } = self.places.along(axis);
         if ranks == 1 {
             return;
         }
@@ -141,7 +141,7 @@ impl Units {
                 continue;
             }
             let Flat { partition_numel, padded_numel, .. } = self.flats[flat];
-            let mut allocate = |elems| ledger.allocate(Category::Parameters, Element::Stored, elems);
+            let mut allocate = |elems| ledger.allocate(Category::Parameters, ElementType::Stored, elems);
             let fetched = self.state.parameters_in_file.then(|| allocate(partition_numel));
             let whole = allocate(padded_numel);
             (self.flats[flat].gathered, self.flats[flat].fetched) = (Some(whole), fetched);
@@ -174,7 +174,8 @@ impl Units {
         let Some(trained) = self.trained(unit) else { return };
         let flat = &mut self.flats[trained];
         if self.stage.partitions_gradients() && flat.whole_gradient.is_none() {
-            flat.whole_gradient = Some(ledger.allocate(Category::Gradients, Element::F32, flat.padded_numel));
+            flat.whole_gradient =
+                Some(ledger.allocate(Category::Gradients, ElementType::F32, flat.padded_numel));
         }
     }
 
@@ -197,7 +198,7 @@ impl Units {
             self.transfer(ledger, reduce, (padded_numel, f32));
             return Some(Reduction { flat, lent: None, received: None, boundary });
         }
-        let received = ledger.allocate(Category::Gradients, Element::F32, partition_numel);
+        let received = ledger.allocate(Category::Gradients, ElementType::F32, partition_numel);
         let scatter = (CollectiveOp::ReduceScatter, self.places.shard_axis(), Purpose::ReduceGradients);
         self.transfer(ledger, scatter, (padded_numel, f32));
         // Of a group of one the collective is complete at once, and nobody reads the whole any more.
@@ -272,7 +273,11 @@ impl Units {
             }
             in_flight.drain(..).for_each(|written| ledger.free(written));
             if self.state.has_master && self.state.parameters_in_file {
-                changed.push(ledger.allocate(Category::Parameters, Element::Stored, flat.partition_numel));
+                changed.push(ledger.allocate(
+                    Category::Parameters,
+                    ElementType::Stored,
+                    flat.partition_numel,
+                ));
             }
             in_flight = changed;
         }
@@ -286,12 +291,12 @@ impl Units {
             true => (optimizer_in_file, Category::Optimizer),
             false => (parameters_in_file, Category::Parameters),
         };
-        is_in_file.then(|| ledger.allocate(category, Element::F32, flat.partition_numel))
+        is_in_file.then(|| ledger.allocate(category, ElementType::F32, flat.partition_numel))
     }
 
     fn fetch_state(&self, flat: &Flat, ledger: &mut Ledger) -> Vec<Buffer> {
         let tensors = if self.state.optimizer_in_file { self.state.tensors } else { 0 };
-        let fetch = |_| ledger.allocate(Category::Optimizer, Element::F32, flat.partition_numel);
+        let fetch = |_| ledger.allocate(Category::Optimizer, ElementType::F32, flat.partition_numel);
         (0..tensors).map(fetch).collect()
     }
 
@@ -307,7 +312,7 @@ impl Units {
         }
         let mut in_flight = None;
         for flat in self.trained_flats() {
-            let own = ledger.allocate(Category::Parameters, Element::Stored, flat.partition_numel);
+            let own = ledger.allocate(Category::Parameters, ElementType::Stored, flat.partition_numel);
             let gather = (CollectiveOp::AllGather, self.places.shard_axis(), Purpose::PublishParameters);
             self.transfer(ledger, gather, (flat.partition_numel, self.stored_bytes));
             in_flight.replace(own).into_iter().for_each(|before| ledger.free(before));
@@ -335,7 +340,7 @@ pub(super) fn transfer_of(
 }
 
 /// Bytes that an all_reduce of f32 elements in place allocates: the result, or this rank's chunk of it.
-fn reduce_scratch_bytes(Place { ranks, rank }: Place, elems: usize) -> usize {
+fn reduce_scratch_bytes(GroupPlace { ranks, rank }: GroupPlace, elems: usize) -> usize {
     let reduced = match ranks {
         1 => 0,
         _ if elems <= DIRECT_REDUCE_MAX_ELEMS => elems,

@@ -19,7 +19,8 @@ macro_rules! every_case {
                 all_gather_of_a_part_of_its_own_output_works_in_place,
                 broadcast_reaches_all_ranks_from_every_root,
                 values_are_reduced_and_gathered,
-                varied_lengths_are_gathered_including_none;
+                varied_lengths_are_gathered_including_none,
+                the_rank_that_differs_is_found_with_the_value;
             exchange:
                 all_to_all_moves_uneven_counts_and_none,
                 strided_exchange_turns_sequence_shards_into_head_shards_and_back,

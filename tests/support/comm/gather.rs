@@ -75,3 +75,17 @@ pub(crate) fn varied_lengths_are_gathered_including_none(backend: &impl Backend)
         Ok(())
     });
 }
+
+pub(crate) fn the_rank_that_differs_is_found_with_the_value(backend: &impl Backend) {
+    backend.run(3, |group| {
+        let rank = group.rank();
+        assert_eq!(group.find_disagreement(&[7, u64::MAX])?, None);
+        assert_eq!(group.find_disagreement(&[])?, None);
+        assert_eq!(group.find_disagreement(&[7, if rank == 1 { 0 } else { u64::MAX }])?, Some((1, 1)));
+        // Ranks are the world's, not the group's.
+        let pair = group.split("pair", (rank > 0).then_some(0), rank)?;
+        let told = pair.map(|pair| pair.find_disagreement(&[rank as u64])).transpose()?;
+        assert_eq!(told, (rank > 0).then_some(Some((2, 0))));
+        Ok(())
+    });
+}
