@@ -18,8 +18,7 @@ use candle_core::Tensor;
 
 /// target = source, element for element in memory order, rounded to nearest even where `target` is narrower.
 ///
-/// Infinities and NaN stay what they are; what is too large for `target` becomes infinite. The CPU takes all three
-/// types here, though the other ops take f32 only.
+/// Infinities and NaN stay what they are; what is too large for `target` becomes infinite.
 ///
 /// # Shapes
 /// source and target hold the same number of elements.
