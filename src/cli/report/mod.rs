@@ -1,7 +1,10 @@
 //! `ulysses report`: runs as one page of HTML that needs nothing else.
 
 pub(super) mod chart;
+mod communication;
+mod metrics;
 pub(super) mod page;
+mod parts;
 mod run;
 mod sections;
 mod settings;
