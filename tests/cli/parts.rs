@@ -85,8 +85,8 @@ fn the_parts_of_a_resumed_run_add_up() {
     };
     let (whole, resumed) = (page("whole"), page("out"));
     assert_eq!(row(&resumed, "Ulysses exchange"), row(&whole, "Ulysses exchange"));
-    // Number and size of the calls; their times are those of each run.
-    let counted = |page: &str| row(page, "sp all_to_all").split("</td>").take(3).collect::<String>();
+    // Ranks, size and number of the calls; their times are those of each run.
+    let counted = |page: &str| row(page, "sp all_to_all").split("</td>").take(4).collect::<String>();
     assert_eq!(counted(&resumed), counted(&whole));
     for (part, steps) in ["1 to 2", "3 to 4", "5 to 6"].iter().enumerate() {
         let row = row(&resumed, &format!("{}: ", part + 1));

@@ -23,7 +23,7 @@ pub(super) fn tables(run: &RunFiles) -> String {
     let mut html = format!(
         "<p class=\"faint\">Collectives of rank 0. The time is what the rank spent in the call.{silent}</p>\n"
     );
-    let head = ["operation", "message", "count", "total ms", "mean ms", "algbw GB/s", "busbw GB/s"];
+    let head = ["operation", "ranks", "message", "count", "total ms", "mean ms", "algbw GB/s", "busbw GB/s"];
     html.push_str(&table(&head, calls.iter().map(call_row)));
     html.push_str("<p></p><p class=\"faint\">Bytes that all ranks sent, beside what theory has for the training steps.</p>\n");
     let volumes = volumes(&parts);
@@ -35,7 +35,7 @@ pub(super) fn tables(run: &RunFiles) -> String {
     if !straggling.is_empty() {
         html.push_str("<p></p><p class=\"faint\">Time that ranks waited for the one that came last, mean over the ranks.</p>\n");
         let head = ["operation", "count", "total ms", "straggler ms", "latest rank"];
-        html.push_str(&table(&head, straggling.iter().map(straggling_row)));
+        html.push_str(&table(&head, straggling.iter().map(|kind| straggling_row(kind))));
     }
     html
 }
@@ -45,6 +45,7 @@ fn call_row(call: &CallTimes) -> Vec<String> {
     let rate = |rate: f64| format!("{:.2}", rate / 1e9);
     vec![
         format!("{} {}", call.axis, call.op),
+        call.ranks.to_string(),
         text(call.input_bytes as f64, Unit::Bytes),
         call.calls.to_string(),
         milliseconds(call.seconds),
@@ -61,7 +62,7 @@ fn volume_row(volume: &Volume) -> Vec<String> {
 }
 
 /// Ranks that were last most often, one for each part: a number means another rank on another mesh.
-fn straggling_row(parts: &Vec<Straggling>) -> Vec<String> {
+fn straggling_row(parts: &[Straggling]) -> Vec<String> {
     let sum = |value: fn(&Straggling) -> f64| parts.iter().map(value).sum::<f64>();
     let latest =
         |part: &Straggling| format!("{} ({:.0} % of its calls)", part.latest.0, 100.0 * part.latest.1);
@@ -170,7 +171,7 @@ mod tests {
         assert_eq!(calls(&[&first, &elsewhere]).len(), 2, "calls of other sizes of a group are other calls");
         let sent = volumes(&parts);
         assert_eq!((sent.len(), sent[0].planned_bytes, sent[0].sent_bytes), (1, 70, 77));
-        let rows: Vec<_> = straggling(&parts).iter().map(straggling_row).collect();
+        let rows: Vec<_> = straggling(&parts).iter().map(|kind| straggling_row(kind)).collect();
         let expected =
             ["sp all_reduce", "7", "1000", "500", "1 (75 % of its calls), then 0 (75 % of its calls)"];
         assert_eq!(rows, [expected]);

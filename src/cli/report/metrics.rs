@@ -88,9 +88,10 @@ fn step(fields: &Map<String, Value>) -> Result<u64> {
 fn check_number(fields: &Map<String, Value>, key: &str, least: f64) -> Result<()> {
     let value = fields.get(key).unwrap_or(&Value::Null);
     let is_right = value.as_f64().is_some_and(|number| (least..=LARGEST).contains(&number));
+    let from = if least < 0.0 { format!("{least:e}") } else { "0".to_owned() };
     ensure!(
         is_right || value.is_null(),
-        "`{key}`: expected a number from {least:e} to {LARGEST:e}, found {}",
+        "`{key}`: expected a number from {from} to {LARGEST:e}, found {}",
         short(value)
     );
     Ok(())
@@ -129,11 +130,11 @@ mod tests {
             (r#"{"step": 18446744073709551615, "loss": 1}"#, "found 18446744073709551615"),
             (r#"{"step": 1, "loss": 1}"#, "`step`: expected a step after 1, found 1"),
             (r#"{"step": 2}"#, "neither `loss` nor `eval_loss` is there"),
-            (r#"{"step": 2, "loss": 1e308}"#, "`loss`: expected a number from -1e100 to 1e100, found 1e308"),
+            (r#"{"step": 2, "loss": 1e308}"#, "`loss`: expected a number from -1e100 to 1e100, found 1e+308"),
             (r#"{"step": 2, "loss": "low"}"#, "found \"low\""),
             (
                 r#"{"step": 2, "loss": 1, "step_seconds": -1e-3}"#,
-                "`step_seconds`: expected a number from 0e0 to",
+                "`step_seconds`: expected a number from 0 to",
             ),
             (r#"{"step": 2, "eval_loss": -1e308}"#, "`eval_loss`: expected"),
             ("{\"step\": 2, \"loss\": 1,, }", "not valid JSON: key must be a string"),

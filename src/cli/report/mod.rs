@@ -32,7 +32,7 @@ pub(super) fn run(args: &ReportArgs) -> Result<(), Failure> {
     std::fs::write(&output, page::page(&runs))
         .with_context(|| format!("--output: cannot write {}", output.display()))
         .or_run()?;
-    note(format_args!("report      {}", output.display()));
+    note(format_args!("report      {}; open it in a browser", output.display()));
     Ok(())
 }
 

@@ -237,7 +237,10 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let ranks = results.into_iter().map(|outcome| outcome.summary).collect();
     print(&RunSummary { totals, ranks })?;
     print_comms(&run, &comms)?;
-    print(format_args!("\nmetrics     {}\n", run.output.join("metrics.jsonl").display()))?;
+    let output = run.output.display();
+    print(format_args!(
+        "\nmetrics     {output}/metrics.jsonl; `ulysses report {output}` makes a page of them\n"
+    ))?;
     if stopped {
         return Err(Failure::Stopped { step });
     }

@@ -66,7 +66,7 @@ fn keep(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
         if path.exists() {
             let kept = output.join(format!("{stem}.{number}.{extension}"));
             std::fs::rename(&path, &kept).with_context(|| format!("cannot rename {}", path.display()))?;
-            note(format_args!("{stem}.{extension} of an earlier run is now {}", kept.display()));
+            note(format_args!("the earlier {stem}.{extension} is kept as {}", kept.display()));
         }
     }
     Ok(())
