@@ -26,19 +26,43 @@ fn lines(command: &str) -> Vec<Vec<String>> {
     })
 }
 
+/// The command lines of `ulysses` in a command: what a launcher starts, and what `ulysses launch` starts.
+fn of_ulysses(command: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    if let Some(start) = format!(" {command}").find(" ulysses ") {
+        let line = &command[start..];
+        found.push(line.to_owned());
+        if let Some((launch, started)) = line.split_once(" -- ")
+            && !launch.contains(" --program ")
+        {
+            found.push(format!("ulysses {started}"));
+        }
+    }
+    found
+}
+
 #[test]
 fn every_documented_command_is_one_that_there_is() {
-    let commands: Vec<_> = all_blocks(Path::new(env!("CARGO_MANIFEST_DIR"))).into_iter().flatten().collect();
-    let commands: Vec<_> =
-        commands.iter().filter(|documented| documented.command.starts_with("ulysses ")).collect();
-    assert!(commands.len() > 20, "{commands:?}");
-    for documented in commands {
-        for line in lines(&documented.command) {
+    let mut num_lines = 0;
+    for documented in all_blocks(Path::new(env!("CARGO_MANIFEST_DIR"))).into_iter().flatten() {
+        for line in of_ulysses(&documented.command).iter().flat_map(|command| lines(command)) {
+            num_lines += 1;
             if let Err(error) = Cli::command().try_get_matches_from(&line) {
                 panic!("{}:{}: {line:?}\n{error}", documented.file, documented.line);
             }
         }
     }
+    assert!(num_lines > 40, "{num_lines}");
+}
+
+#[test]
+fn commands_of_launchers_are_looked_into() {
+    let started = of_ulysses("mpirun -np 2 ulysses train c.json");
+    assert_eq!(started, ["ulysses train c.json"]);
+    let launched = of_ulysses("ulysses launch --nproc 2 -- train c.json");
+    assert_eq!(launched, ["ulysses launch --nproc 2 -- train c.json", "ulysses train c.json"]);
+    assert_eq!(of_ulysses("ulysses launch --program ./a.sh -- b").len(), 1);
+    assert_eq!(of_ulysses("git clone ulysses.git"), [""; 0]);
 }
 
 #[test]

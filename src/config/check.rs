@@ -114,6 +114,9 @@ impl Checker<'_, '_> {
             (Kind::Pairs(pair), Value::Array(array)) => {
                 return self.elements(path, &array.elements, Kind::TwoCounts(pair));
             }
+            (Kind::Names(known), Value::Array(array)) if array.elements.iter().all(is_text) => {
+                return self.names(path, &array.elements, known);
+            }
             (Kind::Rules, Value::Array(array)) => return self.elements(path, &array.elements, Kind::Rule),
             (Kind::SwitchOrSection(_), Value::BooleanLit(_)) => {
                 self.report.note(format!(
@@ -155,6 +158,20 @@ impl Checker<'_, '_> {
         let mut valid = true;
         for (index, element) in elements.iter().enumerate() {
             valid &= self.value(&format!("{path}[{index}]"), kind, element, &[]);
+        }
+        valid
+    }
+
+    /// Reports the texts that are no `known` names; whether there are none.
+    fn names(&self, path: &str, elements: &[Value<'_>], known: &'static [&'static str]) -> bool {
+        let mut valid = true;
+        for (index, element) in elements.iter().enumerate() {
+            let Value::StringLit(name) = element else { continue };
+            if !known.iter().any(|known| known.eq_ignore_ascii_case(&name.value)) {
+                let path = format!("{path}[{index}]");
+                self.report.add_unknown_name(name.range, path, &name.value, known);
+                valid = false;
+            }
         }
         valid
     }
@@ -262,6 +279,10 @@ fn enables_something(value: &Value<'_>) -> bool {
         Value::Array(array) => array.elements.iter().any(enables_something),
         _ => false,
     }
+}
+
+fn is_text(value: &Value<'_>) -> bool {
+    matches!(value, Value::StringLit(_))
 }
 
 /// Where faults of a section as a whole are shown: at its opening brace.

@@ -49,11 +49,33 @@ impl CheckpointConfig {
         ];
         let asks =
             own.iter().any(|key| section.names(key)) || !deepspeeds.iter().any(|key| section.names(key));
+        if section.is_present() && !asks {
+            let note = "`checkpoint` has keys of DeepSpeed's only, so nothing is saved: `checkpoint.interval` asks for \
+                        checkpoints every so many steps, and after the last";
+            section.note(note.to_owned());
+        }
         (section.is_present() && asks).then(|| Self {
             interval: section.integer("interval"),
             keep_last: section.count("keep_last"),
             background: section.boolean("async"),
             on_error: section.choice("on_error", Self::ON_ERROR).unwrap_or_default(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::Config;
+
+    #[test]
+    fn a_section_with_deepspeeds_keys_only_saves_nothing_and_says_so() {
+        let read = |section: &str| {
+            let text = format!("{{\"train_batch_size\": 1, \"checkpoint\": {section}}}");
+            let config = Config::from_json_str(&text, "c.json").unwrap();
+            (config.checkpoint.is_some(), config.notes.iter().any(|note| note.contains("nothing is saved")))
+        };
+        assert_eq!(read(r#"{"tag_validation": "Fail", "load_universal": false}"#), (false, true));
+        assert_eq!(read(r#"{"tag_validation": "Fail", "keep_last": 2}"#), (true, false));
+        assert_eq!(read("{}"), (true, false));
     }
 }

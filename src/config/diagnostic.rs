@@ -100,6 +100,15 @@ pub enum Problem {
         /// The keys that this section knows.
         known: Vec<&'static str>,
     },
+    /// A text is none of the names that are known here.
+    UnknownName {
+        /// What is there.
+        name: String,
+        /// The known name that was most likely meant.
+        suggestion: Option<&'static str>,
+        /// The names that would be valid.
+        known: &'static [&'static str],
+    },
     /// A key appears twice in one section.
     DuplicateKey {
         /// Where it appeared first.
@@ -141,6 +150,13 @@ impl fmt::Display for Diagnostic {
                     known if known.len() <= MAX_LISTED => write!(f, " (valid here: {})", known.join(", ")),
                     _ => Ok(()),
                 }
+            }
+            Problem::UnknownName { name, suggestion, known } => {
+                write!(f, "`{key}`: unknown name \"{name}\"")?;
+                if let Some(suggestion) = suggestion {
+                    write!(f, ", did you mean \"{suggestion}\"?")?;
+                }
+                write!(f, " (valid here: {})", known.join(", "))
             }
             Problem::DuplicateKey { first } => write!(f, "duplicate key `{key}`, given before at {first}"),
             Problem::MissingKey { expected } => write!(f, "missing key `{key}`: expected {expected}"),

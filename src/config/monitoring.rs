@@ -2,6 +2,7 @@
 //! `tensorboard` and `csv_monitor`.
 
 use super::reader::Section;
+use super::vocabulary::COLLECTIVES;
 use serde::Serialize;
 
 /// DeepSpeed's logs, profilers and monitors. All are off by default.
@@ -28,7 +29,7 @@ pub struct CommsLoggerConfig {
     pub verbose: bool,
     /// Count all operations; otherwise those of `prof_ops`.
     pub prof_all: bool,
-    /// Operations by DeepSpeed's names or ours: `all_reduce`, `all_to_all_single`, …
+    /// Operations by DeepSpeed's names or ours, in lower case: `all_reduce`, `all_to_all_single`, …
     pub prof_ops: Vec<String>,
 }
 
@@ -58,10 +59,10 @@ pub struct EventFilesConfig {
 }
 
 impl CommsLoggerConfig {
-    /// Whether an operation is in the table. DeepSpeed's names may have endings that ours lack (`_into_tensor`).
+    /// Whether an operation is in the table.
     pub fn tells(&self, op: &str) -> bool {
-        let op = op.strip_suffix("_strided").unwrap_or(op);
-        self.prof_all || self.prof_ops.iter().any(|named| named.starts_with(op))
+        let op = counted_as(op);
+        self.prof_all || self.prof_ops.iter().any(|named| op.is_some() && counted_as(named) == op)
     }
 
     fn read(section: &Section<'_>) -> Self {
@@ -74,12 +75,20 @@ impl CommsLoggerConfig {
     }
 }
 
+/// The operation of ours that a name stands for.
+fn counted_as(name: &str) -> Option<&'static str> {
+    COLLECTIVES.iter().find(|(known, _)| *known == name).and_then(|(_, ours)| *ours)
+}
+
 fn read_ops(section: &Section<'_>) -> Vec<String> {
-    let ops = section.texts("prof_ops");
-    if ops.contains(&None) {
-        section.contradiction("prof_ops", "an array of names of operations, as in [\"all_reduce\"]");
+    let ops = section.texts("prof_ops").into_iter().flatten();
+    let ops: Vec<String> = ops.map(|name| name.to_ascii_lowercase()).collect();
+    let never_called =
+        |name: &&String| COLLECTIVES.iter().any(|(known, ours)| known == name && ours.is_none());
+    for name in ops.iter().filter(never_called) {
+        section.note(format!("`comms_logger.prof_ops`: \"{name}\" is an operation that nothing here calls"));
     }
-    ops.into_iter().flatten().collect()
+    ops
 }
 
 impl FlopsProfilerConfig {
@@ -118,13 +127,49 @@ impl MonitoringConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
+
+    fn logger(prof_ops: &[&str]) -> CommsLoggerConfig {
+        let prof_ops = prof_ops.iter().map(|&name| name.to_owned()).collect();
+        CommsLoggerConfig { enabled: true, verbose: false, prof_all: false, prof_ops }
+    }
 
     #[test]
     fn operations_are_chosen_by_the_names_that_deepspeed_has_for_them() {
-        let prof_ops = ["all_gather_into_tensor", "all_to_all_single"].map(String::from).to_vec();
-        let logger = CommsLoggerConfig { enabled: true, verbose: false, prof_all: false, prof_ops };
-        let told = ["all_reduce", "all_gather", "all_to_all_strided", "reduce_scatter"];
-        assert_eq!(told.map(|op| logger.tells(op)), [false, true, true, false]);
-        assert!(CommsLoggerConfig { prof_all: true, ..logger }.tells("all_reduce"));
+        let ops = ["all_reduce", "all_gather", "all_to_all_strided", "reduce_scatter", "send", "split"];
+        let told = |prof_ops: &[&str]| ops.map(|op| logger(prof_ops).tells(op));
+        let two = told(&["all_gather_into_tensor", "all_to_all_single"]);
+        assert_eq!(two, [false, true, true, false, false, false]);
+        // These begin with, or end in, the name of another operation.
+        assert_eq!(told(&["all_gather_object", "reduce"]), [false; 6]);
+        assert_eq!(told(&["isend"]), [false, false, false, false, true, false]);
+        assert!(CommsLoggerConfig { prof_all: true, ..logger(&[]) }.tells("split"));
+    }
+
+    fn read(prof_ops: &str) -> Result<Config, String> {
+        let text = format!(r#"{{"train_batch_size": 1, "comms_logger": {{"prof_ops": {prof_ops}}}}}"#);
+        Config::from_json_str(&text, "c.json").map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn unknown_names_of_operations_are_refused_with_the_nearest_ones() {
+        let message = read(r#"["all_reduce", "all_redcue", "custom"]"#).unwrap_err();
+        let lines: Vec<&str> = message.lines().collect();
+        let first = "c.json:1:69: `comms_logger.prof_ops[1]`: unknown name \"all_redcue\", did you mean \"all_reduce\"? \
+                     (valid here: all_reduce, all_reduce_coalesced, ";
+        assert!(lines[0].starts_with(first), "{message}");
+        assert!(
+            lines[3].starts_with("c.json:1:83: `comms_logger.prof_ops[2]`: unknown name \"custom\" (valid")
+        );
+        let message = read("[\"all_reduce\", 1]").unwrap_err();
+        assert!(message.contains("`comms_logger.prof_ops`: expected an array of names"), "{message}");
+    }
+
+    #[test]
+    fn names_are_read_in_any_case_and_what_nothing_calls_is_noted() {
+        let config = read(r#"["All_Reduce", "gather"]"#).unwrap();
+        assert_eq!(config.monitoring.comms_logger.prof_ops, ["all_reduce", "gather"]);
+        let noted = config.notes.iter().filter(|note| note.contains("prof_ops")).collect::<Vec<_>>();
+        assert!(noted.len() == 1 && noted[0].contains("\"gather\""), "{noted:?}");
     }
 }

@@ -85,6 +85,21 @@ impl<'t> Report<'t> {
         });
     }
 
+    /// Adds a text at `path` that is none of the names that are `known` there.
+    pub(super) fn add_unknown_name(
+        &self,
+        range: Range,
+        path: String,
+        name: &str,
+        known: &'static [&'static str],
+    ) {
+        self.add(range, path, || Problem::UnknownName {
+            name: abbreviated(name),
+            suggestion: nearest(name, known.iter().copied()),
+            known,
+        });
+    }
+
     /// Adds something the user should know.
     pub(super) fn note(&self, note: String) {
         self.state.borrow_mut().remarks.notes.push(note);

@@ -127,6 +127,7 @@ fn value(kind: Kind) -> Value {
         Kind::TwoCounts(_) => pair(json!({ "type": "integer", "minimum": 1 })),
         Kind::TwoNumbers(range) => pair(number(range)),
         Kind::List => json!({ "type": "array" }),
+        Kind::Names(names) => json!({ "type": "array", "items": value(Kind::Choice(names)) }),
         Kind::Section(keys) => object(keys),
         Kind::TextOrSections(keys) => {
             let text = value(Kind::Text);

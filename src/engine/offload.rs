@@ -10,6 +10,10 @@ use candle_core::{Device, Shape, Tensor};
 use std::path::Path;
 use std::sync::Arc;
 
+const CHECKPOINTS: Use = Use { holds: "checkpoints of activations", key: "ulysses.offload_path" };
+const OPTIMIZER: Use = Use { holds: "optimizer state", key: "zero_optimization.offload_optimizer.nvme_path" };
+const PARAMETERS: Use = Use { holds: "parameters", key: "zero_optimization.offload_param.nvme_path" };
+
 /// One rank's file of checkpoints of layers, between their forward and their backward pass.
 pub(super) struct CheckpointFile(OffloadFile);
 
@@ -32,9 +36,7 @@ impl CheckpointFile {
         if !device.is_cpu() {
             return Err(EngineError::OffloadFromDevice { key, what, off: "false" });
         }
-        let use_ = Use { holds: "checkpoints of activations", key: "ulysses.offload_path" };
-        let directory = config.memory.offload_path.as_deref().map(Path::new);
-        Ok(Some(Self(OffloadFile::create(use_, directory)?)))
+        Ok(Some(Self(OffloadFile::create(CHECKPOINTS, shared_directory(config))?)))
     }
 
     /// Starts to write a tensor, which nobody else may hold. The one before is written and freed first: each is one
@@ -72,6 +74,20 @@ impl CheckpointFile {
     }
 }
 
+/// Whether every file that the config asks for can be made, before any rank needs it.
+///
+/// # Errors
+/// A directory that cannot be written to.
+pub fn check_offload(config: &Config) -> Result<(), OffloadError> {
+    let memory = &config.memory;
+    if memory.offload_checkpoints {
+        OffloadFile::create(CHECKPOINTS, shared_directory(config))?;
+    }
+    state_file(config, &memory.offload_optimizer, OPTIMIZER)?;
+    state_file(config, &memory.offload_parameters, PARAMETERS)?;
+    Ok(())
+}
+
 /// Where the config wants parameters and optimizer state to be.
 ///
 /// # Errors
@@ -81,16 +97,24 @@ pub(super) fn storage(config: &Config, options: TensorOptions) -> Result<Storage
         if *offload != Offload::None && !options.device.is_cpu() {
             return Err(EngineError::OffloadFromDevice { key, what: use_.holds, off: "\"none\"" });
         }
-        let Offload::Nvme(path) = offload else { return Ok(None) };
-        let directory = path.as_deref().or(config.memory.offload_path.as_deref()).map(Path::new);
-        Ok(Some(Arc::new(OffloadFile::create(use_, directory)?)))
+        Ok(state_file(config, offload, use_)?.map(Arc::new))
     };
-    let optimizer = Use { holds: "optimizer state", key: "zero_optimization.offload_optimizer.nvme_path" };
-    let parameters = Use { holds: "parameters", key: "zero_optimization.offload_param.nvme_path" };
     let memory = &config.memory;
     Ok(Storage {
-        optimizer: file(&memory.offload_optimizer, optimizer, "zero_optimization.offload_optimizer.device")?,
-        parameters: file(&memory.offload_parameters, parameters, "zero_optimization.offload_param.device")?,
+        optimizer: file(&memory.offload_optimizer, OPTIMIZER, "zero_optimization.offload_optimizer.device")?,
+        parameters: file(&memory.offload_parameters, PARAMETERS, "zero_optimization.offload_param.device")?,
         options,
     })
+}
+
+/// The file that state is offloaded to, if it is.
+fn state_file(config: &Config, offload: &Offload, use_: Use) -> Result<Option<OffloadFile>, OffloadError> {
+    let Offload::Nvme(path) = offload else { return Ok(None) };
+    let directory = path.as_deref().map(Path::new).or(shared_directory(config));
+    OffloadFile::create(use_, directory).map(Some)
+}
+
+/// Where files go that have no directory of their own.
+fn shared_directory(config: &Config) -> Option<&Path> {
+    config.memory.offload_path.as_deref().map(Path::new)
 }

@@ -16,6 +16,7 @@ mod launch;
 mod manual;
 mod mesh;
 mod monitors;
+mod parts;
 mod plan;
 mod refused_arguments;
 mod refused_batches;

@@ -156,3 +156,67 @@ fn what_a_run_was_stands_beside_its_metrics() {
     let command = record["command"].as_array().unwrap();
     assert!(command.contains(&json!("--seed")), "{record}");
 }
+
+#[test]
+fn places_that_cannot_be_written_to_are_refused_before_anything_starts() {
+    let offload = |device: &str, section: &str, stage: u8| json!({ "zero_optimization": { "stage": stage, section: { "device": device, "nvme_path": "text.txt/x" } } });
+    let board =
+        |section: &str| json!({ section: { "enabled": true, "output_path": "text.txt/x", "job_name": "j" } });
+    for (changes, key, path) in [
+        (board("tensorboard"), "`tensorboard.output_path`", "text.txt/x/j"),
+        (board("csv_monitor"), "`csv_monitor.output_path`", "text.txt/x/j"),
+        (
+            json!({ "flops_profiler": { "enabled": true, "output_file": "no/such/p.txt" } }),
+            "`flops_profiler.output_file`",
+            "no/such/p.txt",
+        ),
+        (
+            offload("nvme", "offload_optimizer", 1),
+            "`zero_optimization.offload_optimizer.nvme_path`",
+            "text.txt/x",
+        ),
+        (offload("nvme", "offload_param", 3), "`zero_optimization.offload_param.nvme_path`", "text.txt/x"),
+        (
+            json!({
+                "activation_checkpointing": { "cpu_checkpointing": true },
+                "ulysses": { "activation_checkpointing": true, "offload_path": "text.txt/x" },
+            }),
+            "`ulysses.offload_path`",
+            "text.txt/x",
+        ),
+    ] {
+        let place = Workplace::new();
+        place.write_config("c.json", changes);
+        let outcome = place.run(&["train", "c.json", "--mesh", "2x1"]);
+        outcome.assert_refused(2, &[key, path]);
+        assert!(!outcome.stderr.contains("mesh dp"), "no rank has started: {outcome:?}");
+        assert!(!place.path("out").exists(), "nothing is written: {outcome:?}");
+    }
+    let place = Workplace::new();
+    place.write("out/board", "a file");
+    place.write_config("c.json", json!({ "tensorboard": { "enabled": true, "job_name": "board" } }));
+    place.run(&["train", "c.json"]).assert_refused(2, &["`tensorboard.job_name`", "out/board"]);
+    assert!(!place.path("out/metrics.jsonl").exists());
+}
+
+#[test]
+fn a_profile_of_a_step_that_is_not_to_do_is_told_of_when_the_run_begins() {
+    let place = Workplace::new();
+    let profiler = |step: u64| {
+        let profiler = json!({ "enabled": true, "profile_step": step, "output_file": "p.txt" });
+        place.write_config("c.json", json!({ "checkpoint": {}, "flops_profiler": profiler }));
+    };
+    let missed = |step: u64, first: u64, last: u64| {
+        format!("`flops_profiler.profile_step` is {step}, and the steps to do are {first} to {last}")
+    };
+    profiler(5);
+    let outcome = place.run(&["train", "c.json"]);
+    assert!(outcome.assert_done().stderr.contains(&missed(5, 1, 4)), "{outcome:?}");
+    assert!(!place.path("p.txt").exists());
+    let outcome = place.run(&["train", "c.json", "--steps", "5", "--resume"]);
+    assert!(!outcome.assert_done().stderr.contains("there will be no profile"), "{outcome:?}");
+    assert!(place.read("p.txt").starts_with("flops profile of step 5"));
+    profiler(1);
+    let outcome = place.run(&["train", "c.json", "--steps", "6", "--resume"]);
+    assert!(outcome.assert_done().stderr.contains(&missed(1, 6, 6)), "{outcome:?}");
+}

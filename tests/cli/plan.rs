@@ -29,6 +29,12 @@ fn a_plan_says_what_a_rank_holds_sends_and_computes_and_adds_up() {
     for part in ["memory of rank 0", "exchange forward", "what one change would make", "◄ sends least"] {
         assert!(text.stdout.contains(part), "{part}: {}", text.stdout);
     }
+    assert!(text.stdout.contains("--memory-gib N tells whether this fits"), "{}", text.stdout);
+    let of_budget = |text: &str| text.lines().any(|line| line.ends_with("longest sequence  fits"));
+    assert!(!of_budget(&text.stdout), "without a memory nothing can fit: {}", text.stdout);
+    let text =
+        place.run(&["plan", "config.json", "--model", "llama3-8b", "--mesh", "1x4", "--memory-gib", "80"]);
+    assert!(of_budget(&text.assert_done().stdout), "{}", text.stdout);
     let plan = plan(&place, &["config.json", "--model", "llama3-8b", "--mesh", "1x4"]);
     assert_eq!(plan["model"]["parameters"], 8_030_261_248_u64);
     let categories = plan["rank"]["peak_by_category"].as_object().unwrap();

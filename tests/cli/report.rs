@@ -66,7 +66,9 @@ fn a_run_of_which_only_metrics_are_left_is_reported() {
     }
     let metrics = place.read("out/metrics.jsonl");
     place.write("out/metrics.jsonl", format!("{metrics}{{\"step\": 5, \"lo"));
-    place.run(&["report", "out"]).assert_done();
+    let outcome = place.run(&["report", "out"]);
+    let expected = "note: out/metrics.jsonl:5: passed over, since it was cut off";
+    assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
     let page = place.read("out/report.html");
     assert_well_formed(&page);
     assert!(page.contains("<polyline") && !page.contains("NaN"));
@@ -93,5 +95,22 @@ fn what_is_no_run_is_refused_by_name() {
     place.write("empty/a.txt", "");
     place.run(&["report", "empty"]).assert_refused(2, &["empty/metrics.jsonl"]);
     place.write("damaged/metrics.jsonl", "{\"step\":1,\"loss\":2.0}\n{]\n{\"step\":2,\"loss\":2.0}\n");
-    place.run(&["report", "damaged"]).assert_refused(2, &["damaged/metrics.jsonl", "line 2"]);
+    place.run(&["report", "damaged"]).assert_refused(2, &["damaged/metrics.jsonl:2:2: not valid JSON"]);
+    let expected = ["damaged/metrics.jsonl: this is a file; an output directory"];
+    place.run(&["report", "damaged/metrics.jsonl"]).assert_refused(2, &expected);
+}
+
+#[test]
+fn values_that_no_run_writes_are_refused_with_their_place() {
+    let place = Workplace::new();
+    let report = |second: &str| {
+        place.write("run/metrics.jsonl", format!("{{\"step\":1,\"loss\":-1e100}}\n{second}\n"));
+        place.run(&["report", "run"])
+    };
+    report("{\"step\":-1,\"loss\":2}").assert_refused(2, &["error: run/metrics.jsonl:2: `step`", "found -1"]);
+    report("{\"step\":2,\"loss\":1e308}").assert_refused(2, &["error: run/metrics.jsonl:2: `loss`"]);
+    report("{\"step\":2,\"loss\":1e100}").assert_done();
+    let page = place.read("run/report.html");
+    assert_well_formed(&page);
+    assert!(page.contains("<polyline") && !page.contains("NaN") && !page.contains("inf"), "{page}");
 }

@@ -1,16 +1,17 @@
 //! The commands that users are told to run are run, each document's in one directory and in order.
 //!
 //! What shows a form rather than a command (`DIR`, `[--json]`) and what is listed here with its reason is parsed
-//! only, by `src/cli/documented.rs`.
+//! only, by `src/cli/documented.rs`. What needs MPI is run by a build that has it.
 
-use crate::documented::{Documented, all_blocks};
-use crate::root;
+use crate::documented::{Documented, all_blocks, documents};
+use crate::{book, root};
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Beginnings of commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 7] = [
+/// Beginnings of all commands that are not run, and why.
+const NOT_RUN: [(&str, &str); 12] = [
     ("cargo install --path .", "minutes; CI builds the same"),
     ("cargo test --release", "it is what runs this"),
     (
@@ -21,6 +22,18 @@ const NOT_RUN: [(&str, &str); 7] = [
     ("just gpu-build", "builds for GPUs: minutes, and needs CUDA's compilers"),
     ("scp ", "needs a machine with GPUs"),
     ("ssh ", "needs a machine with GPUs"),
+    ("cargo build --release --features mpi", "minutes; CI builds the same"),
+    ("ulysses launch --nproc 8 -- train config.json --mesh ulysses --backend nccl", "needs eight GPUs"),
+    ("mpirun --host n0:8,n1:8 ", "needs two machines; tests/mpi/hosts.rs has hosts as network namespaces"),
+    ("torchrun ", "needs two machines with GPUs, and PyTorch"),
+    ("RANK=3 WORLD_SIZE=4 ", "needs four GPUs"),
+];
+
+/// Beginnings of commands that only a build with MPI takes: `cargo test --features mpi --test docs` runs them.
+const UNDER_MPI: [&str; 3] = [
+    "ulysses launch --nproc 4 -- train config.json --mesh 2x2 --backend mpi",
+    "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --output run",
+    "mpirun -np 2 ulysses train configs/sp2.json",
 ];
 
 /// What the text takes for granted in a directory: a config and data of the user's.
@@ -40,8 +53,13 @@ fn is_synopsis(documented: &Documented) -> bool {
     documented.command.contains(['[', '|']) || documented.command.split_whitespace().any(is_placeholder)
 }
 
+fn is_under_mpi(documented: &Documented) -> bool {
+    UNDER_MPI.iter().any(|start| documented.command.starts_with(start))
+}
+
 fn is_run(documented: &Documented) -> bool {
-    !is_synopsis(documented) && NOT_RUN.iter().all(|(start, _)| !documented.command.starts_with(start))
+    let is_listed = NOT_RUN.iter().any(|(start, _)| documented.command.starts_with(start));
+    !is_listed && !is_synopsis(documented) && (!is_under_mpi(documented) || cfg!(feature = "mpi"))
 }
 
 /// A directory with what a clone has that commands name, and with files of a user's own.
@@ -64,7 +82,15 @@ fn workplace() -> tempfile::TempDir {
     }
     fs::copy(root().join("README.md"), at("README.md")).unwrap();
     fs::write(at("text.txt"), "the quick brown fox jumps over the lazy dog. ".repeat(100)).unwrap();
-    fs::write(at("c.json"), CONFIG).unwrap();
+    for name in ["c.json", "config.json"] {
+        fs::write(at(name), CONFIG).unwrap();
+    }
+    fs::write(
+        at("check.sh"),
+        "#!/bin/sh\ntest \"$RANK\" -lt \"$WORLD_SIZE\" && test \"$*\" = 'some arguments'\n",
+    )
+    .unwrap();
+    fs::set_permissions(at("check.sh"), fs::Permissions::from_mode(0o755)).unwrap();
     fs::write(at("ds_config.json"), r#"{ "train_batch_size": 8, "zero_optimization": { "stage": 3 } }"#)
         .unwrap();
     place
@@ -81,6 +107,10 @@ fn run(block: &[&Documented], place: &Path) {
     );
     let mut shell = Command::new("sh");
     shell.args(["-eux", "-c", &script.join("\n")]).current_dir(place).env("PATH", path.unwrap());
+    // As root and on few cores, as in containers, Open MPI wants to be asked for it.
+    for variable in ["ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM", "MCA_rmaps_base_oversubscribe"] {
+        shell.env(format!("OMPI_{variable}"), "1");
+    }
     let outcome = shell.env_remove("RUST_LOG").stdin(Stdio::null()).output().unwrap();
     let stderr = String::from_utf8_lossy(&outcome.stderr);
     assert!(outcome.status.success(), "{}:{}: {stderr}", block[0].file, block[0].line);
@@ -106,7 +136,7 @@ fn the_commands_of_readme_and_book_run_as_they_are_written() {
 #[test]
 fn what_is_not_run_is_there_and_has_a_reason_that_still_holds() {
     let commands: Vec<Documented> = all_blocks(root()).into_iter().flatten().collect();
-    for (start, _) in NOT_RUN {
+    for start in NOT_RUN.iter().map(|(start, _)| start).chain(&UNDER_MPI) {
         assert!(
             commands.iter().any(|documented| documented.command.starts_with(start)),
             "{start}: nothing says so"
@@ -117,6 +147,41 @@ fn what_is_not_run_is_there_and_has_a_reason_that_still_holds() {
             documented.command.split("--example ").nth(1).map(|rest| rest.split(' ').next().unwrap());
         if let Some(example) = example {
             assert!(root().join(format!("examples/{example}.rs")).exists(), "{documented:?}");
+        }
+    }
+}
+
+/// What a shell would run must not stand where nobody runs it.
+#[test]
+fn every_command_stands_in_a_block_that_is_looked_at() {
+    let read = documents(root());
+    for path in book::documents() {
+        let text = fs::read_to_string(&path).unwrap();
+        let document = path.strip_prefix(root()).unwrap().display().to_string();
+        let mut language = None;
+        for (index, line) in text.lines().enumerate() {
+            let place = format!("{document}:{}", index + 1);
+            match (line.strip_prefix("```"), language) {
+                (Some(opened), None) => {
+                    assert!(
+                        !["sh", "bash", "shell", "zsh"].contains(&opened),
+                        "{place}: write `console` and `$ `"
+                    );
+                    assert!(
+                        opened != "console" || read.contains(&document),
+                        "{place}: nothing reads this file"
+                    );
+                    language = Some(opened);
+                }
+                (Some(_), Some(_)) => language = None,
+                (None, Some(language)) => {
+                    assert!(
+                        language == "console" || !line.starts_with("$ "),
+                        "{place}: not in a `console` block"
+                    );
+                }
+                (None, None) => {}
+            }
         }
     }
 }

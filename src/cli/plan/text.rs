@@ -138,7 +138,12 @@ impl Text<'_> {
     }
 
     fn budget(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Some(Budget { bytes: budget, fits, max_seq_len }) = &self.0.budget else { return Ok(()) };
+        let Some(Budget { bytes: budget, fits, max_seq_len }) = &self.0.budget else {
+            return writeln!(
+                f,
+                "\n--memory-gib N tells whether this fits, and the longest sequence that does"
+            );
+        };
         let longest = match max_seq_len {
             Some(longest) => format!("the longest sequence that does has {longest} tokens"),
             None => "no sequence does".to_owned(),
@@ -160,53 +165,42 @@ impl Text<'_> {
 
     fn alternatives(&self, f: &mut Formatter<'_>) -> fmt::Result {
         writeln!(f, "\nwhat one change would make of it")?;
-        let mut rows = vec![row(["change", "peak", "sent", "arithmetic", "longest sequence"])];
-        for change in &self.0.alternatives {
-            rows.push(vec![
-                change.change.clone(),
-                bytes(change.peak_bytes as f64),
-                bytes(change.sent_bytes as f64),
-                flops(change.flops),
-                self.longest(change.max_seq_len),
-            ]);
-        }
+        let mut rows = vec![self.row(["change", "peak", "sent", "arithmetic"], ["longest sequence"])];
+        rows.extend(self.0.alternatives.iter().map(|change| {
+            let (peak, sent) = (bytes(change.peak_bytes as f64), bytes(change.sent_bytes as f64));
+            self.row([&change.change, &peak, &sent, &flops(change.flops)], [&longest(change.max_seq_len)])
+        }));
         write_table(f, &rows)
     }
 
     fn meshes(&self, f: &mut Formatter<'_>) -> fmt::Result {
         writeln!(f, "\nmeshes of as many ranks for the same batch")?;
-        let mut rows = vec![row([
-            "dp × sp",
-            "ZeRO stage",
-            "peak",
-            "within the node",
-            "between nodes",
-            "longest sequence",
-            "fits",
-            "",
-        ])];
-        for mesh in &self.0.meshes {
-            let reason = mesh.reason.as_ref().map(|reason| format!("◄ {reason}"));
-            rows.push(vec![
-                format!("{} × {}", mesh.dp, mesh.sp),
-                mesh.zero_stage.to_string(),
-                bytes(mesh.peak_bytes as f64),
-                bytes(mesh.intra_node_bytes as f64),
-                bytes(mesh.inter_node_bytes as f64),
-                self.longest(mesh.max_seq_len),
-                if mesh.fits { "yes" } else { "no" }.to_owned(),
-                reason.unwrap_or_default(),
-            ]);
-        }
+        let head = ["dp × sp", "ZeRO stage", "peak", "within the node", "between nodes"];
+        let mut rows = vec![self.row(head, ["longest sequence", "fits"])];
+        rows.extend(self.0.meshes.iter().map(|mesh| {
+            let sent = [mesh.intra_node_bytes, mesh.inter_node_bytes].map(|sent| bytes(sent as f64));
+            let cells = [
+                &format!("{} × {}", mesh.dp, mesh.sp),
+                &mesh.zero_stage.to_string(),
+                &bytes(mesh.peak_bytes as f64),
+                &sent[0],
+                &sent[1],
+            ];
+            let fits = if mesh.fits { "yes" } else { "no" };
+            let mut row = self.row(cells.map(String::as_str), [&longest(mesh.max_seq_len), fits]);
+            row.extend(mesh.reason.as_ref().map(|reason| format!("◄ {reason}")));
+            row
+        }));
         write_table(f, &rows)
     }
 
-    /// A length that is known only where there is a budget.
-    fn longest(&self, max_seq_len: Option<usize>) -> String {
-        match max_seq_len {
-            Some(longest) => longest.to_string(),
-            None if self.0.budget.is_some() => "none".to_owned(),
-            None => "–".to_owned(),
-        }
+    /// A row of a table, with what is known only where there is a budget.
+    fn row<const N: usize, const M: usize>(&self, cells: [&str; N], of_budget: [&str; M]) -> Vec<String> {
+        let of_budget = of_budget.into_iter().filter(|_| self.0.budget.is_some());
+        cells.into_iter().chain(of_budget).map(str::to_owned).collect()
     }
+}
+
+fn longest(max_seq_len: Option<usize>) -> String {
+    max_seq_len.map_or_else(|| "none".to_owned(), |longest| longest.to_string())
 }

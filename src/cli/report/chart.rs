@@ -128,8 +128,10 @@ impl Chart {
         if self.from_zero {
             low = low.min(0.0);
         }
-        let margin = if high > low { 0.06 * (high - low) } else { high.abs().max(1e-9) * 0.5 };
-        high += if self.is_stacked { 0.0 } else { margin };
+        // What differs in its last digits only is drawn as one value: steps between ticks would vanish beside it.
+        let is_flat = high - low <= 1e-9 * high.abs().max(low.abs()).max(1e-30);
+        let margin = if is_flat { high.abs().max(1e-9) * 0.5 } else { 0.06 * (high - low) };
+        high += if self.is_stacked && !is_flat { 0.0 } else { margin };
         low -= if self.from_zero { 0.0 } else { margin };
         Some(Frame { x: (first, last.max(first + 1.0)), y: (low, high) })
     }
@@ -280,6 +282,7 @@ pub(in crate::cli) fn text(value: f64, unit: Unit) -> String {
 /// Three significant digits or so, without zeros at the end.
 fn short(value: f64) -> String {
     let digits = match value.abs() {
+        huge if huge >= 1e6 => return format!("{value:.1e}").replace(".0e", "e"),
         large if large >= 100.0 => 0,
         medium if medium >= 10.0 => 1,
         small if small >= 0.1 => 2,
@@ -324,6 +327,7 @@ mod tests {
             [0.0, 3e-4, 0.25, 2.5, 12.34, 345.6, 29_852.0, 3.5e9].map(|value| text(value, Unit::Number));
         assert_eq!(numbers, ["0", "3e-4", "0.25", "2.5", "12.3", "346", "29.9 k", "3.5 G"]);
         assert_eq!(text(3.0 * 1024.0 * 1024.0, Unit::Bytes), "3 MiB");
+        assert_eq!(text(1e100, Unit::Number), "1e85 P", "as long as any other");
         assert_eq!([0.125, 0.01234].map(|share| text(share, Unit::Percent)), ["12.5 %", "1.2 %"]);
     }
 
@@ -333,6 +337,24 @@ mod tests {
         points[7777].1 = 50.0;
         let thinned = thin(&points);
         assert!(thinned.len() <= MAX_POINTS && thinned.contains(&(7777.0, 50.0)));
+    }
+
+    /// Curves of the losses that a file can claim.
+    #[test]
+    fn values_at_the_limits_of_f64_give_numbers_and_few_ticks() {
+        for values in [[-1e100, 1e100], [0.0, 5e-324], [1.0, 1.0 + f64::EPSILON], [0.0, 0.0], [1e100, 1e100]]
+        {
+            for is_stacked in [false, true] {
+                let points = vec![(1.0, values[0]), (1e15, values[1])];
+                let series = Series { label: "a".into(), points, style: 0, is_dotted: false };
+                let (title, along, unit) = ("loss", "step", Unit::Number);
+                let chart =
+                    Chart { title, along, unit, from_zero: is_stacked, is_stacked, series: vec![series] };
+                let figure = chart.figure();
+                assert!(!figure.contains("NaN") && !figure.contains("inf"), "{values:?}: {figure}");
+                assert!(figure.matches("class=\"grid\"").count() <= 12 && figure.len() < 4000, "{figure}");
+            }
+        }
     }
 
     #[test]

@@ -1,7 +1,10 @@
 //! `ulysses report`: runs as one page of HTML that needs nothing else.
 
 pub(super) mod chart;
+mod communication;
+mod metrics;
 pub(super) mod page;
+mod parts;
 mod run;
 mod sections;
 mod settings;
@@ -29,7 +32,7 @@ pub(super) fn run(args: &ReportArgs) -> Result<(), Failure> {
     std::fs::write(&output, page::page(&runs))
         .with_context(|| format!("--output: cannot write {}", output.display()))
         .or_run()?;
-    note(format_args!("report      {}", output.display()));
+    note(format_args!("report      {}; open it in a browser", output.display()));
     Ok(())
 }
 

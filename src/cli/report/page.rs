@@ -55,12 +55,12 @@ fn facts(run: &RunFiles) -> Facts {
     };
     let seconds = run.sum("step_seconds");
     let tokens_per_second = run.sum("tokens") / seconds;
-    let peaks = run.record["ranks"].as_array().into_iter().flatten();
-    let peak = peaks.filter_map(|rank| rank["peak_bytes"].as_f64()).fold(0.0, f64::max);
+    let ranks = run.parts().into_iter().flat_map(|part| part["ranks"].as_array().into_iter().flatten());
+    let peak = ranks.filter_map(|rank| rank["peak_bytes"].as_f64()).fold(0.0, f64::max);
     let state = if run.record["totals"].is_null() { "not finished" } else { "finished" };
     let stage = run.config["zero_optimization"]["stage"].as_u64();
-    let skipped = run.steps.iter().filter(|line| line["skipped"] == true).count();
-    let steps = run.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0);
+    let skipped = run.lines.steps.iter().filter(|line| line["skipped"] == true).count();
+    let steps = run.lines.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0);
     let mut facts = vec![
         ("steps", if skipped > 0 { format!("{steps}, {skipped} skipped") } else { steps.to_string() }),
         ("last loss", run.last("loss").map_or("–".to_owned(), |loss| format!("{loss:.4}"))),
@@ -145,7 +145,7 @@ fn curves(runs: &[RunFiles]) -> Vec<Chart> {
 }
 
 /// Seconds as people say them.
-fn duration(seconds: f64) -> String {
+pub(super) fn duration(seconds: f64) -> String {
     match seconds {
         short if short < 120.0 => format!("{} s", text(short, Unit::Number)),
         medium if medium < 7200.0 => format!("{:.0} min", medium / 60.0),

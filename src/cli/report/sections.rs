@@ -3,11 +3,9 @@
 use super::chart::{Chart, Series, Unit, text};
 use super::page::{escape, plain};
 use super::run::RunFiles;
-use super::settings;
+use super::{communication, parts, settings};
 use serde_json::Value;
 use std::fmt::Write;
-use ulysses::comm::CallTimes;
-use ulysses::monitor::{Bandwidth, Straggling, Volume};
 
 /// Rows and columns of ranks that are drawn.
 const MAX_CELLS: usize = 16;
@@ -17,7 +15,8 @@ pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> 
     let title = if is_one_of_several { escape(&run.name) } else { "This run in detail".to_owned() };
     let charts = format!("{}<div class=\"stack\">{}{}</div>\n", time_shares(run), memory(run), mesh(run));
     let parts = [
-        ("Communication", communication(run)),
+        ("Parts of the run", parts::table(run)),
+        ("Communication", communication::tables(run)),
         ("Configuration", settings::table(run)),
         ("Environment", environment(run)),
     ];
@@ -41,9 +40,10 @@ fn time_shares(run: &RunFiles) -> String {
     ];
     let share = |line: &Value, keys: &[&str]| {
         let seconds = keys.iter().map(|key| line[*key].as_f64()).sum::<Option<f64>>()?;
-        Some((line["step"].as_f64()?, seconds / line["step_seconds"].as_f64()?))
+        let share = seconds / line["step_seconds"].as_f64()?;
+        Some((line["step"].as_f64()?, share)).filter(|_| share.is_finite())
     };
-    let timed = run.steps.iter().filter(|line| line["compute_seconds"].is_number());
+    let timed = run.lines.steps.iter().filter(|line| line["compute_seconds"].is_number());
     let series = parts.iter().enumerate().map(|(style, (label, keys))| Series {
         label: (*label).to_owned(),
         points: timed.clone().filter_map(|line| share(line, keys)).collect(),
@@ -59,7 +59,9 @@ fn time_shares(run: &RunFiles) -> String {
 fn memory(run: &RunFiles) -> String {
     const PARTS: [&str; 3] = ["parameters", "gradients", "optimizer"];
     const WIDTH: f64 = 440.0;
-    let ranks: Vec<&Value> = run.record["ranks"].as_array().into_iter().flatten().collect();
+    // Of the last part that came to its end.
+    let told = run.parts().into_iter().rev().find_map(|part| part["ranks"].as_array());
+    let ranks: Vec<&Value> = told.into_iter().flatten().collect();
     let peak = |rank: &Value| rank["peak_bytes"].as_f64().unwrap_or(0.0);
     let most = ranks.iter().map(|rank| peak(rank)).fold(0.0, f64::max);
     if most == 0.0 {
@@ -160,71 +162,8 @@ fn mesh(run: &RunFiles) -> String {
     )
 }
 
-fn communication(run: &RunFiles) -> String {
-    let communication = &run.record["communication"];
-    let calls: Vec<CallTimes> = parse(&communication["calls"]);
-    let volumes: Vec<Volume> = parse(&communication["volumes"]);
-    let straggling: Vec<Straggling> = parse(&communication["straggling"]);
-    if calls.is_empty() {
-        return String::new();
-    }
-    let milliseconds = |seconds: f64| text(1e3 * seconds, Unit::Number);
-    let rate = |rate: f64| format!("{:.2}", rate / 1e9);
-    let call_rows = calls.iter().map(|call| {
-        let Bandwidth { algbw, busbw } = Bandwidth::of(call);
-        let average = call.seconds / call.calls.max(1) as f64;
-        vec![
-            format!("{} {}", call.axis, call.op),
-            text(call.input_bytes as f64, Unit::Bytes),
-            call.calls.to_string(),
-            milliseconds(call.seconds),
-            milliseconds(average),
-            rate(algbw),
-            rate(busbw),
-        ]
-    });
-    let mut html = String::from(
-        "<p class=\"faint\">Collectives of rank 0. The time is what the rank spent in the call.</p>\n",
-    );
-    let head = ["operation", "message", "count", "total ms", "mean ms", "algbw GB/s", "busbw GB/s"];
-    html.push_str(&table(&head, call_rows));
-    html.push_str("<p></p><p class=\"faint\">Bytes that all ranks sent, beside what theory has for the training steps.</p>\n");
-    let volume_rows = volumes.iter().map(|volume| {
-        let bytes = |bytes: u64| text(bytes as f64, Unit::Bytes);
-        let ratio = volume.sent_bytes as f64 / volume.planned_bytes as f64;
-        vec![
-            volume.what.clone(),
-            bytes(volume.planned_bytes),
-            bytes(volume.sent_bytes),
-            format!("{ratio:.3}"),
-        ]
-    });
-    html.push_str(&table(&["what", "theory", "measured", "measured / theory"], volume_rows));
-    if !straggling.is_empty() {
-        html.push_str("<p></p><p class=\"faint\">Time that ranks waited for the one that came last, mean over the ranks.</p>\n");
-        let rows = straggling.iter().map(|row| {
-            let latest = format!("{} ({:.0} % of its calls)", row.latest.0, 100.0 * row.latest.1);
-            let what = format!("{} {}", row.axis, row.op);
-            vec![
-                what,
-                row.calls.to_string(),
-                milliseconds(row.seconds),
-                milliseconds(row.straggler_seconds),
-                latest,
-            ]
-        });
-        html.push_str(&table(&["operation", "count", "total ms", "straggler ms", "latest rank"], rows));
-    }
-    html
-}
-
-/// What the record has in this form; nothing where it has another.
-fn parse<T: serde::de::DeserializeOwned>(value: &Value) -> Vec<T> {
-    serde_json::from_value(value.clone()).unwrap_or_default()
-}
-
 /// The first column is text, the others are numbers.
-fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
+pub(super) fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
     let class = |index: usize| if index == 0 { "" } else { " class=\"n\"" };
     let cells = |tag: &str, cells: &[String]| -> String {
         let cell =

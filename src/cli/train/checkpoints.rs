@@ -48,6 +48,11 @@ impl<'a> Checkpoints<'a> {
         &*self.group
     }
 
+    /// What tells the run from others.
+    pub(super) fn run_id(&self) -> &str {
+        &self.run_id
+    }
+
     /// Goes on where the command line asks to.
     pub(super) fn resume(&mut self, engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<()> {
         let Some(checkpoint) = self.find()? else { return Ok(()) };

@@ -25,10 +25,10 @@ use checkpoints::Checkpoints;
 use clap::ValueEnum;
 use feed::{Feed, Limit, Phase};
 use host::Host;
-use output::prepare_output;
-use reporter::Reporter;
+use reporter::{Reported, Reporter};
 use resume::Resume;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -45,8 +45,7 @@ use ulysses::memory;
 use ulysses::mesh::{Cluster, DeviceMesh};
 use ulysses::model::{LlamaConfig, Model, WeightSource};
 use ulysses::monitor::{
-    CommsTable, EvalMetrics, Metrics, PlannedVolume, RankComms, RankSummary, RunSummary, RunTotals, Slice,
-    Tracer,
+    CommsTable, EvalMetrics, Metrics, PlannedVolume, RankComms, RankSummary, RunSummary, Slice, Tracer,
 };
 
 #[derive(clap::Args, Clone)]
@@ -169,6 +168,8 @@ struct Run {
     /// Set by a signal: save and end.
     stop: Arc<AtomicBool>,
     tracer: Option<Tracer>,
+    /// What `run.json` says of the run before it starts.
+    record: Value,
     /// Held, by the process that writes to `output`, while the run lasts.
     _lock: Option<OutputLock>,
 }
@@ -176,8 +177,8 @@ struct Run {
 /// What a rank ends with.
 #[derive(Serialize, Deserialize)]
 struct RankOutcome {
-    /// On rank 0.
-    totals: Option<RunTotals>,
+    /// On rank 0, if there was anything to do.
+    reported: Option<Reported>,
     summary: RankSummary,
     /// Steps that were done.
     steps: u64,
@@ -216,32 +217,31 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     (run.output, run.new_run_id) = host.of_first((run.output, run.new_run_id))?;
     note(&run);
     let given = std::fs::read_to_string(&config_path).unwrap_or_default();
-    let mut record = record::begin(&run, &given);
-    if host.is_first() {
-        record::write(&run.output, &record).or_run()?;
-    }
+    run.record = record::begin(&run, &given);
     let results = host.launch(&run);
     if let Some((path, tracer)) = trace.filter(|_| host.is_first()) {
         trace::write(&path, &run.mesh, &tracer, results.as_deref().unwrap_or_default())?;
     }
     let results = results?;
+    let first = results.first().context("a mesh has a rank").or_run()?;
+    let (step, last_step, stopped) = (first.steps, first.last_step, first.stopped);
+    let Some(Reported { totals, mut record }) = first.reported.clone() else {
+        return print(format_args!("nothing to do: step {step} of {last_step} is done\n"));
+    };
     if host.is_first() {
         record::finish(&run, &mut record, &results);
         record::write(&run.output, &record).or_run()?;
     }
-    let comms: Vec<RankComms> = results.iter().map(|outcome| outcome.comms.clone()).collect();
-    let ranks = results.iter().map(|outcome| outcome.summary.clone()).collect();
-    let first = results.into_iter().next().context("a mesh has a rank").or_run()?;
-    let (step, totals) = (first.steps, first.totals.context("rank 0 reports").or_run()?);
-    if totals.steps == 0 {
-        return print(format_args!("nothing to do: step {step} of {} is done\n", first.last_step));
-    }
     let (steps, nothing_trained) = (totals.steps, totals.last_loss.is_none());
-    let summary = RunSummary { totals, ranks };
-    print(&summary)?;
+    let comms: Vec<RankComms> = results.iter().map(|outcome| outcome.comms.clone()).collect();
+    let ranks = results.into_iter().map(|outcome| outcome.summary).collect();
+    print(&RunSummary { totals, ranks })?;
     print_comms(&run, &comms)?;
-    print(format_args!("\nmetrics     {}\n", run.output.join("metrics.jsonl").display()))?;
-    if first.stopped {
+    let output = run.output.display();
+    print(format_args!(
+        "\nmetrics     {output}/metrics.jsonl; `ulysses report {output}` makes a page of them\n"
+    ))?;
+    if stopped {
         return Err(Failure::Stopped { step });
     }
     if nothing_trained {
@@ -273,7 +273,8 @@ fn failure(error: LaunchError) -> Failure {
 impl Run {
     /// Makes the output directory and takes it for this run.
     fn prepare_output(&mut self, config_path: &Path) -> Result<(), Failure> {
-        let (output, lock) = prepare_output(config_path, &self.config, self.resume.is_some()).or_run()?;
+        let (output, lock) = output::take(config_path, &self.config).or_run()?;
+        monitors::check(&self.config.monitoring, Some(&output))?;
         (self.output, self._lock) = (output, Some(lock));
         Ok(())
     }
@@ -307,8 +308,9 @@ impl Run {
         let last_step = feed.last_step(first_step);
         self.check_agreement(&mut engine, last_step)?;
         let peak_flops = peak::measure(checkpoints.group(), groups.device(), self.config.precision.dtype())?;
-        let reporter = || Reporter::new(self, first_step, last_step, peak_flops);
-        let mut reporter = (rank.rank == 0).then(reporter).transpose()?;
+        let reporter = || Reporter::new(self, checkpoints.run_id(), first_step..last_step, peak_flops);
+        // A run that has nothing to do leaves its files as they are.
+        let mut reporter = (rank.rank == 0 && first_step < last_step).then(reporter).transpose()?;
         let stragglers = Stragglers::new(&groups)?;
         let mut stopped = false;
         while engine.attempted_steps() < last_step && !stopped {
@@ -324,12 +326,12 @@ impl Run {
         }
         engine.check_replicas()?;
         let summary = engine.summary(&self.llama, feed.passes())?;
-        let totals = reporter.map(|reporter| reporter.totals);
+        let reported = reporter.map(|reporter| reporter.reported);
         let trace = self.tracer.as_ref().map(|tracer| tracer.take(rank.rank as u64)).unwrap_or_default();
         let comms = self.comms(&engine, &summary, &feed, rank.rank);
         let peak_bytes = u64::try_from(memory::peak_bytes()).unwrap_or(0);
         let steps = engine.attempted_steps();
-        Ok(RankOutcome { totals, summary, steps, last_step, stopped, trace, comms, peak_bytes, peak_flops })
+        Ok(RankOutcome { reported, summary, steps, last_step, stopped, trace, comms, peak_bytes, peak_flops })
     }
 
     /// What this rank's collectives were, and what was planned of the training steps.

@@ -1,18 +1,17 @@
 //! The output directory of a run.
 
+use super::{Run, record};
 use crate::cli::note;
 use anyhow::{Context, ensure};
+use record::Earlier;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::OutputLock;
 use ulysses::config::Config;
 
-/// Makes the output directory and takes its lock, keeps what an earlier run left there under
-/// other names, and writes the resolved config. A run that resumes goes on with the metrics.
-pub(super) fn prepare_output(
-    config_path: &Path,
-    config: &Config,
-    is_resuming: bool,
-) -> anyhow::Result<(PathBuf, OutputLock)> {
+/// Makes the output directory and takes its lock. What is in it stays as it is: the ranks find out whether there is
+/// anything to do.
+pub(super) fn take(config_path: &Path, config: &Config) -> anyhow::Result<(PathBuf, OutputLock)> {
     let output = match &config.output {
         Some(output) => PathBuf::from(output),
         None => {
@@ -24,12 +23,27 @@ pub(super) fn prepare_output(
     std::fs::create_dir_all(&output)
         .with_context(|| format!("cannot create the output directory {}", output.display()))?;
     let lock = OutputLock::acquire(&output, &job(config_path))?;
-    let names: &[(&str, &str)] = &[("config", "json"), ("run", "json"), ("metrics", "jsonl")];
-    keep_earlier_run(&output, if is_resuming { &names[..2] } else { names })?;
-    let path = output.join("config.json");
-    let json = serde_json::to_string_pretty(config)?;
-    std::fs::write(&path, json).with_context(|| format!("cannot write {}", path.display()))?;
     Ok((output, lock))
+}
+
+/// Makes the files in the output directory those of the run called `run_id`, which has done `first_step` steps before:
+/// keeps what another run left there under other names, and writes the resolved config and `run.json`, which it
+/// returns. A run that goes on goes on with the metrics.
+pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<Value> {
+    let output = &run.output;
+    let earlier = if first_step > 0 { Earlier::read(output, run_id)? } else { Earlier::Another };
+    let kept: &[(&str, &str)] = match earlier {
+        Earlier::Parts(_) => &[("config", "json")],
+        Earlier::Damaged => &[("config", "json"), ("run", "json")],
+        Earlier::Another => &[("config", "json"), ("run", "json"), ("metrics", "jsonl")],
+    };
+    keep(output, kept)?;
+    let path = output.join("config.json");
+    let json = serde_json::to_string_pretty(&run.config)?;
+    std::fs::write(&path, json).with_context(|| format!("cannot write {}", path.display()))?;
+    let record = record::of_part(run, run_id, first_step, earlier);
+    record::write(output, &record)?;
+    Ok(record)
 }
 
 /// What another job is told that wants the same directory.
@@ -39,8 +53,8 @@ fn job(config_path: &Path) -> String {
     format!("`ulysses train {}`, process {} on {host}", config_path.display(), std::process::id())
 }
 
-/// Renames files of an earlier run, given by stem and extension, all with the same number.
-fn keep_earlier_run(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
+/// Renames files, given by stem and extension, all with the same number.
+fn keep(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
     let names = |n: u32| -> Vec<PathBuf> {
         ["metrics.N.jsonl", "config.N.json", "run.N.json"]
             .map(|name| output.join(name.replace('N', &n.to_string())))
@@ -52,7 +66,7 @@ fn keep_earlier_run(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()>
         if path.exists() {
             let kept = output.join(format!("{stem}.{number}.{extension}"));
             std::fs::rename(&path, &kept).with_context(|| format!("cannot rename {}", path.display()))?;
-            note(format_args!("{stem}.{extension} of an earlier run is now {}", kept.display()));
+            note(format_args!("the earlier {stem}.{extension} is kept as {}", kept.display()));
         }
     }
     Ok(())

@@ -2,17 +2,19 @@
 
 use super::feed::{Limit, Phase};
 use super::resume::{Resume, check_candidate, check_output};
-use super::{Host, Run, TrainArgs, signals};
+use super::{Host, Run, TrainArgs, monitors, profile, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
 use crate::cli::{DeviceArg, Failure, OrFail, model, settings, training_shape};
 use anyhow::{Context, anyhow, ensure};
+use serde_json::Value;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::{Config, DataSource, Overrides, RawConfig, sizes_of};
 use ulysses::data::Dataset;
+use ulysses::engine::check_offload;
 use ulysses::mesh::{Cluster, DeviceMesh, Preset, TrainingShape};
 
 pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> {
@@ -45,6 +47,11 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     let phases = seq_lens.into_iter().map(|(first_step, seq_len)| phase(&sources, first_step, seq_len));
     let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
     check_candidate(resume.as_ref(), &config, &phases)?;
+    check_offload(&config).or_usage()?;
+    if host.is_first() {
+        monitors::check(&config.monitoring, None)?;
+        profile::check(&config.monitoring.flops_profiler)?;
+    }
     // Without checkpoints there is nothing to save: signals keep their usual effect.
     let watch = || signals::watch().context("cannot watch for signals").or_run();
     let stop = if config.checkpoint.is_some() { watch()? } else { Arc::default() };
@@ -61,6 +68,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
         new_run_id: new_run_id(),
         stop,
         tracer: None,
+        record: Value::Null,
         _lock: None,
         config,
     })

@@ -1,14 +1,48 @@
 //! The profile of a step that `flops_profiler` asks for.
 
 use super::Run;
+use crate::cli::{Failure, OrFail, note};
 use anyhow::Context;
 use std::fmt::{self, Display, Formatter};
+use std::fs::File;
 use std::io::Write;
+use std::ops::Range;
 use std::path::Path;
+use ulysses::config::FlopsProfilerConfig;
 use ulysses::engine::plan::RankStep;
 use ulysses::engine::schedule::{Pass, Piece};
 use ulysses::engine::{PartTimes, StepTimes};
 use ulysses::monitor::{Metrics, above_progress};
+
+/// Whether the file that the profile goes to can be written, before there is anything to write.
+pub(super) fn check(profiler: &FlopsProfilerConfig) -> Result<(), Failure> {
+    let Some(path) = profiler.output_file.as_deref().map(Path::new).filter(|_| profiler.enabled) else {
+        return Ok(());
+    };
+    let is_new = !path.exists();
+    File::options().append(true).create(true).open(path).with_context(|| cannot_write(path)).or_usage()?;
+    if is_new {
+        // An empty file would look like a profile; one that stays does no harm.
+        let _ = std::fs::remove_file(path);
+    }
+    Ok(())
+}
+
+/// Tells who waits for the profile of a step that is not among the steps that a run does after `steps.start`, up to
+/// `steps.end`.
+pub(super) fn remark(profiler: &FlopsProfilerConfig, steps: &Range<u64>) {
+    let (step, Range { start, end }) = (profiler.profile_step, steps);
+    if profiler.enabled && !(start + 1..=*end).contains(&step) {
+        note(format_args!(
+            "note: there will be no profile: `flops_profiler.profile_step` is {step}, and the steps to do are {} to {end}",
+            start + 1
+        ));
+    }
+}
+
+fn cannot_write(path: &Path) -> String {
+    format!("`flops_profiler.output_file`: cannot write {}", path.display())
+}
 
 /// Rank 0's arithmetic by the schedule of the step, beside the time that it took.
 pub(super) struct Profile<'a> {
@@ -26,8 +60,7 @@ impl Profile<'_> {
             let _ = above_progress(|| write!(std::io::stderr(), "{self}"));
             return Ok(());
         };
-        std::fs::write(path, self.to_string())
-            .with_context(|| format!("`flops_profiler.output_file`: cannot write {}", path.display()))
+        std::fs::write(path, self.to_string()).with_context(|| cannot_write(path))
     }
 
     fn flops(&self, pieces: &[Piece], pass: Pass) -> f64 {

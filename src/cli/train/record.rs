@@ -1,17 +1,69 @@
 //! `run.json`: what a run was and what it came to, beside its metrics; `ulysses report` reads it.
 
 use super::{RankOutcome, Run};
+use crate::cli::note;
 use anyhow::Context;
 use serde_json::{Map, Value, json};
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use ulysses::monitor::{Groups, RankComms, straggling, volumes};
 
-pub(super) const FILE: &str = "run.json";
+const FILE: &str = "run.json";
 
-/// What is known when a run begins. `given` is the config file as it was written.
+/// What a run keeps of each part that came before it was resumed.
+const KEPT: [&str; 8] = [
+    "command",
+    "started_unix_seconds",
+    "first_step",
+    "mesh",
+    "totals",
+    "peak_flops",
+    "ranks",
+    "communication",
+];
+
+/// What the `run.json` of an output directory is to a run that goes on there.
+pub(super) enum Earlier {
+    /// It tells of the same run: the records of its parts, the oldest first. None where there is no file.
+    Parts(Vec<Value>),
+    /// Nobody can tell.
+    Damaged,
+    /// It tells of another run.
+    Another,
+}
+
+impl Earlier {
+    /// Looks for the parts of the run called `run_id`.
+    pub(super) fn read(output: &Path, run_id: &str) -> anyhow::Result<Self> {
+        let path = output.join(FILE);
+        let text = match std::fs::read(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Self::Parts(Vec::new())),
+            text => text.with_context(|| format!("cannot read {}", path.display()))?,
+        };
+        let Ok(Value::Object(mut record)) = serde_json::from_slice(&text) else {
+            note(format_args!(
+                "{}: damaged, so the report will not tell what was communicated before",
+                path.display()
+            ));
+            return Ok(Self::Damaged);
+        };
+        if record.get("run_id").is_some_and(|other| other != run_id) {
+            return Ok(Self::Another);
+        }
+        let mut parts = match record.remove("earlier") {
+            Some(Value::Array(parts)) => parts,
+            _ => Vec::new(),
+        };
+        record.retain(|key, _| KEPT.contains(&key.as_str()));
+        parts.push(record.into());
+        Ok(Self::Parts(parts))
+    }
+}
+
+/// What is known before the ranks start. `given` is the config file as it was written.
 pub(super) fn begin(run: &Run, given: &str) -> Value {
     let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     json!({
@@ -30,11 +82,23 @@ pub(super) fn begin(run: &Run, given: &str) -> Value {
     })
 }
 
+/// The same of a part of a run, after `first_step` steps.
+pub(super) fn of_part(run: &Run, run_id: &str, first_step: u64, earlier: Earlier) -> Value {
+    let mut record = run.record.clone();
+    record["run_id"] = run_id.into();
+    record["first_step"] = (first_step + 1).into();
+    if let Earlier::Parts(parts) = earlier {
+        record["earlier"] = parts.into();
+    }
+    record
+}
+
 /// The same with what the ranks came to.
 pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
     let comms: Vec<RankComms> = outcomes.iter().map(|outcome| outcome.comms.clone()).collect();
     let first = outcomes.first();
-    record["totals"] = json!(first.and_then(|outcome| outcome.totals.as_ref()));
+    record["totals"] =
+        json!(first.and_then(|outcome| outcome.reported.as_ref()).map(|reported| &reported.totals));
     record["peak_flops"] = json!(first.and_then(|outcome| outcome.peak_flops));
     let rank = |outcome: &RankOutcome| {
         let held = ["parameters", "gradients", "optimizer"].into_iter().zip(outcome.summary.held_bytes);

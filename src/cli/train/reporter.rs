@@ -3,8 +3,12 @@
 use super::Run;
 use super::feed::Phase;
 use super::monitors::Monitors;
-use super::profile::Profile;
+use super::output;
+use super::profile::{self, Profile};
 use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use ulysses::config::Config;
 use ulysses::engine::StepTimes;
@@ -22,23 +26,34 @@ pub(super) struct Reporter<'a> {
     peak_flops: Option<f64>,
     /// Length of the rows, and operations of a step with such rows.
     step_flops: Option<(usize, f64)>,
+    pub(super) reported: Reported,
+}
+
+/// What the run comes to in the end.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct Reported {
     pub(super) totals: RunTotals,
+    /// `run.json`, as it was when the run began.
+    pub(super) record: Value,
 }
 
 impl<'a> Reporter<'a> {
-    /// A run that has done `first_step` steps before goes on with the metrics that there are.
+    /// The run called `run_id`, which has done `steps.start` steps before and goes on with the metrics that there are,
+    /// up to step `steps.end`.
     pub(super) fn new(
         run: &'a Run,
-        first_step: u64,
-        last_step: u64,
+        run_id: &str,
+        steps: Range<u64>,
         peak_flops: Option<f64>,
     ) -> anyhow::Result<Self> {
+        let record = output::begin(run, run_id, steps.start)?;
         let path = run.output.join("metrics.jsonl");
-        let writer = MetricsWriter::resume(&path, first_step).with_context(|| path.display().to_string())?;
-        let progress = Progress::new(first_step..last_step, run.config.steps_per_print);
-        let totals = RunTotals::default();
+        let writer = MetricsWriter::resume(&path, steps.start).with_context(|| path.display().to_string())?;
+        profile::remark(&run.config.monitoring.flops_profiler, &steps);
+        let progress = Progress::new(steps, run.config.steps_per_print);
         let monitors = Monitors::new(&run.config, &run.output)?;
-        Ok(Self { run, path, writer, progress, monitors, peak_flops, step_flops: None, totals })
+        let reported = Reported { totals: RunTotals::default(), record };
+        Ok(Self { run, path, writer, progress, monitors, peak_flops, step_flops: None, reported })
     }
 
     /// A step, whose data is that of `phase`.
@@ -52,7 +67,7 @@ impl<'a> Reporter<'a> {
         let rate = self.flops(seq_len).map(|flops| flops / metrics.step_seconds);
         let gemm_share = rate.zip(self.peak_flops).map(|(rate, peak)| rate / peak);
         let metrics = Metrics { model_flops_per_second: rate, gemm_share, ..metrics };
-        self.totals.record(&metrics);
+        self.reported.totals.record(&metrics);
         self.progress.report(&metrics);
         if self.run.config.monitoring.wall_clock_breakdown && self.progress.is_due(metrics.step) {
             self.progress.print(&breakdown(&metrics));

@@ -38,6 +38,8 @@ pub(crate) enum Value {
     TwoCounts(&'static str),
     TwoNumbers(Range),
     List,
+    /// An array of names, in any case.
+    Names(&'static [&'static str]),
     Section(&'static [Key]),
     /// An array of sections.
     Sections(&'static [Key]),
@@ -160,6 +162,7 @@ impl Value {
                 | Self::Choice(_)
                 | Self::TwoNumbers(_)
                 | Self::List
+                | Self::Names(_)
         )
     }
 
@@ -238,6 +241,7 @@ impl fmt::Display for Value {
             Self::TwoCounts(what) => write!(f, "an array of {what}"),
             Self::TwoNumbers(_) => f.write_str("an array of two numbers"),
             Self::List => f.write_str("an array"),
+            Self::Names(names) => write!(f, "an array of names out of \"{}\"", names.join("\", \"")),
             Self::Sections(_) => f.write_str("an array of objects"),
             Self::TextOrSections(_) => {
                 f.write_str("a string that is not empty, or an array of such strings and objects")

@@ -18,6 +18,7 @@ mod ulysses;
 mod zero;
 
 pub(super) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant};
+pub(super) use monitoring::COLLECTIVES;
 pub(super) use root::ROOT;
 
 /// The version of DeepSpeed whose keys the table has.

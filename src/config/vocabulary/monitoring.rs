@@ -39,13 +39,54 @@ pub(super) const COMET: &[Key] = &[
     idle("mode", Value::Text).or_null(),
 ];
 
+/// The collectives of DeepSpeed by the names of its log, and ours: each with the one of ours that it stands for, if any.
+pub(crate) const COLLECTIVES: &[(&str, Option<&str>)] = &[
+    ("all_reduce", Some("all_reduce")),
+    ("all_reduce_coalesced", Some("all_reduce")),
+    ("inference_all_reduce", Some("all_reduce")),
+    ("reduce_scatter", Some("reduce_scatter")),
+    ("reduce_scatter_tensor", Some("reduce_scatter")),
+    ("all_gather", Some("all_gather")),
+    ("all_gather_into_tensor", Some("all_gather")),
+    ("all_to_all", Some("all_to_all")),
+    ("all_to_all_single", Some("all_to_all")),
+    ("all_to_all_strided", Some("all_to_all")),
+    ("broadcast", Some("broadcast")),
+    ("send", Some("send")),
+    ("isend", Some("send")),
+    ("recv", Some("recv")),
+    ("irecv", Some("recv")),
+    ("barrier", Some("barrier")),
+    ("monitored_barrier", Some("barrier")),
+    ("reduce", None),
+    ("gather", None),
+    ("scatter", None),
+    ("all_gather_object", None),
+    ("broadcast_object_list", None),
+    ("batch_isend_irecv", None),
+];
+
+const COLLECTIVE_NAMES: [&str; COLLECTIVES.len()] = {
+    let mut names = [""; COLLECTIVES.len()];
+    let mut index = 0;
+    while index < names.len() {
+        names[index] = COLLECTIVES[index].0;
+        index += 1;
+    }
+    names
+};
+
 pub(super) const COMMS_LOGGER: &[Key] = &[
     flag("enabled", "Prints a table of all collectives when the run ends."),
     flag("verbose", "Logs each collective when it completes, at level `info`: RUST_LOG=info shows it."),
     flag("prof_all", "Counts all operations.").boolean(true),
     flag("debug", "Logs who called.").no_effect("`--trace` shows where in a step a collective is"),
-    key("prof_ops", Value::List, "The operations that are counted where `prof_all` is false.")
-        .derived("`[]`"),
+    key(
+        "prof_ops",
+        Value::Names(&COLLECTIVE_NAMES),
+        "The operations that are counted where `prof_all` is false.",
+    )
+    .derived("`[]`"),
 ];
 
 const WHOLE: &str = "the parts of the model are told as they are: embedding, every layer, head";

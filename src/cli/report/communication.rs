@@ -1,0 +1,179 @@
+//! What the ranks communicated, over all parts of a run.
+
+use super::chart::{Unit, text};
+use super::run::RunFiles;
+use super::sections::table;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use ulysses::comm::CallTimes;
+use ulysses::monitor::{Bandwidth, Straggling, Volume};
+
+/// The tables; nothing where no part tells of any call.
+pub(super) fn tables(run: &RunFiles) -> String {
+    let parts = run.parts();
+    let calls = calls(&parts);
+    if calls.is_empty() {
+        return String::new();
+    }
+    let silent = parts.iter().filter(|part| part["communication"].is_null()).count();
+    let silent = match silent {
+        0 => String::new(),
+        _ => format!(" {silent} of {} parts did not end, or not yet, and tell nothing.", parts.len()),
+    };
+    let mut html = format!(
+        "<p class=\"faint\">Collectives of rank 0. The time is what the rank spent in the call.{silent}</p>\n"
+    );
+    let head = ["operation", "ranks", "message", "count", "total ms", "mean ms", "algbw GB/s", "busbw GB/s"];
+    html.push_str(&table(&head, calls.iter().map(call_row)));
+    html.push_str("<p></p><p class=\"faint\">Bytes that all ranks sent, beside what theory has for the training steps.</p>\n");
+    let volumes = volumes(&parts);
+    html.push_str(&table(
+        &["what", "theory", "measured", "measured / theory"],
+        volumes.iter().map(volume_row),
+    ));
+    let straggling = straggling(&parts);
+    if !straggling.is_empty() {
+        html.push_str("<p></p><p class=\"faint\">Time that ranks waited for the one that came last, mean over the ranks.</p>\n");
+        let head = ["operation", "count", "total ms", "straggler ms", "latest rank"];
+        html.push_str(&table(&head, straggling.iter().map(|kind| straggling_row(kind))));
+    }
+    html
+}
+
+fn call_row(call: &CallTimes) -> Vec<String> {
+    let Bandwidth { algbw, busbw } = Bandwidth::of(call);
+    let rate = |rate: f64| format!("{:.2}", rate / 1e9);
+    vec![
+        format!("{} {}", call.axis, call.op),
+        call.ranks.to_string(),
+        text(call.input_bytes as f64, Unit::Bytes),
+        call.calls.to_string(),
+        milliseconds(call.seconds),
+        milliseconds(call.seconds / call.calls.max(1) as f64),
+        rate(algbw),
+        rate(busbw),
+    ]
+}
+
+fn volume_row(volume: &Volume) -> Vec<String> {
+    let bytes = |bytes: u64| text(bytes as f64, Unit::Bytes);
+    let ratio = volume.sent_bytes as f64 / volume.planned_bytes as f64;
+    vec![volume.what.clone(), bytes(volume.planned_bytes), bytes(volume.sent_bytes), format!("{ratio:.3}")]
+}
+
+/// Ranks that were last most often, one for each part: a number means another rank on another mesh.
+fn straggling_row(parts: &[Straggling]) -> Vec<String> {
+    let sum = |value: fn(&Straggling) -> f64| parts.iter().map(value).sum::<f64>();
+    let latest =
+        |part: &Straggling| format!("{} ({:.0} % of its calls)", part.latest.0, 100.0 * part.latest.1);
+    vec![
+        format!("{} {}", parts[0].axis, parts[0].op),
+        parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.calls)).to_string(),
+        milliseconds(sum(|part| part.seconds)),
+        milliseconds(sum(|part| part.straggler_seconds)),
+        parts.iter().map(latest).collect::<Vec<_>>().join(", then "),
+    ]
+}
+
+fn milliseconds(seconds: f64) -> String {
+    text(1e3 * seconds, Unit::Number)
+}
+
+/// Equal calls of all parts together.
+fn calls(parts: &[&Value]) -> Vec<CallTimes> {
+    let mut sums: Vec<CallTimes> = Vec::new();
+    for call in of_parts::<CallTimes>(parts, "calls") {
+        let kind = |call: &CallTimes| (call.axis.clone(), call.op, call.ranks, call.input_bytes);
+        match sums.iter_mut().find(|sum| kind(sum) == kind(&call)) {
+            Some(sum) => {
+                sum.calls = sum.calls.saturating_add(call.calls);
+                sum.seconds += call.seconds;
+            }
+            None => sums.push(call),
+        }
+    }
+    sums
+}
+
+fn volumes(parts: &[&Value]) -> Vec<Volume> {
+    let mut sums: Vec<Volume> = Vec::new();
+    for volume in of_parts::<Volume>(parts, "volumes") {
+        match sums.iter_mut().find(|sum| sum.what == volume.what) {
+            Some(sum) => {
+                sum.planned_bytes = sum.planned_bytes.saturating_add(volume.planned_bytes);
+                sum.sent_bytes = sum.sent_bytes.saturating_add(volume.sent_bytes);
+            }
+            None => sums.push(volume),
+        }
+    }
+    sums
+}
+
+/// By axis and operation, what each part tells.
+fn straggling(parts: &[&Value]) -> Vec<Vec<Straggling>> {
+    let mut kinds: Vec<Vec<Straggling>> = Vec::new();
+    for row in of_parts::<Straggling>(parts, "straggling") {
+        let is_kind = |kind: &&mut Vec<Straggling>| (&kind[0].axis, kind[0].op) == (&row.axis, row.op);
+        match kinds.iter_mut().find(is_kind) {
+            Some(kind) => kind.push(row),
+            None => kinds.push(vec![row]),
+        }
+    }
+    kinds
+}
+
+/// What the records have in this form; nothing where they have another.
+fn of_parts<T: DeserializeOwned>(parts: &[&Value], key: &str) -> Vec<T> {
+    let of_part = |part: &&Value| -> Vec<T> {
+        serde_json::from_value(part["communication"][key].clone()).unwrap_or_default()
+    };
+    parts.iter().flat_map(of_part).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use ulysses::comm::CollectiveOp;
+
+    fn part(ranks: usize, calls: u64, latest: usize) -> Value {
+        let call = CallTimes {
+            axis: "sp".into(),
+            op: CollectiveOp::AllReduce,
+            ranks,
+            input_bytes: 64,
+            calls,
+            seconds: 0.5,
+        };
+        let volume = Volume {
+            what: "sums over sp".into(),
+            planned: vec![],
+            planned_bytes: 10 * calls,
+            sent_bytes: 11 * calls,
+        };
+        let straggling = Straggling {
+            axis: "sp".into(),
+            op: CollectiveOp::AllReduce,
+            calls,
+            seconds: 0.5,
+            straggler_seconds: 0.25,
+            latest: (latest, 0.75),
+        };
+        json!({ "communication": { "calls": [call], "volumes": [volume], "straggling": [straggling] } })
+    }
+
+    #[test]
+    fn the_parts_of_a_run_add_up() {
+        let (first, killed, last) = (part(2, 3, 1), json!({ "communication": null }), part(2, 4, 0));
+        let (elsewhere, parts) = (part(4, 5, 2), [&first, &killed, &last]);
+        let summed = calls(&parts);
+        assert_eq!((summed.len(), summed[0].calls, summed[0].seconds), (1, 7, 1.0));
+        assert_eq!(calls(&[&first, &elsewhere]).len(), 2, "calls of other sizes of a group are other calls");
+        let sent = volumes(&parts);
+        assert_eq!((sent.len(), sent[0].planned_bytes, sent[0].sent_bytes), (1, 70, 77));
+        let rows: Vec<_> = straggling(&parts).iter().map(|kind| straggling_row(kind)).collect();
+        let expected =
+            ["sp all_reduce", "7", "1000", "500", "1 (75 % of its calls), then 0 (75 % of its calls)"];
+        assert_eq!(rows, [expected]);
+    }
+}

@@ -1,0 +1,58 @@
+//! The parts of a run that was resumed.
+
+use super::chart::{Unit, text};
+use super::page::{duration, plain};
+use super::run::RunFiles;
+use super::sections;
+use serde_json::Value;
+
+/// A row for each part; nothing where there is only one.
+pub(super) fn table(run: &RunFiles) -> String {
+    let parts = run.parts();
+    if parts.len() == 1 {
+        return String::new();
+    }
+    let rows = parts.iter().enumerate().map(|(index, part)| {
+        let totals = &part["totals"];
+        let number =
+            |value: &Value| value.as_f64().map_or("–".to_owned(), |value| text(value, Unit::Number));
+        let sizes = part["mesh"]["shape"].as_array().into_iter().flatten().map(plain);
+        let command = part["command"].as_array().into_iter().flatten().map(plain);
+        vec![
+            format!("{}: {}", index + 1, command.collect::<Vec<_>>().join(" ")),
+            sizes.collect::<Vec<_>>().join(" × "),
+            steps(part),
+            number(&totals["tokens"]),
+            totals["seconds"].as_f64().map_or("–".to_owned(), duration),
+        ]
+    });
+    let note = "<p class=\"faint\">Steps that were done again after a resume are in the tokens and in the communication \
+                of both parts.</p>\n";
+    let table = sections::table(&["part", "dp × sp", "steps", "tokens", "time in steps"], rows);
+    format!("{note}{table}")
+}
+
+/// Which steps a part has done. One that was killed has left no more than where it began.
+fn steps(part: &Value) -> String {
+    let (first, count) = (part["first_step"].as_u64(), part["totals"]["steps"].as_u64());
+    match (first, count) {
+        (Some(first), Some(count)) => format!("{first} to {}", first.saturating_add(count).saturating_sub(1)),
+        (Some(first), None) => format!("from {first}, not finished"),
+        (None, Some(count)) => count.to_string(),
+        (None, None) => "not finished".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_part_tells_its_steps_or_that_it_did_not_end() {
+        let finished = json!({ "first_step": 6, "totals": { "steps": 7 } });
+        assert_eq!(steps(&finished), "6 to 12");
+        assert_eq!(steps(&json!({ "first_step": 6, "totals": null })), "from 6, not finished");
+        assert_eq!(steps(&json!({ "totals": { "steps": 7 } })), "7", "of an earlier version");
+    }
+}
