@@ -3,7 +3,7 @@
 use super::table::{bytes, flops, row, write_table};
 use super::{Budget, Features, Report};
 use std::fmt::{self, Display, Formatter};
-use ulysses::engine::plan::{MomentMemory, Sent};
+use ulysses::engine::plan::{MeshChoice, MomentMemory, Sent};
 use ulysses::engine::schedule::{Category, Moment};
 
 /// What people read.
@@ -174,7 +174,8 @@ impl Text<'_> {
     }
 
     fn meshes(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f, "\nmeshes of as many ranks for the same batch")?;
+        let shards = self.0.shard_size.map(|size| format!(", dp in multiples of {size} partitions"));
+        writeln!(f, "\nmeshes of as many ranks for the same batch{}", shards.unwrap_or_default())?;
         let mut rows = vec![row([
             "dp × sp",
             "ZeRO stage",
@@ -188,7 +189,7 @@ impl Text<'_> {
         for mesh in &self.0.meshes {
             let reason = mesh.reason.as_ref().map(|reason| format!("◄ {reason}"));
             rows.push(vec![
-                format!("{} × {}", mesh.dp, mesh.sp),
+                format!("{} × {}{}", mesh.dp, mesh.sp, replicas(mesh)),
                 mesh.zero_stage.to_string(),
                 bytes(mesh.peak_bytes as f64),
                 bytes(mesh.intra_node_bytes as f64),
@@ -209,4 +210,10 @@ impl Text<'_> {
             None => "–".to_owned(),
         }
     }
+}
+
+/// How dp is divided where replicas of ZeRO's partitions are.
+fn replicas(mesh: &MeshChoice) -> String {
+    let replicas = |size: usize| format!(" ({} replicas of {size})", mesh.dp / size);
+    mesh.shard_size.map(replicas).unwrap_or_default()
 }

@@ -4,9 +4,10 @@
 //! since MPI moves messages only while it is called.
 
 use super::library::Communicator;
-use super::notices::{Notice, Notices};
+use super::notices::Notices;
 use super::operation::{Lane, Operation};
-use crate::comm::history::{History, Told, divergence, lines};
+use crate::comm::history::{History, Told, first_to_tell, lines, where_they_part};
+use crate::comm::notice::Notice;
 use crate::comm::{CommError, LaunchOptions};
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
@@ -141,12 +142,7 @@ impl World {
             CommError::Tensor(reason) => CommError::PeerFailed { rank: self.rank, reason },
             named => named,
         };
-        let told = state.notices.tell(&Notice::Failed(error.clone())).or_else(|_| {
-            // An error that does not travel.
-            let reason = error.to_string();
-            state.notices.tell(&Notice::Failed(CommError::PeerFailed { rank: self.rank, reason }))
-        });
-        if let Err(reason) = told {
+        if let Err(reason) = state.notices.tell(&Notice::failed(self.rank, &error)) {
             tracing::error!("rank {} cannot tell the others that it failed: {reason}", self.rank);
         }
         self.give_up(state, error.clone());
@@ -188,13 +184,9 @@ impl World {
     /// After a timeout, on the first rank that was not missing: where the ranks part, by what they have told.
     fn tell_divergence(&self, state: &mut State) {
         let Some(CommError::Timeout { missing, .. }) = &state.failure else { return };
-        let is_missing = |rank: usize| missing.contains(&rank);
-        if !is_missing(self.rank) && (0..self.rank).all(is_missing) {
-            let told = |rank: &usize| state.histories.iter().any(|(of, _)| of == rank);
-            let silent: Vec<usize> = missing.iter().copied().filter(|rank| !told(rank)).collect();
-            state.histories.extend(silent.into_iter().map(|rank| (rank, Vec::new())));
-            state.histories.sort_by_key(|(rank, _)| *rank);
-            tracing::error!("where the ranks part:{}", divergence(&state.histories));
+        if first_to_tell(missing) == self.rank {
+            let histories = std::mem::take(&mut state.histories);
+            tracing::error!("where the ranks part:{}", where_they_part(histories, missing));
         }
     }
 
