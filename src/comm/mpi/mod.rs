@@ -5,7 +5,7 @@
 //! 1. `library.rs`, `memory.rs`: MPI's calls, with their return codes checked, and where tensors are.
 //! 2. `transfers.rs`, `operation.rs`: the messages of an operation, and its steps.
 //! 3. `collective.rs`, `exchange.rs`, `message.rs`: the steps of each, with the buffers of `staging.rs`.
-//! 4. `notices.rs`, `world.rs`: a rank, how it waits and how it fails.
+//! 4. `notices.rs`, `pause.rs`, `world.rs`: a rank, how it waits and how it fails.
 //! 5. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on them. `session.rs`: the way to start.
 //!
 //! `src/comm/README.md` tells how they go together.
@@ -18,6 +18,7 @@ mod memory;
 mod message;
 mod notices;
 mod operation;
+mod pause;
 mod session;
 mod staging;
 mod transfers;

@@ -6,6 +6,7 @@
 use super::library::Communicator;
 use super::notices::Notices;
 use super::operation::{Lane, Operation};
+use super::pause::{Crowd, Pause};
 use crate::comm::history::{History, Told, first_to_tell, lines, where_they_part};
 use crate::comm::notice::Notice;
 use crate::comm::{CommError, LaunchOptions};
@@ -28,6 +29,7 @@ pub(super) struct World {
     /// Compare calls before data moves.
     pub(super) check: bool,
     timeout: Duration,
+    crowd: Crowd,
     state: Mutex<State>,
 }
 
@@ -67,7 +69,8 @@ impl World {
             ended: vec![None; ranks],
             communicators: vec![communicator],
         };
-        Self { rank, check: options.check, timeout: options.timeout, state: Mutex::new(state) }
+        let (check, timeout, crowd) = (options.check, options.timeout, Crowd::default());
+        Self { rank, check, timeout, crowd, state: Mutex::new(state) }
     }
 
     /// The error that counts, once there is one.
@@ -99,7 +102,7 @@ impl World {
     pub(super) fn complete(&self, lane: Lane, id: u64) -> Result<(), CommError> {
         let started = Instant::now();
         let deadline = started.checked_add(self.timeout).unwrap_or(started + FOR_EVER);
-        let mut pause = Pause::new();
+        let mut pause = Pause::new(&self.crowd);
         loop {
             // Before looking: a peer that came at the last moment is no longer missing.
             let late = Instant::now() >= deadline;
@@ -204,7 +207,7 @@ impl World {
     /// Says that this rank issues nothing any more, and waits until all ranks have said so. `false`
     /// when some never did after a failure: MPI cannot be finalised then.
     pub(super) fn leave(&self) -> bool {
-        let mut pause = Pause::new();
+        let mut pause = Pause::new(&self.crowd);
         let mut state = self.state.lock();
         state.is_closed = true;
         let told = state.notices.tell(&Notice::Ended).is_ok();
@@ -272,34 +275,6 @@ impl State {
             if let Err(reason) = communicator.free() {
                 tracing::warn!("a communicator cannot be freed: {reason}");
             }
-        }
-    }
-}
-
-/// Between two looks: at once at first, since a peer on another core is often there in a microsecond;
-/// then the core is offered to other ranks; then the rank sleeps.
-struct Pause {
-    looks: u32,
-    since: Instant,
-}
-
-impl Pause {
-    const SPINS: u32 = 50;
-    const YIELD_FOR: Duration = Duration::from_millis(2);
-    const SLEEP: Duration = Duration::from_micros(50);
-
-    fn new() -> Self {
-        Self { looks: 0, since: Instant::now() }
-    }
-
-    fn wait(&mut self) {
-        self.looks += 1;
-        if self.looks <= Self::SPINS {
-            std::hint::spin_loop();
-        } else if self.since.elapsed() < Self::YIELD_FOR {
-            std::thread::yield_now();
-        } else {
-            std::thread::sleep(Self::SLEEP);
         }
     }
 }

@@ -215,7 +215,7 @@ impl World {
     }
 
     /// What the rank has called last.
-    fn called(&self) -> Vec<Told> {
+    fn last_calls(&self) -> Vec<Told> {
         self.history.lock().tell_by(self.is_under_way())
     }
 
@@ -245,7 +245,7 @@ impl World {
 
     /// Logs what the rank has called last and, when others keep it waiting, asks which. Returns what is known then.
     fn explain(&self, error: CommError) -> CommError {
-        let (called, stuck) = (self.called(), self.stuck());
+        let (called, stuck) = (self.last_calls(), self.stuck());
         tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&called));
         let mut roll_call = self.roll_call.lock();
         let Some(roll_call) = roll_call.as_mut() else { return error };
@@ -260,7 +260,7 @@ impl World {
 
     /// Hears of the others.
     fn listen(&self) -> Result<(), CommError> {
-        self.roll_call.lock().as_mut().map_or(Ok(()), |roll_call| roll_call.listen(|| self.called()))
+        self.roll_call.lock().as_mut().map_or(Ok(()), |roll_call| roll_call.listen(|| self.last_calls()))
     }
 
     /// Looks at what is under way. It is taken out meanwhile, so that the rank's thread never waits for this.
