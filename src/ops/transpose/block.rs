@@ -57,7 +57,7 @@ impl StridedBlock {
     }
 
     /// Where its elements are, if they are neighbours in the order in which they travel.
-    pub(crate) fn in_one_piece(&self) -> Option<Range<usize>> {
+    pub fn in_one_piece(&self) -> Option<Range<usize>> {
         let batch = self.rows.checked_mul(self.run)?;
         let rows_follow = self.rows <= 1 || self.row_stride == self.run;
         let batches_follow = self.batch <= 1 || self.batch_stride == batch;
