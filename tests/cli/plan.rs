@@ -114,7 +114,7 @@ fn features_and_meshes_change_what_they_are_for() {
 fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
     let zero = json!({ "stage": 3, "mics_shard_size": 4 });
     let place = workplace(json!({
-        "mesh_param": [4, 2], "train_batch_size": 8, "zero_optimization": zero,
+        "mesh_param": [4, 2], "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero,
         "ulysses": { "model": "nano", "seq_len": 64, "steps": 1 },
     }));
     let plan = plan(&place, &["changed.json", "--model", "nano"]);
