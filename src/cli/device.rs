@@ -15,10 +15,7 @@ pub(super) enum DeviceArg {
 impl DeviceArg {
     /// The kind of device, once it is known that there is one.
     pub(super) fn kind(self) -> Result<DeviceKind, Failure> {
-        let kind = match self {
-            Self::Cpu => DeviceKind::Cpu,
-            Self::Cuda => DeviceKind::Cuda,
-        };
+        let kind = DeviceKind::from(self);
         kind.open(0).or_usage()?;
         Ok(kind)
     }
@@ -28,6 +25,15 @@ impl DeviceArg {
         match self {
             Self::Cpu => "cpu",
             Self::Cuda => "cuda",
+        }
+    }
+}
+
+impl From<DeviceArg> for DeviceKind {
+    fn from(device: DeviceArg) -> Self {
+        match device {
+            DeviceArg::Cpu => Self::Cpu,
+            DeviceArg::Cuda => Self::Cuda,
         }
     }
 }

@@ -83,15 +83,16 @@ impl Place {
         )))
     }
 
-    /// Meets the other processes, if they are what `backend` connects. Collective.
-    pub(super) fn join(&self, backend: Backend) -> Result<Option<Process>, Failure> {
+    /// Meets the other processes, if they are what `backend` connects, and waits for them as long as `options` says
+    /// where the library can be told. Collective.
+    #[cfg_attr(not(feature = "nccl"), allow(unused_variables, reason = "MPI waits by its own rules"))]
+    pub(super) fn join(&self, backend: Backend, options: &LaunchOptions) -> Result<Option<Process>, Failure> {
         let process = match backend {
             #[cfg(feature = "mpi")]
             Backend::Mpi => Some(Process::Mpi(mpi::Session::start().or_run()?)),
             #[cfg(feature = "nccl")]
             Backend::Nccl if self.world.launcher != Launcher::None => {
-                let options = LaunchOptions::default();
-                Some(Process::Nccl(nccl::Session::start(&self.world, &self.flags, &options).or_run()?))
+                Some(Process::Nccl(nccl::Session::start(&self.world, &self.flags, options).or_run()?))
             }
             _ => None,
         };

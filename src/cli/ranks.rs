@@ -6,6 +6,7 @@ use anyhow::anyhow;
 use clap::ValueEnum;
 use ulysses::comm::{LaunchOptions, RankContext, launch};
 use ulysses::config::Backend;
+use ulysses::device::DeviceKind;
 
 #[derive(clap::Args)]
 pub(super) struct RanksArgs {
@@ -22,6 +23,13 @@ enum RanksArg {
     Mpi,
 }
 
+/// `--device cuda` beside `--backend mpi`.
+pub(super) fn mpi_takes_no_gpu() -> Failure {
+    Failure::Usage(anyhow!(
+        "--device and --backend mpi: the MPI backend carries tensors of the CPU; between GPUs NCCL does"
+    ))
+}
+
 /// Where ranks are run.
 pub(super) struct Ranks(Option<Process>);
 
@@ -30,12 +38,20 @@ impl RanksArgs {
     pub(super) fn start(&self) -> Result<Ranks, Failure> {
         match self.backend {
             RanksArg::Thread => Ok(Ranks(None)),
-            RanksArg::Mpi if cfg!(feature = "mpi") => {
-                Ok(Ranks(Place::discover(WorldArgs::default())?.join(Backend::Mpi)?))
-            }
+            RanksArg::Mpi if cfg!(feature = "mpi") => Ok(Ranks(
+                Place::discover(WorldArgs::default())?.join(Backend::Mpi, &LaunchOptions::default())?,
+            )),
             RanksArg::Mpi => Err(Failure::Usage(anyhow!(
                 "--backend mpi: this build lacks the feature `mpi`; `thread` is valid"
             ))),
+        }
+    }
+
+    /// Refuses a device whose tensors the backend does not carry.
+    pub(super) fn check_device(&self, device: DeviceKind) -> Result<(), Failure> {
+        match (self.backend, device) {
+            (RanksArg::Mpi, DeviceKind::Cuda) => Err(mpi_takes_no_gpu()),
+            _ => Ok(()),
         }
     }
 

@@ -1,7 +1,7 @@
 //! What a rank called, and whether the ranks' calls belong together.
 
 use super::{CollectiveOp, CommError, ReduceOp, StridedBlock, StridedPlan};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -32,10 +32,10 @@ pub(super) enum Call {
         send: Vec<usize>,
         recv: Vec<usize>,
     },
-    /// Compared within one process only: others pack, and compare the all-to-all.
-    #[serde(skip)]
     AllToAllStrided {
+        #[serde(with = "dtype_name")]
         dtype: DType,
+        #[serde(with = "shared")]
         plan: Arc<StridedPlan>,
     },
     Broadcast {
@@ -218,6 +218,30 @@ impl fmt::Display for Call {
                 write!(f, "{name}(\"{group}\", color {color:?}, key {key})")
             }
         }
+    }
+}
+
+/// What a message is called in words; `peer` is a rank of the group.
+#[cfg_attr(
+    not(any(feature = "mpi", feature = "nccl")),
+    allow(dead_code, reason = "threads have no words for it")
+)]
+pub(super) fn describe_message(op: CollectiveOp, tensor: &Tensor, peer: usize) -> String {
+    format!("{op}({} × {}) with rank {peer} of the group", tensor.elem_count(), tensor.dtype().as_str())
+}
+
+/// A plan as itself, whoever else has it, for calls that travel.
+mod shared {
+    use crate::comm::StridedPlan;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+    use std::sync::Arc;
+
+    pub(super) fn serialize<S: Serializer>(plan: &Arc<StridedPlan>, to: S) -> Result<S::Ok, S::Error> {
+        plan.as_ref().serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Arc<StridedPlan>, D::Error> {
+        StridedPlan::deserialize(from).map(Arc::new)
     }
 }
 

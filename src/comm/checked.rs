@@ -1,11 +1,11 @@
 //! The comparison of calls for backends that have none of their own, such as NCCL.
 
+use super::arguments::Arguments;
 use super::call::{Call, compare};
-use super::{
-    CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt, StartCall,
-    StridedPlan,
-};
-use candle_core::{DType, Tensor};
+use super::history::Label;
+use super::strided::validate;
+use super::{CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt, StartCall};
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,21 +13,47 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// [`CommError::Desync`], with both calls. Messages are not compared: they have two ranks each.
 ///
 /// What the ranks tell travels in a group of its own, so that it is not in the statistics; every collective waits
-/// for it.
+/// for it. First comes a fingerprint of fixed size; calls whose fingerprints say too little follow in full.
 #[derive(Debug)]
 pub(super) struct Checked {
     inner: Arc<dyn ProcessGroup>,
     /// The same ranks.
     side: Arc<dyn ProcessGroup>,
+    label: Arc<Label>,
     sequence: AtomicU64,
+    memory: Arc<dyn Remember>,
+}
+
+/// Who remembers the calls of a rank, for when ranks wait for one another in vain.
+pub(super) trait Remember: Send + Sync + Debug {
+    /// A call is about to be compared.
+    fn called(&self, group: &Arc<Label>, sequence: u64, call: &Call);
+
+    /// All ranks have come to the last call, which lets them know that those before are complete.
+    fn agreed(&self);
+}
+
+/// A fingerprint: a hash of the call, and whether that is not enough to compare it.
+type Fingerprint = [u8; 33];
+
+fn fingerprint(call: &Call, text: &[u8]) -> Fingerprint {
+    let mut fingerprint = [0; 33];
+    fingerprint[..32].copy_from_slice(blake3::hash(text).as_bytes());
+    // What a rank sends is what its peers expect, not what they send.
+    fingerprint[32] = u8::from(matches!(call, Call::AllToAll { .. } | Call::AllToAllStrided { .. }));
+    fingerprint
 }
 
 impl Checked {
     /// Collective.
-    pub(super) fn over(inner: Arc<dyn ProcessGroup>) -> Result<Arc<dyn ProcessGroup>, CommError> {
+    pub(super) fn over(
+        inner: Arc<dyn ProcessGroup>,
+        memory: Arc<dyn Remember>,
+    ) -> Result<Arc<dyn ProcessGroup>, CommError> {
         let name = format!("{} (calls)", inner.name());
         let Some(side) = inner.split(&name, Some(0), inner.rank())? else { return Ok(inner) };
-        Ok(Arc::new(Self { inner, side, sequence: AtomicU64::new(0) }))
+        let label = Label { name: inner.name().to_owned(), members: inner.global_ranks().to_vec() };
+        Ok(Arc::new(Self { inner, side, label: Arc::new(label), sequence: AtomicU64::new(0), memory }))
     }
 
     /// Goes on where all ranks have made a call that fits this one.
@@ -36,15 +62,59 @@ impl Checked {
         if self.world_size() == 1 {
             return Ok(());
         }
+        self.memory.called(&self.label, sequence, call);
         let unreadable = |error: serde_json::Error| CommError::Tensor(format!("a rank's call: {error}"));
-        let told = self.side.all_gather_varied(&serde_json::to_vec(call).map_err(unreadable)?)?;
-        let calls = told.iter().map(|told| serde_json::from_slice(told)).collect::<Result<Vec<Call>, _>>();
-        let calls = calls.map_err(unreadable)?;
-        compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
-            let error = divergence.into_error(self.name(), sequence, self.global_ranks());
-            self.inner.abort(&error.to_string());
-            error
-        })
+        let text = serde_json::to_vec(call).map_err(unreadable)?;
+        let own = fingerprint(call, &text);
+        let all = self.side.all_gather_values(&own)?;
+        // All ranks see the same, so all go on, or all tell more.
+        let is_enough = all.chunks(own.len()).all(|other| other == own && other[32] == 0);
+        if !is_enough {
+            let told = self.side.all_gather_varied(&text)?;
+            let calls =
+                told.iter().map(|told| serde_json::from_slice(told)).collect::<Result<Vec<Call>, _>>();
+            let calls = calls.map_err(unreadable)?;
+            compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
+                let error = divergence.into_error(self.name(), sequence, self.global_ranks());
+                self.inner.abort(&error.to_string());
+                error
+            })?;
+        }
+        self.memory.agreed();
+        Ok(())
+    }
+
+    /// What a rank tells of a call; nothing of messages. The comparison goes through the counts of all ranks, so
+    /// they must be valid.
+    fn told(&self, call: StartCall<'_>) -> Result<Option<Call>, CommError> {
+        let (group, world_size) = (self.name(), self.world_size());
+        Ok(Some(match call {
+            StartCall::AllReduce { tensor, op } => {
+                Call::AllReduce { op, dtype: tensor.dtype(), count: tensor.elem_count() }
+            }
+            StartCall::ReduceScatter { input, output, op } => {
+                Call::ReduceScatter { op, dtype: input.dtype(), chunk: output.elem_count() }
+            }
+            StartCall::AllGather { input, .. } => {
+                Call::AllGather { dtype: input.dtype(), count: input.elem_count() }
+            }
+            StartCall::AllToAll { input, output, send_counts, recv_counts } => {
+                let arguments = Arguments { group, world_size, op: CollectiveOp::AllToAll };
+                arguments.counts("send", send_counts, input)?;
+                arguments.counts("recv", recv_counts, output)?;
+                let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
+                Call::AllToAll { dtype: input.dtype(), send, recv }
+            }
+            StartCall::AllToAllStrided { inputs, outputs, plan } => {
+                let dtype = validate(group, world_size, inputs, outputs, plan)?;
+                Call::AllToAllStrided { dtype, plan: plan.clone() }
+            }
+            StartCall::Broadcast { tensor, root } => {
+                Call::Broadcast { dtype: tensor.dtype(), count: tensor.elem_count(), root }
+            }
+            StartCall::Barrier => Call::Barrier,
+            StartCall::Send { .. } | StartCall::Recv { .. } => return Ok(None),
+        }))
     }
 }
 
@@ -54,7 +124,7 @@ impl GroupWrapper for Checked {
     }
 
     fn start(&self, call: StartCall<'_>) -> Result<Pending, CommError> {
-        if let Some(told) = without_data(call) {
+        if let Some(told) = self.told(call)? {
             self.agree(&told)?;
         }
         call.on(&*self.inner)
@@ -67,7 +137,8 @@ impl GroupWrapper for Checked {
         key: usize,
     ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
         self.agree(&Call::Split { name: name.to_owned(), color, key })?;
-        self.inner.split(name, color, key)?.map(Self::over).transpose()
+        let child = self.inner.split(name, color, key)?;
+        child.map(|child| Self::over(child, self.memory.clone())).transpose()
     }
 
     fn stats(&self) -> GroupStats {
@@ -81,56 +152,40 @@ impl GroupWrapper for Checked {
     }
 }
 
-/// What a rank tells of a call; nothing of messages.
-fn without_data(call: StartCall<'_>) -> Option<Call> {
-    Some(match call {
-        StartCall::AllReduce { tensor, op } => {
-            Call::AllReduce { op, dtype: tensor.dtype(), count: tensor.elem_count() }
-        }
-        StartCall::ReduceScatter { input, output, op } => {
-            Call::ReduceScatter { op, dtype: input.dtype(), chunk: output.elem_count() }
-        }
-        StartCall::AllGather { input, .. } => {
-            Call::AllGather { dtype: input.dtype(), count: input.elem_count() }
-        }
-        StartCall::AllToAll { input, send_counts, recv_counts, .. } => {
-            let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
-            Call::AllToAll { dtype: input.dtype(), send, recv }
-        }
-        StartCall::AllToAllStrided { inputs, plan, .. } => strided_without_data(inputs, plan),
-        StartCall::Broadcast { tensor, root } => {
-            Call::Broadcast { dtype: tensor.dtype(), count: tensor.elem_count(), root }
-        }
-        StartCall::Barrier => Call::Barrier,
-        StartCall::Send { .. } | StartCall::Recv { .. } => return None,
-    })
-}
-
-/// One call for all tensors: the elements that go to each rank and come from it.
-fn strided_without_data(inputs: &[Tensor], plan: &StridedPlan) -> Call {
-    let elems = |batch: usize, rows: usize, run: usize| batch.saturating_mul(rows).saturating_mul(run);
-    let sent = plan
-        .send
-        .iter()
-        .map(|blocks| blocks.iter().map(|block| elems(block.batch, block.rows, block.run)).sum());
-    let received = plan.recv.iter().map(|blocks| {
-        blocks.iter().map(|recv| elems(recv.block.batch, recv.block.rows, recv.block.run)).sum()
-    });
-    let dtype = inputs.first().map_or(DType::F32, Tensor::dtype);
-    Call::AllToAll { dtype, send: sent.collect(), recv: received.collect() }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::{LaunchOptions, ReduceOp, launch};
-    use candle_core::Device;
+    use crate::comm::{LaunchOptions, ReduceOp, StridedPlan, launch};
+    use candle_core::{DType, Device, Tensor};
+    use parking_lot::Mutex;
+
+    /// What a rank has called, and what it knows to be complete.
+    #[derive(Debug, Default)]
+    struct Log(Mutex<Vec<String>>);
+
+    impl Remember for Log {
+        fn called(&self, group: &Arc<Label>, sequence: u64, call: &Call) {
+            self.0.lock().push(format!("#{sequence} of {} {:?}: {call}", group.name, group.members));
+        }
+
+        fn agreed(&self) {
+            self.0.lock().push("agreed".to_owned());
+        }
+    }
 
     fn on_ranks<T: Send>(
         run: impl Fn(usize, Arc<dyn ProcessGroup>) -> Result<T, CommError> + Sync,
     ) -> Result<Vec<T>, CommError> {
-        let outcome =
-            launch(3, &LaunchOptions::default(), |context| run(context.rank, Checked::over(context.group)?));
+        on_ranks_with(&|| Arc::new(Log::default()), run)
+    }
+
+    fn on_ranks_with<T: Send>(
+        memory: &(dyn Fn() -> Arc<Log> + Sync),
+        run: impl Fn(usize, Arc<dyn ProcessGroup>) -> Result<T, CommError> + Sync,
+    ) -> Result<Vec<T>, CommError> {
+        let outcome = launch(3, &LaunchOptions::default(), |context| {
+            run(context.rank, Checked::over(context.group, memory())?)
+        });
         outcome.map_err(|error| error.comm_error().unwrap_or_else(|| panic!("{error}")).clone())
     }
 
@@ -175,5 +230,53 @@ mod tests {
             group.start_all_to_all(&input, &output, &send, &[1, 1, 1])?.wait()
         });
         assert!(matches!(error, Err(CommError::Desync { rank: 2, .. })), "{error:?}");
+    }
+
+    #[test]
+    fn equal_counts_that_do_not_fit_each_other_are_found_behind_equal_fingerprints() {
+        let error = on_ranks(|_, group| {
+            let (input, output) =
+                (Tensor::zeros(6, DType::F32, &Device::Cpu)?, Tensor::zeros(6, DType::F32, &Device::Cpu)?);
+            // All say the same: that they send 3 to rank 2, and expect 1 from rank 0.
+            group.start_all_to_all(&input, &output, &[1, 2, 3], &[1, 2, 3])?.wait()
+        });
+        assert!(matches!(error, Err(CommError::Desync { .. })), "{error:?}");
+    }
+
+    #[test]
+    fn calls_are_remembered_with_their_place_before_they_are_compared() {
+        let logs: [Arc<Log>; 3] = Default::default();
+        let next = Mutex::new(logs.iter());
+        let memory = || next.lock().next().unwrap().clone();
+        let error = on_ranks_with(&memory, |rank, group| {
+            group.barrier()?;
+            if rank == 2 {
+                group.all_reduce_values(&[0_f32], ReduceOp::Sum).map(drop)
+            } else {
+                group.barrier()
+            }
+        });
+        assert!(matches!(error, Err(CommError::Desync { rank: 2, .. })), "{error:?}");
+        let mut told: Vec<String> = logs.iter().map(|log| log.0.lock().join("; ")).collect();
+        told.sort();
+        let place = |sequence: u64, call: &str| format!("#{sequence} of world [0, 1, 2]: {call}");
+        let expected = |last: &str| format!("{}; agreed; {}", place(0, "barrier"), place(1, last));
+        let barrier = expected("barrier");
+        assert_eq!(told, [expected("all_reduce(Sum, 1 × f32)"), barrier.clone(), barrier]);
+    }
+
+    #[test]
+    fn arguments_that_no_group_takes_are_refused_before_they_are_compared() {
+        let refused = on_ranks(|_, group| {
+            let four = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
+            let plan = Arc::new(StridedPlan::default());
+            let results = [
+                group.start_all_to_all(&four, &four.zeros_like()?, &[4], &[2, 1, 1]).map(drop),
+                group.start_all_to_all_strided(&[four], &[], &plan).map(drop),
+            ];
+            group.barrier()?;
+            Ok(results.iter().all(|result| matches!(result, Err(CommError::InvalidArgument { .. }))))
+        });
+        assert_eq!(refused, Ok(vec![true; 3]));
     }
 }

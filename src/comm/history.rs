@@ -65,6 +65,25 @@ impl<C: fmt::Display> History<C> {
         }
     }
 
+    /// Notes that all but the newest are complete.
+    #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "the others know what is under way"))]
+    pub(super) fn complete_before_newest(&mut self) {
+        for (_, is_complete) in self.records.iter_mut().rev().skip(1) {
+            *is_complete = true;
+        }
+    }
+
+    /// The oldest collective that is not complete, as `is_under_way` decides.
+    #[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "the others know what is under way"))]
+    pub(super) fn oldest_under_way(
+        &self,
+        is_under_way: impl Fn(&Record<C>, bool) -> bool,
+    ) -> Option<&Record<C>> {
+        let mut records = self.records.iter();
+        let found = records.find(|(record, done)| record.is_collective && is_under_way(record, *done));
+        found.map(|(record, _)| record)
+    }
+
     /// The oldest first.
     pub(super) fn tell(&self) -> Vec<Told> {
         self.tell_by(|_, is_complete| !is_complete)
@@ -93,6 +112,59 @@ impl fmt::Display for Told {
 /// A line for each operation.
 pub(super) fn lines(told: &[Told]) -> String {
     told.iter().map(|told| format!("\n  {told}")).collect()
+}
+
+/// The rank that says where the ranks part: the first that is not missing.
+pub(super) fn first_to_tell(missing: &[usize]) -> usize {
+    (0..).find(|rank| !missing.contains(rank)).unwrap_or(0)
+}
+
+/// Where the ranks part, by what they have told; of the missing ones that have told nothing, nothing is known.
+pub(super) fn where_they_part(mut histories: Vec<(usize, Vec<Told>)>, missing: &[usize]) -> String {
+    let is_silent = |rank: &usize| histories.iter().all(|(of, _)| of != rank);
+    let silent: Vec<usize> = missing.iter().copied().filter(is_silent).collect();
+    histories.extend(silent.into_iter().map(|rank| (rank, Vec::new())));
+    histories.sort_by_key(|(rank, _)| *rank);
+    divergence(&histories)
+}
+
+/// The members of a group that have not issued a collective of it, by what the ranks have told. Who has told nothing
+/// has not.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "elsewhere every message has a sender"))]
+pub(super) fn absent(ranks: &[(usize, Vec<Told>)], group: &Label, sequence: u64) -> Vec<usize> {
+    let has_issued = |member: &&usize| {
+        let told = ranks.iter().filter(|(rank, _)| rank == *member).flat_map(|(_, told)| told);
+        // What is older than what is remembered was issued.
+        told.filter(|told| told.is_collective && told.group == *group).any(|told| told.sequence >= sequence)
+    };
+    group.members.iter().filter(|member| !has_issued(member)).copied().collect()
+}
+
+/// Of the ranks that have called another operation at a place than most others, the first: with what it called, the
+/// others and what those called. Arguments do not count, since those of one operation may differ between ranks.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, reason = "elsewhere lengths or calls are compared"))]
+pub(super) fn another_operation(
+    ranks: &[(usize, Vec<Told>)],
+    group: &Label,
+    sequence: u64,
+) -> Option<(usize, String, Vec<usize>, String)> {
+    let at_place = |told: &&Told| told.is_collective && told.group == *group && told.sequence == sequence;
+    let calls: Vec<(usize, &str)> = ranks
+        .iter()
+        .filter_map(|(rank, told)| Some((*rank, told.iter().find(at_place)?.call.as_str())))
+        .collect();
+    let operation = |call: &str| call.split('(').next().unwrap_or_default().to_owned();
+    let alike = |(_, call): &(usize, &str)| {
+        let same = calls.iter().filter(|(_, other)| operation(other) == operation(call));
+        same.map(|(rank, _)| *rank).collect::<Vec<_>>()
+    };
+    // The largest set; of equal ones, that of the lowest rank.
+    let (most, others) = calls
+        .iter()
+        .map(|call| (call.1, alike(call)))
+        .reduce(|best, next| if next.1.len() > best.1.len() { next } else { best })?;
+    let (rank, called) = calls.iter().find(|(rank, _)| !others.contains(rank))?;
+    Some((*rank, (*called).to_owned(), others, most.to_owned()))
 }
 
 /// Where the ranks part, by what they have told, each with its global rank: of every group the first collective
@@ -222,6 +294,45 @@ mod tests {
         assert!(text.starts_with("\n  #1 of \"world\""), "{text}");
         assert!(text.contains("[0] called all_gather") && text.contains("[1] called all_reduce"), "{text}");
         assert!(!text.contains("#2"), "{text}");
+    }
+
+    #[test]
+    fn absent_ranks_and_other_operations_are_told_from_different_arguments() {
+        let (world, sp) = (label("world", &[0, 1, 2, 3]), label("sp", &[2, 3]));
+        let ranks = [
+            (0, history(&[(&world, 4, "barrier"), (&world, 5, "all_to_all(1)")])),
+            (1, history(&[(&world, 4, "barrier"), (&world, 5, "barrier")])),
+            (2, history(&[(&world, 4, "barrier"), (&world, 5, "all_to_all(2)"), (&sp, 5, "barrier")])),
+        ];
+        assert_eq!(absent(&ranks, &world, 5), [3], "which has told nothing");
+        assert_eq!(absent(&ranks, &world, 6), [0, 1, 2, 3], "another group's number does not count");
+        assert_eq!(absent(&ranks, &sp, 3), [3], "what is forgotten was issued");
+        let (rank, called, others, others_called) = another_operation(&ranks, &world, 5).unwrap();
+        assert_eq!((rank, called.as_str(), others_called.as_str()), (1, "barrier", "all_to_all(1)"));
+        assert_eq!(others, [0, 2]);
+        assert_eq!(another_operation(&ranks, &world, 4), None);
+        assert_eq!((first_to_tell(&[]), first_to_tell(&[0, 1, 3])), (0, 2));
+        let text = where_they_part(ranks.to_vec(), &[3]);
+        assert!(text.contains("rank 3 has not come to it; nothing is known of it"), "{text}");
+    }
+
+    #[test]
+    fn all_but_the_newest_can_be_completed_at_once() {
+        let group = label("sp", &[0, 1]);
+        let mut history = History::default();
+        for id in 0..3 {
+            history.add(Record {
+                id,
+                group: group.clone(),
+                sequence: id,
+                is_collective: true,
+                call: "barrier",
+            });
+        }
+        history.complete_before_newest();
+        let text = lines(&history.tell());
+        assert_eq!(text.matches("complete").count(), 2, "{text}");
+        assert!(text.ends_with("#2 of \"sp\": barrier, under way"), "{text}");
     }
 
     #[test]

@@ -47,6 +47,11 @@ mod mesh_groups;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod nccl;
+#[cfg_attr(
+    not(any(feature = "mpi", feature = "nccl")),
+    allow(dead_code, reason = "threads share what they know")
+)]
+mod notice;
 mod pending;
 mod plan;
 mod stats;

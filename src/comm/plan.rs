@@ -1,9 +1,10 @@
 //! Plans of strided all-to-all exchanges: pure integers.
 
 pub use crate::ops::transpose::StridedBlock;
+use serde::{Deserialize, Serialize};
 
 /// A block to receive into.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RecvBlock {
     /// Where the elements go.
     pub block: StridedBlock,
@@ -18,7 +19,7 @@ pub struct RecvBlock {
 /// The k-th send block of rank i for rank j and the k-th receive block of rank j
 /// for rank i have equal `batch`, `rows` and `run`. Elements travel in block order,
 /// then batch, row and run.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StridedPlan {
     /// `send[j]`: blocks of the inputs for rank j.
     pub send: Vec<Vec<StridedBlock>>,

@@ -57,6 +57,21 @@ pub enum ConfigError {
         /// What is wrong with it.
         source: Box<MeshError>,
     },
+    /// The mesh is a preset's that stands for another ZeRO stage.
+    #[error(
+        "{file}: {source_of_mesh} is data parallelism at ZeRO stage {wanted}, but `zero_optimization.stage` is {stage}: \
+         make it {wanted}, or give the sizes as DPxSP"
+    )]
+    PresetStage {
+        /// The file.
+        file: String,
+        /// Who names the preset.
+        source_of_mesh: String,
+        /// What the preset stands for.
+        wanted: u8,
+        /// What the file says.
+        stage: u8,
+    },
     /// The batch sizes do not fit together.
     #[error("{}{reason}{}", file_and_place(file, place), below(place))]
     Batch {

@@ -131,7 +131,7 @@ impl MeshShape {
 }
 
 impl MeshShape {
-    /// The one number of ranks that share ZeRO's partitions; none where that is not said, or is all of dp.
+    /// The one number of ranks that share ZeRO's partitions, if somebody says it.
     ///
     /// # Errors
     /// When two sizes contradict each other, or the size does not divide dp.
@@ -140,7 +140,7 @@ impl MeshShape {
         if !dp.is_multiple_of(size) {
             return Err(MeshShapeError::ShardSize { dp, shard_size: stated[0] });
         }
-        Ok((size != dp).then_some(size))
+        Ok(Some(size))
     }
 }
 

@@ -22,6 +22,7 @@ use super::zero_stage::ZeroStage;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use std::time::Duration;
 
 /// A config file that has no faults by itself. The command line, the mesh and the batch
 /// arithmetic are still to come: [`RawConfig::resolve`].
@@ -84,6 +85,11 @@ impl RawConfig {
     /// `ulysses.backend`, if the file says what carries the communication.
     pub fn backend(&self) -> Option<Backend> {
         self.ulysses.backend
+    }
+
+    /// `ulysses.comm.timeout_seconds`: how long a rank waits for the others.
+    pub fn comm_timeout(&self) -> Duration {
+        Duration::from_secs(self.ulysses.comm_timeout_seconds)
     }
 
     /// Reads and checks a file of at most 16 MiB.

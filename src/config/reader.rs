@@ -90,20 +90,24 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// The pairs of a pattern and a mesh of the array at `name`; what is none has been reported.
-    pub(super) fn rules(&self, name: &'static str) -> Vec<(String, Option<String>)> {
-        let rule = |value: &Value<'_>| match value {
+    /// The pairs of a pattern and a mesh of the array at `name`, each with its index; what is none has been reported.
+    pub(super) fn rules(&self, name: &'static str) -> Vec<(usize, String, Option<String>)> {
+        let rule = |(index, value): (usize, &Value<'_>)| match value {
             Value::Array(array) => match array.elements.as_slice() {
                 [Value::StringLit(pattern), Value::StringLit(mesh)] => {
-                    Some((pattern.value.to_string(), Some(mesh.value.to_string())))
+                    Some((index, pattern.value.to_string(), Some(mesh.value.to_string())))
                 }
-                [Value::StringLit(pattern), Value::NullKeyword(_)] => Some((pattern.value.to_string(), None)),
+                [Value::StringLit(pattern), Value::NullKeyword(_)] => {
+                    Some((index, pattern.value.to_string(), None))
+                }
                 _ => None,
             },
             _ => None,
         };
         match self.find(name) {
-            Some(Found::Given(Value::Array(array))) => array.elements.iter().filter_map(rule).collect(),
+            Some(Found::Given(Value::Array(array))) => {
+                array.elements.iter().enumerate().filter_map(rule).collect()
+            }
             _ => Vec::new(),
         }
     }
@@ -208,10 +212,20 @@ impl<'a> Section<'a> {
 
     /// Reports that the value of `name`, right by itself, does not fit the rest of the file.
     pub(super) fn contradiction(&self, name: &str, expected: &str) {
+        self.contradiction_within(name, &[], expected);
+    }
+
+    /// The same of an element of the arrays at `name`: at `[2, 0]` is the first one of the third.
+    pub(super) fn contradiction_within(&self, name: &str, indices: &[usize], expected: &str) {
         let Some(property) = self.property(name) else { return };
-        let problem =
-            || Problem::InvalidValue { expected: expected.to_owned(), found: describe(&property.value) };
-        self.report.add(property.value.range(), join(&self.path, name), problem);
+        let (mut value, mut path) = (&property.value, join(&self.path, name));
+        for &index in indices {
+            let Value::Array(array) = value else { break };
+            let Some(element) = array.elements.get(index) else { break };
+            (value, path) = (element, format!("{path}[{index}]"));
+        }
+        let problem = || Problem::InvalidValue { expected: expected.to_owned(), found: describe(value) };
+        self.report.add(value.range(), path, problem);
     }
 
     fn find(&self, name: &'static str) -> Option<Found<'a>> {

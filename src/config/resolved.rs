@@ -6,7 +6,7 @@ use super::checkpoint::CheckpointConfig;
 use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::error::ConfigError;
 use super::memory::{MemoryConfig, Offload};
-use super::mesh_rules::{MeshRule, sizes_of};
+use super::mesh_rules::{MeshRule, Ruled};
 use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
 use super::monitoring::MonitoringConfig;
 use super::optimizer::OptimizerConfig;
@@ -15,7 +15,7 @@ use super::precision::Precision;
 use super::raw::RawConfig;
 use super::schedule::{LrSchedule, SchedulerConfig};
 use super::zero_stage::ZeroStage;
-use crate::mesh::{Cluster, RuledMesh, TrainingShape};
+use crate::mesh::Preset;
 use serde::Serialize;
 use std::path::Path;
 
@@ -48,6 +48,8 @@ pub struct Config {
     /// `zero_optimization.mics_shard_size` or `zero_hpz_partition_size`: neighbours along dp that partition among them
     /// what the next ones hold once more; default none: all of dp.
     pub zero_shard_size: Option<usize>,
+    /// The same as it is stated, all of dp included: dp of any other mesh must be a multiple of it too.
+    pub stated_shard_size: Option<usize>,
     /// Optimizer steps between two progress lines; default 10.
     pub steps_per_print: u64,
     /// Seed of the initial weights and of the order of the data; default 1234, as in DeepSpeed.
@@ -160,6 +162,8 @@ impl Backend {
 pub struct Overrides {
     /// `--mesh`: the sizes of (dp, sp).
     pub mesh: Option<(usize, usize)>,
+    /// `--mesh`: the preset that the sizes come from, which may stand for a ZeRO stage.
+    pub preset: Option<Preset>,
     /// `--mesh`: the size of `dp_shard`, where dp is given as `dp_replicate` and `dp_shard`.
     pub shard_size: Option<usize>,
     /// `--mesh-selector`: what the patterns of `ulysses.mesh_rules` are matched with, as long as `mesh` is none;
@@ -200,7 +204,10 @@ impl RawConfig {
     /// When the mesh or the batch sizes contradict themselves, or a flag is out of range.
     pub fn resolve(&self, overrides: &Overrides) -> Result<Config, ConfigError> {
         overrides.check()?;
-        let mesh = self.resolve_mesh(overrides)?;
+        let ruled = self.ruled(overrides)?;
+        let mesh = self.resolve_mesh(ruled.as_ref(), overrides)?;
+        self.check_preset(ruled.as_ref(), overrides)?;
+        let stated_shard_size = self.stated_shard_size(mesh.dp, ruled.as_ref(), overrides)?;
         let (train, micro) = (self.train_batch_size, self.micro_batch_size);
         let batch = BatchSizes::resolve(train, micro, self.gradient_accumulation_steps, mesh.dp).map_err(
             |reason| ConfigError::Batch {
@@ -215,7 +222,8 @@ impl RawConfig {
             flags => flags,
         };
         let scheduler = self.resolve_scheduler(steps)?;
-        let notes = self.resolved_notes(scheduler.as_ref());
+        let mut notes = self.resolved_notes(scheduler.as_ref());
+        notes.extend(self.note_on_rules(ruled.as_ref(), overrides));
         let config = Config {
             train_batch_size: batch.train,
             micro_batch_size: batch.micro,
@@ -227,7 +235,8 @@ impl RawConfig {
             zero_stage: self.zero_stage,
             dp_size: mesh.dp,
             sp_size: mesh.sp,
-            zero_shard_size: self.resolve_shard_size(mesh.dp, overrides)?,
+            zero_shard_size: stated_shard_size.filter(|size| *size != mesh.dp),
+            stated_shard_size,
             steps_per_print: self.steps_per_print,
             seed: overrides.seed.unwrap_or(self.seed),
             loss_normalization: self.loss_normalization,
@@ -273,14 +282,14 @@ impl RawConfig {
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
     }
 
-    fn resolve_mesh(&self, overrides: &Overrides) -> Result<MeshShape, ConfigError> {
+    fn resolve_mesh(&self, ruled: Option<&Ruled>, overrides: &Overrides) -> Result<MeshShape, ConfigError> {
         let flag = |size| StatedSize { size, origin: SizeOrigin::Flag };
         let with_flag = |file: &[StatedSize], size: Option<usize>| -> Vec<_> {
             file.iter().copied().chain(size.map(flag)).collect()
         };
-        let (dp_sizes, sp_sizes) = match self.ruled_mesh(overrides)? {
+        let (dp_sizes, sp_sizes) = match ruled {
             None => (self.dp_sizes.clone(), self.sp_sizes.clone()),
-            Some(shape) => shape.map_or_else(Default::default, |shape| {
+            Some(ruled) => ruled.shape.map_or_else(Default::default, |shape| {
                 let of_rule = |size| vec![StatedSize { size, origin: SizeOrigin::Rule }];
                 (of_rule(shape.dp), of_rule(shape.sp))
             }),
@@ -291,39 +300,18 @@ impl RawConfig {
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
 
-    fn resolve_shard_size(&self, dp: usize, overrides: &Overrides) -> Result<Option<usize>, ConfigError> {
-        let ruled = self.ruled_mesh(overrides)?.flatten().and_then(|shape| shape.shard_size);
+    fn stated_shard_size(
+        &self,
+        dp: usize,
+        ruled: Option<&Ruled>,
+        overrides: &Overrides,
+    ) -> Result<Option<usize>, ConfigError> {
+        let ruled = ruled.and_then(|ruled| ruled.shape?.shard_size);
         let ruled = ruled.map(|size| StatedSize { size, origin: SizeOrigin::Rule });
         let flag = overrides.shard_size.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
         let stated: Vec<StatedSize> = self.shard_sizes.iter().copied().chain(ruled).chain(flag).collect();
         MeshShape::shard_size(&stated, dp)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
-    }
-
-    /// What a rule puts in the place of the file's sizes, if one applies: sizes, or none.
-    fn ruled_mesh(&self, overrides: &Overrides) -> Result<Option<Option<TrainingShape>>, ConfigError> {
-        let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none());
-        let Some(selector) = selector else { return Ok(None) };
-        // Patterns that are none were refused when the file was read.
-        let Ok(rules) = MeshRule::compile(&self.ulysses.mesh_rules) else { return Ok(None) };
-        let cluster = overrides.world_size.map(|ranks| {
-            let ranks_per_node = overrides.ranks_per_node.filter(|of_node| ranks.is_multiple_of(*of_node));
-            let ranks_per_node = ranks_per_node.unwrap_or(ranks);
-            Cluster { nodes: ranks / ranks_per_node.max(1), ranks_per_node }
-        });
-        match rules.select(selector) {
-            RuledMesh::Unruled => Ok(None),
-            RuledMesh::Cleared => Ok(Some(None)),
-            RuledMesh::Mesh(mesh) => match sizes_of(mesh, cluster) {
-                Ok(sizes) => Ok(Some(Some(sizes))),
-                Err(source) => Err(ConfigError::MeshRule {
-                    file: self.file.clone(),
-                    selector: selector.clone(),
-                    mesh: mesh.to_owned(),
-                    source: Box::new(source),
-                }),
-            },
-        }
     }
 
     fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<String> {
@@ -392,10 +380,15 @@ impl Config {
         self.dp_size * self.sp_size
     }
 
-    /// The same on another mesh. Replicas of partitions that it has no room for are given up.
+    /// Whether ZeRO's partitions fill so many data-parallel ranks: training refuses others.
+    pub(crate) fn partitions_fill(&self, dp: usize) -> bool {
+        self.stated_shard_size.is_none_or(|size| dp.is_multiple_of(size))
+    }
+
+    /// The same on another mesh, whose dp the partitions fill.
     pub(crate) fn set_mesh(&mut self, dp: usize, sp: usize) {
         (self.dp_size, self.sp_size) = (dp, sp);
-        self.zero_shard_size = self.zero_shard_size.filter(|size| *size < dp && dp.is_multiple_of(*size));
+        self.zero_shard_size = self.stated_shard_size.filter(|size| *size != dp);
     }
 
     /// The same at another ZeRO stage, without the offload that the stage has nothing for.

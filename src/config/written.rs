@@ -137,7 +137,7 @@ impl Serialize for Config {
             sequence_parallel_size: self.sp_size,
             zero_optimization: WrittenZero {
                 stage: self.zero_stage,
-                mics_shard_size: self.zero_shard_size,
+                mics_shard_size: self.stated_shard_size,
                 offload_optimizer: WrittenOffload::of(&self.memory.offload_optimizer),
                 offload_param: WrittenOffload::of(&self.memory.offload_parameters),
             },

@@ -25,10 +25,27 @@ impl DeviceKind {
             #[cfg(feature = "cuda")]
             Self::Cuda => super::cuda::open_shared(local_rank),
             #[cfg(not(feature = "cuda"))]
-            Self::Cuda => {
-                let device = candle_core::DeviceLocation::Cuda { gpu_id: local_rank };
-                Err(DeviceError::NotBuilt { device, feature: "cuda" })
-            }
+            Self::Cuda => Err(not_built(local_rank)),
         }
     }
+
+    /// What the device of a rank is called: `cpu`, or the name of the GPU, such as `NVIDIA H100 80GB HBM3`.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn describe(self, local_rank: usize) -> Result<String, DeviceError> {
+        match self {
+            Self::Cpu => Ok("cpu".to_owned()),
+            #[cfg(feature = "cuda")]
+            Self::Cuda => super::cuda::name_of(local_rank),
+            #[cfg(not(feature = "cuda"))]
+            Self::Cuda => Err(not_built(local_rank)),
+        }
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn not_built(local_rank: usize) -> DeviceError {
+    let device = candle_core::DeviceLocation::Cuda { gpu_id: local_rank };
+    DeviceError::NotBuilt { device, feature: "cuda" }
 }

@@ -33,17 +33,20 @@ impl Preset {
         }
     }
 
+    /// The preset that a text names: `fsdp`, or `fsdp=` and whatever comes then.
+    pub fn named(text: &str) -> Option<Self> {
+        let name = text.split_once('=').map_or(text, |(name, _)| name);
+        Self::ALL.into_iter().find(|preset| preset.name() == name)
+    }
+
     /// Reads `fsdp`, whose sizes follow from `cluster`, or `fsdp=2x4`: 2 nodes of 4 ranks (`fsdp=8`: one of 8). `None`
     /// for what is no preset's name.
     ///
     /// # Errors
     /// When what follows `=` is no cluster, or is another one than `cluster`, or there is none to infer from.
     pub fn parse(text: &str, cluster: Option<Cluster>) -> Result<Option<(Self, Cluster)>, MeshError> {
-        let (name, sizes) = text.split_once('=').map_or((text, None), |(name, sizes)| (name, Some(sizes)));
-        let Some(preset) = Self::ALL.into_iter().find(|preset| preset.name() == name) else {
-            return Ok(None);
-        };
-        let given = sizes.map(|sizes| parse_cluster(text, sizes)).transpose()?;
+        let Some(preset) = Self::named(text) else { return Ok(None) };
+        let given = text.split_once('=').map(|(_, sizes)| parse_cluster(text, sizes)).transpose()?;
         match (given, cluster) {
             (Some(given), Some(cluster)) if given.world_size() != cluster.world_size() => {
                 Err(MeshError::WorldSizeMismatch {
@@ -53,7 +56,7 @@ impl Preset {
                 })
             }
             (Some(cluster), _) | (None, Some(cluster)) => Ok(Some((preset, cluster))),
-            (None, None) => Err(MeshError::PresetWithoutCluster { preset: name.to_owned() }),
+            (None, None) => Err(MeshError::PresetWithoutCluster { preset: preset.name().to_owned() }),
         }
     }
 

@@ -63,6 +63,28 @@ fn presets_draw_the_mesh_that_they_stand_for() {
 }
 
 #[test]
+fn a_preset_with_sizes_is_drawn_on_the_nodes_of_the_flags() {
+    let text = drawing(&["hsdp=8", "--nodes", "2"]);
+    assert!(text.starts_with("mesh dp_replicate=1,dp_shard=8: 8 ranks\n"), "the mesh of training: {text}");
+    assert!(text.contains("   0  [0 1 2 3]\n   1  [4 5 6 7]\n"), "{text}");
+    assert!(text.contains("dp_shard: 1 group of 8, across 2 nodes\n"), "{text}");
+    let text = drawing(&["ulysses=2x4", "--devices-per-node", "2"]);
+    assert!(text.contains("sp: 2 groups of 4, across 2 nodes\n"), "{text}");
+    assert!(drawing(&["ulysses=2x4"]).contains("sp: 2 groups of 4, within a node\n"));
+    assert!(drawing(&["2x4", "--devices-per-node", "4"]).contains("sp: 2 groups of 4, within a node\n"));
+    let two_of_4 = drawing(&["hsdp", "--devices-per-node", "4", "--world-size", "8"]);
+    assert!(two_of_4.starts_with("mesh dp_replicate=2,dp_shard=4: 8 ranks\n"), "{two_of_4}");
+    let refused = |arguments: &[&str], expected: &[&str]| {
+        Workplace::new().run(&[&["mesh"], arguments].concat()).assert_refused(2, expected);
+    };
+    refused(&["fsdp=2x4", "--nodes", "3"], &["--mesh fsdp=2x4: 8 ranks do not divide into 3 nodes"]);
+    refused(&["fsdp", "--nodes", "3", "--world-size", "8"], &["--world-size 8", "--nodes 3"]);
+    refused(&["fsdp", "--devices-per-node", "3", "--world-size", "8"], &["--devices-per-node 3"]);
+    let contradictory = ["fsdp", "--nodes", "2", "--devices-per-node", "4", "--world-size", "6"];
+    refused(&contradictory, &["--world-size 6", "are 8 ranks"]);
+}
+
+#[test]
 fn a_mesh_is_drawn_to_a_file() {
     let place = Workplace::new();
     let outcome = place.run(&["mesh", "2x4", "--nodes", "2", "--svg", "mesh.svg"]);

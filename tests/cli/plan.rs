@@ -116,6 +116,36 @@ fn features_and_meshes_change_what_they_are_for() {
     assert_eq!(reasons.count(), 1);
 }
 
+#[test]
+fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
+    let zero = json!({ "stage": 3, "mics_shard_size": 4 });
+    let place = workplace(json!({
+        "mesh_param": [4, 2], "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero,
+        "ulysses": { "model": "nano", "seq_len": 64, "steps": 1 },
+    }));
+    let plan = plan(&place, &["changed.json", "--model", "nano"]);
+    let meshes: Vec<Value> = plan["meshes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|mesh| json!([mesh["dp"], mesh["sp"], mesh["shard_size"]]))
+        .collect();
+    assert_eq!(meshes, [json!([8, 1, 4]), json!([4, 2, null])]);
+    let text = place.run(&["plan", "changed.json", "--model", "nano"]);
+    assert!(text.assert_done().stdout.contains("8 × 1 (2 replicas of 4)"), "{}", text.stdout);
+    assert!(text.stdout.contains("dp in multiples of 4 partitions"), "{}", text.stdout);
+    // What is not listed is what training refuses.
+    place.write_config(
+        "other.json",
+        json!({
+            "train_batch_size": 8, "zero_optimization": { "stage": 3, "mics_shard_size": 4 },
+            "ulysses": { "model": "nano", "steps": 1 },
+        }),
+    );
+    place.run(&["train", "other.json", "--mesh", "2x4"]).assert_refused(2, &["mics_shard_size", "dp is 2"]);
+    place.run(&["train", "other.json", "--mesh", "8x1"]).assert_done();
+}
+
 /// A row of what one change would make of a plan: its peak and its longest sequence.
 fn changed(plan: &Value, change: &str) -> (u64, u64) {
     let rows = plan["alternatives"].as_array().unwrap();

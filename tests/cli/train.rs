@@ -314,6 +314,37 @@ fn the_machine_chooses_among_mesh_rules() {
 }
 
 #[test]
+fn rules_give_way_to_the_flag_and_say_so_when_none_is_for_this_machine() {
+    let place = Workplace::new();
+    let rules = json!([["gpu", "1x8"], ["small", "1x2"], ["elastic", "fsdp=2"], ["sharded", "hsdp=1x2"]]);
+    place.write_config("c.json", json!({ "ulysses": { "mesh_rules": rules, "steps": 1 } }));
+    let selected = |selector: &str, mesh: &[&str]| {
+        place.run(&[&["train", "c.json", "--mesh-selector", selector], mesh].concat())
+    };
+    let outcome = selected("gpu", &["--mesh", "2x1"]);
+    assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 1"), "the flag counts: {outcome:?}");
+    assert!(!outcome.stderr.contains("mesh_rules"), "{outcome:?}");
+    let note = "no rule of `ulysses.mesh_rules` matches";
+    let outcome = selected("elsewhere", &[]);
+    assert!(outcome.assert_done().stderr.contains(&format!("{note} `elsewhere`")), "{outcome:?}");
+    let by_machine = place.run(&["train", "c.json"]);
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    let machine = format!("{note} `{}/cpu`", host.trim());
+    assert!(by_machine.assert_done().stderr.contains(&machine), "{by_machine:?}");
+    assert!(!selected("small", &[]).assert_done().stderr.contains(note));
+    for preset in ["elastic", "sharded"] {
+        selected(preset, &[]).assert_refused(
+            2,
+            &["`ulysses.mesh_rules` gives", preset, "at ZeRO stage 3", "`zero_optimization.stage` is 0"],
+        );
+    }
+    place.write_config("none.json", json!({ "ulysses": { "steps": 1 } }));
+    place
+        .run(&["train", "none.json", "--mesh-selector", "small"])
+        .assert_refused(2, &["--mesh-selector small", "none.json has no `ulysses.mesh_rules`"]);
+}
+
+#[test]
 fn a_preset_is_a_mesh_and_says_which_stage_it_needs() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "zero_optimization": { "stage": 3 }, "ulysses": { "steps": 1 } }));

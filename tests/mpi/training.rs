@@ -29,6 +29,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.push(trial("numbers_that_contradict_each_other_are_both_shown", || {
         numbers_that_contradict_each_other_are_both_shown();
     }));
+    trials.push(trial("exchanges_and_collectives_are_measured", exchanges_and_collectives_are_measured));
     trials.push(trial("a_killed_process_ends_the_others", a_killed_process_ends_the_others));
     trials
 }
@@ -88,6 +89,36 @@ fn the_calls_can_be_compared_while_training() {
     place.write_config("config.json", json!({ "ulysses": { "comm": { "check": "on" } } }));
     train(&place, 2, &["--mesh", "1x2"]).assert_done();
     assert_eq!(place.metrics("out/metrics.jsonl").len(), 4);
+}
+
+fn exchanges_and_collectives_are_measured() {
+    let place = Workplace::new();
+    let report = |bench: &str| -> Value {
+        let outcome = job(&place, 3, &["bench", bench, "--mib", "1", "--repeats", "2", "--json"]).run();
+        // One process prints, or this is no JSON.
+        serde_json::from_str(&outcome.assert_done().stdout)
+            .unwrap_or_else(|error| panic!("{error}: {outcome:?}"))
+    };
+    let collectives = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"];
+    for (bench, cases) in [("all-to-all", &["seq_to_head", "head_to_seq"][..]), ("collectives", &collectives)]
+    {
+        let report = report(bench);
+        assert_eq!(
+            (&report["settings"]["backend"], &report["ranks"]),
+            (&json!("mpi"), &json!(3)),
+            "{report}"
+        );
+        for case in cases {
+            let figure = &report["figures"][case];
+            assert!(figure["ms"].as_f64().is_some_and(|ms| ms > 0.0), "{case}: {report}");
+            assert!(report["ratios"][format!("{case} / copy")].as_f64().is_some_and(|ratio| ratio > 0.0));
+        }
+    }
+    let outcome = job(&place, 2, &["bench", "collectives", "--ranks", "3"]).run();
+    assert_eq!(outcome.code, Some(2), "{outcome:?}");
+    assert!(outcome.stderr.contains("3 rank(s) were asked for, but MPI has started 2"), "{outcome:?}");
+    let outcome = job(&place, 1, &["bench", "collectives"]).run();
+    assert!(outcome.stderr.contains("a collective takes 2 at least"), "{outcome:?}");
 }
 
 fn a_mesh_of_another_size_is_refused_once() {

@@ -2,7 +2,7 @@
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{DeviceArg, Failure, Measuring, RanksArgs, settings};
+use super::{Failure, Gathered, Measuring, Together, settings};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -21,24 +21,16 @@ pub(super) struct Args {
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=NUM_HEADS as i64))]
     ranks: Option<u16>,
     #[command(flatten)]
-    backend: RanksArgs,
+    together: Together,
     /// MiB of the tensor that each rank brings.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=16384))]
     mib: u16,
-    /// Threads of each rank; a fair share of the cores without it.
-    #[arg(long)]
-    threads_per_rank: Option<usize>,
-    /// Where the tensors are.
-    #[arg(long, default_value = "cpu")]
-    device: DeviceArg,
     #[command(flatten)]
     measuring: Measuring,
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let device = args.device.kind()?;
-    let mut on = args.backend.start()?;
-    let ranks = on.count(args.ranks.map(usize::from), 2)?;
+    let Gathered { mut on, ranks, options, device } = args.together.gather(args.ranks)?;
     if ranks > NUM_HEADS {
         return Err(Failure::Usage(anyhow!(
             "{ranks} ranks: at most {NUM_HEADS} can exchange, each needs a head"
@@ -55,7 +47,6 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     };
     // Two that stay, one to copy to, and one that each exchange takes.
     settings::check_tensors(device, 5.0 * (ranks * (bytes / size_of::<f32>())) as f64)?;
-    let options = settings::launch_options(args.threads_per_rank, on.local(ranks))?;
     let seconds = on.run(ranks, &options, |rank| measure(rank, device, shape, args.measuring.repeats))?;
     let work = (bytes * ranks) as f64;
     let [copy, to_heads, to_tokens] = seconds;
@@ -63,8 +54,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let to_heads = Figure::new("seq_to_head", to_heads, work).against(&copy);
     let to_tokens = Figure::new("head_to_seq", to_tokens, work).against(&copy);
     let figures = vec![copy, to_heads, to_tokens];
-    let settings =
-        json!({ "backend": args.backend.name(), "mib_per_rank": args.mib, "device": args.device.name() });
+    let Together { backend, device, .. } = &args.together;
+    let settings = json!({ "backend": backend.name(), "mib_per_rank": args.mib, "device": device.name() });
     let method = "f32, 16 heads of 64; the exchange of one tensor in both directions, in turn with all ranks copying \
                   their tensor at once; bytes of all ranks, own parts included; slowest rank, median";
     let report = Report::new("all-to-all", settings, method, Unit::Bytes).on(ranks, &options);

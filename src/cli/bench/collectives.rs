@@ -2,8 +2,8 @@
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{DeviceArg, Failure, Measuring, on_ranks, settings};
-use anyhow::Result;
+use super::{Failure, Gathered, Measuring, Ranks, Together, settings};
+use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
 use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, ReduceOp};
@@ -15,18 +15,14 @@ const MAX_RANKS: i64 = 64;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Ranks that take part.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(2..=MAX_RANKS))]
-    ranks: u16,
+    /// Ranks that take part. 2 without it, or all processes that MPI has started.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(2..=MAX_RANKS))]
+    ranks: Option<u16>,
+    #[command(flatten)]
+    together: Together,
     /// MiB of the whole tensor: what a rank gives to an all-reduce or has after an all-gather.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
     mib: u16,
-    /// Threads of each rank; a fair share of the cores without it.
-    #[arg(long)]
-    threads_per_rank: Option<usize>,
-    /// Where the tensors are.
-    #[arg(long, default_value = "cpu")]
-    device: DeviceArg,
     #[command(flatten)]
     measuring: Measuring,
 }
@@ -45,11 +41,14 @@ fn collectives(ranks: f64) -> [(&'static str, f64); 5] {
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let device = args.device.kind()?;
-    let ranks = usize::from(args.ranks);
-    let options = settings::launch_options(args.threads_per_rank, ranks)?;
-    let figures = figures(ranks, &options, device, args.mib, args.measuring.repeats)?;
-    let settings = json!({ "mib": args.mib, "device": args.device.name() });
+    let Gathered { mut on, ranks, options, device } = args.together.gather(args.ranks)?;
+    if ranks < 2 {
+        let message = format!("{ranks} rank: a collective takes 2 at least; start more processes");
+        return Err(Failure::Usage(anyhow!(message)));
+    }
+    let figures = figures(&mut on, ranks, &options, device, args.mib, args.measuring.repeats)?;
+    let Together { backend, device, .. } = &args.together;
+    let settings = json!({ "backend": backend.name(), "mib": args.mib, "device": device.name() });
     let method = "f32; each collective in turn with every rank copying the whole tensor at once; the rate is the bus \
                   bandwidth of nccl-tests, algbw the whole tensor's bytes by time, both of one rank; slowest rank, \
                   median";
@@ -59,6 +58,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
 
 /// The copy, then every collective, all of a tensor of `mib` MiB.
 pub(in crate::cli) fn figures(
+    on: &mut Ranks,
     ranks: usize,
     options: &LaunchOptions,
     device: DeviceKind,
@@ -67,9 +67,9 @@ pub(in crate::cli) fn figures(
 ) -> Result<Vec<Figure>, Failure> {
     // A whole number of elements for every rank.
     let elems = ((usize::from(mib) << 20) / size_of::<f32>()).next_multiple_of(ranks);
-    settings::check_tensors(device, 3.0 * (ranks * elems) as f64)?;
+    settings::check_tensors(device, 3.0 * (on.local(ranks) * elems) as f64)?;
     let bytes = (elems * size_of::<f32>()) as f64;
-    let mut seconds = on_ranks(ranks, options, |rank| measure(rank, device, elems, repeats))?.into_iter();
+    let mut seconds = on.run(ranks, options, |rank| measure(rank, device, elems, repeats))?.into_iter();
     let copy = Figure::new("copy", seconds.next().unwrap_or_default(), bytes);
     let figure = |((name, factor), seconds): ((&str, f64), Vec<f64>)| {
         let figure = Figure::new(name, seconds, factor * bytes);

@@ -25,6 +25,7 @@ use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
 use clap::Subcommand;
 use report::Report;
 use ulysses::comm::{LaunchOptions, RankContext, launch};
+use ulysses::device::DeviceKind;
 use ulysses::mesh::DeviceMesh;
 
 #[derive(clap::Args)]
@@ -77,6 +78,39 @@ struct Measuring {
 impl Measuring {
     fn print(&self, report: &Report) -> Result<(), Failure> {
         if self.json { print(format_args!("{:#}\n", report.to_json())) } else { print(report) }
+    }
+}
+
+/// Which ranks measure together.
+#[derive(clap::Args)]
+struct Together {
+    #[command(flatten)]
+    backend: RanksArgs,
+    /// Threads of each rank; a fair share of the cores without it.
+    #[arg(long)]
+    threads_per_rank: Option<usize>,
+    /// Where the tensors are.
+    #[arg(long, default_value = "cpu")]
+    device: DeviceArg,
+}
+
+/// Those ranks.
+struct Gathered {
+    on: Ranks,
+    ranks: usize,
+    options: LaunchOptions,
+    device: DeviceKind,
+}
+
+impl Together {
+    /// Meets the other processes, if ranks are processes: as many as were asked for, as there are, or else two.
+    fn gather(&self, asked: Option<u16>) -> Result<Gathered, Failure> {
+        let device = self.device.kind()?;
+        self.backend.check_device(device)?;
+        let on = self.backend.start()?;
+        let ranks = on.count(asked.map(usize::from), 2)?;
+        let options = settings::launch_options(self.threads_per_rank, on.local(ranks))?;
+        Ok(Gathered { on, ranks, options, device })
     }
 }
 

@@ -4,6 +4,7 @@ use super::machine::REPEATS;
 use super::{Finding, State};
 use crate::cli::Failure;
 use crate::cli::bench::{Figure, collective_figures};
+use crate::cli::ranks::Ranks;
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -23,7 +24,8 @@ pub(super) fn examine(ranks: usize, options: &LaunchOptions, mib: u16) -> Vec<Fi
         Ok(of_ranks) => of_ranks,
         Err(error) => return vec![Finding::new("collectives", "all", State::Failed, format!("{error:#}"))],
     };
-    let rates = match collective_figures(ranks, options, DeviceKind::Cpu, mib, REPEATS) {
+    let mut threads = Ranks::threads();
+    let rates = match collective_figures(&mut threads, ranks, options, DeviceKind::Cpu, mib, REPEATS) {
         Ok(figures) => figures,
         Err(Failure::Run(error) | Failure::Usage(error)) => {
             return vec![Finding::new("collectives", "rates", State::Failed, format!("{error:#}"))];

@@ -69,40 +69,67 @@ fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {
 }
 
 fn drawn(shape: &str, args: &MeshArgs) -> Result<Drawn, Failure> {
-    let named = args.names.is_none();
-    if let Some((preset, cluster)) = Preset::parse(shape, cluster(args)).or_usage()?.filter(|_| named) {
-        return Ok(Drawn {
-            mesh: preset.mesh(cluster).or_usage()?,
-            ranks_per_node: Some(cluster.ranks_per_node),
-        });
+    let cluster = cluster(shape, args)?;
+    if args.names.is_none()
+        && let Some((preset, own)) = Preset::parse(shape, cluster).or_usage()?
+    {
+        let mesh = preset.mesh(own).or_usage()?;
+        // Sizes of its own make its mesh, as in training; the flags say where the ranks are.
+        let ranks_per_node = ranks_per_node(shape, &mesh, args)?.unwrap_or(own.ranks_per_node);
+        return Ok(Drawn { mesh, ranks_per_node: Some(ranks_per_node) });
     }
-    let world_size = args.world_size.or(cluster(args).map(Cluster::world_size));
     if let Some(inter) = &args.inter {
         return hybrid(&parse(shape, args, args.devices_per_node)?, &parse(inter, args, args.nodes)?);
     }
+    let world_size = args.world_size.or(cluster.map(Cluster::world_size));
     let mesh = parse(shape, args, world_size)?;
     // Training numbers ranks row by row, whatever nodes they are on.
-    let ranks = mesh.world_size();
-    let ranks_per_node = match (args.nodes, args.devices_per_node) {
-        (Some(nodes), None) if !ranks.is_multiple_of(nodes) => {
-            return Err(Failure::Usage(anyhow!(
-                "--mesh {shape}: {ranks} ranks do not divide into {nodes} nodes"
-            )));
-        }
-        (Some(nodes), None) => Some(ranks / nodes),
-        (_, devices) => devices,
-    };
+    let ranks_per_node = ranks_per_node(shape, &mesh, args)?;
     Ok(Drawn { mesh, ranks_per_node })
 }
 
-/// The cluster of the flags; a number of ranks alone is one of a single node.
-fn cluster(args: &MeshArgs) -> Option<Cluster> {
-    match (args.nodes, args.devices_per_node, args.world_size) {
-        (nodes, Some(ranks_per_node), _) => Some(Cluster { nodes: nodes.unwrap_or(1), ranks_per_node }),
-        (Some(nodes), None, Some(ranks)) => Some(Cluster { nodes, ranks_per_node: ranks / nodes }),
-        (None, None, Some(ranks_per_node)) => Some(Cluster { nodes: 1, ranks_per_node }),
-        (_, None, None) => None,
+/// How many ranks of a mesh share a node, where the flags say so.
+fn ranks_per_node(shape: &str, mesh: &DeviceMesh, args: &MeshArgs) -> Result<Option<usize>, Failure> {
+    let ranks = mesh.world_size();
+    match (args.nodes, args.devices_per_node) {
+        (Some(nodes), None) if !ranks.is_multiple_of(nodes) => {
+            Err(Failure::Usage(anyhow!("--mesh {shape}: {ranks} ranks do not divide into {nodes} nodes")))
+        }
+        (Some(nodes), None) => Ok(Some(ranks / nodes)),
+        (_, devices) => Ok(devices),
     }
+}
+
+/// The cluster of the flags; a number of ranks alone is one of a single node, and so are the ranks of a node for a shape
+/// that leaves the number of ranks open.
+fn cluster(shape: &str, args: &MeshArgs) -> Result<Option<Cluster>, Failure> {
+    let (nodes, ranks_per_node) = match (args.nodes, args.devices_per_node, args.world_size) {
+        (Some(nodes), None, Some(ranks)) => (nodes, ranks / nodes),
+        (None, Some(ranks_per_node), Some(ranks)) => (ranks / ranks_per_node, ranks_per_node),
+        (Some(nodes), Some(ranks_per_node), _) => (nodes, ranks_per_node),
+        (None, Some(ranks_per_node), None) if is_open(shape) => (1, ranks_per_node),
+        (None, None, Some(ranks)) => (1, ranks),
+        (_, _, None) => return Ok(None),
+    };
+    let cluster = Cluster { nodes, ranks_per_node };
+    let Some(ranks) = args.world_size.filter(|ranks| *ranks != cluster.world_size()) else {
+        return Ok(Some(cluster));
+    };
+    Err(Failure::Usage(match (args.nodes, args.devices_per_node) {
+        (Some(nodes), Some(devices)) => anyhow!(
+            "--world-size {ranks}, but --nodes {nodes} and --devices-per-node {devices} are {} ranks",
+            cluster.world_size()
+        ),
+        (Some(nodes), None) => anyhow!("--world-size {ranks} does not divide into --nodes {nodes}"),
+        _ => {
+            anyhow!("--world-size {ranks} does not divide into nodes of --devices-per-node {ranks_per_node}")
+        }
+    }))
+}
+
+/// Whether a shape leaves it to others how many ranks there are.
+fn is_open(shape: &str) -> bool {
+    if Preset::named(shape).is_some() { !shape.contains('=') } else { shape.contains("-1") }
 }
 
 fn hybrid(intra: &DeviceMesh, inter: &DeviceMesh) -> Result<Drawn, Failure> {

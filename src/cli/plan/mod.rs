@@ -72,6 +72,8 @@ fn at_least_1(text: &str) -> Result<usize, String> {
 struct Report {
     model: ModelReport,
     mesh: MeshReport,
+    /// Ranks that are to share ZeRO's partitions, where that is stated.
+    shard_size: Option<usize>,
     zero_stage: u8,
     dtype: String,
     activation_checkpointing: bool,
@@ -204,6 +206,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
             vocab_size: model.vocab_size,
         },
         mesh: MeshReport { dp: config.dp_size, sp: config.sp_size, ranks_per_node },
+        shard_size: config.stated_shard_size,
         zero_stage: config.zero_stage.into(),
         dtype: config.precision.dtype().as_str().to_owned(),
         activation_checkpointing: config.activation_checkpointing,

@@ -3,7 +3,7 @@
 use super::table::{bytes, flops, row, write_table};
 use super::{Budget, Features, Report};
 use std::fmt::{self, Display, Formatter};
-use ulysses::engine::plan::{MomentMemory, Sent};
+use ulysses::engine::plan::{MeshChoice, MomentMemory, Sent};
 use ulysses::engine::schedule::{Category, Moment};
 
 /// What people read.
@@ -174,13 +174,14 @@ impl Text<'_> {
     }
 
     fn meshes(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f, "\nmeshes of as many ranks for the same batch")?;
+        let shards = self.0.shard_size.map(|size| format!(", dp in multiples of {size} partitions"));
+        writeln!(f, "\nmeshes of as many ranks for the same batch{}", shards.unwrap_or_default())?;
         let head = ["dp × sp", "ZeRO stage", "peak", "within the node", "between nodes"];
         let mut rows = vec![self.row(head, ["longest sequence", "fits"])];
         rows.extend(self.0.meshes.iter().map(|mesh| {
             let sent = [mesh.intra_node_bytes, mesh.inter_node_bytes].map(|sent| bytes(sent as f64));
             let cells = [
-                &format!("{} × {}", mesh.dp, mesh.sp),
+                &format!("{} × {}{}", mesh.dp, mesh.sp, replicas(mesh)),
                 &mesh.zero_stage.to_string(),
                 &bytes(mesh.peak_bytes as f64),
                 &sent[0],
@@ -203,4 +204,10 @@ impl Text<'_> {
 
 fn longest(max_seq_len: Option<usize>) -> String {
     max_seq_len.map_or_else(|| "none".to_owned(), |longest| longest.to_string())
+}
+
+/// How dp is divided where replicas of ZeRO's partitions are.
+fn replicas(mesh: &MeshChoice) -> String {
+    let replicas = |size: usize| format!(" ({} replicas of {size})", mesh.dp / size);
+    mesh.shard_size.map(replicas).unwrap_or_default()
 }

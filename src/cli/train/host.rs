@@ -3,11 +3,12 @@
 use super::prepare::{lacks_backend, resolve};
 use super::{RankOutcome, Run, failure};
 use crate::cli::process::{Place, Process, WorldArgs, exchange};
+use crate::cli::ranks::mpi_takes_no_gpu;
 use crate::cli::{Failure, OrFail, silence};
 use anyhow::{Context, anyhow};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
-use ulysses::comm::{CommError, LaunchError};
+use ulysses::comm::{CommError, LaunchError, LaunchOptions};
 use ulysses::config::{Backend, Config, ConfigError, Overrides, RawConfig};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::Cluster;
@@ -26,16 +27,20 @@ impl Host {
         world: WorldArgs,
         by_flag: Option<Backend>,
         read: impl FnOnce() -> Result<RawConfig, ConfigError>,
-        overrides: impl FnOnce(Option<Cluster>) -> Result<Overrides, Failure>,
+        overrides: impl FnOnce(&RawConfig, Option<Cluster>, Backend) -> Result<Overrides, Failure>,
     ) -> Result<Config, Failure> {
         // What each process trains for itself is no job.
         let is_alone = by_flag == Some(Backend::Thread);
         let place = if is_alone { None } else { Some(Place::discover(world)?) };
         let discovered = place.as_ref().and_then(Place::backend);
+        // What is wrong with the file is told when all have met, once. Until then it says how long to wait.
+        let raw = read();
+        let timeout = raw.as_ref().map_or(LaunchOptions::default().timeout, RawConfig::comm_timeout);
+        let options = LaunchOptions { timeout, ..LaunchOptions::default() };
         if let (Some(place), Some(backend)) = (&place, by_flag.or(discovered)) {
-            self.join(place, backend)?;
+            self.join(place, backend, &options)?;
         }
-        let raw = read().or_usage()?;
+        let raw = raw.or_usage()?;
         let stated = by_flag.or(raw.backend());
         if let (None, Some(place)) = (stated, &place) {
             place.check_build()?;
@@ -43,20 +48,20 @@ impl Host {
         let backend = stated.or(discovered).unwrap_or_default();
         check_build(backend, by_flag.is_some())?;
         if let Some(place) = &place {
-            self.join(place, backend)?;
+            self.join(place, backend, &options)?;
         }
-        let overrides = Overrides { backend: Some(backend), ..overrides(self.cluster())? };
+        let overrides = Overrides { backend: Some(backend), ..overrides(&raw, self.cluster(), backend)? };
         let config = resolve(&raw, &overrides)?;
         self.check_size(&config)?;
         Ok(config)
     }
 
-    fn join(&mut self, place: &Place, backend: Backend) -> Result<(), Failure> {
+    fn join(&mut self, place: &Place, backend: Backend, options: &LaunchOptions) -> Result<(), Failure> {
         if self.process.as_ref().is_none_or(|process| process.backend() != backend) {
             silence(false);
             // Before the next one starts.
             self.process = None;
-            self.process = place.join(backend)?;
+            self.process = place.join(backend, options)?;
         }
         Ok(())
     }
@@ -99,9 +104,7 @@ impl Host {
     /// The kind of device that the ranks' tensors are on.
     pub(super) fn device(&self, asked: DeviceKind, backend: Backend) -> Result<DeviceKind, Failure> {
         match backend {
-            Backend::Mpi if asked != DeviceKind::Cpu => Err(Failure::Usage(anyhow!(
-                "--device and --backend mpi: the MPI backend carries tensors of the CPU; between GPUs NCCL does"
-            ))),
+            Backend::Mpi if asked != DeviceKind::Cpu => Err(mpi_takes_no_gpu()),
             Backend::Nccl if self.process.is_none() => {
                 DeviceKind::Cuda.open(0).or_usage()?;
                 Ok(DeviceKind::Cuda)

@@ -70,7 +70,8 @@ pub(super) struct TrainArgs {
     /// `ulysses=NODESxRANKS`. Must not contradict the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
-    /// What the patterns of the config's `mesh_rules` are matched with; `HOST/cpu` or `HOST/cuda` without it.
+    /// What the patterns of the config's `mesh_rules` are matched with; without it `HOST/cpu`, or `HOST/` and the name
+    /// of the GPU. --mesh comes before any rule.
     #[arg(long, value_name = "TEXT")]
     mesh_selector: Option<String>,
     /// Tokens in a row, over all sp ranks.
@@ -113,6 +114,11 @@ pub(super) struct TrainArgs {
 }
 
 impl TrainArgs {
+    /// Where the ranks' tensors will be.
+    fn rank_device(&self, backend: Option<Backend>) -> DeviceKind {
+        if backend == Some(Backend::Nccl) { DeviceKind::Cuda } else { self.device.into() }
+    }
+
     /// Whether the run goes on from a checkpoint.
     #[cfg(unix)]
     pub(super) fn resumes(&self) -> bool {
@@ -124,8 +130,9 @@ impl TrainArgs {
     pub(super) fn for_launch(&self, num_processes: usize) -> Result<(Config, Option<Backend>), Failure> {
         let raw = RawConfig::from_file(&self.config).or_usage()?;
         let cluster = Cluster { nodes: 1, ranks_per_node: num_processes };
-        let config = prepare::resolve(&raw, &prepare::overrides(self.clone(), Some(cluster))?)?;
-        Ok((config, self.backend.map(Backend::from).or(raw.backend())))
+        let backend = self.backend.map(Backend::from).or(raw.backend());
+        let overrides = prepare::overrides(self.clone(), &raw, Some(cluster), self.rank_device(backend))?;
+        Ok((prepare::resolve(&raw, &overrides)?, backend))
     }
 }
 

@@ -5,25 +5,31 @@ use super::resume::{Resume, check_candidate, check_output};
 use super::{Host, Run, TrainArgs, monitors, profile, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
-use crate::cli::{DeviceArg, Failure, OrFail, model, settings, training_shape};
+use crate::cli::{Failure, OrFail, model, settings, training_shape};
 use anyhow::{Context, anyhow, ensure};
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::{Config, DataSource, Overrides, RawConfig, sizes_of};
 use ulysses::data::Dataset;
+use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload;
 use ulysses::mesh::{Cluster, DeviceMesh, Preset, TrainingShape};
 
 pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> {
     let (path, device, resume, world) = (args.config.clone(), args.device, args.resume.clone(), args.world);
-    let mesh = args.mesh.clone();
-    let backend = args.backend.map(Into::into);
-    let mut config =
-        host.enter(world, backend, || RawConfig::from_file(&path), |cluster| overrides(args, cluster))?;
-    check_preset(mesh.as_deref(), &config)?;
+    let by_flag = args.backend.map(Into::into);
+    let mut config = host.enter(
+        world,
+        by_flag,
+        || RawConfig::from_file(&path),
+        |raw, cluster, backend| {
+            let device = args.rank_device(Some(backend));
+            overrides(args, raw, cluster, device)
+        },
+    )?;
     let device = host.device(device.kind()?, config.backend)?;
     let resume = resume.map(Resume::new).transpose()?;
     remark(&config);
@@ -96,15 +102,23 @@ pub(super) fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, 
     raw.resolve(overrides).or_else(|error| raw.resolve(&unfilled()).map_err(|_| error)).or_usage()
 }
 
-/// What the flags say, in a job of so many processes, if it is one.
-pub(super) fn overrides(args: TrainArgs, cluster: Option<Cluster>) -> Result<Overrides, Failure> {
+/// What the flags say to what the file says, in a job of so many processes, if it is one. `device` is where the ranks'
+/// tensors will be.
+pub(super) fn overrides(
+    args: TrainArgs,
+    raw: &RawConfig,
+    cluster: Option<Cluster>,
+    device: DeviceKind,
+) -> Result<Overrides, Failure> {
     let shape = args.mesh.as_deref().map(|mesh| mesh_shape(mesh, cluster)).transpose()?;
-    let mesh_selector = Some(args.mesh_selector.unwrap_or_else(|| machine(args.device)));
+    let preset = args.mesh.as_deref().and_then(Preset::named);
+    let mesh_selector = mesh_selector(args.mesh_selector, raw, &args.config, device)?;
     let TrainArgs { model, tokenizer, seq_len, steps, epochs, threads_per_rank, output, seed, .. } = args;
     let data = args.data.into_iter().map(DataSource::from).collect();
     let packing = args.packing;
     Ok(Overrides {
         mesh: shape.map(|shape| (shape.dp, shape.sp)),
+        preset,
         shard_size: shape.and_then(|shape| shape.shard_size),
         mesh_selector,
         world_size: cluster.map(Cluster::world_size),
@@ -125,31 +139,35 @@ pub(super) fn overrides(args: TrainArgs, cluster: Option<Cluster>) -> Result<Ove
 
 /// The sizes of `--mesh`, which may be a preset, or leave one to the number of processes.
 fn mesh_shape(notation: &str, cluster: Option<Cluster>) -> Result<TrainingShape, Failure> {
-    let is_preset = || Preset::ALL.iter().any(|preset| notation.split('=').next() == Some(preset.name()));
-    if cluster.is_none() && !is_preset() {
+    if cluster.is_none() && Preset::named(notation).is_none() {
         return training_shape(notation);
     }
     sizes_of(notation, cluster).with_context(|| format!("--mesh {notation}")).or_usage()
 }
 
-/// A preset that stands for a ZeRO stage is another mesh at any other.
-pub(super) fn check_preset(mesh: Option<&str>, config: &Config) -> Result<(), Failure> {
-    let name = mesh.and_then(|mesh| mesh.split('=').next());
-    let preset = Preset::ALL.into_iter().find(|preset| Some(preset.name()) == name);
-    let stage = u8::from(config.zero_stage);
-    match preset.and_then(|preset| Some((preset.name(), preset.zero_stage()?))) {
-        Some((name, wanted)) if wanted != stage => Err(Failure::Usage(anyhow!(
-            "--mesh {name} is data parallelism at ZeRO stage {wanted}, but `zero_optimization.stage` is {stage}: make it \
-             {wanted}, or give the sizes as DPxSP"
+/// What the rules of the config are matched with, if it has any.
+fn mesh_selector(
+    given: Option<String>,
+    raw: &RawConfig,
+    file: &Path,
+    device: DeviceKind,
+) -> Result<Option<String>, Failure> {
+    match given {
+        Some(selector) if !raw.has_mesh_rules() => Err(Failure::Usage(anyhow!(
+            "--mesh-selector {selector}: {} has no `ulysses.mesh_rules` to choose from: give it some, or leave the flag \
+             out",
+            file.display()
         ))),
-        _ => Ok(()),
+        None if raw.has_mesh_rules() => Ok(Some(machine(device))),
+        given => Ok(given),
     }
 }
 
-/// How the rules of the config see this machine.
-fn machine(device: DeviceArg) -> String {
+/// How rules see this machine. A GPU that cannot be asked for its name is refused when it is opened.
+fn machine(device: DeviceKind) -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    format!("{}/{}", host.trim(), device.name())
+    let device = device.describe(0).unwrap_or_else(|_| "cuda".to_owned());
+    format!("{}/{device}", host.trim())
 }
 
 /// What ends the run.

@@ -4,6 +4,7 @@
 //! order, and knows no 16-bit floats. A rank's own part is copied, not sent.
 
 use super::operation::{Step, peers};
+use super::staging::Staged;
 use super::transfers::{Members, Transfers};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
@@ -12,10 +13,10 @@ use crate::ops::rank_reduce;
 use candle_core::Tensor;
 use std::ops::Range;
 
-type Outcome = Result<Option<Step>, CommError>;
+pub(super) type Outcome = Result<Option<Step>, CommError>;
 
 /// `range` of a contiguous tensor's elements.
-fn part(tensor: &Tensor, range: Range<usize>) -> Result<Tensor, CommError> {
+pub(super) fn part(tensor: &Tensor, range: Range<usize>) -> Result<Tensor, CommError> {
     Ok(tensor.flatten_all()?.narrow(0, range.start, range.len())?)
 }
 
@@ -37,8 +38,8 @@ fn reduce(
 }
 
 /// Room for `count` elements of every rank, like those of a tensor.
-fn room(members: &Members, count: usize, like: &Tensor) -> Result<Tensor, CommError> {
-    Ok(Tensor::zeros(members.world_size() * count, like.dtype(), like.device())?)
+fn room(members: &Members, count: usize, like: &Tensor) -> Result<Staged, CommError> {
+    members.staging.take(members.world_size() * count, like.dtype())
 }
 
 /// Small tensors: every rank collects all ranks' elements and reduces them itself. Large ones: each
@@ -56,14 +57,17 @@ pub(super) fn all_reduce(
     if count > DIRECT_REDUCE_MAX_ELEMS {
         return all_reduce_in_chunks(transfers, members, tensor, op);
     }
-    let received = room(members, count, &tensor)?;
+    let staged = room(members, count, &tensor)?;
+    let received = staged.tensor()?;
     for peer in peers(members) {
         transfers.receive(members, &part(&received, peer * count..(peer + 1) * count)?, peer)?;
         transfers.send(members, &tensor, peer)?;
     }
     Ok(Some(Step::last(move |members| {
         let own = copy_of(&tensor)?;
-        reduce(members, op, &own, &received, &tensor)
+        reduce(members, op, &own, &received, &tensor)?;
+        members.staging.give(staged);
+        Ok(())
     })))
 }
 
@@ -75,7 +79,8 @@ fn all_reduce_in_chunks(
 ) -> Outcome {
     let (ranks, count) = (members.world_size(), tensor.elem_count());
     let own = all_reduce_chunk(ranks, members.rank, count);
-    let received = room(members, own.len(), &tensor)?;
+    let staged = room(members, own.len(), &tensor)?;
+    let received = staged.tensor()?;
     for peer in peers(members) {
         let from_peer = peer * own.len()..(peer + 1) * own.len();
         transfers.receive(members, &part(&received, from_peer)?, peer)?;
@@ -83,15 +88,20 @@ fn all_reduce_in_chunks(
     }
     // All that this rank sends of its tensor has gone when this step begins: it may be written.
     Ok(Some(Step::new(move |transfers, members| {
-        let reduced = Tensor::zeros(own.len(), tensor.dtype(), tensor.device())?;
+        let staged_sum = members.staging.take(own.len(), tensor.dtype())?;
+        let reduced = staged_sum.tensor()?;
         reduce(members, op, &part(&tensor, own.clone())?, &received, &reduced)?;
+        members.staging.give(staged);
         copy_into(&reduced, &part(&tensor, own)?)?;
         transfers.next_phase();
         for peer in peers(members) {
             transfers.receive(members, &part(&tensor, all_reduce_chunk(ranks, peer, count))?, peer)?;
             transfers.send(members, &reduced, peer)?;
         }
-        Ok(None)
+        Ok(Some(Step::last(move |members| {
+            members.staging.give(staged_sum);
+            Ok(())
+        })))
     })))
 }
 
@@ -103,7 +113,8 @@ pub(super) fn reduce_scatter(
     op: ReduceOp,
 ) -> Outcome {
     let count = output.elem_count();
-    let received = room(members, count, &output)?;
+    let staged = room(members, count, &output)?;
+    let received = staged.tensor()?;
     for peer in peers(members) {
         transfers.receive(members, &part(&received, peer * count..(peer + 1) * count)?, peer)?;
         transfers.send(members, &part(&input, peer * count..(peer + 1) * count)?, peer)?;
@@ -112,7 +123,9 @@ pub(super) fn reduce_scatter(
         let own = part(&input, members.rank * count..(members.rank + 1) * count)?;
         let is_shared = StorageId::of(&own) == StorageId::of(&output);
         let own = if is_shared { copy_of(&own)? } else { own };
-        reduce(members, op, &own, &received, &output)
+        reduce(members, op, &own, &received, &output)?;
+        members.staging.give(staged);
+        Ok(())
     })))
 }
 

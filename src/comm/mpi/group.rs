@@ -1,14 +1,16 @@
 //! [`ProcessGroup`] over the processes of a job.
 
+use super::exchange::{Exchange, all_to_all_strided};
 use super::operation::{Operation, Step};
 use super::transfers::{Members, OpPlace, Transfers};
 use super::world::World;
 use super::{collective, message};
 use crate::comm::arguments::Arguments;
 use crate::comm::buffer::apart;
-use crate::comm::call::Call;
+use crate::comm::call::{Call, describe_message};
 use crate::comm::lane::{LaneKind, Sequences};
-use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp};
+use crate::comm::strided::validate;
+use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
@@ -34,8 +36,16 @@ impl MpiGroup {
     /// As [`Arguments::tensors`], for tensors that MPI can read.
     fn tensors(&self, op: CollectiveOp, tensors: &[&Tensor]) -> Result<candle_core::DType, CommError> {
         let dtype = self.arguments(op).tensors(tensors)?;
-        match tensors.iter().find(|tensor| !tensor.device().is_cpu()) {
-            None => Ok(dtype),
+        self.on_cpu(op, tensors.iter().copied()).map(|()| dtype)
+    }
+
+    fn on_cpu<'a>(
+        &self,
+        op: CollectiveOp,
+        mut tensors: impl Iterator<Item = &'a Tensor>,
+    ) -> Result<(), CommError> {
+        match tensors.find(|tensor| !tensor.device().is_cpu()) {
+            None => Ok(()),
             Some(tensor) => {
                 let location = tensor.device().location();
                 Err(self.arguments(op).invalid(format!("MPI carries CPU tensors, got one on {location:?}")))
@@ -192,6 +202,22 @@ impl ProcessGroup for MpiGroup {
         })
     }
 
+    fn start_all_to_all_strided(
+        &self,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+        plan: &Arc<StridedPlan>,
+    ) -> Result<Pending, CommError> {
+        let dtype = validate(&self.members.name, self.world_size(), inputs, outputs, plan)?;
+        self.on_cpu(CollectiveOp::AllToAllStrided, inputs.iter().chain(outputs))?;
+        let written: Vec<&Tensor> = outputs.iter().collect();
+        let inputs = inputs.iter().map(|input| apart(input, &written)).collect::<Result<_, _>>()?;
+        let (outputs, plan) = (outputs.to_vec(), plan.clone());
+        let call = Call::AllToAllStrided { dtype, plan: plan.clone() };
+        let exchange = Exchange { inputs, outputs, plan, dtype };
+        self.start(call, move |transfers, members| all_to_all_strided(transfers, members, exchange))
+    }
+
     fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
         let dtype = self.tensors(CollectiveOp::Broadcast, &[tensor])?;
         self.arguments(CollectiveOp::Broadcast).rank("root", root)?;
@@ -203,7 +229,7 @@ impl ProcessGroup for MpiGroup {
     fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
         self.tensors(CollectiveOp::Send, &[tensor])?;
         self.arguments(CollectiveOp::Send).rank("destination", dst)?;
-        let describe = || message::describe(CollectiveOp::Send, tensor, dst);
+        let describe = || describe_message(CollectiveOp::Send, tensor, dst);
         let first = message::send(tensor.clone(), dst);
         self.issue(CollectiveOp::Send, LaneKind::SendTo(dst), first, describe)
     }
@@ -211,7 +237,7 @@ impl ProcessGroup for MpiGroup {
     fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
         self.tensors(CollectiveOp::Recv, &[tensor])?;
         self.arguments(CollectiveOp::Recv).rank("source", src)?;
-        let describe = || message::describe(CollectiveOp::Recv, tensor, src);
+        let describe = || describe_message(CollectiveOp::Recv, tensor, src);
         let first = message::receive(tensor.clone(), src);
         self.issue(CollectiveOp::Recv, LaneKind::RecvFrom(src), first, describe)
     }

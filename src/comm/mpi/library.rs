@@ -101,6 +101,15 @@ impl Communicator {
         })
     }
 
+    /// Begins to wait for all ranks. Collective, and does not block.
+    pub(super) fn begin_barrier(self) -> Result<Request, String> {
+        // SAFETY: a constant of the library.
+        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        // SAFETY: a communicator that lives, and a variable that outlives the call.
+        checked(unsafe { ffi::MPI_Ibarrier(self.0, &raw mut request) })?;
+        Ok(Request(request))
+    }
+
     fn derived(
         self,
         make: impl FnOnce(*mut ffi::MPI_Comm) -> Result<(), String>,

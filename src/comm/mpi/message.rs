@@ -29,11 +29,6 @@ impl fmt::Display for Header {
     }
 }
 
-/// What a message is called in words.
-pub(super) fn describe(op: CollectiveOp, tensor: &Tensor, peer: usize) -> String {
-    format!("{op}{} with rank {peer} of the group", Header::of(tensor))
-}
-
 /// Complete when the receiver has taken the elements.
 pub(super) fn send(tensor: Tensor, to: usize) -> Step {
     Step::new(move |transfers, members| {

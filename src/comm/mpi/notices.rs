@@ -1,21 +1,8 @@
-//! What ranks tell all others outside of any operation: that they have failed, or are done.
+//! The notices of the ranks, as messages of MPI.
 
 use super::library::{Communicator, Request};
 use super::transfers::NOTICE_TAG;
-use crate::comm::CommError;
-use crate::comm::history::Told;
-use serde::{Deserialize, Serialize};
-
-/// A rank's word to all others.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) enum Notice {
-    /// The world has failed, and why.
-    Failed(CommError),
-    /// What the rank has called last, for those who time out.
-    Called(Vec<Told>),
-    /// The rank issues nothing any more. Its last word.
-    Ended,
-}
+use crate::comm::notice::Notice;
 
 /// The notices under way, over the communicator of all ranks.
 #[derive(Debug)]

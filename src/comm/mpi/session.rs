@@ -2,6 +2,7 @@
 
 use super::group::MpiGroup;
 use super::library::Communicator;
+use super::pause::{Crowd, Pause};
 use super::transfers::Members;
 use super::world::World;
 use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};
@@ -118,7 +119,8 @@ impl Session {
             LaunchError::Failed { rank, source: source.into() }
         };
         let color = (rank < world_size).then_some(0);
-        let made = Communicator::of_all_processes().split(color, rank).map_err(refuse)?;
+        let all = Communicator::of_all_processes();
+        let made = meet(all).and_then(|()| all.split(color, rank)).map_err(refuse)?;
         let Some(communicator) = made else { return Ok(None) };
         let world = Arc::new(World::new(communicator, rank, world_size, options));
         let members = Members::new(&options.name, communicator, rank, (0..world_size).collect());
@@ -141,6 +143,17 @@ impl std::fmt::Debug for Session {
         let Self { universe: _, rank, world_size, local_size } = self;
         write!(f, "Session(rank {rank} of {world_size}, {local_size} on this host)")
     }
+}
+
+/// Waits for all processes. A split would wait too, but inside MPI, which never sleeps: those that come early would take
+/// the cores from those that others wait for.
+fn meet(all: Communicator) -> Result<(), String> {
+    let (crowd, mut request) = (Crowd::default(), all.begin_barrier()?);
+    let mut pause = Pause::new(&crowd);
+    while request.test()?.is_none() {
+        pause.wait();
+    }
+    Ok(())
 }
 
 /// A rank has a thread of its own: memory is accounted by thread, and a rayon pool is made for one.

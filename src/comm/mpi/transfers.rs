@@ -2,6 +2,7 @@
 
 use super::library::{Communicator, MAX_MESSAGE_BYTES, MAX_TAG, Request};
 use super::memory;
+use super::staging::Staging;
 use crate::comm::history::Label;
 use crate::comm::{CollectiveOp, CommError, GroupStats};
 use candle_core::Tensor;
@@ -20,12 +21,14 @@ pub(super) struct Members {
     /// What its operations are remembered by.
     pub(super) label: Arc<Label>,
     pub(super) stats: Mutex<GroupStats>,
+    pub(super) staging: Staging,
 }
 
 impl Members {
     pub(super) fn new(name: &str, communicator: Communicator, rank: usize, global_ranks: Vec<usize>) -> Self {
         let label = Arc::new(Label { name: name.to_owned(), members: global_ranks.clone() });
-        Self { name: name.to_owned(), communicator, rank, global_ranks, label, stats: Mutex::default() }
+        let (stats, staging) = (Mutex::default(), Staging::default());
+        Self { name: name.to_owned(), communicator, rank, global_ranks, label, stats, staging }
     }
 
     pub(super) fn world_size(&self) -> usize {

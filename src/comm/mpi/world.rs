@@ -4,10 +4,12 @@
 //! since MPI moves messages only while it is called.
 
 use super::library::Communicator;
-use super::notices::{Notice, Notices};
+use super::notices::Notices;
 use super::operation::Operation;
-use crate::comm::history::{History, Told, divergence, lines};
+use super::pause::{Crowd, Pause};
+use crate::comm::history::{History, Told, first_to_tell, lines, where_they_part};
 use crate::comm::lane::Lane;
+use crate::comm::notice::Notice;
 use crate::comm::{CommError, LaunchOptions};
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
@@ -28,6 +30,7 @@ pub(super) struct World {
     /// Compare calls before data moves.
     pub(super) check: bool,
     timeout: Duration,
+    crowd: Crowd,
     state: Mutex<State>,
 }
 
@@ -67,7 +70,8 @@ impl World {
             ended: vec![None; ranks],
             communicators: vec![communicator],
         };
-        Self { rank, check: options.check, timeout: options.timeout, state: Mutex::new(state) }
+        let (check, timeout, crowd) = (options.check, options.timeout, Crowd::default());
+        Self { rank, check, timeout, crowd, state: Mutex::new(state) }
     }
 
     /// The error that counts, once there is one.
@@ -99,7 +103,7 @@ impl World {
     pub(super) fn complete(&self, lane: Lane, id: u64) -> Result<(), CommError> {
         let started = Instant::now();
         let deadline = started.checked_add(self.timeout).unwrap_or(started + FOR_EVER);
-        let mut pause = Pause::new();
+        let mut pause = Pause::new(&self.crowd);
         loop {
             // Before looking: a peer that came at the last moment is no longer missing.
             let late = Instant::now() >= deadline;
@@ -142,12 +146,7 @@ impl World {
             CommError::Tensor(reason) => CommError::PeerFailed { rank: self.rank, reason },
             named => named,
         };
-        let told = state.notices.tell(&Notice::Failed(error.clone())).or_else(|_| {
-            // An error that does not travel.
-            let reason = error.to_string();
-            state.notices.tell(&Notice::Failed(CommError::PeerFailed { rank: self.rank, reason }))
-        });
-        if let Err(reason) = told {
+        if let Err(reason) = state.notices.tell(&Notice::failed(self.rank, &error)) {
             tracing::error!("rank {} cannot tell the others that it failed: {reason}", self.rank);
         }
         self.give_up(state, error.clone());
@@ -189,13 +188,9 @@ impl World {
     /// After a timeout, on the first rank that was not missing: where the ranks part, by what they have told.
     fn tell_divergence(&self, state: &mut State) {
         let Some(CommError::Timeout { missing, .. }) = &state.failure else { return };
-        let is_missing = |rank: usize| missing.contains(&rank);
-        if !is_missing(self.rank) && (0..self.rank).all(is_missing) {
-            let told = |rank: &usize| state.histories.iter().any(|(of, _)| of == rank);
-            let silent: Vec<usize> = missing.iter().copied().filter(|rank| !told(rank)).collect();
-            state.histories.extend(silent.into_iter().map(|rank| (rank, Vec::new())));
-            state.histories.sort_by_key(|(rank, _)| *rank);
-            tracing::error!("where the ranks part:{}", divergence(&state.histories));
+        if first_to_tell(missing) == self.rank {
+            let histories = std::mem::take(&mut state.histories);
+            tracing::error!("where the ranks part:{}", where_they_part(histories, missing));
         }
     }
 
@@ -213,7 +208,7 @@ impl World {
     /// Says that this rank issues nothing any more, and waits until all ranks have said so. `false`
     /// when some never did after a failure: MPI cannot be finalised then.
     pub(super) fn leave(&self) -> bool {
-        let mut pause = Pause::new();
+        let mut pause = Pause::new(&self.crowd);
         let mut state = self.state.lock();
         state.is_closed = true;
         let told = state.notices.tell(&Notice::Ended).is_ok();
@@ -281,34 +276,6 @@ impl State {
             if let Err(reason) = communicator.free() {
                 tracing::warn!("a communicator cannot be freed: {reason}");
             }
-        }
-    }
-}
-
-/// Between two looks: at once at first, since a peer on another core is often there in a microsecond;
-/// then the core is offered to other ranks; then the rank sleeps.
-struct Pause {
-    looks: u32,
-    since: Instant,
-}
-
-impl Pause {
-    const SPINS: u32 = 50;
-    const YIELD_FOR: Duration = Duration::from_millis(2);
-    const SLEEP: Duration = Duration::from_micros(50);
-
-    fn new() -> Self {
-        Self { looks: 0, since: Instant::now() }
-    }
-
-    fn wait(&mut self) {
-        self.looks += 1;
-        if self.looks <= Self::SPINS {
-            std::hint::spin_loop();
-        } else if self.since.elapsed() < Self::YIELD_FOR {
-            std::thread::yield_now();
-        } else {
-            std::thread::sleep(Self::SLEEP);
         }
     }
 }

@@ -6,6 +6,8 @@ use super::traffic::{MovedBytes, offsets};
 use super::world::World;
 use crate::comm::arguments::Arguments;
 use crate::comm::buffer::apart;
+use crate::comm::call::Call;
+use crate::comm::history::Label;
 use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::tensor::bytes;
 use candle_core::{DType, Device, Tensor};
@@ -30,12 +32,14 @@ impl NcclGroup {
         rank: usize,
         global_ranks: Vec<usize>,
     ) -> Self {
-        Self(Arc::new(Inner { world, communicator, name, rank, global_ranks, state: Mutex::default() }))
+        let label = Arc::new(Label { name, members: global_ranks });
+        Self(Arc::new(Inner { world, communicator, label, rank, state: Mutex::default() }))
     }
 
     /// Starts a collective on checked tensors.
     fn start(
         &self,
+        call: &Call,
         traffic: MovedBytes,
         outputs: &[&Tensor],
         inputs: &[&Tensor],
@@ -43,7 +47,7 @@ impl NcclGroup {
     ) -> Result<Pending, CommError> {
         let inner = &self.0;
         inner.flush(traffic.op)?;
-        let given = inner.enqueue(traffic, outputs, inputs, enqueue)?;
+        let given = inner.enqueue(traffic, call.to_string(), outputs, inputs, enqueue)?;
         let completing = inner.clone();
         Ok(inner.pending(move || completing.complete(given)))
     }
@@ -59,7 +63,7 @@ impl NcclGroup {
     }
 
     fn arguments(&self, op: CollectiveOp) -> Arguments<'_> {
-        Arguments { group: &self.0.name, world_size: self.0.global_ranks.len(), op }
+        Arguments { group: &self.0.label.name, world_size: self.0.label.members.len(), op }
     }
 
     fn message(&self, op: CollectiveOp, tensor: &Tensor, peer: usize) -> Result<Pending, CommError> {
@@ -73,7 +77,7 @@ impl NcclGroup {
 
 impl ProcessGroup for NcclGroup {
     fn name(&self) -> &str {
-        &self.0.name
+        &self.0.label.name
     }
 
     fn rank(&self) -> usize {
@@ -81,7 +85,7 @@ impl ProcessGroup for NcclGroup {
     }
 
     fn global_ranks(&self) -> &[usize] {
-        &self.0.global_ranks
+        &self.0.label.members
     }
 
     fn value_device(&self) -> Device {
@@ -95,8 +99,9 @@ impl ProcessGroup for NcclGroup {
     fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
         let dtype = self.checked(CollectiveOp::AllReduce, &[tensor])?;
         let traffic = MovedBytes::ring(CollectiveOp::AllReduce, bytes(tensor), self.world_size());
+        let call = Call::AllReduce { op, dtype, count: tensor.elem_count() };
         let (count, of, op) = (tensor.elem_count(), data_type(dtype), operator(op));
-        self.start(traffic, &[tensor], &[], &|comm, stream, at| {
+        self.start(&call, traffic, &[tensor], &[], &|comm, stream, at| {
             // SAFETY: `count` elements, opened for writing; `Given` keeps the tensor until the end.
             unsafe { result::all_reduce(source(at[0]), target(at[0]), count, of, op, comm, stream) }
         })
@@ -111,9 +116,10 @@ impl ProcessGroup for NcclGroup {
         let dtype = self.checked(CollectiveOp::ReduceScatter, &[input, output])?;
         self.arguments(CollectiveOp::ReduceScatter).chunks(("input", input), ("output", output))?;
         let traffic = MovedBytes::ring(CollectiveOp::ReduceScatter, bytes(input), self.world_size());
+        let call = Call::ReduceScatter { op, dtype, chunk: output.elem_count() };
         let (count, of, op) = (output.elem_count(), data_type(dtype), operator(op));
         let input = &apart(input, &[output])?;
-        self.start(traffic, &[output], &[input], &|comm, stream, at| {
+        self.start(&call, traffic, &[output], &[input], &|comm, stream, at| {
             // SAFETY: `count` elements of the output, as many for each rank of the input; kept as above.
             unsafe { result::reduce_scatter(source(at[1]), target(at[0]), count, of, op, comm, stream) }
         })
@@ -123,9 +129,10 @@ impl ProcessGroup for NcclGroup {
         let dtype = self.checked(CollectiveOp::AllGather, &[input, output])?;
         self.arguments(CollectiveOp::AllGather).chunks(("output", output), ("input", input))?;
         let traffic = MovedBytes::ring(CollectiveOp::AllGather, bytes(output), self.world_size());
+        let call = Call::AllGather { dtype, count: input.elem_count() };
         let (count, of) = (input.elem_count(), data_type(dtype));
         let input = &apart(input, &[output])?;
-        self.start(traffic, &[output], &[input], &|comm, stream, at| {
+        self.start(&call, traffic, &[output], &[input], &|comm, stream, at| {
             // SAFETY: `count` elements of the input, as many for each rank of the output; kept as above.
             unsafe { result::all_gather(source(at[1]), target(at[0]), count, of, comm, stream) }
         })
@@ -144,9 +151,10 @@ impl ProcessGroup for NcclGroup {
         arguments.counts("send", send_counts, input)?;
         arguments.counts("recv", recv_counts, output)?;
         let traffic = MovedBytes::all_to_all(send_counts, recv_counts, self.rank(), dtype.size_in_bytes());
+        let call = Call::AllToAll { dtype, send: send_counts.to_vec(), recv: recv_counts.to_vec() };
         let (send_offsets, recv_offsets, of) = (offsets(send_counts), offsets(recv_counts), data_type(dtype));
         let input = &apart(input, &[output])?;
-        self.start(traffic, &[output], &[input], &|comm, stream, at| {
+        self.start(&call, traffic, &[output], &[input], &|comm, stream, at| {
             let exchange = |peer: usize| {
                 let (to, from) = (at[0].offset(recv_offsets[peer]), at[1].offset(send_offsets[peer]));
                 let (received, sent, peer) = (recv_counts[peer], send_counts[peer], peer as c_int);
@@ -172,8 +180,9 @@ impl ProcessGroup for NcclGroup {
         let dtype = self.checked(CollectiveOp::Broadcast, &[tensor])?;
         self.arguments(CollectiveOp::Broadcast).rank("root", root)?;
         let traffic = MovedBytes::broadcast(bytes(tensor), root == self.rank(), self.world_size());
+        let call = Call::Broadcast { dtype, count: tensor.elem_count(), root };
         let (count, of, root) = (tensor.elem_count(), data_type(dtype), root as c_int);
-        self.start(traffic, &[tensor], &[], &|comm, stream, at| {
+        self.start(&call, traffic, &[tensor], &[], &|comm, stream, at| {
             // SAFETY: `count` elements, opened for writing; kept as above.
             unsafe { result::broadcast(source(at[0]), target(at[0]), count, of, root, comm, stream) }
         })
@@ -194,10 +203,11 @@ impl ProcessGroup for NcclGroup {
             (MovedBytes::ring(CollectiveOp::Barrier, 0, self.world_size()), data_type(DType::U32));
         let sum = operator(ReduceOp::Sum);
         self.0.flush(CollectiveOp::Barrier)?;
-        let given = self.0.enqueue(traffic, &[&token], &[], &|comm, stream, at| {
-            // SAFETY: one element, which `Given` keeps until the end.
-            unsafe { result::all_reduce(source(at[0]), target(at[0]), 1, of, sum, comm, stream) }
-        })?;
+        let given =
+            self.0.enqueue(traffic, Call::Barrier.to_string(), &[&token], &[], &|comm, stream, at| {
+                // SAFETY: one element, which `Given` keeps until the end.
+                unsafe { result::all_reduce(source(at[0]), target(at[0]), 1, of, sum, comm, stream) }
+            })?;
         let waiting = self.0.clone();
         Ok(self.0.pending(move || {
             loop {
@@ -223,7 +233,7 @@ impl ProcessGroup for NcclGroup {
         let all = self.all_gather_values(&[color_code, key as i64])?;
         let child = self.0.communicator.split(color, key, self.0.world.deadline()).map_err(|reason| {
             let (group, rank, sequence) =
-                (self.0.name.clone(), self.0.world.rank, self.0.state.lock().sequence);
+                (self.0.label.name.clone(), self.0.world.rank, self.0.state.lock().collectives);
             self.0.world.fail(CommError::Library { library: "NCCL", group, op, sequence, rank, reason })
         })?;
         let Some(child) = child else { return Ok(None) };

@@ -3,7 +3,9 @@
 use super::communicator::{Communicator, unique_id, version};
 use super::environment::{Environment, Meeting, check_places};
 use super::group::NcclGroup;
+use super::notices::Notices;
 use super::rendezvous::{ID_BYTES, Id, fetch, hand_out};
+use super::roll_call::RollCall;
 use super::world::World;
 use crate::comm::checked::Checked;
 use crate::comm::{
@@ -11,6 +13,7 @@ use crate::comm::{
 };
 use crate::device::open_gpu;
 use candle_core::Device;
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,8 +34,8 @@ where
 {
     thread::launch(gpus.len(), options, |context| -> Result<T, Box<dyn Error + Send + Sync>> {
         let device = gpu(gpus[context.rank], context.rank)?;
-        let group = over(context.group.clone(), &device, options.timeout)?;
-        let group = if options.check { Checked::over(group)? } else { group };
+        let (world, group) = meet_over(context.group.clone(), &device, options.timeout)?;
+        let group = if options.check { checked(&world, group)? } else { group };
         run(RankContext { group, ..context }).map_err(Into::into)
     })
 }
@@ -47,6 +50,22 @@ pub fn over(
     device: &Device,
     timeout: Duration,
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
+    meet_over(bootstrap, device, timeout).map(|(_, group)| group)
+}
+
+/// A rank, and its handle of the group of all.
+type Met = (Arc<World>, Arc<dyn ProcessGroup>);
+
+/// The same group, whose ranks compare their calls. Collective.
+pub(super) fn checked(
+    world: &Arc<World>,
+    group: Arc<dyn ProcessGroup>,
+) -> Result<Arc<dyn ProcessGroup>, CommError> {
+    world.set_checked();
+    Checked::over(group, world.clone())
+}
+
+fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duration) -> Result<Met, CommError> {
     let rank = bootstrap.global_ranks()[bootstrap.rank()];
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let world = World::new(rank, device, timeout, Some(bootstrap.clone()))?;
@@ -62,7 +81,8 @@ pub fn over(
     let mut id = own;
     id.copy_from_slice(&ids[..ID_BYTES]);
     let (name, ranks) = (bootstrap.name().to_owned(), bootstrap.global_ranks().to_vec());
-    join(&world, &id, name, bootstrap.rank(), ranks)
+    let group = join(&world, &id, name, bootstrap.rank(), ranks)?;
+    Ok((world, group))
 }
 
 /// The group of all processes of a job in which every process drives one GPU.
@@ -75,20 +95,32 @@ pub fn over(
 /// # Errors
 /// [`CommError::Start`] naming the variable that is missing or wrong, or why NCCL or the GPU cannot be used.
 pub fn from_env(flags: &WorldFlags, timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
+    meet_from_env(flags, timeout).map(|(_, group)| group)
+}
+
+pub(super) fn meet_from_env(flags: &WorldFlags, timeout: Duration) -> Result<Met, CommError> {
     let environment = Environment::read(flags, |name| std::env::var(name).ok())?;
     let Environment { rank, world_size, local_rank, meeting } = environment;
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
     let world = World::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
-    let id = match meeting {
-        Meeting::Nccl => unique_id().map_err(refuse)?,
+    let (id, connections) = match meeting {
+        Meeting::Nccl => (unique_id().map_err(refuse)?, None),
         Meeting::Address { host, port } if rank == 0 => {
             let id = unique_id().map_err(refuse)?;
-            hand_out(&id, &host, port, world_size - 1, timeout)?;
-            id
+            let connections = hand_out(&id, &host, port, world_size - 1, timeout)?;
+            (id, Some(connections))
         }
-        Meeting::Address { host, port } => fetch(&host, port, rank, timeout)?,
+        Meeting::Address { host, port } => {
+            let (id, connection) = fetch(&host, port, rank, timeout)?;
+            (id, Some(BTreeMap::from([(0, connection)])))
+        }
     };
-    join(&world, &id, "world".to_owned(), rank, (0..world_size).collect())
+    if let Some(connections) = connections {
+        let notices = Notices::new(rank, connections).map_err(|error| refuse(error.to_string()))?;
+        world.set_roll_call(RollCall::new(rank, world_size, notices));
+    }
+    let group = join(&world, &id, "world".to_owned(), rank, (0..world_size).collect())?;
+    Ok((world, group))
 }
 
 fn gpu(ordinal: usize, rank: usize) -> Result<Device, CommError> {

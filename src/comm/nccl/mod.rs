@@ -3,12 +3,13 @@
 //! Reading order:
 //!
 //! 1. `environment.rs`, `rendezvous.rs`: who the ranks are and how they come by the id of their communicator.
-//! 2. `traffic.rs`, `watch.rs`: what an operation moves, and when it has failed.
-//! 3. `communicator.rs`: NCCL's calls. `world.rs`: a rank's stream, what is under way on it, its failure.
-//! 4. `operation.rs`: how an operation is given to NCCL. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on it.
+//! 2. `notices.rs`, `roll_call.rs`: what ranks tell each other of failures, and who keeps the others waiting.
+//! 3. `traffic.rs`, `watch.rs`: what an operation moves, and when it has failed.
+//! 4. `communicator.rs`: NCCL's calls. `world.rs`: a rank's stream, what is under way on it, its failure.
+//! 5. `operation.rs`: how an operation is given to NCCL. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on it.
 //!    `launch.rs`, `session.rs`: the ways to start.
 //!
-//! The first two need no NCCL and are compiled and tested always, the rest with the feature `nccl`.
+//! The first three need no NCCL and are compiled and tested always, the rest with the feature `nccl`.
 //! `src/comm/README.md` tells how operations, streams and failures go together.
 #![cfg_attr(
     not(feature = "nccl"),
@@ -22,9 +23,11 @@ mod environment;
 mod group;
 #[cfg(feature = "nccl")]
 mod launch;
+mod notices;
 #[cfg(feature = "nccl")]
 mod operation;
 mod rendezvous;
+mod roll_call;
 #[cfg(feature = "nccl")]
 mod session;
 mod traffic;

@@ -4,6 +4,8 @@ use super::communicator::{CallResult, Communicator};
 use super::traffic::MovedBytes;
 use super::watch::Watched;
 use super::world::{UnderWay, World};
+use crate::comm::call::describe_message;
+use crate::comm::history::Label;
 use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ReduceOp};
 use crate::device::{Address, DeviceError, Launcher, Target};
 use candle_core::{DType, Tensor};
@@ -19,16 +21,16 @@ use std::time::Instant;
 pub(super) struct Inner {
     pub(super) world: Arc<World>,
     pub(super) communicator: Arc<Communicator>,
-    pub(super) name: String,
+    pub(super) label: Arc<Label>,
     pub(super) rank: usize,
-    pub(super) global_ranks: Vec<usize>,
     pub(super) state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// The next operation's number.
-    pub(super) sequence: u64,
+    /// The next numbers of collectives and of messages: not all ranks send.
+    pub(super) collectives: u64,
+    sent: u64,
     pub(super) stats: GroupStats,
     /// Messages that were issued and not yet given to NCCL. It carries one out at a time, unless they are given to
     /// it together: two ranks that first send and then receive would wait for each other for ever.
@@ -86,7 +88,7 @@ impl Inner {
             return Ok(());
         }
         let reason = "NCCL's operations are issued by the thread that the group was made on".to_owned();
-        Err(CommError::InvalidArgument { group: self.name.clone(), op, reason })
+        Err(CommError::InvalidArgument { group: self.label.name.clone(), op, reason })
     }
 
     pub(super) fn pending(
@@ -112,10 +114,11 @@ impl Inner {
         self.world.compute.wait(done).map_err(|error| CommError::Tensor(error.to_string()))
     }
 
-    /// Gives an operation to NCCL.
+    /// Gives an operation, which `call` puts into words, to NCCL.
     pub(super) fn enqueue(
         &self,
         traffic: MovedBytes,
+        call: String,
         outputs: &[&Tensor],
         inputs: &[&Tensor],
         enqueue: Enqueue<'_>,
@@ -123,13 +126,17 @@ impl Inner {
         self.check(traffic.op)?;
         let sequence = {
             let mut state = self.state.lock();
-            traffic.count(&mut state.stats, self.global_ranks.len());
-            state.sequence += 1;
-            state.sequence - 1
+            traffic.count(&mut state.stats, self.label.members.len());
+            let next = match traffic.op {
+                CollectiveOp::Send | CollectiveOp::Recv => &mut state.sent,
+                _ => &mut state.collectives,
+            };
+            *next += 1;
+            *next - 1
         };
         let stream = &self.world.communication;
         let failed = |reason: String| {
-            let (group, rank) = (self.name.clone(), self.world.rank);
+            let (group, rank) = (self.label.name.clone(), self.world.rank);
             self.world.fail(CommError::Library {
                 library: "NCCL",
                 group,
@@ -156,8 +163,9 @@ impl Inner {
         let done = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
         let done = Arc::new(done);
         let probe = UnderWay { done: done.clone(), communicator: Arc::downgrade(&self.communicator) };
-        let (group, op, rank, started) = (self.name.clone(), traffic.op, self.world.rank, Instant::now());
-        self.world.watch(Watched { group, op, sequence, rank, started, probe });
+        let (group, op, rank) = (self.label.name.clone(), traffic.op, self.world.rank);
+        let watched = Watched { group, op, sequence, rank, started: Instant::now(), probe };
+        self.world.watch(watched, &self.label, call);
         Ok(Given { done, held })
     }
 
@@ -199,7 +207,7 @@ impl Inner {
             let mut state = self.state.lock();
             messages
                 .iter()
-                .for_each(|message| message.traffic.count(&mut state.stats, self.global_ranks.len()));
+                .for_each(|message| message.traffic.count(&mut state.stats, self.label.members.len()));
         }
         let launcher = self.launcher()?;
         let nothing = MovedBytes { sent: 0, received: 0, ..first.traffic };
@@ -209,7 +217,10 @@ impl Inner {
             let ended = result::group_end();
             given.and(ended)
         };
-        let given = self.enqueue(nothing, &[], &[], &together)?;
+        let describe =
+            |Message { tensor, peer, traffic, .. }: &Message| describe_message(traffic.op, tensor, *peer);
+        let calls = messages.iter().map(describe).collect::<Vec<_>>().join(", ");
+        let given = self.enqueue(nothing, calls, &[], &[], &together)?;
         messages.iter().for_each(|message| {
             // A message is flushed once, so the cell is empty.
             let _ = message.done.set(given.done.clone());

@@ -1,7 +1,7 @@
-//! Handing the id of a communicator from rank 0 to all others, over TCP.
+//! Handing the id of a communicator from rank 0 to all others, over TCP. The connections stay, for notices.
 
 use crate::comm::CommError;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -19,7 +19,8 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// How long one side waits for the other once they are connected.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Rank 0, on the machine `host`: gives `id` to ranks 1 to `peers`, which come to `port`.
+/// Rank 0, on the machine `host`: gives `id` to ranks 1 to `peers`, which come to `port`. Returns its connections to
+/// them.
 ///
 /// # Errors
 /// [`CommError::Start`] when the port cannot be listened on, or not all have come in time.
@@ -29,8 +30,9 @@ pub(super) fn hand_out(
     port: u16,
     peers: usize,
     timeout: Duration,
-) -> Result<(), CommError> {
+) -> Result<BTreeMap<usize, TcpStream>, CommError> {
     let started = Instant::now();
+    let mut connections = BTreeMap::new();
     let mut missing: BTreeSet<u64> = (1..=peers as u64).collect();
     let mut listen = || -> std::io::Result<()> {
         let listener = TcpListener::bind(any_address(host, port))?;
@@ -41,6 +43,7 @@ pub(super) fn hand_out(
                 Ok((mut peer, _)) => {
                     if let Ok(rank) = serve(&mut peer, id) {
                         missing.remove(&rank);
+                        connections.insert(rank as usize, peer);
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::sleep(PAUSE),
@@ -53,7 +56,7 @@ pub(super) fn hand_out(
         failed(0, format!("cannot listen on port {port}: {error}; ULYSSES_MASTER_PORT names another"))
     })?;
     if missing.is_empty() {
-        return Ok(());
+        return Ok(connections);
     }
     let seconds = timeout.as_secs_f32();
     Err(failed(0, format!("ranks {missing:?} did not come to {host}:{port} within {seconds} s")))
@@ -84,15 +87,20 @@ fn serve(peer: &mut TcpStream, id: &Id) -> std::io::Result<u64> {
     Ok(u64::from_le_bytes(rank))
 }
 
-/// The others: asks rank 0 at `host` until it answers.
+/// The others: asks rank 0 at `host` until it answers. Returns the connection too.
 ///
 /// # Errors
 /// [`CommError::Start`] when it has not answered in time.
-pub(super) fn fetch(host: &str, port: u16, rank: usize, timeout: Duration) -> Result<Id, CommError> {
+pub(super) fn fetch(
+    host: &str,
+    port: u16,
+    rank: usize,
+    timeout: Duration,
+) -> Result<(Id, TcpStream), CommError> {
     let started = Instant::now();
     loop {
         match ask(host, port, rank) {
-            Ok(id) => return Ok(id),
+            Ok(met) => return Ok(met),
             Err(error) if started.elapsed() >= timeout => {
                 let seconds = timeout.as_secs_f32();
                 return Err(failed(
@@ -106,7 +114,7 @@ pub(super) fn fetch(host: &str, port: u16, rank: usize, timeout: Duration) -> Re
 }
 
 /// Asks at the addresses of `host`, one after another.
-fn ask(host: &str, port: u16, rank: usize) -> std::io::Result<Id> {
+fn ask(host: &str, port: u16, rank: usize) -> std::io::Result<(Id, TcpStream)> {
     let mut outcome = Err(Error::new(ErrorKind::NotFound, "no such host"));
     for address in (host, port).to_socket_addrs()? {
         outcome = ask_at(&address, rank);
@@ -117,7 +125,7 @@ fn ask(host: &str, port: u16, rank: usize) -> std::io::Result<Id> {
     outcome
 }
 
-fn ask_at(address: &SocketAddr, rank: usize) -> std::io::Result<Id> {
+fn ask_at(address: &SocketAddr, rank: usize) -> std::io::Result<(Id, TcpStream)> {
     let mut stream = TcpStream::connect_timeout(address, PATIENCE)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
@@ -125,7 +133,7 @@ fn ask_at(address: &SocketAddr, rank: usize) -> std::io::Result<Id> {
     stream.write_all(&(rank as u64).to_le_bytes())?;
     let mut id = [0; ID_BYTES];
     stream.read_exact(&mut id)?;
-    Ok(id)
+    Ok((id, stream))
 }
 
 fn failed(rank: usize, reason: String) -> CommError {
@@ -153,9 +161,10 @@ mod tests {
             let early = scope.spawn(|| fetch(HOST, port, 1, PATIENT));
             let root = scope.spawn(|| hand_out(&id, HOST, port, 3, PATIENT));
             let late = [2, 3].map(|rank| scope.spawn(move || fetch("localhost", port, rank, PATIENT)));
-            assert_eq!(early.join().unwrap().unwrap(), id);
-            late.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap().unwrap(), id));
-            root.join().unwrap().unwrap();
+            assert_eq!(early.join().unwrap().unwrap().0, id);
+            late.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap().unwrap().0, id));
+            let connections = root.join().unwrap().unwrap();
+            assert_eq!(connections.into_keys().collect::<Vec<_>>(), [1, 2, 3], "which stay");
         });
     }
 
@@ -175,7 +184,7 @@ mod tests {
             // Closed with bytes unread, a connection ends with an error.
             let _ = stranger.read_to_end(&mut answer);
             assert!(answer.is_empty(), "{answer:?}");
-            assert_eq!(fetch(HOST, port, 1, PATIENT).unwrap(), [7; ID_BYTES]);
+            assert_eq!(fetch(HOST, port, 1, PATIENT).unwrap().0, [7; ID_BYTES]);
             root.join().unwrap().unwrap();
         });
     }

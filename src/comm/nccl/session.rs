@@ -1,7 +1,7 @@
 //! A process that drives one GPU, and how it runs as a rank.
 
-use super::launch::from_env;
-use crate::comm::checked::Checked;
+use super::launch::{checked, meet_from_env};
+use super::world::World as Rank;
 use crate::comm::launch::run_rank;
 use crate::comm::{CommError, LaunchError, LaunchOptions, ProcessGroup, RankContext, World, WorldFlags};
 use std::error::Error;
@@ -10,6 +10,7 @@ use std::sync::Arc;
 /// A process of a job in which every process drives one GPU: what `comm::mpi::Session` is to MPI.
 #[derive(Debug)]
 pub struct Session {
+    own: Arc<Rank>,
     group: Arc<dyn ProcessGroup>,
     local_size: usize,
 }
@@ -20,8 +21,8 @@ impl Session {
     /// # Errors
     /// As there.
     pub fn start(world: &World, flags: &WorldFlags, options: &LaunchOptions) -> Result<Self, CommError> {
-        let group = from_env(flags, options.timeout)?;
-        Ok(Self { group, local_size: world.local_world_size.unwrap_or(1) })
+        let (own, group) = meet_from_env(flags, options.timeout)?;
+        Ok(Self { own, group, local_size: world.local_world_size.unwrap_or(1) })
     }
 
     /// This process among all.
@@ -57,13 +58,21 @@ impl Session {
         if threads == 0 {
             return Err(LaunchError::InvalidOptions { world_size, threads_per_rank: threads });
         }
+        self.own.set_timeout(options.timeout);
         let group = self.group.clone();
-        let checked = if options.check { Checked::over(group) } else { Ok(group) };
-        let group = checked.map_err(|error| LaunchError::Failed { rank, source: error.into() })?;
+        let group = if options.check { checked(&self.own, group) } else { Ok(group) };
+        let group = group.map_err(|error| LaunchError::Failed { rank, source: error.into() })?;
         let outcome = run_rank(RankContext { rank, world_size, threads, group }, &run);
         if let Err(error) = &outcome {
             self.group.abort(&error.reason());
         }
         outcome
+    }
+}
+
+impl Drop for Session {
+    /// So that the end of the process is none of a rank that others count on.
+    fn drop(&mut self) {
+        self.own.end();
     }
 }

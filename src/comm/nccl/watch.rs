@@ -25,6 +25,13 @@ pub(super) struct Watched<P> {
     pub(super) probe: P,
 }
 
+impl<P> Watched<P> {
+    /// How long it has taken so far.
+    pub(super) fn waited(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.started)
+    }
+}
+
 impl<P: Probe> Watched<P> {
     /// `Ok(true)` when it is done, `Ok(false)` while there is hope.
     fn inspect(&self, now: Instant, timeout: Duration) -> Result<bool, CommError> {
@@ -34,7 +41,7 @@ impl<P: Probe> Watched<P> {
         if self.probe.is_done().map_err(|fault| self.failed(fault))? {
             return Ok(true);
         }
-        let waited = now.saturating_duration_since(self.started);
+        let waited = self.waited(now);
         if waited >= timeout {
             let waited_ms = waited.as_millis();
             return Err(self.failed(format!(

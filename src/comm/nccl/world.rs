@@ -1,13 +1,17 @@
 //! What the groups of one rank share: its GPU, what is under way there, the failure.
 
 use super::communicator::{Communicator, abort};
+use super::roll_call::{RollCall, Stuck};
 use super::watch::{Probe, Watched, inspect};
-use crate::comm::history::{History, Label, Record, lines};
+use crate::comm::call::Call;
+use crate::comm::checked::Remember;
+use crate::comm::history::{History, Label, Record, Told, lines};
 use crate::comm::{CollectiveOp, CommError, ProcessGroup};
 use candle_core::{Device, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 use parking_lot::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -32,12 +36,29 @@ pub(super) struct World {
     /// The group of the same ranks that they met through, if they are threads of one process. It hears of their
     /// failures, and tells.
     bootstrap: Option<Arc<dyn ProcessGroup>>,
+    /// What this rank hears of the others, if they are processes that have a connection.
+    roll_call: Mutex<Option<RollCall>>,
     failure: OnceLock<CommError>,
-    history: Mutex<History<CollectiveOp>>,
+    history: Mutex<History<Called>>,
     issued: AtomicU64,
     pub(super) rank: usize,
-    pub(super) timeout: Duration,
+    timeout: Mutex<Duration>,
+    /// The groups compare their calls, and say so before they do.
+    is_checked: AtomicBool,
     thread: ThreadId,
+}
+
+/// A call, as it is remembered.
+#[derive(Debug)]
+struct Called {
+    op: CollectiveOp,
+    text: String,
+}
+
+impl fmt::Display for Called {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
 }
 
 /// An operation on the GPU.
@@ -82,11 +103,13 @@ impl World {
             compute,
             device: device.clone(),
             bootstrap,
+            roll_call: Mutex::default(),
             failure: OnceLock::new(),
             history: Mutex::default(),
             issued: AtomicU64::new(0),
             rank,
-            timeout,
+            timeout: Mutex::new(timeout),
+            is_checked: AtomicBool::new(false),
             thread: std::thread::current().id(),
         });
         let watched = Arc::downgrade(&world);
@@ -99,7 +122,29 @@ impl World {
 
     /// By when NCCL must have taken a call that is made now.
     pub(super) fn deadline(&self) -> Instant {
-        Instant::now() + self.timeout
+        Instant::now() + *self.timeout.lock()
+    }
+
+    /// From now on operations may take so long.
+    pub(super) fn set_timeout(&self, timeout: Duration) {
+        *self.timeout.lock() = timeout;
+    }
+
+    /// From now on the rank hears of the others, and they of it.
+    pub(super) fn set_roll_call(&self, roll_call: RollCall) {
+        *self.roll_call.lock() = Some(roll_call);
+    }
+
+    /// From now on calls are compared, and remembered by who compares them.
+    pub(super) fn set_checked(&self) {
+        self.is_checked.store(true, Ordering::Relaxed);
+    }
+
+    /// Tells the others that this rank issues nothing any more.
+    pub(super) fn end(&self) {
+        if let Some(roll_call) = &mut *self.roll_call.lock() {
+            roll_call.tell_end();
+        }
     }
 
     /// Whether this is the thread of the rank: NCCL wants the calls of all ranks in one order.
@@ -120,14 +165,19 @@ impl World {
         Ok(())
     }
 
-    pub(super) fn watch(&self, operation: Watched<UnderWay>) {
-        let Watched { group, op, sequence, .. } = &operation;
-        // Who else is in the group does not matter here: ranks do not compare what they remember.
-        let group = Arc::new(Label { name: group.clone(), members: Vec::new() });
+    /// Looks after an operation of a group from now on, which `call` puts into words.
+    pub(super) fn watch(&self, operation: Watched<UnderWay>, group: &Arc<Label>, call: String) {
+        let Watched { op, sequence, .. } = &operation;
         let is_collective = !matches!(op, CollectiveOp::Send | CollectiveOp::Recv);
-        let id = self.issued.fetch_add(1, Ordering::Relaxed);
-        self.history.lock().add(Record { id, group, sequence: *sequence, is_collective, call: *op });
+        if !is_collective || !self.is_checked.load(Ordering::Relaxed) {
+            self.remember(group, *sequence, is_collective, Called { op: *op, text: call });
+        }
         self.under_way.lock().push(operation);
+    }
+
+    fn remember(&self, group: &Arc<Label>, sequence: u64, is_collective: bool, call: Called) {
+        let id = self.issued.fetch_add(1, Ordering::Relaxed);
+        self.history.lock().add(Record { id, group: group.clone(), sequence, is_collective, call });
     }
 
     /// Keeps tensors to its own end: of operations that failed, whose memory a straggler may still use.
@@ -146,10 +196,14 @@ impl World {
     /// Fails the rank, unless it has failed before; returns the error that counts. NCCL's kernels end, so that
     /// nobody waits for the GPU for ever, and what they have written is worth nothing.
     pub(super) fn fail(&self, error: CommError) -> CommError {
-        let failure = self.failure.get_or_init(|| error).clone();
+        let is_first = self.failure.set(error.clone()).is_ok();
+        let failure = self.failure.get().cloned().unwrap_or(error);
         // The others first: what follows may have to wait for them to abort theirs.
         if let Some(bootstrap) = &self.bootstrap {
             bootstrap.abort(&failure.to_string());
+        }
+        if let Some(roll_call) = self.roll_call.lock().as_mut().filter(|_| is_first) {
+            roll_call.tell_failure(&failure);
         }
         self.abort();
         failure
@@ -160,21 +214,59 @@ impl World {
         abort(&adopted.iter().filter_map(Weak::upgrade).collect::<Vec<_>>());
     }
 
-    /// Logs what the rank has called last.
-    fn tell_history(&self, error: &CommError) {
-        let under_way = self.under_way.lock();
-        let told = self.history.lock().tell_by(|record, _| {
-            under_way.iter().any(|Watched { group, op, sequence, .. }| {
-                (group, op, sequence) == (&record.group.name, &record.call, &record.sequence)
-            })
-        });
-        tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&told));
+    /// What the rank has called last.
+    fn last_calls(&self) -> Vec<Told> {
+        self.history.lock().tell_by(self.is_under_way())
+    }
+
+    /// Where calls are compared that tells what is complete, else the GPU does.
+    fn is_under_way(&self) -> impl Fn(&Record<Called>, bool) -> bool {
+        let is_checked = self.is_checked.load(Ordering::Relaxed);
+        let place =
+            |operation: &Watched<UnderWay>| (operation.group.clone(), operation.op, operation.sequence);
+        let under_way: Vec<_> = self.under_way.lock().iter().map(place).collect();
+        move |record, is_complete| {
+            let is = |(group, op, sequence): &(String, CollectiveOp, u64)| {
+                (group, op, sequence) == (&record.group.name, &record.call.op, &record.sequence)
+            };
+            if is_checked && record.is_collective { !is_complete } else { under_way.iter().any(is) }
+        }
+    }
+
+    /// What keeps the rank, if it is for longer than it may take.
+    fn stuck(&self) -> Option<Stuck> {
+        let (now, timeout) = (Instant::now(), *self.timeout.lock());
+        let waited = self.under_way.lock().iter().map(|operation| operation.waited(now)).max()?;
+        let history = self.history.lock();
+        let record = history.oldest_under_way(self.is_under_way()).filter(|_| waited >= timeout)?;
+        let Record { group, sequence, call, .. } = record;
+        Some(Stuck { group: (**group).clone(), op: call.op, sequence: *sequence, waited })
+    }
+
+    /// Logs what the rank has called last and, when others keep it waiting, asks which. Returns what is known then.
+    fn explain(&self, error: CommError) -> CommError {
+        let (called, stuck) = (self.last_calls(), self.stuck());
+        tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&called));
+        let mut roll_call = self.roll_call.lock();
+        let Some(roll_call) = roll_call.as_mut() else { return error };
+        let found = stuck.filter(|_| self.failure.get().is_none());
+        let found = found.and_then(|stuck| roll_call.find_missing(&stuck, called.clone()));
+        let error = found.unwrap_or(error);
+        if let Some(parting) = roll_call.parting(&error, called) {
+            tracing::error!("where the ranks part:{parting}");
+        }
+        error
+    }
+
+    /// Hears of the others.
+    fn listen(&self) -> Result<(), CommError> {
+        self.roll_call.lock().as_mut().map_or(Ok(()), |roll_call| roll_call.listen(|| self.last_calls()))
     }
 
     /// Looks at what is under way. It is taken out meanwhile, so that the rank's thread never waits for this.
     fn inspect(&self) -> Result<(), CommError> {
         let mut under_way = std::mem::take(&mut *self.under_way.lock());
-        let outcome = inspect(&mut under_way, Instant::now(), self.timeout);
+        let outcome = inspect(&mut under_way, Instant::now(), *self.timeout.lock());
         let mut issued_since = self.under_way.lock();
         under_way.append(&mut issued_since);
         *issued_since = under_way;
@@ -190,12 +282,24 @@ fn watch(world: &Weak<World>) {
         let bound = world.compute.context().bind_to_thread();
         let outcome = bound.map_err(|error| CommError::Tensor(error.to_string())).and_then(|()| {
             world.check()?;
+            world.listen()?;
             world.inspect()
         });
         if let Err(error) = outcome {
-            world.tell_history(&error);
+            let error = world.explain(error);
             world.fail(error);
             return;
         }
+    }
+}
+
+impl Remember for World {
+    fn called(&self, group: &Arc<Label>, sequence: u64, call: &Call) {
+        self.remember(group, sequence, true, Called { op: call.op(), text: call.to_string() });
+    }
+
+    fn agreed(&self) {
+        // The comparison ran behind them on the rank's one stream.
+        self.history.lock().complete_before_newest();
     }
 }

@@ -350,3 +350,18 @@ fn patterns_that_would_take_much_time_or_memory_are_refused() {
     let many = of_patterns(&["a"; 101]);
     assert!(many.contains("`ulysses.parameter_groups`: expected at most 100 groups"), "{many}");
 }
+
+#[test]
+fn a_faulty_mesh_rule_is_marked_where_it_stands() {
+    let text = "{\"train_batch_size\": 1, \"ulysses\": {\"mesh_rules\": [\n  [\"a\"],\n  [\"b(\", \"1x2\"],\n  [\"c\", \"2x\"]\n]}}";
+    let message = full_message(text);
+    for marked in [
+        "c.json:2:3: `ulysses.mesh_rules[0]`: ",
+        "c.json:3:4: `ulysses.mesh_rules[1][0]`: expected a regular expression in rule 1 (",
+        "    3 |   [\"b(\", \"1x2\"],\n      |    ^^^^",
+        "c.json:4:9: `ulysses.mesh_rules[2][1]`: expected a mesh in rule 2 (",
+        "    4 |   [\"c\", \"2x\"]\n      |         ^^^^",
+    ] {
+        assert!(message.contains(marked), "{marked}\n{message}");
+    }
+}

@@ -45,6 +45,7 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         dp_size: 1,
         sp_size: 1,
         zero_shard_size: None,
+        stated_shard_size: None,
         steps_per_print: 10,
         seed: 1234,
         loss_normalization: LossNormalization::Global,
@@ -166,6 +167,7 @@ fn flags_override_the_file() {
     let file = raw.resolve(&Overrides::default()).unwrap();
     let overrides = Overrides {
         mesh: Some((2, 4)),
+        preset: None,
         shard_size: None,
         mesh_selector: None,
         ranks_per_node: None,

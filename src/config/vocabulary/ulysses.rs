@@ -40,8 +40,9 @@ pub(super) const ULYSSES: &[Key] = &[
     key(
         "mesh_rules",
         Value::Rules,
-        "Meshes by machine, `[[pattern, mesh], …]`: the first pattern that matches all of `--mesh-selector`, or of host \
-         and device without it, gives the mesh, in the place of the sizes above; null leaves it to the number of ranks.",
+        "Meshes by machine, `[[pattern, mesh], …]`: the first pattern that matches all of `--mesh-selector`, or without \
+         it of `HOST/cpu` or `HOST/` and the GPU's name, gives the mesh, in the place of the sizes above; null leaves it \
+         to the number of ranks. `--mesh` comes before any rule.",
     ),
     section("comm", COMM, "How ranks watch over their communication."),
     flag("activation_checkpointing", "Recomputes activations in the backward pass."),

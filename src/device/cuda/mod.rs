@@ -105,12 +105,25 @@ pub(super) unsafe fn launch(
 
 /// The GPU of a rank, which ranks share where there are more of them than GPUs.
 pub(super) fn open_shared(local_rank: usize) -> Result<Device, DeviceError> {
-    let no_gpu = |message: String| DeviceError::NoGpu { message };
-    let gpus = CudaContext::device_count().map_err(|failure| no_gpu(failure.to_string()))?;
-    if gpus <= 0 {
-        return Err(no_gpu("the driver finds none".to_owned()));
+    open(shared_ordinal(local_rank)?)
+}
+
+/// The name of that GPU. Nothing is started on it.
+pub(super) fn name_of(local_rank: usize) -> Result<String, DeviceError> {
+    let ordinal = shared_ordinal(local_rank)?;
+    let name = result::device::get(ordinal as i32).and_then(result::device::get_name);
+    name.map_err(no_gpu)
+}
+
+fn shared_ordinal(local_rank: usize) -> Result<usize, DeviceError> {
+    match CudaContext::device_count().map_err(no_gpu)? {
+        gpus if gpus > 0 => Ok(local_rank % gpus as usize),
+        _ => Err(DeviceError::NoGpu { message: "the driver finds none".to_owned() }),
     }
-    open(local_rank % gpus as usize)
+}
+
+fn no_gpu(failure: DriverError) -> DeviceError {
+    DeviceError::NoGpu { message: failure.to_string() }
 }
 
 /// A GPU with a stream of its own, which neither waits for the default stream nor is waited for by it, and with all
@@ -118,9 +131,8 @@ pub(super) fn open_shared(local_rank: usize) -> Result<Device, DeviceError> {
 pub(crate) fn open(ordinal: usize) -> Result<Device, DeviceError> {
     let device = CudaDevice::new_with_stream(ordinal)?;
     let stream = device.cuda_stream();
-    let message = |message| DeviceError::NoGpu { message };
-    keep_freed_memory(stream.context()).map_err(|failure| message(failure.to_string()))?;
-    module::functions(stream.context()).map_err(message)?;
+    keep_freed_memory(stream.context()).map_err(no_gpu)?;
+    module::functions(stream.context()).map_err(|message| DeviceError::NoGpu { message })?;
     Ok(Device::Cuda(device))
 }
 

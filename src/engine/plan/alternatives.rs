@@ -34,6 +34,8 @@ pub struct MeshChoice {
     pub dp: usize,
     /// Sequence-parallel ranks.
     pub sp: usize,
+    /// Data-parallel ranks that share ZeRO's partitions, where they are not all of them.
+    pub shard_size: Option<usize>,
     /// ZeRO stage: the configured one, or 3.
     pub zero_stage: u8,
     /// The most that a rank holds.
@@ -127,9 +129,10 @@ impl Workload {
         variants
     }
 
-    /// The ways to arrange as many ranks for the same global batch, at the configured ZeRO stage and at stage 3,
-    /// one of them with the reason to take it: of those that fit, the one that sends least between nodes, then
-    /// least in all.
+    /// The ways to arrange as many ranks for the same global batch that training takes: where the config says how many
+    /// ranks share ZeRO's partitions, dp is a multiple of that. Each is at the configured ZeRO stage and at
+    /// stage 3, one of them with the reason to take it: of those that fit, the one that sends least between nodes,
+    /// then least in all.
     ///
     /// # Errors
     /// As [`plan`](Self::plan), of a mesh that the model and the batch allow.
@@ -162,7 +165,8 @@ impl Workload {
         let mut workload = self.clone();
         let config = &mut workload.config;
         let rows_per_rank = config.train_batch_size / dp;
-        let divides = config.train_batch_size.is_multiple_of(dp)
+        let divides = config.partitions_fill(dp)
+            && config.train_batch_size.is_multiple_of(dp)
             && rows_per_rank.is_multiple_of(config.micro_batch_size);
         if !divides || rows_per_rank == 0 {
             return None;
@@ -188,6 +192,7 @@ impl Workload {
         Ok(MeshChoice {
             dp: self.config.dp_size,
             sp: self.config.sp_size,
+            shard_size: self.config.zero_shard_size,
             zero_stage: self.config.zero_stage.into(),
             peak_bytes,
             fits: budget_bytes.is_none_or(|budget| peak_bytes <= budget),

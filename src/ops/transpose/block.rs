@@ -1,8 +1,11 @@
 //! Boxes of elements within a tensor: pure integers.
 
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
 /// A box of elements within one contiguous tensor:
 /// `batch × rows` runs of `run` neighbouring elements.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StridedBlock {
     /// Which of the call's tensors the block lies in.
     pub tensor: usize,
@@ -51,6 +54,15 @@ impl StridedBlock {
         let batches = (self.batch - 1).checked_mul(self.batch_stride)?;
         let rows = (self.rows - 1).checked_mul(self.row_stride)?;
         self.offset.checked_add(batches)?.checked_add(rows)?.checked_add(self.run)
+    }
+
+    /// Where its elements are, if they are neighbours in the order in which they travel.
+    pub fn in_one_piece(&self) -> Option<Range<usize>> {
+        let batch = self.rows.checked_mul(self.run)?;
+        let rows_follow = self.rows <= 1 || self.row_stride == self.run;
+        let batches_follow = self.batch <= 1 || self.batch_stride == batch;
+        let end = self.offset.checked_add(self.elements()?)?;
+        (rows_follow && batches_follow).then_some(self.offset..end)
     }
 
     /// What is wrong with a block of one of several tensors with these element counts, if anything. `what` names
@@ -148,6 +160,17 @@ mod tests {
         assert!(!block(0, (2, 4), (3, 8), 4).overlaps_itself(), "batches between the rows");
         assert!(!block(0, (2, 12), (3, 4), 4).overlaps_itself());
         assert!(block(usize::MAX, (2, 4), (2, 4), 4).end().is_none());
+    }
+
+    #[test]
+    fn what_lies_in_one_piece_is_told_from_what_has_gaps() {
+        assert_eq!(block(3, (2, 12), (4, 3), 3).in_one_piece(), Some(3..27));
+        assert_eq!(block(3, (1, 99), (4, 3), 3).in_one_piece(), Some(3..15));
+        assert_eq!(block(3, (1, 0), (1, 99), 3).in_one_piece(), Some(3..6));
+        assert_eq!(block(0, (2, 3), (1, 99), 3).in_one_piece(), Some(0..6));
+        assert_eq!(block(3, (2, 13), (4, 3), 3).in_one_piece(), None, "a gap between batches");
+        assert_eq!(block(3, (1, 0), (4, 5), 3).in_one_piece(), None, "gaps between runs");
+        assert_eq!(block(usize::MAX, (1, 0), (1, 0), 3).in_one_piece(), None);
     }
 
     fn elements(block: &StridedBlock) -> HashSet<usize> {

@@ -1,0 +1,142 @@
+//! The strided all-to-all, a message for each block: straight from input to output where the block lies in one piece,
+//! by way of a buffer where it does not. A rank's own blocks are copied once.
+
+use super::collective::{Outcome, part};
+use super::operation::{Step, peers};
+use super::staging::Staged;
+use super::transfers::{Members, Transfers};
+use crate::comm::{CommError, RecvBlock, StridedBlock, StridedPlan};
+use crate::ops::transpose::{BlockCopy, copy_blocks};
+use candle_core::{DType, Tensor};
+use std::sync::Arc;
+
+/// What one rank exchanges. The plan was checked against the tensors, and no input shares memory with an output.
+pub(super) struct Exchange {
+    pub(super) inputs: Vec<Tensor>,
+    pub(super) outputs: Vec<Tensor>,
+    pub(super) plan: Arc<StridedPlan>,
+    pub(super) dtype: DType,
+}
+
+pub(super) fn all_to_all_strided(
+    transfers: &mut Transfers,
+    members: &Members,
+    exchange: Exchange,
+) -> Outcome {
+    let packed = exchange.send(transfers, members)?;
+    let own = exchange.own_copies(members.rank)?;
+    if exchange.adds() {
+        // What is added is added in rank order, the rank's own blocks in their place.
+        let (received, copies) = exchange.receive(transfers, members, Some(own))?;
+        return Ok(Some(exchange.finish(packed, received, copies)));
+    }
+    exchange.copy(&[], &own)?;
+    let (received, copies) = exchange.receive(transfers, members, None)?;
+    Ok(Some(exchange.finish(packed, received, copies)))
+}
+
+impl Exchange {
+    fn adds(&self) -> bool {
+        self.plan.recv.iter().flatten().any(|recv| recv.accumulate)
+    }
+
+    /// Sends every other rank its blocks. What is packed for them is theirs until all transfers are done.
+    fn send(&self, transfers: &mut Transfers, members: &Members) -> Result<Staged, CommError> {
+        let of_peers = peers(members).flat_map(|peer| &self.plan.send[peer]);
+        let scattered = of_peers.filter(|block| block.in_one_piece().is_none()).map(elems).sum();
+        let packed = members.staging.take(scattered, self.dtype)?;
+        let mut begin = 0;
+        for peer in peers(members) {
+            for block in self.plan.send[peer].iter().filter(|block| elems(block) > 0) {
+                let piece = match block.in_one_piece() {
+                    Some(range) => part(&self.inputs[block.tensor], range)?,
+                    None => {
+                        let piece = part(&packed.tensor()?, begin..begin + elems(block))?;
+                        begin += elems(block);
+                        let (from, to) = (block.clone(), block.packed_at(0));
+                        let inputs: Vec<&Tensor> = self.inputs.iter().collect();
+                        copy_blocks(&inputs, &[&piece], &[BlockCopy { from, to, accumulate: false }])?;
+                        piece
+                    }
+                };
+                transfers.send(members, &piece, peer)?;
+            }
+        }
+        Ok(packed)
+    }
+
+    /// The ways of the rank's own blocks, from inputs to outputs.
+    fn own_copies(&self, rank: usize) -> Result<Vec<BlockCopy>, CommError> {
+        let (send, recv) = (&self.plan.send[rank], &self.plan.recv[rank]);
+        if send.len() != recv.len() {
+            let (sent, expected) = (send.len(), recv.len());
+            let message = format!("the rank sends itself {sent} block(s) and expects {expected}");
+            return Err(CommError::Tensor(message));
+        }
+        let copy = |(from, RecvBlock { block, accumulate }): (&StridedBlock, &RecvBlock)| BlockCopy {
+            from: from.clone(),
+            to: block.clone(),
+            accumulate: *accumulate,
+        };
+        Ok(send.iter().zip(recv).map(copy).collect())
+    }
+
+    /// Receives the other ranks' blocks. Returns the buffer of those that cannot go where they belong at once, and the
+    /// copies, in rank order, that are left to be made then: of `own` too, if they are given.
+    fn receive(
+        &self,
+        transfers: &mut Transfers,
+        members: &Members,
+        mut own: Option<Vec<BlockCopy>>,
+    ) -> Result<(Staged, Vec<BlockCopy>), CommError> {
+        let is_direct = |recv: &RecvBlock| own.is_none() && recv.block.in_one_piece().is_some();
+        let of_peers = peers(members).flat_map(|peer| &self.plan.recv[peer]);
+        let staged = of_peers.filter(|recv| !is_direct(recv)).map(|recv| elems(&recv.block)).sum();
+        let received = members.staging.take(staged, self.dtype)?;
+        let (mut begin, mut copies) = (0, Vec::new());
+        for (rank, blocks) in self.plan.recv.iter().enumerate() {
+            if rank == members.rank {
+                copies.extend(own.as_mut().map(std::mem::take).unwrap_or_default());
+                continue;
+            }
+            for RecvBlock { block, accumulate } in blocks.iter().filter(|recv| elems(&recv.block) > 0) {
+                let target = match block.in_one_piece() {
+                    Some(range) if own.is_none() => part(&self.outputs[block.tensor], range)?,
+                    _ => {
+                        // Behind the inputs, among the sources of the copies.
+                        let from = StridedBlock { tensor: self.inputs.len(), ..block.packed_at(begin) };
+                        copies.push(BlockCopy { from, to: block.clone(), accumulate: *accumulate });
+                        begin += elems(block);
+                        part(&received.tensor()?, begin - elems(block)..begin)?
+                    }
+                };
+                transfers.receive(members, &target, rank)?;
+            }
+        }
+        Ok((received, copies))
+    }
+
+    /// What is to be done once all messages are.
+    fn finish(self, packed: Staged, received: Staged, copies: Vec<BlockCopy>) -> Step {
+        Step::last(move |members| {
+            self.copy(&[&received.tensor()?], &copies)?;
+            members.staging.give(packed);
+            members.staging.give(received);
+            Ok(())
+        })
+    }
+
+    /// Copies from the inputs, and what comes behind them, to the outputs.
+    fn copy(&self, behind: &[&Tensor], copies: &[BlockCopy]) -> Result<(), CommError> {
+        if copies.is_empty() {
+            return Ok(());
+        }
+        let sources: Vec<&Tensor> = self.inputs.iter().chain(behind.iter().copied()).collect();
+        Ok(copy_blocks(&sources, &self.outputs.iter().collect::<Vec<_>>(), copies)?)
+    }
+}
+
+/// Elements of a block that was checked: they can be counted.
+fn elems(block: &StridedBlock) -> usize {
+    block.batch * block.rows * block.run
+}

@@ -1,0 +1,74 @@
+//! Buffers between tensors and messages, kept from one operation to the next.
+
+use crate::comm::CommError;
+use crate::tensor::zeros;
+use candle_core::{DType, Device, Tensor};
+use parking_lot::Mutex;
+
+/// Buffers that wait for their next use: as many as were in use at a time, each as large as what it was needed for.
+/// Fresh memory would be filled with zeros in every operation, and faulted in page by page.
+#[derive(Debug, Default)]
+pub(super) struct Staging {
+    free: Mutex<Vec<Tensor>>,
+}
+
+/// A buffer in use.
+#[derive(Debug)]
+pub(super) struct Staged {
+    whole: Tensor,
+    elems: usize,
+}
+
+impl Staging {
+    /// Room for `elems` elements, with unspecified content.
+    pub(super) fn take(&self, elems: usize, dtype: DType) -> Result<Staged, CommError> {
+        let kept = {
+            let mut free = self.free.lock();
+            let fitting = (0..free.len()).filter(|&index| free[index].dtype() == dtype);
+            fitting.max_by_key(|&index| free[index].elem_count()).map(|index| free.swap_remove(index))
+        };
+        // One that is too small goes, so that the one that takes its place is the only one.
+        let whole = match kept.filter(|tensor| tensor.elem_count() >= elems) {
+            Some(whole) => whole,
+            None => zeros(elems, dtype, &Device::Cpu)?,
+        };
+        Ok(Staged { whole, elems })
+    }
+
+    /// Takes a buffer back that no message uses any more.
+    pub(super) fn give(&self, staged: Staged) {
+        if staged.whole.elem_count() > 0 {
+            self.free.lock().push(staged.whole);
+        }
+    }
+}
+
+impl Staged {
+    /// The elements that were asked for.
+    pub(super) fn tensor(&self) -> Result<Tensor, CommError> {
+        Ok(self.whole.narrow(0, 0, self.elems)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::buffer::StorageId;
+
+    #[test]
+    fn a_buffer_is_used_again_for_what_fits_and_replaced_by_a_larger_one() {
+        let staging = Staging::default();
+        let first = staging.take(8, DType::F32).unwrap();
+        let memory = StorageId::of(&first.whole);
+        staging.give(first);
+        let other = staging.take(4, DType::U32).unwrap();
+        let smaller = staging.take(5, DType::F32).unwrap();
+        assert_eq!((StorageId::of(&smaller.whole), smaller.tensor().unwrap().elem_count()), (memory, 5));
+        let beside = staging.take(5, DType::F32).unwrap();
+        assert_ne!(StorageId::of(&beside.whole), memory, "the other one is in use");
+        [smaller, other].into_iter().for_each(|staged| staging.give(staged));
+        let larger = staging.take(9, DType::F32).unwrap();
+        assert_eq!(larger.tensor().unwrap().elem_count(), 9);
+        assert_eq!(staging.free.lock().len(), 1, "the smaller one is gone");
+    }
+}
