@@ -2,6 +2,7 @@
 
 pub(super) mod chart;
 pub(super) mod page;
+mod plan;
 mod run;
 mod sections;
 mod settings;
