@@ -280,7 +280,12 @@ fn a_profile_that_is_none_or_does_not_tell_enough_is_refused_by_name() {
         let arguments = ["plan", config, "--model", "nano", "--machine", file];
         place.run(&arguments).assert_refused(2, names);
     };
-    let faults = ["--machine", "damaged.json:1:", "links.intra_node.all_gather_bytes_per_second", "unknown key `rate`"];
+    let faults = [
+        "--machine",
+        "damaged.json:1:",
+        "links.intra_node.all_gather_bytes_per_second",
+        "unknown key `rate`",
+    ];
     refused("config.json", "damaged.json", &faults);
     refused("config.json", "nowhere.json", &["--machine", "cannot read nowhere.json"]);
     refused("changed.json", "m.json", &["a paper machine", "rates.bf16"]);

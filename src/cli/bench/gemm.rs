@@ -78,12 +78,7 @@ impl Product {
         shapes(model).into_iter().map(|shape| Self::new(tokens, shape, dtype, device)).collect()
     }
 
-    fn new(
-        tokens: usize,
-        (name, inputs, outputs): Shape,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
+    fn new(tokens: usize, (name, inputs, outputs): Shape, dtype: DType, device: &Device) -> Result<Self> {
         let ones = |rows: usize, cols: usize| Tensor::ones((rows, cols), dtype, device);
         Ok(Self {
             name,

@@ -69,8 +69,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     settings::check_tensors(device, (ranks * (tensors + 8 * (usize::from(args.mib) << 18))) as f64)?;
     let geometry = Geometry::causal(1, args.tokens, (0..model.num_heads).collect::<Vec<_>>()).or_usage()?;
     let bench = Bench { args, model, geometry };
-    let rates_of =
-        |dtype| on_ranks(ranks, &options, |rank| bench.rates(rank, device, dtype)).map(Some);
+    let rates_of = |dtype| on_ranks(ranks, &options, |rank| bench.rates(rank, device, dtype)).map(Some);
     let rates = RatesByFormat { f32: rates_of(DType::F32)?, bf16: rates_of(DType::BF16)?, fp16: None };
     let profile = MachineProfile {
         name: processor(),
@@ -85,7 +84,9 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     };
     let text = format!("{:#}\n", profile.to_json());
     let Some(path) = &args.output else { return print(text) };
-    std::fs::write(path, text).with_context(|| format!("--output: cannot write {}", path.display())).or_run()?;
+    std::fs::write(path, text)
+        .with_context(|| format!("--output: cannot write {}", path.display()))
+        .or_run()?;
     note(format_args!("profile     {}", path.display()));
     Ok(())
 }
@@ -113,7 +114,8 @@ impl Bench<'_> {
         let products_of_pairs = self.geometry.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;
         let mut cases = vec![square.case(), attention.forward(), attention.backward()];
         let mut work = vec![square.flops(), 4.0 * products_of_pairs, 8.0 * products_of_pairs];
-        let of_products = products.iter().flat_map(|product| product.cases().map(|(_, case)| (case, product.flops())));
+        let of_products =
+            products.iter().flat_map(|product| product.cases().map(|(_, case)| (case, product.flops())));
         for (case, amount) in of_products.chain(elementwise.cases()) {
             cases.push(case);
             work.push(amount);
@@ -157,7 +159,12 @@ impl Bench<'_> {
     }
 
     /// Bytes to a file and back in a second, as offloaded tensors go there; none from a GPU, which has no such files.
-    fn file(&self, ranks: usize, options: &LaunchOptions, device: DeviceKind) -> Result<Option<f64>, Failure> {
+    fn file(
+        &self,
+        ranks: usize,
+        options: &LaunchOptions,
+        device: DeviceKind,
+    ) -> Result<Option<f64>, Failure> {
         if device != DeviceKind::Cpu {
             return Ok(None);
         }
@@ -195,8 +202,10 @@ impl Bench<'_> {
             return Ok(None);
         }
         let Args { mib, repeats, .. } = *self.args;
-        let (few, many) =
-            (figures_of(FEW, ranks, options, device, repeats)?, figures(ranks, options, device, mib, repeats)?);
+        let (few, many) = (
+            figures_of(FEW, ranks, options, device, repeats)?,
+            figures(ranks, options, device, mib, repeats)?,
+        );
         let is_collective = |figure: &&Figure| figure.name() != "copy";
         let latencies: Vec<f64> = few.iter().filter(is_collective).map(Figure::seconds).collect();
         let rate = |name: &str| {

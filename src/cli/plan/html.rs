@@ -48,7 +48,10 @@ pub(super) fn page_of(report: &Report) -> String {
 fn time(time: &StepTime) -> String {
     let row = |(what, part): &(&str, f64)| {
         let share = text(part / time.total_seconds, Unit::Percent);
-        format!("<tr><td>{what}</td><td class=\"n\">{}</td><td class=\"n\">{share}</td></tr>\n", seconds(*part))
+        format!(
+            "<tr><td>{what}</td><td class=\"n\">{}</td><td class=\"n\">{share}</td></tr>\n",
+            seconds(*part)
+        )
     };
     let rows: String = time.parts.named().iter().map(row).collect();
     format!(

@@ -189,7 +189,8 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     check_config(&model, &config)?;
     let seq_len = config.seq_len.unwrap_or(config.sp_size);
     check_exchange(&model, (config.micro_batch_size, seq_len), &config, config.sp_size)?;
-    let machine = args.machine.as_deref().map(MachineProfile::from_file).transpose().context("--machine").or_usage()?;
+    let machine =
+        args.machine.as_deref().map(MachineProfile::from_file).transpose().context("--machine").or_usage()?;
     let ranks_per_node = args.ranks_per_node.or(machine.as_ref().map(|machine| machine.ranks_per_node));
     let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
     let budget = budget_bytes(args.memory_gib)?;

@@ -29,7 +29,8 @@ fn workload(run: &RunFiles) -> Option<Workload> {
     longest_rows(&mut config);
     let record = &run.record;
     let threads = record["environment"]["threads_per_rank"].as_u64();
-    config.threads_per_rank = threads.and_then(|threads| usize::try_from(threads).ok()).or(config.threads_per_rank);
+    config.threads_per_rank =
+        threads.and_then(|threads| usize::try_from(threads).ok()).or(config.threads_per_rank);
     let model = LlamaConfig::from_hf_json(record["model"]["config"].clone(), "run.json").ok()?;
     // Who shares a node changes no memory.
     Some(Workload { ranks_per_node: config.world_size(), config, model, document_len: None })
@@ -65,5 +66,8 @@ fn by_category(plan: &RankPlan, measured: &Value) -> String {
     let Some(mut rows) = rows else { return String::new() };
     let all = measured["peak_bytes"].as_f64().unwrap_or_default();
     rows.push(vec!["total".to_owned(), bytes(plan.peak_bytes as f64), bytes(all)]);
-    format!("<details><summary>The peak, planned and measured</summary>\n{}</details>", table(&["", "planned", "measured"], rows.into_iter()))
+    format!(
+        "<details><summary>The peak, planned and measured</summary>\n{}</details>",
+        table(&["", "planned", "measured"], rows.into_iter())
+    )
 }

@@ -15,7 +15,13 @@ const MAX_CELLS: usize = 16;
 /// The section of a run. `is_one_of_several`: it says which; `is_open`: its tables are unfolded.
 pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> String {
     let title = if is_one_of_several { escape(&run.name) } else { "This run in detail".to_owned() };
-    let charts = format!("{}<div class=\"stack\">{}{}</div>\n{}", time_shares(run), memory(run), mesh(run), plan::figures(run));
+    let charts = format!(
+        "{}<div class=\"stack\">{}{}</div>\n{}",
+        time_shares(run),
+        memory(run),
+        mesh(run),
+        plan::figures(run)
+    );
     let parts = [
         ("Communication", communication(run)),
         ("Configuration", settings::table(run)),

@@ -73,7 +73,8 @@ fn faults_are_named_with_their_key_and_what_would_be_valid() {
     // A key of the config is none of a profile.
     let message = fault(|json| json["steps"] = json!(8));
     assert!(message.contains("unknown key `steps`") && !message.contains("ulysses"), "{message}");
-    let message = fault(|json| drop(json["rates"]["f32"].as_object_mut().unwrap().remove("peak_flops_per_second")));
+    let message =
+        fault(|json| drop(json["rates"]["f32"].as_object_mut().unwrap().remove("peak_flops_per_second")));
     assert!(message.contains("missing key `rates.f32.peak_flops_per_second`"), "{message}");
     let message = fault(|json| drop(json.as_object_mut().unwrap().remove("links")));
     assert!(message.contains("missing key `links`: expected an object"), "{message}");

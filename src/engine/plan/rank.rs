@@ -91,11 +91,7 @@ impl Held {
 
 impl RankPlan {
     /// Goes through two steps; the second is what is told.
-    pub(super) fn sum(
-        rank: usize,
-        events: Schedule,
-        nodes: &Nodes,
-    ) -> Self {
+    pub(super) fn sum(rank: usize, events: Schedule, nodes: &Nodes) -> Self {
         let mut held = Held::default();
         let mut moments: Vec<MomentMemory> = Vec::new();
         let (mut steps, mut persistent) = (0, 0);

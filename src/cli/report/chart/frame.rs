@@ -80,10 +80,7 @@ impl Frame {
             let _ = writeln!(svg, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\">{label}</text>");
         }
         let (x, y) = (WIDTH - RIGHT, HEIGHT - 3.0);
-        let _ = writeln!(
-            svg,
-            "<text x=\"{x}\" y=\"{y}\" text-anchor=\"end\" class=\"faint\">{along}</text>"
-        );
+        let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y}\" text-anchor=\"end\" class=\"faint\">{along}</text>");
     }
 }
 

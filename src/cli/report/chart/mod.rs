@@ -116,8 +116,7 @@ impl Chart {
     }
 
     fn frame<'a>(&self, series: impl Iterator<Item = &'a Series> + Clone) -> Option<Frame> {
-        let points =
-            || series.clone().flat_map(|series| &series.points).filter(|(_, y)| y.is_finite());
+        let points = || series.clone().flat_map(|series| &series.points).filter(|(_, y)| y.is_finite());
         let range = |values: &mut dyn Iterator<Item = f64>| {
             values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
                 (low.min(value), high.max(value))

@@ -277,9 +277,8 @@ fn what_leaves_the_node_goes_by_the_other_link_and_the_slower_one_counts() {
 
 #[test]
 fn a_rate_that_is_needed_and_not_known_is_named() {
-    let message = |workload: Workload, machine: &MachineProfile| {
-        workload.step_time(machine).unwrap_err().to_string()
-    };
+    let message =
+        |workload: Workload, machine: &MachineProfile| workload.step_time(machine).unwrap_err().to_string();
     let bf16 = nano(1, 1, json!({ "bf16": { "enabled": true } }));
     assert!(message(bf16, &machine()).contains("`rates.bf16`"));
     let alone = MachineProfile { links: Links::default(), file_bytes_per_second: None, ..machine() };
