@@ -35,7 +35,7 @@ pub(in crate::cli) fn memory(timeline: &[MomentMemory], measured: &[(String, u64
 type Curve = (&'static str, usize, fn(&Point) -> Option<f64>);
 
 const CURVES: [Curve; 4] = [
-    ("Ulysses", 0, |point| Some(point.ulysses_bytes?)),
+    ("Ulysses", 0, |point| point.ulysses_bytes),
     ("Megatron SP", 1, |point| Some(point.megatron_bytes)),
     ("ring", 2, |point| Some(point.ring_bytes)),
     ("claim 8·N·h/P", 4, |point| Some(point.claimed_bytes)),
@@ -54,7 +54,7 @@ pub(in crate::cli) fn scaling(model: &ModelScaling) -> Chart {
     };
     let tokens = model.points.first().map_or(0, |point| point.seq_len / point.ranks.max(1));
     Chart {
-        title: format!("{}: bytes that a rank sends in a layer, {tokens} tokens for each rank", model.model),
+        title: format!("{}: sent in a layer, {tokens} tokens a rank", model.model),
         along: "ranks, as many times as many tokens",
         unit: Unit::Bytes,
         scale: Scale::Logarithmic,
