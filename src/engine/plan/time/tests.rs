@@ -302,10 +302,10 @@ fn thousands_of_ranks_cost_a_loop() {
     let workload = Workload { config, model, document_len: None, ranks_per_node: 8 };
     let machine = with_rates(|rates| rates.product_flops_per_second = 1e15);
     let time = workload.step_time(&machine).unwrap();
-    // Of a layer all is multiplied again but what gives its halves' results; of the head the logits.
+    // Of a layer all is multiplied again but what gives its output; of the head the logits.
     let (hidden, inner, kv, layers) = (16_384.0, 53_248.0, 8.0 * 128.0, 126.0);
     let layer = 2.0 * hidden * hidden + 2.0 * hidden * kv + 3.0 * hidden * inner;
-    let again = layer - hidden * hidden - hidden * inner;
+    let again = layer - hidden * inner;
     let flops = layers * (6.0 * layer + 2.0 * again) + 8.0 * hidden * 128_256.0;
     let tokens_per_rank = 32.0 * f64::from(1 << 20) / 4096.0;
     assert!((time.total_seconds / (tokens_per_rank * flops / 1e15) - 1.0).abs() < 1e-9, "{time:?}");
