@@ -67,7 +67,8 @@ fn by_category(plan: &RankPlan, measured: &Value) -> String {
     let all = measured["peak_bytes"].as_f64().unwrap_or_default();
     rows.push(vec!["total".to_owned(), bytes(plan.peak_bytes as f64), bytes(all)]);
     format!(
-        "<details><summary>The peak, planned and measured</summary>\n{}</details>",
+        "<details><summary>The peak, planned and measured</summary>\n{}<p></p><p class=\"faint\">Storage that waits for its next use is \
+         other in the plan; the allocator counts it as what it was made for.</p></details>",
         table(&["", "planned", "measured"], rows.into_iter())
     )
 }
