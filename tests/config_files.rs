@@ -1,7 +1,7 @@
 //! The ready files in `configs/` are valid and are what their README says.
 
 use std::path::{Path, PathBuf};
-use ulysses::config::{Config, ZeroStage};
+use ulysses::config::{Config, MachineProfile, ZeroStage};
 
 fn configs_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("configs")
@@ -28,6 +28,18 @@ fn every_file_is_valid_complete_and_without_remarks() {
         }
     }
     assert_eq!(num_files, 11);
+}
+
+#[test]
+fn every_machine_profile_is_valid_and_says_that_it_is_not_measured() {
+    let profiles = std::fs::read_dir(configs_dir().join("machines")).unwrap();
+    let profiles: Vec<_> =
+        profiles.map(|entry| MachineProfile::from_file(entry.unwrap().path()).unwrap()).collect();
+    assert_eq!(profiles.len(), 2);
+    for MachineProfile { name, origin, rates, links, .. } in profiles {
+        assert!(origin.contains("NOT MEASURED") && origin.contains("assumed"), "{name}: {origin}");
+        assert!(rates.bf16.is_some() && links.intra_node.is_some() && links.inter_node.is_some(), "{name}");
+    }
 }
 
 #[test]

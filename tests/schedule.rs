@@ -17,7 +17,7 @@ use ulysses::comm::{CollectiveOp, ProcessGroup, ProcessGroupExt};
 use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::engine::Engine;
-use ulysses::engine::schedule::{Event, Schedule, Transfer, schedule};
+use ulysses::engine::schedule::{Event, Purpose, Schedule, Transfer, schedule};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset, shape};
 use ulysses::ops::attention::FlashAttention;
@@ -252,6 +252,30 @@ fn the_schedule_is_the_log_of_real_ranks_event_for_event() {
             );
             assert_eq!(moved, expected_moved, "{label}, rank {rank}");
         }
+    }
+}
+
+#[test]
+fn what_is_started_is_awaited_once_and_in_order() {
+    for case in cases() {
+        let mesh = DeviceMesh::dp_sp(case.mesh.0, case.mesh.1).unwrap();
+        let mut under_way: BTreeMap<Purpose, i64> = BTreeMap::new();
+        for event in schedule(&case.config(), &case.model, &mesh, 0).unwrap() {
+            match event {
+                Event::Collective(transfer) if !transfer.is_awaited_at_once() => {
+                    *under_way.entry(transfer.purpose).or_default() += 1;
+                }
+                Event::Wait(purpose) => {
+                    let left = under_way.entry(purpose).or_default();
+                    *left -= 1;
+                    assert!(*left >= 0, "{}: nobody has started to {purpose}", case.label);
+                }
+                _ => {}
+            }
+            // A layer's parts and the next one's; a reduction and the one before it.
+            assert!(under_way.values().all(|count| *count <= 4), "{}: {under_way:?}", case.label);
+        }
+        assert!(under_way.values().all(|count| *count == 0), "{}: {under_way:?}", case.label);
     }
 }
 

@@ -4,7 +4,9 @@ use super::arguments::Arguments;
 use super::call::{Call, compare};
 use super::history::Label;
 use super::strided::validate;
-use super::{CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt, StartCall};
+use super::{
+    CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt, StartCall,
+};
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -6,12 +6,16 @@
 //! is then refused by `serde_json`.
 
 use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
+use super::error::ConfigError;
 use jsonc_parser::ast::{Object, Value};
 use jsonc_parser::common::Ranged;
 use jsonc_parser::{CollectOptions, ParseOptions};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
 
 /// The largest file that is read.
-pub(super) const MAX_FILE_BYTES: usize = 16 << 20;
+const MAX_FILE_BYTES: usize = 16 << 20;
 
 /// The deepest nesting that is read; the vocabulary needs three levels.
 const MAX_DEPTH: usize = 64;
@@ -29,8 +33,38 @@ const STRICT: ParseOptions = ParseOptions {
     allow_extended_string_escapes: false,
 };
 
+/// The text of a file of at most [`MAX_FILE_BYTES`].
+pub(super) fn read(path: &Path) -> Result<String, ConfigError> {
+    let read_error = |reason| ConfigError::Read { path: path.to_owned(), reason };
+    let mut text = String::new();
+    // One byte more than allowed tells a file that is too large from one that just fits.
+    let file = File::open(path).map_err(read_error)?;
+    let mut limited = file.take(MAX_FILE_BYTES as u64 + 1);
+    match limited.read_to_string(&mut text) {
+        Err(_) if limited.limit() == 0 => Err(too_large(&path.display().to_string())),
+        Err(error) => Err(read_error(error)),
+        Ok(_) => Ok(text),
+    }
+}
+
+/// Parses the text of a file, whose root has to be an object; `file` is what errors call it.
+pub(super) fn parse_file<'t>(text: &'t str, file: &str) -> Result<Object<'t>, ConfigError> {
+    if text.len() > MAX_FILE_BYTES {
+        return Err(too_large(file));
+    }
+    parse(text).map_err(|diagnostic| ConfigError::Invalid {
+        file: file.to_owned(),
+        diagnostics: vec![*diagnostic],
+        omitted: 0,
+    })
+}
+
+fn too_large(file: &str) -> ConfigError {
+    ConfigError::TooLarge { file: file.to_owned(), limit_bytes: MAX_FILE_BYTES }
+}
+
 /// Parses `text`, whose root has to be an object.
-pub(super) fn parse(text: &str) -> Result<Object<'_>, Box<Diagnostic>> {
+fn parse(text: &str) -> Result<Object<'_>, Box<Diagnostic>> {
     check_depth(text)?;
     let parsed = jsonc_parser::parse_to_ast(text, &CollectOptions::default(), &STRICT)
         .map_err(|error| syntax(text, error.range().start, error.kind().to_string()))?;

@@ -13,6 +13,8 @@
 //!    mesh and the batch arithmetic, and gives a [`Config`] without open questions;
 //! 6. [`LrSchedule`] turns its scheduler section into a learning rate per step.
 //!
+//! [`MachineProfile`] is a file of its own that goes through the same reader.
+//!
 //! From the same table come [`explain`], [`reference_markdown`] (`docs/config.md`) and
 //! [`json_schema`] (`configs/ulysses.schema.json`).
 //!
@@ -40,6 +42,7 @@ mod diagnostic;
 mod document;
 mod error;
 mod explain;
+mod machine;
 mod memory;
 mod mesh_rules;
 mod mesh_shape;
@@ -67,6 +70,7 @@ pub use data::{DataSource, HeldOut, Packing, SeqLenChange, ValidationConfig};
 pub use diagnostic::{Diagnostic, Excerpt, Position, Problem};
 pub use error::ConfigError;
 pub use explain::{UnknownKey, explain};
+pub use machine::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 pub use memory::{MemoryConfig, Offload};
 pub use mesh_rules::{MeshRule, sizes_of};
 pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};

@@ -4,7 +4,7 @@ use super::check::check;
 use super::checkpoint::CheckpointConfig;
 use super::data::{DataSource, Packing, SeqLenChange, ValidationConfig};
 use super::diagnostic::{Excerpt, Position};
-use super::document::{self, MAX_FILE_BYTES};
+use super::document;
 use super::error::ConfigError;
 use super::memory::MemoryConfig;
 use super::mesh_rules::MeshRule;
@@ -19,8 +19,6 @@ use super::resolved::{Backend, LossNormalization};
 use super::schedule::SchedulerConfig;
 use super::vocabulary::ROOT;
 use super::zero_stage::ZeroStage;
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 use std::time::Duration;
 
@@ -98,16 +96,7 @@ impl RawConfig {
     /// When the file cannot be read, is too large, or has faults.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let path = path.as_ref();
-        let read_error = |reason| ConfigError::Read { path: path.to_owned(), reason };
-        let mut text = String::new();
-        // One byte more than allowed tells a file that is too large from one that just fits.
-        let file = File::open(path).map_err(read_error)?;
-        let mut limited = file.take(MAX_FILE_BYTES as u64 + 1);
-        match limited.read_to_string(&mut text) {
-            Err(_) if limited.limit() == 0 => Err(too_large(&path.display().to_string())),
-            Err(error) => Err(read_error(error)),
-            Ok(_) => Self::from_json_str(&text, &path.display().to_string()),
-        }
+        Self::from_json_str(&document::read(path)?, &path.display().to_string())
     }
 
     /// Checks the text of a config file; `file` is what error messages call it.
@@ -115,15 +104,8 @@ impl RawConfig {
     /// # Errors
     /// When the text is too large or has faults; all of them are in the one error.
     pub fn from_json_str(text: &str, file: &str) -> Result<Self, ConfigError> {
-        if text.len() > MAX_FILE_BYTES {
-            return Err(too_large(file));
-        }
-        let root = document::parse(text).map_err(|diagnostic| ConfigError::Invalid {
-            file: file.to_owned(),
-            diagnostics: vec![*diagnostic],
-            omitted: 0,
-        })?;
-        let report = Report::new(text);
+        let root = document::parse_file(text, file)?;
+        let report = Report::new(text, ROOT);
         check(&report, &root, ROOT);
         let config = Self::read(&Section::root(&report, &root, ROOT), file, &report);
         let remarks = report.finish(file)?;
@@ -269,8 +251,4 @@ fn read_zero(root: &Section<'_>) -> ZeroStage {
     needs("offload_param", "3", number == 3);
     needs("offload_optimizer", "1, 2 or 3", number > 0);
     ZeroStage::from_number(number).unwrap_or_default()
-}
-
-fn too_large(file: &str) -> ConfigError {
-    ConfigError::TooLarge { file: file.to_owned(), limit_bytes: MAX_FILE_BYTES }
 }

@@ -3,7 +3,7 @@
 use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
 use super::document::{abbreviated, position_at};
 use super::error::ConfigError;
-use super::vocabulary::{Effect, Key, entries, join, nearest};
+use super::vocabulary::{Effect, Key, entries_of, join, nearest};
 use jsonc_parser::common::Range;
 use std::cell::RefCell;
 
@@ -13,6 +13,8 @@ const MAX_LISTED: usize = 100;
 /// Collects the faults of one file.
 pub(super) struct Report<'t> {
     text: &'t str,
+    /// The keys at the top of the file.
+    root: &'static [Key],
     state: RefCell<State>,
 }
 
@@ -38,8 +40,8 @@ pub(super) struct Auto {
 }
 
 impl<'t> Report<'t> {
-    pub(super) fn new(text: &'t str) -> Self {
-        Self { text, state: RefCell::default() }
+    pub(super) fn new(text: &'t str, root: &'static [Key]) -> Self {
+        Self { text, root, state: RefCell::default() }
     }
 
     /// The remarks, or the faults in the order of the file, if there are any.
@@ -80,7 +82,7 @@ impl<'t> Report<'t> {
             // `steps` at the top is `ulysses.steps` rather than a part of `steps_per_print`.
             let known = || keys.iter().map(|key| key.name);
             let suggestion =
-                home_of(name).or_else(|| nearest(name, known()).map(|known| join(section, known)));
+                home_of(name, self.root).or_else(|| nearest(name, known()).map(|known| join(section, known)));
             Problem::UnknownKey { suggestion, known: known().collect() }
         });
     }
@@ -110,9 +112,9 @@ impl<'t> Report<'t> {
     }
 }
 
-/// The only place of the vocabulary where a key called `name` does something.
-fn home_of(name: &str) -> Option<String> {
-    let mut homes: Vec<_> = entries().into_iter().filter(|entry| entry.key.name == name).collect();
+/// The only place in the file where a key called `name` does something.
+fn home_of(name: &str, root: &'static [Key]) -> Option<String> {
+    let mut homes: Vec<_> = entries_of(root).into_iter().filter(|entry| entry.key.name == name).collect();
     if homes.len() > 1 {
         homes.retain(|entry| matches!(entry.key.effect, Effect::Honoured));
         homes.dedup_by(|a, b| a.path == b.path); // the variants of a `params` section

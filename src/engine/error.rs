@@ -58,6 +58,16 @@ pub enum EngineError {
         /// The patterns of the groups that are frozen.
         patterns: Vec<String>,
     },
+    /// A machine profile lacks a rate that a step needs.
+    #[error("the machine profile of {machine:?} does not tell `{key}`, but {needed_by}")]
+    MachineRate {
+        /// The profile's name.
+        machine: String,
+        /// The key that is absent or null.
+        key: &'static str,
+        /// What needs it.
+        needed_by: String,
+    },
     /// Something could not be moved to a file or back.
     #[error(transparent)]
     Offload(#[from] OffloadError),

@@ -72,11 +72,19 @@ impl LlamaConfig {
             path: path.clone(),
             reason: format!("not valid JSON: {error}"),
         })?;
+        Self::from_hf_json(value, &path.display().to_string())
+    }
+
+    /// The inverse of [`to_hf_json`](Self::to_hf_json), of anybody's description; `origin` is what errors call it.
+    ///
+    /// # Errors
+    /// As [`from_hf_dir`](Self::from_hf_dir), but for reading.
+    pub fn from_hf_json(value: Value, origin: &str) -> Result<Self, ModelError> {
         if !value.is_object() {
-            return Err(ModelError::Format { path, reason: "expected a JSON object".into() });
+            return Err(ModelError::Format { path: origin.into(), reason: "expected a JSON object".into() });
         }
-        let config = HfConfig { origin: path.display().to_string(), value }.llama()?;
-        config.validate(&path.display().to_string())?;
+        let config = HfConfig { origin: origin.to_owned(), value }.llama()?;
+        config.validate(origin)?;
         Ok(config)
     }
 

@@ -47,6 +47,29 @@ fn saves_stand_beside_copies_and_leave_nothing() {
 }
 
 #[test]
+fn a_profile_of_this_machine_is_one_that_a_plan_takes() {
+    let place = Workplace::new();
+    place.write_config("c.json", serde_json::json!({ "mesh_param": [1, 2], "ulysses": { "model": "nano" } }));
+    let few = ["--model", "nano", "--tokens", "64", "--mib", "1", "--repeats", "1"];
+    let outcome = place.run(&[&["bench", "profile", "--output", "m.json"], &few[..]].concat());
+    outcome.assert_done();
+    let profile: Value = serde_json::from_str(&place.read("m.json")).unwrap();
+    assert_eq!((&profile["ranks_per_node"], &profile["links"]["inter_node"]), (&2.into(), &Value::Null));
+    assert!(profile["origin"].as_str().unwrap().contains("2 rank(s)"), "{profile}");
+    let outcome = place.run(&["plan", "c.json", "--machine", "m.json", "--json"]);
+    let plan: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
+    for part in ["products_seconds", "exchange_seconds", "update_seconds", "total_seconds"] {
+        assert!(plan["step_time"][part].as_f64().is_some_and(|seconds| seconds > 0.0), "{part}: {plan}");
+    }
+    // Alone a rank has nobody to exchange with, and what is not measured is asked for by name.
+    let alone = place.run(&[&["bench", "profile", "--ranks", "1"], &few[..]].concat());
+    place.write("alone.json", &alone.assert_done().stdout);
+    place.run(&["plan", "c.json", "--machine", "alone.json"]).assert_refused(2, &["links.inter_node"]);
+    let nowhere = place.run(&[&["bench", "profile", "--offload-path", "nowhere"], &few[..]].concat());
+    nowhere.assert_refused(2, &["nowhere", "--offload-path"]);
+}
+
+#[test]
 fn exchanges_and_collectives_stand_beside_copies() {
     let place = Workplace::new();
     let exchange = report(&place, &["all-to-all", "--ranks", "3", "--mib", "1"]);

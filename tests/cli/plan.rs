@@ -261,6 +261,84 @@ fn what_cannot_be_planned_is_refused_by_name() {
     }
 }
 
+/// A profile whose rates are all the same number.
+fn machine(rate: f64) -> Value {
+    let link = json!({
+        "latency_seconds": 0.0, "all_to_all_bytes_per_second": rate, "all_reduce_bytes_per_second": rate,
+        "reduce_scatter_bytes_per_second": rate, "all_gather_bytes_per_second": rate,
+    });
+    json!({
+        "version": 1, "name": "a paper machine", "origin": "a test", "ranks_per_node": 2,
+        "rates": { "f32": {
+            "peak_flops_per_second": 2.0 * rate, "product_flops_per_second": rate,
+            "attention_forward_flops_per_second": rate, "attention_backward_flops_per_second": rate,
+            "elementwise_bytes_per_second": rate,
+        } },
+        "update_bytes_per_second": rate, "overlaps_communication": false,
+        "links": { "intra_node": link, "inter_node": link },
+    })
+}
+
+#[test]
+fn with_a_machine_the_time_of_a_step_is_told_and_drawn() {
+    let place = workplace(json!({}));
+    place.write("m.json", machine(1e9).to_string());
+    place.write("fast.json", machine(4e9).to_string());
+    let arguments = ["config.json", "--model", "nano", "--mesh", "2x2", "--machine"];
+    let text = place.run(&[&["plan"], &arguments[..], &["m.json", "--html", "plan.html"]].concat());
+    text.assert_done();
+    assert!(text.stdout.contains("predicted time of a step on a paper machine"), "{}", text.stdout);
+    assert!(place.read("plan.html").contains("Predicted time of a step on a paper machine"));
+    let of = |file: &str| plan(&place, &[&arguments[..], &[file]].concat());
+    let (slow, fast) = (of("m.json"), of("fast.json"));
+    assert_eq!(slow["mesh"]["ranks_per_node"], 2);
+    let number = |plan: &Value, key: &str| plan["step_time"][key].as_f64().unwrap();
+    let parts = ["products", "attention", "elementwise", "exchange", "zero", "update", "file"];
+    let seconds = parts.iter().map(|part| number(&slow, &format!("{part}_seconds"))).sum::<f64>();
+    assert!((seconds / number(&slow, "total_seconds") - 1.0).abs() < 1e-12);
+    // Four times the rates are a quarter of the time, and the same share of the peak.
+    assert!((number(&slow, "total_seconds") / number(&fast, "total_seconds") - 4.0).abs() < 1e-9);
+    assert!((number(&slow, "mfu") / number(&fast, "mfu") - 1.0).abs() < 1e-9);
+    assert!((0.05..0.5).contains(&number(&slow, "mfu")), "{}", slow["step_time"]);
+    // Without a machine nothing is said of time.
+    assert_eq!(plan(&place, &arguments[..5]).get("step_time"), None);
+}
+
+#[test]
+fn a_profile_that_is_none_or_does_not_tell_enough_is_refused_by_name() {
+    let place = workplace(json!({ "bf16": { "enabled": true } }));
+    let mut damaged = machine(1e9);
+    damaged["links"]["intra_node"]["all_gather_bytes_per_second"] = json!(0);
+    damaged["rate"] = json!(1);
+    place.write("damaged.json", damaged.to_string());
+    place.write("m.json", machine(1e9).to_string());
+    let refused = |config: &str, file: &str, names: &[&str]| {
+        let arguments = ["plan", config, "--model", "nano", "--machine", file];
+        place.run(&arguments).assert_refused(2, names);
+    };
+    let faults = [
+        "--machine",
+        "damaged.json:1:",
+        "links.intra_node.all_gather_bytes_per_second",
+        "unknown key `rate`",
+    ];
+    refused("config.json", "damaged.json", &faults);
+    refused("config.json", "nowhere.json", &["--machine", "cannot read nowhere.json"]);
+    refused("changed.json", "m.json", &["a paper machine", "rates.bf16"]);
+}
+
+#[test]
+fn the_memory_of_a_plan_is_drawn_by_itself() {
+    let place = workplace(json!({}));
+    place.run(&["plan", "config.json", "--model", "nano", "--svg", "memory.svg"]).assert_done();
+    let svg = place.read("memory.svg");
+    assert!(svg.starts_with("<svg xmlns") && svg.ends_with("</svg>\n"), "{svg}");
+    assert_eq!(svg.matches("<polygon").count(), 6, "an area for each category");
+    assert!(svg.contains("prefers-color-scheme: dark") && !svg.contains("NaN"));
+    let outcome = place.run(&["plan", "config.json", "--model", "nano", "--svg", "no/such/folder.svg"]);
+    outcome.assert_refused(1, &["--svg", "no/such/folder.svg"]);
+}
+
 #[test]
 fn the_scaling_study_is_one_command() {
     let place = Workplace::new();

@@ -40,8 +40,12 @@ fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other(
     }
     assert!(page.contains("prefers-color-scheme: dark") && page.contains("width=device-width"));
     // Loss, tokens/s, norm, rate, GEMM share and memory of two runs; held-out losses are dots.
-    assert_eq!(page.matches("<polyline").count(), 6 * 2);
+    let (curves, of_runs) = page.split_once("<h2>").unwrap();
+    assert_eq!(curves.matches("<polyline").count(), 6 * 2);
     assert_eq!(page.matches("<circle").count(), 2);
+    // Of each run a line at its peak, and the traffic of three kinds of sequence parallelism and of the claim.
+    assert_eq!(of_runs.matches("<polyline").count(), (1 + 4) * 2);
+    assert_eq!(of_runs.matches("measured peak of rank 0").count(), 2);
     for part in [
         "a&lt;b, held out",
         "Peak memory of each rank",
@@ -83,6 +87,7 @@ fn a_plan_is_drawn_as_a_page_of_its_own() {
     let page = place.read("plan.html");
     assert_well_formed(&page);
     assert_eq!(page.matches("<polygon").count(), 6, "an area for each category");
+    assert_eq!(page.matches("<polyline").count(), 4, "traffic");
     for part in ["llama3-8b on dp 2 × sp 4", "activations", "optimizer", "80 GiB"] {
         assert!(page.contains(part), "no {part:?}");
     }

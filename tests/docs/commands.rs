@@ -75,6 +75,11 @@ fn workplace() -> tempfile::TempDir {
         }
         fs::copy(entry.path(), at("configs").join(entry.file_name())).unwrap();
     }
+    fs::create_dir(at("configs/machines")).unwrap();
+    for entry in fs::read_dir(root().join("configs/machines")).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), at("configs/machines").join(entry.file_name())).unwrap();
+    }
     let fixture = "tests/fixtures/golden/tiny_strong";
     fs::create_dir_all(at(fixture)).unwrap();
     for file in ["config.json", "model.safetensors", "inputs.safetensors"] {

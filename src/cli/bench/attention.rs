@@ -5,7 +5,7 @@ use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
 use super::{DeviceArg, Failure, Measuring, OrFail, on_ranks, settings};
 use anyhow::{Result, anyhow};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use ulysses::comm::RankContext;
 use ulysses::device::DeviceKind;
@@ -66,25 +66,71 @@ fn measure(
     geometry: &Geometry,
 ) -> Result<([Vec<f64>; 4], f64)> {
     let device = device.open(rank.rank)?;
-    let (seq_len, num_heads, head_dim) =
-        (args.seq_len as usize, usize::from(args.num_heads), usize::from(args.head_dim));
-    let random = || Tensor::randn(0f32, 1.0, (1, seq_len, num_heads, head_dim), &device);
-    let (q, k, v, dout) = (random()?, random()?, random()?, random()?);
-    let (o, dq, dk, dv) = (q.zeros_like()?, q.zeros_like()?, k.zeros_like()?, v.zeros_like()?);
-    let lse = Tensor::zeros((1, num_heads, seq_len), q.dtype(), &device)?;
-    let row_terms = lse.zeros_like()?;
-    let scale = (1.0 / (head_dim as f64).sqrt()) as f32;
-    let operands = Operands { q: &q, k: &k, v: &v, scale, geometry };
-    let upstream = Upstream { dout: &dout, lse: &lse, delta: &row_terms };
-    let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
+    let operation = Operation::new(geometry, usize::from(args.head_dim), DType::F32, &device)?;
     let square = Square::new(DType::F32, &device)?;
-    let cases = vec![
-        square.case(),
-        Case::new(|| Ok(forward(&operands, &o, &lse)?)),
-        Case::new(|| Ok(delta(&o, &dout, &row_terms)?)),
-        Case::new(|| Ok(backward(&operands, &upstream, &gradients)?)),
-    ];
+    let cases = vec![square.case(), operation.forward(), operation.delta(), operation.backward()];
     let seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?;
     let seconds = seconds.try_into().map_err(|_| anyhow!("four cases have four times"))?;
     Ok((seconds, square.flops()))
+}
+
+/// Attention of random tensors, with its gradients.
+pub(super) struct Operation<'a> {
+    geometry: &'a Geometry,
+    scale: f32,
+    qkv: [Tensor; 3],
+    o: Tensor,
+    lse: Tensor,
+    row_terms: Tensor,
+    dout: Tensor,
+    dqkv: [Tensor; 3],
+}
+
+impl<'a> Operation<'a> {
+    /// Of one row whose queries, keys and values have as many heads.
+    pub(super) fn new(
+        geometry: &'a Geometry,
+        head_dim: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let (seq_len, num_heads) = (geometry.q_positions().len(), geometry.q_to_kv().len());
+        let random = || {
+            let numbers = Tensor::randn(0f32, 1.0, (1, seq_len, num_heads, head_dim), device)?;
+            numbers.to_dtype(dtype)
+        };
+        let (qkv, dout) = ([random()?, random()?, random()?], random()?);
+        let lse = Tensor::zeros((1, num_heads, seq_len), DType::F32, device)?;
+        Ok(Self {
+            geometry,
+            scale: (1.0 / (head_dim as f64).sqrt()) as f32,
+            o: dout.zeros_like()?,
+            dqkv: [dout.zeros_like()?, dout.zeros_like()?, dout.zeros_like()?],
+            row_terms: lse.zeros_like()?,
+            lse,
+            qkv,
+            dout,
+        })
+    }
+
+    fn operands(&self) -> Operands<'_> {
+        let [q, k, v] = &self.qkv;
+        Operands { q, k, v, scale: self.scale, geometry: self.geometry }
+    }
+
+    pub(super) fn forward(&self) -> Case<'_> {
+        Case::new(|| Ok(forward(&self.operands(), &self.o, &self.lse)?))
+    }
+
+    fn delta(&self) -> Case<'_> {
+        Case::new(|| Ok(delta(&self.o, &self.dout, &self.row_terms)?))
+    }
+
+    pub(super) fn backward(&self) -> Case<'_> {
+        Case::new(|| {
+            let upstream = Upstream { dout: &self.dout, lse: &self.lse, delta: &self.row_terms };
+            let [dq, dk, dv] = &self.dqkv;
+            Ok(backward(&self.operands(), &upstream, &Gradients { dq, dk, dv })?)
+        })
+    }
 }

@@ -65,8 +65,19 @@ pub(in crate::cli) fn figures(
     mib: u16,
     repeats: u32,
 ) -> Result<Vec<Figure>, Failure> {
-    // A whole number of elements for every rank.
-    let elems = ((usize::from(mib) << 20) / size_of::<f32>()).next_multiple_of(ranks);
+    figures_of((usize::from(mib) << 20) / size_of::<f32>(), on, ranks, options, device, repeats)
+}
+
+/// The same of a tensor of `elems` elements, or a few more: a whole number for every rank.
+pub(super) fn figures_of(
+    elems: usize,
+    on: &mut Ranks,
+    ranks: usize,
+    options: &LaunchOptions,
+    device: DeviceKind,
+    repeats: u32,
+) -> Result<Vec<Figure>, Failure> {
+    let elems = elems.next_multiple_of(ranks);
     settings::check_tensors(device, 3.0 * (on.local(ranks) * elems) as f64)?;
     let bytes = (elems * size_of::<f32>()) as f64;
     let mut seconds = on.run(ranks, options, |rank| measure(rank, device, elems, repeats))?.into_iter();

@@ -58,7 +58,7 @@ impl Square {
 type Shape = (&'static str, usize, usize);
 
 /// A weight of a model and what its products work on.
-struct Product {
+pub(super) struct Product {
     name: &'static str,
     flops: f64,
     x: Tensor,
@@ -68,20 +68,35 @@ struct Product {
 }
 
 impl Product {
-    fn new(tokens: usize, (name, inputs, outputs): Shape, device: &Device) -> Result<Self> {
-        let ones = |rows: usize, cols: usize| Tensor::ones((rows, cols), DType::F32, device);
+    /// Of all weights of a layer and of the head. Gradients of weights are f32.
+    pub(super) fn all(
+        model: &LlamaConfig,
+        tokens: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Vec<Self>> {
+        shapes(model).into_iter().map(|shape| Self::new(tokens, shape, dtype, device)).collect()
+    }
+
+    fn new(tokens: usize, (name, inputs, outputs): Shape, dtype: DType, device: &Device) -> Result<Self> {
+        let ones = |rows: usize, cols: usize| Tensor::ones((rows, cols), dtype, device);
         Ok(Self {
             name,
             flops: 2.0 * tokens as f64 * inputs as f64 * outputs as f64,
             x: ones(tokens, inputs)?,
             weight: ones(outputs, inputs)?,
             y: ones(tokens, outputs)?,
-            dweight: ones(outputs, inputs)?,
+            dweight: Tensor::ones((outputs, inputs), DType::F32, device)?,
         })
     }
 
+    /// Operations of each of them.
+    pub(super) fn flops(&self) -> f64 {
+        self.flops
+    }
+
     /// One product of the forward and two of the backward pass.
-    fn cases(&self) -> [(&'static str, Case<'_>); 3] {
+    pub(super) fn cases(&self) -> [(&'static str, Case<'_>); 3] {
         let Self { x, weight, y, dweight, .. } = self;
         [
             ("forward", Case::new(|| Ok(linear::forward(x, weight, y, false)?))),
@@ -102,8 +117,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let figures = on_ranks(1, &options, |rank| {
         let device = device.open(rank.rank)?;
         let square = Square::new(DType::F32, &device)?;
-        let products = shapes.iter().map(|shape| Product::new(tokens, *shape, &device));
-        let products = products.collect::<Result<Vec<_>>>()?;
+        let products = Product::all(&model, tokens, DType::F32, &device)?;
         let mut cases = vec![square.case()];
         let mut labels = Vec::new();
         for product in &products {

@@ -217,8 +217,8 @@ impl Search {
         if let Some(threads) = self.args.threads_per_rank {
             command.args(["--threads-per-rank", &threads.to_string()]);
         }
-        // mimalloc maps a gibibyte at a time and keeps freed memory for a second unless it is told otherwise.
-        command.envs([("MIMALLOC_ARENA_EAGER_COMMIT", "0"), ("MIMALLOC_PURGE_DELAY", "0")]);
+        // Without arenas, mimalloc unmaps large blocks that are freed, at once if it is told to.
+        command.envs([("MIMALLOC_ARENA_RESERVE", "0"), ("MIMALLOC_PURGE_DELAY", "0")]);
         command.stdout(Stdio::null()).stdin(Stdio::null()).output().context("cannot start sh")
     }
 

@@ -9,6 +9,7 @@ mod checkpoint;
 mod collectives;
 mod gemm;
 mod max_seq_len;
+mod profile;
 mod report;
 mod train;
 mod training;
@@ -48,6 +49,8 @@ enum Bench {
     Gemm(gemm::Args),
     /// Training steps, beside a square matrix product and, if asked to, a single rank.
     Train(train::Args),
+    /// What this machine does in a second, as a file for `ulysses plan --machine`.
+    Profile(profile::Args),
     /// The longest row that trains within a memory limit, found by trying.
     MaxSeqLen(max_seq_len::Args),
 }
@@ -60,6 +63,7 @@ pub(super) fn run(args: BenchArgs) -> Result<(), Failure> {
         Bench::Attention(args) => attention::run(&args),
         Bench::Gemm(args) => gemm::run(&args),
         Bench::Train(args) => train::run(&args),
+        Bench::Profile(args) => profile::run(&args),
         Bench::MaxSeqLen(args) => max_seq_len::run(args),
     }
 }

@@ -1,23 +1,12 @@
-//! `ulysses plan --html`: the memory of a step as a picture.
+//! `ulysses plan --html`: the memory of a step, its traffic and its time as a page.
 
-use super::Report;
-use crate::cli::report::chart::{Chart, Series, Unit, text};
+use super::table::seconds;
+use super::{Report, pictures};
+use crate::cli::report::chart::{Unit, text};
 use crate::cli::report::page;
-use crate::cli::{Failure, OrFail, note};
-use anyhow::Context;
-use std::path::Path;
-use ulysses::engine::plan::MomentMemory;
-use ulysses::engine::schedule::Category;
+use ulysses::engine::plan::{MomentMemory, StepTime};
 
-pub(super) fn write(path: &Path, report: &Report) -> Result<(), Failure> {
-    std::fs::write(path, page_of(report))
-        .with_context(|| format!("--html: cannot write {}", path.display()))
-        .or_run()?;
-    note(format_args!("drawn to {}", path.display()));
-    Ok(())
-}
-
-fn page_of(report: &Report) -> String {
+pub(super) fn page_of(report: &Report) -> String {
     let Report { model, mesh, rank, .. } = report;
     let title = format!("{} on dp {} × sp {}", model.name, mesh.dp, mesh.sp);
     let bytes = |bytes: u64| text(bytes as f64, Unit::Bytes);
@@ -37,11 +26,16 @@ fn page_of(report: &Report) -> String {
         let longest = budget.max_seq_len.map_or("none".to_owned(), |tokens| tokens.to_string());
         facts.push(("longest row that fits", longest));
     }
+    if let Some(time) = &report.step_time {
+        facts.push(("a step", seconds(time.total_seconds)));
+        facts.push(("tokens/s", text(time.tokens_per_second, Unit::Number)));
+        facts.push(("of the peak (MFU)", text(time.mfu, Unit::Percent)));
+    }
     let body = format!(
         "{}<section class=\"grid-of-charts\">\n{}</section>\n{}",
         page::tiles(&facts),
-        memory(&rank.timeline).figure(),
-        parts(&rank.timeline)
+        pictures::memory(&rank.timeline, &[]).figure() + &pictures::scaling(&report.scaling).figure(),
+        report.step_time.as_ref().map_or(String::new(), time) + &parts(&rank.timeline)
     );
     page::html(
         &title,
@@ -50,22 +44,25 @@ fn page_of(report: &Report) -> String {
     )
 }
 
-/// The most that the rank holds in each part of its last micro batch, by category.
-fn memory(timeline: &[MomentMemory]) -> Chart {
-    let series = Category::ALL.iter().enumerate().map(|(index, category)| {
-        let at =
-            |(part, moment): (usize, &MomentMemory)| ((part + 1) as f64, moment.by_category[index] as f64);
-        let points = timeline.iter().enumerate().map(at).collect();
-        Series { label: category.name().to_owned(), points, style: index, is_dotted: false }
-    });
-    Chart {
-        title: "Memory over the last micro batch and the update",
-        along: "part of the step",
-        unit: Unit::Bytes,
-        from_zero: true,
-        is_stacked: true,
-        series: series.collect(),
-    }
+/// Where the time of a step goes.
+fn time(time: &StepTime) -> String {
+    let row = |(what, part): &(&str, f64)| {
+        let share = text(part / time.total_seconds, Unit::Percent);
+        format!(
+            "<tr><td>{what}</td><td class=\"n\">{}</td><td class=\"n\">{share}</td></tr>\n",
+            seconds(*part)
+        )
+    };
+    let rows: String = time.parts.named().iter().map(row).collect();
+    format!(
+        "<div class=\"card\"><h3>Predicted time of a step on {}</h3>\n<table>\n\
+         <tr><th>what</th><th class=\"n\">time</th><th class=\"n\">share</th></tr>\n{rows}</table>\n\
+         <p></p><p class=\"faint\">{} of it is arithmetic that is done twice. Communication beside arithmetic, not in it: \
+         {}.</p></div>\n",
+        page::escape(&time.machine),
+        seconds(time.recompute_seconds),
+        seconds(time.hidden_seconds)
+    )
 }
 
 /// What the numbers of the parts mean.

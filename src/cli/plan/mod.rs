@@ -1,22 +1,28 @@
 //! `ulysses plan`.
 
 mod html;
+pub(in crate::cli) mod pictures;
 mod scaling;
 pub(in crate::cli) mod table;
 mod text;
 
 use super::model::{check_config, check_exchange};
-use super::{Failure, OrFail, print, training_shape};
-use anyhow::anyhow;
+use super::{Failure, OrFail, note, print, training_shape};
+use crate::cli::report::chart::drawing;
+use anyhow::{Context, anyhow};
 use serde::Serialize;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use ulysses::config::{Config, Overrides, ParameterGroup, RawConfig};
+use ulysses::config::{Config, MachineProfile, Overrides, ParameterGroup, RawConfig};
 use ulysses::data::Tokenizer;
-use ulysses::engine::plan::{Alternative, MeshChoice, RankPlan, Workload};
+use ulysses::engine::plan::scaling::{self as traffic, ModelScaling};
+use ulysses::engine::plan::{Alternative, MeshChoice, RankPlan, StepTime, Workload};
 use ulysses::model::{LlamaConfig, PRESETS, shape};
 
 const GIB: f64 = (1_u64 << 30) as f64;
+
+/// Of a usual machine with GPUs.
+const RANKS_PER_NODE: usize = 8;
 
 #[derive(clap::Args)]
 pub(super) struct PlanArgs {
@@ -36,16 +42,19 @@ pub(super) struct PlanArgs {
     /// Ranks: `DPxSP` or `dp=2,sp=2`. Must not contradict the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
-    /// Consecutive ranks that share a node.
-    #[arg(long, default_value_t = 8, value_parser = at_least_1)]
-    ranks_per_node: usize,
+    /// Consecutive ranks that share a node: those of --machine without it, or 8.
+    #[arg(long, value_parser = at_least_1)]
+    ranks_per_node: Option<usize>,
+    /// Profile of a machine, from `ulysses bench profile` or configs/machines: predicts the time of a step.
+    #[arg(long, value_name = "FILE", conflicts_with = "scaling")]
+    machine: Option<PathBuf>,
     /// Tokens of the documents that rows are packed with; without it a row is one document.
     #[arg(long, value_parser = at_least_1)]
     document_len: Option<usize>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
-    /// Draw the memory over a step, as a page of HTML that needs no other file.
+    /// Draw the memory over a step and the growth of the traffic, as a page of HTML that needs no other file.
     #[arg(long, value_name = "FILE", conflicts_with = "scaling")]
     html: Option<PathBuf>,
     /// Instead of a plan: bytes that a rank sends in a layer when 8 to 1024 ranks and their tokens grow together,
@@ -55,8 +64,8 @@ pub(super) struct PlanArgs {
     /// Tokens of each rank in the scaling study.
     #[arg(long, default_value_t = 8192, value_parser = at_least_1, requires = "scaling")]
     tokens_per_rank: usize,
-    /// Draws the scaling study to this file.
-    #[arg(long, value_name = "FILE", requires = "scaling")]
+    /// Draw the memory over a step, or the scaling study, to this file.
+    #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
 
@@ -83,9 +92,14 @@ struct Report {
     seq_len: usize,
     tokens_per_step: usize,
     rank: RankPlan,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    step_time: Option<StepTime>,
     budget: Option<Budget>,
     alternatives: Vec<Alternative>,
     meshes: Vec<MeshChoice>,
+    /// For pictures; `--scaling` tells it of well-known models.
+    #[serde(skip)]
+    scaling: ModelScaling,
 }
 
 #[derive(Serialize)]
@@ -131,7 +145,11 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
         Some(path) => {
             let report = report(path, &args)?;
             if let Some(file) = &args.html {
-                html::write(file, &report)?;
+                write_drawing(file, "--html", html::page_of(&report))?;
+            }
+            if let Some(file) = &args.svg {
+                let memory = pictures::memory(&report.rank.timeline, &[]);
+                write_drawing(file, "--svg", drawing(&[memory], 1))?;
             }
             if args.json {
                 return print(format_args!("{}\n", serde_json::to_string_pretty(&report).or_run()?));
@@ -139,6 +157,15 @@ pub(super) fn run(args: PlanArgs) -> Result<(), Failure> {
             print(text::Text(&report))
         }
     }
+}
+
+/// Writes what the flag asks for.
+fn write_drawing(path: &Path, flag: &str, drawing: String) -> Result<(), Failure> {
+    std::fs::write(path, drawing)
+        .with_context(|| format!("{flag}: cannot write {}", path.display()))
+        .or_run()?;
+    note(format_args!("drawn to {}", path.display()));
+    Ok(())
 }
 
 fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
@@ -152,9 +179,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     };
     let mut config = RawConfig::from_file(path).or_usage()?.resolve(&overrides).or_usage()?;
     if args.seq_len.is_none() {
-        // What the longest rows need is what the run needs.
-        let scheduled = config.seq_len_schedule.iter().map(|change| change.seq_len);
-        config.seq_len = scheduled.chain(config.seq_len).max();
+        longest_rows(&mut config);
     }
     if let Some(seq_len) = config.seq_len.filter(|&seq_len| u32::try_from(seq_len).is_err()) {
         let message =
@@ -166,7 +191,10 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     check_config(&model, &config)?;
     let seq_len = config.seq_len.unwrap_or(config.sp_size);
     check_exchange(&model, (config.micro_batch_size, seq_len), &config, config.sp_size)?;
-    let PlanArgs { document_len, ranks_per_node, .. } = *args;
+    let machine =
+        args.machine.as_deref().map(MachineProfile::from_file).transpose().context("--machine").or_usage()?;
+    let ranks_per_node = args.ranks_per_node.or(machine.as_ref().map(|machine| machine.ranks_per_node));
+    let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
     let budget = budget_bytes(args.memory_gib)?;
     let workload = Workload { config, model, document_len, ranks_per_node };
     let longest = budget.map(|bytes| workload.longest(bytes)).transpose().or_usage()?.flatten();
@@ -179,6 +207,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         _ => workload,
     };
     let rank = workload.plan().or_usage()?;
+    let step_time = machine.map(|machine| workload.step_time(&machine)).transpose().or_usage()?;
     let budget = budget.map(|bytes| Budget { bytes, fits: rank.peak_bytes <= bytes, max_seq_len: longest });
     let budget_bytes = budget.as_ref().map(|budget| budget.bytes);
     let alternatives = workload.alternatives(budget_bytes).or_usage()?;
@@ -195,6 +224,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         frozen_parameters: model.num_parameters_where(is_frozen),
     };
     let seq_len = config.require_seq_len().or_usage()?;
+    let scaling = scaling_of(&name, &model, seq_len.div_ceil(config.sp_size))?;
     Ok(Report {
         model: ModelReport {
             name,
@@ -216,10 +246,30 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         seq_len,
         tokens_per_step: config.train_batch_size * seq_len,
         rank,
+        step_time,
         budget,
         alternatives,
         meshes,
+        scaling,
     })
+}
+
+/// What the longest rows need is what the run needs.
+pub(super) fn longest_rows(config: &mut Config) {
+    let scheduled = config.seq_len_schedule.iter().map(|change| change.seq_len);
+    config.seq_len = scheduled.chain(config.seq_len).max();
+}
+
+/// The traffic of a model from two ranks to all that it has heads for, and some more.
+pub(super) fn scaling_of(
+    name: &str,
+    model: &LlamaConfig,
+    tokens_per_rank: usize,
+) -> Result<ModelScaling, Failure> {
+    let most = (4 * model.num_heads).next_power_of_two();
+    let ranks: Vec<usize> =
+        std::iter::successors(Some(2), |ranks| Some(2 * ranks)).take_while(|ranks| *ranks <= most).collect();
+    traffic::of_model(name.to_owned(), model, tokens_per_rank, &ranks).or_usage()
 }
 
 pub(super) fn budget_bytes(memory_gib: Option<f64>) -> Result<Option<u64>, Failure> {

@@ -36,6 +36,16 @@ pub(super) fn flops(flops: f64) -> String {
     scaled(flops, 1000.0, &["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"])
 }
 
+/// Time.
+pub(super) fn seconds(seconds: f64) -> String {
+    match seconds {
+        0.0 => "0 s".to_owned(),
+        short if short < 1e-3 => format!("{:.3} ms", 1e3 * short),
+        short if short < 1.0 => format!("{:.2} ms", 1e3 * short),
+        long => format!("{long:.3} s"),
+    }
+}
+
 fn scaled(mut number: f64, step: f64, units: &[&str]) -> String {
     let mut unit = 0;
     while number >= step && unit + 1 < units.len() {
@@ -54,5 +64,6 @@ mod tests {
     fn numbers_come_in_units_that_can_be_read() {
         assert_eq!([0.0, 1023.0, 1536.0, 3.0e9].map(bytes), ["0 B", "1023 B", "1.50 KiB", "2.79 GiB"]);
         assert_eq!(flops(31.95e6), "31.95 MFLOP");
+        assert_eq!([0.0, 2.5e-6, 0.0123, 61.5].map(seconds), ["0 s", "0.003 ms", "12.30 ms", "61.500 s"]);
     }
 }

@@ -1,6 +1,6 @@
 //! The plan as text.
 
-use super::table::{bytes, flops, row, write_table};
+use super::table::{bytes, flops, row, seconds, write_table};
 use super::{Budget, Features, Report};
 use std::fmt::{self, Display, Formatter};
 use ulysses::engine::plan::{MeshChoice, MomentMemory, Sent};
@@ -15,6 +15,7 @@ impl Display for Text<'_> {
         self.memory(f)?;
         self.work(f)?;
         self.communication(f)?;
+        self.time(f)?;
         self.budget(f)?;
         self.alternatives(f)?;
         self.meshes(f)
@@ -135,6 +136,30 @@ impl Text<'_> {
         rows.extend(plan.sent_by_purpose.iter().map(|(purpose, sent)| cells(purpose.to_string(), *sent)));
         rows.push(cells("total".to_owned(), plan.sent));
         write_table(f, &rows)
+    }
+
+    fn time(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Some(time) = &self.0.step_time else { return Ok(()) };
+        writeln!(
+            f,
+            "\npredicted time of a step on {}: {}, {:.0} tokens/s, {:.1} % of the peak (MFU)",
+            time.machine,
+            seconds(time.total_seconds),
+            time.tokens_per_second,
+            100.0 * time.mfu
+        )?;
+        let mut rows = vec![row(["part", "time", "share"])];
+        rows.extend(time.parts.named().map(|(part, of_part)| {
+            let share = 100.0 * of_part / time.total_seconds;
+            vec![part.to_owned(), seconds(of_part), format!("{share:.1} %")]
+        }));
+        write_table(f, &rows)?;
+        writeln!(
+            f,
+            "  {} of it is arithmetic that is done twice; communication beside arithmetic, not in it: {}",
+            seconds(time.recompute_seconds),
+            seconds(time.hidden_seconds)
+        )
     }
 
     fn budget(&self, f: &mut Formatter<'_>) -> fmt::Result {

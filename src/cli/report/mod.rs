@@ -5,6 +5,7 @@ mod communication;
 mod metrics;
 pub(super) mod page;
 mod parts;
+mod plan;
 mod run;
 mod sections;
 mod settings;

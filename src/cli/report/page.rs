@@ -1,11 +1,11 @@
 //! The page: head, overview, curves of all runs over each other, and a section for each run.
 
-use super::chart::{Chart, Series, Unit, text};
+use super::chart::{Chart, Scale, Series, Unit, text};
 use super::run::RunFiles;
 use super::sections;
 use serde_json::Value;
 
-const STYLE: &str = include_str!("style.css");
+const STYLE: &str = concat!(include_str!("chart.css"), include_str!("style.css"));
 
 /// Text as it may stand in HTML, attributes included.
 pub(in crate::cli) fn escape(text: &str) -> String {
@@ -122,11 +122,11 @@ fn curves(runs: &[RunFiles]) -> Vec<Chart> {
         };
         runs.iter().enumerate().map(of_run).collect()
     };
-    let chart = |title, key, unit, from_zero| {
-        let series = series(key);
-        Chart { title, along: "step", unit, from_zero, is_stacked: false, series }
+    let chart = |title: &str, key, unit, scale| {
+        let (title, series, lines) = (title.to_owned(), series(key), Vec::new());
+        Chart { title, along: "step", unit, scale, is_stacked: false, series, lines }
     };
-    let mut loss = chart("Loss", "loss", Unit::Number, false);
+    let mut loss = chart("Loss", "loss", Unit::Number, Scale::Around);
     loss.series.extend(runs.iter().enumerate().map(|(style, run)| Series {
         label: format!("{}, held out", run.name),
         points: run.evaluation_curve("eval_loss"),
@@ -136,11 +136,11 @@ fn curves(runs: &[RunFiles]) -> Vec<Chart> {
     }));
     vec![
         loss,
-        chart("Tokens per second", "tokens_per_second", Unit::Number, true),
-        chart("Gradient norm, before clipping", "grad_norm", Unit::Number, true),
-        chart("Learning rate", "lr", Unit::Number, true),
-        chart("Share of the ranks' GEMM rate", "gemm_share", Unit::Percent, true),
-        chart("Memory of rank 0 after a step", "memory_bytes", Unit::Bytes, true),
+        chart("Tokens per second", "tokens_per_second", Unit::Number, Scale::FromZero),
+        chart("Gradient norm, before clipping", "grad_norm", Unit::Number, Scale::FromZero),
+        chart("Learning rate", "lr", Unit::Number, Scale::FromZero),
+        chart("Share of the ranks' GEMM rate", "gemm_share", Unit::Percent, Scale::FromZero),
+        chart("Memory of rank 0 after a step", "memory_bytes", Unit::Bytes, Scale::FromZero),
     ]
 }
 

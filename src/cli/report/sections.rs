@@ -1,9 +1,9 @@
 //! What is told of each run by itself: time, memory, mesh, communication, config, environment.
 
-use super::chart::{Chart, Series, Unit, text};
+use super::chart::{Chart, Scale, Series, Unit, text};
 use super::page::{escape, plain};
 use super::run::RunFiles;
-use super::{communication, parts, settings};
+use super::{communication, parts, plan, settings};
 use serde_json::Value;
 use std::fmt::Write;
 
@@ -13,7 +13,13 @@ const MAX_CELLS: usize = 16;
 /// The section of a run. `is_one_of_several`: it says which; `is_open`: its tables are unfolded.
 pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> String {
     let title = if is_one_of_several { escape(&run.name) } else { "This run in detail".to_owned() };
-    let charts = format!("{}<div class=\"stack\">{}{}</div>\n", time_shares(run), memory(run), mesh(run));
+    let charts = format!(
+        "{}<div class=\"stack\">{}{}</div>\n{}",
+        time_shares(run),
+        memory(run),
+        mesh(run),
+        plan::figures(run)
+    );
     let parts = [
         ("Parts of the run", parts::table(run)),
         ("Communication", communication::tables(run)),
@@ -50,9 +56,16 @@ fn time_shares(run: &RunFiles) -> String {
         style,
         is_dotted: false,
     });
-    let title = "Where the time of rank 0 goes";
-    let series = series.collect();
-    Chart { title, along: "step", unit: Unit::Percent, from_zero: true, is_stacked: true, series }.figure()
+    let chart = Chart {
+        title: "Where the time of rank 0 goes".to_owned(),
+        along: "step",
+        unit: Unit::Percent,
+        scale: Scale::FromZero,
+        is_stacked: true,
+        series: series.collect(),
+        lines: Vec::new(),
+    };
+    chart.figure()
 }
 
 /// A bar for every rank: what it holds between steps by category, and up to its peak.

@@ -103,7 +103,12 @@ pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
     let rank = |outcome: &RankOutcome| {
         let held = ["parameters", "gradients", "optimizer"].into_iter().zip(outcome.summary.held_bytes);
         let held: Map<String, Value> = held.map(|(what, (held, _))| (what.to_owned(), held.into())).collect();
-        json!({ "rank": outcome.summary.rank, "peak_bytes": outcome.peak_bytes, "held_bytes": held })
+        json!({
+            "rank": outcome.summary.rank,
+            "peak_bytes": outcome.peak_bytes,
+            "peak_by_category": outcome.summary.peak_by_category,
+            "held_bytes": held,
+        })
     };
     record["ranks"] = outcomes.iter().map(rank).collect();
     record["communication"] = json!({

@@ -3,6 +3,7 @@
 mod auto;
 mod data;
 mod diagnostics;
+mod machine;
 mod resolution;
 mod robustness;
 mod vocabulary;

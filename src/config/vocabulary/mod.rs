@@ -9,6 +9,7 @@
 mod build;
 mod features;
 mod key;
+mod machine;
 mod monitoring;
 mod optimizer;
 mod precision;
@@ -18,6 +19,7 @@ mod ulysses;
 mod zero;
 
 pub(super) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant};
+pub(super) use machine::MACHINE;
 pub(super) use monitoring::COLLECTIVES;
 pub(super) use root::ROOT;
 
@@ -36,8 +38,13 @@ pub(super) struct Entry {
 
 /// Every key of the table, sections before what is in them.
 pub(super) fn entries() -> Vec<Entry> {
+    entries_of(ROOT)
+}
+
+/// The same of another file than the config.
+pub(super) fn entries_of(root: &'static [Key]) -> Vec<Entry> {
     let mut entries = Vec::new();
-    collect("", None, ROOT, &mut entries);
+    collect("", None, root, &mut entries);
     entries
 }
 

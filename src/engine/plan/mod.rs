@@ -3,18 +3,22 @@
 //! [`Workload::plan`] is the plan of one configuration, [`Workload::longest`] the longest sequence that fits,
 //! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change,
 //! [`Workload::propose`] the mesh to take on a cluster, [`scaling`] how the traffic of several kinds
-//! of sequence parallelism grows. [`RankStep`] is the arithmetic and the communication of one step alone.
+//! of sequence parallelism grows. [`Workload::step_time`] is how long a step takes on a machine whose rates are known.
+//! [`RankStep`] is the arithmetic and the communication of one step alone.
 
 mod alternatives;
+mod nodes;
 mod proposal;
 mod rank;
 pub mod scaling;
 mod step;
+mod time;
 
 pub use alternatives::{Alternative, MeshChoice};
 pub use proposal::{Proposal, Trial};
 pub use rank::{MomentMemory, RankPlan, Sent};
 pub use step::{PlannedCalls, RankStep, model_flops};
+pub use time::StepTime;
 
 use super::EngineError;
 use super::schedule::{Schedule, chunk_plans};
@@ -22,9 +26,19 @@ use crate::config::Config;
 use crate::mesh::DeviceMesh;
 use crate::model::{HeadChunk, LlamaConfig};
 use crate::ulysses::ExchangePlan;
+use nodes::Nodes;
 
 /// Longest sequence that is looked for: positions are 32 bits wide.
 const MAX_SEQ_LEN: usize = 1 << 31;
+
+/// Ranks of an sp group that have as many tokens and heads.
+#[derive(Debug, Clone, Copy)]
+struct KindOfRank {
+    /// The first of them.
+    rank: usize,
+    /// How many they are.
+    ranks: usize,
+}
 
 /// What is planned.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,7 +60,7 @@ impl Workload {
     /// As [`schedule`](super::schedule()).
     pub fn plan(&self) -> Result<RankPlan, EngineError> {
         let mesh = DeviceMesh::dp_sp(self.config.dp_size, self.config.sp_size)?;
-        let plans = self.kinds_of_ranks()?.into_iter().map(|rank| self.plan_of(&mesh, rank));
+        let plans = self.kinds_of_ranks()?.into_iter().map(|kind| self.plan_of(&mesh, kind.rank));
         let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
         // Of equal ones the lowest rank: `max_by_key` takes the last.
         let largest = plans.into_iter().rev().max_by_key(|plan| plan.peak_bytes);
@@ -55,12 +69,17 @@ impl Workload {
 
     fn plan_of(&self, mesh: &DeviceMesh, rank: usize) -> Result<RankPlan, EngineError> {
         let events = Schedule::new(&self.config, &self.model, mesh, rank, self.document_len)?;
-        RankPlan::sum(rank, events, mesh, self.config.zero_shard_size, self.ranks_per_node)
+        Ok(RankPlan::sum(rank, events, &self.nodes(mesh, rank)?))
+    }
+
+    /// Where the peers of a rank are.
+    fn nodes(&self, mesh: &DeviceMesh, rank: usize) -> Result<Nodes, EngineError> {
+        Nodes::new(mesh, self.config.zero_shard_size, rank, self.ranks_per_node)
     }
 
     /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since
     /// partitions are padded to one size.
-    fn kinds_of_ranks(&self) -> Result<Vec<usize>, EngineError> {
+    fn kinds_of_ranks(&self) -> Result<Vec<KindOfRank>, EngineError> {
         let plans = chunk_plans(&self.config, &self.model, self.config.sp_size, 0)?;
         let kind = |rank: usize| {
             let of_plan = |(_, plan): &(HeadChunk, ExchangePlan)| {
@@ -69,13 +88,14 @@ impl Workload {
             };
             plans.iter().map(of_plan).collect::<Vec<_>>()
         };
-        let mut ranks: Vec<usize> = Vec::new();
+        let mut kinds: Vec<KindOfRank> = Vec::new();
         for rank in 0..self.config.sp_size {
-            if ranks.iter().all(|known| kind(*known) != kind(rank)) {
-                ranks.push(rank);
+            match kinds.iter_mut().find(|known| kind(known.rank) == kind(rank)) {
+                Some(known) => known.ranks += 1,
+                None => kinds.push(KindOfRank { rank, ranks: 1 }),
             }
         }
-        Ok(ranks)
+        Ok(kinds)
     }
 
     /// The same with rows of `seq_len` tokens.

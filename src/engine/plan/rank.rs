@@ -1,8 +1,7 @@
 //! The sums over one rank's schedule.
 
-use crate::engine::EngineError;
-use crate::engine::schedule::{Axis, Category, Event, Moment, Pass, Purpose, Schedule, Transfer};
-use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, SHARD_AXIS};
+use super::nodes::Nodes;
+use crate::engine::schedule::{Category, Event, Moment, Pass, Purpose, Schedule};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 
@@ -92,14 +91,7 @@ impl Held {
 
 impl RankPlan {
     /// Goes through two steps; the second is what is told.
-    pub(super) fn sum(
-        rank: usize,
-        events: Schedule,
-        mesh: &DeviceMesh,
-        shard_size: Option<usize>,
-        ranks_per_node: usize,
-    ) -> Result<Self, EngineError> {
-        let nodes = Nodes::new(mesh, shard_size, rank, ranks_per_node)?;
+    pub(super) fn sum(rank: usize, events: Schedule, nodes: &Nodes) -> Self {
         let mut held = Held::default();
         let mut moments: Vec<MomentMemory> = Vec::new();
         let (mut steps, mut persistent) = (0, 0);
@@ -132,6 +124,7 @@ impl RankPlan {
                     Pass::Forward | Pass::Backward => model_flops += work.flops,
                 },
                 Event::Collective(_) | Event::Compute(_) => {}
+                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } => {}
             }
         }
         let peak = moments.iter().rev().max_by_key(|moment| moment.bytes);
@@ -139,7 +132,7 @@ impl RankPlan {
         let last_micro_batch = moments.iter().rposition(|moment| moment.at == Moment::Embedding).unwrap_or(0);
         let mut sent = Sent::default();
         sent_by_purpose.values().for_each(|of_purpose| sent.add(*of_purpose));
-        Ok(Self {
+        Self {
             rank,
             peak_bytes: peak.bytes,
             peak_at: peak.at,
@@ -150,55 +143,7 @@ impl RankPlan {
             recompute_flops,
             sent,
             sent_by_purpose,
-        })
-    }
-}
-
-/// Which members of a rank's groups share its node.
-struct Nodes {
-    own_node: usize,
-    ranks_per_node: usize,
-    dp: Vec<usize>,
-    sp: Vec<usize>,
-    /// ZeRO's groups, partitions and replicas, where these are not dp and sp.
-    hybrid: Option<[Vec<usize>; 2]>,
-}
-
-impl Nodes {
-    fn new(
-        mesh: &DeviceMesh,
-        shard_size: Option<usize>,
-        rank: usize,
-        ranks_per_node: usize,
-    ) -> Result<Self, EngineError> {
-        let ranks_per_node = ranks_per_node.max(1);
-        let (dp, sp) = (mesh.group_of("dp", rank)?, mesh.group_of("sp", rank)?);
-        let hybrid = shard_size.map(|size| mesh.hybrid_sharded(size)).transpose()?;
-        let hybrid = hybrid.map(|mesh| -> Result<_, MeshError> {
-            Ok([mesh.group_of(SHARD_AXIS, rank)?, mesh.group_of(REPLICAS_AXIS, rank)?])
-        });
-        Ok(Self { own_node: rank / ranks_per_node, ranks_per_node, dp, sp, hybrid: hybrid.transpose()? })
-    }
-
-    fn members(&self, axis: Axis) -> &[usize] {
-        match (axis, &self.hybrid) {
-            (Axis::Shard, Some([shard, _])) => shard,
-            (Axis::Replicas, Some([_, replicas])) => replicas,
-            (Axis::Dp | Axis::Shard, _) => &self.dp,
-            (Axis::Sp | Axis::Replicas, _) => &self.sp,
         }
-    }
-
-    fn sent(&self, transfer: &Transfer) -> Sent {
-        let mut sent = Sent::default();
-        for (member, bytes) in self.members(transfer.axis).iter().zip(&*transfer.sent_to) {
-            if member / self.ranks_per_node == self.own_node {
-                sent.intra_node_bytes += bytes;
-            } else {
-                sent.inter_node_bytes += bytes;
-            }
-        }
-        sent
     }
 }
 

@@ -35,7 +35,7 @@ pub struct ModelScaling {
     pub num_heads: usize,
     /// KV heads.
     pub num_kv_heads: usize,
-    /// One for each of [`RANKS`].
+    /// One for each number of ranks.
     pub points: Vec<Point>,
 }
 
@@ -71,7 +71,7 @@ pub fn study(tokens_per_rank: usize) -> Result<Vec<ModelScaling>, EngineError> {
         real("llama3-70b")?,
         real("llama3-405b")?,
     ];
-    models.into_iter().map(|(name, model)| of_model(name, &model, tokens_per_rank)).collect()
+    models.into_iter().map(|(name, model)| of_model(name, &model, tokens_per_rank, &RANKS)).collect()
 }
 
 /// As wide as Llama 70B, with as many heads as the largest world has ranks.
@@ -93,7 +93,7 @@ fn synthetic() -> LlamaConfig {
     }
 }
 
-/// The study of one model.
+/// The study of one model on each of these numbers of ranks.
 ///
 /// # Errors
 /// Fewer tokens than ranks.
@@ -101,14 +101,15 @@ pub fn of_model(
     name: String,
     model: &LlamaConfig,
     tokens_per_rank: usize,
+    ranks: &[usize],
 ) -> Result<ModelScaling, EngineError> {
-    let points = RANKS.map(|ranks| point(model, ranks, ranks * tokens_per_rank));
+    let points = ranks.iter().map(|&ranks| point(model, ranks, ranks * tokens_per_rank));
     Ok(ModelScaling {
         model: name,
         hidden_size: model.hidden_size,
         num_heads: model.num_heads,
         num_kv_heads: model.num_kv_heads,
-        points: points.into_iter().collect::<Result<_, EngineError>>()?,
+        points: points.collect::<Result<_, EngineError>>()?,
     })
 }
 

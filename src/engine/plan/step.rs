@@ -58,6 +58,7 @@ impl RankStep {
                     *sent_bytes += transfer.sent_bytes();
                 }
                 Event::Begin(_) | Event::Memory { .. } => {}
+                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } => {}
             }
         }
         let planned = |((axis, op, purpose, input_bytes), (calls, sent_bytes)): (_, _)| {

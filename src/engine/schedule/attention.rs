@@ -177,6 +177,7 @@ impl SequenceParallel {
         let category = self.category();
         let delta = ledger.take(category, ElementType::F32, dims.all_tokens() * heads.num_heads_local);
         ledger.operate(&[q, q], 0);
+        ledger.sweep(&[q, q], 0, 1);
         ledger.give(out);
         let gradients = [q, k, v].map(|elems| ledger.take(category, ElementType::Stored, elems));
         self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, self.dtype, true), ledger);

@@ -45,6 +45,7 @@ impl CheckpointFile {
         }
         let store = |buffer: Buffer| {
             let elems = buffer.elems();
+            ledger.move_to_or_from_file(elems * ledger.bytes_of(ElementType::Stored));
             self.written(ledger);
             self.being_written = Some(buffer);
             elems
@@ -55,6 +56,8 @@ impl CheckpointFile {
     /// Brings a stored checkpoint back to memory.
     pub(super) fn load(&mut self, stored: Vec<usize>, ledger: &mut Ledger) -> Vec<Buffer> {
         self.written(ledger);
+        let read = stored.iter().sum::<usize>() * ledger.bytes_of(ElementType::Stored);
+        ledger.move_to_or_from_file(read);
         stored
             .into_iter()
             .map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems))

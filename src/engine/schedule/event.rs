@@ -13,8 +13,21 @@ pub enum Event {
     Begin(Moment),
     /// A collective is started.
     Collective(Transfer),
-    /// Arithmetic.
+    /// The rank waits for the first collective of this purpose that is still under way: one that it does not
+    /// [await at once](Transfer::is_awaited_at_once).
+    Wait(Purpose),
+    /// Arithmetic of products and of attention.
     Compute(Work),
+    /// Operations on single elements, norms among them.
+    Sweep {
+        /// Bytes that they read, and bytes that they write.
+        bytes: u64,
+    },
+    /// Tensors go to or come from a file.
+    File {
+        /// Bytes in both directions.
+        bytes: u64,
+    },
     /// Memory is taken (positive) or freed.
     Memory {
         /// What it holds.
@@ -81,6 +94,16 @@ impl Transfer {
     /// Bytes that this rank sends to all members of the group.
     pub fn sent_bytes(&self) -> u64 {
         self.sent_to.iter().sum()
+    }
+
+    /// Whether the rank goes on only when it has arrived. What ZeRO moves between partitions is under way while the
+    /// rank computes, until an [`Event::Wait`] for its purpose.
+    pub fn is_awaited_at_once(&self) -> bool {
+        match (self.purpose, self.axis) {
+            (Purpose::GatherParameters | Purpose::PublishParameters, _) => false,
+            (Purpose::ReduceGradients, axis) => matches!(axis, Axis::Sp | Axis::Replicas),
+            (Purpose::ExchangeForward | Purpose::ExchangeBackward | Purpose::Agree, _) => true,
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use super::attention::Saved;
 use super::dims::{Dims, Heads, Tile};
 use super::event::{Pass, Piece};
 use super::layer::LayerPass;
-use super::ledger::{Buffer, Ledger};
+use super::ledger::{Buffer, ElementType, Ledger};
 use crate::model::{HeadWeights, Weights};
 use crate::ops::rms_norm;
 
@@ -34,6 +34,7 @@ impl LayerPass<'_> {
     pub(super) fn forward_attention(&mut self, keep: bool, pass: Pass) -> (Buffer, Vec<SavedChunk>) {
         let (x, tokens) = (self.elems(self.dims.hidden), self.dims.tokens());
         let mid = self.take(x);
+        self.ledger.sweep(&[x, x], 0, 1);
         let rstd = self.take_f32(tokens);
         let mut kept = Vec::new();
         for chunk in 0..self.dims.chunks.len() {
@@ -62,7 +63,7 @@ impl LayerPass<'_> {
             let dqkv = self.backward_chunk(chunk, saved, trained);
             self.backward_projections(self.dims.chunks[chunk], dqkv, trained);
         }
-        self.backward_norm(tokens);
+        self.backward_norm(self.dims.all());
         [dnormed, rstd].into_iter().for_each(|buffer| self.ledger.give(buffer));
         self.trim_after_chunks();
     }
@@ -78,12 +79,13 @@ impl LayerPass<'_> {
         let widths = self.widths(heads);
         let [query, key, value] = widths.map(|width| self.take(self.elems(width)));
         for tile in self.dims.tiles() {
-            let normed = self.normalise(tile.tokens);
+            let normed = self.normalise(tile);
             widths.into_iter().for_each(|width| self.project(tile, width));
             self.ledger.give(normed);
         }
         let (query, q_norm) = self.normalise_heads(query, num_heads);
         let (key, k_norm) = self.normalise_heads(key, num_kv_heads);
+        self.rotate(heads);
         self.compute(Piece::Projections, pass);
         let qkv = [query, key, value];
         let (out, attention) = self.attention.forward(chunk, qkv, self.dims, pass, self.ledger);
@@ -92,7 +94,7 @@ impl LayerPass<'_> {
 
     /// From the gradient of the half's result to those of q, k and v.
     fn backward_chunk(&mut self, chunk: usize, saved: SavedChunk, trained: &Weights<bool>) -> [Buffer; 3] {
-        let Heads { num_heads, num_kv_heads, .. } = self.dims.chunks[chunk];
+        let heads @ Heads { num_heads, num_kv_heads, .. } = self.dims.chunks[chunk];
         let (hidden, q) = (self.dims.hidden, num_heads * self.dims.head_dim);
         let o_columns_bytes = self.o_columns_bytes(chunk);
         let is_summed_apart = trained.o && o_columns_bytes > 0;
@@ -106,6 +108,7 @@ impl LayerPass<'_> {
         out.into_iter().for_each(|out| self.ledger.give(out));
         let [dq, dk, dv] = self.attention.backward(chunk, attention, self.dims, self.ledger);
         self.ledger.give(dout);
+        self.rotate(heads);
         let dq = self.backward_head_norm(dq, num_heads, q_norm);
         let dk = self.backward_head_norm(dk, num_kv_heads, k_norm);
         [dq, dk, dv]
@@ -115,7 +118,7 @@ impl LayerPass<'_> {
         let hidden = self.dims.hidden;
         let projections = self.widths(heads).into_iter().zip([trained.q, trained.k, trained.v]);
         for tile in self.dims.tiles() {
-            let normed = self.normalise(tile.tokens);
+            let normed = self.normalise(tile);
             for (width, trained) in projections.clone() {
                 self.backward_head_weights(tile, width, trained);
                 self.product(tile, width, hidden);
@@ -154,6 +157,7 @@ impl LayerPass<'_> {
         let elems = self.elems(heads * head_dim);
         let normed = self.take(elems);
         let rstd = self.take_f32(self.elems(heads));
+        self.ledger.sweep(&[elems, head_dim, elems], 0, 1);
         (normed, Some([y, rstd]))
     }
 
@@ -163,9 +167,15 @@ impl LayerPass<'_> {
         let elems = self.elems(heads * head_dim);
         let dheads = self.take(elems);
         let scratch = rms_norm::backward_scratch_bytes(self.elems(heads), head_dim);
-        self.ledger.scratch(scratch);
+        self.ledger.sweep(&[elems, elems, head_dim, elems], scratch, 1);
         [dy, before, rstd].into_iter().for_each(|buffer| self.ledger.give(buffer));
         dheads
+    }
+
+    /// The rotary embedding of q and k, or its backward, in place: first the one, then the other.
+    fn rotate(&mut self, heads: Heads) {
+        let [q, k, _] = self.widths(heads).map(|width| self.elems(width));
+        self.ledger.touch(2 * (q + k) * self.ledger.bytes_of(ElementType::Stored));
     }
 
     /// Numbers that each token has in q, k and v of some heads.
@@ -178,7 +188,7 @@ impl LayerPass<'_> {
         let Dims { hidden, num_heads, head_dim, .. } = *self.dims;
         match self.dims.chunks[chunk].num_heads {
             all if all == num_heads => 0,
-            some => self.ledger.bytes_of(super::ledger::ElementType::Stored) * hidden * some * head_dim,
+            some => self.ledger.bytes_of(ElementType::Stored) * hidden * some * head_dim,
         }
     }
 }

@@ -78,12 +78,16 @@ impl<'a> LayerPass<'a> {
     }
 
     /// Some tokens of the residual stream normalised; their statistics are the caller's.
-    pub(super) fn normalise(&mut self, tokens: usize) -> Buffer {
-        self.take(tokens * self.dims.hidden)
+    pub(super) fn normalise(&mut self, Tile { tokens, times }: Tile) -> Buffer {
+        let (hidden, x) = (self.dims.hidden, tokens * self.dims.hidden);
+        let y = self.take(x);
+        self.ledger.sweep(&[x, hidden, x], 0, times);
+        y
     }
 
-    pub(super) fn backward_norm(&mut self, tokens: usize) {
-        self.ledger.scratch(rms_norm::backward_scratch_bytes(tokens, self.dims.hidden));
+    pub(super) fn backward_norm(&mut self, Tile { tokens, times }: Tile) {
+        let (hidden, x) = (self.dims.hidden, tokens * self.dims.hidden);
+        self.ledger.sweep(&[x, x, hidden, x], rms_norm::backward_scratch_bytes(tokens, hidden), times);
     }
 
     /// A product of `inputs` numbers of every token with a weight.

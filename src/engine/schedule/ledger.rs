@@ -134,6 +134,27 @@ impl Ledger {
         self.scratch(widened * size_of::<f32>() + scratch);
     }
 
+    /// An operation on single elements with `scratch` bytes of its own, done `times` times in the same memory. It
+    /// reads or writes every element of its operands once, and widens 16-bit ones piece by piece.
+    pub(super) fn sweep(&mut self, operands: &[usize], scratch: usize, times: usize) {
+        self.scratch(scratch);
+        self.touch(times * operands.iter().sum::<usize>() * self.stored_bytes);
+    }
+
+    /// Bytes that operations on single elements read and write.
+    pub(super) fn touch(&mut self, bytes: usize) {
+        if bytes > 0 {
+            self.push(Event::Sweep { bytes: bytes as u64 });
+        }
+    }
+
+    /// Bytes that are written to a file or read from it.
+    pub(super) fn move_to_or_from_file(&mut self, bytes: usize) {
+        if bytes > 0 {
+            self.push(Event::File { bytes: bytes as u64 });
+        }
+    }
+
     /// Bytes more, or less, of a category.
     pub(super) fn hold(&mut self, category: Category, bytes: i64) {
         if bytes != 0 {

@@ -20,11 +20,13 @@ impl LayerPass<'_> {
         let keep = keep && tile_tokens.is_none();
         let x = self.elems(hidden);
         let y = self.take(x);
+        self.ledger.sweep(&[x, x], 0, 1);
         let mut kept = None;
         for tile in self.dims.tiles() {
             let f = tile.tokens * intermediate;
             let GateUp { gate, up } = self.gate_up(tile);
             let product = self.take(f);
+            self.ledger.sweep(&[f, f, f], 0, tile.times);
             self.product(tile, intermediate, hidden);
             self.ledger.give(product);
             if keep {
@@ -57,19 +59,21 @@ impl LayerPass<'_> {
         let Dims { hidden, intermediate, .. } = *self.dims;
         let f = tile.tokens * intermediate;
         let product = self.take(f);
+        self.ledger.sweep(&[f, f, f], 0, tile.times);
         self.product_for_weight(tile, (intermediate, hidden), trained.down);
         self.product(tile, hidden, intermediate);
         let (dgate, dup) = (self.take(f), self.take(f));
+        self.ledger.sweep(&[f; 5], 0, tile.times);
         [product, gate, up].into_iter().for_each(|buffer| self.ledger.give(buffer));
         let rstd = self.take_f32(tile.tokens);
-        let normed = self.normalise(tile.tokens);
+        let normed = self.normalise(tile);
         for is_trained in [trained.gate, trained.up] {
             self.product_for_weight(tile, (hidden, intermediate), is_trained);
         }
         for _ in 0..2 {
             self.product(tile, intermediate, hidden);
         }
-        self.backward_norm(tile.tokens);
+        self.backward_norm(tile);
         [dgate, dup, normed, rstd].into_iter().for_each(|buffer| self.ledger.give(buffer));
         self.compute(Piece::Mlp, Pass::Backward);
     }
@@ -77,7 +81,7 @@ impl LayerPass<'_> {
     fn gate_up(&mut self, tile: Tile) -> GateUp {
         let Dims { hidden, intermediate, .. } = *self.dims;
         let rstd = self.take_f32(tile.tokens);
-        let normed = self.normalise(tile.tokens);
+        let normed = self.normalise(tile);
         let f = tile.tokens * intermediate;
         let (gate, up) = (self.take(f), self.take(f));
         for _ in 0..2 {

@@ -33,7 +33,7 @@ use attention::SequenceParallel;
 use checkpoints::{CheckpointFile, LayerTape};
 use dims::{Dims, Places};
 use layer::LayerPass;
-use ledger::{Buffer, Ledger};
+use ledger::{Buffer, ElementType, Ledger};
 use std::iter::FusedIterator;
 use units::Units;
 
@@ -224,6 +224,7 @@ impl Schedule {
         self.units.gather(0, &mut self.ledger);
         self.units.prefetch(if self.num_layers == 0 { self.head_unit() } else { 1 }, &mut self.ledger);
         let x = self.layer_pass().take(tokens * hidden);
+        self.ledger.touch(2 * tokens * hidden * self.ledger.bytes_of(ElementType::Stored));
         self.units.release(0, &mut self.ledger);
         self.tape.hidden = Some(x);
         Phase::Forward { layer: 0 }
@@ -257,12 +258,15 @@ impl Schedule {
         let Dims { hidden, vocab, loss_tile, .. } = self.dims;
         let (unit, tokens) = (self.head_unit(), self.dims.tokens());
         let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab);
+        // Softmax and its gradient read and write them.
+        let logits_bytes = 2 * tokens * vocab * size_of::<f32>();
         self.units.gather(unit, &mut self.ledger);
         let mut pass = self.layer_pass();
-        let (normed, rstd) = (pass.normalise(tokens), pass.take_f32(tokens));
+        let (normed, rstd) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
         let lse = pass.take_f32(tokens);
         let logits = pass.take_f32(tile);
         pass.ledger.operate(&[x, weight], 0);
+        pass.ledger.touch(logits_bytes);
         pass.ledger.give(logits);
         pass.count(pass.dims.all(), hidden, vocab);
         pass.compute(Piece::Head, Pass::Forward);
@@ -281,13 +285,14 @@ impl Schedule {
         }
         let is_trained = self.trained_outside.projection;
         let mut pass = self.layer_pass();
-        let (gradient, rstd_again) = (pass.normalise(tokens), pass.take_f32(tokens));
+        let (gradient, rstd_again) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
         let dnormed = pass.take(x);
         let packed = if is_trained { loss_tile.min(512) * vocab * size_of::<f32>() } else { 0 };
         let logits = pass.take_f32(tile);
         pass.ledger.operate(&[x, weight, x], packed);
+        pass.ledger.touch(logits_bytes);
         pass.ledger.give(logits);
-        pass.backward_norm(tokens);
+        pass.backward_norm(pass.dims.all());
         (0..1 + usize::from(is_trained)).for_each(|_| pass.count(pass.dims.all(), hidden, vocab));
         pass.compute(Piece::Head, Pass::Backward);
         [rstd, rstd_again, lse, dnormed].into_iter().for_each(|buffer| pass.ledger.give(buffer));
@@ -331,7 +336,11 @@ impl Schedule {
     fn embedding_backward(&mut self) -> Phase {
         self.ledger.push(Event::Begin(Moment::EmbeddingBackward));
         self.units.gradients(0, &mut self.ledger);
-        if self.trained_outside.embedding {}
+        if self.trained_outside.embedding {
+            let x = self.dims.tokens() * self.dims.hidden;
+            // Read, and added to rows of the f32 gradient.
+            self.ledger.touch(x * (self.ledger.bytes_of(ElementType::Stored) + 2 * size_of::<f32>()));
+        }
         self.tape.gradient.take().into_iter().for_each(|gradient| self.ledger.give(gradient));
         self.units.reduce(0, self.is_boundary(), &mut self.ledger);
         self.units.finish_reductions(&mut self.ledger);

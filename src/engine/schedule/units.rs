@@ -46,6 +46,8 @@ struct Flat {
     num_parameters: usize,
     /// Whole parameters of stage 3, while they are gathered.
     gathered: Option<Buffer>,
+    /// Whether their gather is under way.
+    is_gathering: bool,
     /// The own partition out of its file, until the gather is complete.
     fetched: Option<Buffer>,
     /// The whole gradient of stages 2 and 3, from the unit's backward to its reduction.
@@ -80,6 +82,7 @@ impl Units {
             padded_numel: layout.padded_numel(),
             num_parameters: layout.parameters().len(),
             gathered: None,
+            is_gathering: false,
             fetched: None,
             whole_gradient: None,
         };
@@ -130,8 +133,12 @@ impl Units {
     /// Gathers a unit whose parameters are partitioned, unless that is done.
     pub(super) fn gather(&mut self, unit: usize, ledger: &mut Ledger) {
         self.prefetch(unit, ledger);
-        let flats = &mut self.flats[self.units[unit].clone()];
-        flats.iter_mut().filter_map(|flat| flat.fetched.take()).for_each(|own| ledger.free(own));
+        for flat in &mut self.flats[self.units[unit].clone()] {
+            if std::mem::take(&mut flat.is_gathering) {
+                ledger.push(Event::Wait(Purpose::GatherParameters));
+            }
+            flat.fetched.take().into_iter().for_each(|own| ledger.free(own));
+        }
     }
 
     /// Starts to gather a unit whose parameters are partitioned, unless that is done or under way.
@@ -144,9 +151,13 @@ impl Units {
             let mut allocate = |elems| ledger.allocate(Category::Parameters, ElementType::Stored, elems);
             let fetched = self.state.parameters_in_file.then(|| allocate(partition_numel));
             let whole = allocate(padded_numel);
+            if fetched.is_some() {
+                ledger.move_to_or_from_file(partition_numel * self.stored_bytes);
+            }
             (self.flats[flat].gathered, self.flats[flat].fetched) = (Some(whole), fetched);
             let gather = (CollectiveOp::AllGather, self.places.shard_axis(), Purpose::GatherParameters);
             self.transfer(ledger, gather, (partition_numel, self.stored_bytes));
+            self.flats[flat].is_gathering = self.places.shard().ranks > 1;
             if self.places.shard().ranks == 1 {
                 // Complete at once.
                 self.flats[flat].fetched.take().into_iter().for_each(|own| ledger.free(own));
@@ -157,6 +168,9 @@ impl Units {
     /// Frees a unit's gathered parameters.
     pub(super) fn release(&mut self, unit: usize, ledger: &mut Ledger) {
         for flat in &mut self.flats[self.units[unit].clone()] {
+            if std::mem::take(&mut flat.is_gathering) {
+                ledger.push(Event::Wait(Purpose::GatherParameters));
+            }
             [flat.gathered.take(), flat.fetched.take()]
                 .into_iter()
                 .flatten()
@@ -176,6 +190,7 @@ impl Units {
         if self.stage.partitions_gradients() && flat.whole_gradient.is_none() {
             flat.whole_gradient =
                 Some(ledger.allocate(Category::Gradients, ElementType::F32, flat.padded_numel));
+            ledger.touch(flat.padded_numel * size_of::<f32>());
         }
     }
 
@@ -199,6 +214,7 @@ impl Units {
             return Some(Reduction { flat, lent: None, received: None, boundary });
         }
         let received = ledger.allocate(Category::Gradients, ElementType::F32, partition_numel);
+        ledger.touch(partition_numel * f32);
         let scatter = (CollectiveOp::ReduceScatter, self.places.shard_axis(), Purpose::ReduceGradients);
         self.transfer(ledger, scatter, (padded_numel, f32));
         // Of a group of one the collective is complete at once, and nobody reads the whole any more.
@@ -213,6 +229,9 @@ impl Units {
     pub(super) fn finish_reductions(&mut self, ledger: &mut Ledger) {
         let Some(Reduction { flat, lent, received, boundary }) = self.in_flight.take() else { return };
         let Flat { partition_numel, padded_numel, .. } = self.flats[flat];
+        if self.places.shard().ranks > 1 {
+            ledger.push(Event::Wait(Purpose::ReduceGradients));
+        }
         lent.into_iter().for_each(|whole| ledger.free(whole));
         match received {
             None => {
@@ -220,6 +239,8 @@ impl Units {
                 self.sum_over_replicas(padded_numel, ledger);
             }
             Some(received) => {
+                // Added to the partition, or copied there.
+                ledger.touch(3 * partition_numel * size_of::<f32>());
                 if boundary {
                     self.sum_over_replicas(partition_numel, ledger);
                 }
@@ -250,8 +271,25 @@ impl Units {
             }
         }
         (0..self.units.len()).for_each(|unit| self.release(unit, ledger));
+        self.sweep_update(ledger);
         self.update(ledger);
         self.publish(ledger);
+    }
+
+    /// What the norm, the update and the zeroed gradients of the next step read and write.
+    fn sweep_update(&self, ledger: &mut Ledger) {
+        let State { has_master, tensors, .. } = self.state;
+        let f32 = size_of::<f32>();
+        for Flat { partition_numel, padded_numel, .. } in self.trained_flats() {
+            let updated = if self.stage.partitions_optimizer() { *partition_numel } else { *padded_numel };
+            let kept = if self.stage.partitions_gradients() { *partition_numel } else { *padded_numel };
+            // Gradients are read; parameters and state are read and written.
+            let update = f32 * (1 + 2 * (1 + tensors));
+            // LAMB reads parameters and its step once more, for their norms.
+            let norms = if self.is_lamb { 2 * f32 } else { 0 };
+            let rounding = if has_master { f32 + self.stored_bytes } else { 0 };
+            ledger.touch(updated * (f32 + update + norms + rounding) + kept * f32);
+        }
     }
 
     /// What is in files comes to memory, one unit while the one before is written.
@@ -273,6 +311,7 @@ impl Units {
             }
             in_flight.drain(..).for_each(|written| ledger.free(written));
             if self.state.has_master && self.state.parameters_in_file {
+                ledger.move_to_or_from_file(flat.partition_numel * self.stored_bytes);
                 changed.push(ledger.allocate(
                     Category::Parameters,
                     ElementType::Stored,
@@ -291,13 +330,18 @@ impl Units {
             true => (optimizer_in_file, Category::Optimizer),
             false => (parameters_in_file, Category::Parameters),
         };
-        is_in_file.then(|| ledger.allocate(category, ElementType::F32, flat.partition_numel))
+        is_in_file.then(|| Self::fetch_f32(flat, category, ledger))
     }
 
     fn fetch_state(&self, flat: &Flat, ledger: &mut Ledger) -> Vec<Buffer> {
         let tensors = if self.state.optimizer_in_file { self.state.tensors } else { 0 };
-        let fetch = |_| ledger.allocate(Category::Optimizer, ElementType::F32, flat.partition_numel);
-        (0..tensors).map(fetch).collect()
+        (0..tensors).map(|_| Self::fetch_f32(flat, Category::Optimizer, ledger)).collect()
+    }
+
+    /// A tensor out of its file, which goes back there when it is updated.
+    fn fetch_f32(flat: &Flat, category: Category, ledger: &mut Ledger) -> Buffer {
+        ledger.move_to_or_from_file(2 * flat.partition_numel * size_of::<f32>());
+        ledger.allocate(category, ElementType::F32, flat.partition_numel)
     }
 
     fn trained_flats(&self) -> impl Iterator<Item = &Flat> {
@@ -310,14 +354,19 @@ impl Units {
         if !is_whole || self.places.shard().ranks == 1 {
             return;
         }
+        let published = |own: Buffer, ledger: &mut Ledger| {
+            ledger.push(Event::Wait(Purpose::PublishParameters));
+            ledger.free(own);
+        };
         let mut in_flight = None;
         for flat in self.trained_flats() {
             let own = ledger.allocate(Category::Parameters, ElementType::Stored, flat.partition_numel);
+            ledger.touch(2 * flat.partition_numel * self.stored_bytes);
             let gather = (CollectiveOp::AllGather, self.places.shard_axis(), Purpose::PublishParameters);
             self.transfer(ledger, gather, (flat.partition_numel, self.stored_bytes));
-            in_flight.replace(own).into_iter().for_each(|before| ledger.free(before));
+            in_flight.replace(own).into_iter().for_each(|before| published(before, ledger));
         }
-        in_flight.into_iter().for_each(|last| ledger.free(last));
+        in_flight.into_iter().for_each(|last| published(last, ledger));
     }
 }
 

@@ -1,0 +1,324 @@
+//! How long a step takes on a machine: the events of the schedule by the machine's rates.
+//!
+//! A rank does one thing after another. Products, attention and sweeps over memory take their work by their rate,
+//! a collective its latency and the bytes that it sends by the bus bandwidth of its link. What ZeRO starts and
+//! awaits later goes on beside the arithmetic where the machine [can do that](MachineProfile::overlaps_communication):
+//! one collective after another, in the order of their start, as on the one stream that NCCL's operations have.
+//! Elsewhere it is moved by the rank itself, when it waits. `docs/planning.md` tells what is not counted.
+
+use super::nodes::Nodes;
+use super::{Sent, Workload};
+use crate::comm::CollectiveOp;
+use crate::config::{LinkRates, MachineProfile, Rates};
+use crate::engine::EngineError;
+use crate::engine::schedule::{Event, Moment, Pass, Piece, Purpose, Schedule, Transfer, Work};
+use crate::mesh::DeviceMesh;
+use serde::Serialize;
+use std::collections::{BTreeMap, VecDeque};
+
+/// The time of a step on the rank that needs most of it. The parts add up to the total.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct StepTime {
+    /// The machine.
+    pub machine: String,
+    /// Global rank.
+    pub rank: usize,
+    /// Where the time goes.
+    #[serde(flatten)]
+    pub parts: TimeParts,
+    /// All of it.
+    pub total_seconds: f64,
+    /// Products and attention that are done twice: part of the above.
+    pub recompute_seconds: f64,
+    /// Communication beside arithmetic: not part of the above.
+    pub hidden_seconds: f64,
+    /// Tokens of the global batch by the time.
+    pub tokens_per_second: f64,
+    /// Arithmetic of all ranks, without what is done twice, as a share of their peak.
+    pub mfu: f64,
+}
+
+/// What a rank does at a time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct TimeParts {
+    /// Matrix products.
+    pub products_seconds: f64,
+    /// Attention.
+    pub attention_seconds: f64,
+    /// Norms, SwiGLU and other operations on single elements.
+    pub elementwise_seconds: f64,
+    /// The Ulysses exchange.
+    pub exchange_seconds: f64,
+    /// Gathers, reductions and sums, as far as the rank waits for them.
+    pub zero_seconds: f64,
+    /// Norm of the gradient and update.
+    pub update_seconds: f64,
+    /// Files of what is offloaded.
+    pub file_seconds: f64,
+}
+
+impl TimeParts {
+    /// Each with its name.
+    pub fn named(&self) -> [(&'static str, f64); 7] {
+        [
+            ("products", self.products_seconds),
+            ("attention", self.attention_seconds),
+            ("elementwise", self.elementwise_seconds),
+            ("exchange", self.exchange_seconds),
+            ("ZeRO and sums", self.zero_seconds),
+            ("update", self.update_seconds),
+            ("files", self.file_seconds),
+        ]
+    }
+}
+
+impl Workload {
+    /// The time of a step on `machine`. Of the sp groups one that is on most nodes counts, and of its ranks the
+    /// slowest.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan), or a rate that the step needs and the machine profile does not have.
+    pub fn step_time(&self, machine: &MachineProfile) -> Result<StepTime, EngineError> {
+        let config = &self.config;
+        let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+        let rates = machine.rates_of(config.precision).ok_or_else(|| EngineError::MachineRate {
+            machine: machine.name.clone(),
+            key: match config.precision.section() {
+                None => "rates.f32",
+                Some("bf16") => "rates.bf16",
+                Some(_) => "rates.fp16",
+            },
+            needed_by: "that is what the config trains in".to_owned(),
+        })?;
+        let first = self.widest_row() * config.sp_size;
+        let (mut slowest, mut model_flops) = (None::<(usize, Walk<'_>)>, 0.0);
+        for kind in self.kinds_of_ranks()? {
+            let rank = first + kind.rank;
+            let mut walk = Walk::new(machine, rates, self.nodes(&mesh, rank)?);
+            let events = Schedule::new(config, &self.model, &mesh, rank, self.document_len)?;
+            events.into_iter().try_for_each(|event| walk.go_on(event))?;
+            walk.end();
+            model_flops += (kind.ranks * config.dp_size) as f64 * walk.model_flops;
+            if slowest.as_ref().is_none_or(|(_, known)| known.now < walk.now) {
+                slowest = Some((rank, walk));
+            }
+        }
+        let (rank, walk) = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
+        let tokens = config.train_batch_size * config.require_seq_len()?;
+        let peak = config.world_size() as f64 * rates.peak_flops_per_second;
+        Ok(StepTime {
+            machine: machine.name.clone(),
+            rank,
+            parts: walk.parts,
+            total_seconds: walk.now,
+            recompute_seconds: walk.recompute,
+            hidden_seconds: walk.hidden,
+            tokens_per_second: tokens as f64 / walk.now,
+            mfu: model_flops / walk.now / peak,
+        })
+    }
+
+    /// The first of the rows of the mesh that are on most nodes.
+    fn widest_row(&self) -> usize {
+        let (sp, per_node) = (self.config.sp_size, self.ranks_per_node.max(1));
+        let nodes = |row: &usize| ((row + 1) * sp - 1) / per_node - row * sp / per_node;
+        // Of equal ones `max_by_key` takes the last.
+        (0..self.config.dp_size).rev().max_by_key(nodes).unwrap_or(0)
+    }
+}
+
+/// A collective that has been started.
+struct UnderWay {
+    /// How long it takes.
+    seconds: f64,
+    /// When it ends, where it goes on by itself.
+    ends: Option<f64>,
+}
+
+/// One rank on its way through a step.
+struct Walk<'a> {
+    machine: &'a MachineProfile,
+    rates: Rates,
+    nodes: Nodes,
+    now: f64,
+    /// When the last collective ends that has been started.
+    network_free: f64,
+    under_way: BTreeMap<Purpose, VecDeque<UnderWay>>,
+    is_updating: bool,
+    parts: TimeParts,
+    recompute: f64,
+    /// Communication that nobody waited for.
+    hidden: f64,
+    model_flops: f64,
+}
+
+impl<'a> Walk<'a> {
+    fn new(machine: &'a MachineProfile, rates: Rates, nodes: Nodes) -> Self {
+        Self {
+            machine,
+            rates,
+            nodes,
+            now: 0.0,
+            network_free: 0.0,
+            under_way: BTreeMap::new(),
+            is_updating: false,
+            parts: TimeParts::default(),
+            recompute: 0.0,
+            hidden: 0.0,
+            model_flops: 0.0,
+        }
+    }
+
+    fn go_on(&mut self, event: Event) -> Result<(), EngineError> {
+        match event {
+            Event::Begin(moment) => self.is_updating = moment == Moment::Update,
+            Event::Compute(work) => self.compute(work),
+            Event::Sweep { bytes } => self.sweep(bytes),
+            Event::File { bytes } => self.file(bytes)?,
+            Event::Collective(transfer) => self.communicate(&transfer)?,
+            Event::Wait(purpose) => self.wait(purpose),
+            Event::Memory { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn compute(&mut self, Work { piece, pass, flops }: Work) {
+        let Rates {
+            product_flops_per_second,
+            attention_forward_flops_per_second,
+            attention_backward_flops_per_second,
+            ..
+        } = self.rates;
+        let (rate, part) = match (piece, pass) {
+            (Piece::Attention, Pass::Forward | Pass::Recompute) => {
+                (attention_forward_flops_per_second, &mut self.parts.attention_seconds)
+            }
+            (Piece::Attention, Pass::Backward) => {
+                (attention_backward_flops_per_second, &mut self.parts.attention_seconds)
+            }
+            (Piece::Projections | Piece::Mlp | Piece::Head, _) => {
+                (product_flops_per_second, &mut self.parts.products_seconds)
+            }
+        };
+        // The loss multiplies for its logits once more in the backward pass.
+        let repeated = if (piece, pass) == (Piece::Head, Pass::Forward) { flops } else { 0.0 };
+        let seconds = (flops + repeated) / rate;
+        *part += seconds;
+        self.now += seconds;
+        self.recompute += repeated / rate;
+        match pass {
+            Pass::Forward | Pass::Backward => self.model_flops += flops,
+            Pass::Recompute => self.recompute += seconds,
+        }
+    }
+
+    fn sweep(&mut self, bytes: u64) {
+        let (rate, part) = match self.is_updating {
+            true => (self.machine.update_bytes_per_second, &mut self.parts.update_seconds),
+            false => (self.rates.elementwise_bytes_per_second, &mut self.parts.elementwise_seconds),
+        };
+        let seconds = bytes as f64 / rate;
+        *part += seconds;
+        self.now += seconds;
+    }
+
+    fn file(&mut self, bytes: u64) -> Result<(), EngineError> {
+        let Some(rate) = self.machine.file_bytes_per_second else {
+            return Err(self.unknown("file_bytes_per_second", "the config offloads to files".to_owned()));
+        };
+        self.parts.file_seconds += bytes as f64 / rate;
+        self.now += bytes as f64 / rate;
+        Ok(())
+    }
+
+    fn communicate(&mut self, transfer: &Transfer) -> Result<(), EngineError> {
+        let seconds = self.seconds_of(transfer)?;
+        let starts = self.now.max(self.network_free);
+        if !transfer.is_awaited_at_once() {
+            let ends = self.machine.overlaps_communication.then_some(starts + seconds);
+            self.network_free = ends.unwrap_or(self.network_free);
+            self.hidden += seconds;
+            let of_purpose = self.under_way.entry(transfer.purpose).or_default();
+            of_purpose.push_back(UnderWay { seconds, ends });
+            return Ok(());
+        }
+        // What is under way before it is waited for.
+        self.pay_for_zero(starts - self.now);
+        self.now += seconds;
+        self.network_free = self.now;
+        match transfer.purpose {
+            Purpose::ExchangeForward | Purpose::ExchangeBackward => self.parts.exchange_seconds += seconds,
+            Purpose::GatherParameters
+            | Purpose::ReduceGradients
+            | Purpose::PublishParameters
+            | Purpose::Agree => self.parts.zero_seconds += seconds,
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, purpose: Purpose) {
+        let first = self.under_way.get_mut(&purpose).and_then(VecDeque::pop_front);
+        let Some(UnderWay { seconds, ends }) = first else { return };
+        self.pay_for_zero(ends.map_or(seconds, |ends| (ends - self.now).max(0.0)));
+    }
+
+    /// Waits for communication that was counted as hidden when it started.
+    fn pay_for_zero(&mut self, seconds: f64) {
+        self.now += seconds;
+        self.parts.zero_seconds += seconds;
+        self.hidden -= seconds;
+    }
+
+    /// A step ends when all of its communication has.
+    fn end(&mut self) {
+        let purposes: Vec<Purpose> = self.under_way.keys().copied().collect();
+        for purpose in purposes {
+            while self.under_way.get(&purpose).is_some_and(|left| !left.is_empty()) {
+                self.wait(purpose);
+            }
+        }
+    }
+
+    /// The two links work at the same time, so the slower one counts.
+    fn seconds_of(&self, transfer: &Transfer) -> Result<f64, EngineError> {
+        let Sent { intra_node_bytes, inter_node_bytes } = self.nodes.sent(transfer);
+        let links = &self.machine.links;
+        let within = ("links.intra_node", "several of its ranks share a node");
+        let between = ("links.inter_node", "it has ranks on several nodes");
+        let mut slower = 0.0_f64;
+        for (bytes, link, (key, why)) in
+            [(intra_node_bytes, links.intra_node, within), (inter_node_bytes, links.inter_node, between)]
+        {
+            if bytes > 0 {
+                let link = link.ok_or_else(|| {
+                    self.unknown(key, format!("the mesh communicates along {}: {why}", transfer.axis.name()))
+                })?;
+                slower = slower.max(link.latency_seconds + bytes as f64 / bandwidth(&link, transfer.op));
+            }
+        }
+        Ok(slower)
+    }
+
+    fn unknown(&self, key: &'static str, needed_by: String) -> EngineError {
+        EngineError::MachineRate { machine: self.machine.name.clone(), key, needed_by }
+    }
+}
+
+/// Bytes that a rank sends by the time of a collective.
+fn bandwidth(link: &LinkRates, op: CollectiveOp) -> f64 {
+    match op {
+        CollectiveOp::AllReduce => link.all_reduce_bytes_per_second,
+        CollectiveOp::ReduceScatter => link.reduce_scatter_bytes_per_second,
+        CollectiveOp::AllGather => link.all_gather_bytes_per_second,
+        CollectiveOp::AllToAll
+        | CollectiveOp::AllToAllStrided
+        | CollectiveOp::Broadcast
+        | CollectiveOp::Send
+        | CollectiveOp::Recv
+        | CollectiveOp::Barrier
+        | CollectiveOp::Split => link.all_to_all_bytes_per_second,
+    }
+}
+
+#[cfg(test)]
+mod tests;
