@@ -33,9 +33,9 @@ const STRICT: ParseOptions = ParseOptions {
     allow_extended_string_escapes: false,
 };
 
-/// The text of a file of at most [`MAX_FILE_BYTES`].
-pub(super) fn read(path: &Path) -> Result<String, ConfigError> {
-    let read_error = |reason| ConfigError::Read { path: path.to_owned(), reason };
+/// The text of a file of at most [`MAX_FILE_BYTES`]; `what` is what errors call it.
+pub(super) fn read(what: &'static str, path: &Path) -> Result<String, ConfigError> {
+    let read_error = |reason| ConfigError::Read { what, path: path.to_owned(), reason };
     let mut text = String::new();
     // One byte more than allowed tells a file that is too large from one that just fits.
     let file = File::open(path).map_err(read_error)?;

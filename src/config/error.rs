@@ -12,8 +12,10 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("cannot read {}: {reason}", path.display())]
+    #[error("cannot read the {what} {}: {reason}", path.display())]
     Read {
+        /// What it is.
+        what: &'static str,
         /// The file.
         path: PathBuf,
         /// What the operating system says.

@@ -99,7 +99,7 @@ impl MachineProfile {
     /// When the file cannot be read, is too large, or has faults: unknown or missing keys, values out of range.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let path = path.as_ref();
-        Self::from_json_str(&document::read(path)?, &path.display().to_string())
+        Self::from_json_str(&document::read("machine profile", path)?, &path.display().to_string())
     }
 
     /// Checks the text of a profile; `file` is what error messages call it.

@@ -96,7 +96,7 @@ impl RawConfig {
     /// When the file cannot be read, is too large, or has faults.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let path = path.as_ref();
-        Self::from_json_str(&document::read(path)?, &path.display().to_string())
+        Self::from_json_str(&document::read("config file", path)?, &path.display().to_string())
     }
 
     /// Checks the text of a config file; `file` is what error messages call it.

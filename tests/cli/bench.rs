@@ -167,7 +167,7 @@ fn a_step_that_fails_for_another_reason_is_no_answer_about_memory() {
         "activation_checkpointing": true }, "activation_checkpointing": { "cpu_checkpointing": true } }"#,
     );
     let search = ["bench", "max-seq-len", "c.json", "--from", "64", "--resolution", "64"];
-    place.run(&search).assert_refused(1, &["a step on 64 tokens failed", "nowhere"]);
+    place.run(&search).assert_refused(2, &["a step on 64 tokens failed", "nowhere"]);
     place.write("c.json", r#"{ "train_batch_size": 1 }"#);
     let outcome = place.run(&[&search[..], &["--model", "base", "--gib-per-rank", "0.0625"]].concat());
     outcome.assert_refused(1, &["0.0625 GiB per rank are too little for rows of 64 tokens"]);

@@ -105,7 +105,7 @@ fn a_mesh_is_proposed_with_its_reasons() {
     };
     let text = propose("1024", "80");
     assert!(text.assert_done().stdout.contains("--mesh 16x1: whole sequences fit"), "{text:?}");
-    let text = propose("131072", "80");
+    let text = propose("262144", "80");
     let stdout = &text.assert_done().stdout;
     assert!(
         stdout.contains("16x1: ZeRO stage 3, sequences within a node") && stdout.contains("too much"),

@@ -176,7 +176,7 @@ fn what_saves_memory_is_planned_where_it_is_configured_and_told_where_it_is_not(
     let (less, _) = changed(&plain, "ZeRO stage 3 with optimizer state and parameters in files");
     assert!(less < peak, "{less}");
     let frugal = json!({
-        "seq_len": 65536, "activation_checkpointing": true, "tile_tokens": 1024, "head_chunks": 2,
+        "seq_len": 1_048_576, "activation_checkpointing": true, "tile_tokens": 1024, "head_chunks": 2,
     });
     let frugal = of(frugal, true);
     let (peak, longest) = changed(&frugal, "as configured");

@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn the_smallest_sp_that_fits_is_chosen_within_a_node_first() {
-        let proposal = workload(131_072).propose(TWO_OF_8, 80 * GIB).unwrap();
+        let proposal = workload(262_144).propose(TWO_OF_8, 80 * GIB).unwrap();
         let Trial { dp, sp, fits, nodes_per_sequence, .. } = proposal.chosen;
         assert!(fits && dp * sp == 16 && nodes_per_sequence == 1, "{proposal:?}");
         let sizes: Vec<usize> = proposal.tried.iter().map(|trial| trial.sp).collect();
