@@ -323,7 +323,7 @@ fn a_profile_that_is_none_or_does_not_tell_enough_is_refused_by_name() {
         "unknown key `rate`",
     ];
     refused("config.json", "damaged.json", &faults);
-    refused("config.json", "nowhere.json", &["--machine", "cannot read nowhere.json"]);
+    refused("config.json", "nowhere.json", &["--machine", "cannot read the machine profile nowhere.json"]);
     refused("changed.json", "m.json", &["a paper machine", "rates.bf16"]);
 }
 
