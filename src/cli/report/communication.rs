@@ -57,8 +57,11 @@ fn call_row(call: &CallTimes) -> Vec<String> {
 
 fn volume_row(volume: &Volume) -> Vec<String> {
     let bytes = |bytes: u64| text(bytes as f64, Unit::Bytes);
-    let ratio = volume.sent_bytes as f64 / volume.planned_bytes as f64;
-    vec![volume.what.clone(), bytes(volume.planned_bytes), bytes(volume.sent_bytes), format!("{ratio:.3}")]
+    let ratio = match volume.planned_bytes {
+        0 => "–".to_owned(),
+        planned => format!("{:.3}", volume.sent_bytes as f64 / planned as f64),
+    };
+    vec![volume.what.clone(), bytes(volume.planned_bytes), bytes(volume.sent_bytes), ratio]
 }
 
 /// Ranks that were last most often, one for each part: a number means another rank on another mesh.

@@ -226,10 +226,12 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let given = std::fs::read_to_string(&config_path).unwrap_or_default();
     run.record = record::begin(&run, &given);
     let results = host.launch(&run);
-    if let Some((path, tracer)) = trace.filter(|_| host.is_first()) {
-        trace::write(&path, &run.mesh, &tracer, results.as_deref().unwrap_or_default())?;
-    }
+    let traced = trace.filter(|_| host.is_first()).map_or(Ok(()), |(path, tracer)| {
+        trace::write(&path, &run.mesh, &tracer, results.as_deref().unwrap_or_default())
+    });
+    // Why a run failed matters more than that its trace could not be written.
     let results = results?;
+    traced?;
     let first = results.first().context("a mesh has a rank").or_run()?;
     let (step, last_step, stopped) = (first.steps, first.last_step, first.stopped);
     let Some(Reported { totals, mut record }) = first.reported.clone() else {

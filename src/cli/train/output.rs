@@ -5,6 +5,7 @@ use crate::cli::note;
 use anyhow::{Context, ensure};
 use record::Earlier;
 use serde_json::Value;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::OutputLock;
 use ulysses::config::Config;
@@ -44,6 +45,17 @@ pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<
     let record = record::of_part(run, run_id, first_step, earlier);
     record::write(output, &record)?;
     Ok(record)
+}
+
+/// Whether a file can be written, before there is anything to write. What is in it stays.
+pub(super) fn check_writable(path: &Path) -> std::io::Result<()> {
+    let is_new = !path.exists();
+    File::options().append(true).create(true).open(path)?;
+    if is_new {
+        // An empty file would look like an answer; one that stays does no harm.
+        let _ = std::fs::remove_file(path);
+    }
+    Ok(())
 }
 
 /// What another job is told that wants the same directory.

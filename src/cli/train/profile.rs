@@ -4,7 +4,6 @@ use super::Run;
 use crate::cli::{Failure, OrFail, note};
 use anyhow::Context;
 use std::fmt::{self, Display, Formatter};
-use std::fs::File;
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
@@ -19,13 +18,7 @@ pub(super) fn check(profiler: &FlopsProfilerConfig) -> Result<(), Failure> {
     let Some(path) = profiler.output_file.as_deref().map(Path::new).filter(|_| profiler.enabled) else {
         return Ok(());
     };
-    let is_new = !path.exists();
-    File::options().append(true).create(true).open(path).with_context(|| cannot_write(path)).or_usage()?;
-    if is_new {
-        // An empty file would look like a profile; one that stays does no harm.
-        let _ = std::fs::remove_file(path);
-    }
-    Ok(())
+    super::output::check_writable(path).with_context(|| cannot_write(path)).or_usage()
 }
 
 /// Tells who waits for the profile of a step that is not among the steps that a run does after `steps.start`, up to

@@ -68,7 +68,7 @@ pub(super) fn begin(run: &Run, given: &str) -> Value {
     let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
-        "command": std::env::args().collect::<Vec<_>>(),
+        "command": std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>(),
         "started_unix_seconds": started.as_secs(),
         "environment": environment(run),
         "mesh": {

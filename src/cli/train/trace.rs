@@ -11,8 +11,9 @@ use ulysses::monitor::{Slice, Tracer, write_trace};
 
 /// Whether the file can be written, before there is anything to write.
 pub(super) fn check(path: &Path) -> Result<(), Failure> {
-    File::create(path).with_context(|| format!("--trace: cannot write {}", path.display())).or_usage()?;
-    Ok(())
+    super::output::check_writable(path)
+        .with_context(|| format!("--trace: cannot write {}", path.display()))
+        .or_usage()
 }
 
 /// Writes what ranks have brought, and what those of this process have left that did not come to their end.
@@ -24,6 +25,10 @@ pub(super) fn write(
 ) -> Result<(), Failure> {
     let brought = outcomes.iter().flat_map(|outcome| &outcome.trace).cloned();
     let slices: Vec<Slice> = brought.chain(tracer.take_all()).collect();
+    if slices.is_empty() {
+        // A run without a step leaves an earlier one's trace alone.
+        return Ok(());
+    }
     let track = |rank: &usize| {
         let place = mesh.coordinate(*rank).unwrap_or_default();
         let place = mesh.axis_names().iter().zip(place).map(|(axis, index)| format!("{axis} {index}"));

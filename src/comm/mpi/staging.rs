@@ -22,6 +22,9 @@ pub(super) struct Staged {
 impl Staging {
     /// Room for `elems` elements, with unspecified content.
     pub(super) fn take(&self, elems: usize, dtype: DType) -> Result<Staged, CommError> {
+        if elems == 0 {
+            return Ok(Staged { whole: zeros(0, dtype, &Device::Cpu)?, elems });
+        }
         let kept = {
             let mut free = self.free.lock();
             let fitting = (0..free.len()).filter(|&index| free[index].dtype() == dtype);

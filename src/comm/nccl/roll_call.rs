@@ -46,7 +46,11 @@ impl RollCall {
         for (rank, heard) in self.notices.poll() {
             match heard {
                 Heard::Notice(Notice::Called(called)) => self.histories.push((rank, called)),
-                Heard::Notice(Notice::Failed(error)) => failure = failure.or(Some(error)),
+                Heard::Notice(Notice::Failed(error)) => {
+                    // The others have heard it too; that a process is gone only those who had a line to it know.
+                    self.has_heard_failure = true;
+                    failure = failure.or(Some(error));
+                }
                 Heard::Notice(Notice::Ended) => {}
                 Heard::Gone => {
                     let reason = "its process has ended without a word".to_owned();
@@ -57,7 +61,6 @@ impl RollCall {
         if !self.histories.is_empty() {
             self.tell_called(called);
         }
-        self.has_heard_failure |= failure.is_some();
         failure.map_or(Ok(()), Err)
     }
 
@@ -200,6 +203,24 @@ mod tests {
     fn ranks_that_all_have_come_are_not_blamed() {
         let calls = &["barrier", "all_reduce"][..];
         assert_eq!(roll([calls; 3], &stuck_at(1)), (None, None));
+    }
+
+    #[test]
+    fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
+        let mut ends = connected(3);
+        let mut last = RollCall::new(2, 3, ends.pop().unwrap());
+        drop(ends.pop());
+        let mut first = RollCall::new(0, 3, ends.pop().unwrap());
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let failure_at = |roll_call: &mut RollCall| loop {
+            match roll_call.listen(Vec::new) {
+                Err(CommError::PeerFailed { rank, .. }) => break rank,
+                other => assert!(Instant::now() < deadline, "{other:?}"),
+            }
+        };
+        assert_eq!(failure_at(&mut first), 1);
+        first.tell_failure(&CommError::PeerFailed { rank: 1, reason: "gone".into() });
+        assert_eq!(failure_at(&mut last), 1);
     }
 
     #[test]

@@ -76,8 +76,10 @@ impl Operand for bf16 {
     }
 
     fn in_memory(memory: &mut [f32]) -> &mut [Self] {
-        // SAFETY: bf16 has half the size and alignment of f32, and any bits are a value of either.
-        unsafe { memory.align_to_mut().1 }
+        let elems = 2 * memory.len();
+        // SAFETY: the same bytes, borrowed for as long. bf16 has half the size and alignment of f32, and any bits are
+        // a value of either.
+        unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast(), elems) }
     }
 
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self> {
