@@ -3,6 +3,8 @@
 //! A transpose is a swap of strides; nothing is copied but the panels that the kernel packs for itself.
 
 pub(super) mod bf16;
+pub(super) mod tile;
+pub(super) mod unpacked;
 
 use super::OpError;
 

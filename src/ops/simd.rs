@@ -285,7 +285,8 @@ pub(super) fn max_of_lanes(mut lanes: Lanes) -> f32 {
     while width > 1 {
         width /= 2;
         for lane in 0..width {
-            lanes[lane] = lanes[lane].max(lanes[lane + width]);
+            let (a, b) = (lanes[lane], lanes[lane + width]);
+            lanes[lane] = if b > a { b } else { a };
         }
     }
     lanes[0]

@@ -6,9 +6,9 @@
 use super::{
     Operand, Problem,
     matrix::{Heads, HeadsMut, Mat, MatMut, Store},
-    scratch::{key_block_lengths, with_scratch},
+    scratch::{dq_lengths, key_block_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, row_dots, softmax_backward},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, spans},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, spans, strips, within},
 };
 use crate::ops::attention::blocks::blocks;
 use rayon::prelude::*;
@@ -122,22 +122,22 @@ impl<T: Operand> Pass<'_, T> {
 
     /// `dk` and `dv` of a block of keys and, if asked for, what the block adds to `dq`.
     fn key_block(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
-        let &Problem { kernel, ref q, ref dims, scale, geometry, .. } = self.problem;
+        let Problem { kernel, dims, scale, geometry, .. } = *self.problem;
         let visible = geometry.visible(row);
         let lengths = key_block_lengths::<T>(keys.len(), dims.head_dim);
-        with_scratch(lengths, |[p, ds, p_room, ds_room, k, v, dk, dv]| {
-            let block = self.gather(row, kv_head, keys.clone(), k, v);
+        with_scratch(lengths, |[p, ds, p_room, ds_room, k, k_t, v_t, q, dout, dk, dv]| {
+            let block = self.gather_keys(row, kv_head, keys.clone(), [k, k_t, v_t]);
             dk.fill(0.0);
             dv.fill(0.0);
             for head in self.query_heads(kv_head) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
-                    for span in spans(visible, queries, keys.clone()) {
-                        self.recompute(row, head, &span, &block, p, ds);
+                    let of_queries = self.gather_queries(row, head, queries.clone(), [q, dout]);
+                    for span in strips(spans(visible, queries, keys.clone()), T::BACKWARD_STRIP) {
+                        self.recompute(row, head, &span, (&of_queries, &block), [p, ds]);
                         let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
                         let p = T::from_tile(p, num_queries, num_keys, p_room);
                         let ds = T::from_tile(ds, num_queries, num_keys, ds_room);
-                        let q = q.head(row, head, &span.queries);
-                        let dout = self.upstream.dout.head(row, head, &span.queries);
+                        let [q, dout] = of_queries.of(&span);
                         let (dk, dv) = (block.rows_of(&span, dk), block.rows_of(&span, dv));
                         T::multiply(kernel, dv, Store::Add, 1.0, p.t(), dout);
                         T::multiply(kernel, dk, Store::Add, scale, ds.t(), q);
@@ -159,14 +159,16 @@ impl<T: Operand> Pass<'_, T> {
     fn query_block(&self, row: usize, head: usize, queries: Range<usize>) {
         let Problem { dims, geometry, .. } = self.problem;
         let visible = geometry.visible(row);
-        let (tile, block) = (queries.len() * ROW_STRIDE, KEY_BLOCK * dims.head_dim);
-        with_scratch([tile, tile, T::room_for_tile(tile), block, block], |[p, ds, room, k, v]| {
+        let lengths = dq_lengths::<T>(queries.len(), dims.head_dim);
+        with_scratch(lengths, |[p, ds, room, k, k_t, v_t, q, dout]| {
             // SAFETY: no other task has this row, head and block of queries.
             unsafe { self.dq.head(row, head, &queries) }.fill(0.0);
+            let of_queries = self.gather_queries(row, head, queries.clone(), [q, dout]);
             for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
-                let block = self.gather(row, geometry.q_to_kv()[head], keys.clone(), k, v);
-                for span in spans(visible, queries.clone(), keys) {
-                    self.recompute(row, head, &span, &block, p, ds);
+                let kv_head = geometry.q_to_kv()[head];
+                let block = self.gather_keys(row, kv_head, keys.clone(), [k, k_t, v_t]);
+                for span in strips(spans(visible, queries.clone(), keys), T::BACKWARD_STRIP) {
+                    self.recompute(row, head, &span, (&of_queries, &block), [p, ds]);
                     let ds = T::from_tile(ds, span.queries.len(), span.keys.len(), room);
                     // SAFETY: as above.
                     unsafe { self.add_to_dq(row, head, &span, &block, ds) };
@@ -175,17 +177,29 @@ impl<T: Operand> Pass<'_, T> {
         });
     }
 
-    fn gather<'s>(
+    fn gather_keys<'s>(
         &self,
         row: usize,
         kv_head: usize,
         keys: Range<usize>,
-        k: &'s mut [f32],
-        v: &'s mut [f32],
+        [of_k, of_k_t, of_v_t]: [&'s mut [f32]; 3],
     ) -> KeyBlock<'s, T> {
-        let k = self.problem.k.gather(row, kv_head, &keys, T::in_memory(k));
-        let v = self.problem.v.gather(row, kv_head, &keys, T::in_memory(v));
-        KeyBlock { keys, k, v }
+        let Problem { k, v, .. } = self.problem;
+        let k_t = T::gather_transposed(k, row, kv_head, &keys, of_k_t);
+        let v_t = T::gather_transposed(v, row, kv_head, &keys, of_v_t);
+        KeyBlock { k: k.gather(row, kv_head, &keys, T::in_memory(of_k)), k_t, v_t, keys }
+    }
+
+    fn gather_queries<'s>(
+        &self,
+        row: usize,
+        head: usize,
+        queries: Range<usize>,
+        [of_q, of_dout]: [&'s mut [f32]; 2],
+    ) -> QueryBlock<'s, T> {
+        let q = self.problem.q.gather(row, head, &queries, T::in_memory(of_q));
+        let dout = self.upstream.dout.gather(row, head, &queries, T::in_memory(of_dout));
+        QueryBlock { queries, q, dout }
     }
 
     /// The probabilities of a rectangle in `p` and the gradients of its scores in `ds`, `[queries, keys]` both
@@ -195,19 +209,18 @@ impl<T: Operand> Pass<'_, T> {
         row: usize,
         head: usize,
         span: &Span,
-        block: &KeyBlock<'_, T>,
-        p: &mut [f32],
-        ds: &mut [f32],
+        (queries, keys): (&QueryBlock<'_, T>, &KeyBlock<'_, T>),
+        [p, ds]: [&mut [f32]; 2],
     ) {
-        let &Problem { kernel, ref q, ref dims, scale, geometry, .. } = self.problem;
-        let Upstream { dout, lse, delta } = self.upstream;
+        let Problem { kernel, dims, scale, geometry, .. } = *self.problem;
+        let Upstream { lse, delta, .. } = self.upstream;
         let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
-        let (q, dout) = (q.head(row, head, &span.queries), dout.head(row, head, &span.queries));
-        let (k, v) = (block.k.rows(block.of(span)), block.v.rows(block.of(span)));
+        let [q, dout] = queries.of(span);
+        let [k_t, v_t] = keys.transposed_of(span);
         let [scores, gradients] =
-            [&mut *p, &mut *ds].map(|t| MatMut::new(t, num_queries, num_keys, ROW_STRIDE));
-        T::multiply(kernel, scores, Store::Overwrite, scale, q, k.t());
-        T::multiply(kernel, gradients, Store::Overwrite, 1.0, dout, v.t());
+            [&mut *p, &mut *ds].map(|tile| MatMut::new(tile, num_queries, num_keys, ROW_STRIDE));
+        T::multiply(kernel, scores, Store::Overwrite, scale, q, k_t);
+        T::multiply(kernel, gradients, Store::Overwrite, 1.0, dout, v_t);
         let first = (row * dims.num_heads + head) * dims.num_queries + span.queries.start;
         let terms = RowTerms { lse: &lse[first..][..num_queries], delta: &delta[first..][..num_queries] };
         softmax_backward(span, geometry.visible(row), &terms, p, ds);
@@ -228,7 +241,7 @@ impl<T: Operand> Pass<'_, T> {
         // SAFETY: as the caller promises.
         let dq = unsafe { self.dq.head(row, head, &span.queries) };
         let &Problem { kernel, scale, .. } = self.problem;
-        T::multiply(kernel, dq, Store::Add, scale, ds, block.k.rows(block.of(span)));
+        T::multiply(kernel, dq, Store::Add, scale, ds, block.of(span));
     }
 
     fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> {
@@ -237,23 +250,43 @@ impl<T: Operand> Pass<'_, T> {
     }
 }
 
-/// A block of one KV head, copied together.
+/// A block of one query head, copied together: `[queries, head_dim]`.
+struct QueryBlock<'a, T> {
+    queries: Range<usize>,
+    q: Mat<'a, T>,
+    dout: Mat<'a, T>,
+}
+
+impl<'a, T: Copy> QueryBlock<'a, T> {
+    /// The rectangle's rows of `q` and `dout`.
+    fn of(&self, span: &Span) -> [Mat<'a, T>; 2] {
+        [self.q, self.dout].map(|matrix| matrix.rows(within(&span.queries, &self.queries)))
+    }
+}
+
+/// A block of one KV head, copied together: `[keys, head_dim]`, and transposed for the products that sum over it.
 struct KeyBlock<'a, T> {
     keys: Range<usize>,
     k: Mat<'a, T>,
-    v: Mat<'a, T>,
+    k_t: Mat<'a, T>,
+    v_t: Mat<'a, T>,
 }
 
-impl<T> KeyBlock<'_, T> {
-    /// The rectangle's keys, counted from the block's first.
-    fn of(&self, span: &Span) -> Range<usize> {
-        span.keys.start - self.keys.start..span.keys.end - self.keys.start
+impl<'a, T: Copy> KeyBlock<'a, T> {
+    /// The rectangle's rows of `k`.
+    fn of(&self, span: &Span) -> Mat<'a, T> {
+        self.k.rows(within(&span.keys, &self.keys))
+    }
+
+    /// The rectangle's columns of the transposed `k` and `v`.
+    fn transposed_of(&self, span: &Span) -> [Mat<'a, T>; 2] {
+        [self.k_t, self.v_t].map(|matrix| matrix.columns(within(&span.keys, &self.keys)))
     }
 
     /// The rows of the block's gradient that belong to the rectangle's keys.
     fn rows_of<'g>(&self, span: &Span, gradient: &'g mut [f32]) -> MatMut<'g> {
         let head_dim = self.k.num_cols();
-        let rows = &mut gradient[self.of(span).start * head_dim..];
+        let rows = &mut gradient[within(&span.keys, &self.keys).start * head_dim..];
         MatMut::new(rows, span.keys.len(), head_dim, head_dim)
     }
 }

@@ -2,18 +2,21 @@
 
 use crate::ops::simd::Isa;
 
-/// `e^x` to a relative error of 1.2e-7 for `x` up to 88: 0 where the result would be subnormal, and the result
-/// for 88 above. NaN stays NaN. Loops over it vectorise.
+/// `e^x` to a relative error of 1.2e-7 for `x` from -87.3 to 88: 0 from -88 down, less exact in between, where results
+/// are subnormal, and the result for 88 above. NaN stays NaN. Loops over it vectorise.
 ///
 /// A softmax needs no more than that: its arguments are not positive, and -inf marks what is not seen. Doing
-/// without the subnormal and infinite results of [`crate::ops::simd::exp`] makes the whole forward pass 6 %
-/// faster. The method is the same: `x = n ln 2 + r` with `|r| <= ln 2 / 2`, Cephes' polynomial for `e^r`.
+/// without the subnormal and infinite results of [`crate::ops::simd::exp`] takes a third of its operations away. The method
+/// is the same: `x = n ln 2 + r` with `|r| <= ln 2 / 2`; the polynomial for `e^r` has the smallest largest relative error
+/// of its degree, 2e-9.
 #[inline(always)]
 pub(super) fn exp<S: Isa>(x: f32) -> f32 {
-    const SMALLEST: f32 = -87.336_54;
+    /// `n` is -127 there, whose power of two has the bits of 0.
+    const SMALLEST: f32 = -88.0;
     const LARGEST: f32 = 88.0;
-    /// 1.5 * 2^23: adding it rounds to an integer, which then sits in the low mantissa bits.
-    const ROUND: f32 = 12_582_912.0;
+    /// 1.5 * 2^23: adding it rounds to an integer, which then sits in the low mantissa bits. 127 more, and they are the
+    /// bits of an exponent.
+    const ROUND: f32 = 12_582_912.0 + 127.0;
     const LN_2_HIGH: f32 = 355.0 / 512.0;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
 
@@ -24,16 +27,15 @@ pub(super) fn exp<S: Isa>(x: f32) -> f32 {
     let n = rounded - ROUND;
     let r = S::mul_add(n, -LN_2_LOW, S::mul_add(n, -LN_2_HIGH, clamped));
 
-    let mut p = 1.987_569_1e-4;
-    p = S::mul_add(p, r, 1.398_199_9e-3);
-    p = S::mul_add(p, r, 8.333_452e-3);
-    p = S::mul_add(p, r, 4.166_579_6e-2);
-    p = S::mul_add(p, r, 1.666_666_5e-1);
-    p = S::mul_add(p, r, 0.5);
-    p = S::mul_add(p, r * r, r) + 1.0;
+    let mut p = 1.384_360_7e-3;
+    p = S::mul_add(p, r, 8.374_196e-3);
+    p = S::mul_add(p, r, 4.166_800_5e-2);
+    p = S::mul_add(p, r, 1.666_643e-1);
+    p = S::mul_add(p, r, 4.999_999_4e-1);
+    p = S::mul_add(p, r, 1.0);
+    p = S::mul_add(p, r, 1.0);
 
-    let two_to_n = f32::from_bits((rounded.to_bits() << 23).wrapping_add(127 << 23));
-    if x < SMALLEST { 0.0 } else { p * two_to_n }
+    p * f32::from_bits(rounded.to_bits() << 23)
 }
 
 #[cfg(test)]

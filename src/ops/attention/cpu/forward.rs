@@ -5,7 +5,7 @@ use super::{
     matrix::{HeadsMut, MatMut, Store},
     scratch::{query_block_lengths, with_scratch},
     softmax::{ROW_STRIDE, Running, online_softmax},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, spans},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, spans, strips, within},
 };
 use crate::ops::attention::blocks::blocks;
 use rayon::prelude::*;
@@ -42,12 +42,12 @@ impl Task {
         let rows = self.queries.len();
         with_scratch(
             query_block_lengths::<T>(rows, head_dim),
-            |[scores, room, k_block, output, max, sum]| {
+            |[scores, room, q, k_t, v, output, max, sum]| {
                 output.fill(0.0);
                 max.fill(f32::NEG_INFINITY);
                 sum.fill(0.0);
                 let mut running = Running { max, sum, output, head_dim, first_query: self.queries.start };
-                self.accumulate(problem, [scores, room], T::in_memory(k_block), &mut running);
+                self.accumulate(problem, [scores, room], [q, k_t, v], &mut running);
                 // SAFETY: no other task has this row, head and block of queries.
                 let o = unsafe { o.head(self.row, self.head, &self.queries) };
                 finish(&running, o, lse);
@@ -59,27 +59,27 @@ impl Task {
         &self,
         problem: &Problem<'_, T>,
         [scores, room]: [&mut [f32]; 2],
-        k_block: &mut [T],
+        [q, k_t, v]: [&mut [f32]; 3],
         running: &mut Running<'_>,
     ) {
-        let &Problem { kernel, ref q, ref k, ref v, ref dims, scale, geometry } = problem;
+        let Problem { kernel, dims, scale, geometry, .. } = *problem;
         let visible = geometry.visible(self.row);
         let kv_head = geometry.q_to_kv()[self.head];
+        let q = problem.q.gather(self.row, self.head, &self.queries, T::in_memory(q));
         for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {
-            let k_block = k.gather(self.row, kv_head, &keys, k_block);
-            for span in spans(visible, self.queries.clone(), keys.clone()) {
+            let k_t = T::gather_transposed(&problem.k, self.row, kv_head, &keys, k_t);
+            let v = problem.v.gather(self.row, kv_head, &keys, T::in_memory(v));
+            for span in strips(spans(visible, self.queries.clone(), keys.clone()), T::STRIP) {
                 let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
-                let q = q.head(self.row, self.head, &span.queries);
-                let k = k_block.rows(span.keys.start - keys.start..span.keys.end - keys.start);
-                let v = v.head(self.row, kv_head, &span.keys);
+                let (in_queries, in_keys) = (within(&span.queries, &self.queries), within(&span.keys, &keys));
                 let s = MatMut::new(scores, num_queries, num_keys, ROW_STRIDE);
-                T::multiply(kernel, s, Store::Overwrite, scale, q, k.t());
+                let k_t = k_t.columns(in_keys.clone());
+                T::multiply(kernel, s, Store::Overwrite, scale, q.rows(in_queries.clone()), k_t);
                 online_softmax(&span, visible, scores, running);
                 let p = T::from_tile(scores, num_queries, num_keys, room);
-                let first = span.queries.start - self.queries.start;
-                let output = &mut running.output[first * dims.head_dim..];
+                let output = &mut running.output[in_queries.start * dims.head_dim..];
                 let output = MatMut::new(output, num_queries, dims.head_dim, dims.head_dim);
-                T::multiply(kernel, output, Store::Add, 1.0, p, v);
+                T::multiply(kernel, output, Store::Add, 1.0, p, v.rows(in_keys));
             }
         }
     }

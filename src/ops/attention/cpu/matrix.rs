@@ -1,5 +1,8 @@
 //! Strided matrix views of `[batch, tokens, heads, head_dim]` tensors, and their products.
 
+use crate::ops::gemm::tile::{TILE, transpose};
+use crate::ops::gemm::unpacked::{Product, multiply};
+use crate::ops::simd::simd_kernel;
 use std::{marker::PhantomData, ops::Range};
 
 /// A read-only matrix within a slice; one of its strides is 1.
@@ -27,6 +30,12 @@ impl<'a, T> Mat<'a, T> {
     pub(super) fn rows(self, rows: Range<usize>) -> Self {
         assert_eq!(self.col_stride, 1);
         Self::new(&self.data[rows.start * self.row_stride..], rows.len(), self.cols, self.row_stride)
+    }
+
+    /// A view of some of the columns.
+    pub(super) fn columns(self, columns: Range<usize>) -> Self {
+        assert!(columns.end <= self.cols);
+        Self { data: &self.data[columns.start * self.col_stride..], cols: columns.len(), ..self }
     }
 
     /// The transposed view.
@@ -99,31 +108,23 @@ pub(in crate::ops::attention) enum Store {
 /// `dst (+)= factor * lhs * rhs` on the calling thread.
 pub(super) fn multiply_f32(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
     dst.expect_product(&lhs, &rhs);
+    assert_eq!(rhs.col_stride, 1, "rows of the right operand are read as vectors");
+    let product = Product {
+        rows: dst.rows,
+        cols: dst.cols,
+        terms: lhs.cols,
+        dst: dst.data,
+        dst_stride: dst.row_stride,
+        lhs: lhs.data.as_ptr(),
+        lhs_strides: [lhs.row_stride, lhs.col_stride],
+        rhs: rhs.data.as_ptr(),
+        rhs_stride: rhs.row_stride,
+        factor,
+        add: store == Store::Add,
+    };
     // SAFETY: the views are in bounds of live slices (checked where they are made), the shapes agree, and
     // `dst` is the only way to its elements.
-    unsafe {
-        gemm::gemm(
-            dst.rows,
-            dst.cols,
-            lhs.cols,
-            dst.data,
-            1,
-            dst.row_stride as isize,
-            store == Store::Add,
-            lhs.data.as_ptr(),
-            lhs.col_stride as isize,
-            lhs.row_stride as isize,
-            rhs.data.as_ptr(),
-            rhs.col_stride as isize,
-            rhs.row_stride as isize,
-            1.0,
-            factor,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
-    }
+    unsafe { multiply(product) }
 }
 
 /// A tensor `[batch, tokens, heads, head_dim]` to read.
@@ -169,9 +170,7 @@ impl<'a, T: Copy> Heads<'a, T> {
         into: &'b mut [T],
     ) -> Mat<'b, T> {
         let source = self.head(row, head, tokens);
-        for (index, copy) in into.chunks_exact_mut(self.head_dim).take(source.rows).enumerate() {
-            copy.copy_from_slice(&source.data[index * source.row_stride..][..self.head_dim]);
-        }
+        copy_rows(source.data, source.row_stride, self.head_dim, &mut into[..tokens.len() * self.head_dim]);
         Mat::new(into, tokens.len(), self.head_dim, self.head_dim)
     }
 
@@ -190,6 +189,62 @@ impl<'a, T: Copy> Heads<'a, T> {
         assert!(head < self.heads && tokens.end <= self.tokens);
         let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
         Mat::new(&self.data[start..], tokens.len(), self.head_dim, self.row_stride())
+    }
+}
+
+impl Heads<'_> {
+    /// As [`Self::gather`], transposed: `[head_dim, tokens]` with rows `stride` apart, a multiple of [`TILE`].
+    pub(super) fn gather_transposed<'b>(
+        &self,
+        row: usize,
+        head: usize,
+        tokens: &Range<usize>,
+        stride: usize,
+        into: &'b mut [f32],
+    ) -> Mat<'b> {
+        let Mat { data, rows, row_stride, .. } = self.head(row, head, tokens);
+        transpose_rows(data, (rows, row_stride), self.head_dim, into, stride);
+        Mat::new(into, self.head_dim, tokens.len(), stride)
+    }
+}
+
+simd_kernel! {
+    /// Writes `rows` rows of `cols` elements as columns, and up to a whole tile of zeros behind the last of them.
+    fn transpose_rows<S>(data: &[f32], rows: (usize, usize), cols: usize, into: &mut [f32], stride: usize) {
+        let (rows, row_stride) = rows;
+        for first_row in (0..rows).step_by(TILE) {
+            for first_col in (0..cols).step_by(TILE) {
+                let mut tile = [[0.0; TILE]; TILE];
+                for (row, elements) in (first_row..rows).zip(&mut tile) {
+                    copy_up_to(&data[row * row_stride + first_col..][..TILE.min(cols - first_col)], elements);
+                }
+                for (col, elements) in (first_col..cols).zip(&transpose(tile)) {
+                    into[col * stride + first_row..][..TILE].copy_from_slice(elements);
+                }
+            }
+        }
+    }
+}
+
+/// Copies rows `stride` apart.
+#[inline(always)]
+fn copy_rows<T: Copy>(data: &[T], stride: usize, cols: usize, into: &mut [T]) {
+    for (index, copy) in into.chunks_exact_mut(cols).enumerate() {
+        let row = &data[index * stride..][..cols];
+        let ((whole, tail), (copies, copy_tail)) = (row.as_chunks::<TILE>(), copy.as_chunks_mut::<TILE>());
+        for (copy, chunk) in copies.iter_mut().zip(whole) {
+            *copy = *chunk;
+        }
+        copy_tail.copy_from_slice(tail);
+    }
+}
+
+/// A whole tile's row has a length that the compiler knows.
+#[inline(always)]
+fn copy_up_to(source: &[f32], into: &mut [f32; TILE]) {
+    match source.first_chunk() {
+        Some(whole) => *into = *whole,
+        None => into[..source.len()].copy_from_slice(source),
     }
 }
 

@@ -3,22 +3,38 @@
 //! Scores, probabilities and their gradients are f32 tiles either way. As operands of a product with bf16 they are
 //! rounded to bf16, as FlashAttention does (Dao 2023, `P` and `dS` are converted before the second product).
 
-use super::matrix::{Mat, MatMut, Store, multiply_f32};
+use super::matrix::{Heads, Mat, MatMut, Store, multiply_f32};
 use super::softmax::ROW_STRIDE;
 use crate::ops::gemm::bf16::{Block, Kernel, Lines, multiply_on_caller, packed_bytes};
 use crate::ops::simd::simd_kernel;
 use half::bf16;
+use std::ops::Range;
 
 /// An element of q, k, v and the output's gradient.
 pub(in crate::ops::attention) trait Operand: Copy + Send + Sync + 'static {
     /// What computes the products.
     type Kernel: Copy + Send + Sync;
 
+    /// Most queries of a rectangle whose scores forward computes together.
+    const STRIP: usize;
+
+    /// And backward.
+    const BACKWARD_STRIP: usize;
+
     /// f32 elements of working memory that hold `len` operands in [`Self::from_tile`].
     fn room_for_tile(len: usize) -> usize;
 
     /// Bytes that a thread keeps once it has multiplied tiles of `queries` by `keys`.
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
+
+    /// Some tokens of one head, `[head_dim, tokens]`, copied to `memory`.
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, Self>,
+        row: usize,
+        head: usize,
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self>;
 
     /// Working memory as operands.
     fn in_memory(memory: &mut [f32]) -> &mut [Self];
@@ -43,12 +59,29 @@ pub(in crate::ops::attention) trait Operand: Copy + Send + Sync + 'static {
 impl Operand for f32 {
     type Kernel = ();
 
+    /// Their scores of a block of keys stay in the first cache between the two products, and all heights of the
+    /// products' tiles divide it.
+    const STRIP: usize = 24;
+
+    /// A strip adds to the gradients of all its keys: fewer and longer ones do that less often.
+    const BACKWARD_STRIP: usize = 48;
+
     fn room_for_tile(_: usize) -> usize {
         0
     }
 
     fn packed_bytes(_: usize, _: usize, _: usize) -> usize {
         0
+    }
+
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, Self>,
+        row: usize,
+        head: usize,
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self> {
+        heads.gather_transposed(row, head, tokens, ROW_STRIDE, memory)
     }
 
     fn in_memory(memory: &mut [f32]) -> &mut [Self] {
@@ -67,12 +100,27 @@ impl Operand for f32 {
 impl Operand for bf16 {
     type Kernel = Kernel;
 
+    /// A product packs both its operands, which pays for large ones.
+    const STRIP: usize = 240;
+
+    const BACKWARD_STRIP: usize = 240;
+
     fn room_for_tile(len: usize) -> usize {
         len.div_ceil(2)
     }
 
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize {
         packed_bytes([queries, keys.max(head_dim), keys.max(head_dim)])
+    }
+
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, Self>,
+        row: usize,
+        head: usize,
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self> {
+        heads.gather(row, head, tokens, Self::in_memory(memory)).t()
     }
 
     fn in_memory(memory: &mut [f32]) -> &mut [Self] {

@@ -28,22 +28,32 @@ pub(in crate::ops::attention) fn scratch_bytes<T: Operand>(
     } else {
         total(query_block_lengths::<T>(num_tokens.min(QUERY_BLOCK), head_dim))
     };
-    elements * size_of::<f32>() + T::packed_bytes(QUERY_BLOCK, KEY_BLOCK, head_dim)
+    elements * size_of::<f32>() + T::packed_bytes(T::STRIP.max(T::BACKWARD_STRIP), KEY_BLOCK, head_dim)
 }
 
-/// Lengths of the buffers of a forward task of `rows` queries: scores, what they are converted to, keys, output,
-/// largest logits and sums.
-pub(super) fn query_block_lengths<T: Operand>(rows: usize, head_dim: usize) -> [usize; 6] {
-    let tile = rows * ROW_STRIDE;
-    [tile, T::room_for_tile(tile), KEY_BLOCK * head_dim, rows * head_dim, rows, rows]
+/// Lengths of the buffers of a forward task of `rows` queries: scores, what they are converted to, queries, transposed
+/// keys, values, output, largest scores and sums.
+pub(super) fn query_block_lengths<T: Operand>(rows: usize, head_dim: usize) -> [usize; 8] {
+    let tile = rows.min(T::STRIP) * ROW_STRIDE;
+    let (of_queries, of_keys) = (rows * head_dim, KEY_BLOCK * head_dim);
+    [tile, T::room_for_tile(tile), of_queries, ROW_STRIDE * head_dim, of_keys, of_queries, rows, rows]
 }
 
-/// Lengths of the buffers of a backward task of `keys` keys: two tiles and what they are converted to, and keys,
-/// values and their gradients.
-pub(super) fn key_block_lengths<T: Operand>(keys: usize, head_dim: usize) -> [usize; 8] {
-    let (tile, block) = (QUERY_BLOCK * ROW_STRIDE, keys * head_dim);
-    let room = T::room_for_tile(tile);
-    [tile, tile, room, room, block, block, block, block]
+/// Lengths of the buffers of a backward task of `keys` keys: two tiles and what they are converted to; the keys; keys
+/// and values transposed; queries and the output's gradient; the gradients of keys and values.
+pub(super) fn key_block_lengths<T: Operand>(keys: usize, head_dim: usize) -> [usize; 11] {
+    let tile = T::BACKWARD_STRIP * ROW_STRIDE;
+    let (room, transposed) = (T::room_for_tile(tile), ROW_STRIDE * head_dim);
+    let (of_keys, of_queries) = (keys * head_dim, QUERY_BLOCK * head_dim);
+    [tile, tile, room, room, of_keys, transposed, transposed, of_queries, of_queries, of_keys, of_keys]
+}
+
+/// As [`key_block_lengths`], of a task that makes the gradient of `queries` queries alone.
+pub(super) fn dq_lengths<T: Operand>(queries: usize, head_dim: usize) -> [usize; 8] {
+    let tile = T::BACKWARD_STRIP * ROW_STRIDE;
+    let transposed = ROW_STRIDE * head_dim;
+    let (of_keys, of_queries) = (KEY_BLOCK * head_dim, queries * head_dim);
+    [tile, tile, T::room_for_tile(tile), of_keys, transposed, transposed, of_queries, of_queries]
 }
 
 /// Calls `work` with `N` buffers of the given lengths, each aligned to a cache line, contents undefined.

@@ -38,17 +38,13 @@ simd_kernel! {
         scores: &mut [f32],
         running: &mut Running<'_>,
     ) {
+        // All rows' maxima first: a row's powers wait for its maximum, which comes out of a chain of comparisons.
         for (query, row) in span.queries.clone().zip(scores.chunks_mut(ROW_STRIDE)) {
             let (seen, row) = visible_part(span, visible, query, row);
-            if seen.is_empty() {
-                row.fill(0.0);
-                continue;
-            }
             hide(row, &seen);
             let index = query - running.first_query;
             let old_max = running.max[index];
             let max = largest(row, old_max);
-            let sum = exp_and_sum::<S>(row, max);
             if max != old_max {
                 let factor = exp::<S>(old_max - max);
                 running.max[index] = max;
@@ -57,7 +53,15 @@ simd_kernel! {
                     *element *= factor;
                 }
             }
-            running.sum[index] += sum;
+        }
+        for (query, row) in span.queries.clone().zip(scores.chunks_mut(ROW_STRIDE)) {
+            let (seen, row) = visible_part(span, visible, query, row);
+            let index = query - running.first_query;
+            if seen.is_empty() {
+                row.fill(0.0);
+            } else {
+                running.sum[index] += exp_and_sum::<S>(row, running.max[index]);
+            }
         }
     }
 }

@@ -6,12 +6,13 @@ use crate::ops::attention::{
 };
 use std::ops::Range;
 
-/// Queries per tile.
-pub(super) const QUERY_BLOCK: usize = 256;
+/// Queries per tile: their keys are fetched once. A multiple of what both kinds of [`Operand`](super::Operand) take at a
+/// time.
+pub(super) const QUERY_BLOCK: usize = 480;
 /// Keys per tile.
 pub(super) const KEY_BLOCK: usize = 256;
 /// Queries per rectangle where a tile is only partly visible.
-const PANEL: usize = 64;
+const PANEL: usize = 48;
 /// A tile's fully visible keys become a rectangle of their own from this many on.
 const MIN_DENSE_KEYS: usize = 64;
 
@@ -20,6 +21,21 @@ const MIN_DENSE_KEYS: usize = 64;
 pub(super) struct Span {
     pub(super) queries: Range<usize>,
     pub(super) keys: Range<usize>,
+}
+
+/// The rectangles cut into strips of at most `rows` queries.
+pub(super) fn strips(spans: impl Iterator<Item = Span>, rows: usize) -> impl Iterator<Item = Span> {
+    spans.flat_map(move |Span { queries, keys }| {
+        let end = queries.end;
+        queries
+            .step_by(rows)
+            .map(move |start| Span { queries: start..end.min(start + rows), keys: keys.clone() })
+    })
+}
+
+/// `part`, counted from the start of `whole`.
+pub(super) fn within(part: &Range<usize>, whole: &Range<usize>) -> Range<usize> {
+    part.start - whole.start..part.end - whole.start
 }
 
 /// Rectangles that cover what `queries` see of `keys`, each pair once.

@@ -4,6 +4,7 @@
 //! neighbours, in B's the lines of a pair. Lines and terms beyond the matrix are zeros.
 
 use crate::ops::OpError;
+use crate::ops::gemm::tile::transpose;
 use crate::ops::simd::simd_kernel;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -149,7 +150,7 @@ simd_kernel! {
                 pairs_of_lines(&bits[first_term * stride..], stride, lines, terms, to);
             }
             if loaded != order {
-                transpose(&tile, words);
+                words.copy_from_slice(&transpose(tile));
             }
         }
     }
@@ -198,31 +199,4 @@ fn padded<const N: usize>(source: &[u16]) -> [u16; N] {
 #[inline(always)]
 fn word_of(low: u16, high: u16) -> u32 {
     u32::from(low) | u32::from(high) << 16
-}
-
-/// Rows that are `a` and `b` apart by half of them become neighbours; four rounds of it exchange rows and columns.
-/// Loops with known bounds over whole rows, which the compiler turns into shuffles of registers.
-#[inline(always)]
-fn transpose(tile: &[[u32; 16]; 16], to: &mut [[u32; 16]]) {
-    let mut tile = *tile;
-    for _ in 0..4 {
-        let mut next = [[0; 16]; 16];
-        for row in 0..8 {
-            [next[2 * row], next[2 * row + 1]] = interleave(&tile[row], &tile[row + 8]);
-        }
-        tile = next;
-    }
-    to.copy_from_slice(&tile);
-}
-
-#[inline(always)]
-fn interleave(a: &[u32; 16], b: &[u32; 16]) -> [[u32; 16]; 2] {
-    let mut both = [[0; 16]; 2];
-    for (half, both) in both.iter_mut().enumerate() {
-        for pair in 0..8 {
-            both[2 * pair] = a[8 * half + pair];
-            both[2 * pair + 1] = b[8 * half + pair];
-        }
-    }
-    both
 }
