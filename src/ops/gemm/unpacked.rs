@@ -90,16 +90,18 @@ struct Columns<S: Simd> {
     simd: S,
     product: Product,
     first: usize,
-    /// Elements of the last vector, unless it is whole.
-    partial: Option<MemMask<S::m32s>>,
+    /// Elements of the last vector.
+    mask: MemMask<S::m32s>,
+    /// Whether it has fewer than a vector holds.
+    is_partial: bool,
 }
 
 impl<S: Simd> Columns<S> {
     #[inline(always)]
     fn new(simd: S, product: Product, first: usize, vectors: usize) -> Self {
         let last = (product.cols - first).saturating_sub((vectors - 1) * S::F32_LANES);
-        let partial = (last < S::F32_LANES).then(|| simd.mask_between_m32s(0, last as u32));
-        Self { simd, product, first, partial }
+        let mask = simd.mask_between_m32s(0, last as u32);
+        Self { simd, product, first, mask, is_partial: last < S::F32_LANES }
     }
 
     #[inline(always)]
@@ -121,10 +123,10 @@ impl<S: Simd> Columns<S> {
 
     #[inline(always)]
     fn tile<const VECTORS: usize, const ROWS: usize>(&self, row: usize) {
-        if let Some(mask) = self.partial {
-            self.sums::<VECTORS, ROWS, true>(row, mask);
+        if self.is_partial {
+            self.store::<VECTORS, ROWS, true>(row, self.sums::<VECTORS, ROWS, true>(row));
         } else {
-            self.sums::<VECTORS, ROWS, false>(row, self.simd.mask_between_m32s(0, S::F32_LANES as u32));
+            self.store::<VECTORS, ROWS, false>(row, self.sums::<VECTORS, ROWS, false>(row));
         }
     }
 
@@ -132,41 +134,51 @@ impl<S: Simd> Columns<S> {
     fn sums<const VECTORS: usize, const ROWS: usize, const PARTIAL: bool>(
         &self,
         row: usize,
-        mask: MemMask<S::m32s>,
-    ) {
+    ) -> [[S::f32s; VECTORS]; ROWS] {
         let Self { simd, product, first, .. } = *self;
         let [row_stride, term_stride] = product.lhs_strides;
         let mut sums = [[simd.splat_f32s(0.0); VECTORS]; ROWS];
-        // SAFETY: within the matrices, by `multiply`'s contract; the mask hides what lies beyond the last column.
-        unsafe {
-            let mut lhs = product.lhs.add(row * row_stride);
-            // Hidden, or the compiler reaches a row by adding the stride to the row before: a chain of additions that
-            // takes as long as the multiplications.
-            let offsets: [usize; ROWS] = black_box(std::array::from_fn(|index| index * row_stride));
-            let mut rhs = product.rhs.add(first);
-            for _ in 0..product.terms {
-                let mut b = [simd.splat_f32s(0.0); VECTORS];
-                for (index, b) in b.iter_mut().enumerate() {
-                    *b =
-                        load::<S>(simd, PARTIAL && index + 1 == VECTORS, mask, rhs.add(index * S::F32_LANES));
-                }
-                for (sums, offset) in sums.iter_mut().zip(offsets) {
-                    let a = simd.splat_f32s(*lhs.add(offset));
-                    for (sum, b) in sums.iter_mut().zip(b) {
-                        *sum = simd.mul_add_e_f32s(a, b, *sum);
-                    }
-                }
-                lhs = lhs.add(term_stride);
-                rhs = rhs.add(product.rhs_stride);
+        let mut lhs = product.lhs.wrapping_add(row * row_stride);
+        let mut rhs = product.rhs.wrapping_add(first);
+        // Hidden, or the compiler reaches a row by adding the stride to the row before: a chain of additions that
+        // takes as long as the multiplications.
+        let offsets: [usize; ROWS] = black_box(std::array::from_fn(|index| index * row_stride));
+        for _ in 0..product.terms {
+            let mut b = [simd.splat_f32s(0.0); VECTORS];
+            for (index, b) in b.iter_mut().enumerate() {
+                let is_partial = PARTIAL && index + 1 == VECTORS;
+                // SAFETY: these are elements of `rhs`; the mask hides what lies beyond the last column.
+                *b = unsafe { self.load(is_partial, rhs.wrapping_add(index * S::F32_LANES)) };
             }
-            let factor = simd.splat_f32s(product.factor);
-            for (index, sums) in sums.into_iter().enumerate() {
-                let dst = product.dst.add((row + index) * product.dst_stride + first);
-                for (index, sum) in sums.into_iter().enumerate() {
-                    let is_partial = PARTIAL && index + 1 == VECTORS;
-                    let dst = dst.add(index * S::F32_LANES);
+            for (sums, offset) in sums.iter_mut().zip(offsets) {
+                // SAFETY: an element of `lhs`.
+                let a = simd.splat_f32s(unsafe { *lhs.wrapping_add(offset) });
+                for (sum, b) in sums.iter_mut().zip(b) {
+                    *sum = simd.mul_add_e_f32s(a, b, *sum);
+                }
+            }
+            (lhs, rhs) = (lhs.wrapping_add(term_stride), rhs.wrapping_add(product.rhs_stride));
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn store<const VECTORS: usize, const ROWS: usize, const PARTIAL: bool>(
+        &self,
+        row: usize,
+        sums: [[S::f32s; VECTORS]; ROWS],
+    ) {
+        let Self { simd, product, first, mask, .. } = *self;
+        let factor = simd.splat_f32s(product.factor);
+        for (row, sums) in (row..).zip(sums) {
+            let dst = product.dst.wrapping_add(row * product.dst_stride + first);
+            for (index, sum) in sums.into_iter().enumerate() {
+                let is_partial = PARTIAL && index + 1 == VECTORS;
+                let dst = dst.wrapping_add(index * S::F32_LANES);
+                // SAFETY: these are elements of `dst`; the mask hides what lies beyond the last column.
+                unsafe {
                     let value = if product.add {
-                        simd.mul_add_e_f32s(factor, sum, load::<S>(simd, is_partial, mask, dst))
+                        simd.mul_add_e_f32s(factor, sum, self.load(is_partial, dst))
                     } else {
                         simd.mul_f32s(factor, sum)
                     };
@@ -179,15 +191,19 @@ impl<S: Simd> Columns<S> {
             }
         }
     }
-}
 
-/// # Safety
-/// The elements that the mask shows, or all if not partial, can be read.
-#[inline(always)]
-unsafe fn load<S: Simd>(simd: S, is_partial: bool, mask: MemMask<S::m32s>, from: *const f32) -> S::f32s {
-    // SAFETY: as the caller promises.
-    unsafe {
-        if is_partial { simd.mask_load_ptr_f32s(mask, from) } else { from.cast::<S::f32s>().read_unaligned() }
+    /// # Safety
+    /// The elements that the mask shows, or a whole vector if not partial, can be read.
+    #[inline(always)]
+    unsafe fn load(&self, is_partial: bool, from: *const f32) -> S::f32s {
+        // SAFETY: as the caller promises.
+        unsafe {
+            if is_partial {
+                self.simd.mask_load_ptr_f32s(self.mask, from)
+            } else {
+                from.cast::<S::f32s>().read_unaligned()
+            }
+        }
     }
 }
 
