@@ -265,9 +265,10 @@ impl Schedule {
         let (normed, rstd) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
         let lse = pass.take_f32(tokens);
         let logits = pass.take_f32(tile);
-        pass.ledger.operate(&[x, weight], 0);
+        let wide_x = pass.take_if_narrow(loss_tile * hidden);
+        pass.ledger.operate(&[weight], 0);
         pass.ledger.touch(logits_bytes);
-        pass.ledger.give(logits);
+        pass.give_all([Some(logits), wide_x]);
         pass.count(pass.dims.all(), hidden, vocab);
         pass.compute(Piece::Head, Pass::Forward);
         pass.ledger.give(normed);
@@ -289,9 +290,10 @@ impl Schedule {
         let dnormed = pass.take(x);
         let packed = if is_trained { loss_tile.min(512) * vocab * size_of::<f32>() } else { 0 };
         let logits = pass.take_f32(tile);
-        pass.ledger.operate(&[x, weight, x], packed);
+        let [wide_x, wide_dx] = [(); 2].map(|()| pass.take_if_narrow(loss_tile * hidden));
+        pass.ledger.operate(&[weight], packed);
         pass.ledger.touch(logits_bytes);
-        pass.ledger.give(logits);
+        pass.give_all([Some(logits), wide_x, wide_dx]);
         pass.backward_norm(pass.dims.all());
         (0..1 + usize::from(is_trained)).for_each(|_| pass.count(pass.dims.all(), hidden, vocab));
         pass.compute(Piece::Head, Pass::Backward);
