@@ -155,6 +155,13 @@ fn the_longest_row_fits_and_a_little_more_does_not() {
     assert_eq!(report["max_seq_len"], longest);
     assert!(longest < too_long && too_long - longest <= 1024, "{report}");
     assert!(outcome.stderr.contains(&format!("{too_long} tokens do not fit")), "{outcome:?}");
+    // What is in use fits into what is mapped, and that into the limit; the plan is of what is in use.
+    let bytes = |what: &str| report["memory"][what].as_u64().unwrap() as f64;
+    assert!(bytes("at_start") > 0.0 && bytes("in_use") + bytes("at_start") <= bytes("mapped"), "{report}");
+    assert!(bytes("mapped") <= 2.0 * 0.0625 * f64::from(1 << 30), "{report}");
+    let planned = bytes("planned") / bytes("in_use");
+    assert!((0.8..1.2).contains(&planned), "{report}");
+    assert!(report["planned_max_seq_len"].as_u64().unwrap() >= longest, "{report}");
 }
 
 #[test]
@@ -193,4 +200,6 @@ fn the_longest_row_is_found_feature_by_feature() {
     let longest: Vec<_> = features.iter().map(|feature| feature["max_seq_len"].as_u64().unwrap()).collect();
     assert!(longest.is_sorted() && longest[0] < longest[2], "{longest:?}");
     assert!(features.iter().all(|feature| !feature["attempts"].as_array().unwrap().is_empty()));
+    let planned = |feature: &Value| feature["planned_max_seq_len"].as_u64().unwrap();
+    assert!(features.iter().zip(&longest).all(|(feature, longest)| planned(feature) >= *longest), "{report}");
 }
