@@ -3,8 +3,8 @@
 //!
 //! | tensors are | and wait in | what moves them |
 //! |---|---|---|
-//! | in a CPU's memory | a file without a name | a thread ([`file`]) |
-//! | on a GPU | page-locked memory of the host | streams of their own ([`host`]) |
+//! | in a CPU's memory | a file without a name | a thread (`file.rs`) |
+//! | on a GPU | page-locked memory of the host | streams of their own (`host.rs`) |
 //!
 //! Both ways go on while the owner computes: [`OffloadStore::write`] returns at once, and [`OffloadStore::read_ahead`]
 //! starts what [`OffloadStore::read`] completes.
