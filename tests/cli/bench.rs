@@ -155,10 +155,11 @@ fn the_longest_row_fits_and_a_little_more_does_not() {
     assert_eq!(report["max_seq_len"], longest);
     assert!(longest < too_long && too_long - longest <= 1024, "{report}");
     assert!(outcome.stderr.contains(&format!("{too_long} tokens do not fit")), "{outcome:?}");
-    // What is in use fits into what is mapped, and that into the limit; the plan is of what is in use.
+    // The plan is of what is in use; what is mapped is seen in passing, but never above the limit.
     let bytes = |what: &str| report["memory"][what].as_u64().unwrap() as f64;
-    assert!(bytes("at_start") > 0.0 && bytes("in_use") + bytes("at_start") <= bytes("mapped"), "{report}");
-    assert!(bytes("mapped") <= 2.0 * 0.0625 * f64::from(1 << 30), "{report}");
+    assert!(bytes("at_start") > 0.0 && bytes("resident") > 0.0, "{report}");
+    let limit = 2.0 * 0.0625 * f64::from(1 << 30);
+    assert!(bytes("mapped") > 0.0 && bytes("mapped") <= limit, "{report}");
     let planned = bytes("planned") / bytes("in_use");
     assert!((0.8..1.2).contains(&planned), "{report}");
     assert!(report["planned_max_seq_len"].as_u64().unwrap() >= longest, "{report}");
