@@ -54,7 +54,7 @@ impl<C: HostCopies> HostMemory<C> {
 
     fn failed(&self) -> impl Fn(DeviceError) -> OffloadError + use<C> {
         let use_ = self.use_;
-        move |source| OffloadError::Host { use_, source }
+        move |source| OffloadError::Host { use_, source: Box::new(source) }
     }
 
     /// Works on the memory of an extent that has been written.

@@ -58,7 +58,7 @@ pub enum OffloadError {
         /// Which tensors.
         use_: Use,
         /// What the driver reports.
-        source: DeviceError,
+        source: Box<DeviceError>,
     },
 }
 
@@ -103,7 +103,7 @@ impl OffloadStore {
     /// # Errors
     /// A device that this build cannot use, or a driver that refuses streams.
     pub fn in_host_memory(use_: Use, device: &Device) -> Result<Option<Self>, OffloadError> {
-        let failed = |source| OffloadError::Host { use_, source };
+        let failed = |source| OffloadError::Host { use_, source: Box::new(source) };
         match Target::of(device).map_err(failed)? {
             Target::Cpu => Ok(None),
             Target::Kernels(launcher) => {
