@@ -10,6 +10,8 @@
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 use std::cell::RefCell;
 
 /// Element types that collectives and kernels move.
@@ -80,6 +82,34 @@ pub fn with_slice_mut<T: Element, R>(tensor: &Tensor, write: impl FnOnce(&mut [T
     match op.output.into_inner() {
         Some(output) => Ok(output),
         None => bail!("candle did not run the in-place operation"),
+    }
+}
+
+/// Calls `read` with the bytes of a contiguous CPU tensor of f32, bf16 or f16 elements.
+///
+/// # Errors
+/// As [`with_slice`].
+pub fn with_bytes<R>(tensor: &Tensor, read: impl FnOnce(&[u8]) -> R) -> Result<R> {
+    match tensor.dtype() {
+        DType::BF16 => with_slice(tensor, |x: &[bf16]| read(bytemuck::cast_slice(x.reinterpret_cast()))),
+        DType::F16 => with_slice(tensor, |x: &[f16]| read(bytemuck::cast_slice(x.reinterpret_cast()))),
+        _ => with_slice(tensor, |x: &[f32]| read(bytemuck::cast_slice(x))),
+    }
+}
+
+/// Calls `write` with the bytes of such a tensor, writable in place.
+///
+/// # Errors
+/// As [`with_slice`].
+pub fn with_bytes_mut<R>(tensor: &Tensor, write: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+    match tensor.dtype() {
+        DType::BF16 => {
+            with_slice_mut(tensor, |x: &mut [bf16]| write(bytemuck::cast_slice_mut(x.reinterpret_cast_mut())))
+        }
+        DType::F16 => {
+            with_slice_mut(tensor, |x: &mut [f16]| write(bytemuck::cast_slice_mut(x.reinterpret_cast_mut())))
+        }
+        _ => with_slice_mut(tensor, |x: &mut [f32]| write(bytemuck::cast_slice_mut(x))),
     }
 }
 

@@ -27,7 +27,7 @@ fn every_file_is_valid_complete_and_without_remarks() {
             num_files += 1;
         }
     }
-    assert_eq!(num_files, 11);
+    assert_eq!(num_files, 12);
 }
 
 #[test]
@@ -81,6 +81,15 @@ fn the_first_run_leaves_its_mesh_open_and_saves() {
     let first = config("first_run.json");
     assert_eq!((first.dp_size, first.sp_size, first.zero_stage), (1, 1, ZeroStage::Parameters));
     assert_eq!(first.checkpoint.and_then(|checkpoint| checkpoint.interval), Some(20));
+}
+
+#[test]
+fn the_file_of_the_longest_rows_bounds_all_that_can_be_bounded_without_other_results() {
+    let longest = config("longest_rows.json");
+    assert_eq!((longest.dp_size, longest.sp_size, longest.gradient_clipping), (1, 1, 1.0));
+    assert!(longest.activation_checkpointing && longest.memory.offload_checkpoints);
+    let tiles = (longest.memory.tile_tokens.map(usize::from), longest.loss_tile_tokens);
+    assert_eq!((tiles, longest.memory.head_chunks), ((Some(512), 1024), 2));
 }
 
 #[test]

@@ -106,7 +106,7 @@ fn recomputing_all_or_every_other_layer_does_not_change_a_bit() {
 }
 
 #[test]
-fn checkpoints_that_wait_in_a_file_come_back_to_the_bit() {
+fn checkpoints_that_wait_elsewhere_come_back_to_the_bit() {
     for chunks in [1, 2] {
         let ulysses = json!({ "activation_checkpointing": true, "head_chunks": chunks, "tile_tokens": 9 });
         let offloading =
@@ -134,6 +134,11 @@ fn optimizers() -> Vec<Problem> {
     rules.into_iter().map(|rule| main_problem(rule, Some(0.25))).collect()
 }
 
+/// Where state goes from the device that the suite runs on: from a CPU to a file, from kernels to the host's memory.
+fn place() -> &'static str {
+    if support::device::is_cpu() { "nvme" } else { "cpu" }
+}
+
 /// The config with `features` of `zero_optimization`, at the stage of the layout.
 fn assert_offload_keeps_bits(extra: &Value, sections: &[&str], layouts: impl Iterator<Item = Layout>) {
     for layout in layouts {
@@ -141,7 +146,7 @@ fn assert_offload_keeps_bits(extra: &Value, sections: &[&str], layouts: impl Ite
             let mut offloading = extra.clone();
             offloading["zero_optimization"] = json!({ "stage": layout.stage });
             for section in sections {
-                offloading["zero_optimization"][*section] = json!({ "device": "nvme" });
+                offloading["zero_optimization"][*section] = json!({ "device": place() });
             }
             let outcomes = [extra, &offloading].map(|extra| run(&problem, extra.clone(), layout));
             let [expected, got] = outcomes.map(|outcome| bits(&outcome).unwrap());
@@ -151,14 +156,14 @@ fn assert_offload_keeps_bits(extra: &Value, sections: &[&str], layouts: impl Ite
 }
 
 #[test]
-fn optimizer_state_that_waits_in_a_file_comes_back_to_the_bit() {
+fn optimizer_state_that_waits_elsewhere_comes_back_to_the_bit() {
     for extra in [json!({}), json!({ "bf16": { "enabled": true } })] {
         assert_offload_keeps_bits(&extra, &["offload_optimizer"], partitioned());
     }
 }
 
 #[test]
-fn parameters_that_wait_in_a_file_come_back_to_the_bit() {
+fn parameters_that_wait_elsewhere_come_back_to_the_bit() {
     let frozen = json!({ "ulysses": {
         "activation_checkpointing": true, "parameter_groups": [{ "match": "mlp", "frozen": true }],
     } });

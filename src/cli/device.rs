@@ -22,10 +22,7 @@ impl DeviceArg {
 
     /// Its name on the command line.
     pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Cpu => "cpu",
-            Self::Cuda => "cuda",
-        }
+        DeviceKind::from(self).name()
     }
 }
 

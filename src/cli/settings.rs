@@ -130,8 +130,27 @@ fn physical_memory_bytes() -> Option<f64> {
 
 /// A line of `/proc/meminfo`, where the system has one.
 pub(super) fn memory_bytes(label: &str) -> Option<f64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    kib_line("/proc/meminfo", label).map(|kib| kib * 1024.0)
+}
+
+/// Writable memory of a process (`self` is this one).
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct WritableMemory {
+    /// Bytes that it has mapped for itself: what RLIMIT_DATA limits.
+    pub(super) mapped: u64,
+    /// Bytes that it has touched and that are in memory.
+    pub(super) resident: u64,
+}
+
+/// What a process has, where the system tells.
+pub(super) fn writable_memory(process: &str) -> Option<WritableMemory> {
+    let path = format!("/proc/{process}/status");
+    let bytes = |label| kib_line(&path, label).map(|kib| kib as u64 * 1024);
+    Some(WritableMemory { mapped: bytes("VmData:")?, resident: bytes("RssAnon:")? })
+}
+
+fn kib_line(path: &str, label: &str) -> Option<f64> {
+    let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(label))?;
-    let kib: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024.0)
+    line.trim().strip_suffix("kB")?.trim().parse().ok()
 }

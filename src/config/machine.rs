@@ -36,6 +36,8 @@ pub struct MachineProfile {
     pub update_bytes_per_second: f64,
     /// Bytes to and from files per second; none where nobody has measured it.
     pub file_bytes_per_second: Option<f64>,
+    /// Bytes from a GPU to the host's memory and back per second; none where nobody has measured it.
+    pub host_bytes_per_second: Option<f64>,
     /// Whether collectives that have been started go on while the rank computes.
     pub overlaps_communication: bool,
     /// Communication.
@@ -151,6 +153,7 @@ impl MachineProfile {
             },
             update_bytes_per_second: root.number("update_bytes_per_second").unwrap_or_default(),
             file_bytes_per_second: root.number("file_bytes_per_second"),
+            host_bytes_per_second: root.number("host_bytes_per_second"),
             overlaps_communication: root.boolean("overlaps_communication"),
             links: Links {
                 intra_node: LinkRates::read(&links.section("intra_node")),

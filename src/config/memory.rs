@@ -1,6 +1,7 @@
 //! What exists at a time: recomputation, tiles, chunks of heads, offload.
 
 use super::reader::Section;
+use crate::device::DeviceKind;
 use serde::Serialize;
 use std::num::NonZero;
 
@@ -10,7 +11,7 @@ pub enum Offload {
     /// Where it is used.
     #[default]
     None,
-    /// In the host's memory, which is where ranks on a CPU use it.
+    /// In the host's memory, which is where ranks on a CPU use it anyway.
     Cpu,
     /// In an unnamed file in this directory; without one in that of `ulysses.offload_path`.
     Nvme(Option<String>),
@@ -29,6 +30,15 @@ impl Offload {
     /// Whether it is in a file.
     pub fn is_in_file(&self) -> bool {
         matches!(self, Self::Nvme(_))
+    }
+
+    /// Whether it is away between its uses, from where ranks on such a device use it.
+    pub fn is_moved_from(&self, device: DeviceKind) -> bool {
+        match self {
+            Self::None => false,
+            Self::Cpu => device != DeviceKind::Cpu,
+            Self::Nvme(_) => true,
+        }
     }
 
     fn read(section: &Section<'_>) -> Self {
@@ -52,7 +62,8 @@ pub struct MemoryConfig {
     pub tile_tokens: Option<NonZero<usize>>,
     /// `ulysses.head_chunks`: parts in which the heads pass through attention; default 1.
     pub head_chunks: usize,
-    /// `activation_checkpointing.cpu_checkpointing`: on a CPU, checkpoints wait in a file; default false.
+    /// `activation_checkpointing.cpu_checkpointing`: checkpoints wait in the host's memory, of ranks on a CPU in a file;
+    /// default false.
     #[serde(skip)]
     pub offload_checkpoints: bool,
     /// `ulysses.offload_path`: the directory of such files; default the system's for temporary files.

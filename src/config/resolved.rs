@@ -15,6 +15,7 @@ use super::precision::Precision;
 use super::raw::RawConfig;
 use super::schedule::{LrSchedule, SchedulerConfig};
 use super::zero_stage::ZeroStage;
+use crate::device::DeviceKind;
 use crate::mesh::Preset;
 use serde::Serialize;
 use std::path::Path;
@@ -154,6 +155,11 @@ pub enum Backend {
 impl Backend {
     pub(super) const CHOICES: &[(&str, Self)] =
         &[("thread", Self::Thread), ("nccl", Self::Nccl), ("mpi", Self::Mpi)];
+
+    /// What its ranks compute on, as long as nobody says otherwise.
+    pub fn device(self) -> DeviceKind {
+        if self == Self::Nccl { DeviceKind::Cuda } else { DeviceKind::Cpu }
+    }
 }
 
 /// What the command line says. Flags override the file, except the mesh, where a

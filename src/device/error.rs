@@ -59,6 +59,12 @@ pub enum DeviceError {
         /// What the library says.
         message: String,
     },
+    /// What was to come back from the host's memory was never brought there.
+    #[error("{bytes} bytes are to be copied from where nothing was copied to")]
+    NotWritten {
+        /// How many bytes.
+        bytes: u64,
+    },
     /// candle refused an operation on a tensor.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),

@@ -14,6 +14,14 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
+    /// Its name on the command line and in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
+        }
+    }
+
     /// The device of a rank: the host, or with more ranks than GPUs one that it shares. Each rank has a stream of
     /// its own.
     ///

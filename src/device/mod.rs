@@ -9,7 +9,8 @@
 //! | emulation (feature `kernel-emulation`) | on the CPU, within `emulate` | compiled for the host | the `gemm` crate |
 //!
 //! So all that a GPU runs but the driver calls themselves is tested on machines without one. `Target` tells an
-//! op which way to go for the tensors at hand.
+//! op which way to go for the tensors at hand. `HostCopies` are the same for copies to the host and back that go on
+//! beside the device's work: a GPU's streams, or copies on the CPU that are done as late as their order allows.
 #![cfg_attr(
     not(any(feature = "cuda", feature = "kernel-emulation")),
     allow(
@@ -26,6 +27,7 @@ mod cuda;
 mod emulation;
 mod error;
 mod fence;
+mod host_copies;
 mod kernel;
 mod kind;
 mod launcher;
@@ -38,11 +40,14 @@ pub(crate) use address::Address;
 #[cfg(feature = "nccl")]
 pub(crate) use cuda::open as open_gpu;
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::{elements as cuda_elements, upload};
+pub(crate) use cuda::{CudaCopies, elements as cuda_elements, upload};
 #[cfg(feature = "kernel-emulation")]
 pub use emulation::emulate;
 pub use error::DeviceError;
 pub(crate) use fence::Fence;
+pub(crate) use host_copies::HostCopies;
+#[cfg(any(test, feature = "kernel-emulation"))]
+pub(crate) use host_copies::LateCopies;
 pub(crate) use kernel::{Arg, Grid, Kernel, sources};
 pub use kind::DeviceKind;
 pub(crate) use launcher::Launcher;

@@ -1,7 +1,7 @@
 //! The backward pass.
 
 use super::forward::{LayerTape, Loss, Tape, head_views};
-use super::offload::{CheckpointFile, OffloadedTensor};
+use super::offload::{CheckpointStore, OffloadedTensor};
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
@@ -52,10 +52,10 @@ impl Engine {
         let mut output = Some(hidden);
         while let Some(left) = layers.pop() {
             let index = layers.len();
-            self.read_ahead(layers.last())?;
             // The state of a layer may hold its output. Where there is none, that is given back at once.
             let held = matches!(left, LayerTape::State(..)).then(|| output.take()).flatten();
             output.take().into_iter().for_each(|y| self.workspace.give(y));
+            self.read_ahead(layers.last())?;
             let (gradient, x) = self.backward_layer(index, left, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
             held.into_iter().for_each(|y| self.workspace.give(y));
@@ -100,10 +100,10 @@ impl Engine {
         Ok(dx)
     }
 
-    /// Starts to fetch what the next layer's backward needs.
+    /// Starts to bring back what the next layer's backward needs.
     fn read_ahead(&self, left: Option<&LayerTape>) -> Result<(), EngineError> {
-        match (&self.checkpoint_file, left) {
-            (Some(file), Some(LayerTape::Offloaded(stored))) => Ok(file.read_ahead(stored)?),
+        match (&self.checkpoint_store, left) {
+            (Some(store), Some(LayerTape::Offloaded(stored))) => store.read_ahead(stored, &self.workspace),
             _ => Ok(()),
         }
     }
@@ -137,7 +137,7 @@ impl Engine {
                 return Ok((dx, x));
             }
             LayerTape::Checkpoint(tensors) => tensors,
-            LayerTape::Offloaded(stored) => load(self.checkpoint_file.as_ref(), stored, &self.workspace)?,
+            LayerTape::Offloaded(stored) => load(self.checkpoint_store.as_ref(), stored, &self.workspace)?,
         };
         let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
@@ -169,10 +169,10 @@ impl Engine {
 
 /// Brings a stored checkpoint back to memory.
 fn load(
-    file: Option<&CheckpointFile>,
+    store: Option<&CheckpointStore>,
     stored: Vec<OffloadedTensor>,
     workspace: &Workspace,
 ) -> Result<Vec<Tensor>, EngineError> {
-    let Some(file) = file else { return Ok(Vec::new()) };
-    stored.into_iter().map(|stored| file.load(stored, workspace)).collect()
+    let Some(store) = store else { return Ok(Vec::new()) };
+    stored.into_iter().map(|stored| store.load(stored, workspace)).collect()
 }

@@ -68,20 +68,19 @@ pub enum EngineError {
         /// What needs it.
         needed_by: String,
     },
-    /// Something could not be moved to a file or back.
+    /// Something could not be moved away or back.
     #[error(transparent)]
     Offload(#[from] OffloadError),
-    /// What is to be offloaded is on a device.
+    /// What is to be offloaded to a file is on a GPU.
     #[error(
-        "`{key}`: {what} are moved from a CPU's memory to a file; from a GPU they are not moved yet: set it to {off}"
+        "`{key}`: \"nvme\" keeps {what} in a file, where they go from a CPU's memory; from a GPU they go to the \
+         host's memory: set it to \"cpu\", or to \"none\""
     )]
-    OffloadFromDevice {
+    OffloadToFile {
         /// The key that asks for it.
         key: &'static str,
         /// What it asks to move.
         what: &'static str,
-        /// The value that does not.
-        off: &'static str,
     },
     /// A micro batch does not fit the config or the mesh.
     #[error("micro batch: {what} is {got}, expected {expected}")]

@@ -40,7 +40,7 @@ pub(super) enum LayerTape {
     State(Tensor, Saved),
     /// What it is computed from again.
     Checkpoint(Vec<Tensor>),
-    /// The same, in the engine's file.
+    /// The same, in the engine's store.
     Offloaded(Vec<OffloadedTensor>),
 }
 
@@ -108,7 +108,7 @@ impl Engine {
             Ok(y)
         })?;
         let _head = tracing::trace_span!("head").entered();
-        if self.checkpoint_file.is_some() {
+        if self.checkpoint_store.is_some() {
             // Memory is short, and what the layers work in would lie idle beside the head's.
             self.workspace.trim();
         }
@@ -169,8 +169,8 @@ impl Engine {
 
     /// A layer's checkpoint, where the config wants it.
     fn keep(&self, checkpoint: Vec<Tensor>) -> Result<LayerTape, EngineError> {
-        let Some(file) = &self.checkpoint_file else { return Ok(LayerTape::Checkpoint(checkpoint)) };
-        let stored = checkpoint.into_iter().map(|tensor| file.store(tensor));
+        let Some(store) = &self.checkpoint_store else { return Ok(LayerTape::Checkpoint(checkpoint)) };
+        let stored = checkpoint.into_iter().map(|tensor| store.store(tensor));
         Ok(LayerTape::Offloaded(stored.collect::<Result<_, _>>()?))
     }
 

@@ -2,7 +2,7 @@
 
 use super::EngineError;
 use super::loss_scale::LossScaler;
-use super::offload::{CheckpointFile, storage};
+use super::offload::{CheckpointStore, storage};
 use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
 use super::times::StepTimes;
@@ -31,7 +31,7 @@ pub struct Engine {
     /// Of the last micro batch: the next one's are most often the same.
     pub(super) token_layout: Option<Arc<TokenLayout>>,
     /// Where checkpoints of layers wait for their backward pass, if not in memory.
-    pub(super) checkpoint_file: Option<CheckpointFile>,
+    pub(super) checkpoint_store: Option<CheckpointStore>,
     pub(super) schedule: LrSchedule,
     pub(super) accumulation: Accumulation,
     /// Updates done.
@@ -98,7 +98,7 @@ impl Engine {
         if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
             return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
         }
-        let checkpoint_file = CheckpointFile::of(config, device)?;
+        let checkpoint_store = CheckpointStore::of(config, device)?;
         let storage = storage(config, options.clone())?;
         check_parameter_groups(&config.parameter_groups, &units)?;
         let layout = |unit: &crate::model::UnitSpec| {
@@ -137,7 +137,7 @@ impl Engine {
             attention: Arc::new(attention),
             workspace,
             token_layout: None,
-            checkpoint_file,
+            checkpoint_store,
             accumulation: Accumulation::default(),
             step: 0,
             attempted_steps: 0,

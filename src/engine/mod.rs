@@ -36,7 +36,7 @@ pub use checkpoint::RunRecord;
 pub use error::EngineError;
 pub use forward::Loss;
 pub use initialize::{Engine, initialize};
-pub use offload::check_offload;
+pub use offload::{check_offload, check_offload_device};
 pub use parameter_groups::check_parameter_groups;
 pub use report::Passes;
 pub use schedule::schedule;

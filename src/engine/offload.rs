@@ -1,8 +1,9 @@
-//! The files that a config asks for, and checkpoints of layers in one of them.
+//! Where the config wants tensors to wait between their uses, and checkpoints of layers there.
 
 use super::EngineError;
 use crate::config::{Config, Offload};
-use crate::offload::{Extent, OffloadError, OffloadFile, Use};
+use crate::device::DeviceKind;
+use crate::offload::{Extent, OffloadError, OffloadStore, Use};
 use crate::ops::Workspace;
 use crate::tensor::TensorOptions;
 use crate::zero::Storage;
@@ -10,33 +11,90 @@ use candle_core::{Device, Shape, Tensor};
 use std::path::Path;
 use std::sync::Arc;
 
-const CHECKPOINTS: Use = Use { holds: "checkpoints of activations", key: "ulysses.offload_path" };
-const OPTIMIZER: Use = Use { holds: "optimizer state", key: "zero_optimization.offload_optimizer.nvme_path" };
-const PARAMETERS: Use = Use { holds: "parameters", key: "zero_optimization.offload_param.nvme_path" };
+/// Something that may be offloaded.
+#[derive(Clone, Copy)]
+struct Offloaded {
+    holds: &'static str,
+    /// The key that asks for it.
+    key: &'static str,
+    /// The key that names the directory of its file.
+    directory_key: &'static str,
+}
 
-/// One rank's file of checkpoints of layers, between their forward and their backward pass.
-pub(super) struct CheckpointFile(OffloadFile);
+const CHECKPOINTS: Offloaded = Offloaded {
+    holds: "checkpoints of activations",
+    key: "activation_checkpointing.cpu_checkpointing",
+    directory_key: "ulysses.offload_path",
+};
+const OPTIMIZER: Offloaded = Offloaded {
+    holds: "optimizer state",
+    key: "zero_optimization.offload_optimizer.device",
+    directory_key: "zero_optimization.offload_optimizer.nvme_path",
+};
+const PARAMETERS: Offloaded = Offloaded {
+    holds: "parameters",
+    key: "zero_optimization.offload_param.device",
+    directory_key: "zero_optimization.offload_param.nvme_path",
+};
 
-/// A checkpoint in the file.
+impl Offloaded {
+    fn in_file(self, directory: Option<&Path>) -> Result<OffloadStore, OffloadError> {
+        OffloadStore::in_file(Use { holds: self.holds, key: self.directory_key }, directory)
+    }
+
+    /// None where the tensors are in the host's memory already.
+    fn in_host_memory(self, device: &Device) -> Result<Option<OffloadStore>, OffloadError> {
+        OffloadStore::in_host_memory(Use { holds: self.holds, key: self.key }, device)
+    }
+
+    /// Where it waits by the config's word.
+    fn store(
+        self,
+        offload: &Offload,
+        config: &Config,
+        device: &Device,
+    ) -> Result<Option<OffloadStore>, EngineError> {
+        match offload {
+            Offload::None => Ok(None),
+            Offload::Cpu => Ok(self.in_host_memory(device)?),
+            Offload::Nvme(path) => {
+                self.check_device(offload, device.is_cpu())?;
+                let directory = path.as_deref().map(Path::new).or(shared_directory(config));
+                Ok(Some(self.in_file(directory)?))
+            }
+        }
+    }
+
+    fn check_device(self, offload: &Offload, is_cpu: bool) -> Result<(), EngineError> {
+        if is_cpu || !offload.is_in_file() {
+            return Ok(());
+        }
+        Err(EngineError::OffloadToFile { key: self.key, what: self.holds })
+    }
+}
+
+/// One rank's store of checkpoints of layers, between their forward and their backward pass.
+pub(super) struct CheckpointStore(OffloadStore);
+
+/// A checkpoint in the store.
 pub(super) struct OffloadedTensor {
     extent: Extent,
     shape: Shape,
 }
 
-impl CheckpointFile {
-    /// The file that the config asks for. Each rank has its own.
+impl CheckpointStore {
+    /// The store that the config asks for: a file for a CPU's tensors, the host's memory for a GPU's. Each rank has
+    /// its own.
     ///
     /// # Errors
-    /// A directory that cannot be written to, or tensors on a device.
+    /// A directory that cannot be written to, or a driver that refuses.
     pub(super) fn of(config: &Config, device: &Device) -> Result<Option<Self>, EngineError> {
-        let (key, what) = ("activation_checkpointing.cpu_checkpointing", "checkpoints");
         if !config.memory.offload_checkpoints {
             return Ok(None);
         }
-        if !device.is_cpu() {
-            return Err(EngineError::OffloadFromDevice { key, what, off: "false" });
-        }
-        Ok(Some(Self(OffloadFile::create(CHECKPOINTS, shared_directory(config))?)))
+        let in_memory = CHECKPOINTS.in_host_memory(device)?;
+        let store = in_memory.map_or_else(|| CHECKPOINTS.in_file(shared_directory(config)), Ok)?;
+        Ok(Some(Self(store)))
     }
 
     /// Starts to write a tensor, which nobody else may hold. The one before is written and freed first: each is one
@@ -53,65 +111,70 @@ impl CheckpointFile {
         Ok(OffloadedTensor { extent, shape })
     }
 
-    /// Starts to bring tensors to where [`load`](Self::load) finds them fast.
+    /// Starts to bring tensors back, for a [`load`](Self::load) that need not wait.
     ///
     /// # Errors
-    /// When the file's thread has ended.
-    pub(super) fn read_ahead(&self, tensors: &[OffloadedTensor]) -> Result<(), OffloadError> {
-        tensors.iter().try_for_each(|stored| self.0.read_ahead(&stored.extent))
+    /// A copy that cannot be started.
+    pub(super) fn read_ahead(
+        &self,
+        tensors: &[OffloadedTensor],
+        workspace: &Workspace,
+    ) -> Result<(), EngineError> {
+        self.0.settle()?;
+        tensors.iter().try_for_each(|OffloadedTensor { extent, shape }| {
+            self.0.read_ahead(extent, || Ok(workspace.take(shape.clone())?))
+        })
     }
 
-    /// Reads a tensor back and frees its extent.
+    /// Brings a tensor back and frees its extent.
     ///
     /// # Errors
     /// A write or read that failed.
     pub(super) fn load(&self, stored: OffloadedTensor, workspace: &Workspace) -> Result<Tensor, EngineError> {
         self.0.settle()?;
         let OffloadedTensor { extent, shape } = stored;
-        let tensor = workspace.take(shape)?;
-        self.0.read(&extent, &tensor)?;
-        Ok(tensor)
+        self.0.read(&extent, || Ok(workspace.take(shape)?))
     }
 }
 
-/// Whether every file that the config asks for can be made, before any rank needs it.
+/// Whether everything can be offloaded that the config asks for, before any rank needs it.
 ///
 /// # Errors
-/// A directory that cannot be written to.
-pub fn check_offload(config: &Config) -> Result<(), OffloadError> {
+/// A directory that cannot be written to, or a file for tensors on a GPU.
+pub fn check_offload(config: &Config, device: DeviceKind) -> Result<(), EngineError> {
     let memory = &config.memory;
-    if memory.offload_checkpoints {
-        OffloadFile::create(CHECKPOINTS, shared_directory(config))?;
+    if memory.offload_checkpoints && device == DeviceKind::Cpu {
+        CHECKPOINTS.in_file(shared_directory(config))?;
     }
-    state_file(config, &memory.offload_optimizer, OPTIMIZER)?;
-    state_file(config, &memory.offload_parameters, PARAMETERS)?;
+    check_offload_device(config, device)?;
+    OPTIMIZER.store(&memory.offload_optimizer, config, &Device::Cpu)?;
+    PARAMETERS.store(&memory.offload_parameters, config, &Device::Cpu)?;
     Ok(())
+}
+
+/// Whether ranks on such a device can offload to where the config says.
+///
+/// # Errors
+/// A file for tensors on a GPU.
+pub fn check_offload_device(config: &Config, device: DeviceKind) -> Result<(), EngineError> {
+    let (memory, is_cpu) = (&config.memory, device == DeviceKind::Cpu);
+    OPTIMIZER.check_device(&memory.offload_optimizer, is_cpu)?;
+    PARAMETERS.check_device(&memory.offload_parameters, is_cpu)
 }
 
 /// Where the config wants parameters and optimizer state to be.
 ///
 /// # Errors
-/// A directory that cannot be written to, or tensors on a device.
+/// As [`check_offload`], or a driver that refuses.
 pub(super) fn storage(config: &Config, options: TensorOptions) -> Result<Storage, EngineError> {
-    let file = |offload: &Offload, use_: Use, key| {
-        if *offload != Offload::None && !options.device.is_cpu() {
-            return Err(EngineError::OffloadFromDevice { key, what: use_.holds, off: "\"none\"" });
-        }
-        Ok(state_file(config, offload, use_)?.map(Arc::new))
+    let store = |what: Offloaded, offload| {
+        Ok::<_, EngineError>(what.store(offload, config, &options.device)?.map(Arc::new))
     };
-    let memory = &config.memory;
     Ok(Storage {
-        optimizer: file(&memory.offload_optimizer, OPTIMIZER, "zero_optimization.offload_optimizer.device")?,
-        parameters: file(&memory.offload_parameters, PARAMETERS, "zero_optimization.offload_param.device")?,
-        options,
+        optimizer: store(OPTIMIZER, &config.memory.offload_optimizer)?,
+        parameters: store(PARAMETERS, &config.memory.offload_parameters)?,
+        options: options.clone(),
     })
-}
-
-/// The file that state is offloaded to, if it is.
-fn state_file(config: &Config, offload: &Offload, use_: Use) -> Result<Option<OffloadFile>, OffloadError> {
-    let Offload::Nvme(path) = offload else { return Ok(None) };
-    let directory = path.as_deref().map(Path::new).or(shared_directory(config));
-    OffloadFile::create(use_, directory).map(Some)
 }
 
 /// Where files go that have no directory of their own.

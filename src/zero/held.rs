@@ -45,7 +45,7 @@ impl HeldBytes {
         Self { parameters, ..Self::default() }
     }
 
-    /// The same with parameters, or optimizer state, in a file between their uses.
+    /// The same with parameters, or optimizer state, elsewhere between their uses.
     #[must_use]
     pub fn without(self, parameters: bool, optimizer: bool) -> Self {
         let held = |bytes: u64, offloaded: bool| if offloaded { 0 } else { bytes };

@@ -1,8 +1,8 @@
-//! Tensors that outlive a step: in memory, or in a file between their uses.
+//! Tensors that outlive a step: where they are used, or in a store between their uses.
 
 use super::ZeroError;
 use crate::memory::{Category, counted_as};
-use crate::offload::{Extent, OffloadFile};
+use crate::offload::{Extent, OffloadStore};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,40 +10,42 @@ use std::sync::Arc;
 /// A flat tensor that is kept.
 #[derive(Debug, Clone)]
 pub(super) enum Kept {
-    /// In memory.
+    /// Where it is used.
     Resident(Tensor),
-    /// In the rank's file.
+    /// In the rank's store.
     Offloaded(Arc<Slot>),
 }
 
-/// An extent of a file, and what is in it.
+/// An extent of a store, and what is in it.
 #[derive(Debug)]
 pub(super) struct Slot {
-    file: Arc<OffloadFile>,
+    store: Arc<OffloadStore>,
     extent: Extent,
     numel: usize,
     dtype: DType,
+    device: Device,
     category: Category,
 }
 
 impl Slot {
     fn empty(&self) -> Result<Tensor, ZeroError> {
-        Ok(counted_as(self.category, || Tensor::zeros(self.numel, self.dtype, &Device::Cpu))?)
+        Ok(counted_as(self.category, || Tensor::zeros(self.numel, self.dtype, &self.device))?)
     }
 }
 
 impl Kept {
-    /// Keeps a tensor: where it is, or in the file if there is one. What was written before is settled first.
+    /// Keeps a tensor: where it is, or in the store if there is one. What was written before is settled first.
     pub(super) fn new(
         tensor: Tensor,
         category: Category,
-        file: Option<&Arc<OffloadFile>>,
+        store: Option<&Arc<OffloadStore>>,
     ) -> Result<Self, ZeroError> {
-        let Some(file) = file else { return Ok(Self::Resident(tensor)) };
-        file.settle()?;
-        let extent = file.reserve(crate::tensor::bytes(&tensor));
-        let (numel, dtype) = (tensor.elem_count(), tensor.dtype());
-        let kept = Self::Offloaded(Arc::new(Slot { file: file.clone(), extent, numel, dtype, category }));
+        let Some(store) = store else { return Ok(Self::Resident(tensor)) };
+        store.settle()?;
+        let extent = store.reserve(crate::tensor::bytes(&tensor));
+        let (numel, dtype, device) = (tensor.elem_count(), tensor.dtype(), tensor.device().clone());
+        let slot = Slot { store: store.clone(), extent, numel, dtype, device, category };
+        let kept = Self::Offloaded(Arc::new(slot));
         kept.put(tensor)?;
         Ok(kept)
     }
@@ -55,15 +57,11 @@ impl Kept {
         }
     }
 
-    /// The tensor itself or, of one in the file, a copy: changes count once they are [`put`](Self::put).
+    /// The tensor itself or, of one in the store, a copy: changes count once they are [`put`](Self::put).
     pub(super) fn fetch(&self) -> Result<Tensor, ZeroError> {
         match self {
             Self::Resident(tensor) => Ok(tensor.clone()),
-            Self::Offloaded(slot) => {
-                let tensor = slot.empty()?;
-                slot.file.read(&slot.extent, &tensor)?;
-                Ok(tensor)
-            }
+            Self::Offloaded(slot) => slot.store.read(&slot.extent, || slot.empty()),
         }
     }
 
@@ -79,7 +77,7 @@ impl Kept {
     pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
-            Self::Offloaded(slot) => Ok(slot.file.read_ahead(&slot.extent)?),
+            Self::Offloaded(slot) => slot.store.read_ahead(&slot.extent, || slot.empty()),
         }
     }
 
@@ -87,7 +85,7 @@ impl Kept {
     pub(super) fn put(&self, tensor: Tensor) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
-            Self::Offloaded(slot) => Ok(slot.file.write(&slot.extent, tensor)?),
+            Self::Offloaded(slot) => Ok(slot.store.write(&slot.extent, tensor)?),
         }
     }
 }

@@ -16,7 +16,7 @@
 //!
 //! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.
 //! - [`ZeroOptimizer`]: storage, gathering, reduction and update of all units.
-//! - [`Storage`]: on which device, in which element type, and what waits in files between its uses.
+//! - [`Storage`]: on which device, in which element type, and what waits elsewhere between its uses.
 //! - [`HeldBytes`]: what that costs, by formula, to be held against the allocator's count.
 //!
 //! The folder's README explains the order of summation, and which stages it makes bit-equal.

@@ -56,8 +56,8 @@ impl ZeroOptimizer {
         let TensorOptions { device, dtype } = &storage.options;
         let meter = memory::Meter::start();
         let parameters = each(Category::Parameters, &units, |layout| {
-            let file = storage.parameters.as_ref();
-            Parameters::zeros(layout, stage.partitions_parameters(), (*dtype, device), file)
+            let store = storage.parameters.as_ref();
+            Parameters::zeros(layout, stage.partitions_parameters(), (*dtype, device), store)
         })?;
         storage.settle()?;
         let parameter_bytes = meter.bytes();

@@ -1,20 +1,19 @@
 //! Where a rank keeps its state.
 
 use super::ZeroError;
-use crate::offload::OffloadFile;
+use crate::offload::OffloadStore;
 use crate::tensor::TensorOptions;
 use std::sync::Arc;
 
-/// Device and element type of a rank's parameters, and the files for what is not in memory between its uses.
-/// Files are for the CPU's memory only.
+/// Device and element type of a rank's parameters, and the stores of what is not on the device between its uses.
 #[derive(Debug, Clone, Default)]
 pub struct Storage {
     /// Device of all tensors, element type of the parameters.
     pub options: TensorOptions,
     /// For the partitions of parameters of stage 3.
-    pub parameters: Option<Arc<OffloadFile>>,
+    pub parameters: Option<Arc<OffloadStore>>,
     /// For optimizer state and master copies.
-    pub optimizer: Option<Arc<OffloadFile>>,
+    pub optimizer: Option<Arc<OffloadStore>>,
 }
 
 impl From<TensorOptions> for Storage {
@@ -25,9 +24,9 @@ impl From<TensorOptions> for Storage {
 }
 
 impl Storage {
-    /// Waits until everything is written.
+    /// Lets what follows come after everything that is being written, and frees what was.
     pub(super) fn settle(&self) -> Result<(), ZeroError> {
-        let mut files = self.parameters.iter().chain(&self.optimizer);
-        Ok(files.try_for_each(|file| file.settle())?)
+        let mut stores = self.parameters.iter().chain(&self.optimizer);
+        Ok(stores.try_for_each(|store| store.settle())?)
     }
 }

@@ -4,8 +4,12 @@ use super::*;
 use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, launch};
 use crate::config::{OptimizerConfig, ZeroStage};
 use crate::mesh::DeviceMesh;
+use crate::offload::OffloadStore;
 use crate::tensor::{TensorOptions, to_vec, with_slice_mut};
 use candle_core::DType;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Two parameters of 6 and 5 elements.
 fn layout(num_partitions: usize) -> FlatLayout {
@@ -45,9 +49,19 @@ fn expected_bytes_follow_the_table_of_stages() {
 
 /// Runs `check` on every rank of a (dp, sp) mesh with a two-unit optimizer whose parameter
 /// elements start as their index within the unit.
-fn on_mesh(
+fn on_mesh(mesh: (usize, usize), stage: ZeroStage, check: impl Fn(&mut ZeroOptimizer, usize, usize) + Sync) {
+    on_mesh_with(mesh, stage, (momentum(), TensorOptions::default), check);
+}
+
+fn momentum() -> OptimizerConfig {
+    OptimizerConfig::Sgd { lr: 1.0, momentum: 0.5, nesterov: false, weight_decay: 0.0 }
+}
+
+/// The same by another rule, and with state in another place.
+fn on_mesh_with<S: Into<Storage>>(
     (dp, sp): (usize, usize),
     stage: ZeroStage,
+    (config, storage): (OptimizerConfig, impl Fn() -> S + Sync),
     check: impl Fn(&mut ZeroOptimizer, usize, usize) + Sync,
 ) {
     let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
@@ -59,18 +73,10 @@ fn on_mesh(
             out.iter_mut().enumerate().for_each(|(i, element)| *element = (first + i) as f32);
             Ok(())
         };
-        let config = OptimizerConfig::Sgd { lr: 1.0, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
         let units = vec![layout(dp), layout(dp)];
         let (dp_rank, sp_rank) = (groups.dp.rank(), groups.sp.rank());
-        let mut zero = ZeroOptimizer::new::<ZeroError>(
-            units,
-            stage,
-            config,
-            &[],
-            groups,
-            TensorOptions::default(),
-            &fill,
-        )?;
+        let mut zero =
+            ZeroOptimizer::new::<ZeroError>(units, stage, config.clone(), &[], groups, storage(), &fill)?;
         check(&mut zero, dp_rank, sp_rank);
         Ok::<_, ZeroError>(())
     })
@@ -162,6 +168,62 @@ fn an_update_reaches_every_rank_s_parameters() {
                 assert_eq!(to_vec::<f32>(&parameter).unwrap(), expected, "{mesh:?} {stage:?} {name}");
             }
         });
+    }
+}
+
+/// Parameters and state after three updates, as one rank sees them.
+fn after_three_updates(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize) -> Vec<Vec<f32>> {
+    for step in 1..=3 {
+        let _gathered = [0, 1].map(|unit| {
+            zero.read_ahead(unit).unwrap();
+            zero.parameters(unit).unwrap()
+        });
+        one_micro_step(zero, dp_rank, sp_rank, true);
+        zero.update(step, 0.01, None, 0.5).unwrap();
+        zero.zero_gradients().unwrap();
+    }
+    let state = (0..zero.state_kinds().len()).filter_map(|kind| zero.state_partition(1, kind).unwrap());
+    let state: Vec<_> = state.map(|part| to_vec::<f32>(&part).unwrap()).collect();
+    let parameters = zero.gather_parameters().unwrap();
+    state.into_iter().chain(parameters.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap())).collect()
+}
+
+/// Copies to the host and back that a device does as late as is allowed.
+#[test]
+fn state_that_waits_beside_the_device_comes_back_to_the_bit() {
+    let lamb = OptimizerConfig::Lamb {
+        lr: 0.01,
+        betas: [0.9, 0.99],
+        eps: 1e-8,
+        weight_decay: 0.1,
+        bias_correction: true,
+        min_coeff: 0.01,
+        max_coeff: 10.0,
+    };
+    let stages = [ZeroStage::OptimizerStates, ZeroStage::Gradients, ZeroStage::Parameters];
+    for (mesh, stage) in
+        [(1, 1), (2, 2), (3, 1)].into_iter().flat_map(|mesh| stages.map(|stage| (mesh, stage)))
+    {
+        for (config, dtype) in [momentum(), lamb.clone()].into_iter().zip([DType::F32, DType::BF16]) {
+            let options = || TensorOptions { dtype, ..TensorOptions::default() };
+            let store = || Some(Arc::new(OffloadStore::beside_late_copies()));
+            let away = || Storage {
+                parameters: store().filter(|_| stage == ZeroStage::Parameters),
+                optimizer: store(),
+                options: options(),
+            };
+            let seen = Mutex::new(BTreeMap::new());
+            on_mesh_with(mesh, stage, (config.clone(), options), |zero, dp_rank, sp_rank| {
+                let bits = after_three_updates(zero, dp_rank, sp_rank);
+                seen.lock().insert((dp_rank, sp_rank), bits);
+            });
+            on_mesh_with(mesh, stage, (config, away), |zero, dp_rank, sp_rank| {
+                let bits = after_three_updates(zero, dp_rank, sp_rank);
+                assert_eq!(Some(&bits), seen.lock().get(&(dp_rank, sp_rank)), "{mesh:?} {stage:?} {dtype:?}");
+                let held = zero.expected_held_bytes();
+                assert_eq!((held.optimizer, held.parameters == 0), (0, stage == ZeroStage::Parameters));
+            });
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;
 use crate::memory::{Category, counted_as};
-use crate::offload::OffloadFile;
+use crate::offload::OffloadStore;
 use crate::ops::reduce;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -46,18 +46,18 @@ pub(super) struct Gathered {
 }
 
 impl Parameters {
-    /// Zeros; a partition goes to the `file`, if there is one.
+    /// Zeros; a partition goes to the `store`, if there is one.
     pub(super) fn zeros(
         layout: &FlatLayout,
         partitioned: bool,
         (dtype, device): (DType, &Device),
-        file: Option<&Arc<OffloadFile>>,
+        store: Option<&Arc<OffloadStore>>,
     ) -> Result<Self, ZeroError> {
         Ok(if partitioned {
             let partition = Kept::new(
                 Tensor::zeros(layout.partition_numel(), dtype, device)?,
                 Category::Parameters,
-                file,
+                store,
             )?;
             Self::Partitioned { partition, transient: None }
         } else {
@@ -131,7 +131,7 @@ impl Unit {
     /// Begins to gather partitioned parameters, unless that is done or under way.
     pub(super) fn start_gather(&mut self, dp: &dyn ProcessGroup) -> Result<(), ZeroError> {
         if let Parameters::Partitioned { partition, transient: transient @ None } = &mut self.parameters {
-            // Of one in a file the copy lives until its peers have read it.
+            // Of one in a store the copy lives until its peers have read it.
             let partition = partition.fetch()?;
             let whole = counted_as(Category::Parameters, || {
                 Viewed::zeros(&self.layout, partition.dtype(), partition.device())
@@ -142,7 +142,7 @@ impl Unit {
         Ok(())
     }
 
-    /// Starts to fetch a partition that is in a file, before it is gathered.
+    /// Starts to fetch a partition that is in a store, before it is gathered.
     pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
         match &self.parameters {
             Parameters::Partitioned { partition, transient: None } => partition.read_ahead(),

@@ -48,7 +48,7 @@ impl ZeroOptimizer {
         self.units.iter().filter(|unit| !unit.layout.is_frozen())
     }
 
-    /// Works on one unit after another. What the next one has in a file is fetched meanwhile.
+    /// Works on one unit after another. What the next one has elsewhere is fetched meanwhile.
     pub(super) fn each_trained_unit(
         &self,
         mut work: impl FnMut(&Unit) -> Result<(), ZeroError>,
@@ -103,7 +103,7 @@ impl ZeroOptimizer {
         self.put_back(unit, owned)
     }
 
-    /// The elements that this rank updates, with their gradients and state; copies of what is in files.
+    /// The elements that this rank updates, with their gradients and state; copies of what is elsewhere.
     pub(super) fn owned(&self, unit: &Unit) -> Result<Owned, ZeroError> {
         let state = unit.state.iter().map(Kept::fetch).collect::<Result<_, _>>()?;
         Ok(Owned { state, ..self.owned_without_state(unit)? })
@@ -127,7 +127,7 @@ impl ZeroOptimizer {
         unit.master.clone().map_or_else(|| unit.updated_parameters(self.stage), Ok)
     }
 
-    /// Rounds the updated master copy, where there is one, to the parameters, and writes what belongs in files once the
+    /// Rounds the updated master copy, where there is one, to the parameters, and writes what belongs elsewhere once the
     /// unit before is written.
     pub(super) fn put_back(&self, unit: &Unit, owned: Owned) -> Result<(), ZeroError> {
         let Owned { parameters, state, .. } = owned;
@@ -139,7 +139,7 @@ impl ZeroOptimizer {
         unit.put_state(state)
     }
 
-    /// Writes updated state, where it belongs in a file, once the unit before is written.
+    /// Writes updated state, where it belongs elsewhere, once the unit before is written.
     pub(super) fn put_back_state(&self, unit: &Unit, state: Vec<Tensor>) -> Result<(), ZeroError> {
         self.storage.settle()?;
         unit.put_state(state)

@@ -155,6 +155,14 @@ fn the_longest_row_fits_and_a_little_more_does_not() {
     assert_eq!(report["max_seq_len"], longest);
     assert!(longest < too_long && too_long - longest <= 1024, "{report}");
     assert!(outcome.stderr.contains(&format!("{too_long} tokens do not fit")), "{outcome:?}");
+    // The plan is of what is in use; what is mapped is seen in passing, but never above the limit.
+    let bytes = |what: &str| report["memory"][what].as_u64().unwrap() as f64;
+    assert!(bytes("at_start") > 0.0 && bytes("resident") > 0.0, "{report}");
+    let limit = 2.0 * 0.0625 * f64::from(1 << 30);
+    assert!(bytes("mapped") > 0.0 && bytes("mapped") <= limit, "{report}");
+    let planned = bytes("planned") / bytes("in_use");
+    assert!((0.8..1.2).contains(&planned), "{report}");
+    assert!(report["planned_max_seq_len"].as_u64().unwrap() >= longest, "{report}");
 }
 
 #[test]
@@ -193,4 +201,6 @@ fn the_longest_row_is_found_feature_by_feature() {
     let longest: Vec<_> = features.iter().map(|feature| feature["max_seq_len"].as_u64().unwrap()).collect();
     assert!(longest.is_sorted() && longest[0] < longest[2], "{longest:?}");
     assert!(features.iter().all(|feature| !feature["attempts"].as_array().unwrap().is_empty()));
+    let planned = |feature: &Value| feature["planned_max_seq_len"].as_u64().unwrap();
+    assert!(features.iter().zip(&longest).all(|(feature, longest)| planned(feature) >= *longest), "{report}");
 }

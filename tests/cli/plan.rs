@@ -147,6 +147,40 @@ fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
 }
 
 /// A row of what one change would make of a plan: its peak and its longest sequence.
+#[test]
+fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
+    let at = |device: &str| {
+        workplace(json!({
+            "train_batch_size": 1,
+            "bf16": { "enabled": true }, "activation_checkpointing": { "cpu_checkpointing": true },
+            "zero_optimization": { "stage": 3, "offload_optimizer": { "device": device } },
+            "ulysses": { "model": "llama3-8b", "seq_len": 65536, "activation_checkpointing": true },
+        }))
+    };
+    let place = at("cpu");
+    let text = place.run(&["plan", "changed.json", "--device", "cuda"]);
+    let said = &text.assert_done().stdout;
+    for part in
+        ["checkpointing to the host's memory", "optimizer state in the host's memory", "beside that up to"]
+    {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let [on_gpu, on_cpu] = ["cuda", "cpu"].map(|device| plan(&place, &["changed.json", "--device", device]));
+    let offloaded = |plan: &Value| plan["rank"]["offloaded_bytes"].as_u64().unwrap();
+    // Checkpoints of 32 layers; of a GPU the master copy and two moments besides.
+    let checkpoints = 32 * 65_536 * 4096 * 2;
+    let state = 12 * on_gpu["model"]["parameters"].as_u64().unwrap();
+    assert_eq!(offloaded(&on_cpu), checkpoints);
+    assert!((offloaded(&on_gpu) as f64 / (checkpoints + state) as f64 - 1.0).abs() < 1e-3, "{on_gpu}");
+    assert!(peak(&on_gpu) + state / 2 < peak(&on_cpu));
+    changed(
+        &plan(&place, &["changed.json", "--device", "cuda", "--memory-gib", "999"]),
+        "checkpoints on the GPU",
+    );
+    let refused = at("nvme").run(&["plan", "changed.json", "--device", "cuda"]);
+    refused.assert_refused(2, &["`zero_optimization.offload_optimizer.device`", "set it to \"cpu\""]);
+}
+
 fn changed(plan: &Value, change: &str) -> (u64, u64) {
     let rows = plan["alternatives"].as_array().unwrap();
     let row =

@@ -1,14 +1,18 @@
 //! `ulysses bench max-seq-len`: the longest row that trains within a memory limit, found by trying.
 
 mod features;
+mod memory;
 
 use super::report::{cores, processor};
 use super::{Failure, OrFail, dp_sp, print};
 use crate::cli::note;
+use crate::cli::settings::WritableMemory;
 use anyhow::{Context, Result, anyhow};
+use memory::{StepMemory, run_watched, workload};
 use serde_json::{Value, json};
+use std::fmt::{self, Display, Formatter};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 use std::time::Instant;
 use ulysses::config::{Config, Overrides, RawConfig};
 
@@ -69,10 +73,11 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         return Err(Failure::Usage(anyhow!("max-seq-len limits memory as only Linux can")));
     }
     let mesh = args.mesh.as_deref().map(dp_sp).transpose()?;
-    let overrides = Overrides { mesh, ..Overrides::default() };
+    let overrides = Overrides { mesh, model: args.model.clone(), ..Overrides::default() };
     let config = RawConfig::from_file(&args.config).or_usage()?.resolve(&overrides).or_usage()?;
     let limit_kib = (args.gib_per_rank * config.world_size() as f64 * f64::from(1 << 20)) as u64;
-    let model = args.model.clone().or_else(|| config.model.clone()).unwrap_or_else(|| "small".to_owned());
+    let config = Config { model: config.model.or_else(|| Some("small".to_owned())), ..config };
+    let model = config.require_model().or_usage()?.to_owned();
     let directory = tempfile::tempdir().context("cannot make a directory for the rows").or_run()?;
     let path = args.config.clone();
     let mut search = Search {
@@ -89,13 +94,15 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         return by_feature(search, &config);
     }
     let longest = search.longest()?.map_err(|too_long| too_little(&search.args, too_long)).or_run()?;
+    let planned = search.planned(&config, longest)?;
     if search.args.json {
         let mut report = search.settings();
         (report["max_seq_len"], report["attempts"]) = (longest.into(), search.attempts());
+        (report["planned_max_seq_len"], report["memory"]) = (planned.max_seq_len.into(), json!(planned.step));
         return print(format_args!("{report:#}\n"));
     }
     let (mesh, gib_per_rank) = (&search.mesh, search.args.gib_per_rank);
-    print(format_args!("mesh {mesh}: {longest} tokens train within {gib_per_rank} GiB per rank\n"))
+    print(format_args!("mesh {mesh}: {longest} tokens train within {gib_per_rank} GiB per rank; {planned}\n"))
 }
 
 /// One search for every feature of the config, each added to those before it.
@@ -108,36 +115,60 @@ fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
         std::fs::write(&search.config, text).context("cannot write the config").or_run()?;
         search.attempts.clear();
         let longest = search.longest()?.unwrap_or(0);
-        found.push((feature, longest, search.attempts()));
+        let planned = search.planned(&config, longest)?;
+        found.push((feature, longest, planned, search.attempts()));
         // As a rule the next feature takes longer rows.
         if longest > 0 {
             search.args.from = u32::try_from(longest).unwrap_or(search.args.from);
         }
     }
-    if found.iter().all(|(_, longest, _)| *longest == 0) {
+    if found.iter().all(|(_, longest, ..)| *longest == 0) {
         return Err(too_little(&search.args, search.args.resolution as usize)).or_run();
     }
     if search.args.json {
         let mut report = search.settings();
-        let each = found.into_iter().map(|(feature, longest, attempts)| {
-            json!({ "feature": feature, "max_seq_len": longest, "attempts": attempts })
+        let each = found.into_iter().map(|(feature, longest, planned, attempts)| {
+            json!({
+                "feature": feature,
+                "max_seq_len": longest,
+                "planned_max_seq_len": planned.max_seq_len,
+                "memory": planned.step,
+                "attempts": attempts,
+            })
         });
         report["features"] = each.collect();
         return print(format_args!("{report:#}\n"));
     }
     let (mesh, gib_per_rank) = (&search.mesh, search.args.gib_per_rank);
     let mut table = format!(
-        "mesh {mesh}, {gib_per_rank} GiB per rank; each line adds to the one before it\n\n| settings | longest row that trained |\n|---|---|\n"
+        "mesh {mesh}, {gib_per_rank} GiB per rank; each line adds to the one before it\n\n| settings | longest row that trained | planned |\n|---|---|---|\n"
     );
-    for (feature, longest, _) in found {
-        let longest = if longest == 0 { "none".to_owned() } else { longest.to_string() };
-        table += &format!("| {feature} | {longest} |\n");
+    let tokens = |longest: usize| if longest == 0 { "none".to_owned() } else { longest.to_string() };
+    for (feature, longest, planned, _) in found {
+        let planned = tokens(planned.max_seq_len.unwrap_or(0));
+        table += &format!("| {feature} | {} | {planned} |\n", tokens(longest));
     }
     print(table)
 }
 
 fn too_little(args: &Args, too_long: usize) -> anyhow::Error {
     anyhow!("{} GiB per rank are too little for rows of {too_long} tokens", args.gib_per_rank)
+}
+
+/// What the plan says of what was found.
+struct Planned {
+    /// The longest row that it has room for.
+    max_seq_len: Option<usize>,
+    /// Of the longest row that trained, if one did.
+    step: Option<StepMemory>,
+}
+
+impl Display for Planned {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let longest = self.max_seq_len.map_or_else(|| "none".to_owned(), |longest| longest.to_string());
+        write!(f, "planned for what is in use: {longest}")?;
+        self.step.map_or(Ok(()), |step| write!(f, "\n{step}"))
+    }
 }
 
 /// One search.
@@ -159,6 +190,8 @@ struct Attempt {
     seq_len: usize,
     fits: bool,
     seconds: f64,
+    /// The most writable memory that its process had.
+    memory: WritableMemory,
 }
 
 impl Search {
@@ -180,7 +213,7 @@ impl Search {
     /// Whether one training step on rows of `seq_len` tokens completes.
     fn fits(&mut self, seq_len: usize) -> Result<bool, Failure> {
         let start = Instant::now();
-        let step = self.step(seq_len).or_run()?;
+        let (step, memory) = self.step(seq_len).or_run()?;
         let seconds = start.elapsed().as_secs_f64();
         let fits = step.status.success();
         let said = String::from_utf8_lossy(&step.stderr);
@@ -196,14 +229,14 @@ impl Search {
             });
         }
         note(format_args!("{seq_len} tokens {} ({seconds:.0} s)", if fits { "fit" } else { "do not fit" }));
-        self.attempts.push(Attempt { seq_len, fits, seconds });
+        self.attempts.push(Attempt { seq_len, fits, seconds, memory });
         Ok(fits)
     }
 
-    fn step(&self, seq_len: usize) -> Result<Output> {
+    fn step(&self, seq_len: usize) -> Result<(Output, WritableMemory)> {
         let rows = self.directory.path().join("rows");
         write_documents(&rows, self.num_rows * seq_len)?;
-        let output = self.directory.path().join(format!("output-{seq_len}"));
+        let output = self.output(seq_len);
         // The shell sets the limit on itself and becomes the step.
         let mut command = Command::new("sh");
         command
@@ -219,11 +252,26 @@ impl Search {
         }
         // Without arenas, mimalloc unmaps large blocks that are freed, at once if it is told to.
         command.envs([("MIMALLOC_ARENA_RESERVE", "0"), ("MIMALLOC_PURGE_DELAY", "0")]);
-        command.stdout(Stdio::null()).stdin(Stdio::null()).output().context("cannot start sh")
+        run_watched(&mut command).context("cannot start sh")
+    }
+
+    /// Where the step on rows of such a length writes.
+    fn output(&self, seq_len: usize) -> PathBuf {
+        self.directory.path().join(format!("output-{seq_len}"))
+    }
+
+    /// What the plan says of what was found for a config; 0 tokens where nothing fits.
+    fn planned(&self, config: &Config, longest: usize) -> Result<Planned, Failure> {
+        let workload = workload(config, self.args.threads_per_rank)?;
+        let budget = (self.args.gib_per_rank * f64::from(1 << 30)) as u64;
+        let found = self.attempts.iter().find(|attempt| attempt.seq_len == longest);
+        let step =
+            |attempt: &Attempt| StepMemory::of(&workload, longest, &self.output(longest), attempt.memory);
+        Ok(Planned { max_seq_len: workload.longest(budget).or_usage()?, step: found.map(step).transpose()? })
     }
 
     fn attempts(&self) -> Value {
-        let attempts = self.attempts.iter().map(|Attempt { seq_len, fits, seconds }| {
+        let attempts = self.attempts.iter().map(|Attempt { seq_len, fits, seconds, .. }| {
             json!({ "seq_len": seq_len, "fits": fits, "seconds": seconds })
         });
         attempts.collect()

@@ -58,7 +58,8 @@ pub(super) fn run(
     let config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
     let (name, model) = model(&config)?;
     let budget = budget_bytes(args.memory_gib)?.unwrap_or(u64::MAX);
-    let workload = Workload { config, model, document_len: None, ranks_per_node };
+    let device = config.backend.device();
+    let workload = Workload { config, model, document_len: None, ranks_per_node, device };
     // Sizes that make no mesh are refused before anything is planned.
     DeviceMesh::dp_sp(cluster.world_size(), 1).or_usage()?;
     let proposal = workload.propose(cluster, budget).or_usage()?;

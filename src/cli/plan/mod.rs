@@ -7,7 +7,7 @@ pub(in crate::cli) mod table;
 mod text;
 
 use super::model::{check_config, check_exchange};
-use super::{Failure, OrFail, note, print, training_shape};
+use super::{DeviceArg, Failure, OrFail, note, print, training_shape};
 use crate::cli::report::chart::drawing;
 use anyhow::{Context, anyhow};
 use serde::Serialize;
@@ -15,6 +15,8 @@ use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use ulysses::config::{Config, MachineProfile, Overrides, ParameterGroup, RawConfig};
 use ulysses::data::Tokenizer;
+use ulysses::device::DeviceKind;
+use ulysses::engine::check_offload_device;
 use ulysses::engine::plan::scaling::{self as traffic, ModelScaling};
 use ulysses::engine::plan::{Alternative, MeshChoice, RankPlan, StepTime, Workload};
 use ulysses::model::{LlamaConfig, PRESETS, shape};
@@ -42,6 +44,9 @@ pub(super) struct PlanArgs {
     /// Ranks: `DPxSP` or `dp=2,sp=2`. Must not contradict the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
+    /// What ranks compute on, and so where what is offloaded waits: without it a GPU where the backend is nccl, else the CPU.
+    #[arg(long, conflicts_with = "scaling")]
+    device: Option<DeviceArg>,
     /// Consecutive ranks that share a node: those of --machine without it, or 8.
     #[arg(long, value_parser = at_least_1)]
     ranks_per_node: Option<usize>,
@@ -79,6 +84,7 @@ fn at_least_1(text: &str) -> Result<usize, String> {
 /// Everything that is told.
 #[derive(Serialize)]
 struct Report {
+    device: &'static str,
     model: ModelReport,
     mesh: MeshReport,
     /// Ranks that are to share ZeRO's partitions, where that is stated.
@@ -196,7 +202,9 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     let ranks_per_node = args.ranks_per_node.or(machine.as_ref().map(|machine| machine.ranks_per_node));
     let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
     let budget = budget_bytes(args.memory_gib)?;
-    let workload = Workload { config, model, document_len, ranks_per_node };
+    let device = args.device.map_or_else(|| config.backend.device(), DeviceKind::from);
+    check_offload_device(&config, device).or_usage()?;
+    let workload = Workload { config, model, document_len, ranks_per_node, device };
     let longest = budget.map(|bytes| workload.longest(bytes)).transpose().or_usage()?.flatten();
     let workload = match (workload.config.seq_len, longest) {
         (None, Some(longest)) => workload.with_seq_len(longest),
@@ -226,6 +234,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     let seq_len = config.require_seq_len().or_usage()?;
     let scaling = scaling_of(&name, &model, seq_len.div_ceil(config.sp_size))?;
     Ok(Report {
+        device: device.name(),
         model: ModelReport {
             name,
             parameters: model.num_parameters(),

@@ -60,7 +60,11 @@ impl Text<'_> {
         let mut features = Vec::new();
         if self.0.activation_checkpointing {
             let layers = if interval == 1 { String::new() } else { format!(" of 1 layer in {interval}") };
-            let place = if self.0.features.offload_checkpoints { " to a file" } else { "" };
+            let place = match (self.0.features.offload_checkpoints, self.0.device) {
+                (false, _) => "",
+                (true, "cuda") => " to the host's memory",
+                (true, _) => " to a file",
+            };
             features.push(format!("activation checkpointing{layers}{place}"));
         }
         features.extend(tile_tokens.map(|tokens| format!("tiles of {tokens} tokens")));
@@ -71,7 +75,12 @@ impl Text<'_> {
             ("optimizer state", self.0.features.offload_optimizer),
             ("parameters", self.0.features.offload_param),
         ] {
-            features.extend((device == "nvme").then(|| format!("{what} in a file")));
+            let place = match device {
+                "nvme" => Some("a file"),
+                "cpu" if self.0.device == "cuda" => Some("the host's memory"),
+                _ => None,
+            };
+            features.extend(place.map(|place| format!("{what} in {place}")));
         }
         if self.0.features.frozen_parameters > 0 {
             let trained = self.0.model.parameters - self.0.features.frozen_parameters;
@@ -90,6 +99,10 @@ impl Text<'_> {
             plan.peak_at,
             bytes(plan.persistent_bytes as f64)
         )?;
+        if plan.offloaded_bytes > 0 {
+            let place = if self.0.device == "cuda" { "the host's memory" } else { "files" };
+            writeln!(f, "beside that up to {} in {place}", bytes(plan.offloaded_bytes as f64))?;
+        }
         let mut rows = vec![row(["during"])];
         rows[0].extend(Category::ALL.map(|category| category.name().to_owned()));
         rows[0].push("total".to_owned());

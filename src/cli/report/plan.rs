@@ -6,6 +6,7 @@ use super::sections::table;
 use crate::cli::plan::{longest_rows, pictures, scaling_of};
 use serde_json::Value;
 use ulysses::config::Config;
+use ulysses::device::DeviceKind;
 use ulysses::engine::plan::{RankPlan, Workload};
 use ulysses::engine::schedule::Category;
 use ulysses::model::LlamaConfig;
@@ -33,7 +34,8 @@ fn workload(run: &RunFiles) -> Option<Workload> {
         threads.and_then(|threads| usize::try_from(threads).ok()).or(config.threads_per_rank);
     let model = LlamaConfig::from_hf_json(record["model"]["config"].clone(), "run.json").ok()?;
     // Who shares a node changes no memory.
-    Some(Workload { ranks_per_node: config.world_size(), config, model, document_len: None })
+    let device = if record["environment"]["device"] == "cuda" { DeviceKind::Cuda } else { DeviceKind::Cpu };
+    Some(Workload { ranks_per_node: config.world_size(), config, model, document_len: None, device })
 }
 
 fn memory(run: &RunFiles, plan: &RankPlan) -> String {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use ulysses::checkpoint::{Checkpoint, CheckpointError, SaveOptions, Saved, Saver, newest, open_verified};
 use ulysses::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
-use ulysses::config::{CheckpointConfig, OnSaveError};
+use ulysses::config::{CheckpointConfig, MemoryConfig, OnSaveError};
 use ulysses::engine::{Engine, EngineError, RunRecord};
 
 /// One rank's checkpoints.
@@ -31,10 +31,11 @@ impl<'a> Checkpoints<'a> {
         let all = groups.whole()?;
         let group = all.split("checkpoint", Some(0), all.rank())?.context("all ranks are in one group")?;
         let start = |config: &'a CheckpointConfig| {
-            // A save in the background writes from a copy in memory, where what waits in files has no room.
-            let memory = &run.config.memory;
-            let in_files = memory.offload_optimizer.is_in_file() || memory.offload_parameters.is_in_file();
-            let background = config.background && !in_files;
+            // A save in the background writes from a copy beside the state, where what waits elsewhere has no room.
+            let MemoryConfig { offload_optimizer, offload_parameters, .. } = &run.config.memory;
+            let is_moved =
+                [offload_optimizer, offload_parameters].map(|state| state.is_moved_from(run.device));
+            let background = config.background && !is_moved.contains(&true);
             let options = SaveOptions { keep_last: config.keep_last, background };
             let saver = engine.saver(group.clone(), &run.output, options)?;
             Ok::<_, anyhow::Error>(Saving { config, saver })

@@ -53,7 +53,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     let phases = seq_lens.into_iter().map(|(first_step, seq_len)| phase(&sources, first_step, seq_len));
     let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
     check_candidate(resume.as_ref(), &config, &phases)?;
-    check_offload(&config).or_usage()?;
+    check_offload(&config, device).or_usage()?;
     if host.is_first() {
         monitors::check(&config.monitoring, None)?;
         profile::check(&config.monitoring.flops_profiler)?;

@@ -1,13 +1,12 @@
 //! `run.json`: what a run was and what it came to, beside its metrics; `ulysses report` reads it.
 
 use super::{RankOutcome, Run};
-use crate::cli::note;
+use crate::cli::{note, settings};
 use anyhow::Context;
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
-use ulysses::device::DeviceKind;
 use ulysses::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use ulysses::monitor::{Groups, RankComms, straggling, volumes};
 
@@ -153,11 +152,9 @@ fn environment(run: &Run) -> Value {
         "processor": field(of_file("/proc/cpuinfo"), "model name"),
         "cores": std::thread::available_parallelism().map_or(1, |cores| cores.get()),
         "memory_bytes": memory,
+        "data_bytes_at_start": settings::writable_memory("self").map(|memory| memory.mapped),
         "threads_per_rank": run.launch.threads_per_rank,
-        "device": match run.device {
-            DeviceKind::Cpu => "cpu",
-            DeviceKind::Cuda => "cuda",
-        },
+        "device": run.device.name(),
         "backend": run.config.backend,
         "features": features.iter().filter(|(_, is_on)| *is_on).map(|(name, _)| *name).collect::<Vec<_>>(),
     })

@@ -25,6 +25,7 @@ fn profile() -> MachineProfile {
         rates: RatesByFormat { f32: Some(rates), bf16: None, fp16: None },
         update_bytes_per_second: 8e9,
         file_bytes_per_second: None,
+        host_bytes_per_second: None,
         overlaps_communication: true,
         links: Links { intra_node: Some(link), inter_node: None },
     }
@@ -51,6 +52,7 @@ fn what_is_written_is_read_again() {
         rates: RatesByFormat { bf16: profile().rates.f32, fp16: profile().rates.f32, f32: None },
         links: Links { intra_node: None, inter_node: profile().links.intra_node },
         file_bytes_per_second: Some(5e8),
+        host_bytes_per_second: Some(5e10),
         ..profile()
     };
     assert_eq!(read(&full.to_json()).unwrap(), full);

@@ -10,7 +10,7 @@ pub(super) const ACTIVATION_CHECKPOINTING: &[Key] = &[
         .no_effect("each sp rank holds the activations of its own tokens only"),
     flag(
         "cpu_checkpointing",
-        "Moves checkpoints out of the way until the backward pass: on a CPU to a file.",
+        "Moves checkpoints out of the way until the backward pass: from a GPU to the host's memory, from a CPU to a file.",
     ),
     flag("contiguous_memory_optimization", "Copies checkpoints to one buffer.").no_effect(SAVE_MEMORY),
     key("number_checkpoints", INDEX, "Checkpoints that the buffer is made for.")

@@ -15,6 +15,7 @@ pub(crate) const MACHINE: &[Key] = &[
         .required(),
     rate("update_bytes_per_second", "Bytes that the optimizer's update reads and writes, f32."),
     key("file_bytes_per_second", POSITIVE, "Bytes to and from the files of offloaded tensors.").or_null(),
+    key("host_bytes_per_second", POSITIVE, "Bytes from a GPU to the host's memory and back.").or_null(),
     key("overlaps_communication", Value::Boolean, "Whether collectives go on while the rank computes.")
         .required(),
     section("links", LINKS, "What a rank sends.").required(),

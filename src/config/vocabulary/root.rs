@@ -65,7 +65,7 @@ pub(crate) const ROOT: &[Key] = &[
     flag("zero_allow_untested_optimizer", "Allows other optimizers with ZeRO.").no_effect("every optimizer here runs with ZeRO"),
     flag("zero_force_ds_cpu_optimizer", "Insists on DeepSpeed's CPU Adam with offload.")
         .boolean(true)
-        .no_effect("updates are the CPU's own, with and without offload"),
+        .no_effect("updates are those of the ranks' device, with and without offload"),
     key("allgather_size", NOT_NEGATIVE, "Elements that are gathered at a time, in old files.")
         .integer(500_000_000)
         .no_effect("a bucket is a layer"),

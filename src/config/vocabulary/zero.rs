@@ -6,8 +6,8 @@ use super::key::{Key, Value};
 const OLD_OPTIMIZER: &str = "the name is deprecated: use `offload_optimizer.device`";
 const OLD_PARAM: &str = "the name is deprecated: use `offload_param.device`";
 const DEVICES: Value = Value::Choice(&["none", "cpu", "nvme"]);
-const ONE_UNIT: &str = "a layer goes to the file and back as one, and the next is read while one is in work";
-const NO_PINNING: &str = "what is offloaded goes from a CPU's memory to a file";
+const ONE_UNIT: &str = "a layer goes away and comes back as one, and the next is read while one is in work";
+const NO_PINNING: &str = "from a CPU's memory it goes to a file, from a GPU always to pinned memory";
 const UNIT: &str = "a bucket is a layer";
 const TWO_LAYERS: &str = "the layer in work and the next one are gathered, all others are not";
 const QUANTIZED: &str = "quantised communication rounds the values and is not implemented: leave it out";
@@ -161,7 +161,7 @@ const OFFLOAD_PARAM: &[Key] = &[
     key(
         "device",
         DEVICES,
-        "Where the partitions of parameters are between their uses: \"nvme\" is a file; on a CPU \"cpu\" is where they are anyway.",
+        "Where the partitions of parameters are between their uses: \"cpu\" is the host's memory, where a CPU's are anyway; \"nvme\" a file, from a CPU only.",
     )
     .text("none"),
     key("nvme_path", Value::Text, "The directory of that file; without it `ulysses.offload_path`.").or_null(),
@@ -175,7 +175,7 @@ const OFFLOAD_OPTIMIZER: &[Key] = &[
     key(
         "device",
         DEVICES,
-        "Where optimizer state and f32 master copies are between updates: \"nvme\" is a file; on a CPU \"cpu\" is where they are anyway.",
+        "Where optimizer state and f32 master copies are between updates: \"cpu\" is the host's memory, where a CPU's are anyway; \"nvme\" a file, from a CPU only.",
     )
     .text("none"),
     key("nvme_path", Value::Text, "The directory of that file; without it `ulysses.offload_path`.").or_null(),

@@ -5,10 +5,12 @@
 //! with every allocation: opening a tensor makes this stream wait for whoever wrote it. cudarc remembers one reader
 //! only; where several ranks read a tensor, [`Fence`](super::Fence)s order the next write after all of them.
 
+mod copies;
 mod module;
 mod product;
 mod upload;
 
+pub(crate) use copies::CudaCopies;
 pub(super) use product::gemm;
 pub(crate) use upload::upload;
 

@@ -2,6 +2,7 @@
 
 use super::{RankPlan, Workload};
 use crate::config::{Config, MemoryConfig, Offload, Precision, ZeroStage};
+use crate::device::DeviceKind;
 use crate::engine::EngineError;
 use serde::Serialize;
 use std::num::NonZero;
@@ -11,6 +12,9 @@ const SMALL_LOSS_TILE: usize = 128;
 
 /// Tokens that norms, projections and the MLP work on at a time in the alternative of tiles.
 const TILE_TOKENS: NonZero<usize> = NonZero::new(1024).unwrap();
+
+/// Where ranks on GPUs offload to.
+const HOST_MEMORY: &str = "in the host's memory";
 
 /// One thing changed, and what follows.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -91,7 +95,7 @@ impl Workload {
             apply(&mut workload.config);
             variants.push((change, workload));
         };
-        for (change, changed) in features(config) {
+        for (change, changed) in features(config, self.device) {
             add(change, &|config| {
                 (config.activation_checkpointing, config.memory) = changed.clone();
             });
@@ -101,7 +105,7 @@ impl Workload {
         for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
             add(format!("ZeRO stage {}", u8::from(stage)), &|config| config.set_zero_stage(stage));
         }
-        for (change, stage, optimizer, parameters) in offloads(config) {
+        for (change, stage, optimizer, parameters) in offloads(config, self.device) {
             add(change, &|config| {
                 (config.memory.offload_optimizer, config.memory.offload_parameters) =
                     (optimizer.clone(), parameters.clone());
@@ -204,36 +208,43 @@ impl Workload {
     }
 }
 
-/// Another stage, and of what is offloaded that which the stage partitions.
 /// Other places for optimizer state and parameters, each with the stage that it takes.
-fn offloads(config: &Config) -> Vec<(String, ZeroStage, Offload, Offload)> {
+fn offloads(config: &Config, device: DeviceKind) -> Vec<(String, ZeroStage, Offload, Offload)> {
     let stage = config.zero_stage;
     let MemoryConfig { offload_optimizer: optimizer, offload_parameters: parameters, .. } = &config.memory;
-    let (file, mut offloads) = (Offload::Nvme(None), Vec::new());
-    let named = |change: &str, needed: ZeroStage| match stage >= needed {
-        true => (change.to_owned(), stage),
+    let (away, here, place, places) = match device {
+        DeviceKind::Cpu => (Offload::Nvme(None), "in memory", "in a file", "in files"),
+        DeviceKind::Cuda => (Offload::Cpu, "on the GPU", HOST_MEMORY, HOST_MEMORY),
+    };
+    let mut offloads = Vec::new();
+    let named = |change: String, needed: ZeroStage| match stage >= needed {
+        true => (change, stage),
         false => (format!("ZeRO stage {} with {change}", u8::from(needed)), needed),
     };
     let mut add = |(change, stage): (String, ZeroStage), optimizer: &Offload, parameters: &Offload| {
         offloads.push((change, stage, optimizer.clone(), parameters.clone()));
     };
-    match optimizer.is_in_file() {
-        true => add(named("optimizer state in memory", stage), &Offload::None, parameters),
-        false => add(named("optimizer state in a file", ZeroStage::OptimizerStates), &file, parameters),
+    let are_away = [optimizer, parameters].map(|state| state.is_moved_from(device));
+    match are_away[0] {
+        true => add(named(format!("optimizer state {here}"), stage), &Offload::None, parameters),
+        false => {
+            let change = format!("optimizer state {place}");
+            add(named(change, ZeroStage::OptimizerStates), &away, parameters);
+        }
     }
-    match parameters.is_in_file() {
-        true => add(named("parameters in memory", stage), optimizer, &Offload::None),
-        false => add(named("parameters in a file", ZeroStage::Parameters), optimizer, &file),
+    match are_away[1] {
+        true => add(named(format!("parameters {here}"), stage), optimizer, &Offload::None),
+        false => add(named(format!("parameters {place}"), ZeroStage::Parameters), optimizer, &away),
     }
-    if !optimizer.is_in_file() && !parameters.is_in_file() {
-        let change = "optimizer state and parameters in files";
-        add(named(change, ZeroStage::Parameters), &file, &file);
+    if are_away == [false, false] {
+        let change = format!("optimizer state and parameters {places}");
+        add(named(change, ZeroStage::Parameters), &away, &away);
     }
     offloads
 }
 
 /// Other settings of what exists at a time: whether layers are recomputed, and the rest.
-fn features(config: &Config) -> Vec<(String, (bool, MemoryConfig))> {
+fn features(config: &Config, device: DeviceKind) -> Vec<(String, (bool, MemoryConfig))> {
     let (recomputes, memory) = (config.activation_checkpointing, &config.memory);
     let MemoryConfig { checkpointing_interval, tile_tokens, head_chunks, offload_checkpoints, .. } = *memory;
     let mut features = Vec::new();
@@ -250,16 +261,16 @@ fn features(config: &Config) -> Vec<(String, (bool, MemoryConfig))> {
     } else {
         add("with activation checkpointing".to_owned(), true, memory.clone());
     }
-    let change = match (recomputes, offload_checkpoints) {
-        (_, true) => "checkpoints in memory",
-        (true, false) => "checkpoints in a file",
-        (false, false) => "with activation checkpointing, checkpoints in a file",
+    let (here, place) = match device {
+        DeviceKind::Cpu => ("in memory", "in a file"),
+        DeviceKind::Cuda => ("on the GPU", HOST_MEMORY),
     };
-    add(
-        change.to_owned(),
-        true,
-        MemoryConfig { offload_checkpoints: !offload_checkpoints, ..memory.clone() },
-    );
+    let change = match (recomputes, offload_checkpoints) {
+        (_, true) => format!("checkpoints {here}"),
+        (true, false) => format!("checkpoints {place}"),
+        (false, false) => format!("with activation checkpointing, checkpoints {place}"),
+    };
+    add(change, true, MemoryConfig { offload_checkpoints: !offload_checkpoints, ..memory.clone() });
     let (change, tiles) = match tile_tokens {
         None => (format!("tiles of {TILE_TOKENS} tokens"), Some(TILE_TOKENS)),
         Some(_) => ("all tokens at once".to_owned(), None),

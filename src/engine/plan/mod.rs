@@ -23,6 +23,7 @@ pub use time::StepTime;
 use super::EngineError;
 use super::schedule::{Schedule, chunk_plans};
 use crate::config::Config;
+use crate::device::DeviceKind;
 use crate::mesh::DeviceMesh;
 use crate::model::{HeadChunk, LlamaConfig};
 use crate::ulysses::ExchangePlan;
@@ -51,6 +52,8 @@ pub struct Workload {
     pub document_len: Option<usize>,
     /// Ranks that share a node: consecutive ones.
     pub ranks_per_node: usize,
+    /// What ranks compute on: where what is offloaded waits.
+    pub device: DeviceKind,
 }
 
 impl Workload {
@@ -68,7 +71,7 @@ impl Workload {
     }
 
     fn plan_of(&self, mesh: &DeviceMesh, rank: usize) -> Result<RankPlan, EngineError> {
-        let events = Schedule::new(&self.config, &self.model, mesh, rank, self.document_len)?;
+        let events = Schedule::on(self.device, &self.config, &self.model, mesh, rank, self.document_len)?;
         Ok(RankPlan::sum(rank, events, &self.nodes(mesh, rank)?))
     }
 

@@ -103,6 +103,7 @@ impl Workload {
 mod tests {
     use super::*;
     use crate::config::Config;
+    use crate::device::DeviceKind;
     use crate::model::shape;
 
     const TWO_OF_8: Cluster = Cluster { nodes: 2, ranks_per_node: 8 };
@@ -113,7 +114,8 @@ mod tests {
             "ulysses": {"activation_checkpointing": true}}"#;
         let config = Config::from_json_str(config, "c.json").unwrap();
         let model = shape("llama3-8b").unwrap();
-        Workload { config, model, document_len: None, ranks_per_node: 1 }.with_seq_len(seq_len)
+        Workload { config, model, document_len: None, ranks_per_node: 1, device: DeviceKind::Cpu }
+            .with_seq_len(seq_len)
     }
 
     #[test]

@@ -23,6 +23,8 @@ pub struct RankPlan {
     pub peak_by_category: ByCategory,
     /// What it holds throughout; storage that is recycled from step to step is not among it.
     pub persistent_bytes: u64,
+    /// The most that waits elsewhere at once: in files, or of a GPU in the host's memory.
+    pub offloaded_bytes: u64,
     /// The most that it holds during each part of its last micro batch, and in the update.
     pub timeline: Vec<MomentMemory>,
     /// Floating-point operations of forward and backward.
@@ -95,6 +97,7 @@ impl RankPlan {
         let mut held = Held::default();
         let mut moments: Vec<MomentMemory> = Vec::new();
         let (mut steps, mut persistent) = (0, 0);
+        let (mut offloaded, mut most_offloaded) = (0_i64, 0);
         let mut sent_by_purpose: BTreeMap<Purpose, Sent> = BTreeMap::new();
         let (mut model_flops, mut recompute_flops) = (0.0, 0.0);
         for event in events.steps(2) {
@@ -116,6 +119,10 @@ impl RankPlan {
                         *moment = held.at(moment.at);
                     }
                 }
+                Event::Offloaded { bytes } => {
+                    offloaded += bytes;
+                    most_offloaded = most_offloaded.max(offloaded);
+                }
                 Event::Collective(transfer) if steps == 1 => {
                     sent_by_purpose.entry(transfer.purpose).or_default().add(nodes.sent(&transfer));
                 }
@@ -124,7 +131,7 @@ impl RankPlan {
                     Pass::Forward | Pass::Backward => model_flops += work.flops,
                 },
                 Event::Collective(_) | Event::Compute(_) => {}
-                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } => {}
+                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
             }
         }
         let peak = moments.iter().rev().max_by_key(|moment| moment.bytes);
@@ -138,6 +145,7 @@ impl RankPlan {
             peak_at: peak.at,
             peak_by_category: peak.by_category,
             persistent_bytes: persistent as u64,
+            offloaded_bytes: most_offloaded as u64,
             timeline: moments.split_off(last_micro_batch),
             model_flops,
             recompute_flops,
@@ -157,4 +165,63 @@ fn by_name<S: Serializer>(bytes: &ByCategory, serializer: S) -> Result<S::Ok, S:
 
 fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, Sent>, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(sent.iter().map(|(purpose, sent)| (purpose.to_string().replace(' ', "_"), sent)))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::Config;
+    use crate::device::DeviceKind;
+    use crate::engine::plan::{RankPlan, Workload};
+    use crate::model::preset;
+    use serde_json::{Value, json};
+
+    const SEQ_LEN: usize = 4096;
+
+    /// The preset `small` on one rank, with `changes` of the sections.
+    fn plan(device: DeviceKind, checkpoints: bool, zero: Value) -> RankPlan {
+        let config = json!({
+            "train_batch_size": 1, "bf16": { "enabled": true }, "zero_optimization": zero,
+            "activation_checkpointing": { "cpu_checkpointing": checkpoints },
+            "ulysses": { "seq_len": SEQ_LEN, "activation_checkpointing": true, "tile_tokens": 512 },
+        });
+        let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
+        let model = preset("small").unwrap();
+        Workload { config, model, document_len: None, ranks_per_node: 1, device }.plan().unwrap()
+    }
+
+    #[test]
+    fn checkpoints_of_a_gpu_are_in_the_hosts_memory_but_for_those_on_their_way() {
+        let model = preset("small").unwrap();
+        let checkpoint = (SEQ_LEN * model.hidden_size * 2) as u64;
+        let stage = || json!({ "stage": 0 });
+        let [on_gpu, away] = [false, true].map(|away| plan(DeviceKind::Cuda, away, stage()));
+        assert_eq!((on_gpu.offloaded_bytes, away.offloaded_bytes), (0, model.num_layers as u64 * checkpoint));
+        // One arrives while one is used; and while the next layer works in it, one leaves.
+        assert!(on_gpu.peak_bytes - away.peak_bytes >= (model.num_layers as u64 - 3) * checkpoint);
+        // A file takes a buffer, but no tensor to read ahead into.
+        let in_file = plan(DeviceKind::Cpu, true, stage());
+        assert_eq!(in_file.offloaded_bytes, away.offloaded_bytes);
+        assert!(in_file.peak_bytes < away.peak_bytes + crate::offload::READ_AHEAD_BYTES as u64);
+    }
+
+    #[test]
+    fn state_of_a_gpu_is_in_the_hosts_memory_and_on_a_cpu_where_it_is_anyway() {
+        let padded = preset("small").unwrap().num_parameters() as u64;
+        let cpu = json!({ "device": "cpu" });
+        let of_stage = |stage: u8, sections: &[&str]| {
+            let mut zero = json!({ "stage": stage });
+            sections.iter().for_each(|section| zero[*section] = cpu.clone());
+            zero
+        };
+        let optimizer = plan(DeviceKind::Cuda, false, of_stage(1, &["offload_optimizer"]));
+        // The master copy and two moments.
+        assert_eq!(optimizer.offloaded_bytes, 12 * padded);
+        let both = plan(DeviceKind::Cuda, false, of_stage(3, &["offload_optimizer", "offload_param"]));
+        assert_eq!(both.offloaded_bytes, 14 * padded);
+        let plain = plan(DeviceKind::Cuda, false, of_stage(3, &[]));
+        assert_eq!(plain.persistent_bytes - both.persistent_bytes, 14 * padded);
+        let on_cpu = plan(DeviceKind::Cpu, false, of_stage(3, &["offload_optimizer", "offload_param"]));
+        let plain = plan(DeviceKind::Cpu, false, of_stage(3, &[]));
+        assert_eq!((on_cpu.offloaded_bytes, on_cpu.peak_bytes), (0, plain.peak_bytes));
+    }
 }

@@ -57,8 +57,8 @@ impl RankStep {
                     *calls += 1;
                     *sent_bytes += transfer.sent_bytes();
                 }
-                Event::Begin(_) | Event::Memory { .. } => {}
-                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } => {}
+                Event::Begin(_) | Event::Memory { .. } | Event::Offloaded { .. } => {}
+                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
             }
         }
         let planned = |((axis, op, purpose, input_bytes), (calls, sent_bytes)): (_, _)| {

@@ -55,11 +55,13 @@ pub struct TimeParts {
     pub update_seconds: f64,
     /// Files of what is offloaded.
     pub file_seconds: f64,
+    /// Copies of what is offloaded from a GPU to the host's memory, and back.
+    pub host_copy_seconds: f64,
 }
 
 impl TimeParts {
     /// Each with its name.
-    pub fn named(&self) -> [(&'static str, f64); 7] {
+    pub fn named(&self) -> [(&'static str, f64); 8] {
         [
             ("products", self.products_seconds),
             ("attention", self.attention_seconds),
@@ -68,6 +70,7 @@ impl TimeParts {
             ("ZeRO and sums", self.zero_seconds),
             ("update", self.update_seconds),
             ("files", self.file_seconds),
+            ("copies to the host", self.host_copy_seconds),
         ]
     }
 }
@@ -95,7 +98,7 @@ impl Workload {
         for kind in self.kinds_of_ranks()? {
             let rank = first + kind.rank;
             let mut walk = Walk::new(machine, rates, self.nodes(&mesh, rank)?);
-            let events = Schedule::new(config, &self.model, &mesh, rank, self.document_len)?;
+            let events = Schedule::on(self.device, config, &self.model, &mesh, rank, self.document_len)?;
             events.into_iter().try_for_each(|event| walk.go_on(event))?;
             walk.end();
             model_flops += (kind.ranks * config.dp_size) as f64 * walk.model_flops;
@@ -175,9 +178,10 @@ impl<'a> Walk<'a> {
             Event::Compute(work) => self.compute(work),
             Event::Sweep { bytes } => self.sweep(bytes),
             Event::File { bytes } => self.file(bytes)?,
+            Event::HostCopy { bytes } => self.host_copy(bytes)?,
             Event::Collective(transfer) => self.communicate(&transfer)?,
             Event::Wait(purpose) => self.wait(purpose),
-            Event::Memory { .. } => {}
+            Event::Memory { .. } | Event::Offloaded { .. } => {}
         }
         Ok(())
     }
@@ -227,6 +231,16 @@ impl<'a> Walk<'a> {
             return Err(self.unknown("file_bytes_per_second", "the config offloads to files".to_owned()));
         };
         self.parts.file_seconds += bytes as f64 / rate;
+        self.now += bytes as f64 / rate;
+        Ok(())
+    }
+
+    fn host_copy(&mut self, bytes: u64) -> Result<(), EngineError> {
+        let Some(rate) = self.machine.host_bytes_per_second else {
+            let needed_by = "the config offloads from a GPU to the host's memory".to_owned();
+            return Err(self.unknown("host_bytes_per_second", needed_by));
+        };
+        self.parts.host_copy_seconds += bytes as f64 / rate;
         self.now += bytes as f64 / rate;
         Ok(())
     }

@@ -1,10 +1,10 @@
-//! What the layers leave for their backward pass: the counterpart of the engine's tape and of its file of
+//! What the layers leave for their backward pass: the counterpart of the engine's tape and of its store of
 //! checkpoints.
 
 use super::layer::SavedLayer;
-use super::ledger::{Buffer, ElementType, Ledger};
+use super::ledger::{Away, Buffer, ElementType, Ledger};
 use crate::memory::Category;
-use crate::offload::READ_AHEAD_BYTES;
+use std::collections::VecDeque;
 
 /// What one layer leaves.
 #[derive(Debug)]
@@ -13,59 +13,70 @@ pub(super) enum LayerTape {
     State(Buffer, SavedLayer),
     /// What it is computed from again.
     Checkpoint(Vec<Buffer>),
-    /// Elements of the same, in the file.
+    /// Elements of the same, in the store.
     Offloaded(Vec<usize>),
 }
 
-/// The file, if there is one.
+/// The store, if there is one.
 #[derive(Debug)]
-pub(super) struct CheckpointFile {
-    exists: bool,
-    /// It lives until its thread is asked for another.
+pub(super) struct CheckpointStore {
+    place: Option<Away>,
+    /// It lives until the store is asked for another.
     being_written: Option<Buffer>,
+    /// The tensors of the checkpoints that come next.
+    arriving: VecDeque<Vec<Buffer>>,
 }
 
-impl CheckpointFile {
+impl CheckpointStore {
     pub(super) fn is_used(&self) -> bool {
-        self.exists
+        self.place.is_some()
     }
 
-    /// The buffer that its thread reads ahead into is held throughout: when that runs is the thread's affair.
-    pub(super) fn new(exists: bool, ledger: &mut Ledger) -> Self {
-        if exists {
-            ledger.hold(Category::Other, READ_AHEAD_BYTES as i64);
-        }
-        Self { exists, being_written: None }
+    /// The buffer that a file's thread reads ahead into is held throughout: when that runs is the thread's affair.
+    pub(super) fn new(place: Option<Away>, ledger: &mut Ledger) -> Self {
+        ledger.hold(Category::Other, place.map_or(0, Away::read_ahead_bytes) as i64);
+        Self { place, being_written: None, arriving: VecDeque::new() }
     }
 
     /// A layer's checkpoint, where the config wants it.
     pub(super) fn keep(&mut self, checkpoint: Vec<Buffer>, ledger: &mut Ledger) -> LayerTape {
-        if !self.exists {
-            return LayerTape::Checkpoint(checkpoint);
-        }
+        let Some(place) = self.place else { return LayerTape::Checkpoint(checkpoint) };
         let store = |buffer: Buffer| {
             let elems = buffer.elems();
-            ledger.move_to_or_from_file(elems * ledger.bytes_of(ElementType::Stored));
-            self.written(ledger);
+            let bytes = elems * ledger.bytes_of(ElementType::Stored);
+            ledger.move_to_or_from(place, bytes);
+            ledger.offload(bytes as i64);
+            self.settle(ledger);
             self.being_written = Some(buffer);
             elems
         };
         LayerTape::Offloaded(checkpoint.into_iter().map(store).collect())
     }
 
+    /// Starts to bring back what the next layer's backward needs.
+    pub(super) fn read_ahead(&mut self, left: Option<&LayerTape>, ledger: &mut Ledger) {
+        let Some(LayerTape::Offloaded(stored)) = left else { return };
+        self.settle(ledger);
+        if self.place == Some(Away::Host) {
+            self.arriving.push_back(Self::take(stored, ledger));
+        }
+    }
+
     /// Brings a stored checkpoint back to memory.
     pub(super) fn load(&mut self, stored: Vec<usize>, ledger: &mut Ledger) -> Vec<Buffer> {
-        self.written(ledger);
-        let read = stored.iter().sum::<usize>() * ledger.bytes_of(ElementType::Stored);
-        ledger.move_to_or_from_file(read);
-        stored
-            .into_iter()
-            .map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems))
-            .collect()
+        let bytes = stored.iter().sum::<usize>() * ledger.bytes_of(ElementType::Stored);
+        self.place.into_iter().for_each(|place| ledger.move_to_or_from(place, bytes));
+        ledger.offload(-(bytes as i64));
+        self.arriving.pop_front().unwrap_or_else(|| Self::take(&stored, ledger))
+    }
+
+    fn take(stored: &[usize], ledger: &mut Ledger) -> Vec<Buffer> {
+        let take = |&elems| ledger.take(Category::Activations, ElementType::Stored, elems);
+        stored.iter().map(take).collect()
     }
 
     /// Storage that has been written is freed, not recycled.
-    fn written(&mut self, ledger: &mut Ledger) {
+    fn settle(&mut self, ledger: &mut Ledger) {
         self.being_written.take().into_iter().for_each(|buffer| ledger.free(buffer));
     }
 }

@@ -28,7 +28,17 @@ pub enum Event {
         /// Bytes in both directions.
         bytes: u64,
     },
-    /// Memory is taken (positive) or freed.
+    /// Tensors go from a GPU to the host's memory, or come back.
+    HostCopy {
+        /// Bytes in both directions.
+        bytes: u64,
+    },
+    /// Tensors wait elsewhere than where the rank computes, in a file or in the host's memory (positive), or no more.
+    Offloaded {
+        /// Bytes more, or less.
+        bytes: i64,
+    },
+    /// Memory is taken (positive) or freed, where the rank computes.
     Memory {
         /// What it holds.
         category: Category,

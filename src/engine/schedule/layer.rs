@@ -149,6 +149,16 @@ impl<'a> LayerPass<'a> {
         self.ledger.take(Activations, ElementType::F32, elems)
     }
 
+    /// Room for the f32 values of elements that have 16 bits.
+    pub(super) fn take_if_narrow(&mut self, elems: usize) -> Option<Buffer> {
+        let is_narrow = self.ledger.bytes_of(ElementType::Stored) < size_of::<f32>();
+        is_narrow.then(|| self.take_f32(elems))
+    }
+
+    pub(super) fn give_all<const N: usize>(&mut self, buffers: [Option<Buffer>; N]) {
+        buffers.into_iter().flatten().for_each(|buffer| self.ledger.give(buffer));
+    }
+
     /// Elements of a tensor with `width` numbers for each token.
     pub(super) fn elems(&self, width: usize) -> usize {
         self.dims.tokens() * width

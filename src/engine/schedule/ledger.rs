@@ -5,7 +5,9 @@
 //! does in the allocator.
 
 use super::event::Event;
+use crate::device::DeviceKind;
 use crate::memory::Category;
+use crate::offload::READ_AHEAD_BYTES;
 use std::collections::HashMap;
 use std::collections::VecDeque;
 
@@ -31,6 +33,33 @@ pub(super) enum ElementType {
     Stored,
     /// f32, whatever that is.
     F32,
+}
+
+/// Where offloaded tensors wait between their uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Away {
+    /// In a file, of a rank on a CPU.
+    File,
+    /// In the host's memory, of a rank on a GPU. What is read ahead takes memory of the GPU.
+    Host,
+}
+
+impl Away {
+    /// Where ranks on such a device offload to.
+    pub(super) fn from(device: DeviceKind) -> Self {
+        match device {
+            DeviceKind::Cpu => Self::File,
+            DeviceKind::Cuda => Self::Host,
+        }
+    }
+
+    /// Memory that reading ahead takes throughout.
+    pub(super) fn read_ahead_bytes(self) -> usize {
+        match self {
+            Self::File => READ_AHEAD_BYTES,
+            Self::Host => 0,
+        }
+    }
 }
 
 /// The tensors of one size that wait for their next use, and how many were taken and not given back.
@@ -148,10 +177,20 @@ impl Ledger {
         }
     }
 
-    /// Bytes that are written to a file or read from it.
-    pub(super) fn move_to_or_from_file(&mut self, bytes: usize) {
-        if bytes > 0 {
-            self.push(Event::File { bytes: bytes as u64 });
+    /// Bytes that go to where tensors wait, or come from there.
+    pub(super) fn move_to_or_from(&mut self, place: Away, bytes: usize) {
+        let bytes = bytes as u64;
+        match place {
+            _ if bytes == 0 => {}
+            Away::File => self.push(Event::File { bytes }),
+            Away::Host => self.push(Event::HostCopy { bytes }),
+        }
+    }
+
+    /// Bytes more, or less, that wait elsewhere than where the rank computes.
+    pub(super) fn offload(&mut self, bytes: i64) {
+        if bytes != 0 {
+            self.push(Event::Offloaded { bytes });
         }
     }
 

@@ -27,13 +27,14 @@ pub use event::{Axis, Event, Moment, Pass, Piece, Purpose, Transfer, Work};
 use super::EngineError;
 use crate::comm::CollectiveOp;
 use crate::config::{Config, LossNormalization, ParameterGroup};
+use crate::device::DeviceKind;
 use crate::mesh::DeviceMesh;
 use crate::model::{Layer, LlamaConfig, Model, ModelError, Weights};
 use attention::SequenceParallel;
-use checkpoints::{CheckpointFile, LayerTape};
+use checkpoints::{CheckpointStore, LayerTape};
 use dims::{Dims, Places};
 use layer::LayerPass;
-use ledger::{Buffer, ElementType, Ledger};
+use ledger::{Away, Buffer, ElementType, Ledger};
 use std::iter::FusedIterator;
 use units::Units;
 
@@ -63,7 +64,7 @@ pub struct Schedule {
     ledger: Ledger,
     units: Units,
     attention: SequenceParallel,
-    checkpoint_file: CheckpointFile,
+    checkpoint_store: CheckpointStore,
     /// Which parameters of each layer are trained.
     trained: Vec<Weights<bool>>,
     trained_outside: TrainedOutside,
@@ -121,6 +122,21 @@ impl Schedule {
         rank: usize,
         document_len: Option<usize>,
     ) -> Result<Self, EngineError> {
+        Self::on(DeviceKind::Cpu, config, model, mesh, rank, document_len)
+    }
+
+    /// As [`new`](Self::new), of ranks on such a device: what they offload waits elsewhere.
+    ///
+    /// # Errors
+    /// As [`schedule`].
+    pub fn on(
+        device: DeviceKind,
+        config: &Config,
+        model: &LlamaConfig,
+        mesh: &DeviceMesh,
+        rank: usize,
+        document_len: Option<usize>,
+    ) -> Result<Self, EngineError> {
         let places = Places::of(config, mesh, rank)?;
         let Places { dp, sp, .. } = places;
         for (axis, configured, actual) in [("dp", config.dp_size, dp.ranks), ("sp", config.sp_size, sp.ranks)]
@@ -144,9 +160,12 @@ impl Schedule {
         };
         let recompute = config.activation_checkpointing;
         Ok(Self {
-            units: Units::new(config, &layers, places, &mut ledger),
+            units: Units::new((config, device), &layers, places, &mut ledger),
             attention: SequenceParallel::new(&plans, dtype, threads),
-            checkpoint_file: CheckpointFile::new(config.memory.offload_checkpoints, &mut ledger),
+            checkpoint_store: CheckpointStore::new(
+                config.memory.offload_checkpoints.then(|| Away::from(device)),
+                &mut ledger,
+            ),
             trained: trained_of_layers(&layers, model, is_trained)?,
             trained_outside,
             dims,
@@ -222,7 +241,11 @@ impl Schedule {
         self.tape.table_bytes = tables;
         self.attention.begin_micro_batch();
         self.units.gather(0, &mut self.ledger);
-        self.units.prefetch(if self.num_layers == 0 { self.head_unit() } else { 1 }, &mut self.ledger);
+        let next = if self.num_layers == 0 { self.head_unit() } else { 1 };
+        self.units.prefetch(next, &mut self.ledger);
+        if next == 1 {
+            self.units.read_ahead(self.unit_after(0), &mut self.ledger);
+        }
         let x = self.layer_pass().take(tokens * hidden);
         self.ledger.touch(2 * tokens * hidden * self.ledger.bytes_of(ElementType::Stored));
         self.units.release(0, &mut self.ledger);
@@ -234,11 +257,14 @@ impl Schedule {
         self.ledger.push(Event::Begin(Moment::Forward { layer }));
         self.units.gather(layer + 1, &mut self.ledger);
         self.units.prefetch(self.unit_after(layer), &mut self.ledger);
+        if layer + 1 < self.num_layers {
+            self.units.read_ahead(self.unit_after(layer + 1), &mut self.ledger);
+        }
         let x =
             self.tape.hidden.take().unwrap_or_else(|| unreachable!("the embedding or a layer was before"));
         let (y, left) = if self.is_recomputed(layer) {
             let (y, checkpoint) = self.layer_pass().forward_checkpointed(x);
-            (y, self.checkpoint_file.keep(checkpoint, &mut self.ledger))
+            (y, self.checkpoint_store.keep(checkpoint, &mut self.ledger))
         } else {
             let (y, saved) = self.layer_pass().forward();
             (y, LayerTape::State(x, saved))
@@ -252,7 +278,7 @@ impl Schedule {
     /// The head's forward, the loss, and the head's backward.
     fn head(&mut self) -> Phase {
         self.ledger.push(Event::Begin(Moment::Head));
-        if self.checkpoint_file.is_used() {
+        if self.checkpoint_store.is_used() {
             self.ledger.trim();
         }
         let Dims { hidden, vocab, loss_tile, .. } = self.dims;
@@ -265,9 +291,10 @@ impl Schedule {
         let (normed, rstd) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
         let lse = pass.take_f32(tokens);
         let logits = pass.take_f32(tile);
-        pass.ledger.operate(&[x, weight], 0);
+        let wide_x = pass.take_if_narrow(loss_tile * hidden);
+        pass.ledger.operate(&[weight], 0);
         pass.ledger.touch(logits_bytes);
-        pass.ledger.give(logits);
+        pass.give_all([Some(logits), wide_x]);
         pass.count(pass.dims.all(), hidden, vocab);
         pass.compute(Piece::Head, Pass::Forward);
         pass.ledger.give(normed);
@@ -279,9 +306,13 @@ impl Schedule {
             let agree = (CollectiveOp::AllReduce, Axis::Sp, Purpose::Agree);
             self.units.transfer(&mut self.ledger, agree, (1, size_of::<f64>()));
         }
+        self.checkpoint_store.read_ahead(self.tape.layers.last(), &mut self.ledger);
         self.units.gradients(unit, &mut self.ledger);
         if self.num_layers > 0 {
             self.units.prefetch(self.num_layers, &mut self.ledger);
+        }
+        if self.num_layers > 1 {
+            self.units.read_ahead(self.num_layers - 1, &mut self.ledger);
         }
         let is_trained = self.trained_outside.projection;
         let mut pass = self.layer_pass();
@@ -289,9 +320,10 @@ impl Schedule {
         let dnormed = pass.take(x);
         let packed = if is_trained { loss_tile.min(512) * vocab * size_of::<f32>() } else { 0 };
         let logits = pass.take_f32(tile);
-        pass.ledger.operate(&[x, weight, x], packed);
+        let [wide_x, wide_dx] = [(); 2].map(|()| pass.take_if_narrow(loss_tile * hidden));
+        pass.ledger.operate(&[weight], packed);
         pass.ledger.touch(logits_bytes);
-        pass.ledger.give(logits);
+        pass.give_all([Some(logits), wide_x, wide_dx]);
         pass.backward_norm(pass.dims.all());
         (0..1 + usize::from(is_trained)).for_each(|_| pass.count(pass.dims.all(), hidden, vocab));
         pass.compute(Piece::Head, Pass::Backward);
@@ -308,13 +340,18 @@ impl Schedule {
     fn backward(&mut self, layer: usize) -> Phase {
         self.ledger.push(Event::Begin(Moment::Backward { layer }));
         let unit = layer + 1;
+        let left = self.tape.layers.pop();
+        self.checkpoint_store.read_ahead(self.tape.layers.last(), &mut self.ledger);
         self.units.gather(unit, &mut self.ledger);
         self.units.gradients(unit, &mut self.ledger);
         if layer > 0 {
             self.units.prefetch(unit - 1, &mut self.ledger);
         }
+        if layer > 1 {
+            self.units.read_ahead(unit - 2, &mut self.ledger);
+        }
         let trained = self.trained[layer];
-        match self.tape.layers.pop() {
+        match left {
             None => unreachable!("every layer's forward leaves something"),
             Some(LayerTape::State(x, saved)) => {
                 self.layer_pass().backward(saved, &trained);
@@ -324,7 +361,7 @@ impl Schedule {
                 self.layer_pass().backward_checkpointed(checkpoint, &trained);
             }
             Some(LayerTape::Offloaded(stored)) => {
-                let checkpoint = self.checkpoint_file.load(stored, &mut self.ledger);
+                let checkpoint = self.checkpoint_store.load(stored, &mut self.ledger);
                 self.layer_pass().backward_checkpointed(checkpoint, &trained);
             }
         }

@@ -3,13 +3,13 @@
 
 use super::dims::{GroupPlace, Places};
 use super::event::{Axis, Event, Purpose, Transfer};
-use super::ledger::{Buffer, ElementType, Ledger};
+use super::ledger::{Away, Buffer, ElementType, Ledger};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::comm::{CollectiveOp, Traffic};
-use crate::config::{Config, OptimizerConfig, ParameterGroup, ZeroStage};
+use crate::config::{Config, Offload, OptimizerConfig, ParameterGroup, ZeroStage};
+use crate::device::DeviceKind;
 use crate::memory::Category;
 use crate::model::{Model, UnitSpec};
-use crate::offload::READ_AHEAD_BYTES;
 use crate::zero::{FlatLayout, HeldBytes, split, state_kinds};
 use candle_core::DType;
 use std::ops::Range;
@@ -28,13 +28,23 @@ pub(super) struct Units {
     in_flight: Option<Reduction>,
 }
 
-/// What an update goes by, and what of it is in files between updates.
+/// What an update goes by, and where of it waits what is offloaded.
 #[derive(Debug, Clone, Copy)]
 struct State {
     has_master: bool,
     tensors: usize,
-    parameters_in_file: bool,
-    optimizer_in_file: bool,
+    parameters_away: Option<Away>,
+    optimizer_away: Option<Away>,
+}
+
+impl State {
+    /// Where the parameters wait that are updated, and what they count as: the master copy where there is one.
+    fn exact(self) -> (Option<Away>, Category) {
+        match self.has_master {
+            true => (self.optimizer_away, Category::Optimizer),
+            false => (self.parameters_away, Category::Parameters),
+        }
+    }
 }
 
 /// The trained or the frozen parameters of a unit.
@@ -48,7 +58,9 @@ struct Flat {
     gathered: Option<Buffer>,
     /// Whether their gather is under way.
     is_gathering: bool,
-    /// The own partition out of its file, until the gather is complete.
+    /// The own partition on its way back from the host's memory.
+    arriving: Option<Buffer>,
+    /// The own partition out of its store, until the gather is complete.
     fetched: Option<Buffer>,
     /// The whole gradient of stages 2 and 3, from the unit's backward to its reduction.
     whole_gradient: Option<Buffer>,
@@ -67,7 +79,12 @@ struct Reduction {
 
 impl Units {
     /// Lays the units of `model` out, and holds what outlives a step.
-    pub(super) fn new(config: &Config, model: &Model, places: Places, ledger: &mut Ledger) -> Self {
+    pub(super) fn new(
+        (config, device): (&Config, DeviceKind),
+        model: &Model,
+        places: Places,
+        ledger: &mut Ledger,
+    ) -> Self {
         let partitions = places.shard().ranks;
         let layout = |spec: UnitSpec| {
             let parameters = spec.parameters.into_iter().map(|parameter| (parameter.name, parameter.shape));
@@ -83,6 +100,7 @@ impl Units {
             num_parameters: layout.parameters().len(),
             gathered: None,
             is_gathering: false,
+            arriving: None,
             fetched: None,
             whole_gradient: None,
         };
@@ -91,17 +109,20 @@ impl Units {
         let padded_numel = |is_frozen| {
             flats.iter().filter(|flat| flat.is_frozen == is_frozen).map(|flat| flat.padded_numel).sum()
         };
+        let away = |offload: &Offload| offload.is_moved_from(device).then(|| Away::from(device));
         let state = State {
             has_master: dtype != DType::F32,
             tensors: state_kinds(&config.optimizer).len(),
-            parameters_in_file: config.memory.offload_parameters.is_in_file(),
-            optimizer_in_file: config.memory.offload_optimizer.is_in_file(),
+            parameters_away: away(&config.memory.offload_parameters),
+            optimizer_away: away(&config.memory.offload_optimizer),
         };
-        let held = HeldBytes::expected(stage, padded_numel(false), partitions, state.tensors, dtype)
+        let all = HeldBytes::expected(stage, padded_numel(false), partitions, state.tensors, dtype)
             + HeldBytes::expected_frozen(stage, padded_numel(true), partitions, dtype);
-        let held = held.without(state.parameters_in_file, state.optimizer_in_file);
-        let num_files = usize::from(state.parameters_in_file) + usize::from(state.optimizer_in_file);
-        ledger.hold(Category::Other, (num_files * READ_AHEAD_BYTES) as i64);
+        let held = all.without(state.parameters_away.is_some(), state.optimizer_away.is_some());
+        for place in [state.parameters_away, state.optimizer_away].into_iter().flatten() {
+            ledger.hold(Category::Other, place.read_ahead_bytes() as i64);
+        }
+        ledger.offload((all.total() - held.total()) as i64);
         ledger.hold(Category::Parameters, held.parameters as i64);
         ledger.hold(Category::Gradients, held.gradients as i64);
         ledger.hold(Category::Optimizer, held.optimizer as i64);
@@ -148,11 +169,13 @@ impl Units {
                 continue;
             }
             let Flat { partition_numel, padded_numel, .. } = self.flats[flat];
+            let arrived = self.flats[flat].arriving.take();
             let mut allocate = |elems| ledger.allocate(Category::Parameters, ElementType::Stored, elems);
-            let fetched = self.state.parameters_in_file.then(|| allocate(partition_numel));
+            let away = self.state.parameters_away;
+            let fetched = arrived.or_else(|| away.map(|_| allocate(partition_numel)));
             let whole = allocate(padded_numel);
-            if fetched.is_some() {
-                ledger.move_to_or_from_file(partition_numel * self.stored_bytes);
+            if let Some(place) = away {
+                ledger.move_to_or_from(place, partition_numel * self.stored_bytes);
             }
             (self.flats[flat].gathered, self.flats[flat].fetched) = (Some(whole), fetched);
             let gather = (CollectiveOp::AllGather, self.places.shard_axis(), Purpose::GatherParameters);
@@ -161,6 +184,19 @@ impl Units {
             if self.places.shard().ranks == 1 {
                 // Complete at once.
                 self.flats[flat].fetched.take().into_iter().for_each(|own| ledger.free(own));
+            }
+        }
+    }
+
+    /// Starts to bring back the own partition of a unit, before it is gathered.
+    pub(super) fn read_ahead(&mut self, unit: usize, ledger: &mut Ledger) {
+        if self.state.parameters_away != Some(Away::Host) {
+            return;
+        }
+        for flat in &mut self.flats[self.units[unit].clone()] {
+            if flat.gathered.is_none() && flat.arriving.is_none() {
+                let own = ledger.allocate(Category::Parameters, ElementType::Stored, flat.partition_numel);
+                flat.arriving = Some(own);
             }
         }
     }
@@ -292,55 +328,80 @@ impl Units {
         }
     }
 
-    /// What is in files comes to memory, one unit while the one before is written.
     fn update(&self, ledger: &mut Ledger) {
-        let mut in_flight = Vec::new();
+        let mut in_flight = self.update_each(ledger);
         if self.is_lamb {
-            for flat in self.trained_flats() {
-                let exact = self.fetch_exact(flat, ledger);
-                let state = self.fetch_state(flat, ledger);
-                in_flight.drain(..).for_each(|written| ledger.free(written));
-                in_flight.extend(state);
-                exact.into_iter().for_each(|unchanged| ledger.free(unchanged));
-            }
-        }
-        for flat in self.trained_flats() {
-            let mut changed: Vec<Buffer> = self.fetch_exact(flat, ledger).into_iter().collect();
-            if !self.is_lamb {
-                changed.extend(self.fetch_state(flat, ledger));
-            }
-            in_flight.drain(..).for_each(|written| ledger.free(written));
-            if self.state.has_master && self.state.parameters_in_file {
-                ledger.move_to_or_from_file(flat.partition_numel * self.stored_bytes);
-                changed.push(ledger.allocate(
-                    Category::Parameters,
-                    ElementType::Stored,
-                    flat.partition_numel,
-                ));
-            }
-            in_flight = changed;
+            in_flight = self.apply_directions(in_flight, ledger);
         }
         in_flight.into_iter().for_each(|written| ledger.free(written));
     }
 
-    /// The parameters that are updated: the master copy where there is one.
+    /// What is offloaded comes back, one unit while the one before is written and, from the host's memory, the one
+    /// after arrives. What is left is being written.
+    fn update_each(&self, ledger: &mut Ledger) -> Vec<Buffer> {
+        let exact_is_away = self.state.exact().0.is_some();
+        let fetches_ahead = [self.state.exact().0, self.state.optimizer_away].contains(&Some(Away::Host));
+        let mut in_flight: Vec<Buffer> = Vec::new();
+        let mut flats = self.trained_flats().peekable();
+        let mut arriving = flats.peek().map(|first| self.fetch(first, ledger));
+        while let Some(flat) = flats.next() {
+            let mut fetched = arriving.take().unwrap_or_default();
+            if fetches_ahead {
+                arriving = flats.peek().map(|next| self.fetch(next, ledger));
+            }
+            in_flight.drain(..).for_each(|written| ledger.free(written));
+            if self.is_lamb {
+                // The parameters stay as they are until all norms are known.
+                let unchanged = exact_is_away.then(|| fetched.remove(0));
+                unchanged.into_iter().for_each(|unchanged| ledger.free(unchanged));
+            } else {
+                fetched.extend(self.round_to_store(flat, ledger));
+            }
+            in_flight = fetched;
+            if !fetches_ahead {
+                arriving = flats.peek().map(|next| self.fetch(next, ledger));
+            }
+        }
+        in_flight
+    }
+
+    /// LAMB's second pass, over the parameters alone.
+    fn apply_directions(&self, mut in_flight: Vec<Buffer>, ledger: &mut Ledger) -> Vec<Buffer> {
+        for flat in self.trained_flats() {
+            let mut changed: Vec<Buffer> = self.fetch_exact(flat, ledger).into_iter().collect();
+            in_flight.drain(..).for_each(|written| ledger.free(written));
+            changed.extend(self.round_to_store(flat, ledger));
+            in_flight = changed;
+        }
+        in_flight
+    }
+
+    /// Everything of a unit that an update changes and that is offloaded, the parameters first.
+    fn fetch(&self, flat: &Flat, ledger: &mut Ledger) -> Vec<Buffer> {
+        self.fetch_exact(flat, ledger).into_iter().chain(self.fetch_state(flat, ledger)).collect()
+    }
+
+    /// The rounded parameters of a master copy, on their way to their store.
+    fn round_to_store(&self, flat: &Flat, ledger: &mut Ledger) -> Option<Buffer> {
+        let place = self.state.parameters_away.filter(|_| self.state.has_master)?;
+        ledger.move_to_or_from(place, flat.partition_numel * self.stored_bytes);
+        Some(ledger.allocate(Category::Parameters, ElementType::Stored, flat.partition_numel))
+    }
+
+    /// The parameters that are updated, where they are offloaded.
     fn fetch_exact(&self, flat: &Flat, ledger: &mut Ledger) -> Option<Buffer> {
-        let State { has_master, parameters_in_file, optimizer_in_file, .. } = self.state;
-        let (is_in_file, category) = match has_master {
-            true => (optimizer_in_file, Category::Optimizer),
-            false => (parameters_in_file, Category::Parameters),
-        };
-        is_in_file.then(|| Self::fetch_f32(flat, category, ledger))
+        let (place, category) = self.state.exact();
+        place.map(|place| Self::fetch_f32((flat, place), category, ledger))
     }
 
     fn fetch_state(&self, flat: &Flat, ledger: &mut Ledger) -> Vec<Buffer> {
-        let tensors = if self.state.optimizer_in_file { self.state.tensors } else { 0 };
-        (0..tensors).map(|_| Self::fetch_f32(flat, Category::Optimizer, ledger)).collect()
+        let Some(place) = self.state.optimizer_away else { return Vec::new() };
+        (0..self.state.tensors).map(|_| Self::fetch_f32((flat, place), Category::Optimizer, ledger)).collect()
     }
 
-    /// A tensor out of its file, which goes back there when it is updated.
-    fn fetch_f32(flat: &Flat, category: Category, ledger: &mut Ledger) -> Buffer {
-        ledger.move_to_or_from_file(2 * flat.partition_numel * size_of::<f32>());
+    /// A tensor out of its store, which goes back there when it is updated.
+    fn fetch_f32((flat, place): (&Flat, Away), category: Category, ledger: &mut Ledger) -> Buffer {
+        ledger.move_to_or_from(place, 2 * flat.partition_numel * size_of::<f32>());
         ledger.allocate(category, ElementType::F32, flat.partition_numel)
     }
 

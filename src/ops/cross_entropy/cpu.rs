@@ -1,22 +1,33 @@
-//! Tiled linear + cross-entropy on slices. Labels have been checked; `scratch` has room for a tile's logits.
+//! Tiled linear + cross-entropy on slices. Labels have been checked. The products are those of f32: 16-bit tokens are
+//! widened, and their gradients rounded, a tile at a time.
 
 use super::{IGNORED, LossSum, Sizes, all_ignored};
 use crate::ops::OpError;
+use crate::ops::cast::Pieces;
 use crate::ops::gemm::{MatrixMut, MatrixRef, Threads, gemm};
 use crate::ops::parallel::rows_per_block;
 use crate::ops::simd::{Isa, LANES, Lanes, exp, max_lanes, max_of_lanes, padded, simd_kernel, sum_of_lanes};
 use rayon::prelude::*;
-use std::ops::Range;
 
-pub(super) fn forward(
+/// What a tile is computed in.
+pub(super) struct Room<'a> {
+    /// Its logits.
+    pub(super) logits: &'a mut [f32],
+    /// Its tokens in f32, where they have 16 bits.
+    pub(super) x: &'a mut [f32],
+    /// Their gradient, in the backward pass.
+    pub(super) dx: &'a mut [f32],
+}
+
+pub(super) fn forward<T: Pieces>(
     sizes: Sizes,
-    x: &[f32],
+    x: &[T],
     weight: &[f32],
     labels: &[i64],
     lse: &mut [f32],
-    scratch: &mut [f32],
+    room: Room<'_>,
 ) -> Result<LossSum, OpError> {
-    let vocab_size = sizes.vocab_size;
+    let Sizes { dim, vocab_size, .. } = sizes;
     let mut loss = LossSum::default();
     for tokens in sizes.tiles() {
         let (labels, lse) = (&labels[tokens.clone()], &mut lse[tokens.clone()]);
@@ -24,8 +35,9 @@ pub(super) fn forward(
             lse.fill(0.0);
             continue;
         }
-        let logits = &mut scratch[..tokens.len() * vocab_size];
-        logits_of_tile(sizes, x, weight, tokens, logits)?;
+        let logits = &mut room.logits[..tokens.len() * vocab_size];
+        let x = T::read_tile(&x[tokens.start * dim..tokens.end * dim], room.x);
+        logits_of_tile(sizes, x, weight, logits)?;
 
         let rows = rows_per_block(labels.len(), vocab_size);
         (logits.par_chunks(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks_mut(rows))
@@ -43,20 +55,20 @@ pub(super) fn forward(
 
 /// What the backward pass reads.
 #[derive(Clone, Copy)]
-pub(super) struct BackwardInputs<'a> {
-    pub(super) x: &'a [f32],
+pub(super) struct BackwardInputs<'a, T> {
+    pub(super) x: &'a [T],
     pub(super) weight: &'a [f32],
     pub(super) labels: &'a [i64],
     pub(super) lse: &'a [f32],
     pub(super) scale: f32,
 }
 
-pub(super) fn backward(
+pub(super) fn backward<T: Pieces>(
     sizes: Sizes,
-    inputs: BackwardInputs<'_>,
-    dx: &mut [f32],
+    inputs: BackwardInputs<'_, T>,
+    dx: &mut [T],
     mut dweight: Option<&mut [f32]>,
-    scratch: &mut [f32],
+    room: Room<'_>,
 ) -> Result<(), OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
     let BackwardInputs { x, weight, labels, lse, scale } = inputs;
@@ -65,12 +77,13 @@ pub(super) fn backward(
         let (labels, lse) = (&labels[tokens.clone()], &lse[tokens.clone()]);
         let dx = &mut dx[rows_of_x.clone()];
         if all_ignored(labels) {
-            dx.fill(0.0);
+            dx.fill(T::zero());
             continue;
         }
         let n = tokens.len();
-        let tile = &mut scratch[..n * vocab_size];
-        logits_of_tile(sizes, x, weight, tokens, tile)?;
+        let tile = &mut room.logits[..n * vocab_size];
+        let x = T::read_tile(&x[rows_of_x], room.x);
+        logits_of_tile(sizes, x, weight, tile)?;
 
         let rows = rows_per_block(n, vocab_size);
         (tile.par_chunks_mut(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks(rows))
@@ -79,8 +92,10 @@ pub(super) fn backward(
 
         let dlogits = MatrixRef::new(tile, n, vocab_size)?;
         let weight = MatrixRef::new(weight, vocab_size, dim)?;
-        gemm(1.0, dlogits, weight, 0.0, MatrixMut::new(dx, n, dim)?, Threads::Pool)?;
-        let x = MatrixRef::new(&x[rows_of_x], n, dim)?;
+        T::write_tile(dx, room.dx, |dx| {
+            gemm(1.0, dlogits, weight, 0.0, MatrixMut::new(dx, n, dim)?, Threads::Pool)
+        })?;
+        let x = MatrixRef::new(x, n, dim)?;
         if let Some(dweight) = dweight.as_deref_mut() {
             let dweight = MatrixMut::new(dweight, vocab_size, dim)?;
             gemm(1.0, dlogits.transposed(), x, 1.0, dweight, Threads::Pool)?;
@@ -89,16 +104,11 @@ pub(super) fn backward(
     Ok(())
 }
 
-fn logits_of_tile(
-    sizes: Sizes,
-    x: &[f32],
-    weight: &[f32],
-    tokens: Range<usize>,
-    logits: &mut [f32],
-) -> Result<(), OpError> {
+/// The logits of a tile's tokens `x`.
+fn logits_of_tile(sizes: Sizes, x: &[f32], weight: &[f32], logits: &mut [f32]) -> Result<(), OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
-    let n = tokens.len();
-    let x = MatrixRef::new(&x[tokens.start * dim..tokens.end * dim], n, dim)?;
+    let n = x.len() / dim;
+    let x = MatrixRef::new(x, n, dim)?;
     let weight = MatrixRef::new(weight, vocab_size, dim)?;
     gemm(1.0, x, weight.transposed(), 0.0, MatrixMut::new(logits, n, vocab_size)?, Threads::Pool)
 }

@@ -20,9 +20,10 @@ pub use labels::Labels;
 pub use losses::Losses;
 
 use super::call::Call;
+use super::cast::with_element_type;
 use super::{OpError, Workspace, linear};
 use crate::device::Target;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use std::ops::Range;
 
 /// The label of a token that has no loss (PyTorch's `ignore_index`).
@@ -38,7 +39,8 @@ pub struct LossSum {
 }
 
 /// The losses; writes each token's logsumexp for [`backward`]. No GPU is waited for before their sum is asked for. On a
-/// CPU the `workspace`, which must be one of CPU tensors, lends a tile's logits.
+/// CPU the `workspace`, which must be one of CPU tensors, lends a tile's logits, and a tile in f32 where `x` has 16
+/// bits.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
@@ -61,9 +63,15 @@ pub fn forward(
     call.element_type(&[("x", x), ("weight", weight)], &[("lse_out", lse_out)])?;
     match target {
         Target::Cpu => {
-            let (x, weight) = (call.read(x)?, call.read(weight)?);
-            let sum = with_scratch(call, shape, workspace, |scratch| {
-                call.write(lse_out, |lse| cpu::forward(shape, &x, &weight, labels, lse, scratch))
+            let weight = call.read(weight)?;
+            let sum = with_element_type!(x.dtype(), T => {
+                with_room(call, shape, [x], workspace, |room| {
+                    call.write(lse_out, |lse| {
+                        call.on_cpu([x], [], |[x], []| {
+                            cpu::forward::<T>(shape, x, &weight, labels, lse, room)
+                        })?
+                    })
+                })
             })?;
             Ok(Losses::summed(sum))
         }
@@ -106,15 +114,18 @@ pub fn backward<'a>(
     let dtype = call.element_type(&elements, &with_dweight(("lse", lse)))?;
     match target {
         Target::Cpu => {
-            let (x, weight, lse) = (call.read(x)?, call.read(weight)?, call.read(lse)?);
-            let inputs = cpu::BackwardInputs { x: &x, weight: &weight, labels, lse: &lse, scale };
-            with_scratch(call, shape, workspace, |scratch| {
-                call.write(dx, |dx| match dweight {
-                    Some(dweight) => call
-                        .write(dweight, |dweight| cpu::backward(shape, inputs, dx, Some(dweight), scratch)),
-                    None => cpu::backward(shape, inputs, dx, None, scratch),
-                })
-            })
+            let (weight, lse) = (call.read(weight)?, call.read(lse)?);
+            with_element_type!(dtype, T => with_room(call, shape, [x, dx], workspace, |room| {
+                call.on_cpu([x], [dx], |[x], [dx]| {
+                    let inputs = cpu::BackwardInputs::<T> { x, weight: &weight, labels, lse: &lse, scale };
+                    match dweight {
+                        Some(dweight) => call.write(dweight, |dweight| {
+                            cpu::backward(shape, inputs, dx, Some(dweight), room)
+                        }),
+                        None => cpu::backward(shape, inputs, dx, None, room),
+                    }
+                })?
+            }))
         }
         Target::Kernels(launcher) => {
             let tensors = cuda::Backward { x, weight, lse, dx, dweight };
@@ -123,16 +134,24 @@ pub fn backward<'a>(
     }
 }
 
-/// Calls `work` with room for a tile's logits, which the workspace lends.
-fn with_scratch<R>(
+/// Calls `work` with room for a tile's logits and for the tile of each of `tensors` that has to be widened, which the
+/// workspace lends.
+fn with_room<R, const N: usize>(
     call: Call,
     shape: Sizes,
+    tensors: [&Tensor; N],
     workspace: &Workspace,
-    work: impl FnOnce(&mut [f32]) -> Result<R, OpError>,
+    work: impl FnOnce(cpu::Room<'_>) -> Result<R, OpError>,
 ) -> Result<R, OpError> {
     let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
-    let result = call.write(&logits, work)?;
-    workspace.give(logits);
+    let wide = |tensor: Option<&&Tensor>| {
+        let is_narrow = tensor.is_some_and(|tensor| tensor.dtype() != DType::F32);
+        workspace.take_f32((if is_narrow { shape.tile_tokens } else { 0 }, shape.dim))
+    };
+    let (x, dx) = (wide(tensors.first())?, wide(tensors.get(1))?);
+    let result =
+        call.on_cpu([], [&logits, &x, &dx], |[], [logits, x, dx]| work(cpu::Room { logits, x, dx }))??;
+    [logits, x, dx].into_iter().for_each(|tensor| workspace.give(tensor));
     Ok(result)
 }
 

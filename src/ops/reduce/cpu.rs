@@ -5,9 +5,11 @@ use crate::ops::parallel::{MIN_BLOCK_ELEMS, rows_per_block};
 use crate::ops::simd::{self, simd_kernel};
 use rayon::prelude::*;
 
-pub(super) fn sum_of_squares(x: &[f32]) -> f64 {
+pub(super) fn sum_of_squares<T: Pieces>(x: &[T]) -> f64 {
     // Fixed blocks, summed in order: the number of threads decides only who computes which.
-    x.par_chunks(MIN_BLOCK_ELEMS).map(sum_of_squares_block).collect::<Vec<f64>>().iter().sum()
+    let blocks = x.par_chunks(MIN_BLOCK_ELEMS);
+    let sums = blocks.map_init(Vec::new, |buffer, block| sum_of_squares_block(T::read(block, buffer)));
+    sums.collect::<Vec<f64>>().iter().sum()
 }
 
 simd_kernel! {
@@ -16,8 +18,9 @@ simd_kernel! {
     }
 }
 
-pub(super) fn all_finite(x: &[f32]) -> bool {
-    x.par_chunks(MIN_BLOCK_ELEMS).all(all_finite_block)
+pub(super) fn all_finite<T: Pieces>(x: &[T]) -> bool {
+    let blocks = x.par_chunks(MIN_BLOCK_ELEMS);
+    blocks.map_init(Vec::new, |buffer, block| all_finite_block(T::read(block, buffer))).all(|finite| finite)
 }
 
 simd_kernel! {
@@ -51,13 +54,17 @@ simd_kernel! {
     }
 }
 
-pub(super) fn scale(dst: &mut [f32], factor: f32) {
+pub(super) fn scale<T: Pieces>(dst: &mut [T], factor: f32) {
     let block = rows_per_block(dst.len(), 1);
-    dst.par_chunks_mut(block).for_each(|dst| scale_block(dst, factor));
+    dst.par_chunks_mut(block).for_each_init(Vec::new, |buffer, dst| {
+        for dst in dst.chunks_mut(PIECE) {
+            T::update(dst, Before::Values, buffer, |dst| scale_piece(dst, factor));
+        }
+    });
 }
 
 simd_kernel! {
-    fn scale_block<S>(dst: &mut [f32], factor: f32) {
+    fn scale_piece<S>(dst: &mut [f32], factor: f32) {
         for dst in dst.iter_mut() {
             *dst *= factor;
         }

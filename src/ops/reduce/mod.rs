@@ -30,7 +30,12 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
     let call = Call::new("reduce::sum_of_squares");
     let arguments: Vec<_> = tensors.iter().map(|&x| ("x", x)).collect();
     match call.target(&[], &arguments)? {
-        Target::Cpu => tensors.iter().map(|x| Ok(cpu::sum_of_squares(&call.read(x)?))).collect(),
+        Target::Cpu => tensors
+            .iter()
+            .map(|x| {
+                with_element_type!(x.dtype(), T => call.on_cpu([x], [], |[x], []| cpu::sum_of_squares::<T>(x)))
+            })
+            .collect(),
         Target::Kernels(launcher) => call.kernels(cuda::sums_of_squares(&launcher, tensors)),
     }
 }
@@ -42,7 +47,9 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
 pub fn all_finite(x: &Tensor) -> Result<bool, OpError> {
     let call = Call::new("reduce::all_finite");
     match call.target(&[], &[("x", x)])? {
-        Target::Cpu => Ok(cpu::all_finite(&call.read(x)?)),
+        Target::Cpu => {
+            with_element_type!(x.dtype(), T => call.on_cpu([x], [], |[x], []| cpu::all_finite::<T>(x)))
+        }
         Target::Kernels(launcher) => call.kernels(cuda::all_finite(&launcher, x)),
     }
 }
@@ -78,9 +85,8 @@ pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
 pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
     let call = Call::new("reduce::scale");
     match call.target(&[("dst", dst)], &[])? {
-        Target::Cpu => call.write(dst, |dst| {
-            cpu::scale(dst, factor);
-            Ok(())
+        Target::Cpu => with_element_type!(dst.dtype(), T => {
+            call.on_cpu([], [dst], |[], [dst]| cpu::scale::<T>(dst, factor))
         }),
         Target::Kernels(launcher) => call.kernels(cuda::scale(&launcher, dst, factor)),
     }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::config::{Config, Links, RatesByFormat};
+use crate::device::DeviceKind;
 use crate::model::{preset, shape};
 use serde_json::{Value, json};
 
@@ -30,6 +31,7 @@ fn machine() -> MachineProfile {
         rates: RatesByFormat { f32: Some(INFINITE), bf16: None, fp16: None },
         update_bytes_per_second: f64::INFINITY,
         file_bytes_per_second: Some(f64::INFINITY),
+        host_bytes_per_second: Some(f64::INFINITY),
         overlaps_communication: false,
         links: Links { intra_node: Some(INSTANT), inter_node: Some(INSTANT) },
     }
@@ -60,7 +62,13 @@ fn nano(dp: usize, sp: usize, changes: Value) -> Workload {
         }
     }
     let config = Config::from_json_str(&json.to_string(), "c.json").unwrap();
-    Workload { config, model: preset("nano").unwrap(), document_len: None, ranks_per_node: 8 }
+    Workload {
+        config,
+        model: preset("nano").unwrap(),
+        document_len: None,
+        ranks_per_node: 8,
+        device: DeviceKind::Cpu,
+    }
 }
 
 #[track_caller]
@@ -165,6 +173,21 @@ fn offloaded_tensors_go_to_their_file_and_back() {
 }
 
 #[test]
+fn what_a_gpu_offloads_goes_to_the_host_and_back_and_nothing_to_files() {
+    let parameters = preset("nano").unwrap().num_parameters() as f64;
+    let machine =
+        MachineProfile { host_bytes_per_second: Some(1e6), file_bytes_per_second: None, ..machine() };
+    let on_gpu = |changes| Workload { device: DeviceKind::Cuda, ..nano(1, 1, changes) };
+    let offload = json!({ "zero_optimization": { "stage": 1, "offload_optimizer": { "device": "cpu" } } });
+    assert_close(seconds(&on_gpu(offload.clone()), &machine), 2.0 * 2.0 * 4.0 * parameters / 1e6);
+    assert_close(seconds(&nano(1, 1, offload), &machine), 0.0);
+    let checkpoints = json!({
+        "activation_checkpointing": { "cpu_checkpointing": true }, "ulysses": { "activation_checkpointing": true },
+    });
+    assert_close(seconds(&on_gpu(checkpoints), &machine), 2.0 * 2.0 * 64.0 * 64.0 * 4.0 / 1e6);
+}
+
+#[test]
 fn a_slower_machine_is_never_faster() {
     type Change = fn(&mut MachineProfile);
     let usual = MachineProfile {
@@ -180,6 +203,7 @@ fn a_slower_machine_is_never_faster() {
         },
         update_bytes_per_second: 1e9,
         file_bytes_per_second: Some(1e8),
+        host_bytes_per_second: Some(1e9),
         overlaps_communication: true,
         links: Links {
             intra_node: Some(LinkRates {
@@ -299,7 +323,7 @@ fn thousands_of_ranks_cost_a_loop() {
     });
     let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
     let model = shape("llama3-405b").unwrap();
-    let workload = Workload { config, model, document_len: None, ranks_per_node: 8 };
+    let workload = Workload { config, model, document_len: None, ranks_per_node: 8, device: DeviceKind::Cpu };
     let machine = with_rates(|rates| rates.product_flops_per_second = 1e15);
     let time = workload.step_time(&machine).unwrap();
     // Of a layer all is multiplied again but what gives its output; of the head the logits.

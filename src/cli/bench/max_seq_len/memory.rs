@@ -1,0 +1,166 @@
+//! What a step's memory consists of: what the plan says, what was in use, and what the process had mapped.
+
+use super::DOCUMENT_TOKENS;
+use crate::cli::plan::model;
+use crate::cli::settings::{self, WritableMemory};
+use crate::cli::{Failure, OrFail};
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use std::fmt::{self, Display, Formatter};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use ulysses::config::Config;
+use ulysses::device::DeviceKind;
+use ulysses::engine::plan::Workload;
+
+const MIB: f64 = (1_u64 << 20) as f64;
+
+/// How often a process is asked what it has mapped.
+const POLL: Duration = Duration::from_millis(5);
+
+/// What is planned for the rows that the steps train on.
+pub(super) fn workload(config: &Config, threads_per_rank: Option<usize>) -> Result<Workload, Failure> {
+    let mut config = config.clone();
+    let threads = threads_per_rank.or(config.threads_per_rank);
+    let launch = settings::launch_options(threads, config.world_size())?;
+    config.threads_per_rank = Some(launch.threads_per_rank);
+    let (_, model) = model(&config)?;
+    let (ranks_per_node, document_len) = (config.world_size(), Some(DOCUMENT_TOKENS));
+    Ok(Workload { config, model, document_len, ranks_per_node, device: DeviceKind::Cpu })
+}
+
+/// What a run writes about its memory.
+#[derive(Deserialize)]
+struct RunRecord {
+    environment: Environment,
+    ranks: Vec<Rank>,
+}
+
+#[derive(Deserialize)]
+struct Environment {
+    data_bytes_at_start: u64,
+}
+
+#[derive(Deserialize)]
+struct Rank {
+    peak_bytes: u64,
+}
+
+impl RunRecord {
+    fn read(output: &Path) -> anyhow::Result<Self> {
+        let path = output.join("run.json");
+        let text = std::fs::read_to_string(&path);
+        let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("{} does not tell its memory", path.display()))
+    }
+}
+
+/// Bytes of all ranks of a process in a step.
+#[derive(Clone, Copy, Serialize)]
+pub(super) struct StepMemory {
+    /// The plan's peak of the rank that needs most, times the ranks.
+    planned: u64,
+    /// The most that each rank's allocations took, added up.
+    in_use: u64,
+    /// The most writable memory that the process had touched when asked.
+    resident: u64,
+    /// The most that it had mapped, which is what is limited.
+    mapped: u64,
+    /// What of that was mapped before there were ranks: code, runtime, the text of the rows.
+    at_start: u64,
+}
+
+impl StepMemory {
+    /// Of the step that wrote `output`, and had mapped so much.
+    pub(super) fn of(
+        workload: &Workload,
+        seq_len: usize,
+        output: &Path,
+        WritableMemory { mapped, resident }: WritableMemory,
+    ) -> Result<Self, Failure> {
+        let plan = workload.with_seq_len(seq_len).plan().or_usage()?;
+        let run = RunRecord::read(output).or_run()?;
+        Ok(Self {
+            planned: plan.peak_bytes * workload.config.world_size() as u64,
+            in_use: run.ranks.iter().map(|rank| rank.peak_bytes).sum(),
+            resident,
+            mapped,
+            at_start: run.environment.data_bytes_at_start,
+        })
+    }
+
+    /// What ranks had mapped and did not use: threads' stacks, and what the allocator maps around a block or could not
+    /// hand out again.
+    fn slack(self) -> i64 {
+        self.mapped as i64 - (self.in_use + self.at_start) as i64
+    }
+}
+
+impl Display for StepMemory {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { planned, in_use, resident, mapped, at_start } = *self;
+        let [planned, in_use, resident, mapped, at_start] =
+            [planned, in_use, resident, mapped, at_start].map(|bytes| bytes as f64 / MIB);
+        write!(
+            f,
+            "its step: {planned:.0} MiB planned, {in_use:.0} MiB in use, {resident:.0} MiB resident, \
+             {mapped:.0} MiB mapped: {at_start:.0} MiB before there were ranks, \
+             {:.0} MiB of stacks and of the allocator's",
+            self.slack() as f64 / MIB
+        )
+    }
+}
+
+/// Runs a command to its end; what it said on standard error, and the most writable memory that it had when asked.
+pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, WritableMemory)> {
+    let child = command.stdout(Stdio::null()).stdin(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+    let (process, is_done) = (child.id(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let watcher = scope.spawn(|| {
+            let mut most = WritableMemory::default();
+            while !is_done.load(Ordering::Relaxed) {
+                let now = settings::writable_memory(&process.to_string()).unwrap_or_default();
+                most.mapped = most.mapped.max(now.mapped);
+                most.resident = most.resident.max(now.resident);
+                std::thread::sleep(POLL);
+            }
+            most
+        });
+        let output = child.wait_with_output();
+        is_done.store(true, Ordering::Relaxed);
+        Ok((output?, watcher.join().unwrap_or_default()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_process_has_mapped_is_seen_while_it_runs() {
+        let mut shell = Command::new("sh");
+        let (output, memory) = run_watched(shell.args(["-c", "sleep 0.2; echo said >&2; exit 3"])).unwrap();
+        assert_eq!((output.status.code(), &*output.stderr), (Some(3), &b"said\n"[..]));
+        assert!((1 << 12..1 << 30).contains(&memory.mapped), "{memory:?}");
+        assert!(memory.resident <= memory.mapped, "{memory:?}");
+    }
+
+    #[test]
+    fn what_is_mapped_is_in_use_or_there_from_the_start_or_slack() {
+        let mib = |mib: u64| mib << 20;
+        let memory = StepMemory {
+            planned: mib(90),
+            in_use: mib(100),
+            resident: mib(115),
+            mapped: mib(130),
+            at_start: mib(10),
+        };
+        assert_eq!(
+            memory.to_string(),
+            "its step: 90 MiB planned, 100 MiB in use, 115 MiB resident, 130 MiB mapped: \
+             10 MiB before there were ranks, 20 MiB of stacks and of the allocator's"
+        );
+    }
+}

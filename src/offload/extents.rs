@@ -1,0 +1,67 @@
+//! Places for tensors, of sizes that repeat from layer to layer and from step to step.
+
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A place for one tensor. Dropping it frees it.
+#[derive(Debug)]
+pub struct Extent {
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+    extents: Arc<Mutex<Extents>>,
+}
+
+/// Which places there are.
+#[derive(Debug, Default)]
+pub(super) struct Extents {
+    end: u64,
+    free: HashMap<u64, Vec<u64>>,
+}
+
+impl Extent {
+    /// A free place of this size. One that is being copied still is copied first: copies go in the order of their
+    /// start.
+    pub(super) fn take(extents: &Arc<Mutex<Extents>>, bytes: usize) -> Self {
+        let bytes = bytes as u64;
+        let offset = {
+            let mut all = extents.lock();
+            all.free.get_mut(&bytes).and_then(Vec::pop).unwrap_or_else(|| {
+                let offset = all.end;
+                // Even nothing has a place of its own: stores tell extents apart by it.
+                all.end += bytes.max(1);
+                offset
+            })
+        };
+        Self { offset, bytes, extents: extents.clone() }
+    }
+}
+
+impl Drop for Extent {
+    fn drop(&mut self) {
+        self.extents.lock().free.entry(self.bytes).or_default().push(self.offset);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_that_is_free_is_taken_again() {
+        let extents = Arc::default();
+        let [first, other] = [Extent::take(&extents, 12), Extent::take(&extents, 16)];
+        let offset = first.offset;
+        drop(first);
+        assert_ne!(Extent::take(&extents, 16).offset, offset, "of another size");
+        assert_eq!(Extent::take(&extents, 12).offset, offset);
+        assert_eq!(other.offset, 12);
+    }
+
+    #[test]
+    fn places_for_nothing_are_apart() {
+        let extents = Arc::default();
+        let places = [0, 0, 8].map(|bytes| Extent::take(&extents, bytes));
+        assert_eq!(places.each_ref().map(|place| place.offset), [0, 1, 2]);
+    }
+}
