@@ -11,6 +11,9 @@ use ulysses::engine::schedule::Category;
 use ulysses::memory::ByCategory;
 use ulysses::model::LlamaConfig;
 
+/// Why categories differ where sums do not.
+const IDLE_STORAGE: &str = "Storage that waits for its next use is other in the plan; the allocator counts it as what it was made for.";
+
 /// Memory over a step and the growth of the traffic; nothing where the run's config or model is not there, or is of
 /// another version.
 pub(super) fn figures(run: &RunFiles) -> String {
@@ -46,7 +49,8 @@ fn memory(run: &RunFiles, plan: &RankPlan) -> String {
         let by_category = by_category(plan, rank);
         figure = figure.replace("</figure>", &format!("{by_category}</figure>"));
     }
-    figure + &over_step(run, plan).map_or(String::new(), |chart| chart.figure())
+    let note = format!("<p class=\"faint\">{IDLE_STORAGE}</p></figure>");
+    figure + &over_step(run, plan).map_or(String::new(), |chart| chart.figure().replace("</figure>", &note))
 }
 
 /// What the rank held in the parts of a step; none of runs whose record does not tell, or that ended before a step.
@@ -82,8 +86,7 @@ fn by_category(plan: &RankPlan, measured: &Value) -> String {
     let all = measured["peak_bytes"].as_f64().unwrap_or_default();
     rows.push(vec!["total".to_owned(), bytes(plan.peak_bytes as f64), bytes(all)]);
     format!(
-        "<details><summary>The peak, planned and measured</summary>\n{}<p></p><p class=\"faint\">Storage that waits for its next use is \
-         other in the plan; the allocator counts it as what it was made for.</p></details>",
+        "<details><summary>The peak, planned and measured</summary>\n{}<p></p><p class=\"faint\">{IDLE_STORAGE}</p></details>",
         table(&["", "planned", "measured"], rows.into_iter())
     )
 }
