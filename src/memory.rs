@@ -25,8 +25,10 @@
 
 mod blocks;
 mod category;
+mod peaks;
 
 pub use category::{ByCategory, Category, counted_as, counted_by_default_as};
+pub use peaks::{Peak, Peaks};
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;

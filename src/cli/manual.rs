@@ -1,7 +1,7 @@
 //! `ulysses completions` and `ulysses man`: what other programs make of the command line's definition.
 
 use super::{Cli, Failure, OrFail, note, print};
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use clap::CommandFactory;
 use clap_complete::Shell;
 use std::path::Path;
@@ -17,6 +17,9 @@ pub(super) fn completions(shell: Shell) -> Result<(), Failure> {
 /// `ulysses.1`, `ulysses-train.1`, and so on.
 pub(super) fn pages(dir: &Path) -> Result<(), Failure> {
     let place = || format!("cannot write man pages to {}", dir.display());
+    if dir.is_file() {
+        return Err(Failure::Run(anyhow!("{}: this is a file, a directory is needed", place())));
+    }
     std::fs::create_dir_all(dir).with_context(place).or_run()?;
     clap_mangen::generate_to(Cli::command(), dir).with_context(place).or_run()?;
     note(format_args!("written; to read one: man {}", dir.join(format!("{NAME}.1")).display()));

@@ -2,6 +2,7 @@
 //! on; 2 bad arguments, config, model description or batch file; 75 ended by a signal after
 //! saving a checkpoint.
 
+mod arguments;
 mod bench;
 mod checkpoint;
 mod config;
@@ -124,7 +125,7 @@ impl<T, E: Into<anyhow::Error>> OrFail<T> for Result<T, E> {
 }
 
 pub(crate) fn run() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = arguments::parse();
     let tracer = match &cli.command {
         Command::Train(args) => args.tracer(),
         _ => None,

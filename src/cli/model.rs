@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{MANIFEST, steps};
 use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
-use ulysses::model::{HfWeights, LlamaConfig, Model, PRESETS, RandomWeights, WeightSource, preset};
+use ulysses::model::{
+    HfWeights, LlamaConfig, Model, ModelError, PRESETS, PUBLISHED, RandomWeights, WeightSource, preset,
+};
 use ulysses::ops::attention::grouped_heads;
 use ulysses::ulysses::{AttentionShape, ExchangePlan};
 
@@ -20,11 +22,13 @@ pub(super) struct ModelSource {
 /// a directory brings weights and vocabulary.
 pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSource, Failure> {
     let Some(dir) = directory(model) else {
-        let config = LlamaConfig { vocab_size, ..preset(model).or_usage()? };
+        let config =
+            LlamaConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error)).or_usage()? };
         config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
         return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }) });
     };
     let config = LlamaConfig::from_hf_dir(dir).map_err(|error| match holds_checkpoints(dir) {
+        _ if dir.is_file() => anyhow!("{model}: this is a file; a model is a directory with config.json and weights"),
         true => anyhow!(
             "{model}: this is a checkpoint or a run's output directory, not a model: `ulysses checkpoint export {model} \
              --output DIR` makes one of it"
@@ -39,6 +43,16 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         weights.read(spec, 0..0, &mut []).or_usage()?;
     }
     Ok(ModelSource { config, weights })
+}
+
+/// Why there is no such model: most often a directory is called otherwise.
+fn unknown(model: &str, error: ModelError) -> anyhow::Error {
+    let ModelError::UnknownPreset { presets, .. } = error else { return error.into() };
+    let hint = match PUBLISHED.contains(&model) {
+        true => "; only its shape is known, for `ulysses plan`: give a directory with its weights",
+        false => "",
+    };
+    anyhow!("`{model}` is neither a directory nor a preset ({}){hint}", presets.join(", "))
 }
 
 /// The tokenizer that comes with the model, if one does.

@@ -2,6 +2,7 @@
 
 use super::forward::{LayerTape, Loss, Tape, head_views};
 use super::offload::{CheckpointStore, OffloadedTensor};
+use super::schedule::Moment;
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
@@ -61,6 +62,7 @@ impl Engine {
             held.into_iter().for_each(|y| self.workspace.give(y));
             self.zero.reduce(index + 1, boundary)?;
         }
+        self.begin_part(Moment::EmbeddingBackward);
         let grads = self.zero.gradients(0)?;
         if let Some(dweight) = &grads[0] {
             let _embedding = tracing::trace_span!("embedding backward").entered();
@@ -116,6 +118,7 @@ impl Engine {
         dy: Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Tensor), EngineError> {
+        self.begin_part(Moment::Backward { layer: index });
         let _layer = tracing::trace_span!("layer backward", layer = index).entered();
         let unit = index + 1;
         let params = self.zero.parameters(unit)?;

@@ -1,6 +1,7 @@
 //! The forward pass.
 
 use super::offload::OffloadedTensor;
+use super::schedule::Moment;
 use super::{Engine, EngineError};
 use crate::config::MemoryConfig;
 use crate::data::MicroBatch;
@@ -83,6 +84,7 @@ impl Engine {
     /// failed communication.
     pub fn forward(&mut self, batch: &MicroBatch) -> Result<Loss, EngineError> {
         self.check_usable()?;
+        self.begin_part(Moment::Embedding);
         // A loss that was dropped instead of going backward leaves its head gathered.
         self.zero.release_all();
         let (got, expected) = (batch.batch, self.config.micro_batch_size);
@@ -107,6 +109,7 @@ impl Engine {
             engine.part_times(index).forward += begun.elapsed().as_secs_f64();
             Ok(y)
         })?;
+        self.begin_part(Moment::Head);
         let _head = tracing::trace_span!("head").entered();
         if self.checkpoint_store.is_some() {
             // Memory is short, and what the layers work in would lie idle beside the head's.
@@ -199,6 +202,7 @@ impl Engine {
     ) -> Result<Tensor, EngineError> {
         let mut x = self.embed(input_ids, ctx)?;
         for index in 0..self.model.layers.len() {
+            self.begin_part(Moment::Forward { layer: index });
             let _layer = tracing::trace_span!("layer", layer = index).entered();
             let params = self.zero.parameters(index + 1)?;
             self.zero.prefetch(self.unit_after(index))?;

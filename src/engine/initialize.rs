@@ -2,6 +2,7 @@
 
 use super::EngineError;
 use super::loss_scale::LossScaler;
+use super::memory::PartMemory;
 use super::offload::{CheckpointStore, storage};
 use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
@@ -47,6 +48,8 @@ pub struct Engine {
     pub(super) comm_timer: Arc<CommTimer>,
     /// Of the steps since they were taken last.
     pub(super) times: StepTimes,
+    /// Of the steps that are watched.
+    pub(super) memory: Option<PartMemory>,
 }
 
 /// Puts `model` on this rank of the mesh: allocates what the ZeRO stage leaves here and
@@ -147,6 +150,7 @@ impl Engine {
             reported_bytes: 0,
             comm_timer,
             times: StepTimes::default(),
+            memory: None,
         })
     }
 

@@ -1,5 +1,6 @@
 //! The optimizer step.
 
+use super::schedule::Moment;
 use super::{Engine, EngineError, rows};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
@@ -90,6 +91,7 @@ impl Engine {
         if self.accumulation.micro_steps < self.config.gradient_accumulation_steps {
             return Ok(None);
         }
+        self.begin_part(Moment::Update);
         self.check_rows(self.accumulation.rows_hash)?;
         let global = self.global_gradient()?;
         self.accumulation = Accumulation::default();

@@ -20,4 +20,4 @@ pub use event_files::EventFile;
 pub use metrics::{EvalMetrics, Metrics, MetricsWriter, TimeShares};
 pub use progress::{Progress, above_progress};
 pub use summary::{RankSummary, RunSummary, RunTotals};
-pub use trace::{Slice, Tracer, write_trace};
+pub use trace::{MemorySample, Slice, Traced, Tracer, write_trace};

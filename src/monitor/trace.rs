@@ -2,14 +2,20 @@
 //!
 //! The spans of the library (see [`tracing`]) become slices, one track for each rank. A span belongs to the rank and
 //! the step whose spans it is inside of: `rank { rank }`, and in it `step { step, done }`, which says how many steps
-//! of the run are done. What is in no step is not told. The file is in Chrome's Trace Event Format.
+//! of the run are done. What is in no step is not told. Counters tell what the rank held meanwhile, as far as somebody
+//! [notes](Tracer::note_memory) that. The file is in Chrome's Trace Event Format.
 
+mod memory;
+
+pub use memory::MemorySample;
+
+use crate::memory::ByCategory;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id};
@@ -33,10 +39,29 @@ pub struct Slice {
     pub fields: Map<String, Value>,
 }
 
+/// What has been noted of some ranks.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Traced {
+    /// What they did.
+    pub slices: Vec<Slice>,
+    /// What they held.
+    pub memory: Vec<MemorySample>,
+}
+
+impl FromIterator<Self> for Traced {
+    fn from_iter<I: IntoIterator<Item = Self>>(all: I) -> Self {
+        all.into_iter().fold(Self::default(), |mut sum, traced| {
+            sum.slices.extend(traced.slices);
+            sum.memory.extend(traced.memory);
+            sum
+        })
+    }
+}
+
 /// A layer of a `tracing` subscriber that notes what happens in some steps.
 #[derive(Debug, Clone)]
 pub struct Tracer {
-    slices: Arc<Mutex<Vec<Slice>>>,
+    traced: Arc<Mutex<Traced>>,
     steps: u64,
     origin: Instant,
     origin_us: f64,
@@ -61,20 +86,45 @@ impl Tracer {
     pub fn new(steps: u64) -> Self {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let origin_us = since_1970.as_micros() as f64;
-        Self { slices: Arc::default(), steps, origin: Instant::now(), origin_us }
+        Self { traced: Arc::default(), steps, origin: Instant::now(), origin_us }
     }
 
-    /// Takes the slices of a rank.
-    pub fn take(&self, rank: u64) -> Vec<Slice> {
-        let mut slices = self.slices.lock().unwrap_or_else(PoisonError::into_inner);
-        let (own, others) = std::mem::take(&mut *slices).into_iter().partition(|slice| slice.rank == rank);
-        *slices = others;
-        own
+    /// Whether a step is traced before which the rank has done so many in this run.
+    pub fn traces(&self, done: u64) -> bool {
+        done < self.steps
     }
 
-    /// Takes the slices of all ranks of this process.
-    pub fn take_all(&self) -> Vec<Slice> {
-        std::mem::take(&mut *self.slices.lock().unwrap_or_else(PoisonError::into_inner))
+    /// Notes what a rank held over a step that has just ended: the beginnings of its parts, and the most that it held
+    /// in each, in all and by what it was for.
+    pub fn note_memory(&self, rank: u64, parts: impl Iterator<Item = (Instant, u64, ByCategory)>) {
+        let parts = parts.map(|(begun, bytes, by_category)| MemorySample {
+            rank,
+            begin_us: self.microseconds(begun),
+            bytes,
+            by_category,
+        });
+        let samples: Vec<_> =
+            parts.chain([MemorySample::now(rank, self.microseconds(Instant::now()))]).collect();
+        self.lock().memory.extend(samples);
+    }
+
+    /// Takes what is known of a rank.
+    pub fn take(&self, rank: u64) -> Traced {
+        let mut traced = self.lock();
+        let Traced { slices, memory } = std::mem::take(&mut *traced);
+        let (slices, of_others) = slices.into_iter().partition(|slice| slice.rank == rank);
+        let (memory, held_by_others) = memory.into_iter().partition(|sample| sample.rank == rank);
+        *traced = Traced { slices: of_others, memory: held_by_others };
+        Traced { slices, memory }
+    }
+
+    /// Takes what is known of all ranks of this process.
+    pub fn take_all(&self) -> Traced {
+        std::mem::take(&mut *self.lock())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Traced> {
+        self.traced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn microseconds(&self, at: Instant) -> f64 {
@@ -86,7 +136,7 @@ impl Tracer {
         let number = |key| fields.get(key).and_then(Value::as_u64);
         match metadata.name() {
             "rank" => Track { rank: number("rank"), is_traced: false },
-            "step" => Track { is_traced: number("done").is_some_and(|done| done < self.steps), ..parent },
+            "step" => Track { is_traced: number("done").is_some_and(|done| self.traces(done)), ..parent },
             _ => parent,
         }
     }
@@ -125,7 +175,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tracer {
             end_us: self.microseconds(ended),
             fields: open.fields.clone(),
         };
-        self.slices.lock().unwrap_or_else(PoisonError::into_inner).push(slice);
+        self.lock().slices.push(slice);
     }
 }
 
@@ -160,13 +210,15 @@ impl Visit for Fields {
     }
 }
 
-/// Writes slices of any ranks as one timeline, with arrows from the rank that came last to a collective to those
+/// Writes what any ranks did and held as one timeline, with arrows from the rank that came last to a collective to those
 /// that waited for it. `tracks` are the names of the ranks, by rank.
 ///
 /// # Errors
 /// What the writer reports.
-pub fn write_trace(out: &mut impl Write, tracks: &[String], slices: &[Slice]) -> io::Result<()> {
-    let origin = slices.iter().map(|slice| slice.begin_us).fold(f64::INFINITY, f64::min);
+pub fn write_trace(out: &mut impl Write, tracks: &[String], traced: &Traced) -> io::Result<()> {
+    let Traced { slices, memory } = traced;
+    let begins = slices.iter().map(|slice| slice.begin_us).chain(memory.iter().map(|sample| sample.begin_us));
+    let origin = begins.fold(f64::INFINITY, f64::min);
     let microseconds = |at: f64| (1e3 * (at - origin)).round() / 1e3;
     let tracks = tracks.iter().enumerate().flat_map(|(rank, name)| {
         [("thread_name", json!({ "name": name })), ("thread_sort_index", json!({ "sort_index": rank }))]
@@ -190,8 +242,9 @@ pub fn write_trace(out: &mut impl Write, tracks: &[String], slices: &[Slice]) ->
         };
         [end("s", from), end("f", to)]
     });
+    let counters = memory.iter().flat_map(|sample| sample.events(microseconds(sample.begin_us)));
     write!(out, "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[")?;
-    for (index, event) in tracks.chain(drawn).chain(arrows).enumerate() {
+    for (index, event) in tracks.chain(drawn).chain(arrows).chain(counters).enumerate() {
         write!(out, "{}{event}", if index == 0 { "\n" } else { ",\n" })?;
     }
     writeln!(out, "\n]}}")
@@ -276,8 +329,8 @@ mod tests {
                 tracing::trace_span!("wait", op = "all_reduce", axis = "dp").in_scope(|| {});
             }
         });
-        assert!(tracer.take(0).is_empty());
-        let slices = tracer.take(3);
+        assert_eq!(tracer.take(0), Traced::default());
+        let slices = tracer.take(3).slices;
         let names: Vec<_> = slices.iter().map(|slice| slice.name.as_str()).collect();
         assert_eq!(names, ["dp all_reduce", "step 5"], "inner spans end first, and step 6 is not traced");
         assert!(slices[0].begin_us >= slices[1].begin_us && slices[0].end_us <= slices[1].end_us);

@@ -26,5 +26,7 @@ fn every_command_has_a_man_page() {
         assert!(text.starts_with(".ie") && text.contains(expected), "{page}: {text}");
     }
     place.write("file", "");
-    place.run(&["man", "file"]).assert_refused(1, &["cannot write man pages to file"]);
+    place
+        .run(&["man", "file"])
+        .assert_refused(1, &["cannot write man pages to file: this is a file, a directory is needed"]);
 }

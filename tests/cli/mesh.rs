@@ -93,7 +93,7 @@ fn a_mesh_is_drawn_to_a_file() {
     assert!(svg.starts_with("<svg ") && svg.matches("<title>rank ").count() == 16, "{svg}");
     place
         .run(&["mesh", "2x4", "--svg", "no/such/dir.svg"])
-        .assert_refused(1, &["cannot write no/such/dir.svg"]);
+        .assert_refused(1, &["--svg: cannot write no/such/dir.svg"]);
 }
 
 #[test]
@@ -113,8 +113,10 @@ fn a_mesh_is_proposed_with_its_reasons() {
     );
     assert!(stdout.contains("is the smallest that fits, and divides the 8 ranks of a node"), "{stdout}");
     assert!(stdout.contains("sp groups exchange attention heads"), "the mesh is drawn: {stdout}");
-    propose("1000000", "100")
-        .assert_refused(1, &["no mesh of these ranks fits", "the longest sequence that fits is"]);
+    propose("1000000", "100").assert_refused(
+        1,
+        &["no mesh of these ranks fits", "the longest sequence that fits is", "`ulysses plan`", "--config"],
+    );
     Workplace::new().run(&["mesh", "--propose", "--nodes", "2"]).assert_refused(2, &["--devices-per-node"]);
 }
 

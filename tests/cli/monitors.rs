@@ -200,6 +200,20 @@ fn places_that_cannot_be_written_to_are_refused_before_anything_starts() {
 }
 
 #[test]
+fn a_refused_run_leaves_no_directory_for_monitors() {
+    let place = Workplace::new();
+    place.write_config(
+        "c.json",
+        json!({
+            "tensorboard": { "enabled": true, "output_path": "boards", "job_name": "j" },
+            "flops_profiler": { "enabled": true, "output_file": "no/such/p.txt" },
+        }),
+    );
+    place.run(&["train", "c.json"]).assert_refused(2, &["`flops_profiler.output_file`"]);
+    assert!(!place.path("boards").exists() && !place.path("out").exists());
+}
+
+#[test]
 fn a_profile_of_a_step_that_is_not_to_do_is_told_of_when_the_run_begins() {
     let place = Workplace::new();
     let profiler = |step: u64| {

@@ -361,6 +361,60 @@ fn a_profile_that_is_none_or_does_not_tell_enough_is_refused_by_name() {
     refused("changed.json", "m.json", &["a paper machine", "rates.bf16"]);
 }
 
+/// The words of the line of the text that begins with these.
+fn line<'a>(text: &'a str, first: &str) -> &'a str {
+    let found = text.lines().find(|line| line.trim_start().starts_with(first));
+    found.unwrap_or_else(|| panic!("no {first:?} in {text}"))
+}
+
+#[test]
+fn with_a_machine_every_change_and_mesh_has_its_time_and_the_fastest_is_told() {
+    let batch = json!({ "mesh_param": [2, 2], "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1 });
+    let place = workplace(batch);
+    let mut profile = machine(1e9);
+    profile["ranks_per_node"] = json!(4);
+    // So slow to begin with that the number of collectives decides.
+    profile["links"]["intra_node"]["latency_seconds"] = json!(0.1);
+    place.write("m.json", profile.to_string());
+    let arguments = ["changed.json", "--model", "nano", "--seq-len", "64"];
+    let timed = [&arguments[..], &["--machine", "m.json"]].concat();
+    let with = plan(&place, &timed);
+    let rows = |plan: &Value, key: &str| plan[key].as_array().unwrap().clone();
+    assert_eq!(rows(&with, "alternatives")[0]["step_seconds"], with["step_time"]["total_seconds"]);
+    assert_eq!(rows(&with, "alternatives")[0]["tokens_per_second"], with["step_time"]["tokens_per_second"]);
+    let bf16 = rows(&with, "alternatives").into_iter().find(|row| row["change"] == "bf16").unwrap();
+    assert_eq!((&bf16["profile_lacks"], &bf16["step_seconds"]), (&json!("rates.bf16"), &Value::Null));
+    let seconds = |mesh: &Value| mesh["step_seconds"].as_f64().unwrap();
+    let meshes = rows(&with, "meshes");
+    let fastest = meshes.iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap();
+    assert_eq!(fastest["reason"], format!("fastest of all {}", meshes.len()));
+    // Four reductions and the sum of the losses, a tenth of a second each; the arithmetic is little beside them.
+    assert_eq!((&fastest["dp"], &fastest["zero_stage"]), (&json!(4), &json!(0)));
+    assert!((0.5..0.6).contains(&seconds(fastest)), "{fastest}");
+    let text = place.run(&[&["plan"], &timed[..], &["--html", "plan.html"]].concat());
+    let text = &text.assert_done().stdout;
+    for head in ["change", "dp × sp"] {
+        assert!(line(text, head).contains(" step  tokens/s"), "{text}");
+    }
+    assert!(line(text, "4 × 1").contains("◄ fastest of all"), "{text}");
+    let note = "–: no time, since the machine profile does not tell `file_bytes_per_second`, `rates.bf16`";
+    assert!(text.contains(note), "{text}");
+    let page = place.read("plan.html");
+    assert!(
+        page.contains("fastest of all") && page.contains("tokens/s</th>") && page.contains(note),
+        "{page}"
+    );
+
+    let without = plan(&place, &arguments);
+    for row in rows(&without, "alternatives").iter().chain(&rows(&without, "meshes")) {
+        assert!(row.get("step_seconds").is_none() && row.get("profile_lacks").is_none(), "{row}");
+    }
+    let text = place.run(&[&["plan"], &arguments[..], &["--html", "plan.html"]].concat());
+    assert!(!text.assert_done().stdout.contains("tokens/s"), "{text:?}");
+    let page = place.read("plan.html");
+    assert!(page.contains("sends least of all") && !page.contains("tokens/s"), "{page}");
+}
+
 #[test]
 fn the_memory_of_a_plan_is_drawn_by_itself() {
     let place = workplace(json!({}));

@@ -56,6 +56,21 @@ fn more_sequence_ranks_than_heads_or_tokens_are_refused() {
 }
 
 #[test]
+fn what_is_no_number_is_told_what_one_is() {
+    for (flag, value) in [("--steps", "many"), ("--steps", "-1"), ("--seed", "1.5"), ("--seq-len", "4k")] {
+        let expected = format!("invalid value '{value}' for '{flag} ");
+        let outcome = train(&[flag, value]);
+        outcome.assert_refused(2, &[&expected, "expected a whole number that is not negative"]);
+        assert!(outcome.stderr.ends_with("negative\n"), "{outcome:?}");
+    }
+    train(&["--steps", "99999999999999999999"]).assert_refused(2, &["'--steps ", "a smaller number"]);
+    let plan = |gib: &str| Workplace::new().run(&["plan", "c.json", "--memory-gib", gib]);
+    plan("80GB").assert_refused(2, &["'80GB' for '--memory-gib ", "a number, such as 80 or 0.5"]);
+    // What a flag says of its own values stays.
+    train(&["--packing", "tight"]).assert_refused(2, &["greedy, cut and concat are valid"]);
+}
+
+#[test]
 fn counts_of_zero_and_below_are_refused() {
     for flag in ["--steps", "--threads-per-rank", "--seq-len"] {
         train(&[flag, "0"]).assert_refused(2, &[flag, "at least 1", "found 0"]);

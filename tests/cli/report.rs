@@ -43,8 +43,12 @@ fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other(
     let (curves, of_runs) = page.split_once("<h2>").unwrap();
     assert_eq!(curves.matches("<polyline").count(), 6 * 2);
     assert_eq!(page.matches("<circle").count(), 2);
-    // Of each run a line at its peak, and the traffic of three kinds of sequence parallelism and of the claim.
-    assert_eq!(of_runs.matches("<polyline").count(), (1 + 4) * 2);
+    // Of each run a line at its peak, the plan's memory over the measured one, and the traffic of three kinds of sequence
+    // parallelism and of the claim.
+    assert_eq!(of_runs.matches("<polyline").count(), (1 + 1 + 4) * 2);
+    // Shares of the time, memory that was planned and memory that was measured.
+    assert_eq!(of_runs.matches("<polygon").count(), (4 + 6 + 6) * 2);
+    assert_eq!(of_runs.matches("the update, measured in step 2").count(), 2 * 2, "a title and a label each");
     assert_eq!(of_runs.matches("measured peak of rank 0").count(), 2);
     for part in [
         "a&lt;b, held out",
@@ -76,6 +80,48 @@ fn a_run_of_which_only_metrics_are_left_is_reported() {
     let page = place.read("out/report.html");
     assert_well_formed(&page);
     assert!(page.contains("<polyline") && !page.contains("NaN"));
+}
+
+#[test]
+fn the_measured_memory_of_a_step_is_told_by_parts_and_its_largest_is_the_peak() {
+    let place = Workplace::new();
+    let changes = json!({
+        "mesh_param": [1, 2], "gradient_accumulation_steps": 2, "train_batch_size": 2,
+        "ulysses": { "steps": 5, "seq_len": 64, "seq_len_schedule": [[2, 2048], [4, 32]] },
+    });
+    place.write_config("c.json", changes);
+    place.run(&["train", "c.json"]).assert_done();
+    let record = place.read_json("out/run.json");
+    let watched = record["memory_over_step"].as_array().unwrap();
+    assert_eq!(watched.len(), 2, "the ranks of one sp group");
+    let metrics = place.metrics("out/metrics.jsonl");
+    for (rank, watched) in watched.iter().enumerate() {
+        // The second of the steps with the longest rows.
+        assert_eq!([&watched["rank"], &watched["step"], &watched["seq_len"]], [rank, 4, 2048]);
+        let parts = watched["parts"].as_array().unwrap();
+        let names: Vec<&str> = parts.iter().map(|part| part["at"].as_str().unwrap()).collect();
+        let expected = [
+            "embedding",
+            "forward of layer 0",
+            "forward of layer 1",
+            "head and loss",
+            "backward of layer 1",
+            "backward of layer 0",
+            "embedding backward",
+            "update",
+        ];
+        assert_eq!(names, expected, "of the last micro batch");
+        let most = parts.iter().map(|part| part["bytes"].as_u64().unwrap()).max().unwrap();
+        if rank == 0 {
+            let peak = metrics[3]["peak_memory_bytes"].as_u64().unwrap();
+            // Both micro batches hold as much, and so did the step before, but for what was read ahead and allocated anew.
+            assert!(most <= peak && peak - most < peak / 100, "{most} of {peak}");
+        }
+    }
+    place.run(&["report", "out"]).assert_done();
+    let page = place.read("out/report.html");
+    assert_well_formed(&page);
+    assert!(page.contains("measured in step 4") && page.contains("planned, at most"), "{page}");
 }
 
 #[test]

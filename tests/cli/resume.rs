@@ -164,6 +164,30 @@ fn a_run_goes_on_from_the_newest_sound_checkpoint_of_another_ones_directory() {
 }
 
 #[test]
+fn metrics_of_nobody_knows_what_are_kept_apart_from_a_run_that_comes_from_elsewhere() {
+    let place = Workplace::new();
+    write_config(&place, "c.json", json!({}));
+    let train = |arguments: &[&str]| place.run(&[&["train", "c.json"], arguments].concat());
+    train(&["--steps", "5"]).assert_done();
+    let strange = "{\"step\":1,\"loss\":77.0}\n{\"step\":9,\"loss\":66.0}\n";
+    place.write("other/metrics.jsonl", strange);
+    for checkpoint in ["--resume=out", "--resume=out/step_00000005"] {
+        let outcome = train(&["--steps", "7", "--output", "other", checkpoint]);
+        let expected = "metrics.jsonl is kept as other/metrics.1.jsonl";
+        assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
+        assert_eq!(place.read("other/metrics.1.jsonl"), strange);
+        let steps = place.metrics("other/metrics.jsonl");
+        assert_eq!(steps.iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(), [6, 7]);
+        fs::remove_dir_all(place.path("other")).unwrap();
+        place.write("other/metrics.jsonl", strange);
+    }
+    // In its own directory a run goes on with its metrics, whatever has become of the record.
+    fs::remove_file(place.path("out/run.json")).unwrap();
+    train(&["--steps", "7", "--resume=out/../out"]).assert_done();
+    assert_eq!(place.losses("out/metrics.jsonl").len(), 7);
+}
+
+#[test]
 fn a_checkpoint_is_no_output_directory() {
     let place = Workplace::new();
     write_config(&place, "c.json", json!({}));

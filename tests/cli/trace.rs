@@ -101,6 +101,57 @@ fn a_trace_has_all_ranks_nested_slices_and_arrows_between_ranks() {
 }
 
 #[test]
+fn counters_tell_what_ranks_hold_and_their_largest_is_the_peak() {
+    let place = Workplace::new();
+    place.write_config(
+        "c.json",
+        json!({
+            "mesh_param": [1, 2], "train_batch_size": 2,
+            // So long that no other part of the run needs as much.
+            "ulysses": { "steps": 3, "seq_len": 2048 },
+        }),
+    );
+    place.run(&["train", "c.json", "--trace", "trace.json"]).assert_done();
+    let trace = place.read_json("trace.json");
+    let events = trace["traceEvents"].as_array().unwrap();
+    let counters = of_phase(events, "C");
+    let number = |value: &Value| value.as_u64().unwrap();
+    let of = |name: String| counters.iter().filter(move |event| event["name"] == name.as_str());
+    let tracks = slices(events);
+    let record = place.read_json("out/run.json");
+    let num_layers = number(&record["model"]["config"]["num_hidden_layers"]) as usize;
+    for rank in 0..2_u64 {
+        let totals: Vec<_> = of(format!("rank {rank} bytes held")).collect();
+        let by_category: Vec<_> = of(format!("rank {rank} bytes held by category")).collect();
+        // Of each step: embedding, layers forward and backward, head, embedding backward, update; and what is left.
+        assert_eq!((totals.len(), by_category.len()), (3 * (2 * num_layers + 5), 3 * (2 * num_layers + 5)));
+        let mut last = 0;
+        for (total, parts) in totals.iter().zip(&by_category) {
+            assert_eq!((total["tid"].as_u64(), total["ts"].as_f64()), (Some(rank), parts["ts"].as_f64()));
+            let sum: u64 = parts["args"].as_object().unwrap().values().map(number).sum();
+            assert_eq!(sum, number(&total["args"]["total"]), "{parts}");
+            let at = nanoseconds(total, "ts");
+            assert!(at >= last, "{total} goes back");
+            last = at;
+        }
+        // Every part begins while its step goes on.
+        let steps: Vec<_> = tracks[&rank].iter().filter(|(.., name)| name.starts_with("step ")).collect();
+        for total in &totals {
+            let at = nanoseconds(total, "ts");
+            assert!(steps.iter().any(|(begin, end, _)| (*begin..=*end).contains(&at)), "{total}");
+        }
+        let most = totals.iter().map(|total| number(&total["args"]["total"])).max().unwrap();
+        let peak = number(&record["ranks"][rank as usize]["peak_bytes"]);
+        // The allocator notes every largest within the steps. What the run holds most at once, it holds in a step, for
+        // before and after there is no activation.
+        assert_eq!(most, peak, "rank {rank}");
+    }
+    // Without a trace a step is watched all the same, for the report.
+    let parts = record["memory_over_step"][0]["parts"].as_array().unwrap();
+    assert_eq!((parts.len(), &parts[0]["at"]), (2 * num_layers + 4, &json!("embedding")));
+}
+
+#[test]
 fn a_trace_that_cannot_be_written_is_refused_before_the_run() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));

@@ -186,10 +186,14 @@ fn with_odd_rank_1(place: &Workplace, argument: &str) -> Outcome {
 
 fn what_one_process_has_otherwise_ends_all() {
     let place = Workplace::new();
-    place.write_config("config.json", json!({}));
+    let boards = json!({ "enabled": true, "output_path": "boards", "job_name": "j" });
+    place.write_config("config.json", json!({ "tensorboard": boards }));
     let refused = with_odd_rank_1(&place, "--data nothing");
     assert!(refused.stderr.contains("nothing does not exist"), "{refused:?}");
-    assert!(!place.path("out").exists(), "rank 0 wrote nothing for a run that rank 1 cannot start");
+    for directory in ["out", "boards"] {
+        let made = place.path(directory).exists();
+        assert!(!made, "rank 0 made {directory} for a run that rank 1 cannot start");
+    }
     let differs = with_odd_rank_1(&place, "--seed 99");
     assert!(differs.stderr.contains("the config differs"), "{differs:?}");
 }

@@ -212,6 +212,10 @@ impl Search {
 
     /// Whether one training step on rows of `seq_len` tokens completes.
     fn fits(&mut self, seq_len: usize) -> Result<bool, Failure> {
+        if self.attempts.is_empty() {
+            // Minutes may go by until there is an answer.
+            note(format_args!("trying rows of {seq_len} tokens"));
+        }
         let start = Instant::now();
         let (step, memory) = self.step(seq_len).or_run()?;
         let seconds = start.elapsed().as_secs_f64();

@@ -210,20 +210,28 @@ impl Bench<'_> {
             figures_of(FEW, &mut threads, ranks, options, device, repeats)?,
             figures(&mut threads, ranks, options, device, mib, repeats)?,
         );
-        let is_collective = |figure: &&Figure| figure.name() != "copy";
-        let latencies: Vec<f64> = few.iter().filter(is_collective).map(Figure::seconds).collect();
-        let rate = |name: &str| {
-            let figure = many.iter().find(|figure| figure.name() == name);
-            1e9 * figure.map_or(f64::NAN, Figure::rate)
-        };
-        Ok(Some(LinkRates {
-            latency_seconds: median(&latencies),
-            all_to_all_bytes_per_second: rate("all_to_all"),
-            all_reduce_bytes_per_second: rate("all_reduce"),
-            reduce_scatter_bytes_per_second: rate("reduce_scatter"),
-            all_gather_bytes_per_second: rate("all_gather"),
-        }))
+        link_of(&few, &many).map(Some).or_run()
     }
+}
+
+/// A link by what collectives of few and of many elements took.
+fn link_of(few: &[Figure], many: &[Figure]) -> Result<LinkRates> {
+    let is_collective = |figure: &&Figure| figure.name() != "copy";
+    let latencies: Vec<f64> = few.iter().filter(is_collective).map(Figure::seconds).collect();
+    let rate = |name: &str| {
+        let figure = many.iter().find(|figure| figure.name() == name);
+        let rate = figure.map(Figure::rate).filter(|rate| rate.is_finite() && *rate > 0.0);
+        Ok::<_, anyhow::Error>(1e9 * rate.with_context(|| format!("no rate of {name} was measured"))?)
+    };
+    Ok(LinkRates {
+        latency_seconds: Some(median(&latencies))
+            .filter(|seconds| seconds.is_finite())
+            .context("no latency was measured")?,
+        all_to_all_bytes_per_second: rate("all_to_all")?,
+        all_reduce_bytes_per_second: rate("all_reduce")?,
+        reduce_scatter_bytes_per_second: rate("reduce_scatter")?,
+        all_gather_bytes_per_second: rate("all_gather")?,
+    })
 }
 
 /// The operations of a layer that go through memory once: a copy, norms and SwiGLU with their gradients.
@@ -260,5 +268,32 @@ impl Elementwise {
             (Case::new(|| Ok(swiglu::forward(gate, up, product)?)), bytes(gate, 3)),
             (Case::new(|| Ok(swiglu::backward(product, gate, up, dgate, dup)?)), bytes(gate, 5)),
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COLLECTIVES: [&str; 4] = ["all_to_all", "all_reduce", "reduce_scatter", "all_gather"];
+
+    fn figures(seconds: f64) -> Vec<Figure> {
+        COLLECTIVES.map(|name| Figure::new(name, vec![seconds], 2e6)).into()
+    }
+
+    #[test]
+    fn a_figure_that_was_not_measured_is_an_error_that_names_it() {
+        let link = link_of(&figures(1e-6), &figures(1e-3)).unwrap();
+        assert_eq!(link.latency_seconds, 1e-6);
+        assert!((link.all_gather_bytes_per_second / 2e9 - 1.0).abs() < 1e-12, "{link:?}");
+        for (index, missing) in COLLECTIVES.into_iter().enumerate() {
+            let mut many = figures(1e-3);
+            many.remove(index);
+            let error = link_of(&figures(1e-6), &many).unwrap_err().to_string();
+            assert_eq!(error, format!("no rate of {missing} was measured"));
+            many.insert(index, Figure::new(missing, vec![0.0], 2e6));
+            link_of(&figures(1e-6), &many).unwrap_err();
+        }
+        assert_eq!(link_of(&[], &figures(1e-3)).unwrap_err().to_string(), "no latency was measured");
     }
 }

@@ -63,7 +63,9 @@ pub(super) fn run(args: &MeshArgs) -> Result<(), Failure> {
 
 fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {
     let drawing = svg(&drawn.mesh, drawn.ranks_per_node.unwrap_or(USUAL_RANKS_PER_NODE)).or_usage()?;
-    std::fs::write(path, drawing).with_context(|| format!("cannot write {}", path.display())).or_run()?;
+    std::fs::write(path, drawing)
+        .with_context(|| format!("--svg: cannot write {}", path.display()))
+        .or_run()?;
     note(format_args!("drawn to {}", path.display()));
     Ok(())
 }

@@ -75,7 +75,8 @@ pub(super) fn run(
             |longest| format!("the longest sequence that fits is {longest}"),
         );
         return Err(Failure::Run(anyhow!(
-            "no mesh of these ranks fits; with the one that needs least, {longest}"
+            "no mesh of these ranks fits; with the one that needs least, {longest}. `ulysses plan` tells what tiles, \
+             offload and chunks of heads would save, and --config brings them here"
         )));
     }
     let mesh = DeviceMesh::dp_sp(proposal.chosen.dp, proposal.chosen.sp).or_usage()?;

@@ -1,7 +1,8 @@
 //! `ulysses plan --html`: the memory of a step, its traffic and its time as a page.
 
+use super::choices::Choices;
 use super::table::seconds;
-use super::{Report, pictures};
+use super::{Report, choices, pictures};
 use crate::cli::report::chart::{Unit, text};
 use crate::cli::report::page;
 use ulysses::engine::plan::{MomentMemory, StepTime};
@@ -35,13 +36,30 @@ pub(super) fn page_of(report: &Report) -> String {
         "{}<section class=\"grid-of-charts\">\n{}</section>\n{}",
         page::tiles(&facts),
         pictures::memory(&rank.timeline, &[]).figure() + &pictures::scaling(&report.scaling).figure(),
-        report.step_time.as_ref().map_or(String::new(), time) + &parts(&rank.timeline)
+        [
+            report.step_time.as_ref().map_or(String::new(), time),
+            card("Meshes of as many ranks for the same batch", choices::meshes(report)),
+            card("What one change would make of it", choices::alternatives(report)),
+            parts(&rank.timeline),
+        ]
+        .concat()
     );
     page::html(
         &title,
         &body,
         "<code>ulysses plan</code>: a prediction of what <code>ulysses train</code> does",
     )
+}
+
+/// A table of alternatives; what stands beside its rows is a last column.
+fn card(title: &str, Choices { mut head, mut rows, remarks, note }: Choices) -> String {
+    if remarks.iter().any(Option::is_some) {
+        head.push("");
+        rows.iter_mut().zip(remarks).for_each(|(row, remark)| row.push(remark.unwrap_or_default()));
+    }
+    let note =
+        note.map_or(String::new(), |note| format!("<p></p><p class=\"faint\">{}</p>", page::escape(&note)));
+    format!("<div class=\"card\"><h3>{title}</h3>\n{}{note}</div>\n", page::table(&head, rows.into_iter()))
 }
 
 /// Where the time of a step goes.

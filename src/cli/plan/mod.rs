@@ -1,5 +1,6 @@
 //! `ulysses plan`.
 
+mod choices;
 mod html;
 pub(in crate::cli) mod pictures;
 mod scaling;
@@ -18,7 +19,7 @@ use ulysses::data::Tokenizer;
 use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
 use ulysses::engine::plan::scaling::{self as traffic, ModelScaling};
-use ulysses::engine::plan::{Alternative, MeshChoice, RankPlan, StepTime, Workload};
+use ulysses::engine::plan::{Alternative, Criteria, MeshChoice, RankPlan, StepTime, Workload};
 use ulysses::model::{LlamaConfig, PRESETS, shape};
 
 const GIB: f64 = (1_u64 << 30) as f64;
@@ -50,7 +51,8 @@ pub(super) struct PlanArgs {
     /// Consecutive ranks that share a node: those of --machine without it, or 8.
     #[arg(long, value_parser = at_least_1)]
     ranks_per_node: Option<usize>,
-    /// Profile of a machine, from `ulysses bench profile` or configs/machines: predicts the time of a step.
+    /// Profile of a machine, from `ulysses bench profile` or configs/machines: predicts the time of a step, here and
+    /// with every change and mesh, and says which mesh is fastest.
     #[arg(long, value_name = "FILE", conflicts_with = "scaling")]
     machine: Option<PathBuf>,
     /// Tokens of the documents that rows are packed with; without it a row is one document.
@@ -215,11 +217,12 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         _ => workload,
     };
     let rank = workload.plan().or_usage()?;
-    let step_time = machine.map(|machine| workload.step_time(&machine)).transpose().or_usage()?;
+    let step_time = machine.as_ref().map(|machine| workload.step_time(machine)).transpose().or_usage()?;
     let budget = budget.map(|bytes| Budget { bytes, fits: rank.peak_bytes <= bytes, max_seq_len: longest });
     let budget_bytes = budget.as_ref().map(|budget| budget.bytes);
-    let alternatives = workload.alternatives(budget_bytes).or_usage()?;
-    let meshes = workload.meshes(budget_bytes).or_usage()?;
+    let criteria = Criteria { budget_bytes, machine: machine.as_ref() };
+    let alternatives = workload.alternatives(criteria).or_usage()?;
+    let meshes = workload.meshes(criteria).or_usage()?;
     let Workload { config, model, .. } = workload;
     let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.parameter_groups, name);
     let features = Features {

@@ -6,29 +6,51 @@ use ulysses::engine::plan::MomentMemory;
 use ulysses::engine::plan::scaling::{ModelScaling, Point};
 use ulysses::engine::schedule::Category;
 
+/// Bytes in the order of [`Category::ALL`].
+type ByCategory = [u64; Category::ALL.len()];
+
 /// The most that a rank holds in each part of its last micro batch and in the update, by category; a line across
 /// for every measured peak, by its name.
 pub(in crate::cli) fn memory(timeline: &[MomentMemory], measured: &[(String, u64)]) -> Chart {
-    let series = Category::ALL.iter().enumerate().map(|(index, category)| {
-        let at =
-            |(part, moment): (usize, &MomentMemory)| ((part + 1) as f64, moment.by_category[index] as f64);
-        let points = timeline.iter().enumerate().map(at).collect();
-        Series { label: category.name().to_owned(), points, style: index, is_dotted: false }
-    });
-    let line = |(label, bytes): &(String, u64)| {
-        let ends = [1, timeline.len().max(2)].map(|part| (part as f64, *bytes as f64));
-        Series { label: label.clone(), points: ends.to_vec(), style: INK, is_dotted: false }
-    };
+    let line = |(label, bytes): &(String, u64)| line(label, timeline.iter().map(|_| *bytes));
     let is_compared = if measured.is_empty() { "" } else { ", planned" };
+    let held: Vec<_> = timeline.iter().map(|moment| moment.by_category).collect();
+    over_step(is_compared, &held, measured.iter().map(line).collect())
+}
+
+/// The same as it was measured in a step, with the plan's total as a line.
+pub(in crate::cli) fn measured_memory(step: u64, held: &[ByCategory], planned: &[MomentMemory]) -> Chart {
+    let is_of_parts = held.len() == planned.len();
+    let planned = is_of_parts.then(|| line("planned, at most", planned.iter().map(|moment| moment.bytes)));
+    over_step(&format!(", measured in step {step}"), held, planned.into_iter().collect())
+}
+
+/// Bytes of the parts of a step on top of each other.
+fn over_step(how: &str, held: &[ByCategory], lines: Vec<Series>) -> Chart {
+    let series = Category::ALL.iter().enumerate().map(|(index, category)| Series {
+        label: category.name().to_owned(),
+        points: points(held.iter().map(|held| held[index])),
+        style: index,
+        is_dotted: false,
+    });
     Chart {
-        title: format!("Memory over the last micro batch and the update{is_compared}"),
+        title: format!("Memory over the last micro batch and the update{how}"),
         along: "part of the step",
         unit: Unit::Bytes,
         scale: Scale::FromZero,
         is_stacked: true,
         series: series.collect(),
-        lines: measured.iter().map(line).collect(),
+        lines,
     }
+}
+
+fn line(label: &str, bytes: impl Iterator<Item = u64>) -> Series {
+    Series { label: label.to_owned(), points: points(bytes), style: INK, is_dotted: false }
+}
+
+/// The parts of a step are numbered from 1.
+fn points(bytes: impl Iterator<Item = u64>) -> Vec<(f64, f64)> {
+    (1..).zip(bytes).map(|(part, bytes)| (f64::from(part), bytes as f64)).collect()
 }
 
 /// A curve's name, the number of its colour, and its height at a point.

@@ -1,9 +1,10 @@
 //! The plan as text.
 
+use super::choices::Choices;
 use super::table::{bytes, flops, row, seconds, write_table};
-use super::{Budget, Features, Report};
+use super::{Budget, Features, Report, choices};
 use std::fmt::{self, Display, Formatter};
-use ulysses::engine::plan::{MeshChoice, MomentMemory, Sent};
+use ulysses::engine::plan::{MomentMemory, Sent};
 use ulysses::engine::schedule::{Category, Moment};
 
 /// What people read.
@@ -203,49 +204,22 @@ impl Text<'_> {
 
     fn alternatives(&self, f: &mut Formatter<'_>) -> fmt::Result {
         writeln!(f, "\nwhat one change would make of it")?;
-        let mut rows = vec![self.row(["change", "peak", "sent", "arithmetic"], ["longest sequence"])];
-        rows.extend(self.0.alternatives.iter().map(|change| {
-            let (peak, sent) = (bytes(change.peak_bytes as f64), bytes(change.sent_bytes as f64));
-            self.row([&change.change, &peak, &sent, &flops(change.flops)], [&longest(change.max_seq_len)])
-        }));
-        write_table(f, &rows)
+        write_choices(f, choices::alternatives(self.0))
     }
 
     fn meshes(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let shards = self.0.shard_size.map(|size| format!(", dp in multiples of {size} partitions"));
         writeln!(f, "\nmeshes of as many ranks for the same batch{}", shards.unwrap_or_default())?;
-        let head = ["dp × sp", "ZeRO stage", "peak", "within the node", "between nodes"];
-        let mut rows = vec![self.row(head, ["longest sequence", "fits"])];
-        rows.extend(self.0.meshes.iter().map(|mesh| {
-            let sent = [mesh.intra_node_bytes, mesh.inter_node_bytes].map(|sent| bytes(sent as f64));
-            let cells = [
-                &format!("{} × {}{}", mesh.dp, mesh.sp, replicas(mesh)),
-                &mesh.zero_stage.to_string(),
-                &bytes(mesh.peak_bytes as f64),
-                &sent[0],
-                &sent[1],
-            ];
-            let fits = if mesh.fits { "yes" } else { "no" };
-            let mut row = self.row(cells.map(String::as_str), [&longest(mesh.max_seq_len), fits]);
-            row.extend(mesh.reason.as_ref().map(|reason| format!("◄ {reason}")));
-            row
-        }));
-        write_table(f, &rows)
-    }
-
-    /// A row of a table, with what is known only where there is a budget.
-    fn row<const N: usize, const M: usize>(&self, cells: [&str; N], of_budget: [&str; M]) -> Vec<String> {
-        let of_budget = of_budget.into_iter().filter(|_| self.0.budget.is_some());
-        cells.into_iter().chain(of_budget).map(str::to_owned).collect()
+        write_choices(f, choices::meshes(self.0))
     }
 }
 
-fn longest(max_seq_len: Option<usize>) -> String {
-    max_seq_len.map_or_else(|| "none".to_owned(), |longest| longest.to_string())
-}
-
-/// How dp is divided where replicas of ZeRO's partitions are.
-fn replicas(mesh: &MeshChoice) -> String {
-    let replicas = |size: usize| format!(" ({} replicas of {size})", mesh.dp / size);
-    mesh.shard_size.map(replicas).unwrap_or_default()
+fn write_choices(f: &mut Formatter<'_>, Choices { head, rows, remarks, note }: Choices) -> fmt::Result {
+    let head = head.into_iter().map(str::to_owned).collect();
+    let rows = rows.into_iter().zip(remarks).map(|(mut row, remark)| {
+        row.extend(remark.map(|remark| format!("◄ {remark}")));
+        row
+    });
+    write_table(f, &std::iter::once(head).chain(rows).collect::<Vec<_>>())?;
+    note.map_or(Ok(()), |note| writeln!(f, "  {note}"))
 }

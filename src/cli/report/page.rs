@@ -88,6 +88,19 @@ pub(in crate::cli) fn tiles(facts: &[(&str, String)]) -> String {
     format!("<ul class=\"tiles\">\n{}</ul>\n", facts.iter().map(tile).collect::<String>())
 }
 
+/// The first column is text, the others are numbers.
+pub(in crate::cli) fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let class = |index: usize| if index == 0 { "" } else { " class=\"n\"" };
+    let cells = |tag: &str, cells: &[String]| -> String {
+        let cell =
+            |(index, cell): (usize, &String)| format!("<{tag}{}>{}</{tag}>", class(index), escape(cell));
+        cells.iter().enumerate().map(cell).collect()
+    };
+    let head = cells("th", &head.iter().map(|&name| name.to_owned()).collect::<Vec<_>>());
+    let rows: String = rows.map(|row| format!("<tr>{}</tr>\n", cells("td", &row))).collect();
+    format!("<div class=\"scroll\"><table>\n<tr>{head}</tr>\n{rows}</table></div>\n")
+}
+
 /// A row for each run; the columns are those that any run has.
 fn overview(runs: &[RunFiles]) -> String {
     let of_runs: Vec<_> = runs.iter().map(facts).collect();

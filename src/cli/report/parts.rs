@@ -1,13 +1,12 @@
 //! The parts of a run that was resumed.
 
 use super::chart::{Unit, text};
-use super::page::{duration, plain};
+use super::page::{duration, plain, table};
 use super::run::RunFiles;
-use super::sections;
 use serde_json::Value;
 
 /// A row for each part; nothing where there is only one.
-pub(super) fn table(run: &RunFiles) -> String {
+pub(super) fn of_run(run: &RunFiles) -> String {
     let parts = run.parts();
     if parts.len() == 1 {
         return String::new();
@@ -28,7 +27,7 @@ pub(super) fn table(run: &RunFiles) -> String {
     });
     let note = "<p class=\"faint\">Steps that were done again after a resume are in the tokens and in the communication \
                 of both parts.</p>\n";
-    let table = sections::table(&["part", "dp × sp", "steps", "tokens", "time in steps"], rows);
+    let table = table(&["part", "dp × sp", "steps", "tokens", "time in steps"], rows);
     format!("{note}{table}")
 }
 

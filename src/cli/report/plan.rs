@@ -1,15 +1,19 @@
 //! What the plan says of a run, beside what was measured.
 
-use super::chart::{Unit, text};
+use super::chart::{Chart, Unit, text};
+use super::page::table;
 use super::run::RunFiles;
-use super::sections::table;
 use crate::cli::plan::{longest_rows, pictures, scaling_of};
 use serde_json::Value;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::engine::plan::{RankPlan, Workload};
 use ulysses::engine::schedule::Category;
+use ulysses::memory::ByCategory;
 use ulysses::model::LlamaConfig;
+
+/// Why categories differ where sums do not.
+const IDLE_STORAGE: &str = "Storage that waits for its next use is other in the plan; the allocator counts it as what it was made for.";
 
 /// Memory over a step and the growth of the traffic; nothing where the run's config or model is not there, or is of
 /// another version.
@@ -47,7 +51,22 @@ fn memory(run: &RunFiles, plan: &RankPlan) -> String {
         let by_category = by_category(plan, rank);
         figure = figure.replace("</figure>", &format!("{by_category}</figure>"));
     }
-    figure
+    let note = format!("<p class=\"faint\">{IDLE_STORAGE}</p></figure>");
+    figure + &over_step(run, plan).map_or(String::new(), |chart| chart.figure().replace("</figure>", &note))
+}
+
+/// What the rank held in the parts of a step; none of runs whose record does not tell, or that ended before a step.
+fn over_step(run: &RunFiles, plan: &RankPlan) -> Option<Chart> {
+    let is_of_rank = |watched: &&Value| watched["rank"].as_u64() == Some(plan.rank as u64);
+    let watched = run.record["memory_over_step"].as_array()?.iter().find(is_of_rank)?;
+    let held = watched["parts"].as_array()?.iter().map(|part| {
+        let held: ByCategory = serde_json::from_value(part["by_category"].clone()).ok()?;
+        Some(held.values())
+    });
+    let held: Vec<_> = held.collect::<Option<_>>()?;
+    let is_counted = held.iter().flatten().any(|bytes| *bytes > 0);
+    is_counted
+        .then(|| pictures::measured_memory(watched["step"].as_u64().unwrap_or(0), &held, &plan.timeline))
 }
 
 /// The record of a rank whose memory was counted: that of the host.
@@ -69,8 +88,7 @@ fn by_category(plan: &RankPlan, measured: &Value) -> String {
     let all = measured["peak_bytes"].as_f64().unwrap_or_default();
     rows.push(vec!["total".to_owned(), bytes(plan.peak_bytes as f64), bytes(all)]);
     format!(
-        "<details><summary>The peak, planned and measured</summary>\n{}<p></p><p class=\"faint\">Storage that waits for its next use is \
-         other in the plan; the allocator counts it as what it was made for.</p></details>",
+        "<details><summary>The peak, planned and measured</summary>\n{}<p></p><p class=\"faint\">{IDLE_STORAGE}</p></details>",
         table(&["", "planned", "measured"], rows.into_iter())
     )
 }

@@ -21,7 +21,7 @@ pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> 
         plan::figures(run)
     );
     let parts = [
-        ("Parts of the run", parts::table(run)),
+        ("Parts of the run", parts::of_run(run)),
         ("Communication", communication::tables(run)),
         ("Configuration", settings::table(run)),
         ("Environment", environment(run)),
@@ -173,19 +173,6 @@ fn mesh(run: &RunFiles) -> String {
         "<figure><figcaption>Mesh dp {dp} × sp {sp}{cut}</figcaption>\n{svg}<p class=\"faint\">Ranks of a row share sequences \
          and exchange heads; ranks of a column share the ZeRO partitions{replicas}.</p></figure>\n"
     )
-}
-
-/// The first column is text, the others are numbers.
-pub(super) fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
-    let class = |index: usize| if index == 0 { "" } else { " class=\"n\"" };
-    let cells = |tag: &str, cells: &[String]| -> String {
-        let cell =
-            |(index, cell): (usize, &String)| format!("<{tag}{}>{}</{tag}>", class(index), escape(cell));
-        cells.iter().enumerate().map(cell).collect()
-    };
-    let head = cells("th", &head.iter().map(|&name| name.to_owned()).collect::<Vec<_>>());
-    let rows: String = rows.map(|row| format!("<tr>{}</tr>\n", cells("td", &row))).collect();
-    format!("<div class=\"scroll\"><table>\n<tr>{head}</tr>\n{rows}</table></div>\n")
 }
 
 fn environment(run: &RunFiles) -> String {

@@ -4,6 +4,7 @@ mod agreement;
 mod checkpoints;
 mod feed;
 mod host;
+mod memory;
 mod monitors;
 mod output;
 mod peak;
@@ -25,6 +26,7 @@ use checkpoints::Checkpoints;
 use clap::ValueEnum;
 use feed::{Feed, Limit, Phase};
 use host::Host;
+use memory::{MemoryWatch, StepMemory};
 use reporter::{Reported, Reporter};
 use resume::Resume;
 use serde::{Deserialize, Serialize};
@@ -41,11 +43,11 @@ use ulysses::data::Placement;
 use ulysses::device::DeviceKind;
 use ulysses::engine::plan::{PlannedCalls, RankStep};
 use ulysses::engine::{Engine, StepTimes, initialize};
-use ulysses::memory;
+use ulysses::memory::peak_bytes;
 use ulysses::mesh::{Cluster, DeviceMesh};
 use ulysses::model::{LlamaConfig, Model, WeightSource};
 use ulysses::monitor::{
-    CommsTable, EvalMetrics, Metrics, PlannedVolume, RankComms, RankSummary, RunSummary, Slice, Tracer,
+    CommsTable, EvalMetrics, Metrics, PlannedVolume, RankComms, RankSummary, RunSummary, Traced, Tracer,
 };
 
 #[derive(clap::Args, Clone)]
@@ -193,10 +195,12 @@ struct RankOutcome {
     last_step: u64,
     stopped: bool,
     /// What this rank did in the steps that are traced.
-    trace: Vec<Slice>,
+    trace: Traced,
     comms: RankComms,
     /// The most that the rank held at a time; 0 where nobody counts.
     peak_bytes: u64,
+    /// What it held over one step.
+    step_memory: Option<StepMemory>,
     peak_flops: Option<f64>,
 }
 
@@ -215,10 +219,11 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let mut run = host.agree(prepared)?;
     run.tracer = trace.as_ref().map(|(_, tracer)| tracer.clone());
     // Nothing is written for a run that some process cannot start.
-    let written = match (host.is_first(), &trace) {
-        (true, Some((path, _))) => trace::check(path).and_then(|()| run.prepare_output(&config_path)),
-        (true, None) => run.prepare_output(&config_path),
-        (false, _) => Ok(()),
+    let written = match host.is_first() {
+        true => run
+            .check_places(trace.as_ref().map(|(path, _)| &**path))
+            .and_then(|()| run.prepare_output(&config_path)),
+        false => Ok(()),
     };
     host.agree(written)?;
     (run.output, run.new_run_id) = host.of_first((run.output, run.new_run_id))?;
@@ -280,6 +285,14 @@ fn failure(error: LaunchError) -> Failure {
 }
 
 impl Run {
+    /// Whether what the run writes outside of its output directory can be written. What makes directories comes last.
+    fn check_places(&self, trace: Option<&Path>) -> Result<(), Failure> {
+        let monitoring = &self.config.monitoring;
+        trace.map_or(Ok(()), trace::check)?;
+        profile::check(&monitoring.flops_profiler)?;
+        monitors::check(monitoring, None)
+    }
+
     /// Makes the output directory and takes it for this run.
     fn prepare_output(&mut self, config_path: &Path) -> Result<(), Failure> {
         let (output, lock) = output::take(config_path, &self.config).or_run()?;
@@ -321,9 +334,10 @@ impl Run {
         // A run that has nothing to do leaves its files as they are.
         let mut reporter = (rank.rank == 0 && first_step < last_step).then(reporter).transpose()?;
         let stragglers = Stragglers::new(&groups)?;
+        let mut watch = MemoryWatch::new(self, rank.rank, groups.device().is_cpu());
         let mut stopped = false;
         while engine.attempted_steps() < last_step && !stopped {
-            let (metrics, times) = step(&mut engine, &mut feed, &stragglers, first_step)?;
+            let (metrics, times) = step(&mut engine, &mut feed, &mut watch, &stragglers, first_step)?;
             if let Some(reporter) = &mut reporter {
                 reporter.record(metrics, &times, feed.phase())?;
             }
@@ -338,9 +352,18 @@ impl Run {
         let reported = reporter.map(|reporter| reporter.reported);
         let trace = self.tracer.as_ref().map(|tracer| tracer.take(rank.rank as u64)).unwrap_or_default();
         let comms = self.comms(&engine, &summary, &feed, rank.rank);
-        let peak_bytes = u64::try_from(memory::peak_bytes()).unwrap_or(0);
-        let steps = engine.attempted_steps();
-        Ok(RankOutcome { reported, summary, steps, last_step, stopped, trace, comms, peak_bytes, peak_flops })
+        Ok(RankOutcome {
+            reported,
+            summary,
+            steps: engine.attempted_steps(),
+            last_step,
+            stopped,
+            trace,
+            comms,
+            peak_bytes: u64::try_from(peak_bytes()).unwrap_or(0),
+            step_memory: watch.kept(),
+            peak_flops,
+        })
     }
 
     /// What this rank's collectives were, and what was planned of the training steps.
@@ -399,6 +422,7 @@ impl Run {
 fn step(
     engine: &mut Engine,
     feed: &mut Feed<'_>,
+    watch: &mut MemoryWatch<'_>,
     stragglers: &Stragglers,
     first_step: u64,
 ) -> anyhow::Result<(Metrics, StepTimes)> {
@@ -409,7 +433,9 @@ fn step(
         // Nothing of the old length is asked for again.
         engine.workspace().clear();
     }
+    watch.begin(engine, feed.phase().data.seq_len());
     let report = engine.train_batch(|| feed.next_micro_batch())?;
+    watch.end(engine, report.step);
     let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), feed.take_waited());
     let times = engine.take_times();
     let time = times.shares(step_seconds, data_seconds);

@@ -32,7 +32,8 @@ pub(super) fn take(config_path: &Path, config: &Config) -> anyhow::Result<(PathB
 /// returns. A run that goes on goes on with the metrics.
 pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<Value> {
     let output = &run.output;
-    let earlier = if first_step > 0 { Earlier::read(output, run_id)? } else { Earlier::Another };
+    let is_new_here = run.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
+    let earlier = if first_step > 0 { Earlier::read(output, run_id, is_new_here)? } else { Earlier::Another };
     let kept: &[(&str, &str)] = match earlier {
         Earlier::Parts(_) => &[("config", "json")],
         Earlier::Damaged => &[("config", "json"), ("run", "json")],

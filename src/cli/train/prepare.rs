@@ -2,7 +2,7 @@
 
 use super::feed::{Limit, Phase};
 use super::resume::{Resume, check_candidate, check_output};
-use super::{Host, Run, TrainArgs, monitors, profile, signals};
+use super::{Host, Run, TrainArgs, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
 use crate::cli::{Failure, OrFail, model, settings, training_shape};
@@ -54,10 +54,6 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
     check_candidate(resume.as_ref(), &config, &phases)?;
     check_offload(&config, device).or_usage()?;
-    if host.is_first() {
-        monitors::check(&config.monitoring, None)?;
-        profile::check(&config.monitoring.flops_profiler)?;
-    }
     // Without checkpoints there is nothing to save: signals keep their usual effect.
     let watch = || signals::watch().context("cannot watch for signals").or_run();
     let stop = if config.checkpoint.is_some() { watch()? } else { Arc::default() };

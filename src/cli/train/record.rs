@@ -1,5 +1,6 @@
 //! `run.json`: what a run was and what it came to, beside its metrics; `ulysses report` reads it.
 
+use super::memory::StepMemory;
 use super::{RankOutcome, Run};
 use crate::cli::{note, settings};
 use anyhow::Context;
@@ -26,20 +27,25 @@ const KEPT: [&str; 8] = [
 
 /// What the `run.json` of an output directory is to a run that goes on there.
 pub(super) enum Earlier {
-    /// It tells of the same run: the records of its parts, the oldest first. None where there is no file.
+    /// It tells of the same run: the records of its parts, the oldest first.
     Parts(Vec<Value>),
     /// Nobody can tell.
     Damaged,
-    /// It tells of another run.
+    /// It tells of another run, or of none.
     Another,
 }
 
 impl Earlier {
-    /// Looks for the parts of the run called `run_id`.
-    pub(super) fn read(output: &Path, run_id: &str) -> anyhow::Result<Self> {
+    /// Looks for the parts of the run called `run_id`. `is_new_here`: it was in another directory until now, unless the
+    /// file tells that it has been here before.
+    pub(super) fn read(output: &Path, run_id: &str, is_new_here: bool) -> anyhow::Result<Self> {
         let path = output.join(FILE);
         let text = match std::fs::read(&path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Self::Parts(Vec::new())),
+            // A run writes the file before its metrics: what lies here without it is of another run or, where the
+            // checkpoints lie too, of an earlier version.
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return Ok(if is_new_here { Self::Another } else { Self::Parts(Vec::new()) });
+            }
             text => text.with_context(|| format!("cannot read {}", path.display()))?,
         };
         let Ok(Value::Object(mut record)) = serde_json::from_slice(&text) else {
@@ -110,6 +116,12 @@ pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
         })
     };
     record["ranks"] = outcomes.iter().map(rank).collect();
+    // Those of the first sp group: the plan looks at one of them, and others hold as much.
+    let watched = outcomes.iter().take(run.config.sp_size).filter_map(|outcome| {
+        let StepMemory { step, seq_len, parts } = outcome.step_memory.as_ref()?;
+        Some(json!({ "rank": outcome.summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))
+    });
+    record["memory_over_step"] = watched.collect();
     record["communication"] = json!({
         "calls": comms.first().map(|comms| &comms.calls),
         "straggling": straggling(&comms, &groups(run)),

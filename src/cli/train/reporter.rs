@@ -24,8 +24,7 @@ pub(super) struct Reporter<'a> {
     monitors: Monitors,
     /// Of all ranks together, where it is known.
     peak_flops: Option<f64>,
-    /// Length of the rows, and operations of a step with such rows.
-    step_flops: Option<(usize, f64)>,
+    step_flops: StepFlops,
     pub(super) reported: Reported,
 }
 
@@ -53,7 +52,16 @@ impl<'a> Reporter<'a> {
         let progress = Progress::new(steps, run.config.steps_per_print);
         let monitors = Monitors::new(&run.config, &run.output)?;
         let reported = Reported { totals: RunTotals::default(), record };
-        Ok(Self { run, path, writer, progress, monitors, peak_flops, step_flops: None, reported })
+        Ok(Self {
+            run,
+            path,
+            writer,
+            progress,
+            monitors,
+            peak_flops,
+            step_flops: StepFlops::default(),
+            reported,
+        })
     }
 
     /// A step, whose data is that of `phase`.
@@ -64,7 +72,12 @@ impl<'a> Reporter<'a> {
         phase: &Phase,
     ) -> anyhow::Result<()> {
         let seq_len = phase.data.seq_len();
-        let rate = self.flops(seq_len).map(|flops| flops / metrics.step_seconds);
+        let Run { config, llama, mesh, .. } = self.run;
+        let flops = self.step_flops.of_length(seq_len, || {
+            let config = Config { seq_len: Some(seq_len), ..config.clone() };
+            model_flops(&config, llama, mesh).ok()
+        });
+        let rate = flops.map(|flops| flops / metrics.step_seconds);
         let gemm_share = rate.zip(self.peak_flops).map(|(rate, peak)| rate / peak);
         let metrics = Metrics { model_flops_per_second: rate, gemm_share, ..metrics };
         self.reported.totals.record(&metrics);
@@ -99,14 +112,42 @@ impl<'a> Reporter<'a> {
     fn write(&mut self, metrics: &impl serde::Serialize) -> anyhow::Result<()> {
         self.writer.write(metrics).with_context(|| format!("cannot write {}", self.path.display()))
     }
+}
 
-    /// Operations of a step with rows of `seq_len` tokens, on all ranks, where the step can be planned.
-    fn flops(&mut self, seq_len: usize) -> Option<f64> {
-        if self.step_flops.is_none_or(|(known, _)| known != seq_len) {
-            let config = Config { seq_len: Some(seq_len), ..self.run.config.clone() };
-            let flops = model_flops(&config, &self.run.llama, &self.run.mesh).ok()?;
-            self.step_flops = Some((seq_len, flops));
+/// Operations of a step on all ranks, where it can be planned: of rows of the length that was asked for last.
+#[derive(Default)]
+struct StepFlops {
+    known: Option<(usize, Option<f64>)>,
+}
+
+impl StepFlops {
+    /// What is planned is planned once, and so is what cannot be.
+    fn of_length(&mut self, seq_len: usize, plan: impl FnOnce() -> Option<f64>) -> Option<f64> {
+        match self.known {
+            Some((known, flops)) if known == seq_len => flops,
+            _ => {
+                let flops = plan();
+                self.known = Some((seq_len, flops));
+                flops
+            }
         }
-        self.step_flops.map(|(_, flops)| flops)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_length_is_planned_once_whether_or_not_it_can_be() {
+        let (mut flops, mut planned) = (StepFlops::default(), Vec::new());
+        for (seq_len, answer) in [(64, None), (64, None), (128, Some(2.0)), (128, Some(3.0)), (64, None)] {
+            let told = flops.of_length(seq_len, || {
+                planned.push(seq_len);
+                answer
+            });
+            assert_eq!(told, (seq_len == 128).then_some(2.0));
+        }
+        assert_eq!(planned, [64, 128, 64]);
     }
 }

@@ -29,6 +29,15 @@ impl Resume {
         Ok(Self::Newest(Some(dir)))
     }
 
+    /// Whether the run was in another directory until now.
+    pub(super) fn is_from_elsewhere(&self, output: &Path) -> bool {
+        match self {
+            Self::Newest(None) => false,
+            Self::Newest(Some(dir)) => !is_same_dir(dir, output),
+            Self::From(checkpoint) => !is_same_dir(&checkpoint.join(".."), output),
+        }
+    }
+
     /// The checkpoint that the run will go on from, if it verifies: only its manifest has been read.
     fn candidate(&self, output: Option<&str>) -> Result<Option<Checkpoint>, CheckpointError> {
         let dir = match self {

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 use ulysses::mesh::DeviceMesh;
-use ulysses::monitor::{Slice, Tracer, write_trace};
+use ulysses::monitor::{Traced, Tracer, write_trace};
 
 /// Whether the file can be written, before there is anything to write.
 pub(super) fn check(path: &Path) -> Result<(), Failure> {
@@ -23,9 +23,9 @@ pub(super) fn write(
     tracer: &Tracer,
     outcomes: &[RankOutcome],
 ) -> Result<(), Failure> {
-    let brought = outcomes.iter().flat_map(|outcome| &outcome.trace).cloned();
-    let slices: Vec<Slice> = brought.chain(tracer.take_all()).collect();
-    if slices.is_empty() {
+    let brought = outcomes.iter().map(|outcome| outcome.trace.clone());
+    let traced: Traced = brought.chain([tracer.take_all()]).collect();
+    if traced.slices.is_empty() {
         // A run without a step leaves an earlier one's trace alone.
         return Ok(());
     }
@@ -37,14 +37,14 @@ pub(super) fn write(
     let tracks: Vec<String> = mesh.ranks().iter().map(track).collect();
     let write = || -> std::io::Result<()> {
         let mut file = BufWriter::new(File::create(path)?);
-        write_trace(&mut file, &tracks, &slices)?;
+        write_trace(&mut file, &tracks, &traced)?;
         file.flush()
     };
     write().with_context(|| format!("--trace: cannot write {}", path.display())).or_run()?;
     note(format_args!(
         "trace       {} ({} slices); open it in ui.perfetto.dev",
         path.display(),
-        slices.len()
+        traced.slices.len()
     ));
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! What other features and other meshes would change.
+//! What other features would change.
 
-use super::{RankPlan, Workload};
+use super::{Criteria, Pace, RankPlan, Workload};
 use crate::config::{Config, MemoryConfig, Offload, Precision, ZeroStage};
 use crate::device::DeviceKind;
 use crate::engine::EngineError;
@@ -27,33 +27,11 @@ pub struct Alternative {
     pub sent_bytes: u64,
     /// Floating-point operations of a step, recomputation included.
     pub flops: f64,
+    /// How long the step takes, where there is a machine.
+    #[serde(flatten)]
+    pub pace: Option<Pace>,
     /// The longest sequence that fits the budget, where there is one and anything fits.
     pub max_seq_len: Option<usize>,
-}
-
-/// A mesh for the same ranks and batch.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct MeshChoice {
-    /// Data-parallel ranks.
-    pub dp: usize,
-    /// Sequence-parallel ranks.
-    pub sp: usize,
-    /// Data-parallel ranks that share ZeRO's partitions, where they are not all of them.
-    pub shard_size: Option<usize>,
-    /// ZeRO stage: the configured one, or 3.
-    pub zero_stage: u8,
-    /// The most that a rank holds.
-    pub peak_bytes: u64,
-    /// Whether that is within the budget; true without one.
-    pub fits: bool,
-    /// Bytes that a rank sends to its own node in a step.
-    pub intra_node_bytes: u64,
-    /// Bytes that it sends to other nodes.
-    pub inter_node_bytes: u64,
-    /// The longest sequence that fits the budget, where there is one and anything fits.
-    pub max_seq_len: Option<usize>,
-    /// Why this one is to be preferred; on one mesh at most.
-    pub reason: Option<String>,
 }
 
 impl Workload {
@@ -62,28 +40,25 @@ impl Workload {
     ///
     /// # Errors
     /// As [`plan`](Self::plan), of the workload itself.
-    pub fn alternatives(&self, budget_bytes: Option<u64>) -> Result<Vec<Alternative>, EngineError> {
-        let as_configured = self.alternative("as configured".to_owned(), budget_bytes)?;
+    pub fn alternatives(&self, criteria: Criteria<'_>) -> Result<Vec<Alternative>, EngineError> {
+        let as_configured = self.alternative("as configured".to_owned(), criteria)?;
         let changed = self.variants().into_iter().filter_map(|(change, workload)| {
             // A variant that cannot be planned is none.
-            workload.alternative(change, budget_bytes).ok()
+            workload.alternative(change, criteria).ok()
         });
         Ok(std::iter::once(as_configured).chain(changed).collect())
     }
 
-    fn alternative(&self, change: String, budget_bytes: Option<u64>) -> Result<Alternative, EngineError> {
+    fn alternative(&self, change: String, criteria: Criteria<'_>) -> Result<Alternative, EngineError> {
         let RankPlan { peak_bytes, sent, model_flops, recompute_flops, .. } = self.plan()?;
         Ok(Alternative {
             change,
             peak_bytes,
             sent_bytes: sent.total(),
             flops: model_flops + recompute_flops,
-            max_seq_len: self.longest_within(budget_bytes)?,
+            pace: self.pace(criteria)?,
+            max_seq_len: self.longest_within(criteria)?,
         })
-    }
-
-    fn longest_within(&self, budget_bytes: Option<u64>) -> Result<Option<usize>, EngineError> {
-        budget_bytes.map_or(Ok(None), |budget| self.longest(budget))
     }
 
     /// Single changes. A new feature of the engine is a row here or among the [`features`].
@@ -131,80 +106,6 @@ impl Workload {
         let sp = 2 * config.sp_size;
         add(format!("sp {sp} (twice the ranks)"), &|config| config.sp_size = sp);
         variants
-    }
-
-    /// The ways to arrange as many ranks for the same global batch that training takes: where the config says how many
-    /// ranks share ZeRO's partitions, dp is a multiple of that. Each is at the configured ZeRO stage and at
-    /// stage 3, one of them with the reason to take it: of those that fit, the one that sends least between nodes,
-    /// then least in all.
-    ///
-    /// # Errors
-    /// As [`plan`](Self::plan), of a mesh that the model and the batch allow.
-    pub fn meshes(&self, budget_bytes: Option<u64>) -> Result<Vec<MeshChoice>, EngineError> {
-        let world_size = self.config.world_size();
-        let sizes = (1..=self.most_sp()?.min(world_size)).filter(|sp| world_size.is_multiple_of(*sp));
-        let arranged = sizes.filter_map(|sp| self.arranged(world_size / sp, sp));
-        let arranged = arranged.flat_map(Self::at_stages);
-        let mut choices = arranged
-            .map(|workload| workload.choice(budget_bytes))
-            .collect::<Result<Vec<MeshChoice>, EngineError>>()?;
-        recommend(&mut choices, budget_bytes.is_some());
-        Ok(choices)
-    }
-
-    /// The largest sp that the model's heads and the tokens of a row allow.
-    ///
-    /// # Errors
-    /// When the config has no sequence length.
-    pub(super) fn most_sp(&self) -> Result<usize, EngineError> {
-        let seq_len = self.config.require_seq_len()?;
-        let chunks = self.model.head_chunks(self.config.memory.head_chunks);
-        // Every chunk of heads is shared by all ranks of an sp group.
-        let fewest_heads = chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0);
-        Ok(fewest_heads.min(seq_len))
-    }
-
-    /// The same rows per step on `dp` × `sp` ranks, if they divide.
-    fn arranged(&self, dp: usize, sp: usize) -> Option<Self> {
-        let mut workload = self.clone();
-        let config = &mut workload.config;
-        let rows_per_rank = config.train_batch_size / dp;
-        let divides = config.partitions_fill(dp)
-            && config.train_batch_size.is_multiple_of(dp)
-            && rows_per_rank.is_multiple_of(config.micro_batch_size);
-        if !divides || rows_per_rank == 0 {
-            return None;
-        }
-        config.gradient_accumulation_steps = rows_per_rank / config.micro_batch_size;
-        config.set_mesh(dp, sp);
-        Some(workload)
-    }
-
-    /// Itself and, where there are partitions to make, the same at stage 3.
-    fn at_stages(self) -> impl Iterator<Item = Self> {
-        let has_partitions = self.config.dp_size > 1 && self.config.zero_stage != ZeroStage::Parameters;
-        let partitioned = has_partitions.then(|| {
-            let mut workload = self.clone();
-            workload.config.zero_stage = ZeroStage::Parameters;
-            workload
-        });
-        std::iter::once(self).chain(partitioned)
-    }
-
-    fn choice(&self, budget_bytes: Option<u64>) -> Result<MeshChoice, EngineError> {
-        let RankPlan { peak_bytes, sent, .. } = self.plan()?;
-        Ok(MeshChoice {
-            dp: self.config.dp_size,
-            sp: self.config.sp_size,
-            shard_size: self.config.zero_shard_size,
-            zero_stage: self.config.zero_stage.into(),
-            peak_bytes,
-            fits: budget_bytes.is_none_or(|budget| peak_bytes <= budget),
-            intra_node_bytes: sent.intra_node_bytes,
-            inter_node_bytes: sent.inter_node_bytes,
-            max_seq_len: self.longest_within(budget_bytes)?,
-            reason: None,
-        })
     }
 }
 
@@ -285,25 +186,4 @@ fn features(config: &Config, device: DeviceKind) -> Vec<(String, (bool, MemoryCo
         add("all heads at once".to_owned(), recomputes, changed);
     }
     features
-}
-
-/// Gives the best choice its reason.
-fn recommend(choices: &mut [MeshChoice], has_budget: bool) {
-    let num_fitting = choices.iter().filter(|choice| choice.fits).count();
-    let num_choices = choices.len();
-    let cost = |choice: &MeshChoice| {
-        let MeshChoice { intra_node_bytes, inter_node_bytes, peak_bytes, .. } = *choice;
-        (inter_node_bytes, intra_node_bytes, peak_bytes)
-    };
-    let best = choices.iter_mut().filter(|choice| choice.fits).min_by_key(|choice| cost(choice));
-    if let Some(best) = best {
-        let fitting = match num_fitting {
-            1 if num_choices > 1 => "the only one that fits".to_owned(),
-            _ if has_budget => format!("sends least of the {num_fitting} that fit"),
-            _ => format!("sends least of all {num_choices}"),
-        };
-        best.reason = Some(fitting);
-    } else if let Some(smallest) = choices.iter_mut().min_by_key(|choice| choice.peak_bytes) {
-        smallest.reason = Some("none fits; this one needs least memory".to_owned());
-    }
 }

@@ -7,6 +7,8 @@
 //! [`RankStep`] is the arithmetic and the communication of one step alone.
 
 mod alternatives;
+mod criteria;
+mod meshes;
 mod nodes;
 mod proposal;
 mod rank;
@@ -14,7 +16,9 @@ pub mod scaling;
 mod step;
 mod time;
 
-pub use alternatives::{Alternative, MeshChoice};
+pub use alternatives::Alternative;
+pub use criteria::{Criteria, Pace};
+pub use meshes::MeshChoice;
 pub use proposal::{Proposal, Trial};
 pub use rank::{MomentMemory, RankPlan, Sent};
 pub use step::{PlannedCalls, RankStep, model_flops};

@@ -95,7 +95,8 @@ impl Chart {
     fn legend(&self) -> Vec<(usize, String, String)> {
         let entry = |(series, told): (&Series, String)| (series.class(), escape(&series.label), told);
         let series = self.series.iter().map(|series| (series, self.told(series)));
-        let lines = self.lines.iter().map(|line| (line, text(last_value(line), self.unit)));
+        // Lines lie over what is stacked, whose height counts.
+        let lines = self.lines.iter().map(|line| (line, text(most(line), self.unit)));
         series.chain(lines).filter(|(series, _)| !series.points.is_empty()).map(entry).collect()
     }
 
@@ -103,7 +104,7 @@ impl Chart {
     fn told(&self, series: &Series) -> String {
         let values = || series.points.iter().map(|(_, value)| *value);
         let value = match (self.is_stacked, self.unit) {
-            (true, Unit::Bytes) => values().fold(0.0, f64::max),
+            (true, Unit::Bytes) => most(series),
             (true, _) => values().sum::<f64>() / series.points.len().max(1) as f64,
             (false, _) => last_value(series),
         };
@@ -141,6 +142,10 @@ impl Chart {
         };
         Some(Frame { x, y, is_logarithmic })
     }
+}
+
+fn most(series: &Series) -> f64 {
+    series.points.iter().map(|(_, value)| *value).fold(0.0, f64::max)
 }
 
 fn last_value(series: &Series) -> f64 {
@@ -183,21 +188,26 @@ fn draw_areas(svg: &mut String, frame: &Frame, stacked: &[Series]) {
     }
 }
 
-/// Each series with those before it under it; thinned before, so that all have the same steps.
+/// Each series with those before it under it, at all places where any of them has a value; one that has none there adds
+/// nothing. Thinned before, so that all have the same places.
 fn stack(series: &[Series]) -> Vec<Series> {
-    let every =
-        series.iter().map(|series| series.points.len()).max().unwrap_or(0).div_ceil(MAX_POINTS / 2).max(1);
-    let mut sum: Vec<f64> = Vec::new();
+    let mut places: Vec<f64> = series.iter().flat_map(|series| &series.points).map(|(x, _)| *x).collect();
+    places.sort_by(f64::total_cmp);
+    places.dedup();
+    let every = places.len().div_ceil(MAX_POINTS / 2).max(1);
+    let mut sums = vec![0.0; places.len().div_ceil(every)];
     let mut stacked = Vec::new();
     for Series { label, points, style, is_dotted } in series {
-        let means = points.chunks(every).map(|chunk| {
-            let count = chunk.len() as f64;
-            (chunk[0].0, chunk.iter().map(|(_, y)| y).sum::<f64>() / count)
-        });
-        let means: Vec<(f64, f64)> = means.collect();
-        sum.resize(means.len().max(sum.len()), 0.0);
-        sum.iter_mut().zip(&means).for_each(|(sum, (_, y))| *sum += y);
-        let points = means.iter().zip(&sum).map(|((x, _), sum)| (*x, *sum)).collect();
+        let mut values = vec![0.0; places.len()];
+        for (x, y) in points {
+            if let Ok(place) = places.binary_search_by(|place| place.total_cmp(x)) {
+                values[place] = *y;
+            }
+        }
+        let means = values.chunks(every).map(|chunk| chunk.iter().sum::<f64>() / chunk.len() as f64);
+        sums.iter_mut().zip(means).for_each(|(sum, mean)| *sum += mean);
+        let places = places.iter().step_by(every).copied();
+        let points = if points.is_empty() { Vec::new() } else { places.zip(sums.iter().copied()).collect() };
         stacked.push(Series { label: label.clone(), points, style: *style, is_dotted: *is_dotted });
     }
     stacked
@@ -229,6 +239,24 @@ mod tests {
         points[7777].1 = 50.0;
         let thinned = thin(&points);
         assert!(thinned.len() <= MAX_POINTS && thinned.contains(&(7777.0, 50.0)));
+    }
+
+    #[test]
+    fn what_is_stacked_is_added_where_it_belongs() {
+        let series = |points: &[(f64, f64)]| Series {
+            label: String::new(),
+            points: points.to_vec(),
+            style: 0,
+            is_dotted: false,
+        };
+        // The second has nothing to say of the first step, the first nothing of the last.
+        let first = series(&[(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]);
+        let second = series(&[(2.0, 2.0), (3.0, 3.0), (4.0, 4.0)]);
+        let stacked: Vec<_> =
+            stack(&[first, series(&[]), second]).into_iter().map(|series| series.points).collect();
+        assert_eq!(stacked[0], [(1.0, 10.0), (2.0, 20.0), (3.0, 30.0), (4.0, 0.0)]);
+        assert_eq!(stacked[1], [], "what has no values has no area");
+        assert_eq!(stacked[2], [(1.0, 10.0), (2.0, 22.0), (3.0, 33.0), (4.0, 4.0)]);
     }
 
     /// Curves of the losses that a file can claim.
