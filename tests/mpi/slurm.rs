@@ -28,10 +28,17 @@ pub(crate) fn trials() -> Vec<Trial> {
     let is_root = Command::new("id").arg("-u").output().is_ok_and(|id| id.stdout == b"0\n");
     let is_possible = is_root && ["slurmctld", "slurmd", "munged", "sbatch"].into_iter().all(is_there);
     let trials = [
-        trial("a_batch_job_goes_on_in_the_queue_as_if_there_had_been_no_signal", || {
-            a_batch_job_goes_on_in_the_queue_as_if_there_had_been_no_signal();
+        trial("a_batch_job_of_slurm_goes_on_as_if_there_had_been_no_signal", || {
+            a_batch_job_of_slurm_goes_on_as_if_there_had_been_no_signal();
         }),
-        trial("a_killed_task_ends_the_job_and_is_named", a_killed_task_ends_the_job_and_is_named),
+        trial(
+            "a_killed_task_of_slurm_ends_the_job_and_is_named",
+            a_killed_task_of_slurm_ends_the_job_and_is_named,
+        ),
+        trial(
+            "tasks_of_slurm_that_mpi_cannot_join_are_refused",
+            tasks_of_slurm_that_mpi_cannot_join_are_refused,
+        ),
     ];
     let kind = if is_possible { "" } else { "needs SLURM" };
     trials.into_iter().map(|trial| trial.with_kind(kind).with_ignored_flag(!is_possible)).collect()
@@ -56,7 +63,7 @@ fn long_run(steps: usize) -> Workplace {
     place
 }
 
-fn a_batch_job_goes_on_in_the_queue_as_if_there_had_been_no_signal() {
+fn a_batch_job_of_slurm_goes_on_as_if_there_had_been_no_signal() {
     let place = long_run(STEPS);
     place.run(&["train", "config.json", "--mesh", "2x2", "--output", "threads"]).assert_done();
     // What `#SBATCH --signal` does at the end of the time.
@@ -71,7 +78,7 @@ fn a_batch_job_goes_on_in_the_queue_as_if_there_had_been_no_signal() {
     assert_eq!(tasks, threads);
 }
 
-fn a_killed_task_ends_the_job_and_is_named() {
+fn a_killed_task_of_slurm_ends_the_job_and_is_named() {
     let place = long_run(1_000_000);
     let kill = r#"
         for process in /proc/[0-9]*; do
@@ -83,4 +90,11 @@ fn a_killed_task_ends_the_job_and_is_named() {
     let log = place.read("log");
     assert!(outcome.assert_done().stdout.contains("JobState=FAILED"), "{outcome:?}: {log}");
     assert!(log.contains("n2: task 3: Killed"), "{log}");
+}
+
+fn tasks_of_slurm_that_mpi_cannot_join_are_refused() {
+    let place = long_run(1);
+    let outcome = with_slurm(&place, "srun --mpi=none --ntasks=2 ulysses train config.json");
+    outcome.assert_refused(2, &["srun has started 2 processes", "`srun --mpi=pmix`"]);
+    assert!(!place.path("out").exists(), "nothing was written");
 }
