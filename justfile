@@ -54,3 +54,9 @@ bench-peer *args:
     target/peer/bin/pip install --quiet --requirement benches/peer/requirements.txt
     cargo build --release
     target/peer/bin/python benches/peer/compare.py {{args}}
+
+# Holds the manifests of configs/clusters against the CRDs of the MPI operator and the training operator: two files of their repositories.
+manifests mpijobs_crd pytorchjobs_crd:
+    python3 -m venv target/manifests
+    target/manifests/bin/pip install --quiet kubernetes-validate jsonschema pyyaml
+    target/manifests/bin/python tests/clusters/manifests.py {{mpijobs_crd}} {{pytorchjobs_crd}}

@@ -6,7 +6,8 @@ mod support;
 
 use super::Cli;
 use clap::CommandFactory;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use support::all_blocks;
 
 /// The lines that a synopsis stands for: each alternative, with all that is optional, and numbers where there are to be.
@@ -53,6 +54,43 @@ fn every_documented_command_is_one_that_there_is() {
         }
     }
     assert!(num_lines > 40, "{num_lines}");
+}
+
+/// The batch files and manifests of `configs/clusters`, and the words that each starts a rank by.
+fn of_clusters() -> Vec<(String, Vec<String>)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/clusters");
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let words = |path: PathBuf| {
+        let text = fs::read_to_string(&path).unwrap();
+        let words = if path.extension().is_some_and(|extension| extension == "sbatch") {
+            let line = text.lines().find_map(|line| line.strip_prefix("srun ")?.split(" || ").next());
+            line.unwrap()
+                .split(' ')
+                .map(|word| word.trim_matches('"').replace("$SLURM_CPUS_PER_TASK", "8"))
+                .collect()
+        } else {
+            // Lists of YAML on which JSON agrees.
+            let list = |key: &str| -> Vec<String> {
+                let list = text.split(key).nth(1).unwrap().split(']').next().unwrap();
+                serde_json::from_str(&format!("{list}]")).unwrap()
+            };
+            [list(" command: "), list(" args: ")].concat()
+        };
+        (path.display().to_string(), words)
+    };
+    files.map(words).collect()
+}
+
+#[test]
+fn the_files_for_clusters_start_what_there_is() {
+    let files = of_clusters();
+    assert!(files.len() >= 4, "{files:?}");
+    for (file, words) in files {
+        let begin = words.iter().position(|word| word == "ulysses").unwrap();
+        let matches = Cli::command().try_get_matches_from(&words[begin..]);
+        let matches = matches.unwrap_or_else(|error| panic!("{file}: {error}"));
+        assert_eq!(matches.subcommand_name(), Some("train"), "{file}");
+    }
 }
 
 #[test]

@@ -89,7 +89,10 @@ impl Place {
     pub(super) fn join(&self, backend: Backend, options: &LaunchOptions) -> Result<Option<Process>, Failure> {
         let process = match backend {
             #[cfg(feature = "mpi")]
-            Backend::Mpi => Some(Process::Mpi(mpi::Session::start().or_run()?)),
+            Backend::Mpi => {
+                self.check_srun()?;
+                Some(Process::Mpi(mpi::Session::start().or_run()?))
+            }
             #[cfg(feature = "nccl")]
             Backend::Nccl if self.world.launcher != Launcher::None => {
                 Some(Process::Nccl(nccl::Session::start(&self.world, &self.flags, options).or_run()?))
@@ -101,6 +104,25 @@ impl Place {
             silence(process.rank() > 0);
         }
         Ok(process)
+    }
+
+    /// Whether `srun` has told its processes how MPI connects them, which it does by one of its plugins. Where it has
+    /// not, Open MPI ends them at its start, with advice on how it should have been built.
+    #[cfg(feature = "mpi")]
+    fn check_srun(&self) -> Result<(), Failure> {
+        let World { launcher, world_size, rank, .. } = &self.world;
+        // Of PMI_RANK, PMIX_RANK and their like.
+        let is_of_plugin =
+            |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.starts_with("PMI"));
+        let is_told = || std::env::vars_os().any(|(name, _)| is_of_plugin(name));
+        if *launcher != Launcher::Slurm || *world_size == 1 || is_told() {
+            return Ok(());
+        }
+        silence(*rank > 0);
+        Err(Failure::Usage(anyhow!(
+            "srun has started {world_size} processes, but has not told them how MPI connects them: start \
+             `srun --mpi=pmix` (`srun --mpi=list` shows what this SLURM has)"
+        )))
     }
 
     /// The launcher and the library must have counted the same processes.

@@ -86,33 +86,40 @@ impl Checked {
         Ok(())
     }
 
-    /// What a rank tells of a call; nothing of messages. The comparison goes through the counts of all ranks, so
-    /// they must be valid.
+    /// What a rank tells of a call; nothing of messages. Its arguments are valid: the ranks agree on calls that can be
+    /// made, and the comparison goes through the counts of all.
     fn told(&self, call: StartCall<'_>) -> Result<Option<Call>, CommError> {
         let (group, world_size) = (self.name(), self.world_size());
+        let arguments = Arguments { group, world_size, op: call.op() };
         Ok(Some(match call {
             StartCall::AllReduce { tensor, op } => {
-                Call::AllReduce { op, dtype: tensor.dtype(), count: tensor.elem_count() }
+                let dtype = arguments.tensors(&[tensor])?;
+                Call::AllReduce { op, dtype, count: tensor.elem_count() }
             }
             StartCall::ReduceScatter { input, output, op } => {
-                Call::ReduceScatter { op, dtype: input.dtype(), chunk: output.elem_count() }
+                let dtype = arguments.tensors(&[input, output])?;
+                arguments.chunks(("input", input), ("output", output))?;
+                Call::ReduceScatter { op, dtype, chunk: output.elem_count() }
             }
-            StartCall::AllGather { input, .. } => {
-                Call::AllGather { dtype: input.dtype(), count: input.elem_count() }
+            StartCall::AllGather { input, output } => {
+                let dtype = arguments.tensors(&[input, output])?;
+                arguments.chunks(("output", output), ("input", input))?;
+                Call::AllGather { dtype, count: input.elem_count() }
             }
             StartCall::AllToAll { input, output, send_counts, recv_counts } => {
-                let arguments = Arguments { group, world_size, op: CollectiveOp::AllToAll };
+                let dtype = arguments.tensors(&[input, output])?;
                 arguments.counts("send", send_counts, input)?;
                 arguments.counts("recv", recv_counts, output)?;
-                let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
-                Call::AllToAll { dtype: input.dtype(), send, recv }
+                Call::AllToAll { dtype, send: send_counts.to_vec(), recv: recv_counts.to_vec() }
             }
             StartCall::AllToAllStrided { inputs, outputs, plan } => {
                 let dtype = validate(group, world_size, inputs, outputs, plan)?;
                 Call::AllToAllStrided { dtype, plan: plan.clone() }
             }
             StartCall::Broadcast { tensor, root } => {
-                Call::Broadcast { dtype: tensor.dtype(), count: tensor.elem_count(), root }
+                let dtype = arguments.tensors(&[tensor])?;
+                arguments.rank("root", root)?;
+                Call::Broadcast { dtype, count: tensor.elem_count(), root }
             }
             StartCall::Barrier => Call::Barrier,
             StartCall::Send { .. } | StartCall::Recv { .. } => return Ok(None),
@@ -280,5 +287,33 @@ mod tests {
             Ok(results.iter().all(|result| matches!(result, Err(CommError::InvalidArgument { .. }))))
         });
         assert_eq!(refused, Ok(vec![true; 3]));
+    }
+
+    #[test]
+    fn a_rank_that_is_refused_its_arguments_has_called_nothing() {
+        let refused = on_ranks(|rank, group| {
+            let of = |elems: usize| Tensor::zeros(elems, DType::F32, &Device::Cpu);
+            let (two, four, columns) = (of(2)?, of(4)?, of(4)?.reshape((2, 2))?.t()?);
+            let calls = [
+                StartCall::AllReduce { tensor: &columns, op: ReduceOp::Sum },
+                StartCall::ReduceScatter { input: &four, output: &two, op: ReduceOp::Sum },
+                StartCall::AllGather { input: &two, output: &four },
+                StartCall::AllToAll {
+                    input: &columns,
+                    output: &four,
+                    send_counts: &[4, 0, 0],
+                    recv_counts: &[4, 0, 0],
+                },
+                StartCall::Broadcast { tensor: &two, root: 3 },
+            ];
+            // The others wait at the barrier, which the rank comes to as its first call.
+            let calls = calls.into_iter().filter(|_| rank == 1);
+            let refused = calls.map(|call| call.on(&*group).map(drop));
+            let refused = refused.filter(|result| matches!(result, Err(CommError::InvalidArgument { .. })));
+            let num_refused = refused.count();
+            group.barrier()?;
+            Ok(num_refused)
+        });
+        assert_eq!(refused, Ok(vec![0, 5, 0]));
     }
 }

@@ -12,8 +12,8 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// [`CommError::InvalidArgument`] when the plan is not for this group's size, names a
-/// tensor that was not given, leaves a tensor's bounds or writes an element twice
-/// within a block.
+/// tensor that was not given, leaves a tensor's bounds or writes an element twice:
+/// within a block, or with a block that does not add to what an earlier one has written.
 pub(super) fn validate(
     group: &str,
     world_size: usize,
@@ -48,7 +48,33 @@ pub(super) fn validate(
             })?;
         }
     }
-    Ok(dtype)
+    match lost_block(plan) {
+        Some(reason) => Err(arguments.invalid(reason)),
+        None => Ok(dtype),
+    }
+}
+
+/// What is wrong with the first receive block that overwrites what an earlier one has received, if one does. A backend
+/// that receives straight into the outputs would leave there what happens to come last.
+fn lost_block(plan: &StridedPlan) -> Option<String> {
+    let of_rank =
+        |(rank, blocks): (usize, &'_ Vec<RecvBlock>)| (0..blocks.len()).map(move |index| (rank, index));
+    let places: Vec<(usize, usize)> = plan.recv.iter().enumerate().flat_map(of_rank).collect();
+    let at = |(rank, index): (usize, usize)| &plan.recv[rank][index];
+    let overwritten = |(before, &place): (usize, &(usize, usize))| {
+        let RecvBlock { block, accumulate } = at(place);
+        let earlier = if *accumulate { &[] } else { &places[..before] };
+        let lost = earlier.iter().find(|&&earlier| block.overlaps(&at(earlier).block))?;
+        Some((place, *lost))
+    };
+    let (place, lost) = places.iter().enumerate().find_map(overwritten)?;
+    let ((rank, index), (lost_rank, lost_index)) = (place, lost);
+    Some(format!(
+        "recv block {index} from rank {rank} overwrites elements of recv block {lost_index} from rank {lost_rank}; of \
+         blocks that share elements all but the first must accumulate: {:?} and {:?}",
+        at(place).block,
+        at(lost).block
+    ))
 }
 
 /// The default of

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Beginnings of all commands that are not run, and why.
-const NOT_RUN: [(&str, &str); 12] = [
+const NOT_RUN: [(&str, &str); 13] = [
     ("cargo install --path .", "minutes; CI builds the same"),
     ("cargo test --release", "it is what runs this"),
     (
@@ -25,6 +25,7 @@ const NOT_RUN: [(&str, &str); 12] = [
     ("cargo build --release --features mpi", "minutes; CI builds the same"),
     ("ulysses launch --nproc 8 -- train config.json --mesh ulysses --backend nccl", "needs eight GPUs"),
     ("mpirun --host n0:8,n1:8 ", "needs two machines; tests/mpi/hosts.rs has hosts as network namespaces"),
+    ("sbatch ", "needs SLURM; tests/mpi/slurm.rs submits the batch file"),
     ("torchrun ", "needs two machines with GPUs, and PyTorch"),
     ("RANK=3 WORLD_SIZE=4 ", "needs four GPUs"),
 ];

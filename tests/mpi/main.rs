@@ -13,6 +13,7 @@ mod hosts;
 mod job;
 mod large;
 mod launching;
+mod slurm;
 mod training;
 
 use libtest_mimic::{Arguments, Trial};
@@ -30,7 +31,7 @@ fn main() -> ExitCode {
     // A job takes all cores.
     arguments.test_threads = Some(1);
     let trials = conformance::trials().into_iter().chain(training::trials()).chain(launching::trials());
-    let trials = trials.chain(golden::trials()).chain(hosts::trials());
+    let trials = trials.chain(golden::trials()).chain(hosts::trials()).chain(slurm::trials());
     libtest_mimic::run(&arguments, trials.collect()).exit_code()
 }
 

@@ -27,8 +27,12 @@ impl Staging {
         }
         let kept = {
             let mut free = self.free.lock();
-            let fitting = (0..free.len()).filter(|&index| free[index].dtype() == dtype);
-            fitting.max_by_key(|&index| free[index].elem_count()).map(|index| free.swap_remove(index))
+            let size = |&index: &usize| free[index].elem_count();
+            let of_dtype = || (0..free.len()).filter(|&index| free[index].dtype() == dtype);
+            // The larger ones are for those that need them.
+            let fitting = of_dtype().filter(|index| size(index) >= elems).min_by_key(size);
+            let chosen = fitting.or_else(|| of_dtype().max_by_key(size));
+            chosen.map(|index| free.swap_remove(index))
         };
         // One that is too small goes, so that the one that takes its place is the only one.
         let whole = match kept.filter(|tensor| tensor.elem_count() >= elems) {
@@ -73,5 +77,20 @@ mod tests {
         let larger = staging.take(9, DType::F32).unwrap();
         assert_eq!(larger.tensor().unwrap().elem_count(), 9);
         assert_eq!(staging.free.lock().len(), 1, "the smaller one is gone");
+    }
+
+    #[test]
+    fn of_several_buffers_the_smallest_that_fits_is_taken() {
+        let staging = Staging::default();
+        let take = |elems| staging.take(elems, DType::F32).unwrap();
+        // What an operation needs at a time, and the next one needs again.
+        for sizes in [[9, 5, 3], [3, 9, 5], [5, 3, 9]] {
+            let staged = sizes.map(take);
+            for (staged, size) in staged.iter().zip(sizes) {
+                assert_eq!(staged.whole.elem_count(), size, "{sizes:?}");
+            }
+            staged.into_iter().for_each(|staged| staging.give(staged));
+        }
+        assert_eq!(staging.free.lock().len(), 3, "and none is allocated anew");
     }
 }

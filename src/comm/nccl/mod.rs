@@ -3,8 +3,8 @@
 //! Reading order:
 //!
 //! 1. `environment.rs`, `rendezvous.rs`: who the ranks are and how they come by the id of their communicator.
-//! 2. `notices.rs`, `roll_call.rs`: what ranks tell each other of failures, and who keeps the others waiting.
-//! 3. `traffic.rs`, `watch.rs`: what an operation moves, and when it has failed.
+//! 2. `line.rs`, `notices.rs`, `roll_call.rs`: what ranks tell each other of failures, and who keeps the others waiting.
+//! 3. `traffic.rs`, `watch.rs`, `calls.rs`: what an operation moves, when it has failed, which one keeps a rank.
 //! 4. `communicator.rs`: NCCL's calls. `world.rs`: a rank's stream, what is under way on it, its failure.
 //! 5. `operation.rs`: how an operation is given to NCCL. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on it.
 //!    `launch.rs`, `session.rs`: the ways to start.
@@ -16,6 +16,7 @@
     allow(dead_code, reason = "tested without NCCL, but only its groups use them")
 )]
 
+mod calls;
 #[cfg(feature = "nccl")]
 mod communicator;
 mod environment;
@@ -23,6 +24,7 @@ mod environment;
 mod group;
 #[cfg(feature = "nccl")]
 mod launch;
+mod line;
 mod notices;
 #[cfg(feature = "nccl")]
 mod operation;

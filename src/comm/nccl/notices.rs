@@ -1,15 +1,18 @@
 //! The notices of the ranks, over the connections by which they met: rank 0 has one to each other rank, and passes on
 //! what it hears.
 
+use super::line::{Ear, Line, MAX_BYTES, framed};
+use crate::comm::CommError;
 use crate::comm::notice::Notice;
 use std::collections::BTreeMap;
-use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// More is no notice of ours.
-const MAX_BYTES: usize = 1 << 20;
-/// How long a rank that does not read may hold up one that tells.
+/// How much of a failure's reason is told when all of it is too long.
+const MAX_REASON_CHARS: usize = 2000;
+/// How long ranks that do not read may hold up one that tells: all of them together, since what it does next may be
+/// what they wait for.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Between two attempts to write.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -28,24 +31,7 @@ pub(super) enum Heard {
 pub(super) struct Notices {
     rank: usize,
     lines: BTreeMap<usize, Line>,
-}
-
-/// A connection, each notice on it behind its length.
-#[derive(Debug)]
-struct Line {
-    stream: TcpStream,
-    /// What has come of the next notice.
-    heard: Vec<u8>,
-    has_ended: bool,
-}
-
-/// How a connection stands.
-enum Ear {
-    Open,
-    /// The other side has closed it, as the system does when a process ends.
-    Closed,
-    /// It does not work any more, which says nothing of the process.
-    Broken(std::io::Error),
+    patience: Duration,
 }
 
 impl Notices {
@@ -53,27 +39,48 @@ impl Notices {
         rank: usize,
         connections: impl IntoIterator<Item = (usize, TcpStream)>,
     ) -> std::io::Result<Self> {
-        let line = |(peer, stream): (usize, TcpStream)| {
-            stream.set_nonblocking(true)?;
-            Ok((peer, Line { stream, heard: Vec::new(), has_ended: false }))
-        };
-        Ok(Self { rank, lines: connections.into_iter().map(line).collect::<std::io::Result<_>>()? })
+        let line = |(peer, stream): (usize, TcpStream)| Ok((peer, Line::new(stream)?));
+        let lines = connections.into_iter().map(line).collect::<std::io::Result<_>>()?;
+        Ok(Self { rank, lines, patience: PATIENCE })
     }
 
-    /// Tells all other ranks, as far as they can be reached.
+    /// Tells all other ranks, as far as they can be reached. What a rank does not read in time goes out later, when
+    /// this one listens.
     pub(super) fn tell(&mut self, notice: &Notice) {
-        match serde_json::to_vec(&(self.rank, notice)) {
-            Ok(text) => self.pass_on(&text, self.rank),
-            Err(error) => tracing::error!("rank {} cannot tell the others: {error}", self.rank),
+        match fitting(self.rank, notice) {
+            Ok(text) => self.pass_on(&framed(&text), self.rank),
+            Err(reason) => tracing::error!("rank {} cannot tell the others: {reason}", self.rank),
+        }
+        self.settle();
+    }
+
+    /// Waits until all has gone out that was told or passed on, for as long as one may wait for ranks that do not read.
+    pub(super) fn settle(&mut self) {
+        let deadline = Instant::now() + self.patience;
+        loop {
+            self.lines.values_mut().for_each(Line::write);
+            let late = self.lines.iter().filter(|(_, line)| line.is_late());
+            let late: Vec<usize> = late.map(|(peer, _)| *peer).collect();
+            if late.is_empty() {
+                return;
+            }
+            if Instant::now() >= deadline {
+                return tracing::debug!("rank {} goes on before rank(s) {late:?} have read all", self.rank);
+            }
+            std::thread::sleep(PAUSE);
         }
     }
 
-    /// Sends a text on all lines but that to the rank it comes from.
-    fn pass_on(&mut self, text: &[u8], from: usize) {
-        for (peer, line) in self.lines.iter_mut().filter(|(peer, _)| **peer != from) {
-            if let Err(error) = line.write(text) {
-                tracing::debug!("rank {peer} cannot be told: {error}");
-            }
+    /// Whether there is anyone left to hear.
+    #[cfg(test)]
+    pub(super) fn has_lines(&self) -> bool {
+        !self.lines.is_empty()
+    }
+
+    /// Puts a frame on all lines but that to the rank it comes from.
+    fn pass_on(&mut self, frame: &Arc<[u8]>, from: usize) {
+        for (_, line) in self.lines.iter_mut().filter(|(peer, _)| **peer != from) {
+            line.send(frame);
         }
     }
 
@@ -83,6 +90,7 @@ impl Notices {
         let peers: Vec<usize> = self.lines.keys().copied().collect();
         for peer in peers {
             let Some(line) = self.lines.get_mut(&peer) else { continue };
+            line.write();
             let (texts, ear) = line.listen();
             for text in texts {
                 let Ok((from, notice)) = serde_json::from_slice::<(usize, Notice)>(&text) else { continue };
@@ -92,7 +100,7 @@ impl Notices {
                     line.has_ended = true;
                 }
                 if self.rank == 0 {
-                    self.pass_on(&text, peer);
+                    self.pass_on(&framed(&text), peer);
                 }
                 come.push((from, Heard::Notice(notice)));
             }
@@ -113,65 +121,36 @@ impl Notices {
     }
 }
 
-impl Line {
-    fn write(&mut self, text: &[u8]) -> std::io::Result<()> {
-        let deadline = Instant::now() + PATIENCE;
-        let length = u32::try_from(text.len()).map_err(|_| ErrorKind::InvalidInput)?;
-        let framed = [&length.to_le_bytes()[..], text].concat();
-        let mut left = &framed[..];
-        while !left.is_empty() {
-            match self.stream.write(left) {
-                Ok(0) => return Err(ErrorKind::WriteZero.into()),
-                Ok(written) => left = &left[written..],
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() < deadline => {
-                    std::thread::sleep(PAUSE);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
+/// A notice in the words that go out: shortened, if those are more than a rank takes.
+fn fitting(rank: usize, notice: &Notice) -> Result<Vec<u8>, String> {
+    let text = serde_json::to_vec(&(rank, notice)).map_err(|error| error.to_string())?;
+    if 4 + text.len() <= MAX_BYTES {
+        return Ok(text);
     }
+    match shortened(rank, notice) {
+        Some(shorter) => fitting(rank, &shorter),
+        None => Err(format!("{} bytes are more than the {MAX_BYTES} of a notice", 4 + text.len())),
+    }
+}
 
-    /// The texts that are complete.
-    fn listen(&mut self) -> (Vec<Vec<u8>>, Ear) {
-        let mut ear = Ear::Open;
-        let mut chunk = [0; 4096];
-        loop {
-            match self.stream.read(&mut chunk) {
-                Ok(0) => ear = Ear::Closed,
-                Ok(read) => {
-                    self.heard.extend_from_slice(&chunk[..read]);
-                    continue;
-                }
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                // What the system says of a process that was killed with something unread.
-                Err(error) if error.kind() == ErrorKind::ConnectionReset => ear = Ear::Closed,
-                Err(error) => ear = Ear::Broken(error),
-            }
-            break;
+/// The newer half of many calls, the beginning of a long reason.
+fn shortened(rank: usize, notice: &Notice) -> Option<Notice> {
+    match notice {
+        Notice::Called(calls) if calls.len() > 1 => Some(Notice::Called(calls[calls.len() / 2..].to_vec())),
+        Notice::Failed(error) => {
+            let reason = error.to_string();
+            let (end, _) = reason.char_indices().nth(MAX_REASON_CHARS)?;
+            let reason = format!("{} … ({} bytes)", &reason[..end], reason.len());
+            Some(Notice::Failed(CommError::PeerFailed { rank, reason }))
         }
-        let mut texts = Vec::new();
-        while let Some((length, _)) = self.heard.split_first_chunk::<4>() {
-            let end = 4 + u32::from_le_bytes(*length) as usize;
-            if end > MAX_BYTES {
-                return (texts, Ear::Broken(ErrorKind::InvalidData.into()));
-            }
-            if self.heard.len() < end {
-                break;
-            }
-            let text = self.heard.drain(..end).skip(4).collect();
-            texts.push(text);
-        }
-        (texts, ear)
+        _ => None,
     }
 }
 
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::comm::CommError;
+    use crate::comm::history::{History, Label, Record};
     use std::net::TcpListener;
 
     /// The ends of a world that has met.
@@ -250,11 +229,79 @@ pub(super) mod tests {
     #[test]
     fn what_is_no_notice_ends_the_line_and_is_no_failure() {
         let mut ends = connected(2);
-        ends[1].lines.get_mut(&0).unwrap().stream.write_all(&[0xff; 64]).unwrap();
+        ends[1].lines.get_mut(&0).unwrap().send(&Arc::from([0xff; 64]));
         let deadline = Instant::now() + Duration::from_secs(20);
         while !ends[0].lines.is_empty() && Instant::now() < deadline {
             assert_eq!(ends[0].poll(), []);
         }
         assert!(ends[0].lines.is_empty(), "given up");
+    }
+
+    /// Lets one end give up waiting at once.
+    fn impatient(mut notices: Notices) -> Notices {
+        notices.patience = Duration::ZERO;
+        notices
+    }
+
+    #[test]
+    fn a_notice_that_a_slow_rank_took_in_part_is_finished_before_the_next_one() {
+        let mut ends = connected(2);
+        let mut root = impatient(ends.remove(0));
+        // Far more than the system keeps for one who does not read.
+        let long = failed(0, &"x".repeat(MAX_BYTES - 200));
+        let told: Vec<Notice> = (0..24).map(|_| long.clone()).chain([Notice::Ended]).collect();
+        told.iter().for_each(|notice| root.tell(notice));
+        assert!(root.lines[&1].is_late(), "the other side has not read");
+        let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
+        while come.len() < told.len() && Instant::now() < deadline {
+            assert_eq!(root.poll(), [], "which is when the rest goes out");
+            come.extend(ends[0].poll());
+        }
+        let expected: Vec<_> = told.into_iter().map(|notice| (0, Heard::Notice(notice))).collect();
+        assert!(come == expected, "{} of {} notices came", come.len(), expected.len());
+    }
+
+    #[test]
+    fn a_rank_that_does_not_read_keeps_nothing_from_the_others() {
+        let mut ends = connected(3);
+        let (mut root, silent) = (ends.remove(0), ends.remove(0));
+        root.patience = Duration::from_secs(24 * 3600);
+        let frame = framed(&fitting(0, &failed(0, &"x".repeat(MAX_BYTES - 200))).unwrap());
+        while !root.lines[&1].is_late() {
+            root.lines.get_mut(&1).unwrap().send(&frame);
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(|| root.tell(&Notice::Ended));
+            let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
+            while come.is_empty() && Instant::now() < deadline {
+                come = ends[0].poll();
+            }
+            // Or the teller would wait for it all day.
+            drop(silent);
+            assert_eq!(come, [(0, Heard::Notice(Notice::Ended))]);
+        });
+    }
+
+    #[test]
+    fn a_notice_that_is_too_long_is_told_in_short() {
+        let mut ends = connected(2);
+        ends[1].tell(&failed(1, &"ü".repeat(MAX_BYTES)));
+        let group = Arc::new(Label { name: "world".into(), members: vec![0, 1] });
+        let mut history = History::default();
+        for id in 0..64 {
+            let call = format!("all_to_all({id}, {})", "1, ".repeat(10_000));
+            history.add(Record { id, group: group.clone(), sequence: id, is_collective: true, call });
+        }
+        let calls = history.tell();
+        ends[1].tell(&Notice::Called(calls.clone()));
+        let heard = hear(&mut ends, 0, 2);
+        let [(1, Heard::Notice(Notice::Failed(error))), (1, Heard::Notice(Notice::Called(newest)))] =
+            &heard[..]
+        else {
+            panic!("{} notices came", heard.len());
+        };
+        let reason = error.to_string();
+        assert!(reason.contains("üüü …") && reason.contains("bytes)"), "{reason}");
+        assert_eq!(newest[..], calls[32..], "of the calls the newest");
     }
 }

@@ -81,6 +81,16 @@ impl Drop for Held {
     }
 }
 
+impl Drop for Inner {
+    /// The world says goodbye when its last group goes, which may be on the thread that watches: that one cannot know
+    /// that the rank's has panicked.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.world.forgo_end();
+        }
+    }
+}
+
 impl Inner {
     pub(super) fn check(&self, op: CollectiveOp) -> Result<(), CommError> {
         self.world.check()?;

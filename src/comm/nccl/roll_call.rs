@@ -21,6 +21,8 @@ pub(super) struct RollCall {
     has_told: bool,
     /// Another rank has failed, and all know it.
     has_heard_failure: bool,
+    /// Nothing is said at the end: the last word was said, or is not to be.
+    is_silent: bool,
 }
 
 /// The operation that does not complete.
@@ -34,7 +36,8 @@ pub(super) struct Stuck {
 
 impl RollCall {
     pub(super) fn new(rank: usize, ranks: usize, notices: Notices) -> Self {
-        Self { rank, ranks, notices, histories: Vec::new(), has_told: false, has_heard_failure: false }
+        let (has_told, has_heard_failure, is_silent) = (false, false, false);
+        Self { rank, ranks, notices, histories: Vec::new(), has_told, has_heard_failure, is_silent }
     }
 
     /// Hears what has come, and tells what this rank has called when another one asks by telling its own.
@@ -65,7 +68,8 @@ impl RollCall {
     }
 
     /// Lets all ranks tell what they have called, and finds out who keeps this one waiting. `None` where all have come
-    /// and called the same: then the ranks do not know either.
+    /// and called the same: then the ranks do not know either. Where rank 0 does not answer it is the one that is
+    /// known to be missing: what the others tell goes through it.
     pub(super) fn find_missing(&mut self, stuck: &Stuck, called: Vec<Told>) -> Option<CommError> {
         self.tell_called(|| called.clone());
         let deadline = Instant::now() + GRACE;
@@ -77,7 +81,8 @@ impl RollCall {
         }
         self.add_own(called);
         let Stuck { group: label, op, sequence, waited } = stuck.clone();
-        let missing = absent(&self.histories, &label, sequence);
+        let root_answers = self.histories.iter().any(|(rank, _)| *rank == 0);
+        let missing = if root_answers { absent(&self.histories, &label, sequence) } else { vec![0] };
         if !missing.is_empty() {
             let waited_ms = waited.as_millis() as u64;
             return Some(CommError::Timeout { group: label.name, op, sequence, waited_ms, missing });
@@ -109,19 +114,39 @@ impl RollCall {
 
     /// Tells the others of this rank's failure, unless it is what they have told.
     pub(super) fn tell_failure(&mut self, error: &CommError) {
-        if !self.has_heard_failure {
+        if self.has_heard_failure {
+            // What was passed on must go out before this process ends.
+            self.notices.settle();
+        } else {
             self.notices.tell(&Notice::failed(self.rank, error));
         }
     }
 
-    /// Tells the others that this rank issues nothing any more.
+    /// Tells the others, once, that this rank issues nothing any more.
     pub(super) fn tell_end(&mut self) {
-        self.notices.tell(&Notice::Ended);
+        if !std::mem::replace(&mut self.is_silent, true) {
+            self.notices.tell(&Notice::Ended);
+        }
+    }
+
+    /// Lets the connections end without a word, as they do when the process is killed: the rank has failed, and
+    /// nobody has told why.
+    pub(super) fn forgo_end(&mut self) {
+        self.is_silent = true;
     }
 
     fn tell_called(&mut self, called: impl FnOnce() -> Vec<Told>) {
         if !std::mem::replace(&mut self.has_told, true) {
             self.notices.tell(&Notice::Called(called()));
+        }
+    }
+}
+
+impl Drop for RollCall {
+    /// A rank that is done with its groups has ended well, unless it panics: then its end is a failure.
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.tell_end();
         }
     }
 }
@@ -209,6 +234,7 @@ mod tests {
     fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
         let mut ends = connected(3);
         let mut last = RollCall::new(2, 3, ends.pop().unwrap());
+        // Below the roll call, which would say goodbye.
         drop(ends.pop());
         let mut first = RollCall::new(0, 3, ends.pop().unwrap());
         let deadline = Instant::now() + Duration::from_secs(20);
@@ -242,5 +268,47 @@ mod tests {
         }
         assert_eq!(outcome, Err(error));
         assert!(silent.poll().len() >= 2, "it was told all the while");
+    }
+
+    #[test]
+    fn where_rank_0_does_not_answer_it_alone_is_blamed() {
+        let mut ends = connected(3);
+        let mut last = RollCall::new(2, 3, ends.pop().unwrap());
+        // Rank 1 answers, to rank 0, which lives but never looks: it passes nothing on.
+        let history = &["barrier", "all_reduce"];
+        ends[1].tell(&Notice::Called(called(history)));
+        let found = last.find_missing(&stuck_at(1), called(history));
+        assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [0]), "{found:?}");
+        let parting = last.parting(found.as_ref().unwrap(), called(history));
+        assert_eq!(parting, None, "rank 1 would say where the ranks part, as far as it knows");
+    }
+
+    /// What rank 0 hears of rank 1, which ends in some way.
+    fn heard_of(end: impl FnOnce(RollCall) + Send) -> Result<(), CommError> {
+        let mut ends = connected(2);
+        let other = RollCall::new(1, 2, ends.pop().unwrap());
+        let mut first = RollCall::new(0, 2, ends.pop().unwrap());
+        std::thread::scope(|scope| drop(scope.spawn(|| end(other)).join()));
+        // The line goes when all of it was heard.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while first.notices.has_lines() && Instant::now() < deadline {
+            first.listen(Vec::new)?;
+        }
+        assert!(!first.notices.has_lines());
+        Ok(())
+    }
+
+    #[test]
+    fn the_end_of_a_rank_is_no_failure_to_others_unless_it_is_one() {
+        assert_eq!(heard_of(drop), Ok(()), "done with its groups");
+        let silent = |end: Result<(), CommError>| matches!(end, Err(CommError::PeerFailed { rank: 1, .. }));
+        assert!(silent(heard_of(|_roll_call| panic!("as a rank may"))));
+        let elsewhere = |mut roll_call: RollCall| roll_call.forgo_end();
+        assert!(
+            silent(heard_of(elsewhere)),
+            "the rank's thread has panicked, and another one drops the rest"
+        );
+        let twice = |mut roll_call: RollCall| roll_call.tell_end();
+        assert_eq!(heard_of(twice), Ok(()));
     }
 }

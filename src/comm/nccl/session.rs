@@ -71,8 +71,10 @@ impl Session {
 }
 
 impl Drop for Session {
-    /// So that the end of the process is none of a rank that others count on.
+    /// So that the end of the process is none of a rank that others count on, whoever still holds its groups.
     fn drop(&mut self) {
-        self.own.end();
+        if !std::thread::panicking() {
+            self.own.end();
+        }
     }
 }

@@ -1,17 +1,16 @@
 //! What the groups of one rank share: its GPU, what is under way there, the failure.
 
+use super::calls::{Called, Calls, OnGpu};
 use super::communicator::{Communicator, abort};
 use super::roll_call::{RollCall, Stuck};
 use super::watch::{Probe, Watched, inspect};
 use crate::comm::call::Call;
 use crate::comm::checked::Remember;
-use crate::comm::history::{History, Label, Record, Told, lines};
-use crate::comm::{CollectiveOp, CommError, ProcessGroup};
+use crate::comm::history::{Label, Record, Told, lines};
+use crate::comm::{CommError, ProcessGroup};
 use candle_core::{Device, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 use parking_lot::Mutex;
-use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -36,29 +35,14 @@ pub(super) struct World {
     /// The group of the same ranks that they met through, if they are threads of one process. It hears of their
     /// failures, and tells.
     bootstrap: Option<Arc<dyn ProcessGroup>>,
-    /// What this rank hears of the others, if they are processes that have a connection.
+    /// What this rank hears of the others, if they are processes that have a connection. It goes with the last of the
+    /// rank's groups, and says goodbye.
     roll_call: Mutex<Option<RollCall>>,
     failure: OnceLock<CommError>,
-    history: Mutex<History<Called>>,
-    issued: AtomicU64,
+    calls: Mutex<Calls>,
     pub(super) rank: usize,
     timeout: Mutex<Duration>,
-    /// The groups compare their calls, and say so before they do.
-    is_checked: AtomicBool,
     thread: ThreadId,
-}
-
-/// A call, as it is remembered.
-#[derive(Debug)]
-struct Called {
-    op: CollectiveOp,
-    text: String,
-}
-
-impl fmt::Display for Called {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
-    }
 }
 
 /// An operation on the GPU.
@@ -105,11 +89,9 @@ impl World {
             bootstrap,
             roll_call: Mutex::default(),
             failure: OnceLock::new(),
-            history: Mutex::default(),
-            issued: AtomicU64::new(0),
+            calls: Mutex::default(),
             rank,
             timeout: Mutex::new(timeout),
-            is_checked: AtomicBool::new(false),
             thread: std::thread::current().id(),
         });
         let watched = Arc::downgrade(&world);
@@ -137,13 +119,20 @@ impl World {
 
     /// From now on calls are compared, and remembered by who compares them.
     pub(super) fn set_checked(&self) {
-        self.is_checked.store(true, Ordering::Relaxed);
+        self.calls.lock().set_checked();
     }
 
     /// Tells the others that this rank issues nothing any more.
     pub(super) fn end(&self) {
         if let Some(roll_call) = &mut *self.roll_call.lock() {
             roll_call.tell_end();
+        }
+    }
+
+    /// Lets the rank end without a word: it has panicked.
+    pub(super) fn forgo_end(&self) {
+        if let Some(roll_call) = &mut *self.roll_call.lock() {
+            roll_call.forgo_end();
         }
     }
 
@@ -167,17 +156,9 @@ impl World {
 
     /// Looks after an operation of a group from now on, which `call` puts into words.
     pub(super) fn watch(&self, operation: Watched<UnderWay>, group: &Arc<Label>, call: String) {
-        let Watched { op, sequence, .. } = &operation;
-        let is_collective = !matches!(op, CollectiveOp::Send | CollectiveOp::Recv);
-        if !is_collective || !self.is_checked.load(Ordering::Relaxed) {
-            self.remember(group, *sequence, is_collective, Called { op: *op, text: call });
-        }
+        let Watched { op, sequence, .. } = operation;
+        self.calls.lock().issued(group, sequence, Called { op, text: call });
         self.under_way.lock().push(operation);
-    }
-
-    fn remember(&self, group: &Arc<Label>, sequence: u64, is_collective: bool, call: Called) {
-        let id = self.issued.fetch_add(1, Ordering::Relaxed);
-        self.history.lock().add(Record { id, group: group.clone(), sequence, is_collective, call });
     }
 
     /// Keeps tensors to its own end: of operations that failed, whose memory a straggler may still use.
@@ -216,29 +197,22 @@ impl World {
 
     /// What the rank has called last.
     fn last_calls(&self) -> Vec<Told> {
-        self.history.lock().tell_by(self.is_under_way())
+        let on_gpu = self.on_gpu();
+        self.calls.lock().tell(&on_gpu)
     }
 
-    /// Where calls are compared that tells what is complete, else the GPU does.
-    fn is_under_way(&self) -> impl Fn(&Record<Called>, bool) -> bool {
-        let is_checked = self.is_checked.load(Ordering::Relaxed);
+    fn on_gpu(&self) -> Vec<OnGpu> {
         let place =
             |operation: &Watched<UnderWay>| (operation.group.clone(), operation.op, operation.sequence);
-        let under_way: Vec<_> = self.under_way.lock().iter().map(place).collect();
-        move |record, is_complete| {
-            let is = |(group, op, sequence): &(String, CollectiveOp, u64)| {
-                (group, op, sequence) == (&record.group.name, &record.call.op, &record.sequence)
-            };
-            if is_checked && record.is_collective { !is_complete } else { under_way.iter().any(is) }
-        }
+        self.under_way.lock().iter().map(place).collect()
     }
 
     /// What keeps the rank, if it is for longer than it may take.
     fn stuck(&self) -> Option<Stuck> {
         let (now, timeout) = (Instant::now(), *self.timeout.lock());
         let waited = self.under_way.lock().iter().map(|operation| operation.waited(now)).max()?;
-        let history = self.history.lock();
-        let record = history.oldest_under_way(self.is_under_way()).filter(|_| waited >= timeout)?;
+        let (on_gpu, calls) = (self.on_gpu(), self.calls.lock());
+        let record = calls.oldest_under_way(&on_gpu).filter(|_| waited >= timeout)?;
         let Record { group, sequence, call, .. } = record;
         Some(Stuck { group: (**group).clone(), op: call.op, sequence: *sequence, waited })
     }
@@ -295,11 +269,10 @@ fn watch(world: &Weak<World>) {
 
 impl Remember for World {
     fn called(&self, group: &Arc<Label>, sequence: u64, call: &Call) {
-        self.remember(group, sequence, true, Called { op: call.op(), text: call.to_string() });
+        self.calls.lock().comparing(group, sequence, Called { op: call.op(), text: call.to_string() });
     }
 
     fn agreed(&self) {
-        // The comparison ran behind them on the rank's one stream.
-        self.history.lock().complete_before_newest();
+        self.calls.lock().agreed();
     }
 }

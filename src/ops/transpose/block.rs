@@ -97,7 +97,7 @@ impl StridedBlock {
 
     /// Whether two blocks within their tensors may share elements. `false` is certain. `true` may be wrong, but not
     /// for the blocks of an exchange: ranges of tokens, or of heads, of one tensor.
-    pub(super) fn may_overlap(&self, other: &Self) -> bool {
+    pub(crate) fn may_overlap(&self, other: &Self) -> bool {
         let bounds = |block: &Self| (block.offset, block.end().unwrap_or(usize::MAX));
         let ((begin, end), (other_begin, other_end)) = (bounds(self), bounds(other));
         if self.tensor != other.tensor || end <= other_begin || other_end <= begin {
@@ -116,6 +116,31 @@ impl StridedBlock {
         };
         let rows = rows.filter(|&stride| stride > 0 && keeps_columns(stride));
         !rows.is_some_and(|stride| are_apart_modulo(stride, self, self.run, other, other.run))
+    }
+}
+
+impl StridedBlock {
+    /// Whether two blocks within their tensors share elements. Runs are looked at only where
+    /// [`may_overlap`](Self::may_overlap) does not know.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        self.may_overlap(other) && self.runs().any(|begin| other.meets(begin..begin + self.run))
+    }
+
+    /// Where the runs begin.
+    fn runs(&self) -> impl Iterator<Item = usize> {
+        let in_batch = move |batch: usize| (0..self.rows).map(move |row| batch + row * self.row_stride);
+        (0..self.batch).map(|batch| self.offset + batch * self.batch_stride).flat_map(in_batch)
+    }
+
+    /// Whether a run has elements in a range that has some.
+    fn meets(&self, range: Range<usize>) -> bool {
+        (0..self.batch).any(|batch| {
+            let begin = self.offset + batch * self.batch_stride;
+            // The last run that begins before the range ends: if it does not reach into it, none does.
+            let Some(before) = range.end.checked_sub(begin + 1) else { return false };
+            let row = before.checked_div(self.row_stride).unwrap_or(0).min(self.rows - 1);
+            begin + row * self.row_stride + self.run > range.start
+        })
     }
 }
 
@@ -180,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_share_elements_are_never_called_apart() {
+    fn blocks_that_share_elements_are_told_from_those_that_do_not() {
         let mut blocks = Vec::new();
         for offset in 0..9 {
             for (batch, rows) in [((1, 0), (1, 0)), ((1, 0), (3, 4)), ((2, 12), (2, 4)), ((2, 9), (3, 3))] {
@@ -192,6 +217,7 @@ mod tests {
             for b in &blocks {
                 let is_shared = !elements(a).is_disjoint(&elements(b));
                 assert!(a.may_overlap(b) || !is_shared, "{a:?} and {b:?}");
+                assert_eq!(a.overlaps(b), is_shared, "{a:?} and {b:?}");
                 apart += usize::from(!a.may_overlap(b));
             }
         }
@@ -206,5 +232,7 @@ mod tests {
         let heads = [block(0, (2, 60), (10, 6), 2), block(2, (2, 60), (10, 6), 4)];
         assert!(!heads[0].may_overlap(&heads[1]) && !heads[1].may_overlap(&heads[0]));
         assert!(tokens[0].may_overlap(&heads[0]) && heads[1].may_overlap(&heads[1]));
+        let empty = block(3, (2, 60), (0, 6), 6);
+        assert!(!tokens[0].overlaps(&empty) && !empty.overlaps(&tokens[0]));
     }
 }

@@ -238,6 +238,9 @@ pub(crate) fn plans_that_leave_their_tensors_are_refused(backend: &impl Backend)
         refuse("for 3 ranks, not 2", &|plan| plan.send.push(vec![]));
         refuse("for 1 ranks, not 2", &|plan| drop(plan.recv.pop()));
         refuse("more than once", &|plan| plan.recv[0][0].block.rows = 2);
+        refuse("recv block 0 from rank 1 overwrites elements of recv block 0 from rank 0", &|plan| {
+            plan.recv[1][0].block.offset = 1;
+        });
         // All ranks were refused alike, and nothing was published: the group still works.
         group.all_to_all_strided(&input, &output, &Arc::new(good.clone()))
     });
