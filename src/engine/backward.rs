@@ -56,6 +56,7 @@ impl Engine {
             // The state of a layer may hold its output. Where there is none, that is given back at once.
             let held = matches!(left, LayerTape::State(..)).then(|| output.take()).flatten();
             output.take().into_iter().for_each(|y| self.workspace.give(y));
+            self.begin_part(Moment::Backward { layer: index });
             self.read_ahead(layers.last())?;
             let (gradient, x) = self.backward_layer(index, left, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
@@ -118,7 +119,6 @@ impl Engine {
         dy: Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Tensor), EngineError> {
-        self.begin_part(Moment::Backward { layer: index });
         let _layer = tracing::trace_span!("layer backward", layer = index).entered();
         let unit = index + 1;
         let params = self.zero.parameters(unit)?;

@@ -173,7 +173,7 @@ pub(super) fn storage(config: &Config, options: TensorOptions) -> Result<Storage
     Ok(Storage {
         optimizer: store(OPTIMIZER, &config.memory.offload_optimizer)?,
         parameters: store(PARAMETERS, &config.memory.offload_parameters)?,
-        options: options.clone(),
+        options,
     })
 }
 

@@ -146,7 +146,6 @@ fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
     place.run(&["train", "other.json", "--mesh", "8x1"]).assert_done();
 }
 
-/// A row of what one change would make of a plan: its peak and its longest sequence.
 #[test]
 fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
     let at = |device: &str| {
@@ -181,6 +180,7 @@ fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
     refused.assert_refused(2, &["`zero_optimization.offload_optimizer.device`", "set it to \"cpu\""]);
 }
 
+/// A row of what one change would make of a plan: its peak and its longest sequence.
 fn changed(plan: &Value, change: &str) -> (u64, u64) {
     let rows = plan["alternatives"].as_array().unwrap();
     let row =

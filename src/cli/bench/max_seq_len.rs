@@ -19,6 +19,9 @@ use ulysses::config::{Config, Overrides, RawConfig};
 /// What the threads of a process take before it computes anything.
 const LEAST_GIB: f64 = 1.0 / 32.0;
 
+/// Where a search begins at most.
+const LONGEST: u32 = 1 << 24;
+
 /// Tokens of a document, its end included: attention's cost per token is the same in every row.
 const DOCUMENT_TOKENS: usize = 4096;
 
@@ -47,9 +50,9 @@ pub(super) struct Args {
     /// Search anew for each of the config's features that save memory: first without them, then with one more each time.
     #[arg(long)]
     by_feature: bool,
-    /// A length that is expected to fit, where the search begins; at least `--resolution`.
-    #[arg(long, default_value_t = 65536, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
-    from: u32,
+    /// Where the search begins, if not near the longest row that is planned; at least `--resolution`.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=i64::from(LONGEST)))]
+    from: Option<u32>,
     /// The search ends when the longest that fits and the shortest that does not are as close.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     resolution: u32,
@@ -93,7 +96,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if search.args.by_feature {
         return by_feature(search, &config);
     }
-    let longest = search.longest()?.map_err(|too_long| too_little(&search.args, too_long)).or_run()?;
+    let longest = search.longest(&config)?.map_err(|too_long| too_little(&search.args, too_long)).or_run()?;
     let planned = search.planned(&config, longest)?;
     if search.args.json {
         let mut report = search.settings();
@@ -114,13 +117,9 @@ fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
         let text = serde_json::to_string(&config).context("cannot write the config").or_run()?;
         std::fs::write(&search.config, text).context("cannot write the config").or_run()?;
         search.attempts.clear();
-        let longest = search.longest()?.unwrap_or(0);
+        let longest = search.longest(&config)?.unwrap_or(0);
         let planned = search.planned(&config, longest)?;
         found.push((feature, longest, planned, search.attempts()));
-        // As a rule the next feature takes longer rows.
-        if longest > 0 {
-            search.args.from = u32::try_from(longest).unwrap_or(search.args.from);
-        }
     }
     if found.iter().all(|(_, longest, ..)| *longest == 0) {
         return Err(too_little(&search.args, search.args.resolution as usize)).or_run();
@@ -195,19 +194,21 @@ struct Attempt {
 }
 
 impl Search {
-    /// Doubles until a length does not fit, then halves the gap. The shortest that was tried, where none fits.
-    fn longest(&mut self) -> Result<Result<usize, usize>, Failure> {
-        let resolution = self.args.resolution as usize;
-        let (mut fits, mut next) = (0, (self.args.from as usize).max(resolution));
-        while self.fits(next)? {
-            (fits, next) = (next, 2 * next);
-        }
-        let mut too_long = next;
-        while too_long - fits > resolution {
-            let middle = fits + (too_long - fits) / 2;
-            if self.fits(middle)? { fits = middle } else { too_long = middle }
-        }
-        Ok(if fits == 0 { Err(too_long) } else { Ok(fits) })
+    /// The longest length that fits, searched from `--from` or from near the longest that is planned. The shortest that
+    /// was tried, where none fits.
+    fn longest(&mut self, config: &Config) -> Result<Result<usize, usize>, Failure> {
+        let resolution = (self.args.resolution as usize).max(config.sp_size);
+        let first = self.expected(config)?;
+        longest_by(first, resolution, |seq_len| self.fits(seq_len))
+    }
+
+    /// A length that may be near the longest: the plan does not count what a process maps beside what it uses.
+    fn expected(&self, config: &Config) -> Result<usize, Failure> {
+        let Some(from) = self.args.from else {
+            let planned = workload(config, self.args.threads_per_rank)?.longest(self.budget()).or_usage()?;
+            return Ok((planned.unwrap_or(0) / 8 * 7).min(LONGEST as usize));
+        };
+        Ok(from as usize)
     }
 
     /// Whether one training step on rows of `seq_len` tokens completes.
@@ -267,11 +268,18 @@ impl Search {
     /// What the plan says of what was found for a config; 0 tokens where nothing fits.
     fn planned(&self, config: &Config, longest: usize) -> Result<Planned, Failure> {
         let workload = workload(config, self.args.threads_per_rank)?;
-        let budget = (self.args.gib_per_rank * f64::from(1 << 30)) as u64;
         let found = self.attempts.iter().find(|attempt| attempt.seq_len == longest);
         let step =
             |attempt: &Attempt| StepMemory::of(&workload, longest, &self.output(longest), attempt.memory);
-        Ok(Planned { max_seq_len: workload.longest(budget).or_usage()?, step: found.map(step).transpose()? })
+        Ok(Planned {
+            max_seq_len: workload.longest(self.budget()).or_usage()?,
+            step: found.map(step).transpose()?,
+        })
+    }
+
+    /// Of a rank, in bytes.
+    fn budget(&self) -> u64 {
+        (self.args.gib_per_rank * f64::from(1 << 30)) as u64
     }
 
     fn attempts(&self) -> Value {
@@ -296,6 +304,34 @@ impl Search {
     }
 }
 
+/// The longest length that fits, within `resolution` of one that does not: from `first` in steps that double, up while
+/// lengths fit or down until one does, then by halving the gap. `Err` with the shortest that was tried, where none fits.
+fn longest_by<E>(
+    first: usize,
+    resolution: usize,
+    mut fits: impl FnMut(usize) -> Result<bool, E>,
+) -> Result<Result<usize, usize>, E> {
+    let mut next = first.max(resolution);
+    let mut step = resolution.max(next / 8);
+    let (mut longest, mut too_long) = (0, None);
+    loop {
+        if fits(next)? {
+            longest = next
+        } else {
+            too_long = Some(next)
+        }
+        next = match too_long {
+            Some(too_long) if too_long - longest <= resolution => {
+                return Ok(if longest == 0 { Err(too_long) } else { Ok(longest) });
+            }
+            Some(too_long) if longest == 0 => too_long.saturating_sub(step).max(resolution),
+            Some(too_long) => longest + (too_long - longest) / 2,
+            None => longest + step,
+        };
+        step *= 2;
+    }
+}
+
 /// Documents of [`DOCUMENT_TOKENS`] bytes, their end included, one more than `num_tokens` are.
 fn write_documents(directory: &Path, num_tokens: usize) -> Result<()> {
     std::fs::create_dir_all(directory)?;
@@ -309,4 +345,41 @@ fn write_documents(directory: &Path, num_tokens: usize) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_search_ends_within_the_resolution_of_the_longest_from_wherever_it_begins() {
+        for (resolution, first) in
+            [1, 7, 64].into_iter().flat_map(|r| [0, 1, 63, 64, 500, 5000].map(|f| (r, f)))
+        {
+            for limit in 0..600 {
+                let mut tried = Vec::new();
+                let found = longest_by(first, resolution, |length| {
+                    tried.push(length);
+                    Ok::<_, ()>(length <= limit)
+                });
+                let case = format!("{resolution} from {first}, {limit}: {tried:?}");
+                match found.unwrap() {
+                    Ok(longest) => {
+                        assert!(longest <= limit && limit - longest < resolution, "{longest}: {case}")
+                    }
+                    Err(shortest) => {
+                        assert!(shortest == resolution && limit < resolution, "{shortest}: {case}")
+                    }
+                }
+                assert!(tried.iter().all(|length| *length >= resolution), "{case}");
+                assert!(
+                    tried.len() <= 6 + 2 * (first.max(limit) / resolution + 1).ilog2() as usize,
+                    "{case}"
+                );
+                tried.sort_unstable();
+                assert!(tried.is_sorted_by(|a, b| a < b), "twice: {case}");
+            }
+        }
+        assert_eq!(longest_by(8, 1, |_| Err("broken")), Err("broken"));
+    }
 }

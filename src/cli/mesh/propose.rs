@@ -8,6 +8,7 @@ use anyhow::anyhow;
 use std::fmt::Write;
 use std::path::PathBuf;
 use ulysses::config::{Overrides, RawConfig};
+use ulysses::engine::check_offload_device;
 use ulysses::engine::plan::{Proposal, Trial, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
 
@@ -56,9 +57,10 @@ pub(super) fn run(
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
     // The mesh is what is asked for.
     let config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
+    let device = config.backend.device();
+    check_offload_device(&config, device).or_usage()?;
     let (name, model) = model(&config)?;
     let budget = budget_bytes(args.memory_gib)?.unwrap_or(u64::MAX);
-    let device = config.backend.device();
     let workload = Workload { config, model, document_len: None, ranks_per_node, device };
     // Sizes that make no mesh are refused before anything is planned.
     DeviceMesh::dp_sp(cluster.world_size(), 1).or_usage()?;

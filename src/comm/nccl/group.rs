@@ -1,9 +1,8 @@
 //! [`ProcessGroup`] on a communicator.
 
 use super::communicator::Communicator;
-use super::operation::{Enqueue, Inner, data_type, operator, source, target};
+use super::operation::{Enqueue, Farewell, Inner, data_type, operator, source, target};
 use super::traffic::{MovedBytes, offsets};
-use super::world::World;
 use crate::comm::arguments::Arguments;
 use crate::comm::buffer::apart;
 use crate::comm::call::Call;
@@ -26,14 +25,15 @@ pub(super) struct NcclGroup(Arc<Inner>);
 
 impl NcclGroup {
     pub(super) fn new(
-        world: Arc<World>,
+        farewell: Arc<Farewell>,
         communicator: Arc<Communicator>,
         name: String,
         rank: usize,
         global_ranks: Vec<usize>,
     ) -> Self {
         let label = Arc::new(Label { name, members: global_ranks });
-        Self(Arc::new(Inner { world, communicator, label, rank, state: Mutex::default() }))
+        let world = farewell.0.clone();
+        Self(Arc::new(Inner { world, farewell, communicator, label, rank, state: Mutex::default() }))
     }
 
     /// Starts a collective on checked tensors.
@@ -244,8 +244,8 @@ impl ProcessGroup for NcclGroup {
         members.sort_unstable();
         let rank = members.iter().position(|&(_, rank)| rank == self.rank()).unwrap_or(0);
         let global_ranks = members.iter().map(|&(_, rank)| self.global_ranks()[rank]).collect();
-        let world = self.0.world.clone();
-        Ok(Some(Arc::new(NcclGroup::new(world, child, name.to_owned(), rank, global_ranks))))
+        let farewell = self.0.farewell.clone();
+        Ok(Some(Arc::new(NcclGroup::new(farewell, child, name.to_owned(), rank, global_ranks))))
     }
 
     fn stats(&self) -> GroupStats {

@@ -4,6 +4,7 @@ use super::communicator::{Communicator, unique_id, version};
 use super::environment::{Environment, Meeting, check_places};
 use super::group::NcclGroup;
 use super::notices::Notices;
+use super::operation::Farewell;
 use super::rendezvous::{ID_BYTES, Id, fetch, hand_out};
 use super::roll_call::RollCall;
 use super::world::World;
@@ -143,5 +144,5 @@ fn join(
     // From here on a failure elsewhere ends the wait for the others.
     world.adopt(&communicator)?;
     communicator.settle(world.deadline()).map_err(refuse)?;
-    Ok(Arc::new(NcclGroup::new(world.clone(), communicator, name, rank, global_ranks)))
+    Ok(Arc::new(NcclGroup::new(Arc::new(Farewell(world.clone())), communicator, name, rank, global_ranks)))
 }

@@ -20,6 +20,7 @@ use std::time::Instant;
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) world: Arc<World>,
+    pub(super) farewell: Arc<Farewell>,
     pub(super) communicator: Arc<Communicator>,
     pub(super) label: Arc<Label>,
     pub(super) rank: usize,
@@ -81,12 +82,17 @@ impl Drop for Held {
     }
 }
 
-impl Drop for Inner {
-    /// The world says goodbye when its last group goes, which may be on the thread that watches: that one cannot know
-    /// that the rank's has panicked.
+/// What all groups of a rank hold and nothing else does: when the last of them goes, on the rank's own thread, it says
+/// goodbye, unless that thread panics. The world itself may go on the thread that watches, which ends with the process.
+#[derive(Debug)]
+pub(super) struct Farewell(pub(super) Arc<World>);
+
+impl Drop for Farewell {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.world.forgo_end();
+            self.0.forgo_end();
+        } else {
+            self.0.end();
         }
     }
 }

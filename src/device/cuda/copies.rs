@@ -12,7 +12,7 @@ use candle_core::cuda::cudarc::driver::{
 use candle_core::{CudaDevice, Tensor};
 use std::sync::Arc;
 
-/// The streams of one rank.
+/// The streams of a rank for one kind of what is offloaded.
 #[derive(Debug)]
 pub(crate) struct CudaCopies {
     device: CudaDevice,

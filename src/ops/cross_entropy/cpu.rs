@@ -107,7 +107,7 @@ pub(super) fn backward<T: Pieces>(
 /// The logits of a tile's tokens `x`.
 fn logits_of_tile(sizes: Sizes, x: &[f32], weight: &[f32], logits: &mut [f32]) -> Result<(), OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
-    let n = x.len() / dim;
+    let n = x.len().checked_div(dim).unwrap_or(0);
     let x = MatrixRef::new(x, n, dim)?;
     let weight = MatrixRef::new(weight, vocab_size, dim)?;
     gemm(1.0, x, weight.transposed(), 0.0, MatrixMut::new(logits, n, vocab_size)?, Threads::Pool)

@@ -32,6 +32,7 @@ pub(in crate::ops) struct Product {
 /// # Safety
 /// All elements of the matrices are in bounds of what the pointers point into, and nothing else reaches those of `dst`.
 pub(in crate::ops) unsafe fn multiply(product: Product) {
+    let promised = Promised(product);
     let level = Level::current();
     #[cfg(target_arch = "x86_64")]
     {
@@ -39,24 +40,27 @@ pub(in crate::ops) unsafe fn multiply(product: Product) {
         if level >= Level::Avx512
             && let Some(simd) = V4::try_new()
         {
-            return Simd::vectorize(simd, product);
+            return Simd::vectorize(simd, promised);
         }
         if level >= Level::Avx2
             && let Some(simd) = V3::try_new()
         {
-            return Simd::vectorize(simd, product);
+            return Simd::vectorize(simd, promised);
         }
     }
     #[cfg(target_arch = "aarch64")]
     if let Some(simd) = pulp::aarch64::Neon::try_new() {
-        return Simd::vectorize(simd, product);
+        return Simd::vectorize(simd, promised);
     }
     let _ = level;
     // Without vectors, as the `gemm` crate does there: those of SSE2 have no fused multiply-add.
-    Simd::vectorize(pulp::Scalar, product);
+    Simd::vectorize(pulp::Scalar, promised);
 }
 
-impl WithSimd for Product {
+/// A product of which [`multiply`]'s caller has promised that its pointers may be followed.
+struct Promised(Product);
+
+impl WithSimd for Promised {
     type Output = ();
 
     #[inline(always)]
@@ -64,9 +68,9 @@ impl WithSimd for Product {
         // Sums take three quarters of the registers, the rest is for the operands.
         let most_vectors = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
         let mut col = 0;
-        while col < self.cols {
-            let vectors = (self.cols - col).div_ceil(S::F32_LANES).min(most_vectors);
-            let columns = Columns::new(simd, self, col, vectors);
+        while col < self.0.cols {
+            let vectors = (self.0.cols - col).div_ceil(S::F32_LANES).min(most_vectors);
+            let columns = Columns::new(simd, self.0, col, vectors);
             if S::REGISTER_COUNT >= 32 {
                 match vectors {
                     1 => columns.multiply::<1, 12>(),
@@ -85,7 +89,7 @@ impl WithSimd for Product {
     }
 }
 
-/// Some columns of a product, the last vector of which may be partial.
+/// Some columns of a [`Promised`] product, the last vector of which may be partial.
 struct Columns<S: Simd> {
     simd: S,
     product: Product,
@@ -147,11 +151,11 @@ impl<S: Simd> Columns<S> {
             let mut b = [simd.splat_f32s(0.0); VECTORS];
             for (index, b) in b.iter_mut().enumerate() {
                 let is_partial = PARTIAL && index + 1 == VECTORS;
-                // SAFETY: these are elements of `rhs`; the mask hides what lies beyond the last column.
+                // SAFETY: as `multiply`'s caller promises, these are elements of `rhs`; the mask hides what lies beyond the last column.
                 *b = unsafe { self.load(is_partial, rhs.wrapping_add(index * S::F32_LANES)) };
             }
             for (sums, offset) in sums.iter_mut().zip(offsets) {
-                // SAFETY: an element of `lhs`.
+                // SAFETY: as above, of `lhs`.
                 let a = simd.splat_f32s(unsafe { *lhs.wrapping_add(offset) });
                 for (sum, b) in sums.iter_mut().zip(b) {
                     *sum = simd.mul_add_e_f32s(a, b, *sum);
@@ -175,7 +179,7 @@ impl<S: Simd> Columns<S> {
             for (index, sum) in sums.into_iter().enumerate() {
                 let is_partial = PARTIAL && index + 1 == VECTORS;
                 let dst = dst.wrapping_add(index * S::F32_LANES);
-                // SAFETY: these are elements of `dst`; the mask hides what lies beyond the last column.
+                // SAFETY: as `multiply`'s caller promises, these are elements of `dst`; the mask hides what lies beyond the last column.
                 unsafe {
                     let value = if product.add {
                         simd.mul_add_e_f32s(factor, sum, self.load(is_partial, dst))

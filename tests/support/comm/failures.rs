@@ -155,11 +155,12 @@ pub(crate) fn a_count_matrix_that_does_not_match_is_refused_before_data_moves(ba
 pub(crate) fn strided_plans_that_do_not_match_are_refused(backend: &impl Backend) {
     let (_, errors) = fail(backend, 3, TIMEOUT, |group| {
         let run = if group.rank() == 0 { 3 } else { 2 };
-        let block =
-            StridedBlock { tensor: 0, offset: 0, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run };
-        let recv = RecvBlock { block: block.clone(), accumulate: false };
-        let plan = StridedPlan { send: vec![vec![block]; 3], recv: vec![vec![recv]; 3] };
-        group.all_to_all_strided(&[zeros::<f32>(3)], &[zeros::<f32>(3)], &Arc::new(plan))
+        let block = StridedBlock::contiguous(0, 0, run);
+        let recv =
+            |from: usize| RecvBlock { block: StridedBlock::contiguous(0, 3 * from, run), accumulate: false };
+        let plan =
+            StridedPlan { send: vec![vec![block]; 3], recv: (0..3).map(|from| vec![recv(from)]).collect() };
+        group.all_to_all_strided(&[zeros::<f32>(3)], &[zeros::<f32>(9)], &Arc::new(plan))
     });
     assert!(
         errors.iter().all(|error| matches!(error, Some(CommError::Desync { rank: 0, .. }))),

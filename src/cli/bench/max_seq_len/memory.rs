@@ -91,10 +91,10 @@ impl StepMemory {
         })
     }
 
-    /// What ranks had mapped and did not use: threads' stacks, and what the allocator maps around a block or could not
-    /// hand out again.
-    fn slack(self) -> i64 {
-        self.mapped as i64 - (self.in_use + self.at_start) as i64
+    /// What ranks had mapped and did not use, as far as it was seen: threads' stacks, and what the allocator maps around
+    /// a block or could not hand out again.
+    fn slack(self) -> u64 {
+        self.mapped.saturating_sub(self.in_use + self.at_start)
     }
 }
 

@@ -160,8 +160,8 @@ impl<'a, T: Copy> Heads<'a, T> {
 
     /// A copy without gaps of [`Self::head`], in `into`.
     ///
-    /// The left operand of `a b^T` is read across its rows when it is packed. Rows of a head are a power of two
-    /// apart as a rule, so they share few cache sets, and packing them costs a quarter of the product.
+    /// Rows of a head are a power of two apart as a rule, so they share few cache sets: a tile that reads them again and
+    /// again copies them together once.
     pub(super) fn gather<'b>(
         &self,
         row: usize,
