@@ -137,7 +137,7 @@ mod tests {
         // Places on the GPU differ: it has counted the gatherings of splits.
         let exchange = on_gpu("sp", CollectiveOp::AllToAll, 9);
         calls.issued(&sp, 9, called(CollectiveOp::AllToAll));
-        assert_eq!(under_way(&calls, &[exchange.clone()]), Some((7, CollectiveOp::AllToAll)));
+        assert_eq!(under_way(&calls, std::slice::from_ref(&exchange)), Some((7, CollectiveOp::AllToAll)));
         // It is done, and a rank does not come to the next one, which is still being compared.
         calls.comparing(&sp, 8, called(CollectiveOp::Barrier));
         assert_eq!(under_way(&calls, std::slice::from_ref(&comparison)), Some((8, CollectiveOp::Barrier)));
