@@ -6,9 +6,9 @@
 use super::{
     Operand, Problem,
     matrix::{Heads, HeadsMut, Mat, MatMut, Store},
-    scratch::{dq_lengths, key_block_lengths, with_scratch},
+    scratch::{dq_lengths, keys_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, row_dots, softmax_backward},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, spans, strips, within},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, near_tokens, spans, strips, within},
 };
 use crate::ops::attention::blocks::blocks;
 use rayon::prelude::*;
@@ -99,8 +99,8 @@ impl<T: Operand> Pass<'_, T> {
             // SAFETY: a query head has one KV head and is only touched by that head's task.
             unsafe { self.dq.head(row, head, &(0..dims.num_queries)) }.fill(0.0);
         }
-        for keys in blocks(0..dims.num_keys, dims.num_keys, KEY_BLOCK) {
-            self.key_block(row, kv_head, keys, true);
+        for keys in blocks(0..dims.num_keys, dims.num_keys, near_tokens(KEY_BLOCK, dims.head_dim)) {
+            self.keys(row, kv_head, keys, true);
         }
     }
 
@@ -110,7 +110,7 @@ impl<T: Operand> Pass<'_, T> {
         (0..dims.batch * dims.num_kv_heads * key_blocks).into_par_iter().for_each(|index| {
             let (head, block) = (index / key_blocks, index % key_blocks);
             let keys = block * KEY_BLOCK..dims.num_keys.min((block + 1) * KEY_BLOCK);
-            self.key_block(head / dims.num_kv_heads, head % dims.num_kv_heads, keys, false);
+            self.keys(head / dims.num_kv_heads, head % dims.num_kv_heads, keys, false);
         });
         let query_blocks = dims.num_queries.div_ceil(QUERY_BLOCK);
         (0..dims.batch * dims.num_heads * query_blocks).into_par_iter().for_each(|index| {
@@ -120,39 +120,60 @@ impl<T: Operand> Pass<'_, T> {
         });
     }
 
-    /// `dk` and `dv` of a block of keys and, if asked for, what the block adds to `dq`.
-    fn key_block(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
-        let Problem { kernel, dims, scale, geometry, .. } = *self.problem;
+    /// `dk` and `dv` of some blocks of keys and, if asked for, what they add to `dq`. Queries are fetched once for all
+    /// of the blocks, whose rectangles are those of one block alone.
+    fn keys(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
+        let Problem { dims, geometry, .. } = *self.problem;
         let visible = geometry.visible(row);
-        let lengths = key_block_lengths::<T>(keys.len(), dims.head_dim);
+        let lengths = keys_lengths::<T>(dims.num_keys, dims.head_dim);
         with_scratch(lengths, |[p, ds, p_room, ds_room, k, k_t, v_t, q, dout, dk, dv]| {
-            let block = self.gather_keys(row, kv_head, keys.clone(), [k, k_t, v_t]);
+            let [k, dk, dv] = [k, dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
             dk.fill(0.0);
             dv.fill(0.0);
+            let mut near = self.gather_blocks(row, kv_head, &keys, [k, k_t, v_t], [&mut *dk, &mut *dv]);
             for head in self.query_heads(kv_head) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
-                    let of_queries = self.gather_queries(row, head, queries.clone(), [q, dout]);
-                    for span in strips(spans(visible, queries, keys.clone()), T::BACKWARD_STRIP) {
-                        self.recompute(row, head, &span, (&of_queries, &block), [p, ds]);
-                        let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
-                        let p = T::from_tile(p, num_queries, num_keys, p_room);
-                        let ds = T::from_tile(ds, num_queries, num_keys, ds_room);
-                        let [q, dout] = of_queries.of(&span);
-                        let (dk, dv) = (block.rows_of(&span, dk), block.rows_of(&span, dv));
-                        T::multiply(kernel, dv, Store::Add, 1.0, p.t(), dout);
-                        T::multiply(kernel, dk, Store::Add, scale, ds.t(), q);
-                        if add_to_dq {
-                            // SAFETY: a query head has one KV head and is only touched by that head's task.
-                            unsafe { self.add_to_dq(row, head, &span, &block, ds) };
-                        }
+                    let of_queries = self.gather_queries(row, head, queries, [q, dout]);
+                    for (block, gradients) in &mut near {
+                        let rooms = [&mut *p, ds, p_room, ds_room];
+                        self.tile(row, head, (&of_queries, block), gradients, rooms, add_to_dq);
                     }
                 }
             }
-            // SAFETY: no other task has this row, KV head and block of keys.
+            // SAFETY: no other task has these keys of this row and KV head.
             unsafe { self.dk.head(row, kv_head, &keys) }.copy_from(dk);
             // SAFETY: as above.
             unsafe { self.dv.head(row, kv_head, &keys) }.copy_from(dv);
         });
+    }
+
+    /// What a block of queries of one head adds to the gradients `dk` and `dv` of a block of keys and, if asked for, the
+    /// block of keys to `dq`.
+    fn tile(
+        &self,
+        row: usize,
+        head: usize,
+        (queries, keys): (&QueryBlock<'_, T>, &KeyBlock<'_, T>),
+        [dk, dv]: &mut [&mut [f32]; 2],
+        [p, ds, p_room, ds_room]: [&mut [f32]; 4],
+        add_to_dq: bool,
+    ) {
+        let Problem { kernel, scale, geometry, .. } = *self.problem;
+        let spans = spans(geometry.visible(row), queries.queries.clone(), keys.keys.clone());
+        for span in strips(spans, T::BACKWARD_STRIP) {
+            self.recompute(row, head, &span, (queries, keys), [p, ds]);
+            let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
+            let p = T::from_tile(p, num_queries, num_keys, p_room);
+            let ds = T::from_tile(ds, num_queries, num_keys, ds_room);
+            let [q, dout] = queries.of(&span);
+            let (dk, dv) = (keys.rows_of(&span, dk), keys.rows_of(&span, dv));
+            T::multiply(kernel, dv, Store::Add, 1.0, p.t(), dout);
+            T::multiply(kernel, dk, Store::Add, scale, ds.t(), q);
+            if add_to_dq {
+                // SAFETY: a query head has one KV head and is only touched by that head's task.
+                unsafe { self.add_to_dq(row, head, &span, keys, ds) };
+            }
+        }
     }
 
     /// `dq` of a block of queries.
@@ -188,6 +209,26 @@ impl<T: Operand> Pass<'_, T> {
         let k_t = T::gather_transposed(k, row, kv_head, &keys, of_k_t);
         let v_t = T::gather_transposed(v, row, kv_head, &keys, of_v_t);
         KeyBlock { k: k.gather(row, kv_head, &keys, T::in_memory(of_k)), k_t, v_t, keys }
+    }
+
+    /// Each block of `keys`, with its part of the gradients.
+    fn gather_blocks<'s>(
+        &self,
+        row: usize,
+        kv_head: usize,
+        keys: &Range<usize>,
+        [of_k, of_k_t, of_v_t]: [&'s mut [f32]; 3],
+        [dk, dv]: [&'s mut [f32]; 2],
+    ) -> Vec<(KeyBlock<'s, T>, [&'s mut [f32]; 2])> {
+        let head_dim = self.problem.dims.head_dim;
+        let [of_k, dk, dv] = [of_k, dk, dv].map(|buffer| buffer.chunks_mut(KEY_BLOCK * head_dim));
+        let [of_k_t, of_v_t] = [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(ROW_STRIDE * head_dim));
+        let buffers = of_k.zip(of_k_t).zip(of_v_t).zip(dk.zip(dv));
+        let blocks = blocks(keys.clone(), keys.end, KEY_BLOCK).zip(buffers);
+        let gather = |(keys, (((of_k, of_k_t), of_v_t), (dk, dv)))| {
+            (self.gather_keys(row, kv_head, keys, [of_k, of_k_t, of_v_t]), [dk, dv])
+        };
+        blocks.map(gather).collect()
     }
 
     fn gather_queries<'s>(

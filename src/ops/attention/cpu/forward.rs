@@ -1,15 +1,19 @@
-//! Forward: one task per (batch row, query head, block of queries), each with a running softmax.
+//! Forward: one task per (batch row, query head, some blocks of queries), each with a running softmax.
 
 use super::{
     Operand, Problem,
     matrix::{HeadsMut, MatMut, Store},
-    scratch::{query_block_lengths, with_scratch},
-    softmax::{ROW_STRIDE, Running, online_softmax},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, spans, strips, within},
+    scratch::{queries_lengths, with_scratch},
+    softmax::{ROW_STRIDE, Running, SUMS, online_softmax},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, near_tokens, spans, strips, within},
 };
 use crate::ops::attention::blocks::blocks;
+use crate::ops::attention::dims::Dims;
 use rayon::prelude::*;
 use std::ops::Range;
+
+/// Tasks differ in the keys that they see: with so many the last one is short beside all that a thread has done.
+const TASKS_PER_THREAD: usize = 8;
 
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
 pub(in crate::ops::attention) fn forward<T: Operand>(
@@ -19,15 +23,25 @@ pub(in crate::ops::attention) fn forward<T: Operand>(
 ) {
     let dims = &problem.dims;
     let o = HeadsMut::new(o, dims.num_queries, dims.num_heads, dims.head_dim);
+    let queries_per_task = queries_per_task(dims, rayon::current_num_threads());
     let mut tasks: Vec<(Task, &mut [f32])> = Vec::new();
     for (index, lse) in lse.chunks_mut(dims.num_queries.max(1)).enumerate() {
-        for (block, lse) in lse.chunks_mut(QUERY_BLOCK).enumerate() {
-            let start = block * QUERY_BLOCK;
+        for (task, lse) in lse.chunks_mut(queries_per_task).enumerate() {
+            let start = task * queries_per_task;
             let (row, head) = (index / dims.num_heads, index % dims.num_heads);
             tasks.push((Task { row, head, queries: start..start + lse.len() }, lse));
         }
     }
     tasks.into_par_iter().for_each(|(task, lse)| task.run(problem, &o, lse));
+}
+
+/// As many as fetch keys and values together, unless that leaves too few tasks to share evenly.
+///
+/// The tiles are those of a task of one block each, so the results are the same bits.
+fn queries_per_task(dims: &Dims, num_threads: usize) -> usize {
+    let num_blocks = dims.batch * dims.num_heads * dims.num_queries.div_ceil(QUERY_BLOCK);
+    let most_blocks = (num_blocks / (TASKS_PER_THREAD * num_threads)).max(1);
+    near_tokens(QUERY_BLOCK, dims.head_dim).min(most_blocks * QUERY_BLOCK)
 }
 
 struct Task {
@@ -41,14 +55,16 @@ impl Task {
         let head_dim = problem.dims.head_dim;
         let rows = self.queries.len();
         with_scratch(
-            query_block_lengths::<T>(rows, head_dim),
-            |[scores, room, q, k_t, v, output, max, sum]| {
+            queries_lengths::<T>(problem.dims.num_queries, head_dim),
+            |[scores, room, q, k_t, v, output, max, sums]| {
+                let (output, max) = (&mut output[..rows * head_dim], &mut max[..rows]);
+                let sums = &mut sums.as_chunks_mut().0[..rows];
                 output.fill(0.0);
                 max.fill(f32::NEG_INFINITY);
-                sum.fill(0.0);
-                let mut running = Running { max, sum, output, head_dim, first_query: self.queries.start };
+                sums.fill([0.0; SUMS]);
+                let mut running = Running { max, sums, output, head_dim, first_query: self.queries.start };
                 self.accumulate(problem, [scores, room], [q, k_t, v], &mut running);
-                // SAFETY: no other task has this row, head and block of queries.
+                // SAFETY: no other task has these queries of this row and head.
                 let o = unsafe { o.head(self.row, self.head, &self.queries) };
                 finish(&running, o, lse);
             },
@@ -69,7 +85,8 @@ impl Task {
         for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {
             let k_t = T::gather_transposed(&problem.k, self.row, kv_head, &keys, k_t);
             let v = problem.v.gather(self.row, kv_head, &keys, T::in_memory(v));
-            for span in strips(spans(visible, self.queries.clone(), keys.clone()), T::STRIP) {
+            let tiles = blocks(self.queries.clone(), dims.num_queries, QUERY_BLOCK);
+            for span in tiles.flat_map(|queries| strips(spans(visible, queries, keys.clone()), T::STRIP)) {
                 let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
                 let (in_queries, in_keys) = (within(&span.queries, &self.queries), within(&span.keys, &keys));
                 let s = MatMut::new(scores, num_queries, num_keys, ROW_STRIDE);
@@ -88,12 +105,41 @@ impl Task {
 /// Divides by the softmax's denominator; a query that saw nothing gets 0 and -inf.
 fn finish(running: &Running<'_>, mut o: MatMut<'_>, lse: &mut [f32]) {
     let rows = running.output.chunks(running.head_dim);
-    let states = running.max.iter().zip(running.sum.iter());
-    for (index, ((lse, output), (&max, &sum))) in lse.iter_mut().zip(rows).zip(states).enumerate() {
+    let states = running.max.iter().zip(running.sums.iter());
+    for (index, ((lse, output), (&max, sums))) in lse.iter_mut().zip(rows).zip(states).enumerate() {
+        let sum: f32 = sums.iter().sum();
         let inverse = if max == f32::NEG_INFINITY { 0.0 } else { 1.0 / sum };
         *lse = max + sum.ln();
         for (o, output) in o.row(index).iter_mut().zip(output) {
             *o = output * inverse;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tasks_are_as_long_as_leaves_enough_of_them() {
+        let dims = |num_heads, num_queries, head_dim| Dims {
+            batch: 1,
+            num_queries,
+            num_keys: num_queries,
+            num_heads,
+            num_kv_heads: num_heads,
+            head_dim,
+        };
+        let near = near_tokens(QUERY_BLOCK, 32);
+        assert!(near >= 4 * QUERY_BLOCK && near.is_multiple_of(QUERY_BLOCK), "{near}");
+        assert_eq!(queries_per_task(&dims(8, 1 << 20, 32), 2), near);
+        assert_eq!(queries_per_task(&dims(1, 16 * QUERY_BLOCK, 32), 1), 2 * QUERY_BLOCK);
+        assert_eq!(queries_per_task(&dims(1, 16 * QUERY_BLOCK, 32), 16), QUERY_BLOCK);
+        assert_eq!(
+            queries_per_task(&dims(64, 1 << 20, 1024), 1),
+            QUERY_BLOCK,
+            "one tile is beyond what is near"
+        );
+        assert_eq!(queries_per_task(&dims(1, 0, 32), 1), QUERY_BLOCK);
     }
 }

@@ -1,8 +1,8 @@
 //! Working memory that each thread keeps between calls.
 
 use super::operand::Operand;
-use super::softmax::ROW_STRIDE;
-use super::tiles::{KEY_BLOCK, QUERY_BLOCK};
+use super::softmax::{ROW_STRIDE, SUMS};
+use super::tiles::{KEY_BLOCK, QUERY_BLOCK, near_tokens};
 use std::cell::RefCell;
 
 /// Elements in a cache line, to which the memory is aligned.
@@ -24,31 +24,33 @@ pub(in crate::ops::attention) fn scratch_bytes<T: Operand>(
     backward: bool,
 ) -> usize {
     let elements = if backward {
-        total(key_block_lengths::<T>(num_tokens.min(KEY_BLOCK), head_dim))
+        total(keys_lengths::<T>(num_tokens, head_dim))
     } else {
-        total(query_block_lengths::<T>(num_tokens.min(QUERY_BLOCK), head_dim))
+        total(queries_lengths::<T>(num_tokens, head_dim))
     };
     elements * size_of::<f32>() + T::packed_bytes(T::STRIP.max(T::BACKWARD_STRIP), KEY_BLOCK, head_dim)
 }
 
-/// Lengths of the buffers of a forward task of `rows` queries: scores, what they are converted to, queries, transposed
-/// keys, values, output, largest scores and sums.
-pub(super) fn query_block_lengths<T: Operand>(rows: usize, head_dim: usize) -> [usize; 8] {
+/// Lengths of the buffers of a forward task of any of `num_queries` queries: scores, what they are converted to,
+/// queries, transposed keys, values, output, largest scores and sums.
+pub(super) fn queries_lengths<T: Operand>(num_queries: usize, head_dim: usize) -> [usize; 8] {
+    let rows = num_queries.min(near_tokens(QUERY_BLOCK, head_dim));
     let tile = rows.min(T::STRIP) * ROW_STRIDE;
     let (of_queries, of_keys) = (rows * head_dim, KEY_BLOCK * head_dim);
-    [tile, T::room_for_tile(tile), of_queries, ROW_STRIDE * head_dim, of_keys, of_queries, rows, rows]
+    [tile, T::room_for_tile(tile), of_queries, ROW_STRIDE * head_dim, of_keys, of_queries, rows, rows * SUMS]
 }
 
-/// Lengths of the buffers of a backward task of `keys` keys: two tiles and what they are converted to; the keys; keys
-/// and values transposed; queries and the output's gradient; the gradients of keys and values.
-pub(super) fn key_block_lengths<T: Operand>(keys: usize, head_dim: usize) -> [usize; 11] {
+/// Lengths of the buffers of a backward task of any of `num_keys` keys: two tiles and what they are converted to; the
+/// keys; keys and values transposed; queries and the output's gradient; the gradients of keys and values.
+pub(super) fn keys_lengths<T: Operand>(num_keys: usize, head_dim: usize) -> [usize; 11] {
+    let keys = num_keys.min(near_tokens(KEY_BLOCK, head_dim));
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (room, transposed) = (T::room_for_tile(tile), ROW_STRIDE * head_dim);
+    let (room, transposed) = (T::room_for_tile(tile), keys.div_ceil(KEY_BLOCK) * ROW_STRIDE * head_dim);
     let (of_keys, of_queries) = (keys * head_dim, QUERY_BLOCK * head_dim);
     [tile, tile, room, room, of_keys, transposed, transposed, of_queries, of_queries, of_keys, of_keys]
 }
 
-/// As [`key_block_lengths`], of a task that makes the gradient of `queries` queries alone.
+/// As [`keys_lengths`], of a task that makes the gradient of `queries` queries alone.
 pub(super) fn dq_lengths<T: Operand>(queries: usize, head_dim: usize) -> [usize; 8] {
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
     let transposed = ROW_STRIDE * head_dim;

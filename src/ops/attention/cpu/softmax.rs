@@ -6,18 +6,21 @@
 use super::exp::exp;
 use super::tiles::{KEY_BLOCK, Span};
 use crate::ops::attention::{VisibleRanges, blocks::intersect};
-use crate::ops::simd::{Isa, LANES, dot, max_lanes, max_of_lanes, simd_kernel, sum_of_lanes};
+use crate::ops::simd::{Isa, LANES, Lanes, dot, max_lanes, max_of_lanes, simd_kernel};
 use std::ops::Range;
 
 /// Distance between two rows of scores. Not a power of two, so that a column does not map to one cache set.
 pub(super) const ROW_STRIDE: usize = KEY_BLOCK + LANES;
 
+/// Sums of powers per query: those that a vector adds at once. They are added up when there are no more keys.
+pub(super) const SUMS: usize = LANES / 2;
+
 /// A query block's running softmax.
 pub(super) struct Running<'a> {
     /// Largest score so far, per query.
     pub(super) max: &'a mut [f32],
-    /// Sum of `exp(score - max)` so far, per query.
-    pub(super) sum: &'a mut [f32],
+    /// Sums of `exp(score - max)` so far, [`SUMS`] per query: a key's goes to that of its place among as many.
+    pub(super) sums: &'a mut [[f32; SUMS]],
     /// Sum of `exp(score - max) * v` so far, `[queries, head_dim]`.
     pub(super) output: &'a mut [f32],
     /// Columns of `output`.
@@ -43,15 +46,9 @@ simd_kernel! {
             let (seen, row) = visible_part(span, visible, query, row);
             hide(row, &seen);
             let index = query - running.first_query;
-            let old_max = running.max[index];
-            let max = largest(row, old_max);
-            if max != old_max {
-                let factor = exp::<S>(old_max - max);
-                running.max[index] = max;
-                running.sum[index] *= factor;
-                for element in &mut running.output[index * running.head_dim..][..running.head_dim] {
-                    *element *= factor;
-                }
+            // Seldom, after the first keys: the row's maximum itself does not have to be known.
+            if any_above(&largest(row), running.max[index]) {
+                raise_max(running, index, row);
             }
         }
         for (query, row) in span.queries.clone().zip(scores.chunks_mut(ROW_STRIDE)) {
@@ -60,8 +57,23 @@ simd_kernel! {
             if seen.is_empty() {
                 row.fill(0.0);
             } else {
-                running.sum[index] += exp_and_sum::<S>(row, running.max[index]);
+                add_powers::<S>(row, running.max[index], &mut running.sums[index]);
             }
+        }
+    }
+}
+
+simd_kernel! {
+    /// Refers a query's sums to the largest element of the row.
+    fn raise_max<S>(running: &mut Running<'_>, index: usize, row: &[f32]) {
+        let max = max_of_lanes(largest(row));
+        let factor = exp::<S>(running.max[index] - max);
+        running.max[index] = max;
+        for sum in &mut running.sums[index] {
+            *sum *= factor;
+        }
+        for element in &mut running.output[index * running.head_dim..][..running.head_dim] {
+            *element *= factor;
         }
     }
 }
@@ -127,19 +139,29 @@ fn hide(row: &mut [f32], seen: &Range<usize>) {
     row[seen.end..].fill(f32::NEG_INFINITY);
 }
 
-/// The largest element of the row, or `floor` if that is larger.
+/// The largest of every [`LANES`]th element of the row.
 #[inline(always)]
-fn largest(row: &[f32], floor: f32) -> f32 {
-    let mut lanes = [floor; LANES];
+fn largest(row: &[f32]) -> Lanes {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
     for chunk in row.as_chunks::<LANES>().0 {
         lanes = max_lanes(&lanes, chunk);
     }
-    max_of_lanes(lanes)
+    lanes
 }
 
-/// Replaces the row by `exp(element - max)` and returns its sum.
+/// Looks at all lanes, as vectors do.
 #[inline(always)]
-fn exp_and_sum<S: Isa>(row: &mut [f32], max: f32) -> f32 {
+fn any_above(lanes: &Lanes, bound: f32) -> bool {
+    let mut any = false;
+    for lane in lanes {
+        any |= *lane > bound;
+    }
+    any
+}
+
+/// Replaces the row by `exp(element - max)` and adds every [`SUMS`]th to its sum.
+#[inline(always)]
+fn add_powers<S: Isa>(row: &mut [f32], max: f32, sums: &mut [f32; SUMS]) {
     let mut lanes = [0f32; LANES];
     for chunk in row.as_chunks_mut::<LANES>().0 {
         for (lane, element) in lanes.iter_mut().zip(chunk) {
@@ -147,7 +169,9 @@ fn exp_and_sum<S: Isa>(row: &mut [f32], max: f32) -> f32 {
             *lane += *element;
         }
     }
-    sum_of_lanes(lanes)
+    for (index, sum) in sums.iter_mut().enumerate() {
+        *sum += lanes[index] + lanes[index + SUMS];
+    }
 }
 
 simd_kernel! {

@@ -11,10 +11,18 @@ use std::ops::Range;
 pub(super) const QUERY_BLOCK: usize = 480;
 /// Keys per tile.
 pub(super) const KEY_BLOCK: usize = 256;
+/// Most elements of a head that a task copies together, if that is more than a tile's: whatever it fetches from farther
+/// away to go with them, it fetches once for all of them, as long as they stay in the second cache.
+const NEAR_ELEMENTS: usize = 1 << 17;
 /// Queries per rectangle where a tile is only partly visible.
 const PANEL: usize = 48;
 /// A tile's fully visible keys become a rectangle of their own from this many on.
 const MIN_DENSE_KEYS: usize = 64;
+
+/// Tokens of as many tiles of `tile` tokens as a task keeps near.
+pub(super) fn near_tokens(tile: usize, head_dim: usize) -> usize {
+    tile * (NEAR_ELEMENTS / (tile * head_dim.max(1))).max(1)
+}
 
 /// A rectangle of (query, key) pairs, computed as a whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
