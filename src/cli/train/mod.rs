@@ -5,6 +5,7 @@ mod args;
 mod checkpoints;
 mod feed;
 mod host;
+mod made;
 mod memory;
 mod monitors;
 mod output;
@@ -24,6 +25,7 @@ use anyhow::Context;
 pub(super) use args::TrainArgs;
 use feed::{Limit, Phase};
 use host::Host;
+use made::MadeDirectories;
 use rank::RankOutcome;
 use reporter::Reported;
 use resume::Resume;
@@ -73,9 +75,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     run.tracer = trace.as_ref().map(|(_, tracer)| tracer.clone());
     // Nothing is written for a run that some process cannot start.
     let written = match host.is_first() {
-        true => run
-            .check_places(trace.as_ref().map(|(path, _)| &**path))
-            .and_then(|()| run.prepare_output(&config_path)),
+        true => run.take_places(&config_path, trace.as_ref().map(|(path, _)| &**path)),
         false => Ok(()),
     };
     host.agree(written)?;
@@ -138,19 +138,19 @@ fn failure(error: LaunchError) -> Failure {
 }
 
 impl Run {
-    /// Whether what the run writes outside of its output directory can be written. What makes directories comes last.
-    fn check_places(&self, trace: Option<&Path>) -> Result<(), Failure> {
+    /// Sees that everything can be written that the run writes, and takes the output directory for it. A run that is
+    /// refused leaves nothing.
+    fn take_places(&mut self, config_path: &Path, trace: Option<&Path>) -> Result<(), Failure> {
         let monitoring = &self.config.monitoring;
         trace.map_or(Ok(()), trace::check)?;
         profile::check(&monitoring.flops_profiler)?;
-        monitors::check(monitoring, None)
-    }
-
-    /// Makes the output directory and takes it for this run.
-    fn prepare_output(&mut self, config_path: &Path) -> Result<(), Failure> {
-        let (output, lock) = output::take(config_path, &self.config).or_run()?;
-        monitors::check(&self.config.monitoring, Some(&output))?;
-        (self.output, self._lock) = (output, Some(lock));
+        let mut made = MadeDirectories::default();
+        let output = output::make(config_path, &self.config, &mut made).or_run()?;
+        monitors::check(monitoring, &output, &mut made)?;
+        // The lock comes last: its file stays.
+        self._lock = Some(output::lock(&output, config_path).or_run()?);
+        self.output = output;
+        made.keep();
         Ok(())
     }
 
