@@ -1,5 +1,6 @@
 //! The arguments of `ulysses train`.
 
+use crate::cli::arguments::at_least_1;
 use crate::cli::process::WorldArgs;
 use crate::cli::{DeviceArg, data};
 use clap::ValueEnum;
@@ -35,16 +36,16 @@ pub(in crate::cli) struct TrainArgs {
     #[arg(long, value_name = "TEXT")]
     pub(super) mesh_selector: Option<String>,
     /// Tokens in a row, over all sp ranks.
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     pub(super) seq_len: Option<usize>,
     /// Optimizer steps.
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     pub(super) steps: Option<u64>,
     /// Times that the data is gone through, instead of --steps.
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     pub(super) epochs: Option<u64>,
     /// CPU threads of each rank; a fair share of the cores without it.
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     pub(super) threads_per_rank: Option<usize>,
     /// Where the ranks' tensors are: each rank has a GPU, or shares one.
     #[arg(long, default_value = "cpu")]
@@ -63,13 +64,13 @@ pub(in crate::cli) struct TrainArgs {
     #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
     pub(super) resume: Option<Option<PathBuf>>,
     /// Seed of the initial weights and of the order of the data.
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     pub(super) seed: Option<u64>,
     /// Write what all ranks do in the first steps as one timeline, for ui.perfetto.dev or chrome://tracing.
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
     /// Steps that are traced.
-    #[arg(long, value_name = "N", default_value_t = 5, requires = "trace", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 5, requires = "trace", value_parser = at_least_1::<u64>)]
     pub(super) trace_steps: u64,
 }
 
