@@ -1,14 +1,33 @@
-//! The command line's arguments, and what is said of those that are no numbers.
+//! The command line's arguments, and what is said of those that are no numbers or no valid ones.
 
 use super::Cli;
-use clap::Parser;
 use clap::error::{ContextKind, Error, ErrorKind};
+use clap::{Arg, Command, CommandFactory, FromArgMatches};
 use std::error::Error as _;
 use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
+use std::str::FromStr;
 
 /// The arguments of this process. What is wrong with them ends it with exit code 2.
 pub(super) fn parse() -> Cli {
-    Cli::try_parse().unwrap_or_else(|error| in_plain_words(error).exit())
+    let matches = taking_negative_numbers(Cli::command()).try_get_matches();
+    matches
+        .and_then(|matches| Cli::from_arg_matches(&matches))
+        .unwrap_or_else(|error| in_plain_words(error).exit())
+}
+
+/// `-1` after a flag is its value, which is told what is wrong with it, and no flag of its own.
+fn taking_negative_numbers(command: Command) -> Command {
+    let of_arg = |arg: Arg| match arg.get_action().takes_values() {
+        true => arg.allow_negative_numbers(true),
+        false => arg,
+    };
+    command.mut_args(of_arg).mut_subcommands(taking_negative_numbers)
+}
+
+/// Parses a count that cannot be 0.
+pub(super) fn at_least_1<N: FromStr + PartialOrd + From<u8>>(text: &str) -> Result<N, String> {
+    let number = text.parse().ok().filter(|number: &N| *number >= N::from(1));
+    number.ok_or_else(|| "expected a whole number from 1".to_owned())
 }
 
 /// The standard library says what is wrong with a text that is no number ("invalid digit found in string"), not what would be

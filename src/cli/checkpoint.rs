@@ -1,5 +1,6 @@
 //! `ulysses checkpoint`.
 
+use super::arguments::at_least_1;
 use super::{Failure, OrFail, note, print};
 use anyhow::{Context, anyhow};
 use clap::{Subcommand, ValueEnum};
@@ -54,7 +55,7 @@ struct ExportArgs {
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
     /// Most megabytes (10^6 bytes) of tensors in a file.
-    #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 5000, value_parser = at_least_1::<u64>)]
     max_file_mb: u64,
     /// tokenizer.json to copy; the one that the run was given, without it.
     #[arg(long)]

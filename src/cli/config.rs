@@ -20,7 +20,7 @@ pub(super) enum ConfigCommand {
         #[arg(long, allow_hyphen_values = true)]
         mesh: Option<String>,
         /// Optimizer steps, to which a schedule may be left to decay.
-        #[arg(long, allow_negative_numbers = true)]
+        #[arg(long)]
         steps: Option<u64>,
     },
     /// Print the reference of all keys in Markdown.

@@ -27,16 +27,16 @@ pub(super) struct EvalArgs {
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
     /// Tokens in a row, over all sp ranks: the longest context that a prediction has.
-    #[arg(long, default_value_t = 1024, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 1024)]
     seq_len: usize,
     /// Rows that a rank takes at once.
-    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 1)]
     batch_size: usize,
     /// Documents in rows: `greedy`, `cut` or `concat`.
     #[arg(long, default_value = "greedy", value_parser = parse_packing)]
     packing: Packing,
     /// CPU threads of each rank; a fair share of the cores without it.
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     threads_per_rank: Option<usize>,
     /// Where the ranks' tensors are.
     #[arg(long, default_value = "cpu")]

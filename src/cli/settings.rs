@@ -2,6 +2,7 @@
 
 use super::Failure;
 use anyhow::anyhow;
+use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
@@ -134,12 +135,19 @@ pub(super) fn memory_bytes(label: &str) -> Option<f64> {
 }
 
 /// Writable memory of a process (`self` is this one).
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(super) struct WritableMemory {
     /// Bytes that it has mapped for itself: what RLIMIT_DATA limits.
     pub(super) mapped: u64,
     /// Bytes that it has touched and that are in memory.
     pub(super) resident: u64,
+}
+
+impl WritableMemory {
+    /// The larger of each.
+    pub(super) fn max(self, other: Self) -> Self {
+        Self { mapped: self.mapped.max(other.mapped), resident: self.resident.max(other.resident) }
+    }
 }
 
 /// What a process has, where the system tells.

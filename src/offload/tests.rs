@@ -24,6 +24,13 @@ fn read_ahead(store: &OffloadStore, extent: &Extent, like: &Tensor) {
     store.read_ahead(extent, || Ok::<_, OffloadError>(like.zeros_like().unwrap())).unwrap();
 }
 
+/// A tensor of two elements in the store.
+fn one_and_two(store: &OffloadStore) -> (Extent, Tensor) {
+    let (extent, tensor) = (store.reserve(8), filled(1, 2, DType::F32));
+    store.write(&extent, tensor.clone()).unwrap();
+    (extent, tensor)
+}
+
 #[test]
 fn every_place_gives_back_what_was_written_to_it_last() {
     for store in stores() {
@@ -59,8 +66,7 @@ fn a_tensor_that_was_settled_may_be_overwritten() {
 #[test]
 fn what_was_read_ahead_before_a_write_is_not_served_after_it() {
     for store in stores() {
-        let (extent, tensor) = (store.reserve(8), filled(1, 2, DType::F32));
-        store.write(&extent, tensor.clone()).unwrap();
+        let (extent, tensor) = one_and_two(&store);
         read_ahead(&store, &extent, &tensor);
         store.write(&extent, filled(8, 2, DType::F32)).unwrap();
         assert_eq!(bits(&read(&store, &extent, &tensor)), [8.0, 9.0], "{store:?}");
@@ -87,8 +93,7 @@ fn a_place_that_is_freed_before_its_copies_are_done_keeps_their_order() {
 #[test]
 fn every_read_returns_a_tensor_of_its_own() {
     for store in stores() {
-        let (extent, tensor) = (store.reserve(8), filled(1, 2, DType::F32));
-        store.write(&extent, tensor.clone()).unwrap();
+        let (extent, tensor) = one_and_two(&store);
         read_ahead(&store, &extent, &tensor);
         let [first, second] = [(); 2].map(|()| read(&store, &extent, &tensor));
         crate::ops::reduce::fill(&first, 0.0).unwrap();
@@ -99,8 +104,7 @@ fn every_read_returns_a_tensor_of_its_own() {
 #[test]
 fn the_host_fills_one_tensor_ahead_and_a_file_none() {
     for (store, expected) in stores().into_iter().zip([0, 1]) {
-        let (extent, tensor) = (store.reserve(8), filled(1, 2, DType::F32));
-        store.write(&extent, tensor.clone()).unwrap();
+        let (extent, tensor) = one_and_two(&store);
         let made = std::cell::Cell::new(0);
         let empty = || {
             made.set(made.get() + 1);

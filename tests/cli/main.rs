@@ -18,6 +18,7 @@ mod mesh;
 mod monitors;
 mod parts;
 mod plan;
+mod plan_times;
 mod refused_arguments;
 mod refused_batches;
 mod refused_files;

@@ -2,6 +2,8 @@
 
 use super::support::cli::Workplace;
 use serde_json::{Value, json};
+use std::fs;
+use ulysses::checkpoint::OutputLock;
 
 fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
@@ -200,17 +202,52 @@ fn places_that_cannot_be_written_to_are_refused_before_anything_starts() {
 }
 
 #[test]
-fn a_refused_run_leaves_no_directory_for_monitors() {
+fn a_refused_run_leaves_no_directory() {
+    let board = json!({ "enabled": true, "output_path": "boards", "job_name": "j" });
+    for (changes, code, key) in [
+        (
+            json!({ "flops_profiler": { "enabled": true, "output_file": "no/such/p.txt" } }),
+            2,
+            "`flops_profiler.output_file`",
+        ),
+        (
+            json!({ "csv_monitor": { "enabled": true, "output_path": "text.txt/x" } }),
+            2,
+            "`csv_monitor.output_path`",
+        ),
+        (
+            json!({ "csv_monitor": { "enabled": true, "job_name": "j".repeat(300) } }),
+            2,
+            "`csv_monitor.job_name`",
+        ),
+        (json!({ "ulysses": { "output": "text.txt" } }), 1, "text.txt: this is a file"),
+        (json!({ "ulysses": { "output": "text.txt/out" } }), 1, "output directory text.txt/out"),
+    ] {
+        let place = Workplace::new();
+        place.write_config("c.json", changes);
+        let mut config = place.read_json("c.json");
+        config["tensorboard"] = board.clone();
+        place.write("c.json", config.to_string());
+        place.run(&["train", "c.json"]).assert_refused(code, &[key]);
+        let left: Vec<_> =
+            fs::read_dir(place.path("")).unwrap().map(|file| file.unwrap().file_name()).collect();
+        assert_eq!(left.len(), 2, "the config and the text: {left:?}");
+    }
+}
+
+#[test]
+fn a_run_whose_output_directory_is_anothers_leaves_nothing_beside_it() {
     let place = Workplace::new();
-    place.write_config(
-        "c.json",
-        json!({
-            "tensorboard": { "enabled": true, "output_path": "boards", "job_name": "j" },
-            "flops_profiler": { "enabled": true, "output_file": "no/such/p.txt" },
-        }),
-    );
-    place.run(&["train", "c.json"]).assert_refused(2, &["`flops_profiler.output_file`"]);
-    assert!(!place.path("boards").exists() && !place.path("out").exists());
+    let board = json!({ "enabled": true, "output_path": "boards", "job_name": "j" });
+    place.write_config("c.json", json!({ "tensorboard": board, "csv_monitor": { "enabled": true } }));
+    fs::create_dir(place.path("out")).unwrap();
+    let held = OutputLock::acquire(&place.path("out"), "job 17").unwrap();
+    place.run(&["train", "c.json"]).assert_refused(1, &["out is in use by job 17"]);
+    assert!(!place.path("boards").exists());
+    assert_eq!(fs::read_dir(place.path("out")).unwrap().count(), 1, "the lock");
+    drop(held);
+    place.run(&["train", "c.json"]).assert_done();
+    assert!(place.path("boards/j").exists());
 }
 
 #[test]

@@ -82,6 +82,27 @@ fn counts_of_zero_and_below_are_refused() {
 }
 
 #[test]
+fn a_negative_number_is_the_value_of_its_flag_in_every_command() {
+    let run = |arguments: &[&str]| Workplace::new().run(arguments);
+    for arguments in [
+        &["plan", "c.json", "--ranks-per-node", "-1"][..],
+        &["mesh", "2x2", "--nodes", "-1"],
+        &["bench", "attention", "--seq-len", "-1"],
+        &["bench", "max-seq-len", "c.json", "--resolution", "-1"],
+        &["train", "c.json", "--trace", "t.json", "--trace-steps", "-1"],
+        #[cfg(unix)]
+        &["launch", "--nproc", "-1"],
+    ] {
+        let flag = arguments[arguments.len() - 2];
+        run(arguments).assert_refused(2, &[&format!("invalid value '-1' for '{flag} ")]);
+    }
+    // What is a flag stays one.
+    run(&["mesh", "2x2", "-x"]).assert_refused(2, &["unexpected argument '-x'"]);
+    train(&["--trace", "t.json", "--trace-steps", "0"])
+        .assert_refused(2, &["expected a whole number from 1"]);
+}
+
+#[test]
 fn what_this_machine_cannot_bear_is_refused() {
     train(&["--threads-per-rank", "100000"]).assert_refused(2, &["100000 thread(s)", "at most 4096"]);
     train(&["--seq-len", "4000000000"]).assert_refused(2, &["GiB", "4000000000 tokens", "seq_len"]);

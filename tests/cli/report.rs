@@ -83,6 +83,22 @@ fn a_run_of_which_only_metrics_are_left_is_reported() {
 }
 
 #[test]
+fn a_record_or_a_config_that_no_run_writes_is_refused_by_name() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({}));
+    place.run(&["train", "c.json"]).assert_done();
+    for name in ["out/config.json", "out/run.json"] {
+        let sound = place.read(name);
+        for (text, fault) in [("[1]", "not the JSON object that a run writes"), ("{", "EOF while parsing")] {
+            place.write(name, text);
+            place.run(&["report", "out"]).assert_refused(2, &[name, fault]);
+        }
+        place.write(name, sound);
+    }
+    place.run(&["report", "out"]).assert_done();
+}
+
+#[test]
 fn the_measured_memory_of_a_step_is_told_by_parts_and_its_largest_is_the_peak() {
     let place = Workplace::new();
     let changes = json!({

@@ -33,6 +33,17 @@ fn write_config(place: &Workplace, name: &str, changes: Value) {
     place.write(name, config.to_string());
 }
 
+/// A workplace whose `c.json` saves every five steps.
+fn workplace() -> Workplace {
+    let place = Workplace::new();
+    write_config(&place, "c.json", json!({}));
+    place
+}
+
+fn train(place: &Workplace, arguments: &[&str]) -> Outcome {
+    place.run(&[&["train", "c.json"], arguments].concat())
+}
+
 #[test]
 fn a_resumed_run_writes_the_metrics_of_an_uninterrupted_one() {
     for background in [false, true] {
@@ -95,8 +106,7 @@ fn a_run_goes_on_on_any_mesh_at_any_stage_with_the_same_losses() {
 
 #[test]
 fn a_damaged_checkpoint_is_passed_over_and_saved_again() {
-    let place = Workplace::new();
-    write_config(&place, "c.json", json!({}));
+    let place = workplace();
     place.run(&["train", "c.json", "--steps", "10"]).assert_done();
     let shard = place.path("out/step_00000010/exp_avg.00000-of-00001.safetensors");
     let mut bytes = fs::read(&shard).unwrap();
@@ -115,9 +125,8 @@ fn a_damaged_checkpoint_is_passed_over_and_saved_again() {
 
 #[test]
 fn runs_are_not_mixed() {
-    let place = Workplace::new();
-    write_config(&place, "c.json", json!({}));
-    let train = |arguments: &[&str]| place.run(&[&["train", "c.json"], arguments].concat());
+    let place = workplace();
+    let train = |arguments: &[&str]| train(&place, arguments);
     let outcome = train(&["--steps", "7", "--resume"]);
     assert!(
         outcome.assert_done().stderr.contains("out has no checkpoint to resume: starting"),
@@ -149,9 +158,8 @@ fn runs_are_not_mixed() {
 
 #[test]
 fn a_run_goes_on_from_the_newest_sound_checkpoint_of_another_ones_directory() {
-    let place = Workplace::new();
-    write_config(&place, "c.json", json!({}));
-    let train = |arguments: &[&str]| place.run(&[&["train", "c.json"], arguments].concat());
+    let place = workplace();
+    let train = |arguments: &[&str]| train(&place, arguments);
     train(&["--steps", "10"]).assert_done();
     fs::remove_file(place.path("out/step_00000010/manifest.json")).unwrap();
     let outcome = train(&["--steps", "12", "--output", "other", "--resume=out"]);
@@ -165,9 +173,8 @@ fn a_run_goes_on_from_the_newest_sound_checkpoint_of_another_ones_directory() {
 
 #[test]
 fn metrics_of_nobody_knows_what_are_kept_apart_from_a_run_that_comes_from_elsewhere() {
-    let place = Workplace::new();
-    write_config(&place, "c.json", json!({}));
-    let train = |arguments: &[&str]| place.run(&[&["train", "c.json"], arguments].concat());
+    let place = workplace();
+    let train = |arguments: &[&str]| train(&place, arguments);
     train(&["--steps", "5"]).assert_done();
     let strange = "{\"step\":1,\"loss\":77.0}\n{\"step\":9,\"loss\":66.0}\n";
     place.write("other/metrics.jsonl", strange);
@@ -189,8 +196,7 @@ fn metrics_of_nobody_knows_what_are_kept_apart_from_a_run_that_comes_from_elsewh
 
 #[test]
 fn a_checkpoint_is_no_output_directory() {
-    let place = Workplace::new();
-    write_config(&place, "c.json", json!({}));
+    let place = workplace();
     place.run(&["train", "c.json", "--steps", "5"]).assert_done();
     let outcome = place.run(&["train", "c.json", "--steps", "7", "--output", "out/step_00000005"]);
     outcome.assert_refused(2, &["--output out/step_00000005: this is a checkpoint"]);
@@ -213,8 +219,7 @@ fn checkpoints_are_no_data_to_train_on() {
 
 #[test]
 fn a_second_job_is_refused_and_told_who_holds_the_directory() {
-    let place = Workplace::new();
-    write_config(&place, "c.json", json!({}));
+    let place = workplace();
     fs::create_dir(place.path("out")).unwrap();
     let held = OutputLock::acquire(&place.path("out"), "job 17 on node-a").unwrap();
     place.run(&["train", "c.json"]).assert_refused(1, &["out is in use by job 17 on node-a"]);
@@ -307,8 +312,7 @@ fn a_save_that_fails_in_the_background_keeps_no_later_one_from_being_tried() {
 
 #[test]
 fn a_full_disk_stops_the_run_or_lets_it_go_on_as_configured() {
-    let place = Workplace::new();
-    write_config(&place, "c.json", json!({}));
+    let place = workplace();
     place.run(&["train", "c.json", "--steps", "5"]).assert_done();
     let resume = ["train", "c.json", "--steps", "12", "--resume"];
     let outcome = run_in_little_space(&place, &resume);

@@ -58,13 +58,13 @@ fn is_under_mpi(documented: &Documented) -> bool {
     UNDER_MPI.iter().any(|start| documented.command.starts_with(start))
 }
 
-fn is_run(documented: &Documented) -> bool {
+pub(super) fn is_run(documented: &Documented) -> bool {
     let is_listed = NOT_RUN.iter().any(|(start, _)| documented.command.starts_with(start));
     !is_listed && !is_synopsis(documented) && (!is_under_mpi(documented) || cfg!(feature = "mpi"))
 }
 
 /// A directory with what a clone has that commands name, and with files of a user's own.
-fn workplace() -> tempfile::TempDir {
+pub(super) fn workplace() -> tempfile::TempDir {
     let place = tempfile::tempdir().unwrap();
     let at = |name: &str| place.path().join(name);
     fs::create_dir_all(at("configs")).unwrap();
@@ -102,8 +102,8 @@ fn workplace() -> tempfile::TempDir {
     place
 }
 
-/// Runs the commands of a block by a shell, which ends at the first that fails.
-fn run(block: &[&Documented], place: &Path) {
+/// Runs the commands of a block by a shell, which ends at the first that fails; what they print.
+pub(super) fn run(block: &[&Documented], place: &Path) -> String {
     let script: Vec<&str> = block.iter().map(|documented| documented.command.as_str()).collect();
     let binary = Path::new(env!("CARGO_BIN_EXE_ulysses"));
     let path = std::env::join_paths(
@@ -120,6 +120,7 @@ fn run(block: &[&Documented], place: &Path) {
     let outcome = shell.env_remove("RUST_LOG").stdin(Stdio::null()).output().unwrap();
     let stderr = String::from_utf8_lossy(&outcome.stderr);
     assert!(outcome.status.success(), "{}:{}: {stderr}", block[0].file, block[0].line);
+    String::from_utf8(outcome.stdout).unwrap()
 }
 
 #[test]

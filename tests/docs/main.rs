@@ -1,4 +1,4 @@
-//! README and book: the commands that they show run, and their links lead somewhere.
+//! README and book: the commands that they show run, plans print what is quoted of them, and links lead somewhere.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,6 +6,7 @@ mod book;
 mod commands;
 #[path = "../support/documented.rs"]
 mod documented;
+mod quoted;
 
 use std::path::Path;
 

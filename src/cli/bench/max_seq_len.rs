@@ -45,7 +45,7 @@ pub(super) struct Args {
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
     /// Memory of each rank in GiB; the ranks of the process share the sum.
-    #[arg(long, visible_alias = "memory-gib", default_value_t = 2.0, allow_negative_numbers = true, value_parser = parse_gib)]
+    #[arg(long, visible_alias = "memory-gib", default_value_t = 2.0, value_parser = parse_gib)]
     gib_per_rank: f64,
     /// Search anew for each of the config's features that save memory: first without them, then with one more each time.
     #[arg(long)]
@@ -189,8 +189,8 @@ struct Attempt {
     seq_len: usize,
     fits: bool,
     seconds: f64,
-    /// The most writable memory that its process had.
-    memory: WritableMemory,
+    /// The most writable memory that its process had when asked.
+    memory: Option<WritableMemory>,
 }
 
 impl Search {
@@ -238,7 +238,7 @@ impl Search {
         Ok(fits)
     }
 
-    fn step(&self, seq_len: usize) -> Result<(Output, WritableMemory)> {
+    fn step(&self, seq_len: usize) -> Result<(Output, Option<WritableMemory>)> {
         let rows = self.directory.path().join("rows");
         write_documents(&rows, self.num_rows * seq_len)?;
         let output = self.output(seq_len);

@@ -2,6 +2,7 @@
 
 mod propose;
 
+use super::arguments::at_least_1;
 use super::{Failure, OrFail, note, print};
 use anyhow::{Context, anyhow};
 use propose::ProposeArgs;
@@ -23,13 +24,13 @@ pub(super) struct MeshArgs {
     #[arg(long, value_delimiter = ',')]
     names: Option<Vec<String>>,
     /// Number of ranks, to infer one size given as -1.
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     world_size: Option<usize>,
     /// Nodes: the first axis that divides by them runs across them.
-    #[arg(long, value_parser = at_least_1)]
+    #[arg(long, value_parser = at_least_1::<usize>)]
     nodes: Option<usize>,
     /// Ranks on each node.
-    #[arg(long, value_parser = at_least_1)]
+    #[arg(long, value_parser = at_least_1::<usize>)]
     devices_per_node: Option<usize>,
     /// Sizes between nodes, such as `1x2`; the shape is then that within a node.
     #[arg(long, allow_hyphen_values = true, conflicts_with = "propose")]
@@ -39,10 +40,6 @@ pub(super) struct MeshArgs {
     svg: Option<PathBuf>,
     #[command(flatten)]
     propose: ProposeArgs,
-}
-
-fn at_least_1(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "expected a whole number from 1".to_owned())
 }
 
 /// A mesh, and how many ranks share a node, where that is known.

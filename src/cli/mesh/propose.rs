@@ -32,7 +32,7 @@ pub(super) struct ProposeArgs {
     #[arg(long, requires = "propose")]
     seq_len: Option<usize>,
     /// Memory of a rank in GiB.
-    #[arg(long, allow_negative_numbers = true, requires = "propose")]
+    #[arg(long, requires = "propose")]
     memory_gib: Option<f64>,
     /// Config with optimizer, precision, ZeRO stage and recomputation; without it AdamW, bf16, stage 3 and all
     /// layers recomputed. Its mesh and its batch sizes do not count, but for the micro batch.

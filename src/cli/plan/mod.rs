@@ -7,6 +7,7 @@ mod scaling;
 pub(in crate::cli) mod table;
 mod text;
 
+use super::arguments::at_least_1;
 use super::model::{check_config, check_exchange};
 use super::{DeviceArg, Failure, OrFail, note, print, training_shape};
 use crate::cli::report::chart::drawing;
@@ -37,10 +38,10 @@ pub(super) struct PlanArgs {
     #[arg(long)]
     model: Option<String>,
     /// Memory of a rank in GiB: what fits, and how long a sequence.
-    #[arg(long, visible_alias = "gib-per-rank", allow_negative_numbers = true)]
+    #[arg(long, visible_alias = "gib-per-rank")]
     memory_gib: Option<f64>,
     /// Tokens in a row, over all sp ranks; without it the config's longest, and without that the longest that fits.
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     seq_len: Option<usize>,
     /// Ranks: `DPxSP` or `dp=2,sp=2`. Must not contradict the config.
     #[arg(long, allow_hyphen_values = true)]
@@ -49,14 +50,14 @@ pub(super) struct PlanArgs {
     #[arg(long, conflicts_with = "scaling")]
     device: Option<DeviceArg>,
     /// Consecutive ranks that share a node: those of --machine without it, or 8.
-    #[arg(long, value_parser = at_least_1)]
+    #[arg(long, value_parser = at_least_1::<usize>)]
     ranks_per_node: Option<usize>,
     /// Profile of a machine, from `ulysses bench profile` or configs/machines: predicts the time of a step, here and
     /// with every change and mesh, and says which mesh is fastest.
     #[arg(long, value_name = "FILE", conflicts_with = "scaling")]
     machine: Option<PathBuf>,
     /// Tokens of the documents that rows are packed with; without it a row is one document.
-    #[arg(long, value_parser = at_least_1)]
+    #[arg(long, value_parser = at_least_1::<usize>)]
     document_len: Option<usize>,
     /// Print one JSON object.
     #[arg(long)]
@@ -69,18 +70,11 @@ pub(super) struct PlanArgs {
     #[arg(long, conflicts_with_all = ["model", "memory_gib", "seq_len", "mesh"])]
     scaling: bool,
     /// Tokens of each rank in the scaling study.
-    #[arg(long, default_value_t = 8192, value_parser = at_least_1, requires = "scaling")]
+    #[arg(long, default_value_t = 8192, value_parser = at_least_1::<usize>, requires = "scaling")]
     tokens_per_rank: usize,
     /// Draw the memory over a step, or the scaling study, to this file.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-}
-
-fn at_least_1(text: &str) -> Result<usize, String> {
-    text.parse()
-        .ok()
-        .filter(|number| *number > 0)
-        .ok_or_else(|| "it must be a whole number from 1".to_owned())
 }
 
 /// Everything that is told.

@@ -27,8 +27,8 @@ impl RunFiles {
             name: name.unwrap_or_else(|| dir.display().to_string()),
             dir: dir.to_owned(),
             lines: Lines::read(&dir.join("metrics.jsonl"))?,
-            record: read_json(&dir.join("run.json"))?,
-            config: read_json(&dir.join("config.json"))?,
+            record: read_object(&dir.join("run.json"))?,
+            config: read_object(&dir.join("config.json"))?,
         })
     }
 
@@ -59,10 +59,14 @@ impl RunFiles {
     }
 }
 
-fn read_json(path: &Path) -> Result<Value> {
-    match std::fs::read_to_string(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
-        text => serde_json::from_str(&text.with_context(|| path.display().to_string())?)
-            .with_context(|| path.display().to_string()),
-    }
+/// A JSON object, or null where there is no such file.
+fn read_object(path: &Path) -> Result<Value> {
+    let name = || path.display().to_string();
+    let text = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Value::Null),
+        text => text.with_context(name)?,
+    };
+    let value: Value = serde_json::from_str(&text).with_context(name)?;
+    ensure!(value.is_object(), "{}: not the JSON object that a run writes", path.display());
+    Ok(value)
 }

@@ -1,5 +1,6 @@
 //! TensorBoard's files and CSV, where the config asks for them.
 
+use super::made::MadeDirectories;
 use crate::cli::{Failure, OrFail};
 use anyhow::Context;
 use serde_json::Value;
@@ -18,14 +19,17 @@ pub(super) struct Monitors {
 /// A metric's name, the step or sample that it belongs to, and its value.
 type Event = (String, u64, f64);
 
-/// Whether the directories that the config names can be written to, before there is anything to write; those in the
-/// output directory only where there is one.
-pub(super) fn check(monitoring: &MonitoringConfig, output: Option<&Path>) -> Result<(), Failure> {
+/// Makes the directories that the config names and sees that they can be written to, before there is anything to write.
+pub(super) fn check(
+    monitoring: &MonitoringConfig,
+    output: &Path,
+    made: &mut MadeDirectories,
+) -> Result<(), Failure> {
     let sections = [("tensorboard", &monitoring.tensorboard), ("csv_monitor", &monitoring.csv_monitor)];
     for (section, files) in sections {
         let Some(dir) = dir(files, output) else { continue };
         let key = if files.output_path.is_empty() { "job_name" } else { "output_path" };
-        let attempt = std::fs::create_dir_all(&dir).and_then(|()| tempfile::tempfile_in(&dir));
+        let attempt = made.make(&dir).and_then(|()| tempfile::tempfile_in(&dir));
         attempt
             .with_context(|| format!("`{section}.{key}`: cannot write to {}", dir.display()))
             .or_usage()?;
@@ -34,9 +38,9 @@ pub(super) fn check(monitoring: &MonitoringConfig, output: Option<&Path>) -> Res
 }
 
 /// Where a monitor's files go. `output` is for what has no path of its own.
-fn dir(files: &EventFilesConfig, output: Option<&Path>) -> Option<PathBuf> {
+fn dir(files: &EventFilesConfig, output: &Path) -> Option<PathBuf> {
     let parent = match files.output_path.as_str() {
-        "" => output?,
+        "" => output,
         path => Path::new(path),
     };
     files.enabled.then(|| parent.join(&files.job_name))
@@ -46,11 +50,11 @@ impl Monitors {
     /// Begins the files; `output` is for what has no path of its own.
     pub(super) fn new(config: &Config, output: &Path) -> anyhow::Result<Self> {
         let monitoring = &config.monitoring;
-        let event_file = dir(&monitoring.tensorboard, Some(output)).map(|dir| {
+        let event_file = dir(&monitoring.tensorboard, output).map(|dir| {
             EventFile::create(&dir)
                 .with_context(|| format!("`tensorboard`: cannot write to {}", dir.display()))
         });
-        let csv = dir(&monitoring.csv_monitor, Some(output)).map(|dir| {
+        let csv = dir(&monitoring.csv_monitor, output).map(|dir| {
             CsvFiles::create(&dir)
                 .with_context(|| format!("`csv_monitor`: cannot write to {}", dir.display()))
         });

@@ -1,5 +1,6 @@
 //! The output directory of a run.
 
+use super::made::MadeDirectories;
 use super::{Run, record};
 use crate::cli::note;
 use anyhow::{Context, ensure};
@@ -10,9 +11,12 @@ use std::path::{Path, PathBuf};
 use ulysses::checkpoint::OutputLock;
 use ulysses::config::Config;
 
-/// Makes the output directory and takes its lock. What is in it stays as it is: the ranks find out whether there is
-/// anything to do.
-pub(super) fn take(config_path: &Path, config: &Config) -> anyhow::Result<(PathBuf, OutputLock)> {
+/// Makes the output directory. What is in it stays as it is: the ranks find out whether there is anything to do.
+pub(super) fn make(
+    config_path: &Path,
+    config: &Config,
+    made: &mut MadeDirectories,
+) -> anyhow::Result<PathBuf> {
     let output = match &config.output {
         Some(output) => PathBuf::from(output),
         None => {
@@ -21,10 +25,13 @@ pub(super) fn take(config_path: &Path, config: &Config) -> anyhow::Result<(PathB
         }
     };
     ensure!(!output.is_file(), "--output {}: this is a file, a directory is needed", output.display());
-    std::fs::create_dir_all(&output)
-        .with_context(|| format!("cannot create the output directory {}", output.display()))?;
-    let lock = OutputLock::acquire(&output, &job(config_path))?;
-    Ok((output, lock))
+    made.make(&output).with_context(|| format!("cannot create the output directory {}", output.display()))?;
+    Ok(output)
+}
+
+/// Takes the output directory for this job.
+pub(super) fn lock(output: &Path, config_path: &Path) -> anyhow::Result<OutputLock> {
+    Ok(OutputLock::acquire(output, &job(config_path))?)
 }
 
 /// Makes the files in the output directory those of the run called `run_id`, which has done `first_step` steps before:

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use ulysses::comm::LaunchOptions;
-use ulysses::config::{Config, DataSource, Overrides, RawConfig, sizes_of};
+use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig, sizes_of};
 use ulysses::data::Dataset;
 use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload;
@@ -96,6 +96,21 @@ pub(super) fn lacks_backend(name: &str, by_flag: bool) -> Failure {
 pub(super) fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, Failure> {
     let unfilled = || Overrides { world_size: None, ..overrides.clone() };
     raw.resolve(overrides).or_else(|error| raw.resolve(&unfilled()).map_err(|_| error)).or_usage()
+}
+
+#[cfg(unix)]
+impl TrainArgs {
+    /// The config of the run, as one of so many processes will have it, and the backend that file or flag states.
+    pub(in crate::cli) fn for_launch(
+        &self,
+        num_processes: usize,
+    ) -> Result<(Config, Option<Backend>), Failure> {
+        let raw = RawConfig::from_file(&self.config).or_usage()?;
+        let cluster = Cluster { nodes: 1, ranks_per_node: num_processes };
+        let backend = self.backend.map(Backend::from).or(raw.backend());
+        let overrides = overrides(self.clone(), &raw, Some(cluster), self.rank_device(backend))?;
+        Ok((resolve(&raw, &overrides)?, backend))
+    }
 }
 
 /// What the flags say to what the file says, in a job of so many processes, if it is one. `device` is where the ranks'

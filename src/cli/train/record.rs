@@ -157,17 +157,21 @@ fn environment(run: &Run) -> Value {
         memory.and_then(|kib| kib.strip_suffix("kB")?.trim().parse::<u64>().ok()).map(|kib| kib << 10);
     let features =
         [("cuda", cfg!(feature = "cuda")), ("nccl", cfg!(feature = "nccl")), ("mpi", cfg!(feature = "mpi"))];
-    json!({
+    let mut environment = json!({
         "host": of_file("/proc/sys/kernel/hostname").map(|host| host.trim().to_owned()),
         "system": field(of_file("/etc/os-release"), "PRETTY_NAME")
             .unwrap_or_else(|| format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
         "processor": field(of_file("/proc/cpuinfo"), "model name"),
         "cores": std::thread::available_parallelism().map_or(1, |cores| cores.get()),
         "memory_bytes": memory,
-        "data_bytes_at_start": settings::writable_memory("self").map(|memory| memory.mapped),
         "threads_per_rank": run.launch.threads_per_rank,
         "device": run.device.name(),
         "backend": run.config.backend,
         "features": features.iter().filter(|(_, is_on)| *is_on).map(|(name, _)| *name).collect::<Vec<_>>(),
-    })
+    });
+    // Not every system tells.
+    if let Some(memory) = settings::writable_memory("self") {
+        environment["data_bytes_at_start"] = memory.mapped.into();
+    }
+    environment
 }

@@ -29,10 +29,10 @@ pub(super) struct VerifyArgs {
     #[arg(long, allow_hyphen_values = true)]
     mesh: String,
     /// What ZeRO partitions, 0 to 3; the config file's without it.
-    #[arg(long, allow_negative_numbers = true, value_parser = clap::value_parser!(u64).range(0..=3))]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(0..=3))]
     zero_stage: Option<u64>,
     /// Optimizer steps on the batch.
-    #[arg(long, allow_negative_numbers = true, default_value_t = 0)]
+    #[arg(long, default_value_t = 0)]
     steps: usize,
     /// DeepSpeed-style JSON config for the optimizer and clipping.
     #[arg(long)]
@@ -43,7 +43,7 @@ pub(super) struct VerifyArgs {
     output: Option<PathBuf>,
     /// Largest relative error that passes. The default is for f32 and for losses and gradients: 16 bits need about
     /// 1e-2, and after steps of Adam, which divides gradients by their own size, parameters need more too.
-    #[arg(long, allow_negative_numbers = true, default_value_t = 2e-5, value_parser = parse_tolerance)]
+    #[arg(long, default_value_t = 2e-5, value_parser = parse_tolerance)]
     tolerance: f64,
     /// Where the mesh's tensors are; the single rank that it is compared with is on the CPU.
     #[arg(long, default_value = "cpu")]

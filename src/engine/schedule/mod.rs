@@ -3,20 +3,24 @@
 //! [`schedule`] goes through a training step as [`Engine`](crate::engine::Engine) does and tells every
 //! collective with its bytes, the arithmetic, and every buffer that is taken or freed. It holds no tensor and
 //! knows no other rank, so the steps of a world of thousands cost a loop. Its files follow the code that they
-//! mirror: `units` is ZeRO's order of gathers and reductions, `layer` the decoder layer with its halves `heads` and
-//! `mlp`, `attention` the exchange with the attention, `checkpoints` what layers leave for their backward pass,
-//! `ledger` the workspace. `tests/schedule.rs` compares it event for event with
-//! what real ranks do, `tests/plan_memory.rs` its memory with the allocator's count.
+//! mirror: `forward` and `backward` are the engine's passes over the layers, `loss_head` what is between them, `units` is
+//! ZeRO's order of gathers and reductions, `layer` the decoder layer with its halves `heads` and `mlp`, `attention` the
+//! exchange with the attention, `checkpoints` what layers leave for their backward pass, `ledger` the workspace.
+//! `tests/schedule.rs` compares it event for event with what real ranks do, `tests/plan_memory.rs` its memory with the
+//! allocator's count.
 //!
 //! A change of what the engine allocates or communicates is made here as well; the tests say where.
 
 mod attention;
+mod backward;
 mod checkpoints;
 mod dims;
 mod event;
+mod forward;
 mod heads;
 mod layer;
 mod ledger;
+mod loss_head;
 mod mlp;
 mod units;
 
@@ -25,7 +29,6 @@ pub(super) use dims::chunk_plans;
 pub use event::{Axis, Event, Moment, Pass, Piece, Purpose, Transfer, Work};
 
 use super::EngineError;
-use crate::comm::CollectiveOp;
 use crate::config::{Config, LossNormalization, ParameterGroup};
 use crate::device::DeviceKind;
 use crate::mesh::DeviceMesh;
@@ -34,7 +37,7 @@ use attention::SequenceParallel;
 use checkpoints::{CheckpointStore, LayerTape};
 use dims::{Dims, Places};
 use layer::LayerPass;
-use ledger::{Away, Buffer, ElementType, Ledger};
+use ledger::{Away, Buffer, Ledger};
 use std::iter::FusedIterator;
 use units::Units;
 
@@ -193,18 +196,13 @@ impl Schedule {
         if self.is_tied { 0 } else { self.num_layers + 1 }
     }
 
-    /// The unit that the forward pass needs after that of `layer`.
-    fn unit_after(&self, layer: usize) -> usize {
-        if layer + 1 < self.num_layers { layer + 2 } else { self.head_unit() }
-    }
-
     fn layer_pass(&mut self) -> LayerPass<'_> {
         LayerPass::new(&self.dims, &mut self.attention, &mut self.ledger)
     }
 
-    /// Whether a layer keeps a checkpoint only.
-    fn is_recomputed(&self, layer: usize) -> bool {
-        self.checkpointing_interval.is_some_and(|interval| layer.is_multiple_of(interval))
+    /// Whether the gradients of this micro step are the last before an update.
+    fn is_boundary(&self) -> bool {
+        self.micro_step + 1 == self.accumulation
     }
 
     /// Tells the events of the next phase.
@@ -226,175 +224,6 @@ impl Schedule {
             }
             Phase::End => Phase::End,
         };
-    }
-
-    /// Tokens, their tables, and the embedding.
-    fn begin_micro_batch(&mut self) -> Phase {
-        self.ledger.push(Event::Begin(Moment::Embedding));
-        let Dims { hidden, head_dim, .. } = self.dims;
-        let tokens = self.dims.tokens();
-        // The batch: ids, labels and positions. The context: positions and the rotary tables.
-        let batch = tokens * (size_of::<u32>() + size_of::<i64>() + size_of::<u32>());
-        let rope = tokens * head_dim * size_of::<f32>();
-        let tables = batch + tokens * size_of::<u32>() + self.dims.geometry_bytes() + rope;
-        self.ledger.hold(Category::Other, tables as i64);
-        self.tape.table_bytes = tables;
-        self.attention.begin_micro_batch();
-        self.units.gather(0, &mut self.ledger);
-        let next = if self.num_layers == 0 { self.head_unit() } else { 1 };
-        self.units.prefetch(next, &mut self.ledger);
-        if next == 1 {
-            self.units.read_ahead(self.unit_after(0), &mut self.ledger);
-        }
-        let x = self.layer_pass().take(tokens * hidden);
-        self.ledger.touch(2 * tokens * hidden * self.ledger.bytes_of(ElementType::Stored));
-        self.units.release(0, &mut self.ledger);
-        self.tape.hidden = Some(x);
-        Phase::Forward { layer: 0 }
-    }
-
-    fn forward(&mut self, layer: usize) -> Phase {
-        self.ledger.push(Event::Begin(Moment::Forward { layer }));
-        self.units.gather(layer + 1, &mut self.ledger);
-        self.units.prefetch(self.unit_after(layer), &mut self.ledger);
-        if layer + 1 < self.num_layers {
-            self.units.read_ahead(self.unit_after(layer + 1), &mut self.ledger);
-        }
-        let x =
-            self.tape.hidden.take().unwrap_or_else(|| unreachable!("the embedding or a layer was before"));
-        let (y, left) = if self.is_recomputed(layer) {
-            let (y, checkpoint) = self.layer_pass().forward_checkpointed(x);
-            (y, self.checkpoint_store.keep(checkpoint, &mut self.ledger))
-        } else {
-            let (y, saved) = self.layer_pass().forward();
-            (y, LayerTape::State(x, saved))
-        };
-        self.units.release(layer + 1, &mut self.ledger);
-        self.tape.hidden = Some(y);
-        self.tape.layers.push(left);
-        Phase::Forward { layer: layer + 1 }
-    }
-
-    /// The head's forward, the loss, and the head's backward.
-    fn head(&mut self) -> Phase {
-        self.ledger.push(Event::Begin(Moment::Head));
-        if self.checkpoint_store.is_used() {
-            self.ledger.trim();
-        }
-        let Dims { hidden, vocab, loss_tile, .. } = self.dims;
-        let (unit, tokens) = (self.head_unit(), self.dims.tokens());
-        let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab);
-        // Softmax and its gradient read and write them.
-        let logits_bytes = 2 * tokens * vocab * size_of::<f32>();
-        self.units.gather(unit, &mut self.ledger);
-        let mut pass = self.layer_pass();
-        let (normed, rstd) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
-        let lse = pass.take_f32(tokens);
-        let logits = pass.take_f32(tile);
-        let wide_x = pass.take_if_narrow(loss_tile * hidden);
-        pass.ledger.operate(&[weight], 0);
-        pass.ledger.touch(logits_bytes);
-        pass.give_all([Some(logits), wide_x]);
-        pass.count(pass.dims.all(), hidden, vocab);
-        pass.compute(Piece::Head, Pass::Forward);
-        pass.ledger.give(normed);
-
-        let ids_and_labels = tokens * (size_of::<u32>() + size_of::<i64>());
-        self.tape.table_bytes += ids_and_labels;
-        self.ledger.hold(Category::Other, ids_and_labels as i64);
-        if self.normalises_micro_batches {
-            let agree = (CollectiveOp::AllReduce, Axis::Sp, Purpose::Agree);
-            self.units.transfer(&mut self.ledger, agree, (1, size_of::<f64>()));
-        }
-        self.checkpoint_store.read_ahead(self.tape.layers.last(), &mut self.ledger);
-        self.units.gradients(unit, &mut self.ledger);
-        if self.num_layers > 0 {
-            self.units.prefetch(self.num_layers, &mut self.ledger);
-        }
-        if self.num_layers > 1 {
-            self.units.read_ahead(self.num_layers - 1, &mut self.ledger);
-        }
-        let is_trained = self.trained_outside.projection;
-        let mut pass = self.layer_pass();
-        let (gradient, rstd_again) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
-        let dnormed = pass.take(x);
-        let packed = if is_trained { loss_tile.min(512) * vocab * size_of::<f32>() } else { 0 };
-        let logits = pass.take_f32(tile);
-        let [wide_x, wide_dx] = [(); 2].map(|()| pass.take_if_narrow(loss_tile * hidden));
-        pass.ledger.operate(&[weight], packed);
-        pass.ledger.touch(logits_bytes);
-        pass.give_all([Some(logits), wide_x, wide_dx]);
-        pass.backward_norm(pass.dims.all());
-        (0..1 + usize::from(is_trained)).for_each(|_| pass.count(pass.dims.all(), hidden, vocab));
-        pass.compute(Piece::Head, Pass::Backward);
-        [rstd, rstd_again, lse, dnormed].into_iter().for_each(|buffer| pass.ledger.give(buffer));
-        self.units.release(unit, &mut self.ledger);
-        if !self.is_tied {
-            self.units.reduce(unit, self.is_boundary(), &mut self.ledger);
-        }
-        self.tape.hidden.take().into_iter().for_each(|hidden| self.ledger.give(hidden));
-        self.tape.gradient = Some(gradient);
-        Phase::Backward { layer: self.num_layers }
-    }
-
-    fn backward(&mut self, layer: usize) -> Phase {
-        self.ledger.push(Event::Begin(Moment::Backward { layer }));
-        let unit = layer + 1;
-        let left = self.tape.layers.pop();
-        self.checkpoint_store.read_ahead(self.tape.layers.last(), &mut self.ledger);
-        self.units.gather(unit, &mut self.ledger);
-        self.units.gradients(unit, &mut self.ledger);
-        if layer > 0 {
-            self.units.prefetch(unit - 1, &mut self.ledger);
-        }
-        if layer > 1 {
-            self.units.read_ahead(unit - 2, &mut self.ledger);
-        }
-        let trained = self.trained[layer];
-        match left {
-            None => unreachable!("every layer's forward leaves something"),
-            Some(LayerTape::State(x, saved)) => {
-                self.layer_pass().backward(saved, &trained);
-                self.ledger.give(x);
-            }
-            Some(LayerTape::Checkpoint(checkpoint)) => {
-                self.layer_pass().backward_checkpointed(checkpoint, &trained);
-            }
-            Some(LayerTape::Offloaded(stored)) => {
-                let checkpoint = self.checkpoint_store.load(stored, &mut self.ledger);
-                self.layer_pass().backward_checkpointed(checkpoint, &trained);
-            }
-        }
-        self.units.release(unit, &mut self.ledger);
-        self.units.reduce(unit, self.is_boundary(), &mut self.ledger);
-        Phase::Backward { layer }
-    }
-
-    fn embedding_backward(&mut self) -> Phase {
-        self.ledger.push(Event::Begin(Moment::EmbeddingBackward));
-        self.units.gradients(0, &mut self.ledger);
-        if self.trained_outside.embedding {
-            let x = self.dims.tokens() * self.dims.hidden;
-            // Read, and added to rows of the f32 gradient.
-            self.ledger.touch(x * (self.ledger.bytes_of(ElementType::Stored) + 2 * size_of::<f32>()));
-        }
-        self.tape.gradient.take().into_iter().for_each(|gradient| self.ledger.give(gradient));
-        self.units.reduce(0, self.is_boundary(), &mut self.ledger);
-        self.units.finish_reductions(&mut self.ledger);
-        let retained = self.attention.retained_bytes(&self.dims);
-        let freed = std::mem::take(&mut self.tape.table_bytes) - retained;
-        self.ledger.hold(Category::Other, -(freed as i64));
-        self.micro_step += 1;
-        if self.micro_step < self.accumulation {
-            return Phase::Begin;
-        }
-        self.micro_step = 0;
-        Phase::Step
-    }
-
-    /// Whether the gradients of this micro step are the last before an update.
-    fn is_boundary(&self) -> bool {
-        self.micro_step + 1 == self.accumulation
     }
 }
 

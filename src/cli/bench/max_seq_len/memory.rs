@@ -40,7 +40,8 @@ struct RunRecord {
 
 #[derive(Deserialize)]
 struct Environment {
-    data_bytes_at_start: u64,
+    /// Absent where the system does not tell.
+    data_bytes_at_start: Option<u64>,
 }
 
 #[derive(Deserialize)]
@@ -64,66 +65,69 @@ pub(super) struct StepMemory {
     planned: u64,
     /// The most that each rank's allocations took, added up.
     in_use: u64,
-    /// The most writable memory that the process had touched when asked.
-    resident: u64,
-    /// The most that it had mapped, which is what is limited.
-    mapped: u64,
+    /// What the process had when it was asked, if it was.
+    #[serde(flatten)]
+    writable: Option<WritableMemory>,
     /// What of that was mapped before there were ranks: code, runtime, the text of the rows.
-    at_start: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    at_start: Option<u64>,
 }
 
 impl StepMemory {
-    /// Of the step that wrote `output`, and had mapped so much.
+    /// Of the step that wrote `output`, and had so much.
     pub(super) fn of(
         workload: &Workload,
         seq_len: usize,
         output: &Path,
-        WritableMemory { mapped, resident }: WritableMemory,
+        writable: Option<WritableMemory>,
     ) -> Result<Self, Failure> {
         let plan = workload.with_seq_len(seq_len).plan().or_usage()?;
         let run = RunRecord::read(output).or_run()?;
         Ok(Self {
             planned: plan.peak_bytes * workload.config.world_size() as u64,
             in_use: run.ranks.iter().map(|rank| rank.peak_bytes).sum(),
-            resident,
-            mapped,
+            writable,
             at_start: run.environment.data_bytes_at_start,
         })
     }
 
     /// What ranks had mapped and did not use, as far as it was seen: threads' stacks, and what the allocator maps around
     /// a block or could not hand out again.
-    fn slack(self) -> u64 {
-        self.mapped.saturating_sub(self.in_use + self.at_start)
+    fn slack(self) -> Option<u64> {
+        Some(self.writable?.mapped.saturating_sub(self.in_use + self.at_start?))
     }
 }
 
 impl Display for StepMemory {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { planned, in_use, resident, mapped, at_start } = *self;
-        let [planned, in_use, resident, mapped, at_start] =
-            [planned, in_use, resident, mapped, at_start].map(|bytes| bytes as f64 / MIB);
-        write!(
-            f,
-            "its step: {planned:.0} MiB planned, {in_use:.0} MiB in use, {resident:.0} MiB resident, \
-             {mapped:.0} MiB mapped: {at_start:.0} MiB before there were ranks, \
-             {:.0} MiB of stacks and of the allocator's",
-            self.slack() as f64 / MIB
-        )
+        let mib = |bytes: u64| bytes as f64 / MIB;
+        let Self { planned, in_use, writable, at_start } = *self;
+        write!(f, "its step: {:.0} MiB planned, {:.0} MiB in use", mib(planned), mib(in_use))?;
+        if let Some(WritableMemory { resident, mapped }) = writable {
+            write!(f, ", {:.0} MiB resident, {:.0} MiB mapped", mib(resident), mib(mapped))?;
+        }
+        if let (Some(at_start), Some(slack)) = (at_start, self.slack()) {
+            let (at_start, slack) = (mib(at_start), mib(slack));
+            write!(
+                f,
+                ": {at_start:.0} MiB before there were ranks, {slack:.0} MiB of stacks and of the allocator's"
+            )?;
+        }
+        Ok(())
     }
 }
 
-/// Runs a command to its end; what it said on standard error, and the most writable memory that it had when asked.
-pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, WritableMemory)> {
+/// Runs a command to its end; what it said on standard error, and the most writable memory that it had when asked, if
+/// it ran long enough to be.
+pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, Option<WritableMemory>)> {
     let child = command.stdout(Stdio::null()).stdin(Stdio::null()).stderr(Stdio::piped()).spawn()?;
     let (process, is_done) = (child.id(), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let watcher = scope.spawn(|| {
-            let mut most = WritableMemory::default();
+            let mut most: Option<WritableMemory> = None;
             while !is_done.load(Ordering::Relaxed) {
-                let now = settings::writable_memory(&process.to_string()).unwrap_or_default();
-                most.mapped = most.mapped.max(now.mapped);
-                most.resident = most.resident.max(now.resident);
+                let now = settings::writable_memory(&process.to_string());
+                most = now.map(|now| now.max(most.unwrap_or_default())).or(most);
                 std::thread::sleep(POLL);
             }
             most
@@ -142,6 +146,7 @@ mod tests {
     fn what_a_process_has_mapped_is_seen_while_it_runs() {
         let mut shell = Command::new("sh");
         let (output, memory) = run_watched(shell.args(["-c", "sleep 0.2; echo said >&2; exit 3"])).unwrap();
+        let memory = memory.unwrap();
         assert_eq!((output.status.code(), &*output.stderr), (Some(3), &b"said\n"[..]));
         assert!((1 << 12..1 << 30).contains(&memory.mapped), "{memory:?}");
         assert!(memory.resident <= memory.mapped, "{memory:?}");
@@ -153,14 +158,30 @@ mod tests {
         let memory = StepMemory {
             planned: mib(90),
             in_use: mib(100),
-            resident: mib(115),
-            mapped: mib(130),
-            at_start: mib(10),
+            writable: Some(WritableMemory { resident: mib(115), mapped: mib(130) }),
+            at_start: Some(mib(10)),
         };
         assert_eq!(
             memory.to_string(),
             "its step: 90 MiB planned, 100 MiB in use, 115 MiB resident, 130 MiB mapped: \
              10 MiB before there were ranks, 20 MiB of stacks and of the allocator's"
         );
+    }
+
+    #[test]
+    fn what_was_not_measured_is_absent_and_no_zero() {
+        let directory = tempfile::tempdir().unwrap();
+        let unmeasured = r#"{ "environment": {}, "ranks": [{ "peak_bytes": 7 }] }"#;
+        std::fs::write(directory.path().join("run.json"), unmeasured).unwrap();
+        let environment = RunRecord::read(directory.path()).unwrap().environment;
+        let memory = StepMemory {
+            planned: 90 << 20,
+            in_use: 100 << 20,
+            writable: None,
+            at_start: environment.data_bytes_at_start,
+        };
+        assert_eq!(memory.to_string(), "its step: 90 MiB planned, 100 MiB in use");
+        let written = serde_json::to_value(memory).unwrap();
+        assert_eq!(written, serde_json::json!({ "planned": 90 << 20, "in_use": 100 << 20 }));
     }
 }

@@ -1,0 +1,113 @@
+//! The arguments of `ulysses train`.
+
+use crate::cli::arguments::at_least_1;
+use crate::cli::process::WorldArgs;
+use crate::cli::{DeviceArg, data};
+use clap::ValueEnum;
+use std::path::PathBuf;
+use ulysses::config::{Backend, Packing};
+use ulysses::device::DeviceKind;
+use ulysses::monitor::Tracer;
+
+#[derive(clap::Args, Clone)]
+pub(in crate::cli) struct TrainArgs {
+    /// DeepSpeed-style JSON config. Flags override what it says.
+    pub(super) config: PathBuf,
+    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors.
+    /// A directory named like a preset is `./NAME`.
+    #[arg(long)]
+    pub(super) model: Option<String>,
+    /// A file of text, JSONL or tokens, a directory, or a pattern. Given several times, they are read one after
+    /// the other.
+    #[arg(long, value_name = "PATH")]
+    pub(super) data: Vec<String>,
+    /// Documents in rows: `greedy`, `cut` or `concat`.
+    #[arg(long, value_parser = data::parse_packing)]
+    pub(super) packing: Option<Packing>,
+    /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
+    #[arg(long)]
+    pub(super) tokenizer: Option<String>,
+    /// Ranks: `DPxSP`, `dp=2,sp=2`, or a preset (ddp, fsdp, ulysses), by itself for the processes of a job or as
+    /// `ulysses=NODESxRANKS`. Must not contradict the config.
+    #[arg(long, allow_hyphen_values = true)]
+    pub(super) mesh: Option<String>,
+    /// What the patterns of the config's `mesh_rules` are matched with; without it `HOST/cpu`, or `HOST/` and the name
+    /// of the GPU. --mesh comes before any rule.
+    #[arg(long, value_name = "TEXT")]
+    pub(super) mesh_selector: Option<String>,
+    /// Tokens in a row, over all sp ranks.
+    #[arg(long)]
+    pub(super) seq_len: Option<usize>,
+    /// Optimizer steps.
+    #[arg(long)]
+    pub(super) steps: Option<u64>,
+    /// Times that the data is gone through, instead of --steps.
+    #[arg(long)]
+    pub(super) epochs: Option<u64>,
+    /// CPU threads of each rank; a fair share of the cores without it.
+    #[arg(long)]
+    pub(super) threads_per_rank: Option<usize>,
+    /// Where the ranks' tensors are: each rank has a GPU, or shares one.
+    #[arg(long, default_value = "cpu")]
+    pub(super) device: DeviceArg,
+    /// What carries the communication; without it, the config's, or what connects the processes that a launcher has
+    /// started, or threads.
+    #[arg(long)]
+    pub(super) backend: Option<BackendArg>,
+    #[command(flatten)]
+    pub(super) world: WorldArgs,
+    /// Directory for metrics.jsonl and the resolved config; `runs/NAME-N` without it.
+    #[arg(long)]
+    pub(super) output: Option<String>,
+    /// Go on from the newest sound checkpoint of the output directory, or of the run in DIR, or from the checkpoint
+    /// DIR.
+    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
+    pub(super) resume: Option<Option<PathBuf>>,
+    /// Seed of the initial weights and of the order of the data.
+    #[arg(long)]
+    pub(super) seed: Option<u64>,
+    /// Write what all ranks do in the first steps as one timeline, for ui.perfetto.dev or chrome://tracing.
+    #[arg(long, value_name = "FILE")]
+    pub(super) trace: Option<PathBuf>,
+    /// Steps that are traced.
+    #[arg(long, value_name = "N", default_value_t = 5, requires = "trace", value_parser = at_least_1::<u64>)]
+    pub(super) trace_steps: u64,
+}
+
+impl TrainArgs {
+    /// What `--trace` asks for.
+    pub(in crate::cli) fn tracer(&self) -> Option<Tracer> {
+        self.trace.as_ref().map(|_| Tracer::new(self.trace_steps))
+    }
+
+    /// Where the ranks' tensors will be.
+    pub(super) fn rank_device(&self, backend: Option<Backend>) -> DeviceKind {
+        if backend == Some(Backend::Nccl) { DeviceKind::Cuda } else { self.device.into() }
+    }
+
+    /// Whether the run goes on from a checkpoint.
+    #[cfg(unix)]
+    pub(in crate::cli) fn resumes(&self) -> bool {
+        self.resume.is_some()
+    }
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub(super) enum BackendArg {
+    /// Ranks are threads of this process.
+    Thread,
+    /// The same, each with a GPU of its own and NCCL between them (feature `nccl`).
+    Nccl,
+    /// Ranks are processes that `mpirun` has started (feature `mpi`).
+    Mpi,
+}
+
+impl From<BackendArg> for Backend {
+    fn from(backend: BackendArg) -> Self {
+        match backend {
+            BackendArg::Thread => Self::Thread,
+            BackendArg::Nccl => Self::Nccl,
+            BackendArg::Mpi => Self::Mpi,
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! The head with the loss: the counterpart of [`LossHead`](crate::model::LossHead), forward and backward.
+
+use super::dims::Dims;
+use super::event::{Axis, Event, Moment, Pass, Piece, Purpose};
+use super::{Phase, Schedule};
+use crate::comm::CollectiveOp;
+use crate::memory::Category;
+
+impl Schedule {
+    /// The head's forward, the loss, and the head's backward.
+    pub(super) fn head(&mut self) -> Phase {
+        self.ledger.push(Event::Begin(Moment::Head));
+        if self.checkpoint_store.is_used() {
+            self.ledger.trim();
+        }
+        let Dims { hidden, vocab, loss_tile, .. } = self.dims;
+        let (unit, tokens) = (self.head_unit(), self.dims.tokens());
+        let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab);
+        // Softmax and its gradient read and write them.
+        let logits_bytes = 2 * tokens * vocab * size_of::<f32>();
+        self.units.gather(unit, &mut self.ledger);
+        let mut pass = self.layer_pass();
+        let (normed, rstd) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
+        let lse = pass.take_f32(tokens);
+        let logits = pass.take_f32(tile);
+        let wide_x = pass.take_if_narrow(loss_tile * hidden);
+        pass.ledger.operate(&[weight], 0);
+        pass.ledger.touch(logits_bytes);
+        pass.give_all([Some(logits), wide_x]);
+        pass.count(pass.dims.all(), hidden, vocab);
+        pass.compute(Piece::Head, Pass::Forward);
+        pass.ledger.give(normed);
+
+        let ids_and_labels = tokens * (size_of::<u32>() + size_of::<i64>());
+        self.tape.table_bytes += ids_and_labels;
+        self.ledger.hold(Category::Other, ids_and_labels as i64);
+        if self.normalises_micro_batches {
+            let agree = (CollectiveOp::AllReduce, Axis::Sp, Purpose::Agree);
+            self.units.transfer(&mut self.ledger, agree, (1, size_of::<f64>()));
+        }
+        self.checkpoint_store.read_ahead(self.tape.layers.last(), &mut self.ledger);
+        self.units.gradients(unit, &mut self.ledger);
+        if self.num_layers > 0 {
+            self.units.prefetch(self.num_layers, &mut self.ledger);
+        }
+        if self.num_layers > 1 {
+            self.units.read_ahead(self.num_layers - 1, &mut self.ledger);
+        }
+        let is_trained = self.trained_outside.projection;
+        let mut pass = self.layer_pass();
+        let (gradient, rstd_again) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
+        let dnormed = pass.take(x);
+        let packed = if is_trained { loss_tile.min(512) * vocab * size_of::<f32>() } else { 0 };
+        let logits = pass.take_f32(tile);
+        let [wide_x, wide_dx] = [(); 2].map(|()| pass.take_if_narrow(loss_tile * hidden));
+        pass.ledger.operate(&[weight], packed);
+        pass.ledger.touch(logits_bytes);
+        pass.give_all([Some(logits), wide_x, wide_dx]);
+        pass.backward_norm(pass.dims.all());
+        (0..1 + usize::from(is_trained)).for_each(|_| pass.count(pass.dims.all(), hidden, vocab));
+        pass.compute(Piece::Head, Pass::Backward);
+        [rstd, rstd_again, lse, dnormed].into_iter().for_each(|buffer| pass.ledger.give(buffer));
+        self.units.release(unit, &mut self.ledger);
+        if !self.is_tied {
+            self.units.reduce(unit, self.is_boundary(), &mut self.ledger);
+        }
+        self.tape.hidden.take().into_iter().for_each(|hidden| self.ledger.give(hidden));
+        self.tape.gradient = Some(gradient);
+        Phase::Backward { layer: self.num_layers }
+    }
+}

@@ -1,0 +1,70 @@
+//! What `ulysses plan` is quoted with is what it prints: its numbers come from arithmetic, on any machine nearly the same.
+
+use crate::commands::{is_run, run, workplace};
+use crate::documented::{blocks, documents};
+use crate::root;
+use std::fs;
+
+/// How far a quoted number may be from the printed one: what products pack depends on the processor.
+const TOLERANCE: f64 = 0.1;
+
+/// Whether a printed line is what a quoted one says, where `…` stands for any words.
+fn is_quoted_by(printed: &[&str], quoted: &[&str]) -> bool {
+    match (quoted, printed) {
+        (["…", rest @ ..], _) => (0..=printed.len()).any(|from| is_quoted_by(&printed[from..], rest)),
+        ([], []) => true,
+        ([expected, quoted @ ..], [found, printed @ ..]) => {
+            is_nearly(found, expected) && is_quoted_by(printed, quoted)
+        }
+        _ => false,
+    }
+}
+
+fn is_nearly(found: &str, expected: &str) -> bool {
+    match (found.parse::<f64>(), expected.parse::<f64>()) {
+        (Ok(found), Ok(expected)) => (found - expected).abs() <= TOLERANCE * expected.abs(),
+        _ => found == expected,
+    }
+}
+
+fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
+
+/// The lines of the first `text` block behind a line of a document, if no command comes between.
+fn quoted_behind(text: &str, line: usize) -> Option<Vec<&str>> {
+    let mut lines = text.lines().skip(line).skip_while(|line| *line != "```").skip(1);
+    let opened = lines.find(|line| line.starts_with("```"))?;
+    (opened == "```text").then(|| lines.take_while(|line| *line != "```").collect())
+}
+
+#[test]
+fn what_a_plan_is_quoted_with_is_what_it_prints() {
+    let place = workplace();
+    let mut compared = 0;
+    for file in documents(root()) {
+        let text = fs::read_to_string(root().join(&file)).unwrap();
+        let plans = blocks(&file, &text).into_iter().filter_map(|block| block.last().cloned());
+        for plan in plans.filter(|last| last.command.starts_with("ulysses plan ") && is_run(last)) {
+            let Some(quoted) = quoted_behind(&text, plan.line) else { continue };
+            let printed = run(&[&plan], place.path());
+            let mut printed_lines = printed.lines().map(words);
+            for line in quoted {
+                // In their order.
+                let found = printed_lines.any(|printed| is_quoted_by(&printed, &words(line)));
+                assert!(line.trim() == "…" || found, "{file}:{}: no {line:?} in\n{printed}", plan.line);
+                compared += usize::from(line.trim() != "…");
+            }
+        }
+    }
+    assert!(compared >= 10, "{compared} lines were compared");
+}
+
+#[test]
+fn quotes_stand_for_what_they_leave_out_and_for_nothing_else() {
+    let quotes = |quoted: &str, printed: &str| is_quoted_by(&words(printed), &words(quoted));
+    assert!(quotes("mesh … 52.0 GiB", "mesh dp  4 × sp 8 53.19 GiB"));
+    assert!(quotes("…", "") && quotes("a …", "a"));
+    assert!(!quotes("mesh … 40 GiB", "mesh dp 4 53.19 GiB"));
+    assert!(!quotes("mesh dp", "mesh dp 4") && !quotes("mesh dp 4", "mesh dp"));
+}
