@@ -2,8 +2,6 @@
 
 #include "emulation.h"
 
-#include <algorithm>
-#include <array>
 #include <csetjmp>
 #include <memory>
 #include <stdexcept>
@@ -15,7 +13,6 @@ namespace emulation {
 namespace {
 
 constexpr unsigned kWarpSize = 32;
-constexpr unsigned kMaxThreads = 1024;
 constexpr std::size_t kStackBytes = 64 * 1024;
 constexpr std::size_t kMaxSharedBytes = 227 * 1024;  // what a block of sm_90 can have
 
@@ -27,6 +24,7 @@ struct Fiber {
     // Switching by setjmp: swapcontext would ask the system for the signal mask each time.
     jmp_buf here;
     bool is_started = false;
+    State state = State::kDone;
     // Shuffles alternate between two slots: a lane may come to its next one before others have read this one.
     alignas(8) unsigned char slots[2][8];
     unsigned slot = 0;
@@ -39,40 +37,29 @@ struct Block {
     const Entry *entry = nullptr;
     void **arguments = nullptr;
     std::vector<unsigned char> shared;
-    // Where the threads are, and how many of them: a block of 256 is looked at once for every shuffle.
-    std::array<State, kMaxThreads> states{};
-    unsigned done = 0;
-    unsigned at_block = 0;
-    std::array<unsigned, kMaxThreads / kWarpSize> at_warp{};
 };
 
-// That of the host's thread, from its first launch on. A pointer, since an object that has to be constructed would be
-// checked for it at every access.
-thread_local Block *block = nullptr;
-
-Block &block_of_thread() {
-    static thread_local Block own;
-    return own;
-}
+thread_local Block block;
 
 std::unordered_map<std::string, Entry> &entries() {
     static std::unordered_map<std::string, Entry> all;
     return all;
 }
 
-// Leaves the fiber that runs for the scheduler.
-void leave() {
-    if (_setjmp(block->fibers[block->current]->here) == 0) _longjmp(block->scheduler, 1);
-}
-
 // Runs the kernel over and over, once each time the scheduler lets this fiber go on.
 void fiber_main() {
     for (;;) {
-        block->entry->run(block->arguments);
-        block->states[block->current] = State::kDone;
-        ++block->done;
-        leave();
+        block.entry->run(block.arguments);
+        Fiber &fiber = *block.fibers[block.current];
+        fiber.state = State::kDone;
+        if (_setjmp(fiber.here) == 0) _longjmp(block.scheduler, 1);
     }
+}
+
+void stop(State state) {
+    Fiber &fiber = *block.fibers[block.current];
+    fiber.state = state;
+    if (_setjmp(fiber.here) == 0) _longjmp(block.scheduler, 1);
 }
 
 void prepare(Fiber &fiber) {
@@ -86,31 +73,38 @@ void prepare(Fiber &fiber) {
 
 // Lets thread `index` run until it stops.
 void resume(unsigned index) {
-    Fiber &fiber = *block->fibers[index];
-    block->current = index;
+    Fiber &fiber = *block.fibers[index];
+    block.current = index;
     thread_index = {index, 0, 0};
-    if (_setjmp(block->scheduler) != 0) return;
+    if (_setjmp(block.scheduler) != 0) return;
     if (fiber.is_started) _longjmp(fiber.here, 1);
     fiber.is_started = true;
     setcontext(&fiber.start);
 }
 
+unsigned count(unsigned begin, unsigned end, State state) {
+    unsigned found = 0;
+    for (unsigned i = begin; i < end; ++i) found += block.fibers[i]->state == state;
+    return found;
+}
+
+void release(unsigned begin, unsigned end) {
+    for (unsigned i = begin; i < end; ++i) block.fibers[i]->state = State::kReady;
+}
+
 // Lets those go on who have all come to the same place. Returns false once all threads have ended.
 bool release_those_who_met() {
     const unsigned threads = block_size.x;
-    if (block->done == threads) return false;
-    const auto states = block->states.begin();
-    if (block->at_block == threads) {
-        block->at_block = 0;
-        std::fill_n(states, threads, State::kReady);
+    if (count(0, threads, State::kDone) == threads) return false;
+    if (count(0, threads, State::kAtBlock) == threads) {
+        release(0, threads);
         return true;
     }
     bool released = false;
     for (unsigned begin = 0; begin < threads; begin += kWarpSize) {
-        const unsigned lanes = std::min(kWarpSize, threads - begin);
-        if (block->at_warp[begin / kWarpSize] == lanes) {
-            block->at_warp[begin / kWarpSize] = 0;
-            std::fill_n(states + begin, lanes, State::kReady);
+        const unsigned end = begin + kWarpSize < threads ? begin + kWarpSize : threads;
+        if (count(begin, end, State::kAtWarp) == end - begin) {
+            release(begin, end);
             released = true;
         }
     }
@@ -120,12 +114,11 @@ bool release_those_who_met() {
 
 void run_block() {
     // Whoever reads shared memory before writing it reads NaN.
-    std::fill(block->shared.begin(), block->shared.end(), 0xff);
-    std::fill_n(block->states.begin(), block_size.x, State::kReady);
-    block->done = 0;
+    std::fill(block.shared.begin(), block.shared.end(), 0xff);
+    release(0, block_size.x);
     do {
         for (unsigned i = 0; i < block_size.x; ++i) {
-            if (block->states[i] == State::kReady) resume(i);
+            if (block.fibers[i]->state == State::kReady) resume(i);
         }
     } while (release_those_who_met());
 }
@@ -134,32 +127,23 @@ void run_block() {
 
 void add_entry(const char *name, Entry entry) { entries().emplace(name, std::move(entry)); }
 
-void sync_block() {
-    block->states[block->current] = State::kAtBlock;
-    ++block->at_block;
-    leave();
-}
-
-void sync_warp() {
-    block->states[block->current] = State::kAtWarp;
-    ++block->at_warp[block->current / kWarpSize];
-    leave();
-}
+void sync_block() { stop(State::kAtBlock); }
+void sync_warp() { stop(State::kAtWarp); }
 
 void *exchange_slot() {
-    Fiber &fiber = *block->fibers[block->current];
+    Fiber &fiber = *block.fibers[block.current];
     fiber.slot ^= 1;
     return fiber.slots[fiber.slot];
 }
 
 const void *exchange_slot_of(unsigned lane) {
-    const unsigned slot = block->fibers[block->current]->slot;
-    const unsigned thread = block->current / kWarpSize * kWarpSize + lane;
-    if (thread >= block_size.x) return block->fibers[block->current]->slots[slot];
-    return block->fibers[thread]->slots[slot];
+    const unsigned slot = block.fibers[block.current]->slot;
+    const unsigned thread = block.current / kWarpSize * kWarpSize + lane;
+    if (thread >= block_size.x) return block.fibers[block.current]->slots[slot];
+    return block.fibers[thread]->slots[slot];
 }
 
-void *dynamic_shared() { return block->shared.data(); }
+void *dynamic_shared() { return block.shared.data(); }
 
 }  // namespace emulation
 
@@ -177,16 +161,15 @@ const char *ulysses_emulation_launch(const char *name, const unsigned grid[3], u
     using namespace emulation;
     const auto found = entries().find(name);
     if (found == entries().end()) return "there is no kernel of this name";
-    if (threads == 0 || threads > kMaxThreads) return "a block has 1 to 1024 threads";
+    if (threads == 0 || threads > 1024) return "a block has 1 to 1024 threads";
     if (shared_bytes > kMaxSharedBytes) return "a block has at most 227 KiB of shared memory";
-    block = &block_of_thread();
-    while (block->fibers.size() < threads) {
-        block->fibers.push_back(std::make_unique<Fiber>());
-        prepare(*block->fibers.back());
+    while (block.fibers.size() < threads) {
+        block.fibers.push_back(std::make_unique<Fiber>());
+        prepare(*block.fibers.back());
     }
-    block->entry = &found->second;
-    block->arguments = arguments;
-    block->shared.resize(shared_bytes);
+    block.entry = &found->second;
+    block.arguments = arguments;
+    block.shared.resize(shared_bytes);
     block_size = {threads, 1, 1};
     grid_size = {grid[0], grid[1], grid[2]};
     try {
@@ -200,7 +183,7 @@ const char *ulysses_emulation_launch(const char *name, const unsigned grid[3], u
         }
     } catch (const std::exception &) {
         // The fibers hang in the middle of the kernel: new ones must take their place.
-        *block = Block();
+        block.fibers.clear();
         return "a barrier or a shuffle is not reached by all threads it needs";
     }
     return nullptr;
