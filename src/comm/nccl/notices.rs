@@ -136,7 +136,9 @@ fn fitting(rank: usize, notice: &Notice) -> Result<Vec<u8>, String> {
 /// The newer half of many calls, the beginning of a long reason.
 fn shortened(rank: usize, notice: &Notice) -> Option<Notice> {
     match notice {
-        Notice::Called(calls) if calls.len() > 1 => Some(Notice::Called(calls[calls.len() / 2..].to_vec())),
+        Notice::Called { calls, wait } if calls.len() > 1 => {
+            Some(Notice::Called { calls: calls[calls.len() / 2..].to_vec(), wait: wait.clone() })
+        }
         Notice::Failed(error) => {
             let reason = error.to_string();
             let (end, _) = reason.char_indices().nth(MAX_REASON_CHARS)?;
@@ -293,10 +295,12 @@ pub(super) mod tests {
             history.add(Record { id, group: group.clone(), sequence: id, is_collective: true, call });
         }
         let calls = history.tell();
-        ends[1].tell(&Notice::Called(calls.clone()));
+        ends[1].tell(&Notice::Called { calls: calls.clone(), wait: None });
         let heard = hear(&mut ends, 0, 2);
-        let [(1, Heard::Notice(Notice::Failed(error))), (1, Heard::Notice(Notice::Called(newest)))] =
-            &heard[..]
+        let [
+            (1, Heard::Notice(Notice::Failed(error))),
+            (1, Heard::Notice(Notice::Called { calls: newest, wait: None })),
+        ] = &heard[..]
         else {
             panic!("{} notices came", heard.len());
         };
