@@ -154,10 +154,10 @@ impl RollCall {
         }
     }
 
-    /// Tells the others, once, that this rank issues nothing any more.
+    /// Tells the others, once, that this rank issues nothing any more, and lets that arrive.
     pub(super) fn tell_end(&mut self) {
         if !std::mem::replace(&mut self.is_silent, true) {
-            self.notices.tell(&Notice::Ended);
+            self.notices.end();
         }
     }
 

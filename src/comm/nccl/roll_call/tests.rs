@@ -1,10 +1,16 @@
 //! Ranks that tell one another of their calls, over connections of this machine.
 
-use super::super::notices::tests::connected;
+use super::super::notices::tests::{connected, impatient};
 use super::*;
 use crate::comm::CollectiveOp;
 use crate::comm::history::{History, Label, Record};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+
+/// Ends of a world that has met, which do not stay for one another.
+fn ends_of(ranks: usize) -> Vec<Notices> {
+    connected(ranks).into_iter().map(impatient).collect()
+}
 
 type Call = (Arc<Label>, u64, &'static str);
 
@@ -49,7 +55,7 @@ fn stuck_at(sequence: u64) -> Stuck {
 
 /// Rank 0 finds itself stuck; the others tell these when they are asked.
 fn roll(told: Vec<(Vec<Told>, Option<Wait>)>, stuck: &Stuck) -> (Option<CommError>, Option<String>) {
-    let ends = connected(told.len()).into_iter().enumerate();
+    let ends = ends_of(told.len()).into_iter().enumerate();
     let mut ranks: Vec<_> = ends.map(|(rank, end)| RollCall::new(rank, told.len(), end)).collect();
     let others = ranks.split_off(1);
     let done = std::sync::atomic::AtomicBool::new(false);
@@ -151,7 +157,7 @@ fn ranks_that_call_different_things_keep_those_behind_them() {
 
 #[test]
 fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
-    let mut ends = connected(3);
+    let mut ends = ends_of(3);
     let mut last = RollCall::new(2, 3, ends.pop().unwrap());
     // Below the roll call, which would say goodbye.
     drop(ends.pop());
@@ -170,7 +176,7 @@ fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
 
 #[test]
 fn who_does_not_answer_is_missing_and_who_failed_is_the_reason() {
-    let mut ends = connected(3);
+    let mut ends = ends_of(3);
     let mut silent = ends.pop().unwrap();
     let mut first = RollCall::new(0, 3, ends.remove(0));
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
@@ -191,7 +197,7 @@ fn who_does_not_answer_is_missing_and_who_failed_is_the_reason() {
 
 #[test]
 fn where_rank_0_does_not_answer_it_alone_is_blamed() {
-    let mut ends = connected(3);
+    let mut ends = ends_of(3);
     let mut last = RollCall::new(2, 3, ends.pop().unwrap());
     // Rank 1 answers, to rank 0, which lives but never looks: it passes nothing on.
     let history = &["barrier", "all_reduce"];
@@ -207,14 +213,17 @@ fn heard_of(end: impl FnOnce(RollCall) + Send) -> Result<(), CommError> {
     let mut ends = connected(2);
     let other = RollCall::new(1, 2, ends.pop().unwrap());
     let mut first = RollCall::new(0, 2, ends.pop().unwrap());
-    std::thread::scope(|scope| drop(scope.spawn(|| end(other)).join()));
-    // The line goes when all of it was heard.
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while first.notices.has_lines() && Instant::now() < deadline {
-        first.listen(Default::default)?;
-    }
-    assert!(!first.notices.has_lines());
-    Ok(())
+    std::thread::scope(|scope| {
+        // Its panic is not the test's.
+        scope.spawn(|| catch_unwind(AssertUnwindSafe(|| end(other))));
+        // The line goes when all of it was heard.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while first.notices.has_lines() && Instant::now() < deadline {
+            first.listen(Default::default)?;
+        }
+        assert!(!first.notices.has_lines());
+        Ok(())
+    })
 }
 
 #[test]
