@@ -12,7 +12,8 @@ use crate::ops::OpError;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum CommError {
-    /// Some ranks did not take part in time.
+    /// Some ranks did not take part in time. Where those that one rank waited for waited themselves for others, it is
+    /// these that are told of, with the operation that keeps all others waiting.
     #[error(
         "{op} #{sequence} of group \"{group}\" timed out after {waited_ms} ms: rank(s) {missing:?} did not take \
          part; they are stuck, slower than the timeout, or took another path through the program"
@@ -24,9 +25,9 @@ pub enum CommError {
         op: CollectiveOp,
         /// Its number within the group (for send and recv: within the pair of ranks).
         sequence: u64,
-        /// How long the reporting rank waited, in milliseconds.
+        /// How long the reporting rank waited, in milliseconds: in this operation, or in one that waits for it.
         waited_ms: u64,
-        /// The ranks that it waited for.
+        /// The ranks that have not come to it and, as far as is known, wait for nobody.
         missing: Vec<usize>,
     },
 

@@ -30,6 +30,7 @@
 mod arguments;
 mod buffer;
 mod call;
+mod cause;
 #[cfg_attr(
     not(feature = "nccl"),
     allow(dead_code, reason = "the other backends compare calls by themselves")

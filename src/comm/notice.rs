@@ -1,6 +1,7 @@
 //! What ranks that are processes tell all others outside of any operation, whatever carries it.
 
 use super::CommError;
+use super::cause::Wait;
 use super::history::Told;
 use serde::{Deserialize, Serialize};
 
@@ -9,8 +10,9 @@ use serde::{Deserialize, Serialize};
 pub(super) enum Notice {
     /// The world has failed, and why.
     Failed(CommError),
-    /// What the rank has called last, for those who time out.
-    Called(Vec<Told>),
+    /// What the rank has called last, and what it waits for now. A rank whose time is up says so: it will fail, and asks
+    /// the others for theirs.
+    Called { calls: Vec<Told>, wait: Option<Wait> },
     /// The rank issues nothing any more. Its last word.
     Ended,
 }

@@ -3,6 +3,7 @@
 use super::transfers::{Members, OpPlace, Transfers};
 use crate::comm::CommError;
 use crate::comm::call::{Call, compare};
+use crate::comm::cause::Wait;
 use crate::comm::history::Record;
 use crate::comm::lane::{Lane, LaneKind};
 use std::fmt;
@@ -105,10 +106,11 @@ impl Operation {
         Record { id, group: self.members.label.clone(), sequence, is_collective, call }
     }
 
-    /// What it waits for: the group, the place within it and the global ranks.
-    pub(super) fn stuck(&self) -> (String, OpPlace, Vec<usize>) {
+    /// What it waits for.
+    pub(super) fn wait(&self) -> Wait {
         let missing = self.transfers.missing();
         let missing = missing.into_iter().map(|rank| self.members.global_ranks[rank]).collect();
-        (self.members.name.clone(), self.transfers.place(), missing)
+        let OpPlace { op, sequence } = self.transfers.place();
+        Wait { group: self.members.label.clone(), op, sequence, missing }
     }
 }

@@ -7,11 +7,12 @@ use super::library::Communicator;
 use super::notices::Notices;
 use super::operation::Operation;
 use super::pause::{Crowd, Pause};
+use crate::comm::cause::{self, Wait, cause};
 use crate::comm::history::{History, Told, first_to_tell, lines, where_they_part};
 use crate::comm::lane::Lane;
 use crate::comm::notice::Notice;
 use crate::comm::{CommError, LaunchOptions};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Stands in for a timeout beyond what the clock can add.
@@ -19,6 +20,8 @@ const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// How long the messages of a rank that has ended may take to arrive after its last word: they come
 /// by other ways.
 const GRACE: Duration = Duration::from_millis(100);
+/// How long the ranks may take to tell what they wait for. Who waits does so at its next look; who computes is silent.
+const ROLL_CALL: Duration = Duration::from_secs(2);
 /// How long a failed world waits for ranks that have not heard of it.
 const FAREWELL: Duration = Duration::from_secs(10);
 
@@ -43,8 +46,12 @@ struct State {
     /// In the order of issue.
     in_flight: Vec<(u64, Operation)>,
     history: History<String>,
-    /// What other ranks have told of theirs, after a timeout.
+    /// What the ranks have told of theirs since the time of one was up, this one among them.
     histories: Vec<(usize, Vec<Told>)>,
+    /// What those of them that wait have told that they wait for.
+    waits: Vec<(usize, Wait)>,
+    /// When this rank has told.
+    told: Option<Instant>,
     notices: Notices,
     /// When each rank's last word came; the own entry stays empty.
     ended: Vec<Option<Instant>>,
@@ -66,6 +73,8 @@ impl World {
             in_flight: Vec::new(),
             history: History::default(),
             histories: Vec::new(),
+            waits: Vec::new(),
+            told: None,
             notices: Notices::new(communicator, rank, ranks),
             ended: vec![None; ranks],
             communicators: vec![communicator],
@@ -104,6 +113,8 @@ impl World {
         let started = Instant::now();
         let deadline = started.checked_add(self.timeout).unwrap_or(started + FOR_EVER);
         let mut pause = Pause::new(&self.crowd);
+        // What the last look has found. Who is asked at the first one has come too late to have waited for anybody.
+        let mut wait: Option<Wait> = None;
         loop {
             // Before looking: a peer that came at the last moment is no longer missing.
             let late = Instant::now() >= deadline;
@@ -113,23 +124,49 @@ impl World {
             }
             state.check()?;
             state.advance().map_err(|error| self.fail_with(&mut state, error))?;
-            self.listen(&mut state);
+            self.listen(&mut state, wait.as_ref());
             state.check()?;
             let Some(head) = state.head(lane, id) else { return Ok(()) };
-            let (group, place, missing) = head.stuck();
-            let (op, sequence) = (place.op, place.sequence);
-            if let Some(&rank) = missing.iter().find(|&&rank| state.has_long_ended(rank)) {
-                let left = CommError::PeerLeft { group, op, sequence, rank };
-                return Err(self.fail_with(&mut state, left));
+            let current = head.wait();
+            if let Some(&rank) = current.missing.iter().find(|&&rank| state.has_long_ended(rank)) {
+                return Err(self.fail_with(&mut state, current.left_by(rank)));
             }
             if late {
-                let waited_ms = started.elapsed().as_millis() as u64;
-                let timeout = CommError::Timeout { group, op, sequence, waited_ms, missing };
-                return Err(self.fail_with(&mut state, timeout));
+                return Err(self.time_out(&mut state, current, started.elapsed()));
             }
+            wait = Some(current);
             drop(state);
             pause.wait();
         }
+    }
+
+    /// Finds out who keeps the ranks waiting, and fails the world. What comes meanwhile has come too late: this rank
+    /// moves none of its operations on.
+    fn time_out(&self, state: &mut MutexGuard<'_, State>, wait: Wait, waited: Duration) -> CommError {
+        let told = self.tell_calls(state, Some(&wait));
+        let mut pause = Pause::new(&self.crowd);
+        while !state.all_have_told() && told.elapsed() < ROLL_CALL {
+            MutexGuard::unlocked(state, || pause.wait());
+            self.listen(state, Some(&wait));
+            if let Some(failure) = &state.failure {
+                return failure.clone();
+            }
+        }
+        let timeout = cause(wait, &state.waits).timed_out(waited);
+        self.fail_with(state, timeout)
+    }
+
+    /// Tells the others, once, what this rank has called and what it waits for. Returns when it has.
+    fn tell_calls(&self, state: &mut State, wait: Option<&Wait>) -> Instant {
+        if let Some(told) = state.told {
+            return told;
+        }
+        let notice = Notice::Called { calls: state.history.tell(), wait: wait.cloned() };
+        if let Err(reason) = state.notices.tell(&notice) {
+            tracing::error!("rank {} cannot tell the others what it called: {reason}", self.rank);
+        }
+        state.note_told(self.rank, notice);
+        *state.told.insert(Instant::now())
     }
 
     /// Fails the world, unless it has failed before; returns the error that counts.
@@ -156,20 +193,18 @@ impl World {
     /// From here on every call returns `error`.
     fn give_up(&self, state: &mut State, error: CommError) {
         if let CommError::Timeout { .. } = error {
-            let called = state.history.tell();
-            tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&called));
-            // So that one of those that are there can tell where all of them part.
-            if let Err(reason) = state.notices.tell(&Notice::Called(called.clone())) {
-                tracing::error!("rank {} cannot tell the others what it called: {reason}", self.rank);
-            }
-            state.histories.push((self.rank, called));
+            self.tell_calls(state, None);
+            let own = state.histories.iter().filter(|(rank, _)| *rank == self.rank);
+            let own: String = own.map(|(_, calls)| lines(calls)).collect();
+            tracing::error!("{error}; the last operations of rank {}:{own}", self.rank);
         }
         state.in_flight.clear();
         state.failure = Some(error);
     }
 
-    /// Hears what other ranks have to tell.
-    fn listen(&self, state: &mut State) {
+    /// Hears what other ranks have to tell. When the time of one is up this one tells of its calls too, and what it
+    /// waits for.
+    fn listen(&self, state: &mut State, wait: Option<&Wait>) {
         let notices = state.notices.poll().unwrap_or_else(|reason| {
             let rank = self.rank;
             self.fail_with(state, CommError::PeerFailed { rank, reason: format!("MPI: {reason}") });
@@ -178,7 +213,10 @@ impl World {
         for (rank, notice) in notices {
             match notice {
                 Notice::Ended => state.ended[rank] = Some(Instant::now()),
-                Notice::Called(called) => state.histories.push((rank, called)),
+                called @ Notice::Called { .. } => {
+                    state.note_told(rank, called);
+                    self.tell_calls(state, wait);
+                }
                 Notice::Failed(error) if state.failure.is_none() => self.give_up(state, error),
                 Notice::Failed(_) => {}
             }
@@ -190,7 +228,9 @@ impl World {
         let Some(CommError::Timeout { missing, .. }) = &state.failure else { return };
         if first_to_tell(missing) == self.rank {
             let histories = std::mem::take(&mut state.histories);
-            tracing::error!("where the ranks part:{}", where_they_part(histories, missing));
+            state.waits.sort_by_key(|(rank, _)| *rank);
+            let parting = where_they_part(histories, missing);
+            tracing::error!("where the ranks part:{parting}{}", cause::lines(&state.waits));
         }
     }
 
@@ -214,7 +254,7 @@ impl World {
         let told = state.notices.tell(&Notice::Ended).is_ok();
         let mut deadline = None;
         loop {
-            self.listen(&mut state);
+            self.listen(&mut state, None);
             let has_failed = state.failure.is_some();
             let all = (0..state.ended.len()).all(|rank| rank == self.rank || state.ended[rank].is_some());
             if all && state.notices.are_sent() {
@@ -229,7 +269,7 @@ impl World {
                 self.tell_divergence(&mut state);
                 return false;
             }
-            parking_lot::MutexGuard::unlocked(&mut state, || pause.wait());
+            MutexGuard::unlocked(&mut state, || pause.wait());
         }
     }
 }
@@ -264,6 +304,20 @@ impl State {
             }
         }
         Ok(())
+    }
+
+    /// Notes what a rank has told of its calls.
+    fn note_told(&mut self, rank: usize, told: Notice) {
+        if let Notice::Called { calls, wait } = told {
+            self.histories.push((rank, calls));
+            self.waits.extend(wait.map(|wait| (rank, wait)));
+        }
+    }
+
+    /// Whether all ranks have told of their calls that still can.
+    fn all_have_told(&self) -> bool {
+        let has_told = |rank: usize| self.histories.iter().any(|(of, _)| *of == rank);
+        (0..self.ended.len()).all(|rank| self.ended[rank].is_some() || has_told(rank))
     }
 
     fn has_long_ended(&self, rank: usize) -> bool {

@@ -1,6 +1,7 @@
 //! What a rank has called last, and what of it is still under way.
 
 use crate::comm::CollectiveOp;
+use crate::comm::cause::Wait;
 use crate::comm::history::{History, Label, Record, Told};
 use std::fmt;
 use std::sync::Arc;
@@ -74,9 +75,13 @@ impl Calls {
         self.history.tell_by(|record, is_complete| self.is_under_way(record, is_complete, on_gpu))
     }
 
-    /// The oldest collective that is under way.
-    pub(super) fn oldest_under_way(&self, on_gpu: &[OnGpu]) -> Option<&Record<Called>> {
-        self.history.oldest_under_way(|record, is_complete| self.is_under_way(record, is_complete, on_gpu))
+    /// What keeps the rank, as its collectives run one after the other: the oldest that is under way. For whom it waits
+    /// the rank does not know.
+    pub(super) fn wait(&self, on_gpu: &[OnGpu]) -> Option<Wait> {
+        let is_under_way =
+            |record: &Record<Called>, is_complete| self.is_under_way(record, is_complete, on_gpu);
+        let Record { group, sequence, call, .. } = self.history.oldest_under_way(is_under_way)?;
+        Some(Wait { group: group.clone(), op: call.op, sequence: *sequence, missing: Vec::new() })
     }
 
     fn is_under_way(&self, record: &Record<Called>, is_complete: bool, on_gpu: &[OnGpu]) -> bool {
@@ -109,7 +114,7 @@ mod tests {
     }
 
     fn under_way(calls: &Calls, on_gpu: &[OnGpu]) -> Option<(u64, CollectiveOp)> {
-        calls.oldest_under_way(on_gpu).map(|record| (record.sequence, record.call.op))
+        calls.wait(on_gpu).map(|wait| (wait.sequence, wait.op))
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 
 /// A text that is longer, with its length, is no notice of ours.
@@ -52,6 +52,15 @@ impl Line {
     /// Whether the other side has not taken all yet.
     pub(super) fn is_late(&self) -> bool {
         !self.unsent.is_empty()
+    }
+
+    /// Says that nothing follows, once all has gone out. What comes is still heard.
+    pub(super) fn finish(&mut self) {
+        self.write();
+        if !self.is_late() && !std::mem::replace(&mut self.is_deaf, true) {
+            // A connection that is broken needs no end.
+            let _ = self.stream.shutdown(Shutdown::Write);
+        }
     }
 
     /// Writes of what is unsent as much as the other side takes now.

@@ -5,8 +5,9 @@ use super::communicator::{Communicator, abort};
 use super::roll_call::{RollCall, Stuck};
 use super::watch::{Probe, Watched, inspect};
 use crate::comm::call::Call;
+use crate::comm::cause::Wait;
 use crate::comm::checked::Remember;
-use crate::comm::history::{Label, Record, Told, lines};
+use crate::comm::history::{Label, Told, lines};
 use crate::comm::{CommError, ProcessGroup};
 use candle_core::{Device, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
@@ -195,10 +196,10 @@ impl World {
         abort(&adopted.iter().filter_map(Weak::upgrade).collect::<Vec<_>>());
     }
 
-    /// What the rank has called last.
-    fn last_calls(&self) -> Vec<Told> {
-        let on_gpu = self.on_gpu();
-        self.calls.lock().tell(&on_gpu)
+    /// What the rank has called last, and what of it keeps the rank.
+    fn last_calls(&self) -> (Vec<Told>, Option<Wait>) {
+        let (on_gpu, calls) = (self.on_gpu(), self.calls.lock());
+        (calls.tell(&on_gpu), calls.wait(&on_gpu))
     }
 
     fn on_gpu(&self) -> Vec<OnGpu> {
@@ -207,26 +208,23 @@ impl World {
         self.under_way.lock().iter().map(place).collect()
     }
 
-    /// What keeps the rank, if it is for longer than it may take.
-    fn stuck(&self) -> Option<Stuck> {
+    /// For how long the rank is kept, if that is longer than an operation may take.
+    fn is_kept_for(&self) -> Option<Duration> {
         let (now, timeout) = (Instant::now(), *self.timeout.lock());
         let waited = self.under_way.lock().iter().map(|operation| operation.waited(now)).max()?;
-        let (on_gpu, calls) = (self.on_gpu(), self.calls.lock());
-        let record = calls.oldest_under_way(&on_gpu).filter(|_| waited >= timeout)?;
-        let Record { group, sequence, call, .. } = record;
-        Some(Stuck { group: (**group).clone(), op: call.op, sequence: *sequence, waited })
+        (waited >= timeout).then_some(waited)
     }
 
     /// Logs what the rank has called last and, when others keep it waiting, asks which. Returns what is known then.
     fn explain(&self, error: CommError) -> CommError {
-        let (called, stuck) = (self.last_calls(), self.stuck());
+        let (called, wait) = self.last_calls();
         tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&called));
         let mut roll_call = self.roll_call.lock();
         let Some(roll_call) = roll_call.as_mut() else { return error };
-        let found = stuck.filter(|_| self.failure.get().is_none());
-        let found = found.and_then(|stuck| roll_call.find_missing(&stuck, called.clone()));
+        let stuck = wait.zip(self.is_kept_for()).filter(|_| self.failure.get().is_none());
+        let found = stuck.and_then(|(wait, waited)| roll_call.find_missing(&Stuck { wait, waited }, called));
         let error = found.unwrap_or(error);
-        if let Some(parting) = roll_call.parting(&error, called) {
+        if let Some(parting) = roll_call.parting(&error) {
             tracing::error!("where the ranks part:{parting}");
         }
         error

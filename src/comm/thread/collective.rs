@@ -1,10 +1,11 @@
 //! A collective under way on one rank: its stages.
 
 use super::communicator::{Communicator, Round, Stage};
-use super::engine::{Operation, Step, Stuck};
+use super::engine::{Operation, Step};
 use super::exchange::Exchange;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::call::Call;
+use crate::comm::cause::Wait;
 use crate::comm::history::Record;
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::comm::{CollectiveOp, CommError};
@@ -218,9 +219,9 @@ impl Operation for Collective {
         &self.lent
     }
 
-    fn stuck(&self) -> Stuck {
-        Stuck {
-            group: self.comm.name.clone(),
+    fn wait(&self) -> Wait {
+        Wait {
+            group: self.comm.label.clone(),
             op: self.call.op(),
             sequence: self.sequence,
             missing: self.round.missing(self.reached).map(|rank| self.comm.global_ranks[rank]).collect(),

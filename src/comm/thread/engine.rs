@@ -6,6 +6,7 @@
 
 use super::world::World;
 use crate::comm::buffer::StorageId;
+use crate::comm::cause::{Wait, cause};
 use crate::comm::history::Record;
 use crate::comm::lane::Lane;
 use crate::comm::{CollectiveOp, CommError};
@@ -48,7 +49,7 @@ pub(super) trait Operation: Send + std::fmt::Debug {
     fn lent(&self) -> &[StorageId];
 
     /// What it waits for.
-    fn stuck(&self) -> Stuck;
+    fn wait(&self) -> Wait;
 
     /// What to remember it by, with this number.
     fn record(&self, id: u64) -> Record<CollectiveOp>;
@@ -63,16 +64,6 @@ pub(super) enum Step {
     Settling,
     /// All done.
     Complete,
-}
-
-/// Why an operation does not go on.
-#[derive(Debug)]
-pub(super) struct Stuck {
-    pub(super) group: String,
-    pub(super) op: CollectiveOp,
-    pub(super) sequence: u64,
-    /// The global ranks that it waits for.
-    pub(super) missing: Vec<usize>,
 }
 
 impl RankState {
@@ -98,6 +89,7 @@ impl RankState {
     /// The world's failure, which this call may be the one to notice.
     pub(super) fn complete(&self, id: u64) -> Result<(), CommError> {
         let signal = self.world.signal(self.global_rank);
+        let mut has_slept = false;
         let started = Instant::now();
         let deadline = started.checked_add(self.world.timeout()).unwrap_or(started + FOR_EVER);
         loop {
@@ -106,24 +98,34 @@ impl RankState {
             // before it left then counts.
             let left = self.world.left();
             let late = Instant::now() >= deadline;
-            let Some(stuck) = self.advance_all(id).map_err(|error| self.fail(error))? else { return Ok(()) };
-            if let Some(&rank) = stuck.missing.iter().find(|rank| left.contains(rank)) {
-                let Stuck { group, op, sequence, .. } = stuck;
-                return Err(self.fail(CommError::PeerLeft { group, op, sequence, rank }));
+            let Some(wait) = self.advance_all(id).map_err(|error| self.fail(error))? else { break };
+            if let Some(&rank) = wait.missing.iter().find(|rank| left.contains(rank)) {
+                return Err(self.fail(wait.left_by(rank)));
             }
             // A peer that came at the last moment is no longer missing.
-            if late && !stuck.missing.is_empty() {
-                let waited_ms = started.elapsed().as_millis() as u64;
-                let Stuck { group, op, sequence, missing } = stuck;
-                let timeout = CommError::Timeout { group, op, sequence, waited_ms, missing };
-                // Others may be waiting too: one of them tells.
-                if self.world.failure().is_none() {
-                    self.world.tell_histories(&timeout);
-                }
-                return Err(self.fail(timeout));
+            if late && !wait.missing.is_empty() {
+                return Err(self.time_out(wait, started.elapsed()));
             }
-            signal.wait(seen, deadline);
+            signal.wait(seen, deadline, || {
+                self.world.note_wait(self.global_rank, Some(wait));
+                has_slept = true;
+            });
         }
+        if has_slept {
+            self.world.note_wait(self.global_rank, None);
+        }
+        Ok(())
+    }
+
+    /// Fails the world: a wait has lasted too long.
+    fn time_out(&self, wait: Wait, waited: Duration) -> CommError {
+        let waits = self.world.waits();
+        let timeout = cause(wait, &waits).timed_out(waited);
+        // Others may be waiting too: one of them tells.
+        if self.world.failure().is_none() {
+            self.world.tell_histories(&timeout, &waits);
+        }
+        self.fail(timeout)
     }
 
     /// Fails the world; returns the error that counts.
@@ -138,7 +140,7 @@ impl RankState {
     }
 
     /// Moves every operation on; `None` when `id` is complete.
-    fn advance_all(&self, id: u64) -> Result<Option<Stuck>, CommError> {
+    fn advance_all(&self, id: u64) -> Result<Option<Wait>, CommError> {
         let mut engine = self.engine.lock();
         if !engine.in_flight.iter().any(|operation| operation.id == id) {
             return Ok(None);
@@ -151,7 +153,7 @@ impl RankState {
         // An earlier operation of the lane may be what holds it up.
         let head =
             engine.in_flight.iter().find(|operation| operation.lane == waiting.lane).unwrap_or(waiting);
-        Ok(Some(head.operation.stuck()))
+        Ok(Some(head.operation.wait()))
     }
 }
 

@@ -1,8 +1,9 @@
 //! Messages between two ranks of a group.
 
 use super::communicator::Communicator;
-use super::engine::{Operation, Step, Stuck};
+use super::engine::{Operation, Step};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
+use crate::comm::cause::Wait;
 use crate::comm::history::Record;
 use crate::comm::{CollectiveOp, CommError};
 use crate::device::Fence;
@@ -88,9 +89,9 @@ impl Operation for SendOperation {
         &self.lent
     }
 
-    fn stuck(&self) -> Stuck {
-        let (group, missing) = (self.comm.name.clone(), vec![self.comm.global_ranks[self.dst]]);
-        Stuck { group, op: CollectiveOp::Send, sequence: self.sequence, missing }
+    fn wait(&self) -> Wait {
+        let (group, missing) = (self.comm.label.clone(), vec![self.comm.global_ranks[self.dst]]);
+        Wait { group, op: CollectiveOp::Send, sequence: self.sequence, missing }
     }
 
     fn record(&self, id: u64) -> Record<CollectiveOp> {
@@ -169,9 +170,9 @@ impl Operation for RecvOperation {
         &[]
     }
 
-    fn stuck(&self) -> Stuck {
-        let (group, missing) = (self.comm.name.clone(), vec![self.comm.global_ranks[self.src]]);
-        Stuck { group, op: CollectiveOp::Recv, sequence: self.sequence, missing }
+    fn wait(&self) -> Wait {
+        let (group, missing) = (self.comm.label.clone(), vec![self.comm.global_ranks[self.src]]);
+        Wait { group, op: CollectiveOp::Recv, sequence: self.sequence, missing }
     }
 
     fn record(&self, id: u64) -> Record<CollectiveOp> {

@@ -35,8 +35,9 @@ impl Signal {
         }
     }
 
-    /// Returns when the epoch is no longer `seen`, or at the deadline.
-    pub(super) fn wait(&self, seen: u64, deadline: Instant) {
+    /// Returns when the epoch is no longer `seen`, or at the deadline. `before_sleep` is for what only matters to a rank
+    /// that waits for long.
+    pub(super) fn wait(&self, seen: u64, deadline: Instant, before_sleep: impl FnOnce()) {
         for _ in 0..SPINS {
             if self.epoch() != seen {
                 return;
@@ -50,6 +51,7 @@ impl Signal {
             }
             std::thread::yield_now();
         }
+        before_sleep();
         let mut guard = self.lock.lock();
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         while self.epoch() == seen && !self.wake.wait_until(&mut guard, deadline).timed_out() {}
@@ -70,7 +72,7 @@ mod tests {
             let signal = signal.clone();
             std::thread::spawn(move || {
                 let started = Instant::now();
-                signal.wait(seen, started + Duration::from_secs(30));
+                signal.wait(seen, started + Duration::from_secs(30), || {});
                 started.elapsed()
             })
         };
@@ -86,7 +88,7 @@ mod tests {
         let seen = signal.epoch();
         signal.notify();
         let started = Instant::now();
-        signal.wait(seen, started + Duration::from_secs(30));
+        signal.wait(seen, started + Duration::from_secs(30), || unreachable!("it does not sleep"));
         assert!(started.elapsed() < Duration::from_secs(10));
     }
 
@@ -94,7 +96,9 @@ mod tests {
     fn without_a_notification_the_wait_ends_at_the_deadline() {
         let signal = Signal::default();
         let started = Instant::now();
-        signal.wait(signal.epoch(), started + Duration::from_millis(30));
+        let mut sleeps = false;
+        signal.wait(signal.epoch(), started + Duration::from_millis(30), || sleeps = true);
+        assert!(sleeps);
         assert!(started.elapsed() >= Duration::from_millis(30));
     }
 }

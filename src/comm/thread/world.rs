@@ -1,6 +1,7 @@
 //! What all ranks and groups of one launch share: the failure, and the signals.
 
 use super::signal::Signal;
+use crate::comm::cause::{self, Wait};
 use crate::comm::history::{History, Record, Told, divergence, lines};
 use crate::comm::{CollectiveOp, CommError};
 use parking_lot::Mutex;
@@ -17,6 +18,8 @@ pub(super) struct World {
     signals: Box<[Signal]>,
     /// What each rank has called last.
     histories: Box<[Mutex<History<CollectiveOp>>]>,
+    /// What each rank sleeps for.
+    waits: Box<[Mutex<Option<Wait>>]>,
 }
 
 /// The first failure; all ranks get this one.
@@ -35,6 +38,7 @@ impl World {
             left: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             signals: (0..world_size).map(|_| Signal::default()).collect(),
             histories: (0..world_size).map(|_| Mutex::default()).collect(),
+            waits: (0..world_size).map(|_| Mutex::default()).collect(),
         }
     }
 
@@ -76,14 +80,25 @@ impl World {
         self.histories[rank].lock().complete(id);
     }
 
-    /// Logs what every rank has called last, and where they part.
-    pub(super) fn tell_histories(&self, error: &CommError) {
+    /// Notes what a rank is about to sleep for, or that it sleeps no more.
+    pub(super) fn note_wait(&self, rank: usize, wait: Option<Wait>) {
+        *self.waits[rank].lock() = wait;
+    }
+
+    /// What the ranks that sleep wait for.
+    pub(super) fn waits(&self) -> Vec<(usize, Wait)> {
+        let waits = self.waits.iter().enumerate();
+        waits.filter_map(|(rank, wait)| Some((rank, wait.lock().clone()?))).collect()
+    }
+
+    /// Logs what every rank has called last, where they part, and who waits for whom.
+    pub(super) fn tell_histories(&self, error: &CommError, waits: &[(usize, Wait)]) {
         let tell = |(rank, history): (usize, &Mutex<History<CollectiveOp>>)| (rank, history.lock().tell());
         let ranks: Vec<(usize, Vec<Told>)> = self.histories.iter().enumerate().map(tell).collect();
         for (rank, told) in &ranks {
             tracing::error!("the last operations of rank {rank}:{}", lines(told));
         }
-        tracing::error!("{error}; where the ranks part:{}", divergence(&ranks));
+        tracing::error!("{error}; where the ranks part:{}{}", divergence(&ranks), cause::lines(waits));
     }
 
     /// Notes that a rank issues nothing any more.

@@ -59,6 +59,7 @@ macro_rules! every_case {
                 a_count_matrix_that_does_not_match_is_refused_before_data_moves,
                 strided_plans_that_do_not_match_are_refused,
                 a_rank_that_never_comes_is_named_after_the_timeout,
+                the_rank_that_keeps_all_waiting_is_named_and_not_one_that_waits_itself,
                 a_rank_that_leaves_early_is_named_at_once,
                 a_failure_in_a_small_group_fails_the_whole_world,
                 ranks_of_a_sub_group_are_named_by_their_global_rank,

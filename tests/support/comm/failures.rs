@@ -183,6 +183,34 @@ pub(crate) fn a_rank_that_never_comes_is_named_after_the_timeout(backend: &impl 
     }
 }
 
+/// As in a mesh dp 2 × sp 2: rank 1 waits for 0 along sp, rank 3 for 1 along dp, and both for rank 2 in the end, since
+/// that is what 0 waits for. Rank 1's time is up first.
+pub(crate) fn the_rank_that_keeps_all_waiting_is_named_and_not_one_that_waits_itself(backend: &impl Backend) {
+    let (launched, errors) = fail(backend, 4, 3 * TIMEOUT, |group| {
+        let rank = group.rank();
+        let sp = group.split("sp", Some(rank / 2), 0)?.unwrap();
+        let dp = group.split("dp", Some(rank % 2), 0)?.unwrap();
+        group.barrier()?;
+        if rank == 2 {
+            // It has begun something, and does not wait for it.
+            let pending = sp.start_barrier()?;
+            std::thread::sleep(2 * TIMEOUT);
+            return pending.wait();
+        }
+        if rank == 1 {
+            return sp.barrier();
+        }
+        std::thread::sleep(TIMEOUT / 3);
+        all_reduce(10, &dp)
+    });
+    for error in errors.iter().map(|error| error.as_ref().unwrap()).chain(launched.comm_error()) {
+        let CommError::Timeout { group, op, sequence, waited_ms, missing } = error else { panic!("{error}") };
+        assert_eq!((group.as_str(), *op, *sequence), ("dp", CollectiveOp::AllReduce, 0), "{error}");
+        assert_eq!(*missing, [2]);
+        assert!((1_500..3_000).contains(waited_ms), "{waited_ms}");
+    }
+}
+
 pub(crate) fn a_rank_that_leaves_early_is_named_at_once(backend: &impl Backend) {
     let (launched, errors) = fail(backend, 3, TIMEOUT, |group| {
         all_reduce(10, group)?;
