@@ -4,15 +4,26 @@ use super::Cli;
 use clap::error::{ContextKind, Error, ErrorKind};
 use clap::{Arg, Command, CommandFactory, FromArgMatches};
 use std::error::Error as _;
+use std::ffi::OsString;
 use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
 use std::str::FromStr;
 
 /// The arguments of this process. What is wrong with them ends it with exit code 2.
 pub(super) fn parse() -> Cli {
-    let matches = taking_negative_numbers(Cli::command()).try_get_matches();
-    matches
-        .and_then(|matches| Cli::from_arg_matches(&matches))
-        .unwrap_or_else(|error| in_plain_words(error).exit())
+    parse_from(std::env::args_os()).unwrap_or_else(|error| error.exit())
+}
+
+/// The arguments of another process of this program, its name first.
+pub(super) fn parse_from<W: Into<OsString> + Clone>(
+    words: impl IntoIterator<Item = W>,
+) -> Result<Cli, Error> {
+    let matches = command().try_get_matches_from(words);
+    matches.and_then(|matches| Cli::from_arg_matches(&matches)).map_err(in_plain_words)
+}
+
+/// The command line that is taken.
+pub(super) fn command() -> Command {
+    taking_negative_numbers(Cli::command())
 }
 
 /// `-1` after a flag is its value, which is told what is wrong with it, and no flag of its own.

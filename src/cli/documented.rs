@@ -4,8 +4,7 @@
 #[path = "../../tests/support/documented.rs"]
 mod support;
 
-use super::Cli;
-use clap::CommandFactory;
+use super::arguments::command;
 use std::fs;
 use std::path::{Path, PathBuf};
 use support::all_blocks;
@@ -48,7 +47,7 @@ fn every_documented_command_is_one_that_there_is() {
     for documented in all_blocks(Path::new(env!("CARGO_MANIFEST_DIR"))).into_iter().flatten() {
         for line in of_ulysses(&documented.command).iter().flat_map(|command| lines(command)) {
             num_lines += 1;
-            if let Err(error) = Cli::command().try_get_matches_from(&line) {
+            if let Err(error) = command().try_get_matches_from(&line) {
                 panic!("{}:{}: {line:?}\n{error}", documented.file, documented.line);
             }
         }
@@ -87,7 +86,7 @@ fn the_files_for_clusters_start_what_there_is() {
     assert!(files.len() >= 4, "{files:?}");
     for (file, words) in files {
         let begin = words.iter().position(|word| word == "ulysses").unwrap();
-        let matches = Cli::command().try_get_matches_from(&words[begin..]);
+        let matches = command().try_get_matches_from(&words[begin..]);
         let matches = matches.unwrap_or_else(|error| panic!("{file}: {error}"));
         assert_eq!(matches.subcommand_name(), Some("train"), "{file}");
     }

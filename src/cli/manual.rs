@@ -1,8 +1,8 @@
 //! `ulysses completions` and `ulysses man`: what other programs make of the command line's definition.
 
-use super::{Cli, Failure, OrFail, note, print};
+use super::arguments::command;
+use super::{Failure, OrFail, note, print};
 use anyhow::{Context, anyhow};
-use clap::CommandFactory;
 use clap_complete::Shell;
 use std::path::Path;
 
@@ -10,7 +10,7 @@ const NAME: &str = "ulysses";
 
 pub(super) fn completions(shell: Shell) -> Result<(), Failure> {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), NAME, &mut script);
+    clap_complete::generate(shell, &mut command(), NAME, &mut script);
     print(String::from_utf8_lossy(&script))
 }
 
@@ -21,7 +21,7 @@ pub(super) fn pages(dir: &Path) -> Result<(), Failure> {
         return Err(Failure::Run(anyhow!("{}: this is a file, a directory is needed", place())));
     }
     std::fs::create_dir_all(dir).with_context(place).or_run()?;
-    clap_mangen::generate_to(Cli::command(), dir).with_context(place).or_run()?;
+    clap_mangen::generate_to(command(), dir).with_context(place).or_run()?;
     note(format_args!("written; to read one: man {}", dir.join(format!("{NAME}.1")).display()));
     Ok(())
 }

@@ -92,6 +92,9 @@ fn a_negative_number_is_the_value_of_its_flag_in_every_command() {
         &["train", "c.json", "--trace", "t.json", "--trace-steps", "-1"],
         #[cfg(unix)]
         &["launch", "--nproc", "-1"],
+        // What is started is read before it is.
+        #[cfg(unix)]
+        &["launch", "--nproc", "2", "--", "train", "c.json", "--steps", "-1"],
     ] {
         let flag = arguments[arguments.len() - 2];
         run(arguments).assert_refused(2, &[&format!("invalid value '-1' for '{flag} ")]);

@@ -5,9 +5,8 @@ mod job;
 mod output;
 
 use super::train::TrainArgs;
-use super::{Cli, Command, Failure, OrFail, note};
+use super::{Command, Failure, OrFail, arguments, note};
 use anyhow::{Context, anyhow};
-use clap::Parser;
 use job::{Outcome, Plan, Signals};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -78,7 +77,7 @@ struct Training {
 /// The words as `ulysses` itself reads them.
 fn training(words: &[String]) -> Result<Option<Training>, Failure> {
     let words = std::iter::once("ulysses").chain(words.iter().map(String::as_str));
-    let cli = Cli::try_parse_from(words).map_err(|error| {
+    let cli = arguments::parse_from(words).map_err(|error| {
         let error = error.to_string();
         Failure::Usage(anyhow!("after `--`: {}", error.trim_start_matches("error: ").trim_end()))
     })?;
