@@ -27,7 +27,8 @@ pub enum CommError {
         sequence: u64,
         /// How long the reporting rank waited, in milliseconds: in this operation, or in one that waits for it.
         waited_ms: u64,
-        /// The ranks that have not come to it and, as far as is known, wait for nobody.
+        /// The ranks that have not come to it and, as far as is known, wait for nobody. Ranks that wait in a circle are
+        /// told of as one of them sees it.
         missing: Vec<usize>,
     },
 

@@ -53,6 +53,11 @@ fn a_host_that_is_cut_off_ends_all_in_time() {
     // Ranks 2 and 3 were on the host that was cut off. What it says arrives nowhere, but it does not hang either.
     let named = |line: &str| line.contains("timed out") && (line.contains("[2") || line.contains("3]"));
     assert!(outcome.stderr.lines().any(named), "the absent ranks are named: {outcome:?}");
+    let blamed = |line: &str| {
+        line.contains("timed out")
+            && ["[0", "[1"].iter().any(|rank| line.contains(&format!("rank(s) {rank}")))
+    };
+    assert!(!outcome.stderr.lines().any(blamed), "and no rank that waits itself: {outcome:?}");
     assert!(outcome.stderr.contains("; the last operations of rank "), "{outcome:?}");
 }
 

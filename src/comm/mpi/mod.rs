@@ -19,6 +19,7 @@ mod message;
 mod notices;
 mod operation;
 mod pause;
+mod roll_call;
 mod session;
 mod staging;
 mod transfers;

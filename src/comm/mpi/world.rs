@@ -7,8 +7,9 @@ use super::library::Communicator;
 use super::notices::Notices;
 use super::operation::Operation;
 use super::pause::{Crowd, Pause};
-use crate::comm::cause::{self, Wait, cause};
-use crate::comm::history::{History, Told, first_to_tell, lines, where_they_part};
+use super::roll_call::RollCall;
+use crate::comm::cause::Wait;
+use crate::comm::history::History;
 use crate::comm::lane::Lane;
 use crate::comm::notice::Notice;
 use crate::comm::{CommError, LaunchOptions};
@@ -46,12 +47,7 @@ struct State {
     /// In the order of issue.
     in_flight: Vec<(u64, Operation)>,
     history: History<String>,
-    /// What the ranks have told of theirs since the time of one was up, this one among them.
-    histories: Vec<(usize, Vec<Told>)>,
-    /// What those of them that wait have told that they wait for.
-    waits: Vec<(usize, Wait)>,
-    /// When this rank has told.
-    told: Option<Instant>,
+    roll_call: RollCall,
     notices: Notices,
     /// When each rank's last word came; the own entry stays empty.
     ended: Vec<Option<Instant>>,
@@ -72,9 +68,7 @@ impl World {
             next_id: 0,
             in_flight: Vec::new(),
             history: History::default(),
-            histories: Vec::new(),
-            waits: Vec::new(),
-            told: None,
+            roll_call: RollCall::default(),
             notices: Notices::new(communicator, rank, ranks),
             ended: vec![None; ranks],
             communicators: vec![communicator],
@@ -113,8 +107,8 @@ impl World {
         let started = Instant::now();
         let deadline = started.checked_add(self.timeout).unwrap_or(started + FOR_EVER);
         let mut pause = Pause::new(&self.crowd);
-        // What the last look has found. Who is asked at the first one has come too late to have waited for anybody.
-        let mut wait: Option<Wait> = None;
+        // Who is asked at the first look has come too late to have waited for anybody.
+        let mut has_looked = false;
         loop {
             // Before looking: a peer that came at the last moment is no longer missing.
             let late = Instant::now() >= deadline;
@@ -124,17 +118,17 @@ impl World {
             }
             state.check()?;
             state.advance().map_err(|error| self.fail_with(&mut state, error))?;
-            self.listen(&mut state, wait.as_ref());
-            state.check()?;
             let Some(head) = state.head(lane, id) else { return Ok(()) };
-            let current = head.wait();
-            if let Some(&rank) = current.missing.iter().find(|&&rank| state.has_long_ended(rank)) {
-                return Err(self.fail_with(&mut state, current.left_by(rank)));
+            let wait = head.wait();
+            self.listen(&mut state, has_looked.then_some(&wait));
+            state.check()?;
+            if let Some(&rank) = wait.missing.iter().find(|&&rank| state.has_long_ended(rank)) {
+                return Err(self.fail_with(&mut state, wait.left_by(rank)));
             }
             if late {
-                return Err(self.time_out(&mut state, current, started.elapsed()));
+                return Err(self.time_out(&mut state, wait, started.elapsed()));
             }
-            wait = Some(current);
+            has_looked = true;
             drop(state);
             pause.wait();
         }
@@ -152,21 +146,22 @@ impl World {
                 return failure.clone();
             }
         }
-        let timeout = cause(wait, &state.waits).timed_out(waited);
+        let timeout = state.roll_call.cause(wait).timed_out(waited);
         self.fail_with(state, timeout)
     }
 
     /// Tells the others, once, what this rank has called and what it waits for. Returns when it has.
     fn tell_calls(&self, state: &mut State, wait: Option<&Wait>) -> Instant {
-        if let Some(told) = state.told {
+        if let Some(told) = state.roll_call.told {
             return told;
         }
-        let notice = Notice::Called { calls: state.history.tell(), wait: wait.cloned() };
+        let (calls, wait) = (state.history.tell(), wait.cloned());
+        let notice = Notice::Called { calls: calls.clone(), wait: wait.clone() };
         if let Err(reason) = state.notices.tell(&notice) {
             tracing::error!("rank {} cannot tell the others what it called: {reason}", self.rank);
         }
-        state.note_told(self.rank, notice);
-        *state.told.insert(Instant::now())
+        state.roll_call.note(self.rank, calls, wait);
+        *state.roll_call.told.insert(Instant::now())
     }
 
     /// Fails the world, unless it has failed before; returns the error that counts.
@@ -194,8 +189,7 @@ impl World {
     fn give_up(&self, state: &mut State, error: CommError) {
         if let CommError::Timeout { .. } = error {
             self.tell_calls(state, None);
-            let own = state.histories.iter().filter(|(rank, _)| *rank == self.rank);
-            let own: String = own.map(|(_, calls)| lines(calls)).collect();
+            let own = state.roll_call.calls_of(self.rank);
             tracing::error!("{error}; the last operations of rank {}:{own}", self.rank);
         }
         state.in_flight.clear();
@@ -213,8 +207,8 @@ impl World {
         for (rank, notice) in notices {
             match notice {
                 Notice::Ended => state.ended[rank] = Some(Instant::now()),
-                called @ Notice::Called { .. } => {
-                    state.note_told(rank, called);
+                Notice::Called { calls, wait: others_wait } => {
+                    state.roll_call.note(rank, calls, others_wait);
                     self.tell_calls(state, wait);
                 }
                 Notice::Failed(error) if state.failure.is_none() => self.give_up(state, error),
@@ -223,14 +217,11 @@ impl World {
         }
     }
 
-    /// After a timeout, on the first rank that was not missing: where the ranks part, by what they have told.
+    /// After a timeout: where the ranks part, by what they have told.
     fn tell_divergence(&self, state: &mut State) {
         let Some(CommError::Timeout { missing, .. }) = &state.failure else { return };
-        if first_to_tell(missing) == self.rank {
-            let histories = std::mem::take(&mut state.histories);
-            state.waits.sort_by_key(|(rank, _)| *rank);
-            let parting = where_they_part(histories, missing);
-            tracing::error!("where the ranks part:{parting}{}", cause::lines(&state.waits));
+        if let Some(parting) = state.roll_call.parting(self.rank, missing) {
+            tracing::error!("where the ranks part:{parting}");
         }
     }
 
@@ -306,18 +297,9 @@ impl State {
         Ok(())
     }
 
-    /// Notes what a rank has told of its calls.
-    fn note_told(&mut self, rank: usize, told: Notice) {
-        if let Notice::Called { calls, wait } = told {
-            self.histories.push((rank, calls));
-            self.waits.extend(wait.map(|wait| (rank, wait)));
-        }
-    }
-
     /// Whether all ranks have told of their calls that still can.
     fn all_have_told(&self) -> bool {
-        let has_told = |rank: usize| self.histories.iter().any(|(of, _)| *of == rank);
-        (0..self.ended.len()).all(|rank| self.ended[rank].is_some() || has_told(rank))
+        (0..self.ended.len()).all(|rank| self.ended[rank].is_some() || self.roll_call.has_told(rank))
     }
 
     fn has_long_ended(&self, rank: usize) -> bool {

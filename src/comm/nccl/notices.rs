@@ -47,16 +47,28 @@ impl Notices {
     /// Tells all other ranks, as far as they can be reached. What a rank does not read in time goes out later, when
     /// this one listens.
     pub(super) fn tell(&mut self, notice: &Notice) {
+        self.tell_until(self.deadline(), notice);
+    }
+
+    fn tell_until(&mut self, deadline: Instant, notice: &Notice) {
         match fitting(self.rank, notice) {
             Ok(text) => self.pass_on(&framed(&text), self.rank),
             Err(reason) => tracing::error!("rank {} cannot tell the others: {reason}", self.rank),
         }
-        self.settle();
+        self.settle_until(deadline);
+    }
+
+    /// How long one may wait from now on for ranks that do not read.
+    fn deadline(&self) -> Instant {
+        Instant::now() + self.patience
     }
 
     /// Waits until all has gone out that was told or passed on, for as long as one may wait for ranks that do not read.
     pub(super) fn settle(&mut self) {
-        let deadline = Instant::now() + self.patience;
+        self.settle_until(self.deadline());
+    }
+
+    fn settle_until(&mut self, deadline: Instant) {
         loop {
             self.lines.values_mut().for_each(Line::write);
             let late = self.lines.iter().filter(|(_, line)| line.is_late());
@@ -76,8 +88,8 @@ impl Notices {
     /// the other side has closed: rank 0 until all others have ended, and it passes on what they tell meanwhile; the
     /// others until rank 0 has read that nothing follows.
     pub(super) fn end(&mut self) {
-        self.tell(&Notice::Ended);
-        let deadline = Instant::now() + self.patience;
+        let deadline = self.deadline();
+        self.tell_until(deadline, &Notice::Ended);
         while !self.lines.is_empty() && Instant::now() < deadline {
             if self.rank != 0 {
                 self.lines.values_mut().for_each(Line::finish);

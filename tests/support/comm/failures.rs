@@ -186,7 +186,7 @@ pub(crate) fn a_rank_that_never_comes_is_named_after_the_timeout(backend: &impl 
 /// As in a mesh dp 2 × sp 2: rank 1 waits for 0 along sp, rank 3 for 1 along dp, and both for rank 2 in the end, since
 /// that is what 0 waits for. Rank 1's time is up first.
 pub(crate) fn the_rank_that_keeps_all_waiting_is_named_and_not_one_that_waits_itself(backend: &impl Backend) {
-    let (launched, errors) = fail(backend, 4, 3 * TIMEOUT, |group| {
+    let (launched, errors) = fail(backend, 4, 4 * TIMEOUT, |group| {
         let rank = group.rank();
         let sp = group.split("sp", Some(rank / 2), 0)?.unwrap();
         let dp = group.split("dp", Some(rank % 2), 0)?.unwrap();
@@ -194,7 +194,8 @@ pub(crate) fn the_rank_that_keeps_all_waiting_is_named_and_not_one_that_waits_it
         if rank == 2 {
             // It has begun something, and does not wait for it.
             let pending = sp.start_barrier()?;
-            std::thread::sleep(2 * TIMEOUT);
+            // Longer than it is asked: it answers nothing.
+            std::thread::sleep(3 * TIMEOUT);
             return pending.wait();
         }
         if rank == 1 {
@@ -207,7 +208,7 @@ pub(crate) fn the_rank_that_keeps_all_waiting_is_named_and_not_one_that_waits_it
         let CommError::Timeout { group, op, sequence, waited_ms, missing } = error else { panic!("{error}") };
         assert_eq!((group.as_str(), *op, *sequence), ("dp", CollectiveOp::AllReduce, 0), "{error}");
         assert_eq!(*missing, [2]);
-        assert!((1_500..3_000).contains(waited_ms), "{waited_ms}");
+        assert!(*waited_ms >= 1_500, "{waited_ms}");
     }
 }
 
