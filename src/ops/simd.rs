@@ -257,9 +257,9 @@ fn mul_add_lanes<S: Isa>(a: &Lanes, b: &Lanes, c: &Lanes) -> Lanes {
 
 /// The larger of each two lanes; `b` only where it compares greater, so its NaN are passed over.
 #[inline(always)]
-pub(super) fn max_lanes<const N: usize>(a: &[f32; N], b: &[f32; N]) -> [f32; N] {
+pub(super) fn max_lanes(a: &Lanes, b: &Lanes) -> Lanes {
     let mut max = *a;
-    for lane in 0..N {
+    for lane in 0..LANES {
         max[lane] = if b[lane] > max[lane] { b[lane] } else { max[lane] };
     }
     max

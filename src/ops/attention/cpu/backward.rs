@@ -125,7 +125,7 @@ impl<T: Operand> Pass<'_, T> {
     fn keys(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
         let Problem { dims, geometry, .. } = *self.problem;
         let visible = geometry.visible(row);
-        let lengths = keys_lengths::<T>(dims.num_keys, dims.head_dim);
+        let lengths = keys_lengths::<T>(keys.len(), dims.head_dim);
         with_scratch(lengths, |[p, ds, p_room, ds_room, k, k_t, v_t, q, dout, dk, dv]| {
             let [k, dk, dv] = [k, dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
             dk.fill(0.0);

@@ -17,7 +17,8 @@ fn total<const N: usize>(lengths: [usize; N]) -> usize {
     lengths.iter().map(|length| length.next_multiple_of(ALIGNMENT)).sum::<usize>() + ALIGNMENT
 }
 
-/// The buffers of a pass over rows of `num_tokens` tokens, in bytes.
+/// The buffers of a pass over rows of `num_tokens` tokens, in bytes, at most: a backward pass in two sweeps makes do with
+/// those of a block of keys.
 pub(in crate::ops::attention) fn scratch_bytes<T: Operand>(
     num_tokens: usize,
     head_dim: usize,

@@ -6,7 +6,7 @@ use crate::ops::attention::{
 };
 use std::ops::Range;
 
-/// Queries per tile: their keys are fetched once. A multiple of what both kinds of [`Operand`](super::Operand) take at a
+/// Queries per tile. A multiple of what both kinds of [`Operand`](super::Operand) take at a
 /// time.
 pub(super) const QUERY_BLOCK: usize = 480;
 /// Keys per tile.

@@ -13,7 +13,8 @@ fn causal_rows_match_the_reference_for_all_lengths_heads_and_dimensions() -> Res
         causal(2, 300, &[0, 1, 2], 3, 80)?.check("MHA over more than one tile")?;
         causal(1, 300, &[0, 0, 0, 0], 1, 64)?.check("MQA over more than one tile")?;
         causal(1, 1100, &[0, 0, 1], 2, 8)?.check("several tiles")?;
-        causal(1, 1100, &[0], 1, 1)?.check("head dimension 1")
+        causal(1, 1100, &[0], 1, 1)?.check("head dimension 1")?;
+        causal(1, 600, &[0], 1, 256)?.check("more keys than stay near")
     })
 }
 

@@ -137,7 +137,9 @@ fn so_do_elements_of_16_bits_on_the_cpu() -> Result<()> {
 #[test]
 fn so_do_bf16_products_of_every_kernel_for_any_number_of_threads() -> Result<()> {
     let long = causal(1, 600, &[0, 0, 1], 2, 40)?;
-    for (index, case) in cases()?.into_iter().chain([long]).enumerate() {
+    // Alone, a thread takes two blocks of queries at a time; and more keys than stay near.
+    let (blocks, wide) = (causal(1, 1100, &[0, 0, 0, 1, 1, 1], 2, 8)?, causal(1, 600, &[0], 1, 256)?);
+    for (index, case) in cases()?.into_iter().chain([long, blocks, wide]).enumerate() {
         let case = case.rounded(DType::BF16, Layout::Odd)?;
         for kernel in Kernel::all().chain([Kernel::Portable]) {
             let (call, dims) = (Call::new("test"), dims_of(&Call::new("test"), &case.operands())?);

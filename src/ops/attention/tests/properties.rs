@@ -65,6 +65,9 @@ fn the_number_of_threads_does_not_change_a_bit() -> Result<()> {
         Case::new(packed(&rows, &[0, 0, 0], None)?, 1, 16)?,
         causal(1, 600, &[1, 0, 1], 2, 8)?,
         causal(1, 600, &[0, 0], 1, 64)?,
+        // Alone, a thread takes two blocks of queries at a time; and more keys than stay near.
+        causal(1, 1100, &[0, 0, 0, 1, 1, 1], 2, 8)?,
+        causal(1, 600, &[0], 1, 256)?,
         Case::new(packed(&rows, &[0], Some(100))?, 1, 8)?,
         Case::new(shards((0..90).chain(400..700), (90..180).chain(300..610))?, 2, 8)?,
     ];
