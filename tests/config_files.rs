@@ -1,7 +1,7 @@
 //! The ready files in `configs/` are valid and are what their README says.
 
 use std::path::{Path, PathBuf};
-use ulysses::config::{Config, MachineProfile, ZeroStage};
+use ulysses::config::{Backend, Config, MachineProfile, ZeroStage};
 
 fn configs_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("configs")
@@ -96,4 +96,5 @@ fn the_file_of_the_longest_rows_bounds_all_that_can_be_bounded_without_other_res
 fn the_large_file_is_a_million_tokens_on_32_ranks() {
     let large = config("llama3_8b_1m.json");
     assert_eq!((large.dp_size, large.sp_size, large.seq_len), (4, 8, Some(1 << 20)));
+    assert_eq!(large.backend, Backend::Nccl, "planned as GPUs hold it, not as this machine would");
 }

@@ -8,15 +8,16 @@ mod support;
 use serde_json::{Value, json};
 use std::alloc::System;
 use std::sync::Arc;
-use support::device::test_device;
+use support::device::{is_cpu, test_device};
 use support::mesh_run::{global_batch, micro_batches, on_mesh};
 use support::reference::Batch;
 use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::Config;
 use ulysses::data::DataError;
+use ulysses::device::DeviceKind;
 use ulysses::engine::Engine;
-use ulysses::engine::schedule::{Event, schedule};
+use ulysses::engine::schedule::{Event, Schedule};
 use ulysses::memory::{
     ByCategory, Category, CountingAllocator, live_bytes, peak_by_category, peak_bytes, reset_peak,
 };
@@ -46,7 +47,36 @@ fn model(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> LlamaConfi
     LlamaConfig { num_heads, num_kv_heads, vocab_size, head_dim, num_layers: 2, ..preset("small").unwrap() }
 }
 
+/// On emulated kernels those that differ in what a GPU's take, and are small.
 fn cases() -> Vec<Case> {
+    if is_cpu() { cases_of_cpus() } else { cases_of_gpus() }
+}
+
+fn cases_of_gpus() -> Vec<Case> {
+    let case = |label, heads: (usize, usize), vocab_size, mesh, seq_len, config| {
+        let model = LlamaConfig { num_layers: 2, ..model(heads.0, heads.1, vocab_size) };
+        Case { label, model, mesh, rows: 1, seq_len, config }
+    };
+    let checkpointing = json!({ "activation_checkpointing": true });
+    let tiles = json!({ "activation_checkpointing": true, "tile_tokens": 100, "loss_tile_tokens": 64 });
+    let bf16 = json!({ "enabled": true });
+    vec![
+        case("one GPU", (8, 8), 256, (1, 1), 200, json!({})),
+        case("checkpointing, GQA", (8, 2), 256, (1, 1), 300, json!({ "ulysses": checkpointing })),
+        case("bf16", (8, 4), 256, (1, 1), 256, json!({ "bf16": bf16 })),
+        case("bf16, tiles", (4, 4), 2000, (1, 1), 300, json!({ "bf16": bf16, "ulysses": tiles })),
+        case(
+            "dp 2, stage 1, bf16",
+            (8, 8),
+            256,
+            (2, 1),
+            160,
+            json!({ "bf16": bf16, "zero_optimization": { "stage": 1 } }),
+        ),
+    ]
+}
+
+fn cases_of_cpus() -> Vec<Case> {
     let case = |label, model, mesh, rows, seq_len, config| Case { label, model, mesh, rows, seq_len, config };
     let bf16 = json!({ "enabled": true });
     let stage = |stage: usize| json!({ "stage": stage });
@@ -248,7 +278,9 @@ impl Case {
     fn planned(&self, rank: usize) -> [i64; Category::ALL.len()] {
         let mesh = DeviceMesh::dp_sp(self.mesh.0, self.mesh.1).unwrap();
         let (mut held, mut peak) = ([0; Category::ALL.len()], [0; Category::ALL.len()]);
-        for event in schedule(&self.config(), &self.model, &mesh, rank).unwrap().steps(2) {
+        let device = if is_cpu() { DeviceKind::Cpu } else { DeviceKind::Cuda };
+        let events = Schedule::on(device, &self.config(), &self.model, &mesh, rank, None).unwrap();
+        for event in events.steps(2) {
             if let Event::Memory { category, bytes } = event {
                 held[category as usize] += bytes;
                 if held.iter().sum::<i64>() > peak.iter().sum() {

@@ -98,11 +98,13 @@ fn a_mesh_is_drawn_to_a_file() {
 
 #[test]
 fn a_mesh_is_proposed_with_its_reasons() {
-    let propose = |seq_len: &str, memory: &str| {
+    let on = |device: &str, seq_len: &str, memory: &str| {
         let cluster =
             ["mesh", "--propose", "--nodes", "2", "--devices-per-node", "8", "--model", "llama3-8b"];
-        Workplace::new().run(&[&cluster[..], &["--seq-len", seq_len, "--memory-gib", memory]].concat())
+        let place = ["--seq-len", seq_len, "--memory-gib", memory, "--device", device];
+        Workplace::new().run(&[&cluster[..], &place].concat())
     };
+    let propose = |seq_len: &str, memory: &str| on("cpu", seq_len, memory);
     let text = propose("1024", "80");
     assert!(text.assert_done().stdout.contains("--mesh 16x1: whole sequences fit"), "{text:?}");
     let text = propose("262144", "80");
@@ -117,6 +119,9 @@ fn a_mesh_is_proposed_with_its_reasons() {
         1,
         &["no mesh of these ranks fits", "the longest sequence that fits is", "`ulysses plan`", "--config"],
     );
+    // Of GPUs the same on every machine.
+    let text = on("cuda", "262144", "80");
+    assert!(text.assert_done().stdout.contains("67.53 GiB of 80.00 GiB per rank: fits"), "{text:?}");
     Workplace::new().run(&["mesh", "--propose", "--nodes", "2"]).assert_refused(2, &["--devices-per-node"]);
 }
 

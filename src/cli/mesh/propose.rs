@@ -1,6 +1,7 @@
 //! `ulysses mesh --propose`.
 
 use super::Drawn;
+use crate::cli::device::DeviceArg;
 use crate::cli::plan::table::bytes;
 use crate::cli::plan::{budget_bytes, model};
 use crate::cli::{Failure, OrFail, print};
@@ -8,6 +9,7 @@ use anyhow::anyhow;
 use std::fmt::Write;
 use std::path::PathBuf;
 use ulysses::config::{Overrides, RawConfig};
+use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
 use ulysses::engine::plan::{Proposal, Trial, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
@@ -38,6 +40,9 @@ pub(super) struct ProposeArgs {
     /// layers recomputed. Its mesh and its batch sizes do not count, but for the micro batch.
     #[arg(long, value_name = "FILE", requires = "propose")]
     config: Option<PathBuf>,
+    /// What ranks compute on, as in `ulysses plan`.
+    #[arg(long, requires = "propose")]
+    device: Option<DeviceArg>,
 }
 
 /// Prints the proposal and gives its mesh.
@@ -57,7 +62,7 @@ pub(super) fn run(
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
     // The mesh is what is asked for.
     let config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
-    let device = config.backend.device();
+    let device = args.device.map_or_else(|| config.backend.device(), DeviceKind::from);
     check_offload_device(&config, device).or_usage()?;
     let (name, model) = model(&config)?;
     let budget = budget_bytes(args.memory_gib)?.unwrap_or(u64::MAX);

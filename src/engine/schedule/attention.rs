@@ -4,23 +4,21 @@
 
 use super::dims::{Dims, Heads};
 use super::event::{Axis, Event, Pass, Piece, Purpose, Transfer, Work};
+use super::kernels::{AttentionMemory, Kernels};
 use super::ledger::{Buffer, ElementType, Ledger};
 use super::units::transfer_of;
 use crate::comm::{CollectiveOp, RecvBlock, StridedBlock, StridedPlan, Traffic};
 use crate::memory::Category;
-use crate::ops::attention;
 use crate::ulysses::ExchangePlan;
-use candle_core::DType;
 
 /// Attention of one rank, with what it keeps between calls.
 #[derive(Debug)]
 pub(super) struct SequenceParallel {
     /// One for each chunk of heads; none on an sp axis of one rank.
     exchanges: Vec<Exchange>,
-    pub(super) dtype: DType,
-    /// Bytes of working memory of every thread of the rank.
+    pub(super) kernels: Kernels,
+    /// Bytes of working memory that the rank's threads keep.
     scratch_bytes: usize,
-    pub(super) threads: usize,
     /// Bytes of the geometry and plans of the last micro batch.
     geometry_bytes: usize,
     /// The chunks that have a geometry and plans in this one, but for those like an earlier chunk.
@@ -30,11 +28,25 @@ pub(super) struct SequenceParallel {
 /// The four transfers of a layer.
 #[derive(Debug)]
 struct Exchange {
-    qkv_to_heads: Transfer,
-    out_to_tokens: Transfer,
-    out_to_heads: Transfer,
-    qkv_to_tokens: Transfer,
+    qkv_to_heads: Way,
+    out_to_tokens: Way,
+    out_to_heads: Way,
+    qkv_to_tokens: Way,
     plan_bytes: usize,
+}
+
+#[derive(Debug)]
+struct Way {
+    transfer: Transfer,
+    /// Bytes of the copies that are sent and received instead of the tensors.
+    packed_bytes: usize,
+}
+
+impl Way {
+    fn go(&self, ledger: &mut Ledger) {
+        ledger.scratch_for(Category::Exchange, self.packed_bytes);
+        ledger.push(Event::Collective(self.transfer.clone()));
+    }
 }
 
 /// What attention keeps from forward to backward; without sequence parallelism `out` is the layer's
@@ -55,20 +67,22 @@ impl Saved {
 }
 
 impl Exchange {
-    fn new(plan: &ExchangePlan, element_bytes: usize) -> Self {
+    fn new(plan: &ExchangePlan, kernels: Kernels) -> Self {
         let strided =
             [plan.qkv_seq_to_head(), plan.out_head_to_seq(), plan.out_seq_to_head(), plan.qkv_head_to_seq()];
-        let transfer = |plan_of: &StridedPlan, purpose| {
+        let way = |plan_of: &StridedPlan, purpose| {
             let traffic = Traffic::strided(plan.rank(), plan_of);
-            let input_elems = plan_of.counts().0.into_iter().sum();
+            let (sent, received) = plan_of.counts();
+            let [sent, received] = [sent, received].map(|counts| counts.into_iter().sum());
             let what = (CollectiveOp::AllToAllStrided, Axis::Sp, purpose);
-            transfer_of(what, input_elems, element_bytes, &traffic)
+            let transfer = transfer_of(what, sent, kernels.dtype.size_in_bytes(), &traffic);
+            Way { transfer, packed_bytes: kernels.exchange_bytes(sent, received) }
         };
         Self {
-            qkv_to_heads: transfer(&strided[0], Purpose::ExchangeForward),
-            out_to_tokens: transfer(&strided[1], Purpose::ExchangeForward),
-            out_to_heads: transfer(&strided[2], Purpose::ExchangeBackward),
-            qkv_to_tokens: transfer(&strided[3], Purpose::ExchangeBackward),
+            qkv_to_heads: way(&strided[0], Purpose::ExchangeForward),
+            out_to_tokens: way(&strided[1], Purpose::ExchangeForward),
+            out_to_heads: way(&strided[2], Purpose::ExchangeBackward),
+            qkv_to_tokens: way(&strided[3], Purpose::ExchangeBackward),
             plan_bytes: strided.iter().map(plan_bytes).sum(),
         }
     }
@@ -84,10 +98,10 @@ fn plan_bytes(plan: &StridedPlan) -> usize {
 
 impl SequenceParallel {
     /// Of chunks with these plans.
-    pub(super) fn new(plans: &[ExchangePlan], dtype: DType, threads: usize) -> Self {
+    pub(super) fn new(plans: &[ExchangePlan], kernels: Kernels) -> Self {
         let sharded = plans.iter().filter(|plan| plan.seq_ranges().len() > 1);
-        let exchanges = sharded.map(|plan| Exchange::new(plan, dtype.size_in_bytes())).collect();
-        Self { exchanges, dtype, scratch_bytes: 0, threads, geometry_bytes: 0, known: Vec::new() }
+        let exchanges = sharded.map(|plan| Exchange::new(plan, kernels)).collect();
+        Self { exchanges, kernels, scratch_bytes: 0, geometry_bytes: 0, known: Vec::new() }
     }
 
     /// What the layers of a micro batch share is made anew for the next one.
@@ -111,12 +125,12 @@ impl SequenceParallel {
         self.plan(chunk, dims, ledger);
         let whole = head_sharded(heads, dims)
             .map(|elems| ledger.take(Category::Exchange, ElementType::Stored, elems));
-        ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_heads.clone()));
+        self.exchanges[chunk].qkv_to_heads.go(ledger);
         qkv.into_iter().for_each(|buffer| ledger.give(buffer));
         let saved = self.forward_locally(heads, whole, dims, pass, ledger);
         let elems = dims.tokens() * heads.num_heads * dims.head_dim;
         let out = ledger.take(Category::Activations, ElementType::Stored, elems);
-        ledger.push(Event::Collective(self.exchanges[chunk].out_to_tokens.clone()));
+        self.exchanges[chunk].out_to_tokens.go(ledger);
         (Some(out), saved)
     }
 
@@ -135,12 +149,12 @@ impl SequenceParallel {
         }
         let [q_elems, ..] = head_sharded(heads, dims);
         let dout = ledger.take(Category::Exchange, ElementType::Stored, q_elems);
-        ledger.push(Event::Collective(self.exchanges[chunk].out_to_heads.clone()));
+        self.exchanges[chunk].out_to_heads.go(ledger);
         let whole = self.backward_locally(heads, saved, dims, ledger);
         ledger.give(dout);
         let gradients = seq_sharded(heads, dims)
             .map(|elems| ledger.take(Category::Activations, ElementType::Stored, elems));
-        ledger.push(Event::Collective(self.exchanges[chunk].qkv_to_tokens.clone()));
+        self.exchanges[chunk].qkv_to_tokens.go(ledger);
         whole.into_iter().for_each(|buffer| ledger.give(buffer));
         gradients
     }
@@ -157,9 +171,14 @@ impl SequenceParallel {
         let category = self.category();
         let out = ledger.take(category, ElementType::Stored, q);
         let lse = ledger.take(category, ElementType::F32, dims.all_tokens() * heads.num_heads_local);
-        self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, self.dtype, false), ledger);
-        let widened = if self.widens(dims) { q + k + v } else { 0 };
-        ledger.operate(&[widened, q], 0);
+        match self.kernels.attention(heads, dims, false) {
+            AttentionMemory::Kept { bytes, widens_inputs } => {
+                self.keep_scratch(bytes, ledger);
+                let widened = if widens_inputs { q + k + v } else { 0 };
+                ledger.operate(&[widened, q], 0);
+            }
+            AttentionMemory::Taken { bytes } => ledger.scratch(bytes),
+        }
         let flops = 4.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass, flops }));
         Saved { qkv, out, lse }
@@ -180,18 +199,19 @@ impl SequenceParallel {
         ledger.sweep(&[q, q], 0, 1);
         ledger.give(out);
         let gradients = [q, k, v].map(|elems| ledger.take(category, ElementType::Stored, elems));
-        self.keep_scratch(attention::scratch_bytes(dims.seq_len, dims.head_dim, self.dtype, true), ledger);
-        let widened = if self.widens(dims) { q + k + v + q } else { 0 };
-        ledger.operate(&[widened, q, k, v], 0);
+        match self.kernels.attention(heads, dims, true) {
+            AttentionMemory::Kept { bytes, widens_inputs } => {
+                self.keep_scratch(bytes, ledger);
+                let widened = if widens_inputs { q + k + v + q } else { 0 };
+                ledger.operate(&[widened, q, k, v], 0);
+            }
+            AttentionMemory::Taken { bytes } => ledger.scratch(bytes),
+        }
         // Twice the forward's; that the scores are computed once more is the kernel's affair.
         let flops = 8.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass: Pass::Backward, flops }));
         qkv.into_iter().chain([lse, delta]).for_each(|buffer| ledger.give(buffer));
         gradients
-    }
-
-    fn widens(&self, dims: &Dims) -> bool {
-        attention::widens_inputs(dims.seq_len, dims.head_dim, self.dtype)
     }
 
     fn category(&self) -> Category {
@@ -229,8 +249,8 @@ impl SequenceParallel {
     fn keep_scratch(&mut self, bytes: usize, ledger: &mut Ledger) {
         if self.scratch_bytes < bytes {
             let before = std::mem::replace(&mut self.scratch_bytes, bytes);
-            ledger.hold(Category::Other, (self.threads * bytes) as i64);
-            ledger.hold(Category::Other, -((self.threads * before) as i64));
+            ledger.hold(Category::Other, bytes as i64);
+            ledger.hold(Category::Other, -(before as i64));
         }
     }
 }
@@ -245,4 +265,44 @@ fn head_sharded(heads: Heads, dims: &Dims) -> [usize; 3] {
 fn seq_sharded(heads: Heads, dims: &Dims) -> [usize; 3] {
     let unit = dims.tokens() * dims.head_dim;
     [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads].map(|heads| unit * heads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::device::DeviceKind;
+    use crate::engine::schedule::Schedule;
+    use crate::mesh::DeviceMesh;
+    use crate::model::preset;
+    use serde_json::json;
+    use std::collections::BTreeSet;
+
+    /// Bytes that exist during an exchange only.
+    fn packed_bytes(device: DeviceKind) -> BTreeSet<i64> {
+        let config = json!({
+            "train_batch_size": 1, "mesh_param": [1, 2], "bf16": { "enabled": true }, "ulysses": { "seq_len": 4096 },
+        });
+        let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
+        let mesh = DeviceMesh::dp_sp(1, 2).unwrap();
+        let events = Schedule::on(device, &config, &preset("small").unwrap(), &mesh, 0, None).unwrap();
+        let events: Vec<Event> = events.collect();
+        let packed = |events: &[Event]| match events {
+            [
+                Event::Memory { category: Category::Exchange, bytes },
+                Event::Memory { category: Category::Exchange, bytes: freed },
+                Event::Collective(_),
+            ] if *freed == -bytes => Some(*bytes),
+            _ => None,
+        };
+        events.windows(3).filter_map(packed).collect()
+    }
+
+    #[test]
+    fn a_gpu_sends_one_copy_and_receives_into_another() {
+        // Of 2048 tokens, 8 heads of 32, two bytes each: the output, or queries, keys and values.
+        let of_output = 2048 * 8 * 32 * 2;
+        assert_eq!(packed_bytes(DeviceKind::Cuda), BTreeSet::from([2 * of_output, 2 * 3 * of_output]));
+        assert_eq!(packed_bytes(DeviceKind::Cpu), BTreeSet::new());
+    }
 }

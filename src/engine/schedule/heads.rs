@@ -7,7 +7,6 @@ use super::event::{Pass, Piece};
 use super::layer::LayerPass;
 use super::ledger::{Buffer, ElementType, Ledger};
 use crate::model::{HeadWeights, Weights};
-use crate::ops::rms_norm;
 
 /// What is kept of one chunk.
 #[derive(Debug)]
@@ -166,7 +165,7 @@ impl LayerPass<'_> {
         let head_dim = self.dims.head_dim;
         let elems = self.elems(heads * head_dim);
         let dheads = self.take(elems);
-        let scratch = rms_norm::backward_scratch_bytes(self.elems(heads), head_dim);
+        let scratch = self.attention.kernels.norm_backward_bytes(self.elems(heads), head_dim);
         self.ledger.sweep(&[elems, elems, head_dim, elems], scratch, 1);
         [dy, before, rstd].into_iter().for_each(|buffer| self.ledger.give(buffer));
         dheads

@@ -8,8 +8,7 @@ use super::ledger::{Buffer, ElementType, Ledger};
 use super::mlp::GateUp;
 use crate::memory::Category::Activations;
 use crate::model::Weights;
-use crate::ops::linear::{self, ProductMemory};
-use crate::ops::rms_norm;
+use crate::ops::linear::ProductMemory;
 
 /// Terms that a product adds up at a time, and so how long the pieces are that its operands are packed into.
 const PACKED_TERMS: usize = 512;
@@ -87,7 +86,8 @@ impl<'a> LayerPass<'a> {
 
     pub(super) fn backward_norm(&mut self, Tile { tokens, times }: Tile) {
         let (hidden, x) = (self.dims.hidden, tokens * self.dims.hidden);
-        self.ledger.sweep(&[x, x, hidden, x], rms_norm::backward_scratch_bytes(tokens, hidden), times);
+        let scratch = self.attention.kernels.norm_backward_bytes(tokens, hidden);
+        self.ledger.sweep(&[x, x, hidden, x], scratch, times);
     }
 
     /// A product of `inputs` numbers of every token with a weight.
@@ -98,7 +98,7 @@ impl<'a> LayerPass<'a> {
     /// The same with `bytes` more for as long as it takes.
     pub(super) fn product_beside(&mut self, tile: Tile, (inputs, outputs): (usize, usize), bytes: usize) {
         let sizes = [tile.tokens, inputs, outputs];
-        match linear::product_memory(self.attention.dtype, sizes, self.attention.threads) {
+        match self.attention.kernels.product(sizes) {
             ProductMemory::Packed(packed) => {
                 self.ledger.keep_packed(packed);
                 self.ledger.scratch(bytes);
@@ -123,7 +123,7 @@ impl<'a> LayerPass<'a> {
             return;
         }
         let sizes = [tile.tokens, inputs, outputs];
-        match linear::weight_product_memory(self.attention.dtype, sizes, self.attention.threads) {
+        match self.attention.kernels.weight_product(sizes) {
             ProductMemory::Packed(packed) => self.ledger.keep_packed(packed),
             ProductMemory::Widened => {
                 let packed = tile.tokens.min(PACKED_TERMS) * outputs;
@@ -149,10 +149,9 @@ impl<'a> LayerPass<'a> {
         self.ledger.take(Activations, ElementType::F32, elems)
     }
 
-    /// Room for the f32 values of elements that have 16 bits.
-    pub(super) fn take_if_narrow(&mut self, elems: usize) -> Option<Buffer> {
-        let is_narrow = self.ledger.bytes_of(ElementType::Stored) < size_of::<f32>();
-        is_narrow.then(|| self.take_f32(elems))
+    /// Room for the f32 values of elements, if those have 16 bits and are widened.
+    pub(super) fn take_if_widened(&mut self, elems: usize) -> Option<Buffer> {
+        self.attention.kernels.widens().then(|| self.take_f32(elems))
     }
 
     pub(super) fn give_all<const N: usize>(&mut self, buffers: [Option<Buffer>; N]) {

@@ -74,6 +74,8 @@ struct Shelf {
 pub(super) struct Ledger {
     events: VecDeque<Event>,
     stored_bytes: usize,
+    /// Whether ops widen 16-bit operands.
+    widens: bool,
     /// By bytes of an element and number of elements.
     shelves: HashMap<(usize, usize), Shelf>,
     /// Bytes of the panels that threads keep for the next product.
@@ -81,9 +83,9 @@ pub(super) struct Ledger {
 }
 
 impl Ledger {
-    /// Of a rank whose parameters and activations have elements of `stored_bytes`.
-    pub(super) fn new(stored_bytes: usize) -> Self {
-        Self { events: VecDeque::new(), stored_bytes, shelves: HashMap::new(), packed_bytes: 0 }
+    /// Of a rank whose parameters and activations have elements of `stored_bytes`, which ops without a form for them widen.
+    pub(super) fn new(stored_bytes: usize, widens: bool) -> Self {
+        Self { events: VecDeque::new(), stored_bytes, widens, shelves: HashMap::new(), packed_bytes: 0 }
     }
 
     pub(super) fn next_event(&mut self) -> Option<Event> {
@@ -145,8 +147,13 @@ impl Ledger {
 
     /// Memory that an operation needs while it runs.
     pub(super) fn scratch(&mut self, bytes: usize) {
-        self.hold(Category::Other, bytes as i64);
-        self.hold(Category::Other, -(bytes as i64));
+        self.scratch_for(Category::Other, bytes);
+    }
+
+    /// As [`scratch`](Self::scratch), of another category.
+    pub(super) fn scratch_for(&mut self, category: Category, bytes: usize) {
+        self.hold(category, bytes as i64);
+        self.hold(category, -(bytes as i64));
     }
 
     /// Threads keep what they have packed, and make room anew where it is too small.
@@ -159,7 +166,7 @@ impl Ledger {
     /// An operation on tensors of the config's precision that widens 16-bit operands as a whole, not piece by
     /// piece: they exist in f32 as well while it runs. It has `scratch` bytes of its own besides.
     pub(super) fn operate(&mut self, operands: &[usize], scratch: usize) {
-        let widened = if self.stored_bytes < size_of::<f32>() { operands.iter().sum() } else { 0 };
+        let widened = if self.widens { operands.iter().sum() } else { 0 };
         self.scratch(widened * size_of::<f32>() + scratch);
     }
 
@@ -214,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_given_tensor_is_taken_again_and_a_foreign_one_takes_the_place_of_a_dropped_one() {
-        let mut ledger = Ledger::new(4);
+        let mut ledger = Ledger::new(4, false);
         let taken = ledger.take(Category::Activations, ElementType::Stored, 8);
         ledger.give(taken);
         assert_eq!(held(&mut ledger), 32, "it waits");
@@ -231,7 +238,7 @@ mod tests {
 
     #[test]
     fn narrow_operands_are_widened_while_an_operation_runs() {
-        let mut ledger = Ledger::new(2);
+        let mut ledger = Ledger::new(2, true);
         ledger.operate(&[3, 4], 5);
         assert_eq!(ledger.next_event(), Some(Event::Memory { category: Category::Other, bytes: 7 * 4 + 5 }));
         assert_eq!(held(&mut ledger), -(7 * 4 + 5));

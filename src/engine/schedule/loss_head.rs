@@ -2,8 +2,10 @@
 
 use super::dims::Dims;
 use super::event::{Axis, Event, Moment, Pass, Piece, Purpose};
+use super::layer::LayerPass;
 use super::{Phase, Schedule};
 use crate::comm::CollectiveOp;
+use crate::device::DeviceKind;
 use crate::memory::Category;
 
 impl Schedule {
@@ -15,18 +17,12 @@ impl Schedule {
         }
         let Dims { hidden, vocab, loss_tile, .. } = self.dims;
         let (unit, tokens) = (self.head_unit(), self.dims.tokens());
-        let (x, weight, tile) = (tokens * hidden, vocab * hidden, loss_tile * vocab);
-        // Softmax and its gradient read and write them.
-        let logits_bytes = 2 * tokens * vocab * size_of::<f32>();
+        let x = tokens * hidden;
         self.units.gather(unit, &mut self.ledger);
         let mut pass = self.layer_pass();
         let (normed, rstd) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
         let lse = pass.take_f32(tokens);
-        let logits = pass.take_f32(tile);
-        let wide_x = pass.take_if_narrow(loss_tile * hidden);
-        pass.ledger.operate(&[weight], 0);
-        pass.ledger.touch(logits_bytes);
-        pass.give_all([Some(logits), wide_x]);
+        pass.loss_tiles(false, 0);
         pass.count(pass.dims.all(), hidden, vocab);
         pass.compute(Piece::Head, Pass::Forward);
         pass.ledger.give(normed);
@@ -51,11 +47,7 @@ impl Schedule {
         let (gradient, rstd_again) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
         let dnormed = pass.take(x);
         let packed = if is_trained { loss_tile.min(512) * vocab * size_of::<f32>() } else { 0 };
-        let logits = pass.take_f32(tile);
-        let [wide_x, wide_dx] = [(); 2].map(|()| pass.take_if_narrow(loss_tile * hidden));
-        pass.ledger.operate(&[weight], packed);
-        pass.ledger.touch(logits_bytes);
-        pass.give_all([Some(logits), wide_x, wide_dx]);
+        pass.loss_tiles(true, packed);
         pass.backward_norm(pass.dims.all());
         (0..1 + usize::from(is_trained)).for_each(|_| pass.count(pass.dims.all(), hidden, vocab));
         pass.compute(Piece::Head, Pass::Backward);
@@ -67,5 +59,25 @@ impl Schedule {
         self.tape.hidden.take().into_iter().for_each(|hidden| self.ledger.give(hidden));
         self.tape.gradient = Some(gradient);
         Phase::Backward { layer: self.num_layers }
+    }
+}
+
+impl LayerPass<'_> {
+    /// The loss, or its gradient, a tile of tokens at a time; on a CPU products pack `packed` bytes.
+    fn loss_tiles(&mut self, backward: bool, packed: usize) {
+        let kernels = self.attention.kernels;
+        let Dims { hidden, vocab, loss_tile, .. } = *self.dims;
+        match kernels.device {
+            DeviceKind::Cpu => {
+                let logits = self.take_f32(loss_tile * vocab);
+                let wide_x = self.take_if_widened(loss_tile * hidden);
+                let wide_dx = backward.then(|| self.take_if_widened(loss_tile * hidden)).flatten();
+                self.ledger.operate(&[vocab * hidden], packed);
+                self.give_all([Some(logits), wide_x, wide_dx]);
+            }
+            DeviceKind::Cuda => self.ledger.scratch(kernels.device_loss_bytes(self.dims, backward)),
+        }
+        // Softmax and its gradient read and write the logits.
+        self.ledger.touch(2 * self.dims.tokens() * vocab * size_of::<f32>());
     }
 }

@@ -5,7 +5,8 @@
 //! knows no other rank, so the steps of a world of thousands cost a loop. Its files follow the code that they
 //! mirror: `forward` and `backward` are the engine's passes over the layers, `loss_head` what is between them, `units` is
 //! ZeRO's order of gathers and reductions, `layer` the decoder layer with its halves `heads` and `mlp`, `attention` the
-//! exchange with the attention, `checkpoints` what layers leave for their backward pass, `ledger` the workspace.
+//! exchange with the attention, `checkpoints` what layers leave for their backward pass, `ledger` the workspace, and `kernels`
+//! has what the ops take beside their operands.
 //! `tests/schedule.rs` compares it event for event with what real ranks do, `tests/plan_memory.rs` its memory with the
 //! allocator's count.
 //!
@@ -18,6 +19,7 @@ mod dims;
 mod event;
 mod forward;
 mod heads;
+mod kernels;
 mod layer;
 mod ledger;
 mod loss_head;
@@ -36,13 +38,11 @@ use crate::model::{Layer, LlamaConfig, Model, ModelError, Weights};
 use attention::SequenceParallel;
 use checkpoints::{CheckpointStore, LayerTape};
 use dims::{Dims, Places};
+use kernels::Kernels;
 use layer::LayerPass;
 use ledger::{Away, Buffer, Ledger};
 use std::iter::FusedIterator;
 use units::Units;
-
-/// Working memory that the matrix product keeps for each thread: as much as a core's second-level cache.
-const PRODUCT_SCRATCH_BYTES: usize = 2 << 20;
 
 /// The events of one rank, in its order: first what it holds throughout, then a step.
 ///
@@ -128,7 +128,8 @@ impl Schedule {
         Self::on(DeviceKind::Cpu, config, model, mesh, rank, document_len)
     }
 
-    /// As [`new`](Self::new), of ranks on such a device: what they offload waits elsewhere.
+    /// As [`new`](Self::new), of ranks on such a device: what they offload waits elsewhere, their kernels need other memory,
+    /// and GPUs exchange by way of packed copies.
     ///
     /// # Errors
     /// As [`schedule`].
@@ -150,11 +151,10 @@ impl Schedule {
         }
         let layers = Model::llama(model)?;
         let (dims, plans) = Dims::new(config, model, document_len, sp)?;
-        let dtype = config.precision.dtype();
-        let element_bytes = dtype.size_in_bytes();
-        let threads = config.threads_per_rank.unwrap_or(1);
-        let mut ledger = Ledger::new(element_bytes);
-        ledger.hold(Category::Other, (threads * PRODUCT_SCRATCH_BYTES) as i64);
+        let (dtype, threads) = (config.precision.dtype(), config.threads_per_rank.unwrap_or(1));
+        let kernels = Kernels { device, dtype, threads };
+        let mut ledger = Ledger::new(dtype.size_in_bytes(), kernels.widens());
+        ledger.hold(Category::Other, kernels.product_scratch_bytes() as i64);
         let is_trained = |name: &str| !ParameterGroup::is_frozen(&config.parameter_groups, name);
         let (embedding, projection) = (layers.embedding.parameter(), layers.head.projection());
         let trained_outside = TrainedOutside {
@@ -164,7 +164,7 @@ impl Schedule {
         let recompute = config.activation_checkpointing;
         Ok(Self {
             units: Units::new((config, device), &layers, places, &mut ledger),
-            attention: SequenceParallel::new(&plans, dtype, threads),
+            attention: SequenceParallel::new(&plans, kernels),
             checkpoint_store: CheckpointStore::new(
                 config.memory.offload_checkpoints.then(|| Away::from(device)),
                 &mut ledger,

@@ -106,6 +106,22 @@ pub fn scratch_bytes(num_tokens: usize, head_dim: usize, dtype: DType, backward:
     on_cpu::scratch_bytes(num_tokens, head_dim, dtype, backward)
 }
 
+/// Bytes that a forward (or, with `is_backward`, a backward) pass over rows of `num_tokens` tokens of such heads allocates on a
+/// GPU while it runs.
+#[must_use]
+pub fn device_scratch_bytes(
+    num_tokens: usize,
+    q_to_kv: &[usize],
+    head_dim: usize,
+    dtype: DType,
+    is_backward: bool,
+) -> usize {
+    let num_kv_heads = q_to_kv.iter().max().map_or(0, |last| last + 1);
+    let (num_queries, num_keys, num_heads) = (num_tokens, num_tokens, q_to_kv.len());
+    let dims = dims::Dims { batch: 1, num_queries, num_keys, num_heads, num_kv_heads, head_dim };
+    cuda::scratch_bytes(&dims, q_to_kv, dtype, is_backward)
+}
+
 /// Whether a CPU computes with f32 copies of 16-bit queries, keys, values and output gradients of rows of
 /// `num_tokens` tokens.
 #[must_use]

@@ -115,6 +115,13 @@ pub(super) fn backward(
     })
 }
 
+/// Bytes of a tile's logits and, in backward, of their gradient where it does not take their place.
+pub(super) fn scratch_bytes(sizes: Sizes, dtype: DType, is_backward: bool) -> usize {
+    let is_apart = is_backward && dtype != DType::F32;
+    let gradient = if is_apart { dtype.size_in_bytes() } else { 0 };
+    sizes.tile_tokens * row_stride(sizes) * (size_of::<f32>() + gradient)
+}
+
 fn row_stride(sizes: Sizes) -> usize {
     sizes.vocab_size.next_multiple_of(ROW_ALIGNMENT)
 }

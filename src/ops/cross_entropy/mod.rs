@@ -166,6 +166,13 @@ pub fn logits(x: &Tensor, weight: &Tensor, out: &Tensor) -> Result<(), OpError> 
     linear::forward(x, weight, out, false)
 }
 
+/// Bytes that [`forward`] (or, with `is_backward`, [`backward`]) allocates on a GPU while it runs, with `dtype` tensors and
+/// tiles of `tile_tokens` tokens.
+#[must_use]
+pub fn device_scratch_bytes(tile_tokens: usize, vocab_size: usize, dtype: DType, is_backward: bool) -> usize {
+    cuda::scratch_bytes(Sizes { tokens: tile_tokens, dim: 0, vocab_size, tile_tokens }, dtype, is_backward)
+}
+
 /// The sizes of one call.
 #[derive(Clone, Copy)]
 struct Sizes {

@@ -70,6 +70,11 @@ pub(super) fn backward(
     }
 }
 
+/// Bytes of the sums of the chunks of `rows` rows.
+pub(super) fn backward_scratch_bytes(rows: usize, d: usize) -> usize {
+    rows.div_ceil(ROWS_PER_CHUNK) * d * size_of::<f32>()
+}
+
 /// Sums chunks of the rows, then the chunks, both in order.
 fn backward_weight(
     launcher: &Launcher,

@@ -10,7 +10,7 @@ mod tests;
 use super::OpError;
 use super::call::Call;
 use super::cast::with_element_type;
-use crate::device::Target;
+use crate::device::{DeviceKind, Target};
 use candle_core::Tensor;
 
 /// Normalises each row and keeps 1/√(mean(x²) + ε) in `rstd` for [`backward`].
@@ -43,10 +43,13 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
     }
 }
 
-/// Bytes that [`backward`] allocates for itself on the CPU, of `n` rows of `d` elements in f32.
+/// Bytes that [`backward`] allocates for itself, of `n` rows of `d` elements.
 #[must_use]
-pub fn backward_scratch_bytes(n: usize, d: usize) -> usize {
-    cpu::backward_scratch_bytes(n, d)
+pub fn backward_scratch_bytes(device: DeviceKind, n: usize, d: usize) -> usize {
+    match device {
+        DeviceKind::Cpu => cpu::backward_scratch_bytes(n, d),
+        DeviceKind::Cuda => cuda::backward_scratch_bytes(n, d),
+    }
 }
 
 /// Gradients of [`forward`]: dx is overwritten, or added to with `accumulate_dx`; dweight is added to, where there

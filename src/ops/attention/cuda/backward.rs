@@ -7,12 +7,12 @@
 
 use super::{
     Problem, Tiling,
-    pass::{Pass, QueryBlock, align, scratch, sizes},
+    pass::{Pass, QueryBlock, Room, align, scratch, sizes},
     tiling::{HeadChunk, Tile},
 };
 use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, MatrixAt, sources::ATTENTION};
-use crate::ops::attention::{Gradients, Upstream, blocks::blocks};
-use candle_core::{DType, Tensor};
+use crate::ops::attention::{Gradients, Upstream, blocks::blocks, dims::Dims};
+use candle_core::DType;
 use std::ops::Range;
 
 /// Writes the gradients.
@@ -29,7 +29,7 @@ pub(in crate::ops::attention) fn backward(
     let (ranges, heads) = (geometry.ranges_on(q.device())?, geometry.heads_by_kv_head_on(q.device())?);
     let chunks = tiling.head_chunks(geometry.q_to_kv(), &dims, tiling.max_kv_heads(&dims));
     let stride = tiling.score_stride(&dims);
-    let scratch = scratch_tensors(problem, &chunks, tiling)?;
+    let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), q.device())?;
     let [packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums] = scratch.each_ref();
     let outputs = [dq, dk, dv, packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums];
     let inputs = [q, k, v, dout, lse, delta, &ranges, &heads];
@@ -65,13 +65,8 @@ pub(in crate::ops::attention) fn backward(
     })
 }
 
-/// The tensors of [`Backward`], in its order, for the largest of the chunks.
-fn scratch_tensors(
-    problem: &Problem<'_>,
-    chunks: &[HeadChunk],
-    tiling: &Tiling,
-) -> candle_core::Result<[Tensor; 8]> {
-    let Problem { dims, dtype, .. } = problem;
+/// The working memory of [`Backward`], in its order, for the largest of the chunks.
+pub(super) fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 8] {
     let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads()).max();
     let keys = chunks.iter().map(|chunk| {
         let first = tiling.sum_blocks(dims, chunk).next();
@@ -80,19 +75,18 @@ fn scratch_tensors(
     let packed = rows.unwrap_or(0) * dims.head_dim;
     let tile = rows.unwrap_or(0) * tiling.score_stride(dims);
     // f32 probabilities and gradients of scores take the place of what they are made of.
-    let rounded = if *dtype == DType::F32 { 0 } else { tile };
+    let rounded = if dtype == DType::F32 { 0 } else { tile };
     let sums = 2 * keys.max().unwrap_or(0) * dims.head_dim;
-    let scratch = |elements, dtype| scratch(elements, dtype, problem.q.device());
-    Ok([
-        scratch(packed, *dtype)?,
-        scratch(packed, *dtype)?,
-        scratch(tile, DType::F32)?,
-        scratch(tile, DType::F32)?,
-        scratch(rounded, *dtype)?,
-        scratch(rounded, *dtype)?,
-        scratch(packed, DType::F32)?,
-        scratch(sums, DType::F32)?,
-    ])
+    [
+        (packed, dtype),
+        (packed, dtype),
+        (tile, DType::F32),
+        (tile, DType::F32),
+        (rounded, dtype),
+        (rounded, dtype),
+        (packed, DType::F32),
+        (sums, DType::F32),
+    ]
 }
 
 struct Inputs {

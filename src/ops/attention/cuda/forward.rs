@@ -2,11 +2,11 @@
 
 use super::{
     Problem, Tiling,
-    pass::{Pass, QueryBlock, align, scratch, sizes},
-    tiling::Tile,
+    pass::{Pass, QueryBlock, Room, align, scratch, sizes},
+    tiling::{HeadChunk, Tile},
 };
 use crate::device::{Address, DeviceError, Kernel, Launcher, sources::ATTENTION};
-use crate::ops::attention::blocks::blocks;
+use crate::ops::attention::{blocks::blocks, dims::Dims};
 use candle_core::{DType, Tensor};
 
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
@@ -20,17 +20,11 @@ pub(in crate::ops::attention) fn forward(
     let device = q.device();
     let (ranges, heads) = (geometry.ranges_on(device)?, geometry.heads_by_kv_head_on(device)?);
     let chunks = tiling.head_chunks(geometry.q_to_kv(), &dims, dims.num_kv_heads);
-    let rows_of_chunks = chunks.iter().map(|chunk| tiling.query_block(&dims, chunk) * chunk.num_heads());
-    let rows = rows_of_chunks.max().unwrap_or(0);
+    let rows = max_rows(&dims, &chunks, tiling);
     let stride = tiling.score_stride(&dims);
-
-    let packed_q = scratch(rows * dims.head_dim, dtype, device)?;
-    let scores = scratch(rows * stride, DType::F32, device)?;
-    // f32 probabilities take the place of the scores.
-    let probabilities = scratch(if dtype == DType::F32 { 0 } else { rows * stride }, dtype, device)?;
-    let acc = scratch(rows * dims.head_dim, DType::F32, device)?;
-    let state = scratch(2 * rows, DType::F32, device)?;
-    let outputs = [o, lse, &packed_q, &scores, &probabilities, &acc, &state];
+    let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), device)?;
+    let [packed_q, scores, probabilities, acc, state] = scratch.each_ref();
+    let outputs = [o, lse, packed_q, scores, probabilities, acc, state];
     launcher.open(outputs, [q, k, v, &ranges, &heads], |outputs, [q, k, v, ranges, heads]| {
         let [o, lse, packed_q, scores, probabilities, acc, state] = outputs;
         let scores = align(scores);
@@ -62,6 +56,27 @@ pub(in crate::ops::attention) fn forward(
         }
         Ok(())
     })
+}
+
+/// Rows of the largest block of queries.
+fn max_rows(dims: &Dims, chunks: &[HeadChunk], tiling: &Tiling) -> usize {
+    let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads());
+    rows.max().unwrap_or(0)
+}
+
+/// Packed queries, scores, probabilities, their sums with the values, and the rows' largest scores and sums.
+pub(super) fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 5] {
+    let rows = max_rows(dims, chunks, tiling);
+    let (packed, tile) = (rows * dims.head_dim, rows * tiling.score_stride(dims));
+    // f32 probabilities take the place of the scores.
+    let probabilities = if dtype == DType::F32 { 0 } else { tile };
+    [
+        (packed, dtype),
+        (tile, DType::F32),
+        (probabilities, dtype),
+        (packed, DType::F32),
+        (2 * rows, DType::F32),
+    ]
 }
 
 struct Forward<'a> {

@@ -219,9 +219,23 @@ pub(super) fn sizes<const N: usize>(sizes: [usize; N]) -> [Arg<'static>; N] {
     sizes.map(|size| (size as u32).into())
 }
 
+/// A tensor of working memory: how many elements it has room for, and of what type.
+pub(super) type Room = (usize, DType);
+
 /// Working memory, to be used from [`align`] on.
-pub(super) fn scratch(elements: usize, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
-    Tensor::zeros(elements + 16 / dtype.size_in_bytes(), dtype, device)
+pub(super) fn scratch<const N: usize>(rooms: [Room; N], device: &Device) -> candle_core::Result<[Tensor; N]> {
+    let tensor = |room| Tensor::zeros(elements(room), room.1, device);
+    let tensors: Vec<Tensor> = rooms.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
+    Ok(tensors.try_into().unwrap_or_else(|_| unreachable!("one tensor for each")))
+}
+
+/// Bytes of what [`scratch`] makes.
+pub(super) fn scratch_bytes(rooms: &[Room]) -> usize {
+    rooms.iter().map(|&room| elements(room) * room.1.size_in_bytes()).sum()
+}
+
+fn elements((elements, dtype): Room) -> usize {
+    elements + 16 / dtype.size_in_bytes()
 }
 
 /// The first address of a [`scratch`] that may be read 16 bytes at a time.

@@ -1,0 +1,98 @@
+//! What the ops of a rank take beside their operands and results, by the device that computes them.
+
+use super::dims::{Dims, Heads};
+use crate::device::DeviceKind;
+use crate::ops::attention::{self, grouped_heads};
+use crate::ops::linear::{self, ProductMemory};
+use crate::ops::{cross_entropy, rms_norm};
+use candle_core::DType;
+
+/// Working memory that the matrix product keeps for each thread: as much as a core's second-level cache.
+const PRODUCT_SCRATCH_BYTES: usize = 2 << 20;
+
+/// Where and in what precision a rank computes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Kernels {
+    pub(super) device: DeviceKind,
+    /// Of parameters and activations.
+    pub(super) dtype: DType,
+    /// Of a rank on a CPU.
+    pub(super) threads: usize,
+}
+
+/// What attention takes on its way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum AttentionMemory {
+    /// On a CPU: so many bytes that the rank's threads keep, and whether queries, keys, values and output gradients
+    /// exist in f32 as well while it runs.
+    Kept { bytes: usize, widens_inputs: bool },
+    /// On a GPU: so many bytes while it runs.
+    Taken { bytes: usize },
+}
+
+impl Kernels {
+    /// What the threads keep for products of any size.
+    pub(super) fn product_scratch_bytes(self) -> usize {
+        match self.device {
+            DeviceKind::Cpu => self.threads * PRODUCT_SCRATCH_BYTES,
+            // The matrix library's own.
+            DeviceKind::Cuda => 0,
+        }
+    }
+
+    /// Whether ops that have no 16-bit form compute with f32 copies of 16-bit operands.
+    pub(super) fn widens(self) -> bool {
+        self.device == DeviceKind::Cpu && self.dtype.size_in_bytes() < size_of::<f32>()
+    }
+
+    /// Of a product of `[tokens, inputs]` with a weight `[outputs, inputs]`.
+    pub(super) fn product(self, sizes: [usize; 3]) -> ProductMemory {
+        match self.device {
+            DeviceKind::Cpu => linear::product_memory(self.dtype, sizes, self.threads),
+            // Operands are read where they lie.
+            DeviceKind::Cuda => ProductMemory::Packed(0),
+        }
+    }
+
+    /// Of the sum over the tokens that is a weight's gradient.
+    pub(super) fn weight_product(self, sizes: [usize; 3]) -> ProductMemory {
+        match self.device {
+            DeviceKind::Cpu => linear::weight_product_memory(self.dtype, sizes, self.threads),
+            DeviceKind::Cuda => ProductMemory::Packed(0),
+        }
+    }
+
+    pub(super) fn attention(self, heads: Heads, dims: &Dims, backward: bool) -> AttentionMemory {
+        let (num_tokens, head_dim, dtype) = (dims.seq_len, dims.head_dim, self.dtype);
+        match self.device {
+            DeviceKind::Cpu => AttentionMemory::Kept {
+                bytes: self.threads * attention::scratch_bytes(num_tokens, head_dim, dtype, backward),
+                widens_inputs: attention::widens_inputs(num_tokens, head_dim, dtype),
+            },
+            DeviceKind::Cuda => {
+                let q_to_kv = grouped_heads(heads.num_heads_local, heads.num_kv_heads_local);
+                let bytes = attention::device_scratch_bytes(num_tokens, &q_to_kv, head_dim, dtype, backward);
+                AttentionMemory::Taken { bytes }
+            }
+        }
+    }
+
+    /// Of a norm's backward pass over `rows` rows of `width` elements.
+    pub(super) fn norm_backward_bytes(self, rows: usize, width: usize) -> usize {
+        rms_norm::backward_scratch_bytes(self.device, rows, width)
+    }
+
+    /// Of the loss of a tile of tokens on a GPU, while it runs.
+    pub(super) fn device_loss_bytes(self, dims: &Dims, backward: bool) -> usize {
+        cross_entropy::device_scratch_bytes(dims.loss_tile, dims.vocab, self.dtype, backward)
+    }
+
+    /// Of an exchange of blocks: NCCL sends from one piece of memory and receives into another, where the other backends
+    /// take the blocks from where they lie.
+    pub(super) fn exchange_bytes(self, sent: usize, received: usize) -> usize {
+        match self.device {
+            DeviceKind::Cpu => 0,
+            DeviceKind::Cuda => (sent + received) * self.dtype.size_in_bytes(),
+        }
+    }
+}
