@@ -12,6 +12,7 @@ use std::path::Path;
 use std::process::Command;
 use ulysses::checkpoint::{LocalStorage, Storage};
 use ulysses::device::DeviceKind;
+use ulysses::ops::linear::bf16_products;
 use ulysses::ops::reduce;
 
 /// Measured repetitions of a rate.
@@ -33,14 +34,17 @@ pub(super) fn processor() -> Vec<Finding> {
     if !missing.is_empty() {
         text += &format!(" (not {})", missing.join(" "));
     }
+    let bf16 =
+        bf16_products().unwrap_or("none: bf16 halves the memory of activations and is slower than f32");
     vec![
         Finding::new("processor", "model", State::Ok, processor_name()),
         Finding::new("processor", "vector features", state, text),
+        Finding::new("processor", "bf16 products", State::Ok, bf16.to_owned()),
         Finding::new("processor", "threads", State::Ok, cores().to_string()).with_value(cores() as f64),
     ]
 }
 
-/// What the kernels choose by, and the 16-bit products that they have no use for yet.
+/// What the kernels choose by.
 fn features() -> Vec<(&'static str, bool)> {
     #[cfg(target_arch = "x86_64")]
     return vec![

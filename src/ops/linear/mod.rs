@@ -116,6 +116,12 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
     }
 }
 
+/// What multiplies large bf16 matrices on this CPU; without it they are widened, and bf16 is slower than f32.
+#[must_use]
+pub fn bf16_products() -> Option<&'static str> {
+    Kernel::detect().map(Kernel::name)
+}
+
 /// What a product on a CPU needs in memory beside its operands and its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProductMemory {
