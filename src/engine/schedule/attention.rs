@@ -171,14 +171,7 @@ impl SequenceParallel {
         let category = self.category();
         let out = ledger.take(category, ElementType::Stored, q);
         let lse = ledger.take(category, ElementType::F32, dims.all_tokens() * heads.num_heads_local);
-        match self.kernels.attention(heads, dims, false) {
-            AttentionMemory::Kept { bytes, widens_inputs } => {
-                self.keep_scratch(bytes, ledger);
-                let widened = if widens_inputs { q + k + v } else { 0 };
-                ledger.operate(&[widened, q], 0);
-            }
-            AttentionMemory::Taken { bytes } => ledger.scratch(bytes),
-        }
+        self.work(self.kernels.attention(heads, dims, false), q + k + v, q, ledger);
         let flops = 4.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass, flops }));
         Saved { qkv, out, lse }
@@ -199,14 +192,7 @@ impl SequenceParallel {
         ledger.sweep(&[q, q], 0, 1);
         ledger.give(out);
         let gradients = [q, k, v].map(|elems| ledger.take(category, ElementType::Stored, elems));
-        match self.kernels.attention(heads, dims, true) {
-            AttentionMemory::Kept { bytes, widens_inputs } => {
-                self.keep_scratch(bytes, ledger);
-                let widened = if widens_inputs { q + k + v + q } else { 0 };
-                ledger.operate(&[widened, q, k, v], 0);
-            }
-            AttentionMemory::Taken { bytes } => ledger.scratch(bytes),
-        }
+        self.work(self.kernels.attention(heads, dims, true), q + k + v + q, q + k + v, ledger);
         // Twice the forward's; that the scores are computed once more is the kernel's affair.
         let flops = 8.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass: Pass::Backward, flops }));
@@ -243,6 +229,18 @@ impl SequenceParallel {
     /// from its own.
     pub(super) fn retained_bytes(&self, dims: &Dims) -> usize {
         if self.exchanges.is_empty() { 0 } else { dims.geometry_bytes() }
+    }
+
+    /// What the kernels take, of so many elements that they read and write.
+    fn work(&mut self, memory: AttentionMemory, inputs: usize, outputs: usize, ledger: &mut Ledger) {
+        match memory {
+            AttentionMemory::Kept { bytes, widens_inputs } => {
+                self.keep_scratch(bytes, ledger);
+                let widened = if widens_inputs { inputs } else { 0 };
+                ledger.operate(&[widened, outputs], 0);
+            }
+            AttentionMemory::Taken { bytes } => ledger.scratch(bytes),
+        }
     }
 
     /// Threads keep their working memory, and make it anew where it is too small.
