@@ -1,5 +1,5 @@
-//! What ops on 16-bit tensors hold beside them: a tile or a piece in f32, never a copy of the whole. Their results are
-//! those of whole copies, to the bit.
+//! What ops on 16-bit tensors hold beside them: no more than those on f32, or a piece, never a copy of the whole. Their
+//! results are those of whole copies, to the bit but for the order of a product's sums.
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,16 +21,19 @@ const TILE: usize = 100;
 /// Bytes of a copy of the tokens in f32.
 const WIDENED: u64 = (TOKENS * HIDDEN * size_of::<f32>()) as u64;
 
-/// Repeatable numbers between −1 and 1, as the element type rounds them.
+/// Repeatable numbers between −1 and 1 of which every element type holds all digits, and f32 those of their products'
+/// sums, in any order.
 fn numbers(rows: usize, cols: usize, dtype: DType) -> Tensor {
     let values: Vec<f32> =
-        (0..rows * cols).map(|i| ((i * 2_654_435_761) % 2003) as f32 / 1001.5 - 1.0).collect();
+        (0..rows * cols).map(|i| ((i * 2_654_435_761) % 129) as f32 / 64.0 - 1.0).collect();
     Tensor::from_vec(values, (rows, cols), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Loss, logsumexp, dx in f32 and dweight; and the most that forward and backward hold beside the tensors.
+/// Loss and logsumexp; dx in f32 and dweight; and the most that forward and backward hold beside the tensors.
 struct Run {
-    bits: (u64, Vec<f32>, Vec<f32>, Vec<f32>),
+    loss: (u64, Vec<f32>),
+    dx: Vec<f32>,
+    dweight: Vec<f32>,
     peaks: [u64; 2],
 }
 
@@ -53,30 +56,34 @@ fn run(x: &Tensor, weight: &Tensor) -> Run {
     cross_entropy::backward(x, weight, &labels, &lse, 0.25, &dx, &dweight, TILE, &workspace).unwrap();
     let backward = meter.bytes();
     let wide = |tensor: &Tensor| to_vec::<f32>(&tensor.to_dtype(DType::F32).unwrap()).unwrap();
-    let sum = loss.sum().unwrap().sum.to_bits();
-    Run { bits: (sum, wide(&lse), wide(&dx), wide(&dweight)), peaks: [forward, backward] }
+    let loss = (loss.sum().unwrap().sum.to_bits(), wide(&lse));
+    Run { loss, dx: wide(&dx), dweight: wide(&dweight), peaks: [forward, backward] }
+}
+
+/// The largest difference, of the largest element.
+fn error(got: &[f32], expected: &[f32]) -> f32 {
+    let largest = expected.iter().fold(0.0_f32, |largest, value| largest.max(value.abs()));
+    let differences = got.iter().zip(expected).map(|(got, expected)| (got - expected).abs());
+    differences.fold(0.0, f32::max) / largest
 }
 
 #[test]
-fn the_loss_of_a_long_row_widens_a_tile_and_gives_the_bits_of_the_whole() {
-    // The first products make room for the panels that threads keep.
-    run(&numbers(TOKENS, HIDDEN, DType::F32), &numbers(VOCAB, HIDDEN, DType::F32));
-    for dtype in [DType::BF16, DType::F16] {
+fn the_loss_of_a_long_row_takes_no_more_than_in_f32_and_comes_to_the_same() {
+    for (dtype, rounding) in [(DType::BF16, 2_f32.powi(-8)), (DType::F16, 2_f32.powi(-11))] {
         let (x, weight) = (numbers(TOKENS, HIDDEN, dtype), numbers(VOCAB, HIDDEN, dtype));
-        let narrow = run(&x, &weight);
-        let wide = run(&x.to_dtype(DType::F32).unwrap(), &weight.to_dtype(DType::F32).unwrap());
-        let (sum, lse, dx, dweight) = wide.bits;
-        let dx = Tensor::from_vec(dx, TOKENS * HIDDEN, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-        let dx = to_vec::<f32>(&dx.to_dtype(DType::F32).unwrap()).unwrap();
-        assert!(narrow.bits == (sum, lse, dx, dweight), "{dtype:?}: other bits");
-
-        // Beside what f32 takes: the weight, a tile of tokens and, backward, a tile of their gradient.
-        let f32 = size_of::<f32>() as u64;
-        let (weight, tile) = ((VOCAB * HIDDEN) as u64 * f32, (TILE * HIDDEN) as u64 * f32);
-        for ((peak, of_f32), tiles) in narrow.peaks.into_iter().zip(wide.peaks).zip([1, 2]) {
-            let (more, expected) = (peak - of_f32, weight + tiles * tile);
-            assert!(more.abs_diff(expected) < 4096, "{dtype:?}: {more} more than f32 takes, not {expected}");
-            assert!(more < WIDENED / 2);
+        let (wide_x, wide_weight) = (x.to_dtype(DType::F32).unwrap(), weight.to_dtype(DType::F32).unwrap());
+        // The first products make room for what threads keep.
+        run(&x, &weight);
+        run(&wide_x, &wide_weight);
+        let (narrow, wide) = (run(&x, &weight), run(&wide_x, &wide_weight));
+        assert!(narrow.loss == wide.loss, "{dtype:?}: other bits");
+        let [dx, dweight] = [error(&narrow.dx, &wide.dx), error(&narrow.dweight, &wide.dweight)];
+        assert!(dx <= rounding + 1e-6 && dweight <= 1e-6, "{dtype:?}: dx {dx:e}, dweight {dweight:e}");
+        // A tile of logits and little more: neither the weight nor a tile of the tokens in f32.
+        let logits = (TILE * VOCAB * size_of::<f32>()) as u64;
+        for (peak, of_f32) in narrow.peaks.into_iter().zip(wide.peaks) {
+            assert!(peak <= logits + 8192, "{dtype:?}: {peak} bytes beside logits of {logits}");
+            assert!(peak <= of_f32 + 4096, "{dtype:?}: {peak} bytes, in f32 {of_f32}");
         }
     }
 }

@@ -106,6 +106,7 @@ fn cases_of_cpus() -> Vec<Case> {
             2048,
             json!({ "bf16": bf16, "ulysses": checkpointing }),
         ),
+        case("fp16", model(8, 8, 4000), (1, 1), 1, 1500, json!({ "fp16": bf16 })),
         case(
             "bf16, loss in tiles",
             model(8, 8, 4000),

@@ -37,7 +37,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::mesh::{DeviceMesh, MeshError, TrainingShape};
-use ulysses::monitor::above_progress;
+use ulysses::monitor::{Tracer, above_progress};
+use ulysses::ops::linear::bf16_products;
 
 /// Trains transformers on sequences too long for one device.
 #[derive(Parser)]
@@ -131,7 +132,23 @@ pub(crate) fn run() -> ExitCode {
         _ => None,
     };
     settings::start_logging(tracer.as_ref());
-    let result = match cli.command {
+    let result = bf16_products().map(drop).or_usage().and_then(|()| obey(cli.command, tracer));
+    let (error, code) = match result {
+        Ok(()) => return ExitCode::SUCCESS,
+        Err(Failure::Stopped { step }) => {
+            note(format_args!("stopped by a signal after step {step}; --resume goes on"));
+            return ExitCode::from(75);
+        }
+        Err(Failure::Ended { exit_code }) => return ExitCode::from(exit_code),
+        Err(Failure::Run(error)) => (error, 1),
+        Err(Failure::Usage(error)) => (error, 2),
+    };
+    note(format_args!("error: {}", causes(&error)));
+    ExitCode::from(code)
+}
+
+fn obey(command: Command, tracer: Option<Tracer>) -> Result<(), Failure> {
+    match command {
         Command::Train(args) => train::run(args, tracer),
         #[cfg(unix)]
         Command::Launch(args) => launch::run(args),
@@ -147,19 +164,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions { shell } => manual::completions(shell),
         Command::Man { dir } => manual::pages(&dir),
-    };
-    let (error, code) = match result {
-        Ok(()) => return ExitCode::SUCCESS,
-        Err(Failure::Stopped { step }) => {
-            note(format_args!("stopped by a signal after step {step}; --resume goes on"));
-            return ExitCode::from(75);
-        }
-        Err(Failure::Ended { exit_code }) => return ExitCode::from(exit_code),
-        Err(Failure::Run(error)) => (error, 1),
-        Err(Failure::Usage(error)) => (error, 2),
-    };
-    note(format_args!("error: {}", causes(&error)));
-    ExitCode::from(code)
+    }
 }
 
 /// Whether this process leaves it to another one to talk to the user.

@@ -13,6 +13,7 @@ use crate::mesh::SHARD_AXIS;
 use crate::model::{Model, TokenLayout, WeightSource};
 use crate::ops::Workspace;
 use crate::ops::attention::{Attention, FlashAttention};
+use crate::ops::linear::bf16_products;
 use crate::tensor::TensorOptions;
 use crate::ulysses::UlyssesAttention;
 use crate::zero::{FlatLayout, ZeroGroups, ZeroOptimizer};
@@ -84,6 +85,8 @@ impl Engine {
         local_attention: Arc<dyn Attention>,
         device: &Device,
     ) -> Result<Self, EngineError> {
+        // What the environment asks for must have a meaning.
+        bf16_products()?;
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
         let comm_timer = Arc::new(match &config.monitoring.comms_logger {
             logger if logger.enabled => CommTimer::keeping_each_call(logger.verbose),

@@ -5,7 +5,6 @@ use super::cast::{Float, convert};
 use crate::device::{DeviceError, Target};
 use crate::tensor::{Element, with_slice_mut, with_slices};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
-use half::{bf16, f16};
 use std::ops::{Deref, Range};
 
 type Result<T> = std::result::Result<T, OpError>;
@@ -138,13 +137,9 @@ impl Call {
         }
     }
 
-    /// Calls `write` with a CPU tensor's elements as f32; 16-bit ones are widened before and rounded after.
+    /// Calls `write` with the elements of a CPU tensor of f32.
     pub(super) fn write<R>(&self, tensor: &Tensor, write: impl FnOnce(&mut [f32]) -> Result<R>) -> Result<R> {
-        match tensor.dtype() {
-            DType::BF16 => self.write_rounded::<bf16, R>(tensor, write),
-            DType::F16 => self.write_rounded::<f16, R>(tensor, write),
-            _ => with_slice_mut(tensor, write).map_err(|source| OpError::Candle { op: self.op, source })?,
-        }
+        with_slice_mut(tensor, write).map_err(|source| OpError::Candle { op: self.op, source })?
     }
 
     /// Calls `work` with the elements of CPU tensors of one type, some to read and some to write.
@@ -163,20 +158,6 @@ impl Call {
             })
         });
         result.flatten().map_err(|source| OpError::Candle { op: self.op, source })
-    }
-
-    fn write_rounded<T: Float, R>(
-        &self,
-        tensor: &Tensor,
-        write: impl FnOnce(&mut [f32]) -> Result<R>,
-    ) -> Result<R> {
-        let run = |elements: &mut [T]| {
-            let mut wide = widen(elements);
-            let result = write(&mut wide)?;
-            convert(&wide, elements);
-            Ok(result)
-        };
-        with_slice_mut(tensor, run).map_err(|source| OpError::Candle { op: self.op, source })?
     }
 }
 

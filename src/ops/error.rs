@@ -156,6 +156,16 @@ pub enum OpError {
         /// Further valid values, for the message (empty or ` and …`).
         also_valid: &'static str,
     },
+    /// An environment variable has a value without a meaning.
+    #[error("{variable} is `{value}`, expected {expected}")]
+    Environment {
+        /// Its name.
+        variable: &'static str,
+        /// The value that it has.
+        value: String,
+        /// What would be valid.
+        expected: &'static str,
+    },
     /// A scalar argument is outside its range.
     #[error("{op}: `{argument}` is {value}, expected {expected}")]
     InvalidValue {

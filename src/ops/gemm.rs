@@ -3,8 +3,12 @@
 //! A transpose is a swap of strides; nothing is copied but the panels that the kernel packs for itself.
 
 pub(super) mod bf16;
+pub(super) mod lines;
+pub(super) mod product;
 pub(super) mod tile;
+pub(super) mod transposed;
 pub(super) mod unpacked;
+pub(super) mod widened;
 
 use super::OpError;
 

@@ -60,6 +60,7 @@ pub mod rank_reduce;
 pub mod reduce;
 pub mod rms_norm;
 pub mod rope;
+mod scratch;
 pub mod sgd;
 pub mod simd;
 pub mod swiglu;

@@ -8,6 +8,8 @@
 //! What a body calls must be `#[inline(always)]`, and closures stay out: a function that is not inlined is
 //! compiled for the baseline, where a fused multiply-add is a call into libm and `exp` 20 times slower.
 
+use std::sync::LazyLock;
+
 /// Partial results of a reduction: two AVX-512 registers, enough to hide the latency of an addition.
 pub(super) const LANES: usize = 32;
 
@@ -26,6 +28,11 @@ impl Level {
     /// The best level of this machine.
     #[must_use]
     pub fn detect() -> Self {
+        static DETECTED: LazyLock<Level> = LazyLock::new(Level::ask);
+        *DETECTED
+    }
+
+    fn ask() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
             let fma = std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma");

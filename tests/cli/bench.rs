@@ -91,9 +91,19 @@ fn products_attention_and_steps_stand_beside_a_square_product() {
     let place = Workplace::new();
     let gemm = report(&place, &["gemm", "--model", "nano", "--tokens", "64"]);
     assert_eq!(keys(&gemm, "ratios").len(), 6 * 3, "forward and both gradients of six shapes");
+    let in_bf16 = report(&place, &["gemm", "--model", "nano", "--tokens", "64", "--dtype", "bf16"]);
+    assert_eq!(keys(&in_bf16, "ratios").len(), 3 * 6 * 3, "the same, again in bf16, and those beside f32");
+    assert!(in_bf16["ratios"]["lm_head forward bf16 / lm_head forward"].is_f64(), "{in_bf16:#}");
     let arguments = ["attention", "--seq-len", "64", "--num-heads", "2", "--head-dim", "16"];
     let attention = report(&place, &arguments);
-    assert_eq!(keys(&attention, "ratios"), ["forward / square_gemm", "backward / square_gemm"]);
+    let beside_square = ["forward / square_gemm", "backward / square_gemm"];
+    assert_eq!(keys(&attention, "ratios"), beside_square);
+    let in_fp16 = report(&place, &[&arguments[..], &["--dtype", "fp16"]].concat());
+    for ratio in
+        ["forward fp16 / forward", "backward fp16 / backward", "delta fp16 / delta", beside_square[1]]
+    {
+        assert!(in_fp16["ratios"][ratio].is_f64(), "no {ratio} in {in_fp16:#}");
+    }
     let training = ["train", "--model", "nano", "--seq-len", "64"];
     assert_eq!(keys(&report(&place, &training), "ratios"), ["train_step / square_gemm"]);
     let on_mesh = ["--mesh", "2x2", "--zero-stage", "3"];

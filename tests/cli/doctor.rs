@@ -37,6 +37,19 @@ fn a_sound_machine_gets_a_verdict_and_every_collective_a_rate() {
 }
 
 #[test]
+fn bf16_products_are_what_the_environment_says_or_it_is_refused() {
+    let place = Workplace::new();
+    let run = |value: &str| {
+        let arguments = ["doctor", "--ranks", "2", "--mib", "1"];
+        place.run_with(&arguments, &[("ULYSSES_BF16_PRODUCTS", value)])
+    };
+    let in_f32 = run("f32");
+    assert!(in_f32.assert_done().stdout.contains("none: multiplied in f32"), "{in_f32:?}");
+    run("auto").assert_done();
+    run("half").assert_refused(2, &["ULYSSES_BF16_PRODUCTS is `half`, expected `f32` or `auto`"]);
+}
+
+#[test]
 fn people_get_a_table_whose_last_line_is_the_verdict() {
     let outcome = Workplace::new().run(&["doctor", "--ranks", "2", "--mib", "1"]);
     let lines: Vec<&str> = outcome.assert_done().stdout.lines().collect();

@@ -66,10 +66,20 @@ impl Workplace {
     /// When it does not end in time.
     #[track_caller]
     pub fn run(&self, arguments: &[&str]) -> Outcome {
+        self.run_with(arguments, &[])
+    }
+
+    /// As [`run`](Self::run) with these environment variables.
+    ///
+    /// # Panics
+    /// When it does not end in time.
+    #[track_caller]
+    pub fn run_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Outcome {
         // Files, not pipes: nobody has to read them for the command to go on.
         let output = tempfile::tempdir().unwrap();
         let [stdout, stderr] = ["stdout", "stderr"].map(|name| output.path().join(name));
         let mut command = self.command(arguments);
+        command.envs(variables.iter().copied());
         command.stdout(File::create(&stdout).unwrap()).stderr(File::create(&stderr).unwrap());
         let code = wait(command, arguments);
         let text = |path: &Path| String::from_utf8(fs::read(path).unwrap()).unwrap();

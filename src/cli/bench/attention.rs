@@ -3,8 +3,8 @@
 use super::gemm::{SQUARE, Square};
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{DeviceArg, Failure, Measuring, OrFail, on_ranks, settings};
-use anyhow::{Result, anyhow};
+use super::{DeviceArg, DtypeArg, Failure, Measuring, OrFail, on_ranks, settings};
+use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use ulysses::comm::RankContext;
@@ -25,6 +25,9 @@ pub(super) struct Args {
     /// Threads; all cores without it.
     #[arg(long)]
     threads_per_rank: Option<usize>,
+    /// Numbers of the tensors; f32 is measured beside any others.
+    #[arg(long, default_value = "f32")]
+    dtype: DtypeArg,
     /// Where the tensors are.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
@@ -37,41 +40,49 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let options = settings::launch_options(args.threads_per_rank, 1)?;
     let head_elems = f64::from(args.seq_len) * f64::from(args.num_heads) * f64::from(args.head_dim);
     // q, k, v, o and the gradient of each.
-    settings::check_tensors(device, 8.0 * head_elems)?;
+    settings::check_tensors(device, 8.0 * head_elems * args.dtype.copies())?;
     let heads = (0..usize::from(args.num_heads)).collect::<Vec<_>>();
     let geometry = Geometry::causal(1, args.seq_len, heads).or_usage()?;
-    let measured = on_ranks(1, &options, |rank| measure(rank, device, args, &geometry))?;
-    let ([square, forward, delta, backward], square_flops) = measured;
-    // Two products of head_dim multiply-adds for every visible pair forward, five backward.
-    let products = geometry.num_visible_pairs() as f64 * f64::from(args.num_heads) * f64::from(args.head_dim);
-    let square = Figure::new(SQUARE, square, square_flops);
-    let forward = Figure::new("forward", forward, 4.0 * products).against(&square);
-    let backward = Figure::new("backward", backward, 10.0 * products).against(&square);
-    let delta = Figure::new("delta", delta, 2.0 * head_elems);
+    let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &geometry))?;
     let settings = json!({
         "seq_len": args.seq_len, "num_heads": args.num_heads, "head_dim": args.head_dim,
-        "device": args.device.name(),
+        "dtype": args.dtype.name(), "device": args.device.name(),
     });
-    let method = "f32, causal; FLOPs of visible pairs only; each pass in turn with a square product on the same \
-                  threads; median. delta is the sum over rows that backward needs.";
+    let method = "causal; FLOPs of visible pairs only; each pass in turn with a square product in f32 on the \
+                  same threads; median. delta is the sum over rows that backward needs.";
     let report = Report::new("attention", settings, method, Unit::Flops).on(1, &options);
-    args.measuring.print(&Report { figures: vec![square, forward, backward, delta], ..report })
+    args.measuring.print(&Report { figures, ..report })
 }
 
-/// Seconds of the square product, forward, delta and backward; FLOPs of the product.
-fn measure(
-    rank: &RankContext,
-    device: DeviceKind,
-    args: &Args,
-    geometry: &Geometry,
-) -> Result<([Vec<f64>; 4], f64)> {
+/// The square product and the passes; what is not in f32 beside the same in f32.
+fn measure(rank: &RankContext, device: DeviceKind, args: &Args, geometry: &Geometry) -> Result<Vec<Figure>> {
     let device = device.open(rank.rank)?;
-    let operation = Operation::new(geometry, usize::from(args.head_dim), DType::F32, &device)?;
+    let operation =
+        |dtype: DtypeArg| Operation::new(geometry, usize::from(args.head_dim), dtype.dtype(), &device);
+    let in_f32 = operation(DtypeArg::F32)?;
+    let other = if args.dtype == DtypeArg::F32 { None } else { Some(operation(args.dtype)?) };
     let square = Square::new(DType::F32, &device)?;
-    let cases = vec![square.case(), operation.forward(), operation.delta(), operation.backward()];
-    let seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?;
-    let seconds = seconds.try_into().map_err(|_| anyhow!("four cases have four times"))?;
-    Ok((seconds, square.flops()))
+    let mut cases = vec![square.case()];
+    cases.extend(in_f32.cases());
+    cases.extend(other.iter().flat_map(Operation::cases));
+    let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
+    let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
+    // Two products of head_dim multiply-adds for every visible pair forward, five backward.
+    let heads = f64::from(args.num_heads) * f64::from(args.head_dim);
+    let (products, elems) = (geometry.num_visible_pairs() as f64 * heads, f64::from(args.seq_len) * heads);
+    let mut figures = |dtype: DtypeArg| -> Vec<Figure> {
+        let passes = [("forward", 4.0 * products), ("backward", 10.0 * products), ("delta", 2.0 * elems)];
+        let figures = passes.into_iter().zip(&mut seconds).map(|((pass, flops), seconds)| {
+            let figure = Figure::new(dtype.label(pass), seconds, flops);
+            if pass == "delta" { figure } else { figure.against(&square) }
+        });
+        figures.collect()
+    };
+    let in_f32 = figures(DtypeArg::F32);
+    let others = if other.is_some() { figures(args.dtype) } else { Vec::new() };
+    let others = others.into_iter().zip(&in_f32).map(|(other, in_f32)| other.against(in_f32));
+    let others: Vec<Figure> = others.collect();
+    Ok([vec![square], in_f32, others].concat())
 }
 
 /// Attention of random tensors, with its gradients.
@@ -120,6 +131,10 @@ impl<'a> Operation<'a> {
 
     pub(super) fn forward(&self) -> Case<'_> {
         Case::new(|| Ok(forward(&self.operands(), &self.o, &self.lse)?))
+    }
+
+    fn cases(&self) -> [Case<'_>; 3] {
+        [self.forward(), self.backward(), self.delta()]
     }
 
     fn delta(&self) -> Case<'_> {

@@ -2,10 +2,12 @@
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{DeviceArg, Failure, Measuring, OrFail, on_ranks, settings};
+use super::{DeviceArg, DtypeArg, Failure, Measuring, OrFail, on_ranks, settings};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
+use ulysses::comm::RankContext;
+use ulysses::device::DeviceKind;
 use ulysses::model::{LlamaConfig, preset};
 use ulysses::ops::linear;
 
@@ -23,6 +25,9 @@ pub(super) struct Args {
     /// Threads; all cores without it.
     #[arg(long)]
     threads_per_rank: Option<usize>,
+    /// Numbers of the matrices; those of f32 are measured beside any others.
+    #[arg(long, default_value = "f32")]
+    dtype: DtypeArg,
     /// Where the matrices are.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
@@ -112,33 +117,47 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let options = settings::launch_options(args.threads_per_rank, 1)?;
     let tokens = args.tokens as usize;
     let shapes = shapes(&model);
-    let elems = |(_, inputs, outputs): &Shape| (tokens * (inputs + outputs) + 2 * inputs * outputs) as f64;
+    // Gradients of weights are f32 whatever the others.
+    let copies = args.dtype.copies();
+    let elems = |(_, inputs, outputs): &Shape| {
+        let (weight, activations) = ((inputs * outputs) as f64, (tokens * (inputs + outputs)) as f64);
+        copies * activations + (copies + copies.ceil()) * weight
+    };
     settings::check_tensors(device, shapes.iter().map(elems).sum())?;
-    let figures = on_ranks(1, &options, |rank| {
-        let device = device.open(rank.rank)?;
-        let square = Square::new(DType::F32, &device)?;
-        let products = Product::all(&model, tokens, DType::F32, &device)?;
-        let mut cases = vec![square.case()];
-        let mut labels = Vec::new();
-        for product in &products {
-            for (pass, case) in product.cases() {
-                labels.push((format!("{} {pass}", product.name), product.flops));
-                cases.push(case);
-            }
-        }
-        let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
-        let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
-        let of_model = labels.into_iter().zip(seconds);
-        let of_model =
-            of_model.map(|((name, flops), seconds)| Figure::new(name, seconds, flops).against(&square));
-        let of_model: Vec<Figure> = of_model.collect();
-        Ok([vec![square], of_model].concat())
-    })?;
-    let settings = json!({ "model": args.model, "tokens": tokens, "device": args.device.name() });
-    let method = "f32; each product of the model's weights with all tokens, forward and backward, in turn with a \
-                  square product on the same threads; median";
+    let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &model))?;
+    let settings = json!({
+        "model": args.model, "tokens": tokens, "dtype": args.dtype.name(), "device": args.device.name(),
+    });
+    let method = "each product of the model's weights with all tokens, forward and backward, in turn with a square \
+                  product in f32 on the same threads; median";
     let report = Report { figures, ..Report::new("gemm", settings, method, Unit::Flops).on(1, &options) };
     args.measuring.print(&report)
+}
+
+/// The square product and those of the model; what is not in f32 beside the same in f32.
+fn measure(rank: &RankContext, device: DeviceKind, args: &Args, model: &LlamaConfig) -> Result<Vec<Figure>> {
+    let device = device.open(rank.rank)?;
+    let square = Square::new(DType::F32, &device)?;
+    let all = |dtype: DtypeArg| Product::all(model, args.tokens as usize, dtype.dtype(), &device);
+    let products = all(DtypeArg::F32)?;
+    let others = if args.dtype == DtypeArg::F32 { Vec::new() } else { all(args.dtype)? };
+    let mut cases = vec![square.case()];
+    cases.extend(products.iter().chain(&others).flat_map(Product::cases).map(|(_, case)| case));
+    let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
+    let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
+    let mut figures = |products: &[Product], dtype: DtypeArg| -> Vec<Figure> {
+        let names = products.iter().flat_map(|product| product.cases().map(|(pass, _)| (product, pass)));
+        let measured = names.zip(&mut seconds).map(|((product, pass), seconds)| {
+            let name = dtype.label(&format!("{} {pass}", product.name));
+            Figure::new(name, seconds, product.flops).against(&square)
+        });
+        measured.collect()
+    };
+    let in_f32 = figures(&products, DtypeArg::F32);
+    let others =
+        figures(&others, args.dtype).into_iter().zip(&in_f32).map(|(other, in_f32)| other.against(in_f32));
+    let others: Vec<Figure> = others.collect();
+    Ok([vec![square], in_f32, others].concat())
 }
 
 /// Of the weights of a layer and of the head.

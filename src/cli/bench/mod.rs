@@ -23,7 +23,8 @@ pub(super) use turns::{Case, take_turns};
 
 use super::ranks::{Ranks, RanksArgs};
 use super::{DeviceArg, Failure, OrFail, dp_sp, print, settings};
-use clap::Subcommand;
+use candle_core::DType;
+use clap::{Subcommand, ValueEnum};
 use report::Report;
 use ulysses::comm::{LaunchOptions, RankContext, launch};
 use ulysses::device::DeviceKind;
@@ -82,6 +83,45 @@ struct Measuring {
 impl Measuring {
     fn print(&self, report: &Report) -> Result<(), Failure> {
         if self.json { print(format_args!("{:#}\n", report.to_json())) } else { print(report) }
+    }
+}
+
+/// Numbers of what is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum DtypeArg {
+    F32,
+    Bf16,
+    Fp16,
+}
+
+impl DtypeArg {
+    fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+            Self::Fp16 => DType::F16,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
+        }
+    }
+
+    /// Tensors of f32 that take as much memory as those of these numbers and the same in f32 beside them.
+    fn copies(self) -> f64 {
+        match self {
+            Self::F32 => 1.0,
+            Self::Bf16 | Self::Fp16 => 1.5,
+        }
+    }
+
+    /// Of a figure of `what` in these numbers.
+    fn label(self, what: &str) -> String {
+        if self == Self::F32 { what.to_owned() } else { format!("{what} {}", self.name()) }
     }
 }
 

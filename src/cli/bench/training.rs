@@ -1,10 +1,9 @@
 //! An engine with something to train on, for the measurements that need one.
 
-use super::{DeviceArg, Failure, OrFail, mesh, settings};
+use super::{DeviceArg, DtypeArg, Failure, OrFail, mesh, settings};
 use crate::cli::model::{self, ModelSource};
 use anyhow::Result;
 use candle_core::Device;
-use clap::ValueEnum;
 use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
@@ -16,13 +15,6 @@ use ulysses::mesh::DeviceMesh;
 use ulysses::model::Model;
 
 const SEED: u64 = 1;
-
-/// Numbers of parameters and activations.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(super) enum DtypeArg {
-    F32,
-    Bf16,
-}
 
 /// What is trained, and on what.
 #[derive(clap::Args)]
@@ -89,7 +81,9 @@ impl TrainingArgs {
             "zero_optimization": { "stage": self.zero_stage },
             "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
             "gradient_clipping": 1.0,
-            "bf16": { "enabled": matches!(self.dtype, DtypeArg::Bf16) },
+            "bf16": { "enabled": self.dtype == DtypeArg::Bf16 },
+            // A fixed scale: no measured step overflows and is skipped.
+            "fp16": { "enabled": self.dtype == DtypeArg::Fp16, "loss_scale": 1024 },
             "ulysses": { "seq_len": seq_len },
         });
         let config = Config::from_json_str(&config.to_string(), "bench").or_usage()?;
@@ -107,12 +101,8 @@ impl TrainingArgs {
     /// For reports.
     pub(super) fn settings(&self) -> serde_json::Value {
         let Self { model, mesh, zero_stage, dtype, device, .. } = self;
-        let dtype = match dtype {
-            DtypeArg::F32 => "f32",
-            DtypeArg::Bf16 => "bf16",
-        };
         json!({
-            "model": model, "mesh": mesh, "zero_stage": zero_stage, "dtype": dtype, "device": device.name(),
+            "model": model, "mesh": mesh, "zero_stage": zero_stage, "dtype": dtype.name(), "device": device.name(),
         })
     }
 }

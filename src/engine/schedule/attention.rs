@@ -167,11 +167,11 @@ impl SequenceParallel {
         pass: Pass,
         ledger: &mut Ledger,
     ) -> Saved {
-        let [q, k, v] = head_sharded(heads, dims);
+        let [q, _, _] = head_sharded(heads, dims);
         let category = self.category();
         let out = ledger.take(category, ElementType::Stored, q);
         let lse = ledger.take(category, ElementType::F32, dims.all_tokens() * heads.num_heads_local);
-        self.work(self.kernels.attention(heads, dims, false), q + k + v, q, ledger);
+        self.work(self.kernels.attention(heads, dims, false), ledger);
         let flops = 4.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass, flops }));
         Saved { qkv, out, lse }
@@ -188,11 +188,10 @@ impl SequenceParallel {
         let [q, k, v] = head_sharded(heads, dims);
         let category = self.category();
         let delta = ledger.take(category, ElementType::F32, dims.all_tokens() * heads.num_heads_local);
-        ledger.operate(&[q, q], 0);
         ledger.sweep(&[q, q], 0, 1);
         ledger.give(out);
         let gradients = [q, k, v].map(|elems| ledger.take(category, ElementType::Stored, elems));
-        self.work(self.kernels.attention(heads, dims, true), q + k + v + q, q + k + v, ledger);
+        self.work(self.kernels.attention(heads, dims, true), ledger);
         // Twice the forward's; that the scores are computed once more is the kernel's affair.
         let flops = 8.0 * dims.visible_pairs() * (heads.num_heads_local * dims.head_dim) as f64;
         ledger.push(Event::Compute(Work { piece: Piece::Attention, pass: Pass::Backward, flops }));
@@ -231,25 +230,12 @@ impl SequenceParallel {
         if self.exchanges.is_empty() { 0 } else { dims.geometry_bytes() }
     }
 
-    /// What the kernels take, of so many elements that they read and write.
-    fn work(&mut self, memory: AttentionMemory, inputs: usize, outputs: usize, ledger: &mut Ledger) {
-        match memory {
-            AttentionMemory::Kept { bytes, widens_inputs } => {
-                self.keep_scratch(bytes, ledger);
-                let widened = if widens_inputs { inputs } else { 0 };
-                ledger.operate(&[widened, outputs], 0);
-            }
-            AttentionMemory::Taken { bytes } => ledger.scratch(bytes),
-        }
-    }
-
-    /// Threads keep their working memory, and make it anew where it is too small.
-    fn keep_scratch(&mut self, bytes: usize, ledger: &mut Ledger) {
-        if self.scratch_bytes < bytes {
-            let before = std::mem::replace(&mut self.scratch_bytes, bytes);
-            ledger.hold(Category::Other, bytes as i64);
-            ledger.hold(Category::Other, -(before as i64));
-        }
+    /// What the kernels take. Threads keep their working memory, and make it anew where it is too small.
+    fn work(&mut self, AttentionMemory { kept, taken }: AttentionMemory, ledger: &mut Ledger) {
+        let more = kept.saturating_sub(self.scratch_bytes);
+        self.scratch_bytes += more;
+        ledger.hold(Category::Other, more as i64);
+        ledger.scratch(taken);
     }
 }
 

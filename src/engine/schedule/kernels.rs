@@ -20,29 +20,23 @@ pub(super) struct Kernels {
     pub(super) threads: usize,
 }
 
-/// What attention takes on its way.
+/// Bytes that attention takes on its way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum AttentionMemory {
-    /// On a CPU: so many bytes that the rank's threads keep, and whether queries, keys, values and output gradients
-    /// exist in f32 as well while it runs.
-    Kept { bytes: usize, widens_inputs: bool },
-    /// On a GPU: so many bytes while it runs.
-    Taken { bytes: usize },
+pub(super) struct AttentionMemory {
+    /// That the rank's threads keep.
+    pub(super) kept: usize,
+    /// While it runs.
+    pub(super) taken: usize,
 }
 
 impl Kernels {
     /// What the threads keep for products of any size.
     pub(super) fn product_scratch_bytes(self) -> usize {
         match self.device {
-            DeviceKind::Cpu => self.threads * PRODUCT_SCRATCH_BYTES,
-            // The matrix library's own.
-            DeviceKind::Cuda => 0,
+            DeviceKind::Cpu if self.dtype == DType::F32 => self.threads * PRODUCT_SCRATCH_BYTES,
+            // Other products say what they keep; on a GPU it is the matrix library's affair.
+            DeviceKind::Cpu | DeviceKind::Cuda => 0,
         }
-    }
-
-    /// Whether ops that have no 16-bit form compute with f32 copies of 16-bit operands.
-    pub(super) fn widens(self) -> bool {
-        self.device == DeviceKind::Cpu && self.dtype.size_in_bytes() < size_of::<f32>()
     }
 
     /// Of a product of `[tokens, inputs]` with a weight `[outputs, inputs]`.
@@ -62,17 +56,26 @@ impl Kernels {
         }
     }
 
+    /// Of the loss on a CPU: of the products that are the logits and the gradients of tokens and weight.
+    pub(super) fn loss_products(self, dims: &Dims) -> [ProductMemory; 3] {
+        let sizes = [dims.loss_tile, dims.hidden, dims.vocab];
+        cross_entropy::product_memory(self.dtype, sizes, self.threads)
+    }
+
     pub(super) fn attention(self, heads: Heads, dims: &Dims, backward: bool) -> AttentionMemory {
         let (num_tokens, head_dim, dtype) = (dims.seq_len, dims.head_dim, self.dtype);
         match self.device {
-            DeviceKind::Cpu => AttentionMemory::Kept {
-                bytes: self.threads * attention::scratch_bytes(num_tokens, head_dim, dtype, backward),
-                widens_inputs: attention::widens_inputs(num_tokens, head_dim, dtype),
-            },
+            DeviceKind::Cpu => {
+                let queries = dims.all_tokens() * heads.num_heads_local * head_dim;
+                AttentionMemory {
+                    kept: self.threads * attention::scratch_bytes(num_tokens, head_dim, dtype, backward),
+                    taken: if backward { attention::backward_bytes(queries, dtype) } else { 0 },
+                }
+            }
             DeviceKind::Cuda => {
                 let q_to_kv = grouped_heads(heads.num_heads_local, heads.num_kv_heads_local);
-                let bytes = attention::device_scratch_bytes(num_tokens, &q_to_kv, head_dim, dtype, backward);
-                AttentionMemory::Taken { bytes }
+                let taken = attention::device_scratch_bytes(num_tokens, &q_to_kv, head_dim, dtype, backward);
+                AttentionMemory { kept: 0, taken }
             }
         }
     }

@@ -99,14 +99,13 @@ impl<'a> LayerPass<'a> {
     pub(super) fn product_beside(&mut self, tile: Tile, (inputs, outputs): (usize, usize), bytes: usize) {
         let sizes = [tile.tokens, inputs, outputs];
         match self.attention.kernels.product(sizes) {
-            ProductMemory::Packed(packed) => {
-                self.ledger.keep_packed(packed);
-                self.ledger.scratch(bytes);
-            }
-            ProductMemory::Widened => {
+            ProductMemory::Panels => {
                 let packed = if outputs <= MAX_PACKED_ROWS { inputs.min(PACKED_TERMS) * outputs } else { 0 };
-                let operands = [tile.tokens * inputs, inputs * outputs, tile.tokens * outputs];
-                self.ledger.operate(&operands, packed * size_of::<f32>() + bytes);
+                self.ledger.scratch(packed * size_of::<f32>() + bytes);
+            }
+            kept => {
+                self.ledger.keep(kept);
+                self.ledger.scratch(bytes);
             }
         }
         self.count(tile, inputs, outputs);
@@ -123,15 +122,19 @@ impl<'a> LayerPass<'a> {
             return;
         }
         let sizes = [tile.tokens, inputs, outputs];
-        match self.attention.kernels.weight_product(sizes) {
-            ProductMemory::Packed(packed) => self.ledger.keep_packed(packed),
-            ProductMemory::Widened => {
-                let packed = tile.tokens.min(PACKED_TERMS) * outputs;
-                let operands = [tile.tokens * inputs, tile.tokens * outputs];
-                self.ledger.operate(&operands, packed * size_of::<f32>());
-            }
-        }
+        let memory = self.attention.kernels.weight_product(sizes);
+        self.sum_over_tokens(memory, tile.tokens, outputs);
         self.count(tile, inputs, outputs);
+    }
+
+    /// What such a sum needs.
+    pub(super) fn sum_over_tokens(&mut self, memory: ProductMemory, tokens: usize, outputs: usize) {
+        match memory {
+            ProductMemory::Panels => {
+                self.ledger.scratch(tokens.min(PACKED_TERMS) * outputs * size_of::<f32>());
+            }
+            kept => self.ledger.keep(kept),
+        }
     }
 
     /// A multiplication with an addition is two operations.
@@ -147,15 +150,6 @@ impl<'a> LayerPass<'a> {
     /// Statistics of tokens.
     pub(super) fn take_f32(&mut self, elems: usize) -> Buffer {
         self.ledger.take(Activations, ElementType::F32, elems)
-    }
-
-    /// Room for the f32 values of elements, if those have 16 bits and are widened.
-    pub(super) fn take_if_widened(&mut self, elems: usize) -> Option<Buffer> {
-        self.attention.kernels.widens().then(|| self.take_f32(elems))
-    }
-
-    pub(super) fn give_all<const N: usize>(&mut self, buffers: [Option<Buffer>; N]) {
-        buffers.into_iter().flatten().for_each(|buffer| self.ledger.give(buffer));
     }
 
     /// Elements of a tensor with `width` numbers for each token.

@@ -8,6 +8,7 @@ use super::event::Event;
 use crate::device::DeviceKind;
 use crate::memory::Category;
 use crate::offload::READ_AHEAD_BYTES;
+use crate::ops::linear::ProductMemory;
 use std::collections::HashMap;
 use std::collections::VecDeque;
 
@@ -74,18 +75,19 @@ struct Shelf {
 pub(super) struct Ledger {
     events: VecDeque<Event>,
     stored_bytes: usize,
-    /// Whether ops widen 16-bit operands.
-    widens: bool,
     /// By bytes of an element and number of elements.
     shelves: HashMap<(usize, usize), Shelf>,
-    /// Bytes of the panels that threads keep for the next product.
+    /// Bytes that threads keep for the next product of packed elements.
     packed_bytes: usize,
+    /// And of f32 copies and their sums.
+    copied_bytes: usize,
 }
 
 impl Ledger {
-    /// Of a rank whose parameters and activations have elements of `stored_bytes`, which ops without a form for them widen.
-    pub(super) fn new(stored_bytes: usize, widens: bool) -> Self {
-        Self { events: VecDeque::new(), stored_bytes, widens, shelves: HashMap::new(), packed_bytes: 0 }
+    /// Of a rank whose parameters and activations have elements of `stored_bytes`.
+    pub(super) fn new(stored_bytes: usize) -> Self {
+        let (events, shelves) = (VecDeque::new(), HashMap::new());
+        Self { events, stored_bytes, shelves, packed_bytes: 0, copied_bytes: 0 }
     }
 
     pub(super) fn next_event(&mut self) -> Option<Event> {
@@ -156,18 +158,16 @@ impl Ledger {
         self.hold(category, -(bytes as i64));
     }
 
-    /// Threads keep what they have packed, and make room anew where it is too small.
-    pub(super) fn keep_packed(&mut self, bytes: usize) {
-        let more = bytes.saturating_sub(self.packed_bytes);
-        self.packed_bytes += more;
+    /// Threads keep the memory of a product, and make room anew where it is too small.
+    pub(super) fn keep(&mut self, memory: ProductMemory) {
+        let (kept, bytes) = match memory {
+            ProductMemory::Panels => return,
+            ProductMemory::Packed(bytes) => (&mut self.packed_bytes, bytes),
+            ProductMemory::Copied(bytes) => (&mut self.copied_bytes, bytes),
+        };
+        let more = bytes.saturating_sub(*kept);
+        *kept += more;
         self.hold(Category::Other, more as i64);
-    }
-
-    /// An operation on tensors of the config's precision that widens 16-bit operands as a whole, not piece by
-    /// piece: they exist in f32 as well while it runs. It has `scratch` bytes of its own besides.
-    pub(super) fn operate(&mut self, operands: &[usize], scratch: usize) {
-        let widened = if self.widens { operands.iter().sum() } else { 0 };
-        self.scratch(widened * size_of::<f32>() + scratch);
     }
 
     /// An operation on single elements with `scratch` bytes of its own, done `times` times in the same memory. It
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_given_tensor_is_taken_again_and_a_foreign_one_takes_the_place_of_a_dropped_one() {
-        let mut ledger = Ledger::new(4, false);
+        let mut ledger = Ledger::new(4);
         let taken = ledger.take(Category::Activations, ElementType::Stored, 8);
         ledger.give(taken);
         assert_eq!(held(&mut ledger), 32, "it waits");
@@ -237,10 +237,17 @@ mod tests {
     }
 
     #[test]
-    fn narrow_operands_are_widened_while_an_operation_runs() {
-        let mut ledger = Ledger::new(2, true);
-        ledger.operate(&[3, 4], 5);
-        assert_eq!(ledger.next_event(), Some(Event::Memory { category: Category::Other, bytes: 7 * 4 + 5 }));
-        assert_eq!(held(&mut ledger), -(7 * 4 + 5));
+    fn the_memory_of_products_grows_to_the_largest_of_each_kind() {
+        let mut ledger = Ledger::new(2);
+        for (memory, grown) in [
+            (ProductMemory::Packed(5), 5),
+            (ProductMemory::Copied(7), 7),
+            (ProductMemory::Packed(3), 0),
+            (ProductMemory::Copied(9), 2),
+            (ProductMemory::Panels, 0),
+        ] {
+            ledger.keep(memory);
+            assert_eq!(held(&mut ledger), grown, "{memory:?}");
+        }
     }
 }

@@ -15,14 +15,14 @@ impl Schedule {
         if self.checkpoint_store.is_used() {
             self.ledger.trim();
         }
-        let Dims { hidden, vocab, loss_tile, .. } = self.dims;
+        let Dims { hidden, vocab, .. } = self.dims;
         let (unit, tokens) = (self.head_unit(), self.dims.tokens());
         let x = tokens * hidden;
         self.units.gather(unit, &mut self.ledger);
         let mut pass = self.layer_pass();
         let (normed, rstd) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
         let lse = pass.take_f32(tokens);
-        pass.loss_tiles(false, 0);
+        pass.loss_tiles(false, false);
         pass.count(pass.dims.all(), hidden, vocab);
         pass.compute(Piece::Head, Pass::Forward);
         pass.ledger.give(normed);
@@ -46,8 +46,7 @@ impl Schedule {
         let mut pass = self.layer_pass();
         let (gradient, rstd_again) = (pass.normalise(pass.dims.all()), pass.take_f32(tokens));
         let dnormed = pass.take(x);
-        let packed = if is_trained { loss_tile.min(512) * vocab * size_of::<f32>() } else { 0 };
-        pass.loss_tiles(true, packed);
+        pass.loss_tiles(true, is_trained);
         pass.backward_norm(pass.dims.all());
         (0..1 + usize::from(is_trained)).for_each(|_| pass.count(pass.dims.all(), hidden, vocab));
         pass.compute(Piece::Head, Pass::Backward);
@@ -63,17 +62,22 @@ impl Schedule {
 }
 
 impl LayerPass<'_> {
-    /// The loss, or its gradient, a tile of tokens at a time; on a CPU products pack `packed` bytes.
-    fn loss_tiles(&mut self, backward: bool, packed: usize) {
+    /// The loss, or its gradient, a tile of tokens at a time; and the weight's gradient, if it has one.
+    fn loss_tiles(&mut self, backward: bool, is_trained: bool) {
         let kernels = self.attention.kernels;
-        let Dims { hidden, vocab, loss_tile, .. } = *self.dims;
+        let Dims { vocab, loss_tile, .. } = *self.dims;
         match kernels.device {
             DeviceKind::Cpu => {
                 let logits = self.take_f32(loss_tile * vocab);
-                let wide_x = self.take_if_widened(loss_tile * hidden);
-                let wide_dx = backward.then(|| self.take_if_widened(loss_tile * hidden)).flatten();
-                self.ledger.operate(&[vocab * hidden], packed);
-                self.give_all([Some(logits), wide_x, wide_dx]);
+                let [of_logits, of_tokens, of_weight] = kernels.loss_products(self.dims);
+                self.ledger.keep(of_logits);
+                if backward {
+                    self.ledger.keep(of_tokens);
+                }
+                if is_trained {
+                    self.sum_over_tokens(of_weight, loss_tile, vocab);
+                }
+                self.ledger.give(logits);
             }
             DeviceKind::Cuda => self.ledger.scratch(kernels.device_loss_bytes(self.dims, backward)),
         }

@@ -153,7 +153,7 @@ impl Schedule {
         let (dims, plans) = Dims::new(config, model, document_len, sp)?;
         let (dtype, threads) = (config.precision.dtype(), config.threads_per_rank.unwrap_or(1));
         let kernels = Kernels { device, dtype, threads };
-        let mut ledger = Ledger::new(dtype.size_in_bytes(), kernels.widens());
+        let mut ledger = Ledger::new(dtype.size_in_bytes());
         ledger.hold(Category::Other, kernels.product_scratch_bytes() as i64);
         let is_trained = |name: &str| !ParameterGroup::is_frozen(&config.parameter_groups, name);
         let (embedding, projection) = (layers.embedding.parameter(), layers.head.projection());

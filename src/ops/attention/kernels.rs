@@ -2,7 +2,6 @@
 
 use super::{
     AttentionError, Geometry,
-    cpu::{self, Heads},
     cuda::{self, Tiling},
     dims::Dims,
     on_cpu,
@@ -96,14 +95,7 @@ pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionE
     let target = call.target(&[("delta", delta)], &[("o", o), ("dout", dout)])?;
     let dtype = call.element_type(&[("o", o), ("dout", dout)], &[("delta", delta)])?;
     match target {
-        Target::Cpu => {
-            let (o, dout) = (call.read(o)?, call.read(dout)?);
-            let (o, dout) = (Heads::new(&o, sq, hq, d), Heads::new(&dout, sq, hq, d));
-            call.write(delta, |delta| {
-                cpu::delta(&o, &dout, delta);
-                Ok(())
-            })?;
-        }
+        Target::Cpu => on_cpu::delta([o, dout, delta], &call, [sq, hq, d])?,
         Target::Kernels(launcher) => {
             call.kernels(cuda::delta(&launcher, dtype, [o, dout, delta], [b, sq, hq, d]))?;
         }

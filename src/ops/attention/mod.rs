@@ -122,11 +122,11 @@ pub fn device_scratch_bytes(
     cuda::scratch_bytes(&dims, q_to_kv, dtype, is_backward)
 }
 
-/// Whether a CPU computes with f32 copies of 16-bit queries, keys, values and output gradients of rows of
-/// `num_tokens` tokens.
+/// Bytes that a backward pass allocates on a CPU while it runs, with queries of `elems` elements: the gradients of 16-bit
+/// ones are summed in f32.
 #[must_use]
-pub fn widens_inputs(num_tokens: usize, head_dim: usize, dtype: DType) -> bool {
-    on_cpu::bf16_kernel(dtype, num_tokens, num_tokens, head_dim).is_none()
+pub fn backward_bytes(elems: usize, dtype: DType) -> usize {
+    if dtype == DType::F32 { 0 } else { elems * size_of::<f32>() }
 }
 
 /// Attention on this rank alone, with `scale = 1 / sqrt(head_dim)`.

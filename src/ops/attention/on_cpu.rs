@@ -1,12 +1,12 @@
-//! A call on CPU tensors: reads them as what the products are computed in, and runs the kernels.
+//! A call on CPU tensors: chooses what the products are computed in, and runs the kernels.
 
-use super::cpu::{self, Heads, Operand, Problem};
+use super::cpu::{self, Heads, InBf16, InF32, Operand, Problem};
 use super::dims::Dims;
 use super::{AttentionError, Geometry, Gradients, Operands, Upstream};
 use crate::ops::call::Call;
+use crate::ops::cast::{Float, convert, with_element_type};
 use crate::ops::gemm::bf16::{Kernel, kernel_for};
 use candle_core::{DType, Tensor};
-use half::bf16;
 
 type Result<T> = std::result::Result<T, AttentionError>;
 
@@ -16,16 +16,14 @@ pub(super) fn forward(
     call: &Call,
     dims: &Dims,
     operands: &Operands<'_>,
-    [o, lse]: [&Tensor; 2],
+    outputs: [&Tensor; 2],
 ) -> Result<()> {
-    let Operands { q, k, v, scale, geometry } = *operands;
-    if let Some(kernel) = kernel {
-        return call.on_cpu([q, k, v], [], |qkv: [&[bf16]; 3], []| {
-            write_output(call, &problem(dims, kernel, qkv, scale, geometry), o, lse)
-        })?;
+    match kernel {
+        Some(kernel) => forward_with::<InBf16>(kernel, call, dims, operands, outputs),
+        None => with_element_type!(operands.q.dtype(), E => {
+            forward_with::<InF32<E>>((), call, dims, operands, outputs)
+        }),
     }
-    let (q, k, v) = (call.read(q)?, call.read(k)?, call.read(v)?);
-    write_output(call, &problem::<f32>(dims, (), [&q, &k, &v], scale, geometry), o, lse)
 }
 
 /// As [`forward`].
@@ -37,45 +35,68 @@ pub(super) fn backward(
     upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
 ) -> Result<()> {
-    let Operands { q, k, v, scale, geometry } = *operands;
-    let Upstream { dout, lse, delta } = *upstream;
-    let (lse, delta) = (call.read(lse)?, call.read(delta)?);
-    if let Some(kernel) = kernel {
-        return call.on_cpu([q, k, v, dout], [], |[q, k, v, dout]: [&[bf16]; 4], []| {
-            let upstream = cpu::Upstream { dout: queries(dims, dout), lse: &lse, delta: &delta };
-            write_gradients(call, &problem(dims, kernel, [q, k, v], scale, geometry), &upstream, gradients)
-        })?;
+    match kernel {
+        Some(kernel) => backward_with::<InBf16>(kernel, call, dims, operands, upstream, gradients),
+        None => with_element_type!(operands.q.dtype(), E => {
+            backward_with::<InF32<E>>((), call, dims, operands, upstream, gradients)
+        }),
     }
-    let (q, k, v, dout) = (call.read(q)?, call.read(k)?, call.read(v)?, call.read(dout)?);
-    let upstream = cpu::Upstream { dout: queries(dims, &dout), lse: &lse, delta: &delta };
-    write_gradients(call, &problem::<f32>(dims, (), [&q, &k, &v], scale, geometry), &upstream, gradients)
 }
 
-fn write_output<T: Operand>(call: &Call, problem: &Problem<'_, T>, o: &Tensor, lse: &Tensor) -> Result<()> {
-    let written = call.write(o, |o| {
-        call.write(lse, |lse| {
-            cpu::forward(problem, o, lse);
-            Ok(())
+/// See [`super::delta`].
+pub(super) fn delta([o, dout, delta]: [&Tensor; 3], call: &Call, [sq, hq, d]: [usize; 3]) -> Result<()> {
+    with_element_type!(o.dtype(), E => call.on_cpu([o, dout], [], |[o, dout]: [&[E]; 2], []| {
+        call.on_cpu([], [delta], |[], [delta]| {
+            cpu::delta(&Heads::new(o, sq, hq, d), &Heads::new(dout, sq, hq, d), delta);
         })
-    });
-    Ok(written?)
+    })?)?;
+    Ok(())
 }
 
-fn write_gradients<T: Operand>(
+fn forward_with<T: Operand>(
+    kernel: T::Kernel,
     call: &Call,
-    problem: &Problem<'_, T>,
-    upstream: &cpu::Upstream<'_, T>,
+    dims: &Dims,
+    operands: &Operands<'_>,
+    [o, lse]: [&Tensor; 2],
+) -> Result<()> {
+    let Operands { q, k, v, scale, geometry } = *operands;
+    call.on_cpu([q, k, v], [o], |qkv: [&[T::Element]; 3], [o]| {
+        let problem = problem::<T>(dims, kernel, qkv, scale, geometry);
+        call.on_cpu([], [lse], |[], [lse]| cpu::forward(&problem, o, lse))
+    })??;
+    Ok(())
+}
+
+fn backward_with<T: Operand>(
+    kernel: T::Kernel,
+    call: &Call,
+    dims: &Dims,
+    operands: &Operands<'_>,
+    upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
 ) -> Result<()> {
-    let written = call.write(gradients.dq, |dq| {
-        call.write(gradients.dk, |dk| {
-            call.write(gradients.dv, |dv| {
-                cpu::backward(problem, upstream, cpu::Gradients { dq, dk, dv });
-                Ok(())
-            })
+    let Operands { q, k, v, scale, geometry } = *operands;
+    let Upstream { dout, lse, delta } = *upstream;
+    let Gradients { dq, dk, dv } = *gradients;
+    call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T::Element]; 4], [dq, dk, dv]| {
+        let problem = problem::<T>(dims, kernel, [q, k, v], scale, geometry);
+        call.on_cpu([lse, delta], [], |[lse, delta], []| {
+            let upstream = cpu::Upstream { dout: queries(dims, dout), lse, delta };
+            in_f32(dq, |dq| cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv }));
         })
-    });
-    Ok(written?)
+    })??;
+    Ok(())
+}
+
+/// Calls `write` with the elements, or with f32 ones that are rounded to them afterwards.
+fn in_f32<E: Float>(elements: &mut [E], write: impl FnOnce(&mut [f32])) {
+    if let Some(elements) = E::as_f32_mut(elements) {
+        return write(elements);
+    }
+    let mut values = vec![0.0; elements.len()];
+    write(&mut values);
+    convert(&values, elements);
 }
 
 /// What multiplies the elements as they are, if they are not widened to f32. That depends on the whole row, so it is
@@ -92,15 +113,15 @@ pub(super) fn bf16_kernel(
 /// See [`super::scratch_bytes`].
 pub(super) fn scratch_bytes(num_tokens: usize, head_dim: usize, dtype: DType, backward: bool) -> usize {
     match bf16_kernel(dtype, num_tokens, num_tokens, head_dim) {
-        Some(_) => cpu::scratch_bytes::<bf16>(num_tokens, head_dim, backward),
-        None => cpu::scratch_bytes::<f32>(num_tokens, head_dim, backward),
+        Some(_) => cpu::scratch_bytes::<InBf16>(num_tokens, head_dim, backward),
+        None => cpu::scratch_bytes::<InF32<f32>>(num_tokens, head_dim, backward),
     }
 }
 
 fn problem<'a, T: Operand>(
     dims: &Dims,
     kernel: T::Kernel,
-    [q, k, v]: [&'a [T]; 3],
+    [q, k, v]: [&'a [T::Element]; 3],
     scale: f32,
     geometry: &'a Geometry,
 ) -> Problem<'a, T> {
@@ -108,6 +129,6 @@ fn problem<'a, T: Operand>(
     Problem { kernel, q: queries(dims, q), k: keys(k), v: keys(v), dims: *dims, scale, geometry }
 }
 
-fn queries<'a, T: Operand>(dims: &Dims, elements: &'a [T]) -> Heads<'a, T> {
+fn queries<'a, E: Copy>(dims: &Dims, elements: &'a [E]) -> Heads<'a, E> {
     Heads::new(elements, dims.num_queries, dims.num_heads, dims.head_dim)
 }

@@ -7,7 +7,7 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
-pub(super) use cpu::{Float, convert};
+pub(super) use cpu::{Float, convert, copy_rows};
 pub(super) use pieces::{Before, PIECE, Pieces, rows_per_piece, with_element_type};
 
 use super::OpError;

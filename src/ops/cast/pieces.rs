@@ -1,6 +1,6 @@
 //! Kernels on f32 over elements of any type: a piece at a time is widened into a buffer that stays in the cache.
 
-use super::{Float, convert};
+use super::Float;
 use half::{bf16, f16};
 
 /// Elements of a piece of operands without rows.
@@ -32,13 +32,6 @@ pub(in crate::ops) trait Pieces: Float {
         buffer: &mut Vec<f32>,
         work: impl FnOnce(&mut [f32]) -> R,
     ) -> R;
-
-    /// The values of a tile, which is too large for a cache: in `room` if they have to be widened, by all threads of the
-    /// pool.
-    fn read_tile<'a>(tile: &'a [Self], room: &'a mut [f32]) -> &'a [f32];
-
-    /// Calls `work` with the tile to overwrite, or with `room` whose values are rounded to it afterwards.
-    fn write_tile<R>(tile: &mut [Self], room: &mut [f32], work: impl FnOnce(&mut [f32]) -> R) -> R;
 }
 
 impl Pieces for f32 {
@@ -48,14 +41,6 @@ impl Pieces for f32 {
 
     fn update<R>(piece: &mut [Self], _: Before, _: &mut Vec<f32>, work: impl FnOnce(&mut [f32]) -> R) -> R {
         work(piece)
-    }
-
-    fn read_tile<'a>(tile: &'a [Self], _: &'a mut [f32]) -> &'a [f32] {
-        tile
-    }
-
-    fn write_tile<R>(tile: &mut [Self], _: &mut [f32], work: impl FnOnce(&mut [f32]) -> R) -> R {
-        work(tile)
     }
 }
 
@@ -80,19 +65,6 @@ macro_rules! converted_pieces {
                 }
                 let result = work(buffer);
                 Self::round(buffer, piece);
-                result
-            }
-
-            fn read_tile<'a>(tile: &'a [Self], room: &'a mut [f32]) -> &'a [f32] {
-                let room = &mut room[..tile.len()];
-                convert(tile, room);
-                room
-            }
-
-            fn write_tile<R>(tile: &mut [Self], room: &mut [f32], work: impl FnOnce(&mut [f32]) -> R) -> R {
-                let room = &mut room[..tile.len()];
-                let result = work(room);
-                convert(room, tile);
                 result
             }
         }

@@ -1,31 +1,22 @@
-//! Tiled linear + cross-entropy on slices. Labels have been checked. The products are those of f32: 16-bit tokens are
-//! widened, and their gradients rounded, a tile at a time.
+//! Tiled linear + cross-entropy on slices. Labels have been checked. Logits and their gradients are f32, whatever the
+//! elements of tokens and weight.
 
 use super::{IGNORED, LossSum, Sizes, all_ignored};
 use crate::ops::OpError;
-use crate::ops::cast::Pieces;
-use crate::ops::gemm::{MatrixMut, MatrixRef, Threads, gemm};
+use crate::ops::gemm::bf16::Stored;
+use crate::ops::gemm::lines::Lines;
+use crate::ops::gemm::product::multiply;
 use crate::ops::parallel::rows_per_block;
 use crate::ops::simd::{Isa, LANES, Lanes, exp, max_lanes, max_of_lanes, padded, simd_kernel, sum_of_lanes};
 use rayon::prelude::*;
 
-/// What a tile is computed in.
-pub(super) struct Room<'a> {
-    /// Its logits.
-    pub(super) logits: &'a mut [f32],
-    /// Its tokens in f32, where they have 16 bits.
-    pub(super) x: &'a mut [f32],
-    /// Their gradient, in the backward pass.
-    pub(super) dx: &'a mut [f32],
-}
-
-pub(super) fn forward<T: Pieces>(
+/// With room for the `logits` of a tile.
+pub(super) fn forward<T: Stored>(
     sizes: Sizes,
-    x: &[T],
-    weight: &[f32],
+    [x, weight]: [&[T]; 2],
     labels: &[i64],
     lse: &mut [f32],
-    room: Room<'_>,
+    logits: &mut [f32],
 ) -> Result<LossSum, OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
     let mut loss = LossSum::default();
@@ -35,9 +26,8 @@ pub(super) fn forward<T: Pieces>(
             lse.fill(0.0);
             continue;
         }
-        let logits = &mut room.logits[..tokens.len() * vocab_size];
-        let x = T::read_tile(&x[tokens.start * dim..tokens.end * dim], room.x);
-        logits_of_tile(sizes, x, weight, logits)?;
+        let logits = &mut logits[..tokens.len() * vocab_size];
+        logits_of_tile(sizes, [&x[tokens.start * dim..tokens.end * dim], weight], logits)?;
 
         let rows = rows_per_block(labels.len(), vocab_size);
         (logits.par_chunks(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks_mut(rows))
@@ -57,18 +47,19 @@ pub(super) fn forward<T: Pieces>(
 #[derive(Clone, Copy)]
 pub(super) struct BackwardInputs<'a, T> {
     pub(super) x: &'a [T],
-    pub(super) weight: &'a [f32],
+    pub(super) weight: &'a [T],
     pub(super) labels: &'a [i64],
     pub(super) lse: &'a [f32],
     pub(super) scale: f32,
 }
 
-pub(super) fn backward<T: Pieces>(
+/// With room for the `logits` of a tile.
+pub(super) fn backward<T: Stored>(
     sizes: Sizes,
     inputs: BackwardInputs<'_, T>,
     dx: &mut [T],
     mut dweight: Option<&mut [f32]>,
-    room: Room<'_>,
+    logits: &mut [f32],
 ) -> Result<(), OpError> {
     let Sizes { dim, vocab_size, .. } = sizes;
     let BackwardInputs { x, weight, labels, lse, scale } = inputs;
@@ -81,36 +72,41 @@ pub(super) fn backward<T: Pieces>(
             continue;
         }
         let n = tokens.len();
-        let tile = &mut room.logits[..n * vocab_size];
-        let x = T::read_tile(&x[rows_of_x], room.x);
-        logits_of_tile(sizes, x, weight, tile)?;
+        let tile = &mut logits[..n * vocab_size];
+        let x = &x[rows_of_x];
+        logits_of_tile(sizes, [x, weight], tile)?;
 
         let rows = rows_per_block(n, vocab_size);
         (tile.par_chunks_mut(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks(rows))
             .into_par_iter()
             .for_each(|(tile, labels, lse)| gradient_rows(tile, vocab_size, labels, lse, scale));
 
-        let dlogits = MatrixRef::new(tile, n, vocab_size)?;
-        let weight = MatrixRef::new(weight, vocab_size, dim)?;
-        T::write_tile(dx, room.dx, |dx| {
-            gemm(1.0, dlogits, weight, 0.0, MatrixMut::new(dx, n, dim)?, Threads::Pool)
-        })?;
-        let x = MatrixRef::new(x, n, dim)?;
+        multiply(
+            Lines::contiguous(tile, n, vocab_size)?,
+            Lines::interleaved(weight, dim, vocab_size)?,
+            dx,
+            false,
+        )?;
         if let Some(dweight) = dweight.as_deref_mut() {
-            let dweight = MatrixMut::new(dweight, vocab_size, dim)?;
-            gemm(1.0, dlogits.transposed(), x, 1.0, dweight, Threads::Pool)?;
+            multiply(
+                Lines::interleaved(tile, vocab_size, n)?,
+                Lines::interleaved(x, dim, n)?,
+                dweight,
+                true,
+            )?;
         }
     }
     Ok(())
 }
 
 /// The logits of a tile's tokens `x`.
-fn logits_of_tile(sizes: Sizes, x: &[f32], weight: &[f32], logits: &mut [f32]) -> Result<(), OpError> {
-    let Sizes { dim, vocab_size, .. } = sizes;
-    let n = x.len().checked_div(dim).unwrap_or(0);
-    let x = MatrixRef::new(x, n, dim)?;
-    let weight = MatrixRef::new(weight, vocab_size, dim)?;
-    gemm(1.0, x, weight.transposed(), 0.0, MatrixMut::new(logits, n, vocab_size)?, Threads::Pool)
+fn logits_of_tile<T: Stored>(
+    Sizes { dim, vocab_size, .. }: Sizes,
+    [x, weight]: [&[T]; 2],
+    logits: &mut [f32],
+) -> Result<(), OpError> {
+    let x = Lines::contiguous(x, x.len().checked_div(dim).unwrap_or(0), dim)?;
+    multiply(x, Lines::contiguous(weight, vocab_size, dim)?, logits, false)
 }
 
 simd_kernel! {

@@ -21,6 +21,7 @@ pub use losses::Losses;
 
 use super::call::Call;
 use super::cast::with_element_type;
+use super::gemm::product::ProductMemory;
 use super::{OpError, Workspace, linear};
 use crate::device::Target;
 use candle_core::{DType, Tensor};
@@ -39,8 +40,7 @@ pub struct LossSum {
 }
 
 /// The losses; writes each token's logsumexp for [`backward`]. No GPU is waited for before their sum is asked for. On a
-/// CPU the `workspace`, which must be one of CPU tensors, lends a tile's logits, and a tile in f32 where `x` has 16
-/// bits.
+/// CPU the `workspace`, which must be one of CPU tensors, lends a tile's logits.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
@@ -63,16 +63,11 @@ pub fn forward(
     call.element_type(&[("x", x), ("weight", weight)], &[("lse_out", lse_out)])?;
     match target {
         Target::Cpu => {
-            let weight = call.read(weight)?;
-            let sum = with_element_type!(x.dtype(), T => {
-                with_room(call, shape, [x], workspace, |room| {
-                    call.write(lse_out, |lse| {
-                        call.on_cpu([x], [], |[x], []| {
-                            cpu::forward::<T>(shape, x, &weight, labels, lse, room)
-                        })?
-                    })
-                })
-            })?;
+            let sum = with_element_type!(x.dtype(), T => with_room(call, shape, workspace, |logits| {
+                call.write(lse_out, |lse| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
+                    cpu::forward(shape, operands, labels, lse, logits)
+                })?)
+            }))?;
             Ok(Losses::summed(sum))
         }
         Target::Kernels(launcher) => {
@@ -114,15 +109,15 @@ pub fn backward<'a>(
     let dtype = call.element_type(&elements, &with_dweight(("lse", lse)))?;
     match target {
         Target::Cpu => {
-            let (weight, lse) = (call.read(weight)?, call.read(lse)?);
-            with_element_type!(dtype, T => with_room(call, shape, [x, dx], workspace, |room| {
-                call.on_cpu([x], [dx], |[x], [dx]| {
-                    let inputs = cpu::BackwardInputs::<T> { x, weight: &weight, labels, lse: &lse, scale };
+            let lse = call.read(lse)?;
+            with_element_type!(dtype, T => with_room(call, shape, workspace, |logits| {
+                call.on_cpu([x, weight], [dx], |[x, weight], [dx]| {
+                    let inputs = cpu::BackwardInputs::<T> { x, weight, labels, lse: &lse, scale };
                     match dweight {
                         Some(dweight) => call.write(dweight, |dweight| {
-                            cpu::backward(shape, inputs, dx, Some(dweight), room)
+                            cpu::backward(shape, inputs, dx, Some(dweight), logits)
                         }),
-                        None => cpu::backward(shape, inputs, dx, None, room),
+                        None => cpu::backward(shape, inputs, dx, None, logits),
                     }
                 })?
             }))
@@ -134,24 +129,16 @@ pub fn backward<'a>(
     }
 }
 
-/// Calls `work` with room for a tile's logits and for the tile of each of `tensors` that has to be widened, which the
-/// workspace lends.
-fn with_room<R, const N: usize>(
+/// Calls `work` with room for a tile's logits, which the workspace lends.
+fn with_room<R>(
     call: Call,
     shape: Sizes,
-    tensors: [&Tensor; N],
     workspace: &Workspace,
-    work: impl FnOnce(cpu::Room<'_>) -> Result<R, OpError>,
+    work: impl FnOnce(&mut [f32]) -> Result<R, OpError>,
 ) -> Result<R, OpError> {
     let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
-    let wide = |tensor: Option<&&Tensor>| {
-        let is_narrow = tensor.is_some_and(|tensor| tensor.dtype() != DType::F32);
-        workspace.take_f32((if is_narrow { shape.tile_tokens } else { 0 }, shape.dim))
-    };
-    let (x, dx) = (wide(tensors.first())?, wide(tensors.get(1))?);
-    let result =
-        call.on_cpu([], [&logits, &x, &dx], |[], [logits, x, dx]| work(cpu::Room { logits, x, dx }))??;
-    [logits, x, dx].into_iter().for_each(|tensor| workspace.give(tensor));
+    let result = call.on_cpu([], [&logits], |[], [logits]| work(logits))??;
+    workspace.give(logits);
     Ok(result)
 }
 
@@ -164,6 +151,22 @@ fn with_room<R, const N: usize>(
 /// As [`linear::forward`].
 pub fn logits(x: &Tensor, weight: &Tensor, out: &Tensor) -> Result<(), OpError> {
     linear::forward(x, weight, out, false)
+}
+
+/// The memory of the products with a weight `[vocab_size, dim]` of `dtype` on a CPU, in tiles of `tile_tokens` tokens: of
+/// [`forward`], of the tokens' gradient and of the weight's.
+#[must_use]
+pub fn product_memory(
+    dtype: DType,
+    [tile_tokens, dim, vocab_size]: [usize; 3],
+    threads: usize,
+) -> [ProductMemory; 3] {
+    let f32 = DType::F32;
+    [
+        ProductMemory::of([dtype, dtype, f32], [tile_tokens, vocab_size, dim], threads),
+        ProductMemory::of([f32, dtype, dtype], [tile_tokens, dim, vocab_size], threads),
+        ProductMemory::of([f32, dtype, f32], [vocab_size, dim, tile_tokens], threads),
+    ]
 }
 
 /// Bytes that [`forward`] (or, with `is_backward`, [`backward`]) allocates on a GPU while it runs, with `dtype` tensors and

@@ -1,4 +1,4 @@
-//! Exchanging the rows and columns of a tile in registers.
+//! Exchanging the rows and columns of a tile in registers, and what a row of a tile is loaded from.
 
 /// Rows and columns of a [`Tile`].
 pub(in crate::ops) const TILE: usize = 16;
@@ -30,4 +30,30 @@ fn interleave<T: Copy + Default>(a: &[T; TILE], b: &[T; TILE]) -> [[T; TILE]; 2]
         }
     }
     both
+}
+
+/// A word of each pair of elements, zeros where there are none.
+#[inline(always)]
+pub(in crate::ops) fn pairs_of(bits: &[u16]) -> [u32; TILE] {
+    let bits = padded::<{ 2 * TILE }>(bits);
+    std::array::from_fn(|index| word_of(bits[2 * index], bits[2 * index + 1]))
+}
+
+/// As many elements as a tile has, zeros where there are fewer. A whole tile's copy has a length that the compiler
+/// knows.
+#[inline(always)]
+pub(in crate::ops) fn padded<const N: usize>(source: &[u16]) -> [u16; N] {
+    match source.first_chunk::<N>() {
+        Some(whole) => *whole,
+        None => {
+            let mut padded = [0; N];
+            padded[..source.len()].copy_from_slice(source);
+            padded
+        }
+    }
+}
+
+#[inline(always)]
+pub(in crate::ops) fn word_of(low: u16, high: u16) -> u32 {
+    u32::from(low) | u32::from(high) << 16
 }

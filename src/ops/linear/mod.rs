@@ -11,11 +11,12 @@ mod tests;
 
 use super::OpError;
 use super::call::Call;
-use super::gemm::bf16::{Kernel, kernel_for, packed_bytes_of_threads};
+use super::cast::with_element_type;
+use super::gemm::bf16::Kernel;
 use crate::device::Target;
-use crate::tensor::Element;
 use candle_core::{DType, Tensor};
-use half::bf16;
+
+pub use super::gemm::product::ProductMemory;
 
 /// y = x·weightᵀ, or y += x·weightᵀ with `accumulate`.
 ///
@@ -35,13 +36,9 @@ pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Res
     match target {
         Target::Cpu => {
             let sizes = [n, inputs, outputs];
-            if let Some(kernel) = bf16_kernel(dtype, sizes) {
-                return call.bf16_product([x, weight], y, |operands, y| {
-                    cpu::bf16::forward(kernel, operands, y, sizes, accumulate)
-                });
-            }
-            let (x, weight) = (call.read(x)?, call.read(weight)?);
-            call.write(y, |y| cpu::forward(&x, &weight, y, [n, inputs, outputs], accumulate))
+            with_element_type!(dtype, T => call.on_cpu([x, weight], [y], |operands: [&[T]; 2], [y]| {
+                cpu::forward(operands, y, sizes, accumulate)
+            })?)
         }
         Target::Kernels(launcher) => {
             let tensors = [x, weight, y];
@@ -68,13 +65,9 @@ pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: boo
     match target {
         Target::Cpu => {
             let sizes = [n, inputs, outputs];
-            if let Some(kernel) = bf16_kernel(dtype, sizes) {
-                return call.bf16_product([dy, weight], dx, |operands, dx| {
-                    cpu::bf16::backward_input(kernel, operands, dx, sizes, accumulate)
-                });
-            }
-            let (dy, weight) = (call.read(dy)?, call.read(weight)?);
-            call.write(dx, |dx| cpu::backward_input(&dy, &weight, dx, [n, inputs, outputs], accumulate))
+            with_element_type!(dtype, T => call.on_cpu([dy, weight], [dx], |operands: [&[T]; 2], [dx]| {
+                cpu::backward_input(operands, dx, sizes, accumulate)
+            })?)
         }
         Target::Kernels(launcher) => {
             let tensors = [dy, weight, dx];
@@ -101,13 +94,9 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
     match target {
         Target::Cpu => {
             let sizes = [n, inputs, outputs];
-            if let Some(kernel) = bf16_kernel(dtype, sizes) {
-                return call.bf16_product([dy, x], dweight, |operands, dweight| {
-                    cpu::bf16::backward_weight(kernel, operands, dweight, sizes)
-                });
-            }
-            let (dy, x) = (call.read(dy)?, call.read(x)?);
-            call.write(dweight, |dweight| cpu::backward_weight(&dy, &x, dweight, [n, inputs, outputs]))
+            with_element_type!(dtype, T => call.on_cpu([dy, x], [], |operands: [&[T]; 2], []| {
+                call.on_cpu([], [dweight], |[], [dweight]| cpu::backward_weight(operands, dweight, sizes))
+            })??)
         }
         Target::Kernels(launcher) => {
             let tensors = [dy, x, dweight];
@@ -116,59 +105,27 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
     }
 }
 
-/// What multiplies large bf16 matrices on this CPU; without it they are widened, and bf16 is slower than f32.
-#[must_use]
-pub fn bf16_products() -> Option<&'static str> {
-    Kernel::detect().map(Kernel::name)
+/// What multiplies large bf16 matrices on this CPU; without it they are multiplied in f32. So they are
+/// where the environment variable `ULYSSES_BF16_PRODUCTS` is `f32`.
+///
+/// # Errors
+/// When the variable is neither `f32` nor `auto`.
+pub fn bf16_products() -> Result<Option<&'static str>, OpError> {
+    Ok(Kernel::checked()?.map(Kernel::name))
 }
 
-/// What a product on a CPU needs in memory beside its operands and its result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProductMemory {
-    /// Copies of all of them in f32, while it runs, if they have 16 bits.
-    Widened,
-    /// So many bytes of panels, which the threads keep.
-    Packed(usize),
-}
-
-/// The memory of [`forward`] with `n` tokens, and of [`backward_input`] with what goes in and out exchanged.
+/// The memory of [`forward`] with `n` tokens on a CPU, and of [`backward_input`] with what goes in and out exchanged.
 #[must_use]
 pub fn product_memory(dtype: DType, [n, inputs, outputs]: [usize; 3], threads: usize) -> ProductMemory {
-    memory_of(dtype, [n, outputs, inputs], false, threads)
+    ProductMemory::of([dtype; 3], [n, outputs, inputs], threads)
 }
 
-/// The memory of [`backward_weight`].
+/// The memory of [`backward_weight`] on a CPU.
 #[must_use]
 pub fn weight_product_memory(
     dtype: DType,
     [n, inputs, outputs]: [usize; 3],
     threads: usize,
 ) -> ProductMemory {
-    memory_of(dtype, [outputs, inputs, n], true, threads)
-}
-
-fn memory_of(dtype: DType, sizes: [usize; 3], into_f32: bool, threads: usize) -> ProductMemory {
-    match bf16_kernel(dtype, sizes) {
-        Some(_) => ProductMemory::Packed(packed_bytes_of_threads(sizes, into_f32, threads)),
-        None => ProductMemory::Widened,
-    }
-}
-
-/// What computes the products of these sizes on a CPU, if they are not widened to f32.
-fn bf16_kernel(dtype: DType, sizes: [usize; 3]) -> Option<Kernel> {
-    if dtype == DType::BF16 { kernel_for(sizes) } else { None }
-}
-
-impl Call {
-    /// Calls `multiply` with the elements of two bf16 tensors and, to write, of a third of any type.
-    fn bf16_product<T: Element>(
-        &self,
-        operands: [&Tensor; 2],
-        result: &Tensor,
-        multiply: impl FnOnce([&[bf16]; 2], &mut [T]) -> Result<(), OpError>,
-    ) -> Result<(), OpError> {
-        self.on_cpu(operands, [], |operands, []| {
-            self.on_cpu([], [result], |[], [result]| multiply(operands, result))
-        })??
-    }
+    ProductMemory::of([dtype, dtype, DType::F32], [outputs, inputs, n], threads)
 }

@@ -6,18 +6,20 @@
 use super::{
     Operand, Problem,
     matrix::{Heads, HeadsMut, Mat, MatMut, Store},
+    near::{KeyBlock, QueryBlock, gather_blocks},
     scratch::{dq_lengths, keys_lengths, with_scratch},
-    softmax::{ROW_STRIDE, RowTerms, row_dots, softmax_backward},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, near_tokens, spans, strips, within},
+    softmax::{ROW_STRIDE, RowTerms, softmax_backward},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, near_tokens, spans, strips},
 };
 use crate::ops::attention::blocks::blocks;
+use crate::ops::cast::Float;
 use rayon::prelude::*;
 use std::ops::Range;
 
 /// What backward reads besides the [`Problem`].
-pub(in crate::ops::attention) struct Upstream<'a, T> {
+pub(in crate::ops::attention) struct Upstream<'a, T: Operand> {
     /// `[b, sq, hq, d]`
-    pub(in crate::ops::attention) dout: Heads<'a, T>,
+    pub(in crate::ops::attention) dout: Heads<'a, T::Element>,
     /// `[b, hq, sq]`
     pub(in crate::ops::attention) lse: &'a [f32],
     /// `[b, hq, sq]`
@@ -25,21 +27,13 @@ pub(in crate::ops::attention) struct Upstream<'a, T> {
 }
 
 /// Where backward writes.
-pub(in crate::ops::attention) struct Gradients<'a> {
-    /// `[b, sq, hq, d]`
+pub(in crate::ops::attention) struct Gradients<'a, E> {
+    /// `[b, sq, hq, d]`. In f32, because every block of keys adds to it.
     pub(in crate::ops::attention) dq: &'a mut [f32],
     /// `[b, skv, hkv, d]`
-    pub(in crate::ops::attention) dk: &'a mut [f32],
+    pub(in crate::ops::attention) dk: &'a mut [E],
     /// `[b, skv, hkv, d]`
-    pub(in crate::ops::attention) dv: &'a mut [f32],
-}
-
-/// Writes `delta [b, hq, sq] = rowsum(o * dout)`.
-pub(in crate::ops::attention) fn delta(o: &Heads<'_>, dout: &Heads<'_>, delta: &mut [f32]) {
-    delta.par_chunks_mut(o.num_tokens().max(1)).enumerate().for_each(|(index, delta)| {
-        let (row, head) = (index / o.num_heads(), index % o.num_heads());
-        row_dots(o.head_slice(row, head), dout.head_slice(row, head), o.row_stride(), o.head_dim(), delta);
-    });
+    pub(in crate::ops::attention) dv: &'a mut [E],
 }
 
 /// Writes the gradients, with the same bits whichever of the two ways is taken.
@@ -52,14 +46,12 @@ pub(in crate::ops::attention) fn delta(o: &Heads<'_>, dout: &Heads<'_>, delta: &
 pub(in crate::ops::attention) fn backward<T: Operand>(
     problem: &Problem<'_, T>,
     upstream: &Upstream<'_, T>,
-    gradients: Gradients<'_>,
+    gradients: Gradients<'_, T::Element>,
 ) {
     let dims = &problem.dims;
     if dims.num_queries == 0 || dims.num_keys == 0 {
-        for gradient in [gradients.dq, gradients.dk, gradients.dv] {
-            gradient.fill(0.0);
-        }
-        return;
+        clear(gradients.dq);
+        return [gradients.dk, gradients.dv].into_iter().for_each(clear);
     }
     let pass = Pass {
         problem,
@@ -78,6 +70,10 @@ pub(in crate::ops::attention) fn backward<T: Operand>(
     }
 }
 
+fn clear<E: Float>(gradient: &mut [E]) {
+    gradient.fill(E::zero());
+}
+
 /// Whether the share of the threads that whole KV heads keep busy outweighs the two extra products of seven.
 fn one_task_per_kv_head(num_tasks: usize, num_threads: usize) -> bool {
     7 * num_tasks >= 5 * num_threads * num_tasks.div_ceil(num_threads)
@@ -87,8 +83,8 @@ struct Pass<'a, T: Operand> {
     problem: &'a Problem<'a, T>,
     upstream: &'a Upstream<'a, T>,
     dq: HeadsMut<'a>,
-    dk: HeadsMut<'a>,
-    dv: HeadsMut<'a>,
+    dk: HeadsMut<'a, T::Element>,
+    dv: HeadsMut<'a, T::Element>,
 }
 
 impl<T: Operand> Pass<'_, T> {
@@ -130,10 +126,12 @@ impl<T: Operand> Pass<'_, T> {
             let [k, dk, dv] = [k, dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
             dk.fill(0.0);
             dv.fill(0.0);
-            let mut near = self.gather_blocks(row, kv_head, &keys, [k, k_t, v_t], [&mut *dk, &mut *dv]);
+            let mut near =
+                gather_blocks(self.problem, (row, kv_head), &keys, [k, k_t, v_t], [&mut *dk, &mut *dv]);
             for head in self.query_heads(kv_head) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
-                    let of_queries = self.gather_queries(row, head, queries, [q, dout]);
+                    let of_queries =
+                        QueryBlock::gather(self.problem, self.upstream, (row, head), queries, [q, dout]);
                     for (block, gradients) in &mut near {
                         let rooms = [&mut *p, ds, p_room, ds_room];
                         self.tile(row, head, (&of_queries, block), gradients, rooms, add_to_dq);
@@ -141,9 +139,9 @@ impl<T: Operand> Pass<'_, T> {
                 }
             }
             // SAFETY: no other task has these keys of this row and KV head.
-            unsafe { self.dk.head(row, kv_head, &keys) }.copy_from(dk);
+            unsafe { self.dk.head(row, kv_head, &keys) }.round_from(dk);
             // SAFETY: as above.
-            unsafe { self.dv.head(row, kv_head, &keys) }.copy_from(dv);
+            unsafe { self.dv.head(row, kv_head, &keys) }.round_from(dv);
         });
     }
 
@@ -184,10 +182,11 @@ impl<T: Operand> Pass<'_, T> {
         with_scratch(lengths, |[p, ds, room, k, k_t, v_t, q, dout]| {
             // SAFETY: no other task has this row, head and block of queries.
             unsafe { self.dq.head(row, head, &queries) }.fill(0.0);
-            let of_queries = self.gather_queries(row, head, queries.clone(), [q, dout]);
+            let of_queries =
+                QueryBlock::gather(self.problem, self.upstream, (row, head), queries.clone(), [q, dout]);
             for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
                 let kv_head = geometry.q_to_kv()[head];
-                let block = self.gather_keys(row, kv_head, keys.clone(), [k, k_t, v_t]);
+                let block = KeyBlock::gather(self.problem, (row, kv_head), keys.clone(), [k, k_t, v_t]);
                 for span in strips(spans(visible, queries.clone(), keys), T::BACKWARD_STRIP) {
                     self.recompute(row, head, &span, (&of_queries, &block), [p, ds]);
                     let ds = T::from_tile(ds, span.queries.len(), span.keys.len(), room);
@@ -196,51 +195,6 @@ impl<T: Operand> Pass<'_, T> {
                 }
             }
         });
-    }
-
-    fn gather_keys<'s>(
-        &self,
-        row: usize,
-        kv_head: usize,
-        keys: Range<usize>,
-        [of_k, of_k_t, of_v_t]: [&'s mut [f32]; 3],
-    ) -> KeyBlock<'s, T> {
-        let Problem { k, v, .. } = self.problem;
-        let k_t = T::gather_transposed(k, row, kv_head, &keys, of_k_t);
-        let v_t = T::gather_transposed(v, row, kv_head, &keys, of_v_t);
-        KeyBlock { k: k.gather(row, kv_head, &keys, T::in_memory(of_k)), k_t, v_t, keys }
-    }
-
-    /// Each block of `keys`, with its part of the gradients.
-    fn gather_blocks<'s>(
-        &self,
-        row: usize,
-        kv_head: usize,
-        keys: &Range<usize>,
-        [of_k, of_k_t, of_v_t]: [&'s mut [f32]; 3],
-        [dk, dv]: [&'s mut [f32]; 2],
-    ) -> Vec<(KeyBlock<'s, T>, [&'s mut [f32]; 2])> {
-        let head_dim = self.problem.dims.head_dim;
-        let [of_k, dk, dv] = [of_k, dk, dv].map(|buffer| buffer.chunks_mut(KEY_BLOCK * head_dim));
-        let [of_k_t, of_v_t] = [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(ROW_STRIDE * head_dim));
-        let buffers = of_k.zip(of_k_t).zip(of_v_t).zip(dk.zip(dv));
-        let blocks = blocks(keys.clone(), keys.end, KEY_BLOCK).zip(buffers);
-        let gather = |(keys, (((of_k, of_k_t), of_v_t), (dk, dv)))| {
-            (self.gather_keys(row, kv_head, keys, [of_k, of_k_t, of_v_t]), [dk, dv])
-        };
-        blocks.map(gather).collect()
-    }
-
-    fn gather_queries<'s>(
-        &self,
-        row: usize,
-        head: usize,
-        queries: Range<usize>,
-        [of_q, of_dout]: [&'s mut [f32]; 2],
-    ) -> QueryBlock<'s, T> {
-        let q = self.problem.q.gather(row, head, &queries, T::in_memory(of_q));
-        let dout = self.upstream.dout.gather(row, head, &queries, T::in_memory(of_dout));
-        QueryBlock { queries, q, dout }
     }
 
     /// The probabilities of a rectangle in `p` and the gradients of its scores in `ds`, `[queries, keys]` both
@@ -277,7 +231,7 @@ impl<T: Operand> Pass<'_, T> {
         head: usize,
         span: &Span,
         block: &KeyBlock<'_, T>,
-        ds: Mat<'_, T>,
+        ds: Mat<'_, T::Tile>,
     ) {
         // SAFETY: as the caller promises.
         let dq = unsafe { self.dq.head(row, head, &span.queries) };
@@ -288,47 +242,6 @@ impl<T: Operand> Pass<'_, T> {
     fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> {
         let q_to_kv = self.problem.geometry.q_to_kv().iter().enumerate();
         q_to_kv.filter(move |(_, used)| **used == kv_head).map(|(head, _)| head)
-    }
-}
-
-/// A block of one query head, copied together: `[queries, head_dim]`.
-struct QueryBlock<'a, T> {
-    queries: Range<usize>,
-    q: Mat<'a, T>,
-    dout: Mat<'a, T>,
-}
-
-impl<'a, T: Copy> QueryBlock<'a, T> {
-    /// The rectangle's rows of `q` and `dout`.
-    fn of(&self, span: &Span) -> [Mat<'a, T>; 2] {
-        [self.q, self.dout].map(|matrix| matrix.rows(within(&span.queries, &self.queries)))
-    }
-}
-
-/// A block of one KV head, copied together: `[keys, head_dim]`, and transposed for the products that sum over it.
-struct KeyBlock<'a, T> {
-    keys: Range<usize>,
-    k: Mat<'a, T>,
-    k_t: Mat<'a, T>,
-    v_t: Mat<'a, T>,
-}
-
-impl<'a, T: Copy> KeyBlock<'a, T> {
-    /// The rectangle's rows of `k`.
-    fn of(&self, span: &Span) -> Mat<'a, T> {
-        self.k.rows(within(&span.keys, &self.keys))
-    }
-
-    /// The rectangle's columns of the transposed `k` and `v`.
-    fn transposed_of(&self, span: &Span) -> [Mat<'a, T>; 2] {
-        [self.k_t, self.v_t].map(|matrix| matrix.columns(within(&span.keys, &self.keys)))
-    }
-
-    /// The rows of the block's gradient that belong to the rectangle's keys.
-    fn rows_of<'g>(&self, span: &Span, gradient: &'g mut [f32]) -> MatMut<'g> {
-        let head_dim = self.k.num_cols();
-        let rows = &mut gradient[within(&span.keys, &self.keys).start * head_dim..];
-        MatMut::new(rows, span.keys.len(), head_dim, head_dim)
     }
 }
 

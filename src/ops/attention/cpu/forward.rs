@@ -9,6 +9,7 @@ use super::{
 };
 use crate::ops::attention::blocks::blocks;
 use crate::ops::attention::dims::Dims;
+use crate::ops::cast::Float;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -18,7 +19,7 @@ const TASKS_PER_THREAD: usize = 8;
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
 pub(in crate::ops::attention) fn forward<T: Operand>(
     problem: &Problem<'_, T>,
-    o: &mut [f32],
+    o: &mut [T::Element],
     lse: &mut [f32],
 ) {
     let dims = &problem.dims;
@@ -51,7 +52,7 @@ struct Task {
 }
 
 impl Task {
-    fn run<T: Operand>(&self, problem: &Problem<'_, T>, o: &HeadsMut<'_>, lse: &mut [f32]) {
+    fn run<T: Operand>(&self, problem: &Problem<'_, T>, o: &HeadsMut<'_, T::Element>, lse: &mut [f32]) {
         let head_dim = problem.dims.head_dim;
         let rows = self.queries.len();
         with_scratch(
@@ -66,7 +67,7 @@ impl Task {
                 self.accumulate(problem, [scores, room], [q, k_t, v], &mut running);
                 // SAFETY: no other task has these queries of this row and head.
                 let o = unsafe { o.head(self.row, self.head, &self.queries) };
-                finish(&running, o, lse);
+                finish(&mut running, o, lse);
             },
         );
     }
@@ -81,10 +82,10 @@ impl Task {
         let Problem { kernel, dims, scale, geometry, .. } = *problem;
         let visible = geometry.visible(self.row);
         let kv_head = geometry.q_to_kv()[self.head];
-        let q = problem.q.gather(self.row, self.head, &self.queries, T::in_memory(q));
+        let q = T::gather(&problem.q, self.row, self.head, &self.queries, q);
         for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {
             let k_t = T::gather_transposed(&problem.k, self.row, kv_head, &keys, k_t);
-            let v = problem.v.gather(self.row, kv_head, &keys, T::in_memory(v));
+            let v = T::gather(&problem.v, self.row, kv_head, &keys, v);
             let tiles = blocks(self.queries.clone(), dims.num_queries, QUERY_BLOCK);
             for span in tiles.flat_map(|queries| strips(spans(visible, queries, keys.clone()), T::STRIP)) {
                 let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
@@ -103,17 +104,16 @@ impl Task {
 }
 
 /// Divides by the softmax's denominator; a query that saw nothing gets 0 and -inf.
-fn finish(running: &Running<'_>, mut o: MatMut<'_>, lse: &mut [f32]) {
-    let rows = running.output.chunks(running.head_dim);
+fn finish<E: Float>(running: &mut Running<'_>, mut o: MatMut<'_, E>, lse: &mut [f32]) {
+    let rows = running.output.chunks_mut(running.head_dim);
     let states = running.max.iter().zip(running.sums.iter());
-    for (index, ((lse, output), (&max, sums))) in lse.iter_mut().zip(rows).zip(states).enumerate() {
+    for ((lse, output), (&max, sums)) in lse.iter_mut().zip(rows).zip(states) {
         let sum: f32 = sums.iter().sum();
         let inverse = if max == f32::NEG_INFINITY { 0.0 } else { 1.0 / sum };
         *lse = max + sum.ln();
-        for (o, output) in o.row(index).iter_mut().zip(output) {
-            *o = output * inverse;
-        }
+        output.iter_mut().for_each(|output| *output *= inverse);
     }
+    o.round_from(running.output);
 }
 
 #[cfg(test)]

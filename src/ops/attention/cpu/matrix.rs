@@ -1,8 +1,8 @@
 //! Strided matrix views of `[batch, tokens, heads, head_dim]` tensors, and their products.
 
-use crate::ops::gemm::tile::{TILE, transpose};
+use crate::ops::cast::{Float, copy_rows};
+use crate::ops::gemm::transposed::transpose_rows;
 use crate::ops::gemm::unpacked::{Product, multiply};
-use crate::ops::simd::simd_kernel;
 use std::{marker::PhantomData, ops::Range};
 
 /// A read-only matrix within a slice; one of its strides is 1.
@@ -53,40 +53,44 @@ impl<'a, T> Mat<'a, T> {
 /// A matrix to write to; each row is contiguous.
 ///
 /// Not a slice, because several threads hold the interleaved rows of one tensor.
-pub(in crate::ops::attention) struct MatMut<'a> {
-    data: *mut f32,
+pub(in crate::ops::attention) struct MatMut<'a, T = f32> {
+    data: *mut T,
     rows: usize,
     cols: usize,
     row_stride: usize,
-    _borrowed: PhantomData<&'a mut [f32]>,
+    _borrowed: PhantomData<&'a mut [T]>,
 }
 
-impl<'a> MatMut<'a> {
+impl<'a, T> MatMut<'a, T> {
     /// Rows of `cols` elements, `row_stride` apart, from the start of `data`.
-    pub(super) fn new(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(super) fn new(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its slice");
         Self { data: data.as_mut_ptr(), rows, cols, row_stride, _borrowed: PhantomData }
     }
 
     #[inline(always)]
-    pub(super) fn row(&mut self, row: usize) -> &mut [f32] {
+    pub(super) fn row(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows);
         // SAFETY: the view's rows are in bounds and, while it lives, nobody else's.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.row_stride), self.cols) }
     }
 
     /// The matrix must have the shape of `lhs * rhs`.
-    pub(super) fn expect_product<T>(&self, lhs: &Mat<'_, T>, rhs: &Mat<'_, T>) {
+    pub(super) fn expect_product<U>(&self, lhs: &Mat<'_, U>, rhs: &Mat<'_, U>) {
         assert_eq!((self.rows, self.cols, lhs.cols), (lhs.rows, rhs.cols, rhs.rows));
     }
+}
 
-    /// Overwrites the matrix with rows that lie one behind the other.
-    pub(super) fn copy_from(&mut self, rows: &[f32]) {
-        for (index, source) in rows.chunks(self.cols).take(self.rows).enumerate() {
-            self.row(index).copy_from_slice(source);
+impl<T: Float> MatMut<'_, T> {
+    /// Overwrites the matrix with values, rounded, whose rows lie one behind the other.
+    pub(super) fn round_from(&mut self, values: &[f32]) {
+        for (index, values) in values.chunks(self.cols).take(self.rows).enumerate() {
+            T::round(values, self.row(index));
         }
     }
+}
 
+impl MatMut<'_> {
     pub(super) fn fill(&mut self, value: f32) {
         for row in 0..self.rows {
             self.row(row).fill(value);
@@ -169,9 +173,9 @@ impl<'a, T: Copy> Heads<'a, T> {
         tokens: &Range<usize>,
         into: &'b mut [T],
     ) -> Mat<'b, T> {
-        let source = self.head(row, head, tokens);
-        copy_rows(source.data, source.row_stride, self.head_dim, &mut into[..tokens.len() * self.head_dim]);
-        Mat::new(into, tokens.len(), self.head_dim, self.head_dim)
+        let Mat { data, rows, cols, row_stride, .. } = self.head(row, head, tokens);
+        copy_rows(data, row_stride, into, cols, [rows, cols]);
+        Mat::new(into, rows, cols, cols)
     }
 
     /// One head of a batch row from its first element on, rows of `head_dim` [`Self::row_stride`] apart.
@@ -192,8 +196,22 @@ impl<'a, T: Copy> Heads<'a, T> {
     }
 }
 
-impl Heads<'_> {
-    /// As [`Self::gather`], transposed: `[head_dim, tokens]` with rows `stride` apart, a multiple of [`TILE`].
+impl<'a, T: Float> Heads<'a, T> {
+    /// As [`Self::gather`], in f32.
+    pub(super) fn gather_f32<'b>(
+        &self,
+        row: usize,
+        head: usize,
+        tokens: &Range<usize>,
+        into: &'b mut [f32],
+    ) -> Mat<'b> {
+        let Mat { data, rows, cols, row_stride, .. } = self.head(row, head, tokens);
+        T::widen_rows(data, row_stride, into, cols, [rows, cols]);
+        Mat::new(into, rows, cols, cols)
+    }
+
+    /// As [`Self::gather_f32`], transposed: `[head_dim, tokens]` with rows `stride` apart, a multiple of
+    /// [`TILE`](crate::ops::gemm::tile::TILE).
     pub(super) fn gather_transposed<'b>(
         &self,
         row: usize,
@@ -206,63 +224,29 @@ impl Heads<'_> {
         transpose_rows(data, (rows, row_stride), self.head_dim, into, stride);
         Mat::new(into, self.head_dim, tokens.len(), stride)
     }
-}
 
-simd_kernel! {
-    /// Writes `rows` rows of `cols` elements as columns, and up to a whole tile of zeros behind the last of them.
-    fn transpose_rows<S>(data: &[f32], rows: (usize, usize), cols: usize, into: &mut [f32], stride: usize) {
-        let (rows, row_stride) = rows;
-        for first_row in (0..rows).step_by(TILE) {
-            for first_col in (0..cols).step_by(TILE) {
-                let mut tile = [[0.0; TILE]; TILE];
-                for (row, elements) in (first_row..rows).zip(&mut tile) {
-                    copy_up_to(&data[row * row_stride + first_col..][..TILE.min(cols - first_col)], elements);
-                }
-                for (col, elements) in (first_col..cols).zip(&transpose(tile)) {
-                    into[col * stride + first_row..][..TILE].copy_from_slice(elements);
-                }
-            }
-        }
-    }
-}
-
-/// Copies rows `stride` apart.
-#[inline(always)]
-fn copy_rows<T: Copy>(data: &[T], stride: usize, cols: usize, into: &mut [T]) {
-    for (index, copy) in into.chunks_exact_mut(cols).enumerate() {
-        let row = &data[index * stride..][..cols];
-        let ((whole, tail), (copies, copy_tail)) = (row.as_chunks::<TILE>(), copy.as_chunks_mut::<TILE>());
-        for (copy, chunk) in copies.iter_mut().zip(whole) {
-            *copy = *chunk;
-        }
-        copy_tail.copy_from_slice(tail);
-    }
-}
-
-/// A whole tile's row has a length that the compiler knows.
-#[inline(always)]
-fn copy_up_to(source: &[f32], into: &mut [f32; TILE]) {
-    match source.first_chunk() {
-        Some(whole) => *into = *whole,
-        None => into[..source.len()].copy_from_slice(source),
+    /// The same, if the elements are f32.
+    pub(super) fn as_f32(&self) -> Option<Heads<'a>> {
+        let Self { data, tokens, heads, head_dim } = *self;
+        T::as_f32(data).map(|data| Heads { data, tokens, heads, head_dim })
     }
 }
 
 /// A tensor `[batch, tokens, heads, head_dim]` of which each thread writes its own heads and tokens.
-pub(super) struct HeadsMut<'a> {
-    data: *mut f32,
+pub(super) struct HeadsMut<'a, T = f32> {
+    data: *mut T,
     len: usize,
     tokens: usize,
     heads: usize,
     head_dim: usize,
-    _borrowed: PhantomData<&'a mut [f32]>,
+    _borrowed: PhantomData<&'a mut [T]>,
 }
 
 // SAFETY: elements are reached through `head` only, whose callers promise not to overlap.
-unsafe impl Sync for HeadsMut<'_> {}
+unsafe impl<T: Send> Sync for HeadsMut<'_, T> {}
 
-impl<'a> HeadsMut<'a> {
-    pub(super) fn new(data: &'a mut [f32], tokens: usize, heads: usize, head_dim: usize) -> Self {
+impl<'a, T> HeadsMut<'a, T> {
+    pub(super) fn new(data: &'a mut [T], tokens: usize, heads: usize, head_dim: usize) -> Self {
         Self { data: data.as_mut_ptr(), len: data.len(), tokens, heads, head_dim, _borrowed: PhantomData }
     }
 
@@ -270,7 +254,7 @@ impl<'a> HeadsMut<'a> {
     ///
     /// # Safety
     /// While the view lives, no other view of the same row and head may share a token with it.
-    pub(super) unsafe fn head(&self, row: usize, head: usize, tokens: &Range<usize>) -> MatMut<'_> {
+    pub(super) unsafe fn head(&self, row: usize, head: usize, tokens: &Range<usize>) -> MatMut<'_, T> {
         assert!(head < self.heads && tokens.end <= self.tokens);
         let row_stride = self.heads * self.head_dim;
         let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;

@@ -1,18 +1,21 @@
 //! The CPU kernels: tiles of matrix products with a fused softmax between them.
 
 mod backward;
+mod delta;
 mod exp;
 mod forward;
 mod matrix;
+mod near;
 mod operand;
 mod scratch;
 mod softmax;
 mod tiles;
 
-pub(super) use backward::{Gradients, Upstream, backward, delta};
+pub(super) use backward::{Gradients, Upstream, backward};
+pub(super) use delta::delta;
 pub(super) use forward::forward;
 pub(super) use matrix::Heads;
-pub(super) use operand::Operand;
+pub(super) use operand::{InBf16, InF32, Operand};
 pub(super) use scratch::scratch_bytes;
 
 use super::{Geometry, dims::Dims};
@@ -20,9 +23,9 @@ use super::{Geometry, dims::Dims};
 /// What both directions read; checked by the caller.
 pub(super) struct Problem<'a, T: Operand> {
     pub(super) kernel: T::Kernel,
-    pub(super) q: Heads<'a, T>,
-    pub(super) k: Heads<'a, T>,
-    pub(super) v: Heads<'a, T>,
+    pub(super) q: Heads<'a, T::Element>,
+    pub(super) k: Heads<'a, T::Element>,
+    pub(super) v: Heads<'a, T::Element>,
     pub(super) dims: Dims,
     pub(super) scale: f32,
     pub(super) geometry: &'a Geometry,

@@ -5,13 +5,22 @@
 
 use super::matrix::{Heads, Mat, MatMut, Store, multiply_f32};
 use super::softmax::ROW_STRIDE;
-use crate::ops::gemm::bf16::{Block, Kernel, Lines, multiply_on_caller, packed_bytes};
+use crate::ops::cast::Float;
+use crate::ops::gemm::bf16::{Block, Kernel, multiply_on_caller, packed_bytes};
+use crate::ops::gemm::lines::Lines;
 use crate::ops::simd::simd_kernel;
 use half::bf16;
+use std::marker::PhantomData;
 use std::ops::Range;
 
-/// An element of q, k, v and the output's gradient.
-pub(in crate::ops::attention) trait Operand: Copy + Send + Sync + 'static {
+/// How the products of attention are computed.
+pub(in crate::ops::attention) trait Operand: Sync + 'static {
+    /// Of the tensors.
+    type Element: Float;
+
+    /// Of the operands of products.
+    type Tile: Copy + Send + Sync;
+
     /// What computes the products.
     type Kernel: Copy + Send + Sync;
 
@@ -27,23 +36,29 @@ pub(in crate::ops::attention) trait Operand: Copy + Send + Sync + 'static {
     /// Bytes that a thread keeps once it has multiplied tiles of `queries` by `keys`.
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
 
-    /// Some tokens of one head, `[head_dim, tokens]`, copied to `memory`.
-    fn gather_transposed<'b>(
-        heads: &Heads<'_, Self>,
+    /// Some tokens of one head, `[tokens, head_dim]`, copied to `memory`.
+    fn gather<'b>(
+        heads: &Heads<'_, Self::Element>,
         row: usize,
         head: usize,
         tokens: &Range<usize>,
         memory: &'b mut [f32],
-    ) -> Mat<'b, Self>;
+    ) -> Mat<'b, Self::Tile>;
 
-    /// Working memory as operands.
-    fn in_memory(memory: &mut [f32]) -> &mut [Self];
+    /// As [`gather`](Self::gather), `[head_dim, tokens]`.
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, Self::Element>,
+        row: usize,
+        head: usize,
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self::Tile>;
 
     /// A tile of f32 values as an operand, in `room` if they have to be converted.
     ///
     /// # Shapes
     /// `tile` has rows of `cols` values [`ROW_STRIDE`] apart.
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self>;
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self::Tile>;
 
     /// `dst (+)= factor * lhs * rhs` on the calling thread.
     fn multiply(
@@ -51,12 +66,17 @@ pub(in crate::ops::attention) trait Operand: Copy + Send + Sync + 'static {
         dst: MatMut<'_>,
         store: Store,
         factor: f32,
-        lhs: Mat<'_, Self>,
-        rhs: Mat<'_, Self>,
+        lhs: Mat<'_, Self::Tile>,
+        rhs: Mat<'_, Self::Tile>,
     );
 }
 
-impl Operand for f32 {
+/// Products in f32 of elements of any type.
+pub(in crate::ops::attention) struct InF32<E>(PhantomData<E>);
+
+impl<E: Float> Operand for InF32<E> {
+    type Element = E;
+    type Tile = f32;
     type Kernel = ();
 
     /// Their scores of a block of keys stay in the first cache between the two products, and all heights of the
@@ -74,21 +94,27 @@ impl Operand for f32 {
         0
     }
 
-    fn gather_transposed<'b>(
-        heads: &Heads<'_, Self>,
+    fn gather<'b>(
+        heads: &Heads<'_, E>,
         row: usize,
         head: usize,
         tokens: &Range<usize>,
         memory: &'b mut [f32],
-    ) -> Mat<'b, Self> {
+    ) -> Mat<'b> {
+        heads.gather_f32(row, head, tokens, memory)
+    }
+
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, E>,
+        row: usize,
+        head: usize,
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b> {
         heads.gather_transposed(row, head, tokens, ROW_STRIDE, memory)
     }
 
-    fn in_memory(memory: &mut [f32]) -> &mut [Self] {
-        memory
-    }
-
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, _: &'a mut [f32]) -> Mat<'a, Self> {
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, _: &'a mut [f32]) -> Mat<'a> {
         Mat::new(tile, rows, cols, ROW_STRIDE)
     }
 
@@ -97,7 +123,12 @@ impl Operand for f32 {
     }
 }
 
-impl Operand for bf16 {
+/// Products of bf16 with f32 sums.
+pub(in crate::ops::attention) struct InBf16;
+
+impl Operand for InBf16 {
+    type Element = bf16;
+    type Tile = bf16;
     type Kernel = Kernel;
 
     /// A product packs both its operands, which pays for large ones.
@@ -113,25 +144,28 @@ impl Operand for bf16 {
         packed_bytes([queries, keys.max(head_dim), keys.max(head_dim)])
     }
 
-    fn gather_transposed<'b>(
-        heads: &Heads<'_, Self>,
+    fn gather<'b>(
+        heads: &Heads<'_, bf16>,
         row: usize,
         head: usize,
         tokens: &Range<usize>,
         memory: &'b mut [f32],
-    ) -> Mat<'b, Self> {
-        heads.gather(row, head, tokens, Self::in_memory(memory)).t()
+    ) -> Mat<'b, bf16> {
+        heads.gather(row, head, tokens, room_as_bf16(memory))
     }
 
-    fn in_memory(memory: &mut [f32]) -> &mut [Self] {
-        let elems = 2 * memory.len();
-        // SAFETY: the same bytes, borrowed for as long. bf16 has half the size and alignment of f32, and any bits are
-        // a value of either.
-        unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast(), elems) }
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, bf16>,
+        row: usize,
+        head: usize,
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, bf16> {
+        Self::gather(heads, row, head, tokens, memory).t()
     }
 
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self> {
-        let rounded = Self::in_memory(room);
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, bf16> {
+        let rounded = room_as_bf16(room);
         round_rows(tile, rows, cols, rounded);
         Mat::new(rounded, rows, cols, ROW_STRIDE)
     }
@@ -141,8 +175,8 @@ impl Operand for bf16 {
         mut dst: MatMut<'_>,
         store: Store,
         factor: f32,
-        lhs: Mat<'_, Self>,
-        rhs: Mat<'_, Self>,
+        lhs: Mat<'_, bf16>,
+        rhs: Mat<'_, bf16>,
     ) {
         dst.expect_product(&lhs, &rhs);
         let (lhs, rhs) = (lines_of(lhs), lines_of(rhs.t()));
@@ -153,7 +187,15 @@ impl Operand for bf16 {
     }
 }
 
-fn lines_of(matrix: Mat<'_, bf16>) -> Lines<'_> {
+/// Working memory for twice as many elements.
+fn room_as_bf16(memory: &mut [f32]) -> &mut [bf16] {
+    let elems = 2 * memory.len();
+    // SAFETY: the same bytes, borrowed for as long. bf16 has half the size and alignment of f32, and any bits are a
+    // value of either.
+    unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast(), elems) }
+}
+
+fn lines_of(matrix: Mat<'_, bf16>) -> Lines<'_, bf16> {
     let (data, sizes, strides) = matrix.parts();
     Lines::strided(data, sizes, strides).expect("a `Mat` lies within its slice and has a stride of 1")
 }

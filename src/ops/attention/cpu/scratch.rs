@@ -3,18 +3,18 @@
 use super::operand::Operand;
 use super::softmax::{ROW_STRIDE, SUMS};
 use super::tiles::{KEY_BLOCK, QUERY_BLOCK, near_tokens};
-use std::cell::RefCell;
-
-/// Elements in a cache line, to which the memory is aligned.
-const ALIGNMENT: usize = 16;
+use crate::ops::scratch::{self, Scratch, total};
 
 thread_local! {
-    static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    static SCRATCH: Scratch = const { Scratch::new(Vec::new()) };
 }
 
-/// Elements that buffers of the given lengths take together.
-fn total<const N: usize>(lengths: [usize; N]) -> usize {
-    lengths.iter().map(|length| length.next_multiple_of(ALIGNMENT)).sum::<usize>() + ALIGNMENT
+/// [`scratch::with_scratch`] with what attention keeps.
+pub(super) fn with_scratch<const N: usize, R>(
+    lengths: [usize; N],
+    work: impl FnOnce([&mut [f32]; N]) -> R,
+) -> R {
+    scratch::with_scratch(&SCRATCH, lengths, work)
 }
 
 /// The buffers of a pass over rows of `num_tokens` tokens, in bytes, at most: a backward pass in two sweeps makes do with
@@ -57,23 +57,4 @@ pub(super) fn dq_lengths<T: Operand>(queries: usize, head_dim: usize) -> [usize;
     let transposed = ROW_STRIDE * head_dim;
     let (of_keys, of_queries) = (KEY_BLOCK * head_dim, queries * head_dim);
     [tile, tile, T::room_for_tile(tile), of_keys, transposed, transposed, of_queries, of_queries]
-}
-
-/// Calls `work` with `N` buffers of the given lengths, each aligned to a cache line, contents undefined.
-///
-/// `work` must not come back here on the same thread, so it must not wait for the thread pool.
-pub(super) fn with_scratch<const N: usize, R>(
-    lengths: [usize; N],
-    work: impl FnOnce([&mut [f32]; N]) -> R,
-) -> R {
-    let total = total(lengths);
-    let lengths = lengths.map(|length| length.next_multiple_of(ALIGNMENT));
-    SCRATCH.with_borrow_mut(|scratch| {
-        if scratch.len() < total {
-            *scratch = vec![0.0; total];
-        }
-        let offset = scratch.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
-        let mut rest = &mut scratch[offset..];
-        work(lengths.map(|length| rest.split_off_mut(..length).unwrap_or_default()))
-    })
 }

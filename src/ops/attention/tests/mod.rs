@@ -55,6 +55,7 @@ fn dirty(like: &Tensor) -> Result<Tensor> {
 
 /// Inputs of both directions, in f32 at odd offsets. Values beyond 1 make the softmax peaked, so that its running
 /// maximum moves.
+#[derive(Clone)]
 struct Case {
     geometry: Geometry,
     num_kv_heads: usize,

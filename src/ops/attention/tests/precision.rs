@@ -135,19 +135,20 @@ fn so_do_elements_of_16_bits_on_the_cpu() -> Result<()> {
 }
 
 #[test]
-fn so_do_bf16_products_of_every_kernel_for_any_number_of_threads() -> Result<()> {
+fn so_do_products_of_16_bits_of_every_kernel_for_any_number_of_threads() -> Result<()> {
     let long = causal(1, 600, &[0, 0, 1], 2, 40)?;
     // Alone, a thread takes two blocks of queries at a time; and more keys than stay near.
     let (blocks, wide) = (causal(1, 1100, &[0, 0, 0, 1, 1, 1], 2, 8)?, causal(1, 600, &[0], 1, 256)?);
     for (index, case) in cases()?.into_iter().chain([long, blocks, wide]).enumerate() {
-        let case = case.rounded(DType::BF16, Layout::Odd)?;
-        for kernel in Kernel::all().chain([Kernel::Portable]) {
+        let kernels = Kernel::all().chain([Kernel::Portable]).map(|kernel| (DType::BF16, Some(kernel)));
+        for (dtype, kernel) in kernels.chain([(DType::BF16, None), (DType::F16, None)]) {
+            let case = case.clone().rounded(dtype, Layout::Odd)?;
             let (call, dims) = (Call::new("test"), dims_of(&Call::new("test"), &case.operands())?);
             let run = || {
                 case.run_with(
-                    |outputs| on_cpu::forward(Some(kernel), &call, &dims, &case.operands(), outputs),
+                    |outputs| on_cpu::forward(kernel, &call, &dims, &case.operands(), outputs),
                     |upstream, gradients| {
-                        on_cpu::backward(Some(kernel), &call, &dims, &case.operands(), upstream, gradients)
+                        on_cpu::backward(kernel, &call, &dims, &case.operands(), upstream, gradients)
                     },
                 )
             };
@@ -156,11 +157,14 @@ fn so_do_bf16_products_of_every_kernel_for_any_number_of_threads() -> Result<()>
                 pool.map_err(AttentionError::other)?.install(run)
             });
             let alone = alone?;
-            case.check_precision(&alone, &format!("case {index} by {kernel:?}"))?;
+            case.check_precision(&alone, &format!("case {index} in {dtype:?} by {kernel:?}"))?;
             let bits = |outputs: &Outputs| {
                 outputs.clone().map(|o| o.into_iter().map(f32::to_bits).collect::<Vec<_>>())
             };
-            assert!(bits(&alone) == bits(&together?), "case {index} by {kernel:?}: threads change bits");
+            assert!(
+                bits(&alone) == bits(&together?),
+                "case {index} in {dtype:?} by {kernel:?}: threads change bits"
+            );
         }
     }
     Ok(())

@@ -3,10 +3,14 @@
 #[cfg(test)]
 use super::pack::PAIRS;
 use super::pack::TILE_WORDS;
+use crate::ops::OpError;
 use std::sync::OnceLock;
 
 /// Rows and columns of a block that a kernel computes at once: two tiles of 16 each way.
 pub(super) const BLOCK: usize = 32;
+
+/// The environment variable that says what multiplies bf16 matrices: `f32`, or `auto` for the fastest.
+const VARIABLE: &str = "ULYSSES_BF16_PRODUCTS";
 
 /// The sums of a block, row by row.
 #[repr(align(64))]
@@ -25,10 +29,23 @@ pub(in crate::ops) enum Kernel {
 }
 
 impl Kernel {
-    /// The fastest that this machine has, if it is faster than f32.
+    /// The fastest that this machine has, if it is faster than f32 and [`VARIABLE`] does not ask for f32.
     pub(in crate::ops) fn detect() -> Option<Self> {
         static KERNEL: OnceLock<Option<Kernel>> = OnceLock::new();
-        *KERNEL.get_or_init(|| Self::fastest(Self::all(), is_intel()))
+        *KERNEL.get_or_init(|| match products_in_f32() {
+            Ok(true) => None,
+            // What has no meaning is `checked`'s to tell.
+            Ok(false) | Err(_) => Self::fastest(Self::all(), is_intel()),
+        })
+    }
+
+    /// As [`detect`](Self::detect).
+    ///
+    /// # Errors
+    /// When [`VARIABLE`] has a value without a meaning.
+    pub(in crate::ops) fn checked() -> Result<Option<Self>, OpError> {
+        products_in_f32()?;
+        Ok(Self::detect())
     }
 
     /// Of the kernels of a machine. Intel's processors have `VDPBF16PS` at less than half the rate of their f32
@@ -87,6 +104,20 @@ impl Kernel {
             #[cfg(test)]
             Self::Portable => portable(a, b, tiles, sums),
         }
+    }
+}
+
+/// Whether the environment asks for f32.
+fn products_in_f32() -> Result<bool, OpError> {
+    match std::env::var_os(VARIABLE) {
+        None => Ok(false),
+        Some(value) if value == "auto" => Ok(false),
+        Some(value) if value == "f32" => Ok(true),
+        Some(value) => Err(OpError::Environment {
+            variable: VARIABLE,
+            value: value.to_string_lossy().into_owned(),
+            expected: "`f32` or `auto`",
+        }),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Products of bf16 matrices with f32 sums, on processors that have instructions for them.
 //!
-//! Others widen the matrices and use the f32 product, and so do small products, of which packing would be the
-//! larger part. A product packs its operands into the order in which the instructions read ([`pack`]), computes
+//! Others, and small products, of which packing would be the larger part, are products of f32 copies, made block by
+//! block ([`widened`](super::widened)). A product packs its operands into the order in which the instructions read ([`pack`]), computes
 //! blocks of 32 × 32 ([`kernel`]) and rounds or adds each where it belongs. Terms are summed in an order that
 //! neither the number of threads nor the block changes.
 
@@ -15,11 +15,12 @@ mod pack;
 mod tests;
 
 pub(in crate::ops) use kernel::Kernel;
-pub(in crate::ops) use pack::Lines;
 
 use super::SMALL_PRODUCT;
+use super::lines::Lines;
+use crate::ops::cast::Float;
 use crate::ops::simd::simd_kernel;
-use half::bf16;
+use half::{bf16, f16};
 use kernel::{BLOCK, Sums};
 use pack::{LINES, Order, panel_words};
 use rayon::prelude::*;
@@ -41,7 +42,7 @@ pub(in crate::ops) struct Block<'a> {
 }
 
 /// Elements of a destination.
-pub(in crate::ops) trait Stored: Copy + Send + Sync {
+pub(in crate::ops) trait Stored: Float {
     /// Whether the sums of parts of the terms may be added up in the destination.
     const ADDS_EXACTLY: bool;
 
@@ -63,6 +64,19 @@ impl Stored for bf16 {
 
     fn store(elements: &mut [Self], stride: usize, sums: Block<'_>, add: bool) {
         store_bf16(elements, stride, sums, add);
+    }
+}
+
+/// For the sake of whoever multiplies elements of any type: no kernel has this one's products.
+impl Stored for f16 {
+    const ADDS_EXACTLY: bool = false;
+
+    fn store(elements: &mut [Self], stride: usize, Block { rows, width }: Block<'_>, add: bool) {
+        for (row, sums) in elements.chunks_mut(stride).zip(rows) {
+            for (element, sum) in row[..width].iter_mut().zip(sums) {
+                *element = f16::from_f32(if add { element.to_f32() + sum } else { *sum });
+            }
+        }
     }
 }
 
@@ -111,8 +125,8 @@ pub(in crate::ops) fn kernel_for([m, n, k]: [usize; 3]) -> Option<Kernel> {
 /// When the shapes do not fit together.
 pub(in crate::ops) fn multiply<C: Stored>(
     kernel: Kernel,
-    a: Lines<'_>,
-    b: Lines<'_>,
+    a: Lines<'_, bf16>,
+    b: Lines<'_, bf16>,
     c: &mut [C],
     add: bool,
 ) {
@@ -136,9 +150,9 @@ pub(in crate::ops) fn multiply<C: Stored>(
 /// Some rows of the destination, from `first_row` on.
 fn multiply_rows<C: Stored>(
     kernel: Kernel,
-    a: &Lines<'_>,
+    a: &Lines<'_, bf16>,
     first_row: usize,
-    (b, packed_b): (&Lines<'_>, &[u32]),
+    (b, packed_b): (&Lines<'_, bf16>, &[u32]),
     c: &mut [C],
     add: bool,
 ) {
@@ -159,8 +173,8 @@ fn multiply_rows<C: Stored>(
 /// When the shapes do not fit together.
 pub(in crate::ops) fn multiply_on_caller(
     kernel: Kernel,
-    a: &Lines<'_>,
-    b: &Lines<'_>,
+    a: &Lines<'_, bf16>,
+    b: &Lines<'_, bf16>,
     store: impl FnMut(usize, usize, Block<'_>),
 ) {
     assert_eq!(a.terms, b.terms);
@@ -173,9 +187,9 @@ pub(in crate::ops) fn multiply_on_caller(
 /// As [`multiply_on_caller`] for some rows of `a`, which count from 0 in `store`, and a packed `b`.
 fn multiply_packed(
     kernel: Kernel,
-    a: &Lines<'_>,
+    a: &Lines<'_, bf16>,
     rows: Range<usize>,
-    (b, packed_b): (&Lines<'_>, &[u32]),
+    (b, packed_b): (&Lines<'_, bf16>, &[u32]),
     mut store: impl FnMut(usize, usize, Block<'_>),
 ) {
     let panel_words = a.panel_words();
@@ -196,7 +210,7 @@ fn multiply_packed(
     });
 }
 
-/// Bytes of the panels that a thread keeps once it has multiplied `[m, k]` and `[k, n]` by itself.
+/// Bytes of the panels that a thread keeps once it has done a product of these sizes `[m, n, k]` by itself.
 pub(in crate::ops) fn packed_bytes([m, n, k]: [usize; 3]) -> usize {
     (panels_of(m) + panels_of(n)) * panel_words(k) * size_of::<u32>()
 }
@@ -230,6 +244,7 @@ fn with_words<R>(
 ) -> R {
     let mut words = kept.take();
     if words.len() < len {
+        drop(words);
         words = vec![0; len];
     }
     let result = work(&mut words[..len]);

@@ -3,8 +3,8 @@
 //! Lines are rows of A or columns of B, terms are what a product sums over. In A's tiles the pairs of a line are
 //! neighbours, in B's the lines of a pair. Lines and terms beyond the matrix are zeros.
 
-use crate::ops::OpError;
-use crate::ops::gemm::tile::transpose;
+use crate::ops::gemm::lines::Lines;
+use crate::ops::gemm::tile::{padded, pairs_of, transpose, word_of};
 use crate::ops::simd::simd_kernel;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -19,16 +19,6 @@ pub(super) const TILE_WORDS: usize = LINES * PAIRS;
 /// Terms of a tile.
 pub(super) const TILE_TERMS: usize = 2 * PAIRS;
 
-/// A matrix of lines by terms.
-#[derive(Clone, Copy)]
-pub(in crate::ops) struct Lines<'a> {
-    data: &'a [bf16],
-    pub(super) lines: usize,
-    pub(super) terms: usize,
-    line_stride: usize,
-    term_stride: usize,
-}
-
 /// Which of a tile's words are neighbours.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
@@ -38,57 +28,7 @@ pub(super) enum Order {
     LinesOfPair,
 }
 
-impl<'a> Lines<'a> {
-    /// Lines one behind the other in `data`.
-    ///
-    /// # Errors
-    /// When `data` has another length.
-    pub(in crate::ops) fn contiguous(data: &'a [bf16], lines: usize, terms: usize) -> Result<Self, OpError> {
-        Self { data, lines, terms, line_stride: terms, term_stride: 1 }.checked()
-    }
-
-    /// The first term of all lines, then the second, and so on.
-    ///
-    /// # Errors
-    /// As [`contiguous`](Self::contiguous).
-    pub(in crate::ops) fn interleaved(data: &'a [bf16], lines: usize, terms: usize) -> Result<Self, OpError> {
-        Self { data, lines, terms, line_stride: 1, term_stride: lines }.checked()
-    }
-
-    /// Lines whose terms are neighbours, or terms whose lines are: one of the strides is 1.
-    ///
-    /// # Errors
-    /// When neither stride is 1 or an element would lie outside `data`.
-    pub(in crate::ops) fn strided(
-        data: &'a [bf16],
-        [lines, terms]: [usize; 2],
-        [line_stride, term_stride]: [usize; 2],
-    ) -> Result<Self, OpError> {
-        let matrix = Self { data, lines, terms, line_stride, term_stride };
-        let last = || {
-            let line = (lines - 1).checked_mul(line_stride)?;
-            line.checked_add((terms - 1).checked_mul(term_stride)?)
-        };
-        let fits = lines == 0 || terms == 0 || last().is_some_and(|last| last < data.len());
-        if fits && (line_stride == 1 || term_stride == 1) { Ok(matrix) } else { Err(matrix.layout_error()) }
-    }
-
-    fn checked(self) -> Result<Self, OpError> {
-        let fits = Some(self.data.len()) == self.lines.checked_mul(self.terms);
-        if fits { Ok(self) } else { Err(self.layout_error()) }
-    }
-
-    fn layout_error(&self) -> OpError {
-        let Self { data, lines: rows, terms: cols, line_stride: row_stride, term_stride: col_stride } = *self;
-        OpError::MatrixLayout { rows, cols, row_stride, col_stride, len: data.len() }
-    }
-
-    /// Some of the terms.
-    pub(super) fn terms(self, first: usize, count: usize) -> Self {
-        let data = self.data.get(first * self.term_stride..).unwrap_or_default();
-        Self { data, terms: count.min(self.terms - first), ..self }
-    }
-
+impl Lines<'_, bf16> {
     /// Words of a panel of 16 lines with all terms.
     pub(super) fn panel_words(&self) -> usize {
         panel_words(self.terms)
@@ -160,11 +100,7 @@ simd_kernel! {
 #[inline(always)]
 fn lines_of_pairs(bits: &[u16], stride: usize, lines: usize, terms: usize, tile: &mut [[u32; 16]]) {
     for (line, words) in tile.iter_mut().enumerate() {
-        let source = if line < lines { &bits[line * stride..][..terms] } else { &[] };
-        let terms = padded::<TILE_TERMS>(source);
-        for (word, pair) in words.iter_mut().zip(terms.as_chunks::<2>().0) {
-            *word = word_of(pair[0], pair[1]);
-        }
+        *words = pairs_of(if line < lines { &bits[line * stride..][..terms] } else { &[] });
     }
 }
 
@@ -180,23 +116,4 @@ fn pairs_of_lines(bits: &[u16], stride: usize, lines: usize, terms: usize, tile:
             *word = word_of(low[line], high[line]);
         }
     }
-}
-
-/// As many elements as a tile has, zeros where there are fewer. A whole tile's copy has a length that the compiler
-/// knows.
-#[inline(always)]
-fn padded<const N: usize>(source: &[u16]) -> [u16; N] {
-    match source.first_chunk::<N>() {
-        Some(whole) => *whole,
-        None => {
-            let mut padded = [0; N];
-            padded[..source.len()].copy_from_slice(source);
-            padded
-        }
-    }
-}
-
-#[inline(always)]
-fn word_of(low: u16, high: u16) -> u32 {
-    u32::from(low) | u32::from(high) << 16
 }

@@ -34,7 +34,7 @@ impl Operands {
         Self { sizes, a: both(m, k, element(1, m * k)), b: both(n, k, element(2, n * k)) }
     }
 
-    fn lines(&self, a_interleaved: bool, b_interleaved: bool) -> [Lines<'_>; 2] {
+    fn lines(&self, a_interleaved: bool, b_interleaved: bool) -> [Lines<'_, bf16>; 2] {
         let [m, n, k] = self.sizes;
         [(&self.a, m, a_interleaved), (&self.b, n, b_interleaved)].map(
             |([plain, other], lines, interleaved)| match interleaved {

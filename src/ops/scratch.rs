@@ -1,0 +1,36 @@
+//! Working memory that a thread keeps from one kernel to the next.
+
+use std::cell::RefCell;
+use std::thread::LocalKey;
+
+/// Elements in a cache line, to which the memory is aligned.
+const ALIGNMENT: usize = 16;
+
+/// Made anew only where it is too small.
+pub(super) type Scratch = RefCell<Vec<f32>>;
+
+/// Elements that buffers of the given lengths take together.
+pub(super) fn total<const N: usize>(lengths: [usize; N]) -> usize {
+    lengths.iter().map(|length| length.next_multiple_of(ALIGNMENT)).sum::<usize>() + ALIGNMENT
+}
+
+/// Calls `work` with `N` buffers of the given lengths, each aligned to a cache line, contents undefined.
+///
+/// `work` must not come back here on the same thread, so it must not wait for the thread pool.
+pub(super) fn with_scratch<const N: usize, R>(
+    scratch: &'static LocalKey<Scratch>,
+    lengths: [usize; N],
+    work: impl FnOnce([&mut [f32]; N]) -> R,
+) -> R {
+    let total = total(lengths);
+    let lengths = lengths.map(|length| length.next_multiple_of(ALIGNMENT));
+    scratch.with_borrow_mut(|scratch| {
+        if scratch.len() < total {
+            drop(std::mem::take(scratch));
+            *scratch = vec![0.0; total];
+        }
+        let offset = scratch.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
+        let mut rest = &mut scratch[offset..];
+        work(lengths.map(|length| rest.split_off_mut(..length).unwrap_or_default()))
+    })
+}
