@@ -139,7 +139,8 @@ fn cases_of_cpus() -> Vec<Case> {
             model(8, 4, 256),
             (2, 3),
             1,
-            2600,
+            // Whether a layer's gradient is still under way at the peak, chance decides: so long that it does not matter.
+            5200,
             json!({ "zero_optimization": stage(3), "bf16": bf16 }),
         ),
         case(
