@@ -19,16 +19,20 @@ pub(super) unsafe fn block(a: [&[u32]; 2], b: [&[u32]; 2], tiles: usize, sums: &
     for first in (0..BLOCK).step_by(ROWS) {
         let rows = &a[first / 16][first % 16 * PAIRS..];
         let mut acc = [[_mm512_setzero_ps(); 2]; ROWS];
-        for (tile, pair) in (0..tiles).flat_map(|tile| (0..PAIRS).map(move |pair| (tile, pair))) {
-            let at = tile * TILE_WORDS + pair * 16;
-            // SAFETY: a tile has 16 words for each of its pairs.
-            let b = b.map(|b| unsafe { bf16_of(_mm512_loadu_si512(b.as_ptr().add(at).cast())) });
-            for (row, acc) in acc.iter_mut().enumerate() {
-                // SAFETY: a tile has `PAIRS` words for each of its 16 rows.
-                let word = unsafe { *rows.as_ptr().add(tile * TILE_WORDS + row * PAIRS + pair) };
-                let a = bf16_of(_mm512_set1_epi32(word.cast_signed()));
-                acc[0] = _mm512_dpbf16_ps(acc[0], a, b[0]);
-                acc[1] = _mm512_dpbf16_ps(acc[1], a, b[1]);
+        // Two plain loops: of an iterator over both the compiler makes code that keeps `acc` in memory, at a fifth of
+        // the speed.
+        for tile in 0..tiles {
+            for pair in 0..PAIRS {
+                let at = tile * TILE_WORDS + pair * 16;
+                // SAFETY: a tile has 16 words for each of its pairs.
+                let b = b.map(|b| unsafe { bf16_of(_mm512_loadu_si512(b.as_ptr().add(at).cast())) });
+                for (row, acc) in acc.iter_mut().enumerate() {
+                    // SAFETY: a tile has `PAIRS` words for each of its 16 rows.
+                    let word = unsafe { *rows.as_ptr().add(tile * TILE_WORDS + row * PAIRS + pair) };
+                    let a = bf16_of(_mm512_set1_epi32(word.cast_signed()));
+                    acc[0] = _mm512_dpbf16_ps(acc[0], a, b[0]);
+                    acc[1] = _mm512_dpbf16_ps(acc[1], a, b[1]);
+                }
             }
         }
         for (sums, acc) in sums.0[first..first + ROWS].iter_mut().zip(acc) {
