@@ -1,6 +1,6 @@
 //! A call on CPU tensors: chooses what the products are computed in, and runs the kernels.
 
-use super::cpu::{self, Heads, InBf16, InF32, Operand, Problem};
+use super::cpu::{self, Heads, InBf16, InF32, InPairs, Operand, Problem};
 use super::dims::Dims;
 use super::{AttentionError, Geometry, Gradients, Operands, Upstream};
 use crate::ops::call::Call;
@@ -19,6 +19,7 @@ pub(super) fn forward(
     outputs: [&Tensor; 2],
 ) -> Result<()> {
     match kernel {
+        Some(Kernel::Avx512) => forward_with::<InPairs>((), call, dims, operands, outputs),
         Some(kernel) => forward_with::<InBf16>(kernel, call, dims, operands, outputs),
         None => with_element_type!(operands.q.dtype(), E => {
             forward_with::<InF32<E>>((), call, dims, operands, outputs)
@@ -36,6 +37,7 @@ pub(super) fn backward(
     gradients: &Gradients<'_>,
 ) -> Result<()> {
     match kernel {
+        Some(Kernel::Avx512) => backward_with::<InPairs>((), call, dims, operands, upstream, gradients),
         Some(kernel) => backward_with::<InBf16>(kernel, call, dims, operands, upstream, gradients),
         None => with_element_type!(operands.q.dtype(), E => {
             backward_with::<InF32<E>>((), call, dims, operands, upstream, gradients)
@@ -113,6 +115,7 @@ pub(super) fn bf16_kernel(
 /// See [`super::scratch_bytes`].
 pub(super) fn scratch_bytes(num_tokens: usize, head_dim: usize, dtype: DType, backward: bool) -> usize {
     match bf16_kernel(dtype, num_tokens, num_tokens, head_dim) {
+        Some(Kernel::Avx512) => cpu::scratch_bytes::<InPairs>(num_tokens, head_dim, backward),
         Some(_) => cpu::scratch_bytes::<InBf16>(num_tokens, head_dim, backward),
         None => cpu::scratch_bytes::<InF32<f32>>(num_tokens, head_dim, backward),
     }

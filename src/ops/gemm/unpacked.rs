@@ -1,27 +1,34 @@
-//! f32 products of matrices that lie in the cache, read where they are.
+//! Products of matrices that lie in the cache, read where they are, with f32 sums.
 //!
 //! A general product packs its operands first. For the tiles of attention, whose products sum over 32 to 256 terms,
 //! that costs as much time as it saves: here rows of `rhs` are loaded as vectors and elements of `lhs` broadcast.
+//! Elements are f32, or pairs of bf16 ([`multiply_pairs`]).
+
+mod pairs;
+#[cfg(test)]
+mod tests;
+
+pub(in crate::ops) use pairs::multiply_pairs;
 
 use crate::ops::simd::Level;
 use pulp::{MemMask, Simd, WithSimd};
 use std::hint::black_box;
 
-/// `dst = factor * lhs * rhs`, or added to `dst`.
+/// `dst = factor * lhs * rhs`, or added to `dst`. `W` are the elements of the operands.
 ///
 /// # Shapes
 /// `dst` `[rows, cols]` and `rhs` `[terms, cols]` have contiguous rows; `lhs` `[rows, terms]` has any strides.
 #[derive(Clone, Copy)]
-pub(in crate::ops) struct Product {
+pub(in crate::ops) struct Product<W = f32> {
     pub(in crate::ops) rows: usize,
     pub(in crate::ops) cols: usize,
     pub(in crate::ops) terms: usize,
     pub(in crate::ops) dst: *mut f32,
     pub(in crate::ops) dst_stride: usize,
-    pub(in crate::ops) lhs: *const f32,
+    pub(in crate::ops) lhs: *const W,
     /// Between rows, and between terms.
     pub(in crate::ops) lhs_strides: [usize; 2],
-    pub(in crate::ops) rhs: *const f32,
+    pub(in crate::ops) rhs: *const W,
     pub(in crate::ops) rhs_stride: usize,
     pub(in crate::ops) factor: f32,
     pub(in crate::ops) add: bool,
@@ -65,34 +72,57 @@ impl WithSimd for Promised {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        // Sums take three quarters of the registers, the rest is for the operands.
-        let most_vectors = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
-        let mut col = 0;
-        while col < self.0.cols {
-            let vectors = (self.0.cols - col).div_ceil(S::F32_LANES).min(most_vectors);
-            let columns = Columns::new(simd, self.0, col, vectors);
-            if S::REGISTER_COUNT >= 32 {
-                match vectors {
-                    1 => columns.multiply::<1, 12>(),
-                    2 => columns.multiply::<2, 12>(),
-                    3 => columns.multiply::<3, 8>(),
-                    _ => columns.multiply::<4, 6>(),
-                }
-            } else {
-                match vectors {
-                    1 => columns.multiply::<1, 8>(),
-                    _ => columns.multiply::<2, 4>(),
-                }
-            }
-            col += vectors * S::F32_LANES;
-        }
+        all_columns(simd, self.0, Elements);
     }
 }
 
-/// Some columns of a [`Promised`] product, the last vector of which may be partial.
-struct Columns<S: Simd> {
+/// How vectors of the operands' elements are multiplied, which have the size of f32.
+trait MulAdd<S: Simd>: Copy {
+    fn mul_add(self, simd: S, lhs: S::f32s, rhs: S::f32s, sum: S::f32s) -> S::f32s;
+}
+
+/// As f32.
+#[derive(Clone, Copy)]
+struct Elements;
+
+impl<S: Simd> MulAdd<S> for Elements {
+    #[inline(always)]
+    fn mul_add(self, simd: S, lhs: S::f32s, rhs: S::f32s, sum: S::f32s) -> S::f32s {
+        simd.mul_add_e_f32s(lhs, rhs, sum)
+    }
+}
+
+/// Computes a product of which [`multiply`]'s caller has promised that its pointers may be followed.
+#[inline(always)]
+fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, product: Product, elements: M) {
+    // Sums take three quarters of the registers, the rest is for the operands.
+    let most_vectors = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
+    let mut col = 0;
+    while col < product.cols {
+        let vectors = (product.cols - col).div_ceil(S::F32_LANES).min(most_vectors);
+        let columns = Columns::new(simd, product, elements, col, vectors);
+        if S::REGISTER_COUNT >= 32 {
+            match vectors {
+                1 => columns.multiply::<1, 12>(),
+                2 => columns.multiply::<2, 12>(),
+                3 => columns.multiply::<3, 8>(),
+                _ => columns.multiply::<4, 6>(),
+            }
+        } else {
+            match vectors {
+                1 => columns.multiply::<1, 8>(),
+                _ => columns.multiply::<2, 4>(),
+            }
+        }
+        col += vectors * S::F32_LANES;
+    }
+}
+
+/// Some columns of such a product, the last vector of which may be partial.
+struct Columns<S: Simd, M> {
     simd: S,
     product: Product,
+    elements: M,
     first: usize,
     /// Elements of the last vector.
     mask: MemMask<S::m32s>,
@@ -100,12 +130,12 @@ struct Columns<S: Simd> {
     is_partial: bool,
 }
 
-impl<S: Simd> Columns<S> {
+impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
     #[inline(always)]
-    fn new(simd: S, product: Product, first: usize, vectors: usize) -> Self {
+    fn new(simd: S, product: Product, elements: M, first: usize, vectors: usize) -> Self {
         let last = (product.cols - first).saturating_sub((vectors - 1) * S::F32_LANES);
         let mask = simd.mask_between_m32s(0, last as u32);
-        Self { simd, product, first, mask, is_partial: last < S::F32_LANES }
+        Self { simd, product, elements, first, mask, is_partial: last < S::F32_LANES }
     }
 
     #[inline(always)]
@@ -139,7 +169,7 @@ impl<S: Simd> Columns<S> {
         &self,
         row: usize,
     ) -> [[S::f32s; VECTORS]; ROWS] {
-        let Self { simd, product, first, .. } = *self;
+        let Self { simd, product, elements, first, .. } = *self;
         let [row_stride, term_stride] = product.lhs_strides;
         let mut sums = [[simd.splat_f32s(0.0); VECTORS]; ROWS];
         let mut lhs = product.lhs.wrapping_add(row * row_stride);
@@ -158,7 +188,7 @@ impl<S: Simd> Columns<S> {
                 // SAFETY: as above, of `lhs`.
                 let a = simd.splat_f32s(unsafe { *lhs.wrapping_add(offset) });
                 for (sum, b) in sums.iter_mut().zip(b) {
-                    *sum = simd.mul_add_e_f32s(a, b, *sum);
+                    *sum = elements.mul_add(simd, a, b, *sum);
                 }
             }
             (lhs, rhs) = (lhs.wrapping_add(term_stride), rhs.wrapping_add(product.rhs_stride));
@@ -208,83 +238,5 @@ impl<S: Simd> Columns<S> {
                 from.cast::<S::f32s>().read_unaligned()
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::ops::simd::at_every_level;
-
-    const UNTOUCHED: f32 = -7.0;
-
-    /// Integers that tell their place, so that sums are exact at every level.
-    fn matrix(rows: usize, cols: usize) -> Vec<f32> {
-        (0..rows * cols).map(|index| (index / cols * 31 + index % cols * 7) as f32 % 61.0 - 30.0).collect()
-    }
-
-    /// Rows of `cols` elements, `stride` apart.
-    fn check(
-        [rows, cols, terms]: [usize; 3],
-        lhs_is_transposed: bool,
-        add: bool,
-        level: impl std::fmt::Debug,
-    ) {
-        let stride = cols + 3;
-        let (lhs, rhs) = (matrix(rows, terms), matrix(terms, stride));
-        let lhs_strides = if lhs_is_transposed { [1, rows] } else { [terms, 1] };
-        let mut dst = vec![UNTOUCHED; rows * stride];
-        let product = Product {
-            rows,
-            cols,
-            terms,
-            dst: dst.as_mut_ptr(),
-            dst_stride: stride,
-            lhs: lhs.as_ptr(),
-            lhs_strides,
-            rhs: rhs.as_ptr(),
-            rhs_stride: stride,
-            factor: 0.5,
-            add,
-        };
-        // SAFETY: all three have as many elements as their shapes and strides say.
-        unsafe { multiply(product) };
-        for (index, element) in dst.into_iter().enumerate() {
-            let (row, col) = (index / stride, index % stride);
-            let lhs = |term| lhs[row * lhs_strides[0] + term * lhs_strides[1]];
-            let sum: f32 = (0..terms).map(|term| lhs(term) * rhs[term * stride + col]).sum();
-            let before = if add { UNTOUCHED } else { 0.0 };
-            let expected = if col < cols { 0.5 * sum + before } else { UNTOUCHED };
-            assert_eq!(
-                element, expected,
-                "{rows} x {cols} x {terms}, {lhs_is_transposed}, {add}, {level:?}: {row}, {col}"
-            );
-        }
-    }
-
-    #[test]
-    fn every_remainder_of_rows_and_columns_is_multiplied_and_nothing_else_written() {
-        at_every_level(|level| {
-            for rows in 1..=26 {
-                for cols in 1..=66 {
-                    check([rows, cols, 3], rows % 2 == 0, cols % 2 == 0, level);
-                }
-            }
-        });
-    }
-
-    #[test]
-    fn a_product_of_no_terms_is_zero_and_one_of_many_is_their_sum() {
-        at_every_level(|level| {
-            for terms in [0, 1, 64, 257] {
-                for add in [false, true] {
-                    check([24, 64, terms], false, add, level);
-                    check([24, 32, terms], true, add, level);
-                }
-            }
-            for empty in [[0, 16, 3], [5, 0, 3]] {
-                check(empty, false, false, level);
-            }
-        });
     }
 }

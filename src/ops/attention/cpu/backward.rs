@@ -123,7 +123,7 @@ impl<T: Operand> Pass<'_, T> {
         let visible = geometry.visible(row);
         let lengths = keys_lengths::<T>(keys.len(), dims.head_dim);
         with_scratch(lengths, |[p, ds, p_room, ds_room, k, k_t, v_t, q, dout, dk, dv]| {
-            let [k, dk, dv] = [k, dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
+            let [dk, dv] = [dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
             dk.fill(0.0);
             dv.fill(0.0);
             let mut near =
@@ -157,16 +157,16 @@ impl<T: Operand> Pass<'_, T> {
         add_to_dq: bool,
     ) {
         let Problem { kernel, scale, geometry, .. } = *self.problem;
-        let spans = spans(geometry.visible(row), queries.queries.clone(), keys.keys.clone());
+        let spans = spans(geometry.visible(row), queries.queries.clone(), keys.keys.clone(), T::TERMS);
         for span in strips(spans, T::BACKWARD_STRIP) {
             self.recompute(row, head, &span, (queries, keys), [p, ds]);
             let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
-            let p = T::from_tile(p, num_queries, num_keys, p_room);
-            let ds = T::from_tile(ds, num_queries, num_keys, ds_room);
-            let [q, dout] = queries.of(&span);
+            let p_t = T::from_tile_transposed(p, num_queries, num_keys, p_room);
+            let [ds, ds_t] = T::from_tile_both(ds, num_queries, num_keys, ds_room);
+            let [q, dout] = queries.terms_of(&span);
             let (dk, dv) = (keys.rows_of(&span, dk), keys.rows_of(&span, dv));
-            T::multiply(kernel, dv, Store::Add, 1.0, p.t(), dout);
-            T::multiply(kernel, dk, Store::Add, scale, ds.t(), q);
+            T::multiply(kernel, dv, Store::Add, 1.0, p_t, dout);
+            T::multiply(kernel, dk, Store::Add, scale, ds_t, q);
             if add_to_dq {
                 // SAFETY: a query head has one KV head and is only touched by that head's task.
                 unsafe { self.add_to_dq(row, head, &span, keys, ds) };
@@ -187,7 +187,7 @@ impl<T: Operand> Pass<'_, T> {
             for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
                 let kv_head = geometry.q_to_kv()[head];
                 let block = KeyBlock::gather(self.problem, (row, kv_head), keys.clone(), [k, k_t, v_t]);
-                for span in strips(spans(visible, queries.clone(), keys), T::BACKWARD_STRIP) {
+                for span in strips(spans(visible, queries.clone(), keys, T::TERMS), T::BACKWARD_STRIP) {
                     self.recompute(row, head, &span, (&of_queries, &block), [p, ds]);
                     let ds = T::from_tile(ds, span.queries.len(), span.keys.len(), room);
                     // SAFETY: as above.
@@ -236,7 +236,7 @@ impl<T: Operand> Pass<'_, T> {
         // SAFETY: as the caller promises.
         let dq = unsafe { self.dq.head(row, head, &span.queries) };
         let &Problem { kernel, scale, .. } = self.problem;
-        T::multiply(kernel, dq, Store::Add, scale, ds, block.of(span));
+        T::multiply(kernel, dq, Store::Add, scale, ds, block.terms_of(span));
     }
 
     fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> {

@@ -26,8 +26,8 @@ pub(in crate::ops::attention) fn delta<E: Float>(o: &Heads<'_, E>, dout: &Heads<
         }
         with_scratch([TOKENS * head_dim; 2], |[wide_o, wide_dout]| {
             for tokens in blocks(0..num_tokens, num_tokens, TOKENS) {
-                o.gather_f32(row, head, &tokens, wide_o);
-                dout.gather_f32(row, head, &tokens, wide_dout);
+                o.gather_f32((row, head), &tokens, wide_o);
+                dout.gather_f32((row, head), &tokens, wide_dout);
                 row_dots(wide_o, wide_dout, head_dim, head_dim, &mut delta[tokens]);
             }
         });

@@ -82,12 +82,15 @@ impl Task {
         let Problem { kernel, dims, scale, geometry, .. } = *problem;
         let visible = geometry.visible(self.row);
         let kv_head = geometry.q_to_kv()[self.head];
-        let q = T::gather(&problem.q, self.row, self.head, &self.queries, q);
+        let (of_q, of_kv) = ((self.row, self.head), (self.row, kv_head));
+        let q = T::gather(&problem.q, of_q, &self.queries, q);
         for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {
-            let k_t = T::gather_transposed(&problem.k, self.row, kv_head, &keys, k_t);
-            let v = T::gather(&problem.v, self.row, kv_head, &keys, v);
+            let k_t = T::gather_transposed(&problem.k, of_kv, &keys, k_t);
+            let v = T::gather_terms(&problem.v, of_kv, &keys, v);
             let tiles = blocks(self.queries.clone(), dims.num_queries, QUERY_BLOCK);
-            for span in tiles.flat_map(|queries| strips(spans(visible, queries, keys.clone()), T::STRIP)) {
+            for span in
+                tiles.flat_map(|queries| strips(spans(visible, queries, keys.clone(), T::TERMS), T::STRIP))
+            {
                 let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
                 let (in_queries, in_keys) = (within(&span.queries, &self.queries), within(&span.keys, &keys));
                 let s = MatMut::new(scores, num_queries, num_keys, ROW_STRIDE);
@@ -97,7 +100,7 @@ impl Task {
                 let p = T::from_tile(scores, num_queries, num_keys, room);
                 let output = &mut running.output[in_queries.start * dims.head_dim..];
                 let output = MatMut::new(output, num_queries, dims.head_dim, dims.head_dim);
-                T::multiply(kernel, output, Store::Add, 1.0, p, v.rows(in_keys));
+                T::multiply(kernel, output, Store::Add, 1.0, p, v.rows(T::terms(in_keys)));
             }
         }
     }

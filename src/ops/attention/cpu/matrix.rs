@@ -2,7 +2,7 @@
 
 use crate::ops::cast::{Float, copy_rows};
 use crate::ops::gemm::transposed::transpose_rows;
-use crate::ops::gemm::unpacked::{Product, multiply};
+use crate::ops::gemm::unpacked::{Product, multiply, multiply_pairs};
 use std::{marker::PhantomData, ops::Range};
 
 /// A read-only matrix within a slice; one of its strides is 1.
@@ -111,9 +111,36 @@ pub(in crate::ops::attention) enum Store {
 
 /// `dst (+)= factor * lhs * rhs` on the calling thread.
 pub(super) fn multiply_f32(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
+    let product = product_of(&dst, store, factor, lhs, rhs);
+    // SAFETY: as `product_of` says.
+    unsafe { multiply(product) }
+}
+
+/// As [`multiply_f32`], of operands with two terms of bf16 in each element.
+pub(super) fn multiply_words(
+    dst: MatMut<'_>,
+    store: Store,
+    factor: f32,
+    lhs: Mat<'_, u32>,
+    rhs: Mat<'_, u32>,
+) {
+    let product = product_of(&dst, store, factor, lhs, rhs);
+    // SAFETY: as `product_of` says.
+    unsafe { multiply_pairs(product) }
+}
+
+/// What may be multiplied as long as the views live: they are in bounds of live slices (checked where they are made), the
+/// shapes agree, and `dst` is the only way to its elements.
+fn product_of<T>(
+    dst: &MatMut<'_>,
+    store: Store,
+    factor: f32,
+    lhs: Mat<'_, T>,
+    rhs: Mat<'_, T>,
+) -> Product<T> {
     dst.expect_product(&lhs, &rhs);
     assert_eq!(rhs.col_stride, 1, "rows of the right operand are read as vectors");
-    let product = Product {
+    Product {
         rows: dst.rows,
         cols: dst.cols,
         terms: lhs.cols,
@@ -125,10 +152,7 @@ pub(super) fn multiply_f32(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<
         rhs_stride: rhs.row_stride,
         factor,
         add: store == Store::Add,
-    };
-    // SAFETY: the views are in bounds of live slices (checked where they are made), the shapes agree, and
-    // `dst` is the only way to its elements.
-    unsafe { multiply(product) }
+    }
 }
 
 /// A tensor `[batch, tokens, heads, head_dim]` to read.
@@ -168,12 +192,11 @@ impl<'a, T: Copy> Heads<'a, T> {
     /// again copies them together once.
     pub(super) fn gather<'b>(
         &self,
-        row: usize,
-        head: usize,
+        at: (usize, usize),
         tokens: &Range<usize>,
         into: &'b mut [T],
     ) -> Mat<'b, T> {
-        let Mat { data, rows, cols, row_stride, .. } = self.head(row, head, tokens);
+        let Mat { data, rows, cols, row_stride, .. } = self.head(at, tokens);
         copy_rows(data, row_stride, into, cols, [rows, cols]);
         Mat::new(into, rows, cols, cols)
     }
@@ -189,7 +212,7 @@ impl<'a, T: Copy> Heads<'a, T> {
     }
 
     /// Some tokens of one head, `[tokens, head_dim]`.
-    pub(super) fn head(&self, row: usize, head: usize, tokens: &Range<usize>) -> Mat<'a, T> {
+    pub(super) fn head(&self, (row, head): (usize, usize), tokens: &Range<usize>) -> Mat<'a, T> {
         assert!(head < self.heads && tokens.end <= self.tokens);
         let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
         Mat::new(&self.data[start..], tokens.len(), self.head_dim, self.row_stride())
@@ -200,12 +223,11 @@ impl<'a, T: Float> Heads<'a, T> {
     /// As [`Self::gather`], in f32.
     pub(super) fn gather_f32<'b>(
         &self,
-        row: usize,
-        head: usize,
+        at: (usize, usize),
         tokens: &Range<usize>,
         into: &'b mut [f32],
     ) -> Mat<'b> {
-        let Mat { data, rows, cols, row_stride, .. } = self.head(row, head, tokens);
+        let Mat { data, rows, cols, row_stride, .. } = self.head(at, tokens);
         T::widen_rows(data, row_stride, into, cols, [rows, cols]);
         Mat::new(into, rows, cols, cols)
     }
@@ -214,13 +236,12 @@ impl<'a, T: Float> Heads<'a, T> {
     /// [`TILE`](crate::ops::gemm::tile::TILE).
     pub(super) fn gather_transposed<'b>(
         &self,
-        row: usize,
-        head: usize,
+        at: (usize, usize),
         tokens: &Range<usize>,
         stride: usize,
         into: &'b mut [f32],
     ) -> Mat<'b> {
-        let Mat { data, rows, row_stride, .. } = self.head(row, head, tokens);
+        let Mat { data, rows, row_stride, .. } = self.head(at, tokens);
         transpose_rows(data, (rows, row_stride), self.head_dim, into, stride);
         Mat::new(into, self.head_dim, tokens.len(), stride)
     }

@@ -7,6 +7,7 @@ mod forward;
 mod matrix;
 mod near;
 mod operand;
+mod pairs;
 mod scratch;
 mod softmax;
 mod tiles;
@@ -16,6 +17,7 @@ pub(super) use delta::delta;
 pub(super) use forward::forward;
 pub(super) use matrix::Heads;
 pub(super) use operand::{InBf16, InF32, Operand};
+pub(super) use pairs::InPairs;
 pub(super) use scratch::scratch_bytes;
 
 use super::{Geometry, dims::Dims};

@@ -14,6 +14,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 /// How the products of attention are computed.
+///
+/// A product's left operand is read element by element, its right one row by row. An element of an operand may hold
+/// several terms, so the same numbers can need another copy as the left than as the right operand, or where the terms
+/// are tokens than where they are of `head_dim`. Where one copy will do for all, the defaults are right.
 pub(in crate::ops::attention) trait Operand: Sync + 'static {
     /// Of the tensors.
     type Element: Float;
@@ -30,35 +34,93 @@ pub(in crate::ops::attention) trait Operand: Sync + 'static {
     /// And backward.
     const BACKWARD_STRIP: usize;
 
-    /// f32 elements of working memory that hold `len` operands in [`Self::from_tile`].
+    /// Terms in an element. Rectangles begin at multiples of it.
+    const TERMS: usize = 1;
+
+    /// f32 elements of working memory that hold both copies of [`Self::gather_both`].
+    fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
+        tokens * head_dim
+    }
+
+    /// And those of [`Self::gather_transposed`] of a block of keys.
+    fn room_for_columns(head_dim: usize) -> usize {
+        ROW_STRIDE * head_dim
+    }
+
+    /// And those of [`Self::from_tile_both`] of a tile of `len` values.
     fn room_for_tile(len: usize) -> usize;
 
     /// Bytes that a thread keeps once it has multiplied tiles of `queries` by `keys`.
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
 
-    /// Some tokens of one head, `[tokens, head_dim]`, copied to `memory`.
+    /// Some tokens of one head, `[tokens, head_dim]`, copied to `memory`: the left operand of a product over `head_dim`.
     fn gather<'b>(
         heads: &Heads<'_, Self::Element>,
-        row: usize,
-        head: usize,
+        at: (usize, usize),
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> Mat<'b, Self::Tile>;
 
-    /// As [`gather`](Self::gather), `[head_dim, tokens]`.
+    /// The right operand of a product over the tokens: `[tokens / TERMS, head_dim]`.
+    fn gather_terms<'b>(
+        heads: &Heads<'_, Self::Element>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self::Tile> {
+        Self::gather(heads, at, tokens, memory)
+    }
+
+    /// [`gather`](Self::gather) and [`gather_terms`](Self::gather_terms).
+    fn gather_both<'b>(
+        heads: &Heads<'_, Self::Element>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> [Mat<'b, Self::Tile>; 2] {
+        [Self::gather(heads, at, tokens, memory); 2]
+    }
+
+    /// The right operand of a product over `head_dim`: `[head_dim / TERMS, tokens]`.
     fn gather_transposed<'b>(
         heads: &Heads<'_, Self::Element>,
-        row: usize,
-        head: usize,
+        at: (usize, usize),
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> Mat<'b, Self::Tile>;
 
-    /// A tile of f32 values as an operand, in `room` if they have to be converted.
+    /// Where these tokens are in what [`gather_terms`](Self::gather_terms) makes of a block that begins with token 0.
+    fn terms(tokens: Range<usize>) -> Range<usize> {
+        tokens.start / Self::TERMS..tokens.end.div_ceil(Self::TERMS)
+    }
+
+    /// A tile of f32 values as the left operand of a product over its columns, in `room` if they have to be converted:
+    /// `[rows, cols / TERMS]`.
     ///
     /// # Shapes
     /// `tile` has rows of `cols` values [`ROW_STRIDE`] apart.
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self::Tile>;
+
+    /// The left operand of a product over its rows: `[cols, rows / TERMS]`.
+    fn from_tile_transposed<'a>(
+        tile: &'a [f32],
+        rows: usize,
+        cols: usize,
+        room: &'a mut [f32],
+    ) -> Mat<'a, Self::Tile> {
+        Self::from_tile(tile, rows, cols, room).t()
+    }
+
+    /// [`from_tile`](Self::from_tile) and [`from_tile_transposed`](Self::from_tile_transposed).
+    fn from_tile_both<'a>(
+        tile: &'a [f32],
+        rows: usize,
+        cols: usize,
+        room: &'a mut [f32],
+    ) -> [Mat<'a, Self::Tile>; 2] {
+        let tile = Self::from_tile(tile, rows, cols, room);
+        [tile, tile.t()]
+    }
 
     /// `dst (+)= factor * lhs * rhs` on the calling thread.
     fn multiply(
@@ -96,22 +158,20 @@ impl<E: Float> Operand for InF32<E> {
 
     fn gather<'b>(
         heads: &Heads<'_, E>,
-        row: usize,
-        head: usize,
+        at: (usize, usize),
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> Mat<'b> {
-        heads.gather_f32(row, head, tokens, memory)
+        heads.gather_f32(at, tokens, memory)
     }
 
     fn gather_transposed<'b>(
         heads: &Heads<'_, E>,
-        row: usize,
-        head: usize,
+        at: (usize, usize),
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> Mat<'b> {
-        heads.gather_transposed(row, head, tokens, ROW_STRIDE, memory)
+        heads.gather_transposed(at, tokens, ROW_STRIDE, memory)
     }
 
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, _: &'a mut [f32]) -> Mat<'a> {
@@ -146,22 +206,20 @@ impl Operand for InBf16 {
 
     fn gather<'b>(
         heads: &Heads<'_, bf16>,
-        row: usize,
-        head: usize,
+        at: (usize, usize),
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> Mat<'b, bf16> {
-        heads.gather(row, head, tokens, room_as_bf16(memory))
+        heads.gather(at, tokens, room_as_bf16(memory))
     }
 
     fn gather_transposed<'b>(
         heads: &Heads<'_, bf16>,
-        row: usize,
-        head: usize,
+        at: (usize, usize),
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> Mat<'b, bf16> {
-        Self::gather(heads, row, head, tokens, memory).t()
+        Self::gather(heads, at, tokens, memory).t()
     }
 
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, bf16> {

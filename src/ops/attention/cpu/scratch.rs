@@ -37,8 +37,9 @@ pub(in crate::ops::attention) fn scratch_bytes<T: Operand>(
 pub(super) fn queries_lengths<T: Operand>(num_queries: usize, head_dim: usize) -> [usize; 8] {
     let rows = num_queries.min(near_tokens(QUERY_BLOCK, head_dim));
     let tile = rows.min(T::STRIP) * ROW_STRIDE;
-    let (of_queries, of_keys) = (rows * head_dim, KEY_BLOCK * head_dim);
-    [tile, T::room_for_tile(tile), of_queries, ROW_STRIDE * head_dim, of_keys, of_queries, rows, rows * SUMS]
+    let (of_queries, of_keys) = (T::room_for_rows(rows, head_dim), T::room_for_rows(KEY_BLOCK, head_dim));
+    let (room, columns, output) = (T::room_for_tile(tile), T::room_for_columns(head_dim), rows * head_dim);
+    [tile, room, of_queries, columns, of_keys, output, rows, rows * SUMS]
 }
 
 /// Lengths of the buffers of a backward task of any of `num_keys` keys: two tiles and what they are converted to; the
@@ -46,15 +47,16 @@ pub(super) fn queries_lengths<T: Operand>(num_queries: usize, head_dim: usize) -
 pub(super) fn keys_lengths<T: Operand>(num_keys: usize, head_dim: usize) -> [usize; 11] {
     let keys = num_keys.min(near_tokens(KEY_BLOCK, head_dim));
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (room, transposed) = (T::room_for_tile(tile), keys.div_ceil(KEY_BLOCK) * ROW_STRIDE * head_dim);
-    let (of_keys, of_queries) = (keys * head_dim, QUERY_BLOCK * head_dim);
-    [tile, tile, room, room, of_keys, transposed, transposed, of_queries, of_queries, of_keys, of_keys]
+    let (room, blocks) = (T::room_for_tile(tile), keys.div_ceil(KEY_BLOCK));
+    let (of_keys, of_queries) = (T::room_for_rows(keys, head_dim), T::room_for_rows(QUERY_BLOCK, head_dim));
+    let (columns, gradient) = (blocks * T::room_for_columns(head_dim), keys * head_dim);
+    [tile, tile, room, room, of_keys, columns, columns, of_queries, of_queries, gradient, gradient]
 }
 
 /// As [`keys_lengths`], of a task that makes the gradient of `queries` queries alone.
 pub(super) fn dq_lengths<T: Operand>(queries: usize, head_dim: usize) -> [usize; 8] {
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let transposed = ROW_STRIDE * head_dim;
-    let (of_keys, of_queries) = (KEY_BLOCK * head_dim, queries * head_dim);
-    [tile, tile, T::room_for_tile(tile), of_keys, transposed, transposed, of_queries, of_queries]
+    let (room, columns) = (T::room_for_tile(tile), T::room_for_columns(head_dim));
+    let (of_keys, of_queries) = (T::room_for_rows(KEY_BLOCK, head_dim), T::room_for_rows(queries, head_dim));
+    [tile, tile, room, of_keys, columns, columns, of_queries, of_queries]
 }

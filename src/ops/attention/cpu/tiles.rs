@@ -50,24 +50,40 @@ pub(super) fn within(part: &Range<usize>, whole: &Range<usize>) -> Range<usize> 
 ///
 /// The keys that all of the queries see make one rectangle. What is left on either side (the diagonal, the
 /// edges of documents and of the window) is cut into panels of few queries, each with the keys it needs.
+/// All begin at a multiple of `group` keys, as `keys` must, and end at one or with `keys`.
 pub(super) fn spans(
     visible: &VisibleRanges,
     queries: Range<usize>,
     keys: Range<usize>,
+    group: usize,
 ) -> impl Iterator<Item = Span> {
-    let hull = intersect(&visible.hull(&queries), &keys);
-    let mut dense = intersect(&visible.common(&queries), &hull);
-    if dense.len() < MIN_DENSE_KEYS && dense != hull {
+    let seen = intersect(&visible.hull(&queries), &keys);
+    let hull = whole_groups(&seen, &keys, group);
+    let common = intersect(&visible.common(&queries), &seen);
+    let start = if common.start == seen.start { hull.start } else { common.start.next_multiple_of(group) };
+    let end = if common.end == seen.end { hull.end } else { common.end / group * group };
+    let mut dense = start..end.max(start);
+    if dense.len() < MIN_DENSE_KEYS && common != seen {
         dense = hull.start..hull.start;
     }
     let sides = [hull.start..dense.start, dense.end..hull.end];
     let panels = blocks(queries.clone(), queries.end, PANEL).flat_map(move |panel| {
         let seen = visible.hull(&panel);
-        sides.clone().map(|side| Span { keys: intersect(&seen, &side), queries: panel.clone() })
+        sides.clone().map(|side| Span {
+            keys: whole_groups(&intersect(&seen, &side), &side, group),
+            queries: panel.clone(),
+        })
     });
     std::iter::once(Span { queries, keys: dense }).chain(panels).filter(|span| !span.keys.is_empty())
 }
 
+/// The groups of `whole` that `part` touches.
+fn whole_groups(part: &Range<usize>, whole: &Range<usize>, group: usize) -> Range<usize> {
+    if part.is_empty() {
+        return part.clone();
+    }
+    part.start / group * group..part.end.next_multiple_of(group).min(whole.end)
+}
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -78,13 +94,13 @@ mod tests {
         Geometry::new(positions.clone(), positions, vec![boundaries], vec![0], window)
     }
 
-    fn all_spans(geometry: &Geometry) -> Vec<Span> {
+    fn all_spans(geometry: &Geometry, group: usize) -> Vec<Span> {
         let visible = geometry.visible(0);
         let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
         blocks(0..num_queries, num_queries, QUERY_BLOCK)
             .flat_map(|queries| {
                 blocks(visible.hull(&queries), num_keys, KEY_BLOCK)
-                    .flat_map(move |keys| spans(visible, queries.clone(), keys))
+                    .flat_map(move |keys| spans(visible, queries.clone(), keys, group))
             })
             .collect()
     }
@@ -105,10 +121,14 @@ mod tests {
             Geometry::new(even.clone(), late.clone(), vec![vec![0, 800, 1400]], vec![0], None)?,
             Geometry::new(late, even, vec![vec![0, 350, 1400]], vec![0], Some(500))?,
         ];
-        for (case, geometry) in geometries.iter().enumerate() {
+        let cases = geometries.iter().enumerate().flat_map(|case| [(case, 1), (case, 2)]);
+        for ((case, geometry), group) in cases {
             let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
             let mut covered = vec![0u8; num_queries * num_keys];
-            for span in all_spans(geometry) {
+            for span in all_spans(geometry, group) {
+                let end = span.keys.end;
+                assert!(span.keys.start.is_multiple_of(group), "case {case}: {span:?}");
+                assert!(end.is_multiple_of(group) || end == num_keys, "case {case}: {span:?}");
                 for query in span.queries {
                     for key in span.keys.clone() {
                         covered[query * num_keys + key] += 1;
@@ -120,7 +140,7 @@ mod tests {
                 let visible = reference::is_visible(geometry, 0, query, key);
                 assert!(
                     count <= 1 && (count == 1 || !visible),
-                    "case {case}: ({query}, {key}) {count} times"
+                    "case {case}, groups of {group}: ({query}, {key}) {count} times"
                 );
             }
         }
@@ -129,11 +149,11 @@ mod tests {
 
     #[test]
     fn the_diagonal_wastes_little_and_documents_cost_their_own_squares() -> Result<(), AttentionError> {
-        let whole = all_spans(&packed(4096, vec![0, 4096], None)?);
+        let whole = all_spans(&packed(4096, vec![0, 4096], None)?, 1);
         let visible = 4096 * 4097 / 2;
         assert!(area(&whole) * 50 < visible * 51, "{} for {visible} visible pairs", area(&whole));
         let boundaries: Vec<u32> = (0..=16).map(|document| document * 256).collect();
-        let documents = all_spans(&packed(4096, boundaries, None)?);
+        let documents = all_spans(&packed(4096, boundaries, None)?, 1);
         assert!(area(&documents) * 12 < area(&whole), "{} of {}", area(&documents), area(&whole));
         Ok(())
     }

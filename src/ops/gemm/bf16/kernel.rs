@@ -48,8 +48,8 @@ impl Kernel {
         Ok(Self::detect())
     }
 
-    /// Of the kernels of a machine. Intel's processors have `VDPBF16PS` at less than half the rate of their f32
-    /// instructions: a step of training took 2.7 times as long as in f32 (a Xeon with AMX, which was not used).
+    /// Of the kernels of a machine. Intel's processors have `VDPBF16PS` too, but nobody has seen it faster than f32
+    /// there: it was measured with an earlier kernel only, which was slow everywhere.
     fn fastest(mut found: impl Iterator<Item = Self>, is_intel: bool) -> Option<Self> {
         found.find(|kernel| *kernel != Self::Avx512 || !is_intel)
     }
