@@ -29,6 +29,9 @@ pub(super) fn with_scratch<const N: usize, R>(
             drop(std::mem::take(scratch));
             *scratch = vec![0.0; total];
         }
+        // As f32 and as each half of a word of bf16: what reads before it writes shows itself.
+        #[cfg(test)]
+        scratch.fill(f32::from_bits(0x7fc0_7fc0));
         let offset = scratch.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
         let mut rest = &mut scratch[offset..];
         work(lengths.map(|length| rest.split_off_mut(..length).unwrap_or_default()))

@@ -2,14 +2,12 @@
 
 mod cpu;
 mod cuda;
-mod pairs;
 mod pieces;
 pub mod reference;
 #[cfg(test)]
 mod tests;
 
 pub(super) use cpu::{Float, convert, copy_rows};
-pub(super) use pairs::{round_neighbours, round_rows};
 pub(super) use pieces::{Before, PIECE, Pieces, rows_per_piece, with_element_type};
 
 use super::OpError;

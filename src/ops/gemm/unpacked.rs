@@ -5,10 +5,14 @@
 //! Elements are f32, or pairs of bf16 ([`multiply_pairs`]).
 
 mod pairs;
+mod rounding;
 #[cfg(test)]
 mod tests;
 
+#[cfg(target_arch = "x86_64")]
+pub(super) use pairs::instructions as instructions_for_pairs;
 pub(in crate::ops) use pairs::multiply_pairs;
+pub(in crate::ops) use rounding::{round_neighbours, round_rows};
 
 use crate::ops::simd::Level;
 use pulp::{MemMask, Simd, WithSimd};
@@ -72,7 +76,7 @@ impl WithSimd for Promised {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        all_columns(simd, self.0, Elements);
+        all_columns(simd, self, Elements);
     }
 }
 
@@ -92,9 +96,9 @@ impl<S: Simd> MulAdd<S> for Elements {
     }
 }
 
-/// Computes a product of which [`multiply`]'s caller has promised that its pointers may be followed.
+/// Computes the product.
 #[inline(always)]
-fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, product: Product, elements: M) {
+fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, Promised(product): Promised, elements: M) {
     // Sums take three quarters of the registers, the rest is for the operands.
     let most_vectors = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
     let mut col = 0;
@@ -118,7 +122,7 @@ fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, product: Product, elements: M) {
     }
 }
 
-/// Some columns of such a product, the last vector of which may be partial.
+/// Some columns of a [`Promised`] product, the last vector of which may be partial.
 struct Columns<S: Simd, M> {
     simd: S,
     product: Product,

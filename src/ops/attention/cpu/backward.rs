@@ -6,10 +6,10 @@
 use super::{
     Operand, Problem,
     matrix::{Heads, HeadsMut, Mat, MatMut, Store},
-    near::{KeyBlock, QueryBlock, gather_blocks},
+    near::{KeyBlock, QueryBlock, QueryTerms, gather_blocks},
     scratch::{dq_lengths, keys_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, softmax_backward},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, near_tokens, spans, strips},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, begin_at_multiples, near_tokens, spans, strips},
 };
 use crate::ops::attention::blocks::blocks;
 use crate::ops::cast::Float;
@@ -93,7 +93,7 @@ impl<T: Operand> Pass<'_, T> {
         let dims = &self.problem.dims;
         for head in self.query_heads(kv_head) {
             // SAFETY: a query head has one KV head and is only touched by that head's task.
-            unsafe { self.dq.head(row, head, &(0..dims.num_queries)) }.fill(0.0);
+            unsafe { self.dq.head((row, head), &(0..dims.num_queries)) }.fill(0.0);
         }
         for keys in blocks(0..dims.num_keys, dims.num_keys, near_tokens(KEY_BLOCK, dims.head_dim)) {
             self.keys(row, kv_head, keys, true);
@@ -130,8 +130,9 @@ impl<T: Operand> Pass<'_, T> {
                 gather_blocks(self.problem, (row, kv_head), &keys, [k, k_t, v_t], [&mut *dk, &mut *dv]);
             for head in self.query_heads(kv_head) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
+                    let (problem, upstream) = (self.problem, self.upstream);
                     let of_queries =
-                        QueryBlock::gather(self.problem, self.upstream, (row, head), queries, [q, dout]);
+                        QueryBlock::gather_both(problem, upstream, (row, head), queries, [q, dout]);
                     for (block, gradients) in &mut near {
                         let rooms = [&mut *p, ds, p_room, ds_room];
                         self.tile(row, head, (&of_queries, block), gradients, rooms, add_to_dq);
@@ -139,9 +140,9 @@ impl<T: Operand> Pass<'_, T> {
                 }
             }
             // SAFETY: no other task has these keys of this row and KV head.
-            unsafe { self.dk.head(row, kv_head, &keys) }.round_from(dk);
+            unsafe { self.dk.head((row, kv_head), &keys) }.round_from(dk);
             // SAFETY: as above.
-            unsafe { self.dv.head(row, kv_head, &keys) }.round_from(dv);
+            unsafe { self.dv.head((row, kv_head), &keys) }.round_from(dv);
         });
     }
 
@@ -151,26 +152,30 @@ impl<T: Operand> Pass<'_, T> {
         &self,
         row: usize,
         head: usize,
-        (queries, keys): (&QueryBlock<'_, T>, &KeyBlock<'_, T>),
+        ((queries, terms), keys): (&(QueryBlock<'_, T>, QueryTerms<'_, T>), &KeyBlock<'_, T>),
         [dk, dv]: &mut [&mut [f32]; 2],
         [p, ds, p_room, ds_room]: [&mut [f32]; 4],
         add_to_dq: bool,
     ) {
+        const { assert!(begin_at_multiples(T::TERMS) && T::BACKWARD_STRIP.is_multiple_of(T::TERMS)) }
         let Problem { kernel, scale, geometry, .. } = *self.problem;
         let spans = spans(geometry.visible(row), queries.queries.clone(), keys.keys.clone(), T::TERMS);
         for span in strips(spans, T::BACKWARD_STRIP) {
             self.recompute(row, head, &span, (queries, keys), [p, ds]);
             let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
             let p_t = T::from_tile_transposed(p, num_queries, num_keys, p_room);
-            let [ds, ds_t] = T::from_tile_both(ds, num_queries, num_keys, ds_room);
-            let [q, dout] = queries.terms_of(&span);
+            let [q, dout] = terms.of(&span, queries);
             let (dk, dv) = (keys.rows_of(&span, dk), keys.rows_of(&span, dv));
             T::multiply(kernel, dv, Store::Add, 1.0, p_t, dout);
-            T::multiply(kernel, dk, Store::Add, scale, ds_t, q);
-            if add_to_dq {
+            let ds_t = if add_to_dq {
+                let [ds, ds_t] = T::from_tile_both(ds, num_queries, num_keys, ds_room);
                 // SAFETY: a query head has one KV head and is only touched by that head's task.
                 unsafe { self.add_to_dq(row, head, &span, keys, ds) };
-            }
+                ds_t
+            } else {
+                T::from_tile_transposed(ds, num_queries, num_keys, ds_room)
+            };
+            T::multiply(kernel, dk, Store::Add, scale, ds_t, q);
         }
     }
 
@@ -181,7 +186,7 @@ impl<T: Operand> Pass<'_, T> {
         let lengths = dq_lengths::<T>(queries.len(), dims.head_dim);
         with_scratch(lengths, |[p, ds, room, k, k_t, v_t, q, dout]| {
             // SAFETY: no other task has this row, head and block of queries.
-            unsafe { self.dq.head(row, head, &queries) }.fill(0.0);
+            unsafe { self.dq.head((row, head), &queries) }.fill(0.0);
             let of_queries =
                 QueryBlock::gather(self.problem, self.upstream, (row, head), queries.clone(), [q, dout]);
             for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
@@ -234,7 +239,7 @@ impl<T: Operand> Pass<'_, T> {
         ds: Mat<'_, T::Tile>,
     ) {
         // SAFETY: as the caller promises.
-        let dq = unsafe { self.dq.head(row, head, &span.queries) };
+        let dq = unsafe { self.dq.head((row, head), &span.queries) };
         let &Problem { kernel, scale, .. } = self.problem;
         T::multiply(kernel, dq, Store::Add, scale, ds, block.terms_of(span));
     }

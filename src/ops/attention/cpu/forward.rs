@@ -66,7 +66,7 @@ impl Task {
                 let mut running = Running { max, sums, output, head_dim, first_query: self.queries.start };
                 self.accumulate(problem, [scores, room], [q, k_t, v], &mut running);
                 // SAFETY: no other task has these queries of this row and head.
-                let o = unsafe { o.head(self.row, self.head, &self.queries) };
+                let o = unsafe { o.head((self.row, self.head), &self.queries) };
                 finish(&mut running, o, lse);
             },
         );

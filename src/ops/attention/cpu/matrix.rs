@@ -202,7 +202,7 @@ impl<'a, T: Copy> Heads<'a, T> {
     }
 
     /// One head of a batch row from its first element on, rows of `head_dim` [`Self::row_stride`] apart.
-    pub(super) fn head_slice(&self, row: usize, head: usize) -> &'a [T] {
+    pub(super) fn head_slice(&self, (row, head): (usize, usize)) -> &'a [T] {
         &self.data[(row * self.tokens * self.heads + head) * self.head_dim..]
     }
 
@@ -275,7 +275,7 @@ impl<'a, T> HeadsMut<'a, T> {
     ///
     /// # Safety
     /// While the view lives, no other view of the same row and head may share a token with it.
-    pub(super) unsafe fn head(&self, row: usize, head: usize, tokens: &Range<usize>) -> MatMut<'_, T> {
+    pub(super) unsafe fn head(&self, (row, head): (usize, usize), tokens: &Range<usize>) -> MatMut<'_, T> {
         assert!(head < self.heads && tokens.end <= self.tokens);
         let row_stride = self.heads * self.head_dim;
         let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;

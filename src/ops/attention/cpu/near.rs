@@ -7,11 +7,17 @@ use super::{Operand, Problem};
 use crate::ops::attention::blocks::blocks;
 use std::ops::Range;
 
-/// A block of one query head: `[queries, head_dim]`.
+/// `q` and `dout` of a block of one query head, copied for products over `head_dim`.
 pub(super) struct QueryBlock<'a, T: Operand> {
     pub(super) queries: Range<usize>,
-    q: [Mat<'a, T::Tile>; 2],
-    dout: [Mat<'a, T::Tile>; 2],
+    q: Mat<'a, T::Tile>,
+    dout: Mat<'a, T::Tile>,
+}
+
+/// The same, copied for products over the queries.
+pub(super) struct QueryTerms<'a, T: Operand> {
+    q: Mat<'a, T::Tile>,
+    dout: Mat<'a, T::Tile>,
 }
 
 impl<'a, T: Operand> QueryBlock<'a, T> {
@@ -22,21 +28,34 @@ impl<'a, T: Operand> QueryBlock<'a, T> {
         queries: Range<usize>,
         [of_q, of_dout]: [&'a mut [f32]; 2],
     ) -> Self {
-        let q = T::gather_both(&problem.q, at, &queries, of_q);
-        let dout = T::gather_both(&upstream.dout, at, &queries, of_dout);
+        let q = T::gather(&problem.q, at, &queries, of_q);
+        let dout = T::gather(&upstream.dout, at, &queries, of_dout);
         Self { queries, q, dout }
     }
 
-    /// The rectangle's rows of `q` and `dout`, for products over `head_dim`.
-    pub(super) fn of(&self, span: &Span) -> [Mat<'a, T::Tile>; 2] {
-        let queries = within(&span.queries, &self.queries);
-        [self.q, self.dout].map(|[rows, _]| rows.rows(queries.clone()))
+    pub(super) fn gather_both(
+        problem: &Problem<'_, T>,
+        upstream: &Upstream<'_, T>,
+        at: (usize, usize),
+        queries: Range<usize>,
+        [of_q, of_dout]: [&'a mut [f32]; 2],
+    ) -> (Self, QueryTerms<'a, T>) {
+        let [q, q_terms] = T::gather_both(&problem.q, at, &queries, of_q);
+        let [dout, dout_terms] = T::gather_both(&upstream.dout, at, &queries, of_dout);
+        (Self { queries, q, dout }, QueryTerms { q: q_terms, dout: dout_terms })
     }
 
-    /// The same, for products over the queries.
-    pub(super) fn terms_of(&self, span: &Span) -> [Mat<'a, T::Tile>; 2] {
-        let queries = T::terms(within(&span.queries, &self.queries));
-        [self.q, self.dout].map(|[_, terms]| terms.rows(queries.clone()))
+    /// The rectangle's rows of `q` and `dout`.
+    pub(super) fn of(&self, span: &Span) -> [Mat<'a, T::Tile>; 2] {
+        [self.q, self.dout].map(|matrix| matrix.rows(within(&span.queries, &self.queries)))
+    }
+}
+
+impl<'a, T: Operand> QueryTerms<'a, T> {
+    /// The rectangle's queries, of the block of those.
+    pub(super) fn of(&self, span: &Span, block: &QueryBlock<'_, T>) -> [Mat<'a, T::Tile>; 2] {
+        let terms = T::terms(within(&span.queries, &block.queries));
+        [self.q, self.dout].map(|matrix| matrix.rows(terms.clone()))
     }
 }
 
@@ -93,7 +112,7 @@ pub(super) fn gather_blocks<'a, T: Operand>(
     let head_dim = problem.dims.head_dim;
     let [dk, dv] = [dk, dv].map(|buffer| buffer.chunks_mut(KEY_BLOCK * head_dim));
     let [of_k_t, of_v_t] = [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(T::room_for_columns(head_dim)));
-    let of_k = of_k.chunks_mut(T::room_for_rows(KEY_BLOCK, head_dim));
+    let of_k = of_k.chunks_mut(T::room_for_terms(KEY_BLOCK, head_dim));
     let buffers = of_k.zip(of_k_t).zip(of_v_t).zip(dk.zip(dv));
     let blocks = blocks(keys.clone(), keys.end, KEY_BLOCK).zip(buffers);
     let gather = |(keys, (((of_k, of_k_t), of_v_t), (dk, dv)))| {

@@ -34,21 +34,37 @@ pub(in crate::ops::attention) trait Operand: Sync + 'static {
     /// And backward.
     const BACKWARD_STRIP: usize;
 
-    /// Terms in an element. Rectangles begin at multiples of it.
+    /// Terms in an element. Rectangles begin at multiples of it: of keys as [`spans`](super::tiles::spans) cuts them, of
+    /// queries because what these are cut by are multiples.
     const TERMS: usize = 1;
 
-    /// f32 elements of working memory that hold both copies of [`Self::gather_both`].
+    /// f32 elements of working memory for [`Self::gather`].
     fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
         tokens * head_dim
     }
 
-    /// And those of [`Self::gather_transposed`] of a block of keys.
+    /// For [`Self::gather_terms`].
+    fn room_for_terms(tokens: usize, head_dim: usize) -> usize {
+        Self::room_for_rows(tokens, head_dim)
+    }
+
+    /// For [`Self::gather_both`].
+    fn room_for_both(tokens: usize, head_dim: usize) -> usize {
+        Self::room_for_rows(tokens, head_dim)
+    }
+
+    /// For [`Self::gather_transposed`] of a block of keys.
     fn room_for_columns(head_dim: usize) -> usize {
         ROW_STRIDE * head_dim
     }
 
-    /// And those of [`Self::from_tile_both`] of a tile of `len` values.
-    fn room_for_tile(len: usize) -> usize;
+    /// For [`Self::from_tile`] or [`Self::from_tile_transposed`] of a tile of so many rows.
+    fn room_for_tile(rows: usize) -> usize;
+
+    /// For [`Self::from_tile_both`].
+    fn room_for_both_tiles(rows: usize) -> usize {
+        Self::room_for_tile(rows)
+    }
 
     /// Bytes that a thread keeps once it has multiplied tiles of `queries` by `keys`.
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
@@ -183,7 +199,7 @@ impl<E: Float> Operand for InF32<E> {
     }
 }
 
-/// Products of bf16 with f32 sums.
+/// Products of bf16 with f32 sums, of packed operands: AMX's.
 pub(in crate::ops::attention) struct InBf16;
 
 impl Operand for InBf16 {
@@ -196,8 +212,8 @@ impl Operand for InBf16 {
 
     const BACKWARD_STRIP: usize = 240;
 
-    fn room_for_tile(len: usize) -> usize {
-        len.div_ceil(2)
+    fn room_for_tile(rows: usize) -> usize {
+        (rows * ROW_STRIDE).div_ceil(2)
     }
 
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize {

@@ -7,8 +7,8 @@
 use super::matrix::{Heads, Mat, MatMut, Store, multiply_words};
 use super::operand::Operand;
 use super::softmax::ROW_STRIDE;
-use crate::ops::cast::{round_neighbours, round_rows};
 use crate::ops::gemm::tile::{TILE, pairs_of, transpose, word_of};
+use crate::ops::gemm::unpacked::{round_neighbours, round_rows};
 use crate::ops::simd::simd_kernel;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -30,15 +30,27 @@ impl Operand for InPairs {
     const TERMS: usize = 2;
 
     fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
-        tokens * pairs(head_dim) + pairs(tokens) * head_dim
+        tokens * pairs(head_dim)
+    }
+
+    fn room_for_terms(tokens: usize, head_dim: usize) -> usize {
+        pairs(tokens) * head_dim
+    }
+
+    fn room_for_both(tokens: usize, head_dim: usize) -> usize {
+        Self::room_for_rows(tokens, head_dim) + Self::room_for_terms(tokens, head_dim)
     }
 
     fn room_for_columns(head_dim: usize) -> usize {
         ROW_STRIDE * pairs(head_dim)
     }
 
-    fn room_for_tile(len: usize) -> usize {
-        len
+    fn room_for_tile(rows: usize) -> usize {
+        pairs(rows) * ROW_STRIDE
+    }
+
+    fn room_for_both_tiles(rows: usize) -> usize {
+        2 * Self::room_for_tile(rows)
     }
 
     fn packed_bytes(_: usize, _: usize, _: usize) -> usize {
@@ -75,7 +87,8 @@ impl Operand for InPairs {
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> [Mat<'b, u32>; 2] {
-        let (memory, of_terms) = memory.split_at_mut(tokens.len() * pairs(heads.head_dim()));
+        let of_rows = Self::room_for_rows(tokens.len(), heads.head_dim());
+        let (memory, of_terms) = memory.split_at_mut(of_rows);
         [Self::gather(heads, at, tokens, memory), Self::gather_terms(heads, at, tokens, of_terms)]
     }
 
@@ -93,10 +106,7 @@ impl Operand for InPairs {
 
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, u32> {
         let words = words_in(room);
-        let rows_of_words = words.chunks_mut(ROW_STRIDE / 2);
-        for (values, words) in tile.chunks(ROW_STRIDE).zip(rows_of_words).take(rows) {
-            round_neighbours(&values[..cols], words);
-        }
+        round_neighbours((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE / 2));
         Mat::new(words, rows, pairs(cols), ROW_STRIDE / 2)
     }
 
@@ -107,11 +117,7 @@ impl Operand for InPairs {
         room: &'a mut [f32],
     ) -> Mat<'a, u32> {
         let words = words_in(room);
-        let two_rows = tile[..rows * ROW_STRIDE].chunks(2 * ROW_STRIDE);
-        for (values, words) in two_rows.zip(words.chunks_mut(ROW_STRIDE)) {
-            let below = values.get(ROW_STRIDE..ROW_STRIDE + cols);
-            round_rows(&values[..cols], below, words);
-        }
+        round_rows((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE));
         Mat::new(words, pairs(rows), cols, ROW_STRIDE).t()
     }
 
@@ -121,8 +127,8 @@ impl Operand for InPairs {
         cols: usize,
         room: &'a mut [f32],
     ) -> [Mat<'a, u32>; 2] {
-        let (room, of_rows) = room.split_at_mut(rows * ROW_STRIDE / 2);
-        [Self::from_tile(tile, rows, cols, room), Self::from_tile_transposed(tile, rows, cols, of_rows)]
+        let (room, transposed) = room.split_at_mut(Self::room_for_tile(rows));
+        [Self::from_tile(tile, rows, cols, room), Self::from_tile_transposed(tile, rows, cols, transposed)]
     }
 
     fn multiply((): (), dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_, u32>, rhs: Mat<'_, u32>) {

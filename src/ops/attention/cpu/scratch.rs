@@ -36,9 +36,10 @@ pub(in crate::ops::attention) fn scratch_bytes<T: Operand>(
 /// queries, transposed keys, values, output, largest scores and sums.
 pub(super) fn queries_lengths<T: Operand>(num_queries: usize, head_dim: usize) -> [usize; 8] {
     let rows = num_queries.min(near_tokens(QUERY_BLOCK, head_dim));
-    let tile = rows.min(T::STRIP) * ROW_STRIDE;
-    let (of_queries, of_keys) = (T::room_for_rows(rows, head_dim), T::room_for_rows(KEY_BLOCK, head_dim));
-    let (room, columns, output) = (T::room_for_tile(tile), T::room_for_columns(head_dim), rows * head_dim);
+    let strip = rows.min(T::STRIP);
+    let (tile, room) = (strip * ROW_STRIDE, T::room_for_tile(strip));
+    let (of_queries, of_keys) = (T::room_for_rows(rows, head_dim), T::room_for_terms(KEY_BLOCK, head_dim));
+    let (columns, output) = (T::room_for_columns(head_dim), rows * head_dim);
     [tile, room, of_queries, columns, of_keys, output, rows, rows * SUMS]
 }
 
@@ -47,16 +48,17 @@ pub(super) fn queries_lengths<T: Operand>(num_queries: usize, head_dim: usize) -
 pub(super) fn keys_lengths<T: Operand>(num_keys: usize, head_dim: usize) -> [usize; 11] {
     let keys = num_keys.min(near_tokens(KEY_BLOCK, head_dim));
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (room, blocks) = (T::room_for_tile(tile), keys.div_ceil(KEY_BLOCK));
-    let (of_keys, of_queries) = (T::room_for_rows(keys, head_dim), T::room_for_rows(QUERY_BLOCK, head_dim));
-    let (columns, gradient) = (blocks * T::room_for_columns(head_dim), keys * head_dim);
-    [tile, tile, room, room, of_keys, columns, columns, of_queries, of_queries, gradient, gradient]
+    let (room, rooms) = (T::room_for_tile(T::BACKWARD_STRIP), T::room_for_both_tiles(T::BACKWARD_STRIP));
+    let (of_keys, of_queries) = (T::room_for_terms(keys, head_dim), T::room_for_both(QUERY_BLOCK, head_dim));
+    let columns = keys.div_ceil(KEY_BLOCK) * T::room_for_columns(head_dim);
+    let gradient = keys * head_dim;
+    [tile, tile, room, rooms, of_keys, columns, columns, of_queries, of_queries, gradient, gradient]
 }
 
 /// As [`keys_lengths`], of a task that makes the gradient of `queries` queries alone.
 pub(super) fn dq_lengths<T: Operand>(queries: usize, head_dim: usize) -> [usize; 8] {
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (room, columns) = (T::room_for_tile(tile), T::room_for_columns(head_dim));
-    let (of_keys, of_queries) = (T::room_for_rows(KEY_BLOCK, head_dim), T::room_for_rows(queries, head_dim));
+    let (room, columns) = (T::room_for_tile(T::BACKWARD_STRIP), T::room_for_columns(head_dim));
+    let (of_keys, of_queries) = (T::room_for_terms(KEY_BLOCK, head_dim), T::room_for_rows(queries, head_dim));
     [tile, tile, room, of_keys, columns, columns, of_queries, of_queries]
 }

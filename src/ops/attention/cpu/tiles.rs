@@ -6,7 +6,7 @@ use crate::ops::attention::{
 };
 use std::ops::Range;
 
-/// Queries per tile. A multiple of what both kinds of [`Operand`](super::Operand) take at a
+/// Queries per tile. A multiple of what every kind of [`Operand`](super::Operand) takes at a
 /// time.
 pub(super) const QUERY_BLOCK: usize = 480;
 /// Keys per tile.
@@ -18,6 +18,11 @@ const NEAR_ELEMENTS: usize = 1 << 17;
 const PANEL: usize = 48;
 /// A tile's fully visible keys become a rectangle of their own from this many on.
 const MIN_DENSE_KEYS: usize = 64;
+
+/// Whether the blocks of keys, and the queries of every rectangle within their block, begin at a multiple of `terms`.
+pub(super) const fn begin_at_multiples(terms: usize) -> bool {
+    KEY_BLOCK.is_multiple_of(terms) && QUERY_BLOCK.is_multiple_of(terms) && PANEL.is_multiple_of(terms)
+}
 
 /// Tokens of as many tiles of `tile` tokens as a task keeps near.
 pub(super) fn near_tokens(tile: usize, head_dim: usize) -> usize {
@@ -84,6 +89,7 @@ fn whole_groups(part: &Range<usize>, whole: &Range<usize>, group: usize) -> Rang
     }
     part.start / group * group..part.end.next_multiple_of(group).min(whole.end)
 }
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -113,6 +119,7 @@ mod tests {
     fn every_visible_pair_lies_in_exactly_one_span() -> Result<(), AttentionError> {
         let even: Vec<u32> = (0..700).map(|index| 2 * index).collect();
         let late: Vec<u32> = (300..1400).collect();
+        let thirds: Vec<u32> = (0..333).map(|index| 3 * index).collect();
         let geometries = [
             packed(700, vec![0, 700], None)?,
             packed(700, vec![0, 1, 90, 91, 400, 700], None)?,
@@ -120,6 +127,8 @@ mod tests {
             packed(900, vec![0, 900], Some(300))?,
             Geometry::new(even.clone(), late.clone(), vec![vec![0, 800, 1400]], vec![0], None)?,
             Geometry::new(late, even, vec![vec![0, 350, 1400]], vec![0], Some(500))?,
+            packed(601, vec![0, 37, 90, 91, 601], Some(301))?,
+            Geometry::new(thirds.clone(), thirds, vec![vec![0, 400, 1000]], vec![0], None)?,
         ];
         let cases = geometries.iter().enumerate().flat_map(|case| [(case, 1), (case, 2)]);
         for ((case, geometry), group) in cases {

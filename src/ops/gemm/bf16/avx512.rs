@@ -2,6 +2,7 @@
 
 use super::kernel::{BLOCK, Sums};
 use super::pack::{PAIRS, TILE_WORDS};
+use crate::ops::gemm::unpacked::instructions_for_pairs;
 use std::arch::x86_64::*;
 
 /// Rows whose sums are in registers at once, for all 32 columns.
@@ -9,7 +10,7 @@ const ROWS: usize = 8;
 
 /// Whether the processor has the instructions.
 pub(super) fn is_available() -> bool {
-    std::is_x86_feature_detected!("avx512f") && std::is_x86_feature_detected!("avx512bf16")
+    instructions_for_pairs().is_some()
 }
 
 /// # Safety

@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_slower_than_f32_is_not_taken() {
+    fn the_fastest_is_taken_and_on_intel_s_processors_only_amx() {
         let fastest = |found: &[Kernel], is_intel| Kernel::fastest(found.iter().copied(), is_intel);
         assert_eq!(fastest(&[Amx, Avx512], true), Some(Amx));
         assert_eq!(fastest(&[Avx512], true), None);

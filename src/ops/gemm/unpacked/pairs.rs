@@ -1,6 +1,7 @@
 //! Products of pairs of bf16: each word of an operand holds two terms, the first in its low half.
 
-use super::{MulAdd, Product, all_columns};
+use super::{MulAdd, Product, Promised, all_columns};
+#[cfg(target_arch = "x86_64")]
 use crate::ops::simd::Level;
 use pulp::Scalar;
 #[cfg(target_arch = "x86_64")]
@@ -16,30 +17,49 @@ pub(in crate::ops) unsafe fn multiply_pairs(product: Product<u32>) {
         product;
     // Both have the size and alignment of f32, and are only ever copied from memory to registers as such.
     let (lhs, rhs) = (lhs.cast(), rhs.cast());
-    let product =
-        Product { rows, cols, terms, dst, dst_stride, lhs, lhs_strides, rhs, rhs_stride, factor, add };
+    let promised = Promised(Product {
+        rows,
+        cols,
+        terms,
+        dst,
+        dst_stride,
+        lhs,
+        lhs_strides,
+        rhs,
+        rhs_stride,
+        factor,
+        add,
+    });
     #[cfg(target_arch = "x86_64")]
-    if Level::current() >= Level::Avx512
-        && std::is_x86_feature_detected!("avx512bf16")
-        && let Some(simd) = V4::try_new()
-    {
-        // SAFETY: the instructions are there, as just asked.
-        return unsafe { with_instructions(simd, product) };
+    if let Some(simd) = instructions_to_use() {
+        // SAFETY: the processor has them, as just asked.
+        return unsafe { by_instruction(simd, promised) };
     }
-    let _ = Level::current();
-    all_columns(Scalar, product, Halves);
+    all_columns(Scalar, promised, Halves);
 }
 
-/// The instruction for it, on processors that have it.
+/// AVX-512 of a processor that has AVX512-BF16 too.
 #[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy)]
-struct Instruction(());
+pub(in crate::ops::gemm) fn instructions() -> Option<V4> {
+    if std::is_x86_feature_detected!("avx512bf16") { V4::try_new() } else { None }
+}
+
+/// The same, unless a test asks for less.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn instructions_to_use() -> Option<V4> {
+    if Level::current() >= Level::Avx512 { instructions() } else { None }
+}
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-fn with_instructions(simd: V4, product: Product) {
-    all_columns(simd, product, Instruction(()));
+fn by_instruction(simd: V4, promised: Promised) {
+    all_columns(simd, promised, Instruction(()));
 }
+
+/// `VDPBF16PS`, on processors that have it.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+struct Instruction(());
 
 #[cfg(target_arch = "x86_64")]
 impl MulAdd<V4> for Instruction {
@@ -50,7 +70,7 @@ impl MulAdd<V4> for Instruction {
         type F32s = pulp::f32x16;
         // SAFETY: all of these are 512 bits without invalid values.
         let [lhs, rhs] = [lhs, rhs].map(|pairs| unsafe { transmute::<F32s, __m512bh>(pairs) });
-        // SAFETY: as above, and only `with_instructions` makes an `Instruction`.
+        // SAFETY: as above, and only `by_instruction` makes an `Instruction`.
         unsafe { transmute::<__m512, F32s>(_mm512_dpbf16_ps(transmute::<F32s, __m512>(sum), lhs, rhs)) }
     }
 }
@@ -72,7 +92,7 @@ impl MulAdd<Scalar> for Halves {
 mod tests {
     use super::*;
     use crate::ops::gemm::tile::word_of;
-    use crate::ops::simd::at_every_level;
+    use crate::ops::simd::{Level, at_every_level};
     use half::bf16;
 
     const UNTOUCHED: f32 = -7.0;
