@@ -157,7 +157,7 @@ pub(super) fn writable_memory(process: &str) -> Option<WritableMemory> {
     Some(WritableMemory { mapped: bytes("VmData:")?, resident: bytes("RssAnon:")? })
 }
 
-fn kib_line(path: &str, label: &str) -> Option<f64> {
+pub(super) fn kib_line(path: &str, label: &str) -> Option<f64> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(label))?;
     line.trim().strip_suffix("kB")?.trim().parse().ok()

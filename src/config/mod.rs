@@ -59,6 +59,7 @@ mod schedule;
 mod schema;
 mod vocabulary;
 mod written;
+mod zero_note;
 mod zero_stage;
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::CheckpointError;
 use crate::comm::CommError;
-use crate::config::ConfigError;
+use crate::config::{Config, ConfigError};
 use crate::data::DataError;
 use crate::mesh::MeshError;
 use crate::model::ModelError;
@@ -67,6 +67,17 @@ pub enum EngineError {
         key: &'static str,
         /// What needs it.
         needed_by: String,
+    },
+    /// A step has more tokens, or moves more bytes, than 64 bits can count.
+    #[error(
+        "a step of {train_batch_size} sequences of {seq_len} tokens is too large: its tokens or bytes exceed 2^64; choose a \
+         smaller `train_batch_size` (`gradient_accumulation_steps`, `train_micro_batch_size_per_gpu`)"
+    )]
+    StepTooLarge {
+        /// Sequences of a step on all ranks.
+        train_batch_size: usize,
+        /// Tokens of each.
+        seq_len: usize,
     },
     /// Something could not be moved away or back.
     #[error(transparent)]
@@ -229,6 +240,16 @@ pub enum EngineError {
     /// A tensor operation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
+}
+
+impl EngineError {
+    /// Of a config whose tokens or bytes in a step 64 bits do not count.
+    pub(super) fn step_too_large(config: &Config) -> Self {
+        Self::StepTooLarge {
+            train_batch_size: config.train_batch_size,
+            seq_len: config.seq_len.unwrap_or_default(),
+        }
+    }
 }
 
 /// Boxes the errors that carry shapes and names: every `Result` of the engine would be as

@@ -5,6 +5,7 @@ use super::loss_scale::LossScaler;
 use super::memory::PartMemory;
 use super::offload::{CheckpointStore, storage};
 use super::parameter_groups::check_parameter_groups;
+use super::schedule::Moment;
 use super::step::Accumulation;
 use super::times::StepTimes;
 use crate::comm::{CommTimer, MeshGroups, ProcessGroup};
@@ -51,6 +52,8 @@ pub struct Engine {
     pub(super) times: StepTimes,
     /// Of the steps that are watched.
     pub(super) memory: Option<PartMemory>,
+    /// The part of a step that began last.
+    pub(super) part: Option<Moment>,
 }
 
 /// Puts `model` on this rank of the mesh: allocates what the ZeRO stage leaves here and
@@ -154,6 +157,7 @@ impl Engine {
             comm_timer,
             times: StepTimes::default(),
             memory: None,
+            part: None,
         })
     }
 

@@ -22,11 +22,16 @@ pub(super) struct PartMemory {
     peaks: Peaks,
     ended: Vec<HeldInPart>,
     going_on: Option<(Moment, Instant)>,
+    /// Whether the parts of a micro batch replace those of the one before.
+    is_last_only: bool,
 }
 
 impl PartMemory {
     fn begin(&mut self, at: Moment) {
         self.end();
+        if self.is_last_only && at == Moment::Embedding {
+            self.ended.clear();
+        }
         self.going_on = Some((at, Instant::now()));
     }
 
@@ -42,7 +47,18 @@ impl Engine {
     /// Notes from now on what this thread holds in each part of a step, as the [schedule](super::schedule()) divides it. It
     /// costs a look at a clock and at some counters for each part, and some bytes of memory.
     pub fn watch_memory(&mut self) {
-        self.memory = Some(PartMemory { peaks: Peaks::start(), ended: Vec::new(), going_on: None });
+        self.watch(false);
+    }
+
+    /// As [`watch_memory`](Self::watch_memory), of the last micro batch and the update only: the parts do not grow with the
+    /// accumulation.
+    pub fn watch_last_micro_batch(&mut self) {
+        self.watch(true);
+    }
+
+    fn watch(&mut self, is_last_only: bool) {
+        let (peaks, ended) = (Peaks::start(), Vec::new());
+        self.memory = Some(PartMemory { peaks, ended, going_on: None, is_last_only });
     }
 
     /// Ends [`watch_memory`](Self::watch_memory): the parts since then, in their order. What comes before the first one
@@ -55,8 +71,14 @@ impl Engine {
 
     /// A part of the step begins.
     pub(super) fn begin_part(&mut self, at: Moment) {
+        self.part = Some(at);
         if let Some(memory) = &mut self.memory {
             memory.begin(at);
         }
+    }
+
+    /// The part of a step that began last; none before the first step.
+    pub fn part(&self) -> Option<Moment> {
+        self.part
     }
 }

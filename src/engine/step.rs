@@ -281,7 +281,7 @@ impl Engine {
     /// The constant that losses are divided by before their number is known: any would do, this
     /// one keeps gradients near their final size.
     pub(super) fn loss_constant(&self) -> f64 {
-        (self.config.train_batch_size * self.config.seq_len.unwrap_or(1)) as f64
+        self.config.train_batch_size as f64 * self.config.seq_len.unwrap_or(1) as f64
     }
 
     /// After an error in the middle of a backward pass or an update, gradients or parameters

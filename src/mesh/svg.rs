@@ -1,13 +1,16 @@
 //! A mesh as a drawing: a panel for each axis, in which ranks of one colour share a group.
 
 use super::nodes::Reach;
-use super::{DeviceMesh, MeshError};
+use super::{DeviceMesh, MeshError, notation};
 use std::fmt::Write as _;
 
 /// Side of a rank's square, and the space between nodes, in pixels.
 const CELL: usize = 34;
 const GAP: usize = 14;
 const TITLE: usize = 34;
+/// Width of a letter of the title at most, and the height of title and legend above the panels.
+const LETTER: usize = 9;
+const HEADER: usize = 96;
 /// Squares in a row of a node, and nodes beside each other.
 const MAX_COLUMNS: usize = 8;
 const MAX_NODES_ACROSS: usize = 4;
@@ -24,13 +27,16 @@ const COLOURS: [&str; 6] = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7
 pub fn svg(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<String, MeshError> {
     let layout = Layout::new(mesh, ranks_per_node.max(1));
     let reach = Reach::of_axes(mesh, layout.ranks_per_node)?;
-    let (width, height) = (layout.panel_width() + 2 * GAP, reach.len() * layout.panel_height() + GAP);
+    let title = title(mesh, layout.ranks_per_node);
+    let width = layout.panel_width().max(LETTER * title.chars().count()) + 2 * GAP;
+    let height = HEADER + reach.len() * layout.panel_height() + GAP;
     let mut text = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
          font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
     );
+    draw_header(&mut text, &title);
     for (panel, axis) in reach.iter().enumerate() {
-        let top = panel * layout.panel_height() + GAP;
+        let top = HEADER + panel * layout.panel_height() + GAP;
         let left_out = layout.num_nodes - layout.nodes_drawn();
         let more =
             if left_out > 0 { format!("; {left_out} more nodes are not drawn") } else { String::new() };
@@ -46,6 +52,39 @@ pub fn svg(mesh: &DeviceMesh, ranks_per_node: usize) -> Result<String, MeshError
     }
     text.push_str("</svg>\n");
     Ok(text)
+}
+
+/// The axes with their sizes, and where the ranks are.
+fn title(mesh: &DeviceMesh, ranks_per_node: usize) -> String {
+    let plural = |count: usize| if count == 1 { "" } else { "s" };
+    let ranks = mesh.world_size();
+    let axes = notation::axes(mesh.axis_names(), mesh.shape());
+    format!("Mesh {axes}: {ranks} rank{}, {ranks_per_node} per node", plural(ranks))
+}
+
+/// The title, and what squares, colors and frames stand for.
+fn draw_header(text: &mut String, title: &str) {
+    let (symbol, label) = (GAP, GAP + 32);
+    let _ = writeln!(text, "<title>{title}</title>");
+    let _ = writeln!(text, "<text x=\"{GAP}\" y=\"26\" font-size=\"16\" font-weight=\"bold\">{title}</text>");
+    let square = |x: usize, y: usize| {
+        let fill = COLOURS[0];
+        format!("<rect x=\"{x}\" y=\"{y}\" width=\"12\" height=\"12\" fill=\"{fill}\"/>")
+    };
+    let _ = writeln!(
+        text,
+        "<rect x=\"{symbol}\" y=\"40\" width=\"26\" height=\"14\" rx=\"4\" fill=\"none\" stroke=\"#444\"/>\
+         <text x=\"{label}\" y=\"52\">node</text>"
+    );
+    let _ =
+        writeln!(text, "{}<text x=\"{label}\" y=\"72\">rank, with its number</text>", square(symbol + 7, 61));
+    let _ = writeln!(
+        text,
+        "{}{}<text x=\"{label}\" y=\"92\">same color: same group of the axis ({} colors, repeated)</text>",
+        square(symbol, 81),
+        square(symbol + 14, 81),
+        COLOURS.len()
+    );
 }
 
 struct Layout {
@@ -124,6 +163,11 @@ mod tests {
     fn every_rank_is_drawn_once_for_each_axis_in_the_colour_of_its_group() {
         let drawing = svg(&DeviceMesh::dp_sp(2, 4).unwrap(), 4).unwrap();
         assert_eq!(drawing.matches("<title>rank ").count(), 16);
+        let (header, _) = drawing.split_once("dp: 4 groups").unwrap();
+        assert!(header.contains("<title>Mesh dp=2, sp=4: 8 ranks, 4 per node</title>"), "{header}");
+        for legend in [">node<", ">rank, with its number<", ">same color: same group of the axis "] {
+            assert!(header.contains(legend), "no {legend} in {header}");
+        }
         assert_eq!(drawing.matches("<title>node ").count(), 4, "two nodes in each panel");
         let (dp, sp) = drawing.split_once("sp: 2 groups of 4, within a node").unwrap();
         assert!(dp.contains("dp: 4 groups of 2, across 2 nodes"));

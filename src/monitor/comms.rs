@@ -118,7 +118,7 @@ fn straggling_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: Collectiv
     Straggling { axis: axis.to_owned(), op, calls, seconds, straggler_seconds, latest }
 }
 
-/// Bytes of all ranks together: what was sent, and what the schedule of the training steps has.
+/// Bytes of all ranks together: what was sent, and what the schedule of the same training steps and evaluations has.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Volume {
     /// `Ulysses exchange`, `ZeRO and data parallelism`, `sums over sp`.
@@ -182,7 +182,10 @@ impl Display for CommsTable<'_> {
         let straggling = straggling(self.ranks, self.groups);
         rows.extend(straggling.iter().filter(|row| (self.tells)(row.op)).map(straggler_row));
         write_table(f, &rows)?;
-        writeln!(f, "\nbytes sent by all ranks, beside what theory has for the training steps")?;
+        writeln!(
+            f,
+            "\nbytes sent by all ranks, and what theory has for the same training steps and evaluations"
+        )?;
         let mut rows =
             vec![["what", "theory", "measured", "of which, by theory"].map(str::to_owned).to_vec()];
         rows.extend(volumes(self.ranks).iter().map(|volume| {

@@ -95,6 +95,26 @@ fn the_parts_of_a_resumed_run_add_up() {
     assert!(!whole.contains("Parts of the run"));
 }
 
+#[test]
+fn the_theory_of_a_resumed_run_counts_the_evaluations_that_were_measured() {
+    let place = Workplace::new();
+    let zero = json!({ "stage": 3 });
+    let held_out = json!({ "validation": { "fraction": 0.1, "eval_interval": 3, "eval_batches": 1 } });
+    let changes = |ulysses: &Value| json!({ "mesh_param": [2, 2], "zero_optimization": zero, "checkpoint": {}, "ulysses": ulysses });
+    place.write_config("c.json", changes(&held_out));
+    for steps in ["4", "6"] {
+        place.run(&["train", "c.json", "--steps", steps, "--resume"]).assert_done();
+        let record = place.read_json("out/run.json");
+        let [planned, sent] = exchange(&record);
+        assert_eq!(planned, sent, "up to step {steps}");
+        let parameters = record["communication"]["volumes"].as_array().unwrap();
+        let parameters =
+            parameters.iter().find(|volume| volume["what"].as_str().unwrap().starts_with("ZeRO")).unwrap();
+        let [planned, sent] = ["planned_bytes", "sent_bytes"].map(|key| parameters[key].as_f64().unwrap());
+        assert!((sent / planned - 1.0).abs() < 1e-3, "{sent} of {planned} planned bytes");
+    }
+}
+
 /// Starts a run that would take for ever, and kills it when it has done `steps` steps.
 fn kill_after(place: &Workplace, steps: usize) {
     let mut command = place.command(&["train", "c.json", "--steps", "1000000000", "--resume"]);

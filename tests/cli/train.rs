@@ -4,6 +4,9 @@ use crate::golden;
 use crate::support::cli::Workplace;
 use serde_json::json;
 use std::collections::BTreeSet;
+use std::fs::File;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 const METRICS: [&str; 29] = [
     "step",
@@ -42,6 +45,39 @@ fn losses(place: &Workplace, changes: serde_json::Value, flags: &[&str]) -> Vec<
     place.write_config("c.json", changes);
     place.run(&[&["train", "c.json"], flags].concat()).assert_done();
     place.losses("out/metrics.jsonl")
+}
+
+#[test]
+fn the_planned_memory_is_next_to_the_available_one_before_the_first_step() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "mesh_param": [2, 2], "ulysses": { "steps": 1 } }));
+    let stderr = place.run(&["train", "c.json"]).assert_done().stderr.clone();
+    let line = stderr.lines().find(|line| line.starts_with("planned memory: ")).unwrap();
+    assert!(line.contains(" per rank at its peak (") && line.contains("for 4 rank(s)"), "{line}");
+    assert!(line.contains(" available (") && !stderr.contains("warning:"), "{stderr}");
+    assert!(!stderr.contains("the first step takes"), "it is short: {stderr}");
+}
+
+#[test]
+fn a_step_of_a_billion_micro_batches_begins_and_says_how_long_it_takes() {
+    let place = Workplace::new();
+    let batch = json!({ "train_batch_size": 4_000_000_000_u64, "train_micro_batch_size_per_gpu": 4 });
+    place.write_config("c.json", batch);
+    let stderr = place.path("stderr");
+    let mut command = place.command(&["train", "c.json"]);
+    command.stdout(Stdio::null()).stderr(File::create(&stderr).unwrap());
+    let mut child = command.spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let said = || std::fs::read_to_string(&stderr).unwrap();
+    while !said().contains("the first step takes about ") {
+        assert!(Instant::now() < deadline && child.try_wait().unwrap().is_none(), "{}", said());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(said().contains(" days: "), "{}", said());
+    place.write_config("c.json", json!({ "train_batch_size": 1_u64 << 62, "train_micro_batch_size_per_gpu": 1 }));
+    place.run(&["train", "c.json"]).assert_refused(2, &["is too large", "`train_batch_size`"]);
 }
 
 #[test]

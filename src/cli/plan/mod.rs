@@ -86,6 +86,9 @@ struct Report {
     /// Ranks that are to share ZeRO's partitions, where that is stated.
     shard_size: Option<usize>,
     zero_stage: u8,
+    /// Why the stage partitions nothing, where it does not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    zero_note: Option<String>,
     dtype: String,
     activation_checkpointing: bool,
     features: Features,
@@ -244,6 +247,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         mesh: MeshReport { dp: config.dp_size, sp: config.sp_size, ranks_per_node },
         shard_size: config.stated_shard_size,
         zero_stage: config.zero_stage.into(),
+        zero_note: config.zero_partition_note(),
         dtype: config.precision.dtype().as_str().to_owned(),
         activation_checkpointing: config.activation_checkpointing,
         features,

@@ -31,8 +31,14 @@ pub(in crate::cli) fn bytes(bytes: f64) -> String {
     scaled(bytes, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
 }
 
+/// Parameters of a model.
+pub(super) fn parameters(count: usize) -> String {
+    let (unit, size) = if count < 1_000_000_000 { ("M", 1e6) } else { ("B", 1e9) };
+    format!("{:.2} {unit} parameters", count as f64 / size)
+}
+
 /// Floating-point operations.
-pub(super) fn flops(flops: f64) -> String {
+pub(in crate::cli) fn flops(flops: f64) -> String {
     scaled(flops, 1000.0, &["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"])
 }
 
@@ -64,6 +70,8 @@ mod tests {
     fn numbers_come_in_units_that_can_be_read() {
         assert_eq!([0.0, 1023.0, 1536.0, 3.0e9].map(bytes), ["0 B", "1023 B", "1.50 KiB", "2.79 GiB"]);
         assert_eq!(flops(31.95e6), "31.95 MFLOP");
+        let counts = [123_712, 999_999_999, 8_030_261_248].map(parameters);
+        assert_eq!(counts, ["0.12 M parameters", "1000.00 M parameters", "8.03 B parameters"]);
         assert_eq!([0.0, 2.5e-6, 0.0123, 61.5].map(seconds), ["0 s", "0.003 ms", "12.30 ms", "61.500 s"]);
     }
 }

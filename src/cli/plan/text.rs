@@ -1,7 +1,7 @@
 //! The plan as text.
 
 use super::choices::Choices;
-use super::table::{bytes, flops, row, seconds, write_table};
+use super::table::{bytes, flops, parameters, row, seconds, write_table};
 use super::{Budget, Features, Report, choices};
 use std::fmt::{self, Display, Formatter};
 use ulysses::engine::plan::{MomentMemory, Sent};
@@ -28,9 +28,9 @@ impl Text<'_> {
         let Report { model, mesh, seq_len, micro_batch_size, gradient_accumulation_steps, .. } = self.0;
         writeln!(
             f,
-            "model   {}: {:.2} B parameters, {} layers, {} wide, {} query heads over {} KV heads",
+            "model   {}: {}, {} layers, {} wide, {} query heads over {} KV heads",
             model.name,
-            model.parameters as f64 / 1e9,
+            parameters(model.parameters),
             model.num_layers,
             model.hidden_size,
             model.num_heads,
@@ -51,7 +51,8 @@ impl Text<'_> {
             "batch   {micro_batch_size} row(s) of {seq_len} tokens × {gradient_accumulation_steps} micro batch(es) \
              × dp {}: {} tokens per step",
             mesh.dp, self.0.tokens_per_step
-        )
+        )?;
+        self.0.zero_note.as_ref().map_or(Ok(()), |note| writeln!(f, "note    {note}"))
     }
 
     /// What bounds the memory of a step, each after a comma.
@@ -85,7 +86,7 @@ impl Text<'_> {
         }
         if self.0.features.frozen_parameters > 0 {
             let trained = self.0.model.parameters - self.0.features.frozen_parameters;
-            features.push(format!("{:.2} B parameters trained", trained as f64 / 1e9));
+            features.push(format!("{} trained", parameters(trained)));
         }
         features.into_iter().map(|feature| format!(", {feature}")).collect()
     }

@@ -96,6 +96,11 @@ impl Host {
         self.process.as_ref().map_or(world_size, Process::local_size)
     }
 
+    /// How many of them are threads of this process.
+    pub(super) fn ranks_in_process(&self, world_size: usize) -> usize {
+        if self.process.is_some() { 1 } else { world_size }
+    }
+
     /// Whether this process owns the output directory.
     pub(super) fn is_first(&self) -> bool {
         self.process.as_ref().is_none_or(|process| process.rank() == 0)

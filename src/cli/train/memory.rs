@@ -53,8 +53,10 @@ impl<'a> MemoryWatch<'a> {
             self.of_length = (seq_len, 0);
         }
         let is_traced = self.tracer.is_some_and(|tracer| tracer.traces(self.done));
-        if self.is_on_host && (is_traced || self.of_length.1 < WATCHED_STEPS) {
+        if self.is_on_host && is_traced {
             engine.watch_memory();
+        } else if self.is_on_host && self.of_length.1 < WATCHED_STEPS {
+            engine.watch_last_micro_batch();
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod agreement;
 mod args;
+mod available;
 mod checkpoints;
 mod feed;
 mod host;
@@ -17,6 +18,7 @@ mod record;
 mod reporter;
 mod resume;
 mod signals;
+mod start;
 mod stragglers;
 mod trace;
 
@@ -30,6 +32,7 @@ use rank::RankOutcome;
 use reporter::Reported;
 use resume::Resume;
 use serde_json::Value;
+use start::PlannedMemory;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -49,6 +52,8 @@ struct Run {
     device: DeviceKind,
     llama: LlamaConfig,
     weights: Box<dyn WeightSource>,
+    /// Where the plan covers the model.
+    planned: Option<PlannedMemory>,
     /// By ascending step, the first from the start.
     phases: Vec<Phase>,
     limit: Limit,
@@ -81,6 +86,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     host.agree(written)?;
     (run.output, run.new_run_id) = host.of_first((run.output, run.new_run_id))?;
     note(&run);
+    run.planned.iter().for_each(|planned| planned.note(&host, &run));
     let given = std::fs::read_to_string(&config_path).unwrap_or_default();
     run.record = record::begin(&run, &given);
     let results = host.launch(&run);

@@ -2,6 +2,7 @@
 
 use super::feed::{Limit, Phase};
 use super::resume::{Resume, check_candidate, check_output};
+use super::start::PlannedMemory;
 use super::{Host, Run, TrainArgs, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
@@ -57,12 +58,13 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     // Without checkpoints there is nothing to save: signals keep their usual effect.
     let watch = || signals::watch().context("cannot watch for signals").or_run();
     let stop = if config.checkpoint.is_some() { watch()? } else { Arc::default() };
-    Ok(Run {
+    let mut run = Run {
         mesh,
         launch,
         device,
         llama: source.config,
         weights: source.weights,
+        planned: None,
         phases,
         limit,
         output: PathBuf::new(),
@@ -73,7 +75,9 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
         record: Value::Null,
         _lock: None,
         config,
-    })
+    };
+    run.planned = PlannedMemory::of(&run, local_ranks).or_usage()?;
+    Ok(run)
 }
 
 /// Tells runs apart; no two processes start at one moment with one number.

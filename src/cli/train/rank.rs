@@ -45,7 +45,8 @@ impl Run {
     pub(super) fn train(&self, rank: &RankContext, device: Device) -> anyhow::Result<RankOutcome> {
         let _rank = tracing::info_span!("rank", rank = rank.rank).entered();
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device);
-        let mut engine = initialize(Model::llama(&self.llama)?, &*self.weights, &self.config, &groups)?;
+        let engine = initialize(Model::llama(&self.llama)?, &*self.weights, &self.config, &groups);
+        let mut engine = engine.map_err(|error| self.with_plan(error.into(), None))?;
         let mut feed = Feed::new(self, Placement::of(&self.mesh, rank.rank)?)?;
         let mut checkpoints = Checkpoints::new(self, &groups, &engine)?;
         checkpoints.resume(&mut engine, &mut feed)?;
@@ -56,11 +57,15 @@ impl Run {
         let reporter = || Reporter::new(self, checkpoints.run_id(), first_step..last_step, peak_flops);
         // A run that has nothing to do leaves its files as they are.
         let mut reporter = (rank.rank == 0 && first_step < last_step).then(reporter).transpose()?;
+        if reporter.is_some() {
+            self.note_first_step(feed.phase().data.seq_len(), peak_flops);
+        }
         let stragglers = Stragglers::new(&groups)?;
         let mut watch = MemoryWatch::new(self, rank.rank, groups.device().is_cpu());
         let mut stopped = false;
         while engine.attempted_steps() < last_step && !stopped {
-            let (metrics, times) = step(&mut engine, &mut feed, &mut watch, &stragglers, first_step)?;
+            let step = step(&mut engine, &mut feed, &mut watch, &stragglers, first_step);
+            let (metrics, times) = step.map_err(|error| self.with_plan(error, engine.part()))?;
             if let Some(reporter) = &mut reporter {
                 reporter.record(metrics, &times, feed.phase())?;
             }
@@ -89,7 +94,7 @@ impl Run {
         })
     }
 
-    /// What this rank's collectives were, and what was planned of the training steps.
+    /// What this rank's collectives were, and what was planned of the same steps and evaluations.
     fn comms(&self, engine: &Engine, summary: &RankSummary, feed: &Feed<'_>, rank: usize) -> RankComms {
         let sent = summary.groups.iter().flat_map(|(axis, stats)| {
             stats.ops.iter().map(|(op, counted)| (axis.clone(), *op, counted.bytes_sent))
@@ -97,10 +102,21 @@ impl Run {
         let planned = feed.passes().iter().flat_map(|passes| {
             let steps = passes.trained / self.config.gradient_accumulation_steps as u64;
             let config = Config { seq_len: Some(passes.seq_len), ..self.config.clone() };
+            let plans = [
+                (steps, RankStep::of(&config, &self.llama, &self.mesh, rank)),
+                (passes.evaluated, RankStep::of_evaluation(&config, &self.llama, &self.mesh, rank)),
+            ];
             // What cannot be planned is told without a plan.
-            let step = RankStep::of(&config, &self.llama, &self.mesh, rank).unwrap_or_default();
-            step.collectives.into_iter().map(move |PlannedCalls { axis, op, purpose, sent_bytes, .. }| {
-                PlannedVolume { axis, op, purpose, sent_bytes: steps * sent_bytes }
+            let plans = plans.into_iter().filter_map(|(times, plan)| Some((times, plan.ok()?)));
+            plans.flat_map(|(times, plan)| {
+                plan.collectives.into_iter().map(
+                    move |PlannedCalls { axis, op, purpose, sent_bytes, .. }| PlannedVolume {
+                        axis,
+                        op,
+                        purpose,
+                        sent_bytes: times.saturating_mul(sent_bytes),
+                    },
+                )
             })
         });
         RankComms {

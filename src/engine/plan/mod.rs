@@ -75,8 +75,15 @@ impl Workload {
     }
 
     fn plan_of(&self, mesh: &DeviceMesh, rank: usize) -> Result<RankPlan, EngineError> {
-        let events = Schedule::on(self.device, &self.config, &self.model, mesh, rank, self.document_len)?;
-        Ok(RankPlan::sum(rank, events, &self.nodes(mesh, rank)?))
+        let events = self.events(mesh, rank)?;
+        let sums = RankPlan::sum(rank, events, &self.nodes(mesh, rank)?);
+        sums.ok_or_else(|| EngineError::step_too_large(&self.config))
+    }
+
+    /// What a rank does, each micro batch that repeats the one before it counted.
+    fn events(&self, mesh: &DeviceMesh, rank: usize) -> Result<Schedule, EngineError> {
+        let Self { config, model, document_len, device, .. } = self;
+        Ok(Schedule::on(*device, config, model, mesh, rank, *document_len)?.counted())
     }
 
     /// Where the peers of a rank are.
@@ -137,3 +144,6 @@ impl Workload {
         Ok(Some(longest))
     }
 }
+
+#[cfg(test)]
+mod tests;

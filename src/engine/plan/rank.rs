@@ -53,9 +53,13 @@ impl Sent {
         self.intra_node_bytes + self.inter_node_bytes
     }
 
-    fn add(&mut self, other: Self) {
-        self.intra_node_bytes += other.intra_node_bytes;
-        self.inter_node_bytes += other.inter_node_bytes;
+    /// Adds `other` so many times; nothing where 64 bits do not suffice.
+    fn add(&mut self, other: Self, times: u64) -> Option<()> {
+        let added = |sum: u64, bytes: u64| sum.checked_add(bytes.checked_mul(times)?);
+        self.intra_node_bytes = added(self.intra_node_bytes, other.intra_node_bytes)?;
+        self.inter_node_bytes = added(self.inter_node_bytes, other.inter_node_bytes)?;
+        // So that their sum can be told.
+        self.intra_node_bytes.checked_add(self.inter_node_bytes).map(|_| ())
     }
 }
 
@@ -92,17 +96,21 @@ impl Held {
 }
 
 impl RankPlan {
-    /// Goes through two steps; the second is what is told.
-    pub(super) fn sum(rank: usize, events: Schedule, nodes: &Nodes) -> Self {
+    /// Goes through two steps; the second is what is told. Nothing where 64 bits do not suffice for its bytes.
+    pub(super) fn sum(rank: usize, events: Schedule, nodes: &Nodes) -> Option<Self> {
         let mut held = Held::default();
         let mut moments: Vec<MomentMemory> = Vec::new();
-        let (mut steps, mut persistent) = (0, 0);
+        let (mut steps, mut times, mut persistent) = (0, 1, 0);
         let (mut offloaded, mut most_offloaded) = (0_i64, 0);
         let mut sent_by_purpose: BTreeMap<Purpose, Sent> = BTreeMap::new();
         let (mut model_flops, mut recompute_flops) = (0.0, 0.0);
         for event in events.steps(2) {
             match event {
+                Event::MicroBatches { times: alike } => times = alike,
                 Event::Begin(moment) => {
+                    if moment == Moment::Update {
+                        times = 1;
+                    }
                     if moments.is_empty() {
                         persistent = held.total;
                     }
@@ -124,11 +132,11 @@ impl RankPlan {
                     most_offloaded = most_offloaded.max(offloaded);
                 }
                 Event::Collective(transfer) if steps == 1 => {
-                    sent_by_purpose.entry(transfer.purpose).or_default().add(nodes.sent(&transfer));
+                    sent_by_purpose.entry(transfer.purpose).or_default().add(nodes.sent(&transfer), times)?;
                 }
                 Event::Compute(work) if steps == 1 => match work.pass {
-                    Pass::Recompute => recompute_flops += work.flops,
-                    Pass::Forward | Pass::Backward => model_flops += work.flops,
+                    Pass::Recompute => recompute_flops += times as f64 * work.flops,
+                    Pass::Forward | Pass::Backward => model_flops += times as f64 * work.flops,
                 },
                 Event::Collective(_) | Event::Compute(_) => {}
                 Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
@@ -138,8 +146,8 @@ impl RankPlan {
         let Some(peak) = peak.cloned() else { unreachable!("a step has moments") };
         let last_micro_batch = moments.iter().rposition(|moment| moment.at == Moment::Embedding).unwrap_or(0);
         let mut sent = Sent::default();
-        sent_by_purpose.values().for_each(|of_purpose| sent.add(*of_purpose));
-        Self {
+        sent_by_purpose.values().try_for_each(|of_purpose| sent.add(*of_purpose, 1))?;
+        Some(Self {
             rank,
             peak_bytes: peak.bytes,
             peak_at: peak.at,
@@ -151,7 +159,7 @@ impl RankPlan {
             recompute_flops,
             sent,
             sent_by_purpose,
-        }
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::comm::CollectiveOp;
 use crate::config::Config;
 use crate::engine::EngineError;
-use crate::engine::schedule::{Axis, Event, Pass, Piece, Purpose, schedule};
+use crate::engine::schedule::{Axis, Event, Moment, Pass, Piece, Purpose, Transfer, schedule};
 use crate::mesh::DeviceMesh;
 use crate::model::LlamaConfig;
 use serde::{Deserialize, Serialize};
@@ -46,16 +46,65 @@ impl RankStep {
         mesh: &DeviceMesh,
         rank: usize,
     ) -> Result<Self, EngineError> {
+        let events = schedule(config, model, mesh, rank)?.counted();
+        Self::sum(events).ok_or_else(|| EngineError::step_too_large(config))
+    }
+
+    /// Of a micro batch that is only evaluated: its forward pass, and the sums of its loss. Its arithmetic is without the head.
+    ///
+    /// # Errors
+    /// As [`schedule`].
+    pub fn of_evaluation(
+        config: &Config,
+        model: &LlamaConfig,
+        mesh: &DeviceMesh,
+        rank: usize,
+    ) -> Result<Self, EngineError> {
+        let config = Config {
+            gradient_accumulation_steps: 1,
+            train_batch_size: config.micro_batch_size * config.dp_size,
+            ..config.clone()
+        };
+        let mut now = Moment::Embedding;
+        // The head's parameters are on their way before it begins. An update starts as an evaluation ends: it compares
+        // sequences and adds up losses.
+        let is_evaluated = move |event: &Event| {
+            if let Event::Begin(moment) = event {
+                now = *moment;
+            }
+            match (now, event) {
+                (Moment::Embedding | Moment::Forward { .. }, _) => true,
+                (Moment::Update, Event::Collective(Transfer { op, axis, purpose, .. })) => {
+                    let sums = matches!(
+                        (op, axis),
+                        (CollectiveOp::AllGather, Axis::Sp) | (CollectiveOp::AllReduce, _)
+                    );
+                    *purpose == Purpose::Agree && sums
+                }
+                _ => false,
+            }
+        };
+        let events = schedule(&config, model, mesh, rank)?.filter(is_evaluated);
+        Self::sum(events).ok_or_else(|| EngineError::step_too_large(&config))
+    }
+
+    /// Nothing where 64 bits do not suffice for its bytes.
+    pub(super) fn sum(events: impl IntoIterator<Item = Event>) -> Option<Self> {
+        let mut times = 1;
         let mut flops = BTreeMap::new();
         let mut alike: BTreeMap<(Axis, CollectiveOp, Purpose, u64), (u64, u64)> = BTreeMap::new();
-        for event in schedule(config, model, mesh, rank)? {
+        for event in events {
             match event {
-                Event::Compute(work) => *flops.entry((work.piece, work.pass)).or_default() += work.flops,
+                Event::MicroBatches { times: alike } => times = alike,
+                Event::Begin(Moment::Update) => times = 1,
+                Event::Compute(work) => {
+                    *flops.entry((work.piece, work.pass)).or_default() += times as f64 * work.flops;
+                }
                 Event::Collective(transfer) => {
                     let kind = (transfer.axis, transfer.op, transfer.purpose, transfer.input_bytes);
                     let (calls, sent_bytes) = alike.entry(kind).or_default();
-                    *calls += 1;
-                    *sent_bytes += transfer.sent_bytes();
+                    *calls = times.checked_add(*calls)?;
+                    *sent_bytes = transfer.sent_bytes().checked_mul(times)?.checked_add(*sent_bytes)?;
                 }
                 Event::Begin(_) | Event::Memory { .. } | Event::Offloaded { .. } => {}
                 Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
@@ -65,7 +114,7 @@ impl RankStep {
             let (axis, purpose) = (Axis::name(axis).to_owned(), Purpose::to_string(&purpose));
             PlannedCalls { axis, op, purpose, input_bytes, calls, sent_bytes }
         };
-        Ok(Self { flops, collectives: alike.into_iter().map(planned).collect() })
+        Some(Self { flops, collectives: alike.into_iter().map(planned).collect() })
     }
 
     /// Operations of forward and backward; what is computed twice counts once.

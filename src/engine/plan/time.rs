@@ -11,7 +11,7 @@ use super::{Sent, Workload};
 use crate::comm::CollectiveOp;
 use crate::config::{LinkRates, MachineProfile, Rates};
 use crate::engine::EngineError;
-use crate::engine::schedule::{Event, Moment, Pass, Piece, Purpose, Schedule, Transfer, Work};
+use crate::engine::schedule::{Event, Moment, Pass, Piece, Purpose, Transfer, Work};
 use crate::mesh::DeviceMesh;
 use serde::Serialize;
 use std::collections::{BTreeMap, VecDeque};
@@ -98,8 +98,7 @@ impl Workload {
         for kind in self.kinds_of_ranks()? {
             let rank = first + kind.rank;
             let mut walk = Walk::new(machine, rates, self.nodes(&mesh, rank)?);
-            let events = Schedule::on(self.device, config, &self.model, &mesh, rank, self.document_len)?;
-            events.into_iter().try_for_each(|event| walk.go_on(event))?;
+            self.events(&mesh, rank)?.try_for_each(|event| walk.go_on(event))?;
             walk.end();
             model_flops += (kind.ranks * config.dp_size) as f64 * walk.model_flops;
             if slowest.as_ref().is_none_or(|(_, known)| known.now < walk.now) {
@@ -148,6 +147,9 @@ struct Walk<'a> {
     network_free: f64,
     under_way: BTreeMap<Purpose, VecDeque<UnderWay>>,
     is_updating: bool,
+    /// For how many micro batches this one stands. Nothing is under way between them, so all of its times are as many
+    /// times as long.
+    times: f64,
     parts: TimeParts,
     recompute: f64,
     /// Communication that nobody waited for.
@@ -165,6 +167,7 @@ impl<'a> Walk<'a> {
             network_free: 0.0,
             under_way: BTreeMap::new(),
             is_updating: false,
+            times: 1.0,
             parts: TimeParts::default(),
             recompute: 0.0,
             hidden: 0.0,
@@ -174,7 +177,11 @@ impl<'a> Walk<'a> {
 
     fn go_on(&mut self, event: Event) -> Result<(), EngineError> {
         match event {
-            Event::Begin(moment) => self.is_updating = moment == Moment::Update,
+            Event::MicroBatches { times } => self.times = times as f64,
+            Event::Begin(moment) => {
+                self.is_updating = moment == Moment::Update;
+                self.times = if self.is_updating { 1.0 } else { self.times };
+            }
             Event::Compute(work) => self.compute(work),
             Event::Sweep { bytes } => self.sweep(bytes),
             Event::File { bytes } => self.file(bytes)?,
@@ -187,6 +194,7 @@ impl<'a> Walk<'a> {
     }
 
     fn compute(&mut self, Work { piece, pass, flops }: Work) {
+        let flops = self.times * flops;
         let Rates {
             product_flops_per_second,
             attention_forward_flops_per_second,
@@ -221,7 +229,7 @@ impl<'a> Walk<'a> {
             true => (self.machine.update_bytes_per_second, &mut self.parts.update_seconds),
             false => (self.rates.elementwise_bytes_per_second, &mut self.parts.elementwise_seconds),
         };
-        let seconds = bytes as f64 / rate;
+        let seconds = self.times * bytes as f64 / rate;
         *part += seconds;
         self.now += seconds;
     }
@@ -230,8 +238,9 @@ impl<'a> Walk<'a> {
         let Some(rate) = self.machine.file_bytes_per_second else {
             return Err(self.unknown("file_bytes_per_second", "the config offloads to files".to_owned()));
         };
-        self.parts.file_seconds += bytes as f64 / rate;
-        self.now += bytes as f64 / rate;
+        let seconds = self.times * bytes as f64 / rate;
+        self.parts.file_seconds += seconds;
+        self.now += seconds;
         Ok(())
     }
 
@@ -240,13 +249,14 @@ impl<'a> Walk<'a> {
             let needed_by = "the config offloads from a GPU to the host's memory".to_owned();
             return Err(self.unknown("host_bytes_per_second", needed_by));
         };
-        self.parts.host_copy_seconds += bytes as f64 / rate;
-        self.now += bytes as f64 / rate;
+        let seconds = self.times * bytes as f64 / rate;
+        self.parts.host_copy_seconds += seconds;
+        self.now += seconds;
         Ok(())
     }
 
     fn communicate(&mut self, transfer: &Transfer) -> Result<(), EngineError> {
-        let seconds = self.seconds_of(transfer)?;
+        let seconds = self.times * self.seconds_of(transfer)?;
         let starts = self.now.max(self.network_free);
         if !transfer.is_awaited_at_once() {
             let ends = self.machine.overlaps_communication.then_some(starts + seconds);

@@ -109,6 +109,11 @@ impl SequenceParallel {
         self.known.clear();
     }
 
+    /// Bytes that it keeps from one micro batch to the next.
+    pub(super) fn kept(&self) -> [usize; 2] {
+        [self.scratch_bytes, self.geometry_bytes]
+    }
+
     /// Attention's forward of a chunk. `q`, `k` and `v` are used up. The result is none where it is what is saved.
     pub(super) fn forward(
         &mut self,

@@ -38,6 +38,11 @@ impl CheckpointStore {
         Self { place, being_written: None, arriving: VecDeque::new() }
     }
 
+    /// Checkpoints that it holds in memory: being written, and arriving.
+    pub(super) fn kept(&self) -> [usize; 2] {
+        [usize::from(self.being_written.is_some()), self.arriving.len()]
+    }
+
     /// A layer's checkpoint, where the config wants it.
     pub(super) fn keep(&mut self, checkpoint: Vec<Buffer>, ledger: &mut Ledger) -> LayerTape {
         let Some(place) = self.place else { return LayerTape::Checkpoint(checkpoint) };

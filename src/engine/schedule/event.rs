@@ -9,6 +9,12 @@ use std::sync::Arc;
 /// One thing that happens on a rank, in the order in which its thread does it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
+    /// The micro batch that follows stands for `times` equal ones in a row. Only a
+    /// [counted](super::Schedule::counted) schedule has such events, before every micro batch.
+    MicroBatches {
+        /// How many there are, at least 1.
+        times: u64,
+    },
     /// A part of the step begins.
     Begin(Moment),
     /// A collective is started.

@@ -64,10 +64,29 @@ impl Away {
 }
 
 /// The tensors of one size that wait for their next use, and how many were taken and not given back.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 struct Shelf {
     free: usize,
     taken: usize,
+    /// Whether a tensor was given back and not kept, since [`Ledger::mark`].
+    has_refused: bool,
+}
+
+impl Shelf {
+    /// Whether it will serve the same requests as it did since it was `before`.
+    fn repeats(&self, before: &Self) -> bool {
+        // More that were taken change nothing where nothing was refused.
+        let serves_alike = self.taken == before.taken || (self.taken > before.taken && !self.has_refused);
+        self.free == before.free && serves_alike
+    }
+}
+
+/// What a ledger was at a moment.
+#[derive(Debug)]
+pub(super) struct LedgerMark {
+    shelves: HashMap<(usize, usize), Shelf>,
+    packed_bytes: usize,
+    copied_bytes: usize,
 }
 
 /// What a rank holds, and the events of which that follows.
@@ -132,11 +151,33 @@ impl Ledger {
     pub(super) fn give(&mut self, buffer: Buffer) {
         let (bytes, elems) = (self.bytes_of(buffer.element), buffer.elems);
         self.free(buffer);
-        if let Some(shelf) = self.shelves.get_mut(&(bytes, elems)).filter(|shelf| shelf.taken > 0) {
-            shelf.taken -= 1;
-            shelf.free += 1;
-            self.hold(Category::Other, (elems * bytes) as i64);
+        let Some(shelf) = self.shelves.get_mut(&(bytes, elems)) else { return };
+        if shelf.taken == 0 {
+            shelf.has_refused = true;
+            return;
         }
+        shelf.taken -= 1;
+        shelf.free += 1;
+        self.hold(Category::Other, (elems * bytes) as i64);
+    }
+
+    /// What it is now, to tell later whether it [repeats](Self::repeats).
+    pub(super) fn mark(&mut self) -> LedgerMark {
+        let Self { packed_bytes, copied_bytes, .. } = *self;
+        let mark = LedgerMark { shelves: self.shelves.clone(), packed_bytes, copied_bytes };
+        self.shelves.values_mut().for_each(|shelf| shelf.has_refused = false);
+        mark
+    }
+
+    /// Whether the same requests as since `before`, the last mark, will have the same events again.
+    pub(super) fn repeats(&self, before: &LedgerMark) -> bool {
+        let LedgerMark { shelves, packed_bytes, copied_bytes } = before;
+        (self.packed_bytes, self.copied_bytes) == (*packed_bytes, *copied_bytes)
+            && self.shelves.len() == shelves.len()
+            && self
+                .shelves
+                .iter()
+                .all(|(size, shelf)| shelves.get(size).is_some_and(|old| shelf.repeats(old)))
     }
 
     /// Frees what waits in the workspace.

@@ -24,6 +24,7 @@ mod layer;
 mod ledger;
 mod loss_head;
 mod mlp;
+mod steady;
 mod units;
 
 pub use crate::memory::Category;
@@ -42,6 +43,7 @@ use kernels::Kernels;
 use layer::LayerPass;
 use ledger::{Away, Buffer, Ledger};
 use std::iter::FusedIterator;
+use steady::SteadyState;
 use units::Units;
 
 /// The events of one rank, in its order: first what it holds throughout, then a step.
@@ -80,6 +82,10 @@ pub struct Schedule {
     next: Phase,
     steps_left: usize,
     micro_step: usize,
+    /// Whether micro batches that repeat are counted instead of listed.
+    is_counted: bool,
+    /// What the micro batch before began with, in the same step.
+    before: Option<SteadyState>,
     tape: Tape,
 }
 
@@ -149,6 +155,9 @@ impl Schedule {
                 return Err(EngineError::MeshMismatch { axis, configured, actual });
             }
         }
+        if config.train_batch_size.checked_mul(config.require_seq_len()?).is_none() {
+            return Err(EngineError::step_too_large(config));
+        }
         let layers = Model::llama(model)?;
         let (dims, plans) = Dims::new(config, model, document_len, sp)?;
         let (dtype, threads) = (config.precision.dtype(), config.threads_per_rank.unwrap_or(1));
@@ -181,6 +190,8 @@ impl Schedule {
             next: Phase::Begin,
             steps_left: 1,
             micro_step: 0,
+            is_counted: false,
+            before: None,
             tape: Tape::default(),
         })
     }
@@ -189,6 +200,14 @@ impl Schedule {
     #[must_use]
     pub fn steps(mut self, steps: usize) -> Self {
         self.steps_left = steps;
+        self
+    }
+
+    /// Lists each micro batch that repeats the one before it once, after an [`Event::MicroBatches`] with their number: a step of
+    /// a billion micro batches takes a few times as many events as one.
+    #[must_use]
+    pub fn counted(mut self) -> Self {
+        self.is_counted = true;
         self
     }
 
@@ -209,7 +228,10 @@ impl Schedule {
     fn advance(&mut self) {
         self.next = match self.next {
             Phase::Begin if self.steps_left == 0 => Phase::End,
-            Phase::Begin => self.begin_micro_batch(),
+            Phase::Begin => {
+                self.count_micro_batch();
+                self.begin_micro_batch()
+            }
             Phase::Forward { layer } if layer == self.num_layers => Phase::Head,
             Phase::Forward { layer } => self.forward(layer),
             Phase::Head => self.head(),

@@ -164,6 +164,16 @@ impl Units {
         }
     }
 
+    /// Which tensors of each unit exist besides what outlives a step.
+    pub(super) fn kept(&self) -> Vec<[bool; 5]> {
+        let kept = |flat: &Flat| {
+            let Flat { gathered, arriving, fetched, whole_gradient, is_gathering, .. } = flat;
+            let tensors = [gathered, arriving, fetched, whole_gradient].map(Option::is_some);
+            [tensors[0], tensors[1], tensors[2], tensors[3], *is_gathering]
+        };
+        self.flats.iter().map(kept).collect()
+    }
+
     /// Starts to gather a unit whose parameters are partitioned, unless that is done or under way.
     pub(super) fn prefetch(&mut self, unit: usize, ledger: &mut Ledger) {
         for flat in self.units[unit].clone() {

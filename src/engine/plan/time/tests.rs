@@ -1,6 +1,7 @@
 //! The arithmetic of a step's time, on machines that exist on paper only.
 
 mod choices;
+mod counted;
 
 use super::*;
 use crate::config::{Config, Links, RatesByFormat};
