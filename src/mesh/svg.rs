@@ -164,7 +164,7 @@ mod tests {
         let drawing = svg(&DeviceMesh::dp_sp(2, 4).unwrap(), 4).unwrap();
         assert_eq!(drawing.matches("<title>rank ").count(), 16);
         let (header, _) = drawing.split_once("dp: 4 groups").unwrap();
-        assert!(header.contains("<title>Mesh dp=2, sp=4: 8 ranks, 4 per node</title>"), "{header}");
+        assert!(header.contains("<title>Mesh dp=2,sp=4: 8 ranks, 4 per node</title>"), "{header}");
         for legend in [">node<", ">rank, with its number<", ">same color: same group of the axis "] {
             assert!(header.contains(legend), "no {legend} in {header}");
         }

@@ -91,7 +91,10 @@ fn a_mesh_is_drawn_to_a_file() {
     assert!(outcome.assert_done().stderr.contains("drawn to mesh.svg"), "{outcome:?}");
     let svg = place.read("mesh.svg");
     assert!(svg.starts_with("<svg ") && svg.matches("<title>rank ").count() == 16, "{svg}");
-    assert!(svg.contains(">Mesh dp=2, sp=4: 8 ranks, 4 per node</text>") && svg.contains(">node</text>"), "{svg}");
+    assert!(
+        svg.contains(">Mesh dp=2,sp=4: 8 ranks, 4 per node</text>") && svg.contains(">node</text>"),
+        "{svg}"
+    );
     place
         .run(&["mesh", "2x4", "--svg", "no/such/dir.svg"])
         .assert_refused(1, &["--svg: cannot write no/such/dir.svg"]);

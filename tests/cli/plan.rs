@@ -50,33 +50,39 @@ fn a_plan_says_what_a_rank_holds_sends_and_computes_and_adds_up() {
 #[test]
 fn micro_batches_that_repeat_are_counted_not_listed() {
     let place = workplace(json!({}));
-    let of_batch = |batch: &str| {
+    let of_batch = |batch: Value| {
         place.write_config("batch.json", json!({ "train_batch_size": null, "ulysses": { "seq_len": 4096 } }));
-        let config = place.read("batch.json").replace("\"train_batch_size\":null", batch);
-        place.write("batch.json", config);
+        let mut config = place.read_json("batch.json");
+        config.as_object_mut().unwrap().extend(batch.as_object().unwrap().clone());
+        config["train_micro_batch_size_per_gpu"] = json!(1);
+        place.write("batch.json", config.to_string());
+    };
+    let planned = |batch: Value| {
+        of_batch(batch);
         plan(&place, &["batch.json", "--model", "small", "--mesh", "2x2"])
     };
-    let accumulated = |steps: u64| {
-        of_batch(&format!("\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": {steps}"))
-    };
+    let accumulated = |steps: u64| planned(json!({ "gradient_accumulation_steps": steps }));
     let [four, billion] = [4, 1_000_000_000].map(accumulated);
     assert_eq!(peak(&billion), peak(&four));
     assert_eq!(billion["rank"]["timeline"], four["rank"]["timeline"]);
     assert_eq!(billion["tokens_per_step"], 2 * 4096 * 1_000_000_000_u64);
     let flops = |plan: &Value| plan["rank"]["model_flops"].as_f64().unwrap();
     assert!((flops(&billion) / flops(&four) / 2.5e8 - 1.0).abs() < 1e-12);
-    let of_train_batch = of_batch("\"train_micro_batch_size_per_gpu\": 1, \"train_batch_size\": 2000000000");
+    let of_train_batch = planned(json!({ "train_batch_size": 2_000_000_000_u64 }));
     assert_eq!(of_train_batch["rank"], billion["rank"]);
-    let too_many = place.read("batch.json").replace("2000000000", "9000000000000000000");
-    place.write("batch.json", too_many);
-    let expected = ["a step of 9000000000000000000 sequences of 4096 tokens is too large", "`train_batch_size`"];
+    of_batch(json!({ "train_batch_size": 9_000_000_000_000_000_000_u64 }));
+    let expected =
+        ["a step of 9000000000000000000 sequences of 4096 tokens is too large", "`train_batch_size`"];
     place.run(&["plan", "batch.json", "--model", "small", "--mesh", "2x2"]).assert_refused(2, &expected);
 }
 
 #[test]
 fn a_plan_counts_parameters_in_millions_and_says_that_one_partition_partitions_nothing() {
     let place = workplace(json!({}));
-    place.write_config("zero.json", json!({ "zero_optimization": { "stage": 3 }, "ulysses": { "seq_len": 64 } }));
+    place.write_config(
+        "zero.json",
+        json!({ "zero_optimization": { "stage": 3 }, "ulysses": { "seq_len": 64 } }),
+    );
     let text = |mesh: &str| place.run(&["plan", "zero.json", "--mesh", mesh]).assert_done().stdout.clone();
     let alone = text("1x2");
     assert!(alone.contains("model   nano: 0.12 M parameters, "), "{alone}");

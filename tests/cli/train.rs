@@ -76,7 +76,10 @@ fn a_step_of_a_billion_micro_batches_begins_and_says_how_long_it_takes() {
     child.kill().unwrap();
     child.wait().unwrap();
     assert!(said().contains(" days: "), "{}", said());
-    place.write_config("c.json", json!({ "train_batch_size": 1_u64 << 62, "train_micro_batch_size_per_gpu": 1 }));
+    place.write_config(
+        "c.json",
+        json!({ "train_batch_size": 1_u64 << 62, "train_micro_batch_size_per_gpu": 1 }),
+    );
     place.run(&["train", "c.json"]).assert_refused(2, &["is too large", "`train_batch_size`"]);
 }
 

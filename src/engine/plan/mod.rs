@@ -126,11 +126,12 @@ impl Workload {
     /// # Errors
     /// As [`plan`](Self::plan).
     pub fn longest(&self, budget_bytes: u64) -> Result<Option<usize>, EngineError> {
-        let fits = |seq_len: usize| {
-            Ok::<_, EngineError>(self.with_seq_len(seq_len).plan()?.peak_bytes <= budget_bytes)
+        let fits = |seq_len: usize| match self.with_seq_len(seq_len).plan() {
+            Err(EngineError::StepTooLarge { .. }) => Ok(false),
+            plan => plan.map(|plan| plan.peak_bytes <= budget_bytes),
         };
         let shortest = self.config.sp_size;
-        if !fits(shortest)? {
+        if self.with_seq_len(shortest).plan()?.peak_bytes > budget_bytes {
             return Ok(None);
         }
         let (mut longest, mut too_long) = (shortest, 2 * shortest);

@@ -111,8 +111,12 @@ fn the_events_of_a_counted_step_do_not_grow_with_its_micro_batches() {
 fn a_step_that_cannot_be_counted_is_refused() {
     let (_, device, config) = cases().remove(6);
     let error = |accumulation: usize| workload(&config, device, accumulation).plan().unwrap_err();
-    for accumulation in [1_usize << 60, 1 << 56] {
-        let error = error(accumulation);
+    let micro_batch = |size: usize| {
+        let mut workload = workload(&config, device, 1);
+        (workload.config.micro_batch_size, workload.config.train_batch_size) = (size, 2 * size);
+        workload.plan().unwrap_err()
+    };
+    for error in [error(1 << 57), error(1 << 46), micro_batch(1 << 46), micro_batch(1 << 56)] {
         assert!(matches!(error, EngineError::StepTooLarge { .. }), "{error}");
         assert!(error.to_string().contains("gradient_accumulation_steps"), "{error}");
     }

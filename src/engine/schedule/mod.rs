@@ -6,7 +6,7 @@
 //! mirror: `forward` and `backward` are the engine's passes over the layers, `loss_head` what is between them, `units` is
 //! ZeRO's order of gathers and reductions, `layer` the decoder layer with its halves `heads` and `mlp`, `attention` the
 //! exchange with the attention, `checkpoints` what layers leave for their backward pass, `ledger` the workspace, and `kernels`
-//! has what the ops take beside their operands.
+//! has what the ops take beside their operands. `steady` counts micro batches that repeat, for sums over a step.
 //! `tests/schedule.rs` compares it event for event with what real ranks do, `tests/plan_memory.rs` its memory with the
 //! allocator's count.
 //!
@@ -155,7 +155,7 @@ impl Schedule {
                 return Err(EngineError::MeshMismatch { axis, configured, actual });
             }
         }
-        if config.train_batch_size.checked_mul(config.require_seq_len()?).is_none() {
+        if !is_countable(config, model)? {
             return Err(EngineError::step_too_large(config));
         }
         let layers = Model::llama(model)?;
@@ -247,6 +247,19 @@ impl Schedule {
             Phase::End => Phase::End,
         };
     }
+}
+
+/// Whether 64 bits suffice for the tokens of a step, and for the bytes of a micro batch on one rank.
+fn is_countable(config: &Config, model: &LlamaConfig) -> Result<bool, EngineError> {
+    /// Tensors of each width that a layer has at once, at most, by the bytes of an element.
+    const BYTES: f64 = 64.0;
+    let seq_len = config.require_seq_len()?;
+    let LlamaConfig { hidden_size, intermediate_size, vocab_size, num_heads, head_dim, num_layers, .. } =
+        *model;
+    let widths = [hidden_size, intermediate_size, vocab_size, num_heads * head_dim];
+    let of_token = widths.into_iter().map(|width| width as f64).sum::<f64>() * (num_layers + 1) as f64;
+    let bytes = BYTES * config.micro_batch_size as f64 * seq_len as f64 * of_token;
+    Ok(config.train_batch_size.checked_mul(seq_len).is_some() && bytes < i64::MAX as f64)
 }
 
 /// For each layer, whether each of its parameters is trained.
