@@ -7,7 +7,7 @@ use std::path::Path;
 /// Where everything takes time.
 fn real_machine(overlaps_communication: bool) -> MachineProfile {
     let profiles = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/machines");
-    let mut machine = MachineProfile::from_file(&profiles.join("h100_sxm_ib400.json")).unwrap();
+    let mut machine = MachineProfile::from_file(profiles.join("h100_sxm_ib400.json")).unwrap();
     machine.rates.f32 = machine.rates.bf16;
     machine.rates.fp16 = machine.rates.bf16;
     MachineProfile {
