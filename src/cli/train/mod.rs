@@ -38,7 +38,7 @@ use ulysses::comm::{CollectiveOp, LaunchError, LaunchOptions, launch};
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{LlamaConfig, WeightSource};
+use ulysses::model::{HfSource, LlamaConfig, WeightSource};
 use ulysses::monitor::{CommsTable, RankComms, RunSummary, Tracer};
 
 /// Everything that the ranks share.
@@ -49,6 +49,8 @@ struct Run {
     device: DeviceKind,
     llama: LlamaConfig,
     weights: Box<dyn WeightSource>,
+    /// Of the model's directory, if it has one.
+    source: Option<HfSource>,
     /// By ascending step, the first from the start.
     phases: Vec<Phase>,
     limit: Limit,
