@@ -40,8 +40,8 @@ impl Checkpoint {
         &self.manifest
     }
 
-    /// The same checkpoint with what an export keeps of the model that its run started from. Checkpoints of earlier
-    /// versions lack it.
+    /// The same checkpoint with the files of the model directory that its run started from. Checkpoints of earlier
+    /// versions lack them.
     #[must_use]
     pub fn with_source(mut self, source: HfSource) -> Self {
         self.manifest.source = Some(source);

@@ -43,7 +43,7 @@ pub struct Manifest {
     /// no such description.
     #[serde(default)]
     pub model: Value,
-    /// The files that an export keeps, where the run started from a model directory.
+    /// The files that an export keeps, if the run started from a model directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<HfSource>,
     /// What is kept of every element, f32 each: `parameters`, then the optimizer's own kinds.

@@ -171,8 +171,8 @@ fn compare(first: &Checkpoint, second: &Checkpoint) -> Result<(), Failure> {
     if differing == 0 { Ok(()) } else { Err(Failure::Run(anyhow!("the checkpoints differ"))) }
 }
 
-/// Finds what earlier versions did not save in a checkpoint: the files around the weights that the run started from.
-fn with_source(checkpoint: Checkpoint) -> Checkpoint {
+/// Adds the files of the run's model directory to a checkpoint of an earlier version, which lacks them.
+fn find_source(checkpoint: Checkpoint) -> Checkpoint {
     let manifest = checkpoint.manifest();
     let model = manifest.config.pointer("/ulysses/model").and_then(Value::as_str);
     let Some(dir) = model.filter(|model| manifest.source.is_none() && !PRESETS.contains(model)) else {
@@ -207,7 +207,7 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
         let message = "there is something of this name already; an export is a new directory";
         return Err(Failure::Usage(anyhow!("--output {}: {message}", args.output.display())));
     }
-    let checkpoint = with_source(open_verified(&args.dir)?);
+    let checkpoint = find_source(open_verified(&args.dir)?);
     let of_run = || checkpoint.manifest().config.pointer("/ulysses/tokenizer")?.as_str().map(PathBuf::from);
     let tokenizer = args.tokenizer.or_else(of_run);
     match &tokenizer {
@@ -224,7 +224,8 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
     let dtype = args.dtype.map(ExportDtype::from).or_else(of_source).unwrap_or(ExportDtype::F32);
     if args.dtype.is_none() && dtype != ExportDtype::F32 {
         note(
-            "note: parameters are rounded to the dtype of the model that the run started from; --dtype f32 keeps them as they are",
+            "note: parameters are rounded to the dtype of the model that the run started from; --dtype f32 keeps \
+             every bit",
         );
     }
     let options = ExportOptions {

@@ -112,8 +112,8 @@ fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyho
     Ok(Some(bytes.sum::<Result<u64, _>>()?))
 }
 
-/// Which bytes [`text_bytes`] counts.
-fn counted(data: &Dataset) -> &'static str {
+/// Description of the bytes that [`text_bytes`] counts.
+fn counted_bytes(data: &Dataset) -> &'static str {
     match data.sources().iter().all(|rows| rows.packing() == data::Packing::Concat) {
         true => "decoded text, without special tokens and the first token, which nothing predicts",
         false => {
@@ -130,7 +130,7 @@ fn as_json(args: &EvalArgs, data: &Dataset, evaluation: Evaluation, bytes: Optio
     let all = json!({
         "loss": evaluation.loss(), "perplexity": evaluation.perplexity(),
         "bits_per_byte": bits_per_byte(evaluation, bytes), "tokens": evaluation.sum.valid_tokens,
-        "bytes": bytes, "bytes_counted": counted(data), "rows": data.num_rows(), "seq_len": data.seq_len(),
+        "bytes": bytes, "bytes_counted": counted_bytes(data), "rows": data.num_rows(), "seq_len": data.seq_len(),
         "padding_share": data.padding_share(), "mesh": args.mesh,
     });
     format!("{all}\n")
@@ -138,7 +138,7 @@ fn as_json(args: &EvalArgs, data: &Dataset, evaluation: Evaluation, bytes: Optio
 
 fn as_text(data: &Dataset, evaluation: Evaluation, bytes: Option<u64>) -> String {
     let bits = match (bits_per_byte(evaluation, bytes), bytes) {
-        (Some(bits), Some(bytes)) => format!("{bits:.4}, of {bytes} bytes: {}", counted(data)),
+        (Some(bits), Some(bytes)) => format!("{bits:.4}, of {bytes} bytes: {}", counted_bytes(data)),
         _ => "unknown: the tokens are not known to stand for a text".to_owned(),
     };
     format!(

@@ -17,8 +17,8 @@ use ulysses::ulysses::{AttentionShape, ExchangePlan};
 pub(super) struct ModelSource {
     pub(super) config: LlamaConfig,
     pub(super) weights: Box<dyn WeightSource>,
-    /// What an export keeps of a directory.
-    pub(super) files: Option<HfSource>,
+    /// Of a model directory: the files that an export keeps.
+    pub(super) hf_source: Option<HfSource>,
 }
 
 /// Presets start from random weights made from `seed` and take the tokenizer's vocabulary;
@@ -28,7 +28,7 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         let config =
             LlamaConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error)).or_usage()? };
         config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
-        return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }), files: None });
+        return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }), hf_source: None });
     };
     let description = HfDescription::from_dir(dir).map_err(|error| match holds_checkpoints(dir) {
         _ if dir.is_file() => anyhow!("{model}: this is a file; a model is a directory with config.json and weights"),
@@ -41,11 +41,11 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
     let HfModel { config, weights, notes, source } =
         HfModel::with_weights(description.or_usage()?, dir).or_usage()?;
     print_notes(&notes);
-    Ok(ModelSource { config, weights: Box::new(weights), files: Some(source) })
+    Ok(ModelSource { config, weights: Box::new(weights), hf_source: Some(source) })
 }
 
-/// The description of a directory or of a file, for what needs no weights. Where they are there, they tell whether the
-/// head is tied, as they do in training.
+/// The description in a directory or a file, for commands that need no weights. Weights that are there decide whether
+/// the head is tied, as in training.
 pub(super) fn describe(path: &Path) -> Result<LlamaConfig, Failure> {
     let mut description = match path.is_file() {
         true => HfDescription::from_file(path),
@@ -53,7 +53,7 @@ pub(super) fn describe(path: &Path) -> Result<LlamaConfig, Failure> {
     }
     .or_usage()?;
     if let Ok(weights) = HfWeights::open(path) {
-        description.tie_as_in(&weights).or_usage()?;
+        description.untie_if_weights_differ(&weights).or_usage()?;
     }
     print_notes(&description.notes);
     Ok(description.config)

@@ -21,7 +21,7 @@ pub struct RunRecord {
     pub run_id: String,
     /// The model in the vocabulary of Hugging Face's `config.json`, or null.
     pub model: Value,
-    /// What an export keeps of the model directory that the run started from, if it did.
+    /// The files that an export keeps, if the run started from a model directory.
     pub source: Option<HfSource>,
     /// The data consumed.
     pub data: DataCursor,

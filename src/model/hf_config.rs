@@ -12,7 +12,7 @@ pub(super) struct HfConfig {
 }
 
 impl HfConfig {
-    /// The description, if this version computes such a model, and what a user should know of it.
+    /// The description, if this version computes such a model, and notes for the user.
     pub(super) fn llama(&self) -> Result<(LlamaConfig, Vec<String>), ModelError> {
         let architecture = self.architecture()?;
         self.refuse_unsupported()?;

@@ -1,5 +1,5 @@
-//! The fields of `config.json` that are known. The list says what may stand in a file, not what may not: a field that it
-//! lacks could change what the model computes, and is refused.
+//! The known fields of `config.json`: an allow-list. A field that is not on it could change what the model computes,
+//! and is refused.
 
 use super::hf_config::HfConfig;
 use super::{Architecture, ModelError};
@@ -32,7 +32,7 @@ const READ: &[&str] = &[
 /// Read by the rotary embedding.
 const ROPE: &[&str] = &["rope_parameters", "rope_scaling", "rope_theta"];
 
-/// Without effect on logits, loss and gradients. Fields that begin with `_` are transformers' own notes, and as harmless.
+/// No effect on logits, loss and gradients. Neither have fields that begin with `_`, transformers' internal ones.
 const HARMLESS: &[&str] = &[
     // The file and the weights in it.
     "dtype",
@@ -84,7 +84,7 @@ const HARMLESS: &[&str] = &[
     "num_labels",
     "problem_type",
     "task_specific_params",
-    // Encoders and decoders in pairs: these decoders are alone, whatever is said of the pair.
+    // Encoder-decoder models, which these are not.
     "cross_attention_hidden_size",
     "is_decoder",
     "tie_encoder_decoder",
@@ -160,7 +160,7 @@ const DROPOUT: &[&str] =
     &["attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop", "residual_dropout"];
 
 impl HfConfig {
-    /// What a user should know of the fields that are not read.
+    /// Notes on fields that are known and not applied.
     ///
     /// # Errors
     /// A field that is unknown, or has a value that would change the model.
@@ -194,7 +194,7 @@ impl HfConfig {
             ))),
             // `torch.nn.Embedding(padding_idx)`
             "pad_token_id" => Ok(Some(format!(
-                "`pad_token_id` is {value}: its embedding is trained as any other, where transformers gives it no gradient"
+                "`pad_token_id` is {value}: its embedding is trained like any other; transformers gives it no gradient"
             ))),
             _ => Err(ModelError::UnknownField {
                 origin: self.origin.clone(),

@@ -1,4 +1,4 @@
-//! A directory in Hugging Face's layout: description, weights, and what an export of the trained model keeps of it.
+//! A model directory in Hugging Face's layout: description, weights, and the files that an export keeps.
 
 use super::hf_config::HfConfig;
 use super::{HfWeights, LlamaConfig, Model, ModelError};
@@ -10,12 +10,12 @@ use std::path::Path;
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 
-/// What `config.json` says.
+/// A model as its `config.json` describes it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HfDescription {
     /// The model.
     pub config: LlamaConfig,
-    /// What a user should know of it.
+    /// Notes for the user, one line each.
     pub notes: Vec<String>,
     /// The whole content of the file.
     pub json: Value,
@@ -27,9 +27,9 @@ pub struct HfModel {
     pub config: LlamaConfig,
     /// Its parameters, all of which are there in the right shape.
     pub weights: HfWeights,
-    /// What a user should know of both.
+    /// Notes for the user, one line each.
     pub notes: Vec<String>,
-    /// What an export keeps.
+    /// The files around the weights, for an export.
     pub source: HfSource,
 }
 
@@ -76,11 +76,11 @@ impl HfDescription {
         Ok(Self { config, notes, json: file.value })
     }
 
-    /// Unties a head that is described as tied where `weights` hold other numbers for it, as transformers 5 does.
+    /// Unties the head where `weights` have a head that differs from the embedding, as transformers 5 does.
     ///
     /// # Errors
     /// Weights that cannot be read.
-    pub fn tie_as_in(&mut self, weights: &HfWeights) -> Result<(), ModelError> {
+    pub fn untie_if_weights_differ(&mut self, weights: &HfWeights) -> Result<(), ModelError> {
         let is_stored = |name| weights.shape(name).is_some();
         let are_both_stored = is_stored(EMBEDDING) && is_stored(HEAD);
         if self.config.tie_word_embeddings && are_both_stored && !weights.are_equal(EMBEDDING, HEAD)? {
@@ -110,7 +110,7 @@ impl HfModel {
     /// As [`open`](Self::open).
     pub fn with_weights(mut description: HfDescription, dir: &Path) -> Result<Self, ModelError> {
         let weights = HfWeights::open(dir)?;
-        description.tie_as_in(&weights)?;
+        description.untie_if_weights_differ(&weights)?;
         let HfDescription { config, mut notes, json } = description;
         let units = Model::llama(&config)?.units();
         let mut used: HashSet<_> =
@@ -128,7 +128,7 @@ impl HfModel {
     }
 }
 
-/// Counts the tensors that are no parameter of the model, which names some.
+/// A note with the number of tensors that are no parameter of the model.
 fn unused_tensors(weights: &HfWeights, used: &HashSet<&str>) -> Option<String> {
     const NAMED: usize = 3;
     let mut unused: Vec<_> = weights.names().filter(|name| !used.contains(name)).collect();
@@ -151,7 +151,7 @@ impl HfSource {
         Ok(Self::of(read_json(&dir.join("config.json"))?, dir, weights.as_ref()).0)
     }
 
-    /// Also why the generation config is not kept, if it cannot be read.
+    /// The second value is a note if the generation config cannot be read.
     fn of(config: Value, dir: &Path, weights: Option<&HfWeights>) -> (Self, Option<String>) {
         let path = dir.join("generation_config.json");
         let (generation_config, unread) = match path.exists().then(|| read_json(&path)) {

@@ -49,7 +49,7 @@ pub struct HeadChunk {
 }
 
 impl LlamaConfig {
-    /// Reads the Hugging Face `config.json` of a directory. [`HfDescription`] also says what a user should know of it.
+    /// Reads the Hugging Face `config.json` of a directory. [`HfDescription`] also has notes for the user.
     ///
     /// # Errors
     /// A file that is missing, is no JSON object, or describes a model that this version

@@ -130,7 +130,7 @@ fn an_export_keeps_every_field_of_the_model_that_the_run_started_from() {
     assert_eq!(place.read_json("hf/config.json"), kept);
     assert_eq!(place.read_json("hf/generation_config.json"), generation);
     let outcome = export(&place, "as-source", &[]);
-    assert!(outcome.assert_done().stderr.contains("--dtype f32 keeps them"), "{outcome:?}");
+    assert!(outcome.assert_done().stderr.contains("--dtype f32 keeps every bit"), "{outcome:?}");
     assert_eq!(place.read_json("as-source/config.json")["dtype"], "bfloat16");
     let bytes = |dir: &str| fs::metadata(place.path(dir).join("model.safetensors")).unwrap().len();
     assert!(bytes("as-source") < bytes("hf") * 6 / 10);

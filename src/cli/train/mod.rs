@@ -49,8 +49,8 @@ struct Run {
     device: DeviceKind,
     llama: LlamaConfig,
     weights: Box<dyn WeightSource>,
-    /// Of the model's directory, if it has one.
-    source: Option<HfSource>,
+    /// Of a model directory: the files that an export keeps.
+    hf_source: Option<HfSource>,
     /// By ascending step, the first from the start.
     phases: Vec<Phase>,
     limit: Limit,

@@ -63,7 +63,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
         device,
         llama: source.config,
         weights: source.weights,
-        source: source.files,
+        hf_source: source.hf_source,
         phases,
         limit,
         output: PathBuf::new(),
