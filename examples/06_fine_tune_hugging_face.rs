@@ -17,7 +17,7 @@ use ulysses::config::Config;
 use ulysses::data::{Corpus, PackedRows, Tokenizer};
 use ulysses::engine::{RunRecord, initialize};
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{HfWeights, LlamaConfig, Model, RandomWeights, WeightSource, preset};
+use ulysses::model::{HfModel, HfSource, LlamaConfig, Model, RandomWeights, WeightSource, preset};
 
 /// One sequence over two ranks; small steps, and the embedding stays as it is.
 const FINE_TUNE: &str = r#"{
@@ -43,21 +43,23 @@ fn main() -> Result<()> {
             std::fs::write(&second, "a lazy cat sleeps under the quick brown table. ".repeat(100))?;
             println!("pretraining a tiny model:");
             let nano = preset("nano")?;
-            train(PRETRAIN, &nano, &RandomWeights { seed: 1 }, &Tokenizer::bytes(), &first, &model)?;
+            let start = Start { llama: &nano, weights: &RandomWeights { seed: 1 }, source: None };
+            train(PRETRAIN, start, &Tokenizer::bytes(), &first, &model)?;
             [model, second, at("fine-tuned")]
         }
     };
 
     // A model directory says everything: shape, weights, tokenizer. Weights are read by range: of
     // a large model a rank reads what ZeRO leaves it, and no other byte.
-    let llama = LlamaConfig::from_hf_dir(&model)?;
-    let weights = HfWeights::open(&model)?;
+    let HfModel { config: llama, weights, notes, source } = HfModel::open(&model)?;
+    notes.iter().for_each(|note| println!("note: {note}"));
     let tokenizer = match model.join("tokenizer.json") {
         file if file.exists() => Tokenizer::from_file(&file)?,
         _ => Tokenizer::bytes(),
     };
     println!("fine-tuning {:.2} M parameters:", llama.num_parameters() as f64 / 1e6);
-    train(FINE_TUNE, &llama, &weights, &tokenizer, &text, &output)?;
+    let start = Start { llama: &llama, weights: &weights, source: Some(source) };
+    train(FINE_TUNE, start, &tokenizer, &text, &output)?;
     println!("{} holds a model that transformers can load", output.display());
     if output.starts_with(scratch.path()) {
         println!("(until now: it was a try in a temporary directory)");
@@ -65,22 +67,23 @@ fn main() -> Result<()> {
     Ok(())
 }
 
+/// The model that a training starts from.
+struct Start<'a> {
+    llama: &'a LlamaConfig,
+    weights: &'a dyn WeightSource,
+    /// The files that an export keeps: token ids, generation settings, lengths.
+    source: Option<HfSource>,
+}
+
 /// Trains 40 steps on a text and exports the result to `output`.
-fn train(
-    config: &str,
-    llama: &LlamaConfig,
-    weights: &dyn WeightSource,
-    tokenizer: &Tokenizer,
-    text: &Path,
-    output: &Path,
-) -> Result<()> {
+fn train(config: &str, start: Start<'_>, tokenizer: &Tokenizer, text: &Path, output: &Path) -> Result<()> {
     let config = Config::from_json_str(config, "the example's config")?;
     let rows = Arc::new(PackedRows::new(Corpus::load(text, tokenizer)?, 128)?);
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
     let checkpoints = tempfile::tempdir()?;
     let saved = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let mut engine = initialize(Model::llama(llama)?, weights, &config, &groups)?;
+        let mut engine = initialize(Model::llama(start.llama)?, start.weights, &config, &groups)?;
         let mut loader = engine.data_loader(rows.clone())?;
         for _ in 0..40 {
             let report = engine.train_batch(|| loader.next_micro_batch())?;
@@ -90,7 +93,8 @@ fn train(
         }
         // A checkpoint holds each partition of the state once, whoever has it.
         let mut saver = engine.saver(groups.whole()?, checkpoints.path(), SaveOptions::default())?;
-        engine.save_checkpoint(&mut saver, RunRecord::new("example", llama.to_hf_json(), &loader)?)?;
+        let record = RunRecord::new("example", start.llama.to_hf_json(), &loader)?;
+        engine.save_checkpoint(&mut saver, RunRecord { source: start.source.clone(), ..record })?;
         Ok(saver.finish()?.map(|saved| saved.path))
     })?;
     let checkpoint = Checkpoint::open(&saved.into_iter().flatten().next().unwrap_or_default())?;

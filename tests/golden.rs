@@ -6,10 +6,12 @@
 mod support;
 
 use candle_core::{DType, Tensor};
+use serde_json::Value;
 use support::compare::{assert_all_close, assert_close, assert_scalar_close, values};
 use support::golden::Fixture;
 use support::mesh_run::{Layout, Problem, Rule, by_name, layout};
 use support::reference::{AdamW, Optimizer, Tensors, Weights, as_tensors, clip_by_global_norm, weights_from};
+use ulysses::model::LlamaConfig;
 
 const GRADIENT_TOLERANCE: f64 = 1e-5;
 
@@ -120,4 +122,28 @@ fn adamw_steps_are_pytorch_s() {
 #[test]
 fn clipped_adamw_steps_are_pytorch_s() {
     check_trajectory("adamw_clip0.5");
+}
+
+#[test]
+fn rotary_embeddings_are_those_that_transformers_reads_from_the_same_file() {
+    let fixture: Value = serde_json::from_str(include_str!("fixtures/hf_rope.json")).unwrap();
+    let cases = fixture["cases"].as_array().unwrap();
+    assert!(cases.len() > 15);
+    for case in cases {
+        let mut json = fixture["base"].clone();
+        for (field, value) in case["fields"].as_object().unwrap() {
+            json[field] = value.clone();
+        }
+        let config = LlamaConfig::from_hf_json(json, "config.json").unwrap();
+        let label = case["case"].as_str().unwrap();
+        let expected: Vec<f64> = serde_json::from_value(case["inv_freq"].clone()).unwrap();
+        let found = config.rope().frequencies(config.head_dim, 1);
+        assert_eq!(found.len(), expected.len(), "{label}");
+        for (found, expected) in found.iter().zip(&expected) {
+            // transformers computes them in f32.
+            assert!((found / expected - 1.0).abs() < 2e-6, "{label}: {found} instead of {expected}");
+        }
+        let factor = case["attention_factor"].as_f64().unwrap();
+        assert_scalar_close(label, config.rope().amplitude(), factor, 1e-12);
+    }
 }

@@ -73,6 +73,16 @@ pub enum CheckpointError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A parameter would become an infinity in the dtype of an export.
+    #[error("parameter {name}: {value} is beyond the range of {dtype}: export another dtype")]
+    OutOfRange {
+        /// The parameter.
+        name: String,
+        /// The element.
+        value: f32,
+        /// The dtype.
+        dtype: &'static str,
+    },
     /// A sound checkpoint that is not of this model, optimizer or run.
     #[error("{}: {what} was {saved} when it was saved and is {wanted} in this run", path.display())]
     Mismatch {

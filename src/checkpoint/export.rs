@@ -4,7 +4,7 @@ use super::header::Header;
 use super::load::Checkpoint;
 use super::shard::{TensorFile, Written};
 use super::{CheckpointError, Storage};
-use half::bf16;
+use half::{bf16, f16};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 use std::io::Write;
@@ -17,6 +17,8 @@ pub enum ExportDtype {
     F32,
     /// Rounded to nearest, ties to even.
     Bf16,
+    /// Rounded to nearest, ties to even.
+    F16,
 }
 
 /// What an export consists of.
@@ -39,20 +41,32 @@ pub struct Exported {
     pub bytes: u64,
 }
 
+const GENERATION_CONFIG: &str = "generation_config.json";
+
 /// What belongs to a `tokenizer.json`, where it is there.
-const TOKENIZER_COMPANIONS: [&str; 4] =
-    ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"];
+const TOKENIZER_COMPANIONS: [&str; 9] = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION_CONFIG,
+];
 
 /// A parameter by unit and index, and its bytes in the export.
 type Place = (usize, usize, u64);
 
 /// Writes `output`, which must not exist: `config.json`, `model.safetensors` (or numbered files
-/// and their index), the tokenizer. It appears complete or not at all. One parameter is in
+/// and their index), the tokenizer. Of the model that the run started from, `config.json` keeps every field but the
+/// dtype, and `generation_config.json` is the same. It appears complete or not at all. One parameter is in
 /// memory at a time.
 ///
 /// # Errors
-/// A checkpoint without a model description, one that cannot be read, or a file that cannot be
-/// written.
+/// A checkpoint without a model description, one that cannot be read, a parameter that is beyond the
+/// dtype's range, or a file that cannot be written.
 pub fn export(
     checkpoint: &Checkpoint,
     output: &Path,
@@ -122,6 +136,10 @@ fn write_all(
             }
         }
     }
+    let source = checkpoint.manifest().source.as_ref();
+    if let Some(generation) = source.map(|source| &source.generation_config).filter(|json| !json.is_null()) {
+        write_text(storage, &dir.join(GENERATION_CONFIG), generation)?;
+    }
     Ok(Exported { files, bytes })
 }
 
@@ -142,9 +160,14 @@ fn write_weights(
     let mut reader = checkpoint.reader();
     for &(unit, parameter, _) in group {
         let elements = reader.parameter((unit, 0), parameter)?;
+        if let Some(value) = elements.iter().find(|element| dtype.overflows(**element)) {
+            let name = checkpoint.layouts()[unit].parameters()[parameter].name.clone();
+            return Err(CheckpointError::OutOfRange { name, value: *value, dtype: dtype.hf_name() });
+        }
         match dtype {
             ExportDtype::F32 => file.write(&elements, f32::to_le_bytes)?,
             ExportDtype::Bf16 => file.write(&elements, |element| bf16::from_f32(element).to_le_bytes())?,
+            ExportDtype::F16 => file.write(&elements, |element| f16::from_f32(element).to_le_bytes())?,
         }
     }
     let Written { bytes, .. } = file.finish()?;
@@ -152,11 +175,35 @@ fn write_weights(
 }
 
 impl ExportDtype {
+    /// The dtype of the model that a run started from, by its name in PyTorch.
+    pub fn from_hf_name(name: &str) -> Option<Self> {
+        [Self::F32, Self::Bf16, Self::F16].into_iter().find(|dtype| dtype.hf_name() == name)
+    }
+
+    fn hf_name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+        }
+    }
+
     fn stored(self) -> Dtype {
         match self {
             Self::F32 => Dtype::F32,
             Self::Bf16 => Dtype::BF16,
+            Self::F16 => Dtype::F16,
         }
+    }
+
+    /// Whether rounding makes an infinity of a number.
+    fn overflows(self, element: f32) -> bool {
+        element.is_finite()
+            && match self {
+                Self::F32 => false,
+                Self::Bf16 => bf16::from_f32(element).is_infinite(),
+                Self::F16 => f16::from_f32(element).is_infinite(),
+            }
     }
 }
 
@@ -188,16 +235,24 @@ fn group_by_size(places: Vec<Place>, max_bytes: u64) -> Vec<Vec<Place>> {
 }
 
 fn config_json(checkpoint: &Checkpoint, dtype: ExportDtype) -> Result<Value, CheckpointError> {
+    const TIED: &str = "tie_word_embeddings";
     let manifest = checkpoint.manifest();
     let Value::Object(mut config) = manifest.model.clone() else {
         let reason = "it has no description of the model in Hugging Face's vocabulary".to_owned();
         return Err(CheckpointError::Manifest { path: checkpoint.dir().join(super::MANIFEST), reason });
     };
-    let name = match dtype {
-        ExportDtype::F32 => "float32",
-        ExportDtype::Bf16 => "bfloat16",
-    };
-    config.insert("torch_dtype".into(), json!(name));
+    if let Some(Value::Object(of_source)) = manifest.source.as_ref().map(|source| &source.config) {
+        let is_tied = config.remove(TIED).unwrap_or(Value::Bool(false));
+        config.clone_from(of_source);
+        // The source may describe a head as tied for which it has weights of its own.
+        config.insert(TIED.into(), is_tied);
+    }
+    // transformers 5 writes `dtype`, and reads it first.
+    let keys =
+        ["dtype", "torch_dtype"].into_iter().filter(|key| config.contains_key(*key)).collect::<Vec<_>>();
+    for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {
+        config.insert(key.into(), json!(dtype.hf_name()));
+    }
     // The longest rows that it has seen; some programs refuse longer ones.
     config.entry("max_position_embeddings").or_insert(json!(manifest.progress.data.seq_len));
     Ok(Value::Object(config))

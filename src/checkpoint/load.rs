@@ -6,6 +6,7 @@ use super::manifest::{Manifest, UnitEntry};
 use super::save::{agree, refused};
 use super::shard::Shard;
 use crate::comm::ProcessGroup;
+use crate::model::HfSource;
 use crate::zero::FlatLayout;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -37,6 +38,14 @@ impl Checkpoint {
     /// Its manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// The same checkpoint with the files of the model directory that its run started from. Checkpoints of earlier
+    /// versions lack them.
+    #[must_use]
+    pub fn with_source(mut self, source: HfSource) -> Self {
+        self.manifest.source = Some(source);
+        self
     }
 
     /// The units in the partitions of this checkpoint.

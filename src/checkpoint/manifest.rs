@@ -1,6 +1,7 @@
 //! `manifest.json`: what a checkpoint is, and the hash of every file of it.
 
 use super::CheckpointError;
+use crate::model::HfSource;
 use crate::zero::FlatLayout;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -42,6 +43,9 @@ pub struct Manifest {
     /// no such description.
     #[serde(default)]
     pub model: Value,
+    /// The files that an export keeps, if the run started from a model directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<HfSource>,
     /// What is kept of every element, f32 each: `parameters`, then the optimizer's own kinds.
     pub kinds: Vec<String>,
     /// The parameter table.

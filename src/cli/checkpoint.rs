@@ -4,6 +4,7 @@ use super::arguments::at_least_1;
 use super::{Failure, OrFail, note, print};
 use anyhow::{Context, anyhow};
 use clap::{Subcommand, ValueEnum};
+use serde_json::Value;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{
@@ -11,6 +12,7 @@ use ulysses::checkpoint::{
     export, step_name, steps,
 };
 use ulysses::data::Tokenizer;
+use ulysses::model::{HfSource, PRESETS};
 
 #[derive(clap::Args)]
 pub(super) struct CheckpointArgs {
@@ -51,9 +53,9 @@ struct ExportArgs {
     /// Directory to write, which must not exist.
     #[arg(long)]
     output: PathBuf,
-    /// Numbers of the export.
-    #[arg(long, default_value = "f32")]
-    dtype: DtypeArg,
+    /// Dtype of the export. Without it, that of the model that the run started from; f32 for a preset.
+    #[arg(long)]
+    dtype: Option<DtypeArg>,
     /// Most megabytes (10^6 bytes) of tensors in a file.
     #[arg(long, default_value_t = 5000, value_parser = at_least_1::<u64>)]
     max_file_mb: u64,
@@ -66,6 +68,17 @@ struct ExportArgs {
 enum DtypeArg {
     F32,
     Bf16,
+    Fp16,
+}
+
+impl From<DtypeArg> for ExportDtype {
+    fn from(dtype: DtypeArg) -> Self {
+        match dtype {
+            DtypeArg::F32 => Self::F32,
+            DtypeArg::Bf16 => Self::Bf16,
+            DtypeArg::Fp16 => Self::F16,
+        }
+    }
 }
 
 pub(super) fn run(args: CheckpointArgs) -> Result<(), Failure> {
@@ -158,12 +171,43 @@ fn compare(first: &Checkpoint, second: &Checkpoint) -> Result<(), Failure> {
     if differing == 0 { Ok(()) } else { Err(Failure::Run(anyhow!("the checkpoints differ"))) }
 }
 
+/// Adds the files of the run's model directory to a checkpoint of an earlier version, which lacks them.
+fn find_source(checkpoint: Checkpoint) -> Checkpoint {
+    let manifest = checkpoint.manifest();
+    let model = manifest.config.pointer("/ulysses/model").and_then(Value::as_str);
+    let Some(dir) = model.filter(|model| manifest.source.is_none() && !PRESETS.contains(model)) else {
+        return checkpoint;
+    };
+    let dir = Path::new(dir);
+    match HfSource::read(dir).ok().filter(|source| source.describes(&manifest.model)) {
+        Some(source) => {
+            note(format_args!(
+                "note: the checkpoint lacks the config.json that its run started from: that of {} is taken, which \
+                 describes the same model",
+                dir.display()
+            ));
+            checkpoint.with_source(source)
+        }
+        None => {
+            note(format_args!(
+                "note: the checkpoint lacks the config.json that its run started from, and {} describes no such model \
+                 now: `bos_token_id`, `eos_token_id`, `pad_token_id`, the other fields that do not shape the model and \
+                 generation_config.json are not exported, and `max_position_embeddings` is {} unless RoPE scaling states \
+                 it; add them to the export by hand",
+                dir.display(),
+                manifest.progress.data.seq_len
+            ));
+            checkpoint
+        }
+    }
+}
+
 fn run_export(args: ExportArgs) -> Result<(), Failure> {
     if args.output.symlink_metadata().is_ok() {
         let message = "there is something of this name already; an export is a new directory";
         return Err(Failure::Usage(anyhow!("--output {}: {message}", args.output.display())));
     }
-    let checkpoint = open_verified(&args.dir)?;
+    let checkpoint = find_source(open_verified(&args.dir)?);
     let of_run = || checkpoint.manifest().config.pointer("/ulysses/tokenizer")?.as_str().map(PathBuf::from);
     let tokenizer = args.tokenizer.or_else(of_run);
     match &tokenizer {
@@ -176,11 +220,16 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
             Tokenizer::from_file(path).context("the export would have no tokenizer").or_usage()?;
         }
     }
+    let of_source = || ExportDtype::from_hf_name(checkpoint.manifest().source.as_ref()?.dtype.as_deref()?);
+    let dtype = args.dtype.map(ExportDtype::from).or_else(of_source).unwrap_or(ExportDtype::F32);
+    if args.dtype.is_none() && dtype != ExportDtype::F32 {
+        note(
+            "note: parameters are rounded to the dtype of the model that the run started from; --dtype f32 keeps \
+             every bit",
+        );
+    }
     let options = ExportOptions {
-        dtype: match args.dtype {
-            DtypeArg::F32 => ExportDtype::F32,
-            DtypeArg::Bf16 => ExportDtype::Bf16,
-        },
+        dtype,
         max_file_bytes: args.max_file_mb.saturating_mul(1_000_000),
         tokenizer: tokenizer.as_deref(),
     };

@@ -3,12 +3,12 @@
 use super::data::{Sources, open_tokenizer, parse_packing};
 use super::evaluation::{Evaluation, evaluate};
 use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use serde_json::json;
 use std::path::Path;
 use ulysses::comm::{MeshGroups, launch};
 use ulysses::config::{Config, DataSource, Overrides, Packing, RawConfig};
-use ulysses::data::{Dataset, Placement, predicted_text_bytes};
+use ulysses::data::{self, Dataset, Placement, predicted_text_bytes};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::Model;
@@ -68,13 +68,17 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
         as_json(&args, &data, evaluation, bytes)
     } else {
         as_text(&data, evaluation, bytes)
-    })
+    })?;
+    match evaluation.loss() {
+        loss if loss.is_finite() => Ok(()),
+        loss => Err(Failure::Run(anyhow!("the loss of {} is {loss}, which is not finite", args.model))),
+    }
 }
 
 /// An engine that holds as little as possible beside the parameters.
 fn config(args: &EvalArgs) -> Result<Config, Failure> {
     let at_least_1 = |name: &str, value: usize| match value {
-        0 => Err(Failure::Usage(anyhow::anyhow!("--{name}: expected at least 1, found 0"))),
+        0 => Err(Failure::Usage(anyhow!("--{name}: expected at least 1, found 0"))),
         _ => Ok(()),
     };
     at_least_1("seq-len", args.seq_len)?;
@@ -108,6 +112,16 @@ fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyho
     Ok(Some(bytes.sum::<Result<u64, _>>()?))
 }
 
+/// Description of the bytes that [`text_bytes`] counts.
+fn counted_bytes(data: &Dataset) -> &'static str {
+    match data.sources().iter().all(|rows| rows.packing() == data::Packing::Concat) {
+        true => "decoded text, without special tokens and the first token, which nothing predicts",
+        false => {
+            "decoded text, without special tokens and each document's first token, which nothing predicts"
+        }
+    }
+}
+
 fn bits_per_byte(evaluation: Evaluation, bytes: Option<u64>) -> Option<f64> {
     Some(evaluation.sum.sum / std::f64::consts::LN_2 / bytes.filter(|&bytes| bytes > 0)? as f64)
 }
@@ -116,7 +130,7 @@ fn as_json(args: &EvalArgs, data: &Dataset, evaluation: Evaluation, bytes: Optio
     let all = json!({
         "loss": evaluation.loss(), "perplexity": evaluation.perplexity(),
         "bits_per_byte": bits_per_byte(evaluation, bytes), "tokens": evaluation.sum.valid_tokens,
-        "bytes": bytes, "rows": data.num_rows(), "seq_len": data.seq_len(),
+        "bytes": bytes, "bytes_counted": counted_bytes(data), "rows": data.num_rows(), "seq_len": data.seq_len(),
         "padding_share": data.padding_share(), "mesh": args.mesh,
     });
     format!("{all}\n")
@@ -124,7 +138,7 @@ fn as_json(args: &EvalArgs, data: &Dataset, evaluation: Evaluation, bytes: Optio
 
 fn as_text(data: &Dataset, evaluation: Evaluation, bytes: Option<u64>) -> String {
     let bits = match (bits_per_byte(evaluation, bytes), bytes) {
-        (Some(bits), Some(bytes)) => format!("{bits:.4}, of {bytes} bytes"),
+        (Some(bits), Some(bytes)) => format!("{bits:.4}, of {bytes} bytes: {}", counted_bytes(data)),
         _ => "unknown: the tokens are not known to stand for a text".to_owned(),
     };
     format!(

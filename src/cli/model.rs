@@ -1,13 +1,14 @@
 //! `--model`: a preset by name or a directory in Hugging Face's layout.
 
-use super::{Failure, OrFail};
+use super::{Failure, OrFail, note};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{MANIFEST, steps};
 use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
 use ulysses::model::{
-    HfWeights, LlamaConfig, Model, ModelError, PRESETS, PUBLISHED, RandomWeights, WeightSource, preset,
+    HfDescription, HfModel, HfSource, HfWeights, LlamaConfig, Model, ModelError, PRESETS, PUBLISHED,
+    RandomWeights, WeightSource, preset,
 };
 use ulysses::ops::attention::grouped_heads;
 use ulysses::ulysses::{AttentionShape, ExchangePlan};
@@ -16,6 +17,8 @@ use ulysses::ulysses::{AttentionShape, ExchangePlan};
 pub(super) struct ModelSource {
     pub(super) config: LlamaConfig,
     pub(super) weights: Box<dyn WeightSource>,
+    /// Of a model directory: the files that an export keeps.
+    pub(super) hf_source: Option<HfSource>,
 }
 
 /// Presets start from random weights made from `seed` and take the tokenizer's vocabulary;
@@ -25,9 +28,9 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         let config =
             LlamaConfig { vocab_size, ..preset(model).map_err(|error| unknown(model, error)).or_usage()? };
         config.validate(&format!("preset {model} with this tokenizer")).or_usage()?;
-        return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }) });
+        return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }), hf_source: None });
     };
-    let config = LlamaConfig::from_hf_dir(dir).map_err(|error| match holds_checkpoints(dir) {
+    let description = HfDescription::from_dir(dir).map_err(|error| match holds_checkpoints(dir) {
         _ if dir.is_file() => anyhow!("{model}: this is a file; a model is a directory with config.json and weights"),
         true => anyhow!(
             "{model}: this is a checkpoint or a run's output directory, not a model: `ulysses checkpoint export {model} \
@@ -35,14 +38,29 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         ),
         false => error.into(),
     });
-    let config = config.or_usage()?;
-    let weights = Box::new(HfWeights::open(dir).or_usage()?);
-    let units = Model::llama(&config).or_usage()?.units();
-    for spec in units.iter().flat_map(|unit| &unit.parameters) {
-        // Reading nothing of a tensor still checks its name, shape and type.
-        weights.read(spec, 0..0, &mut []).or_usage()?;
+    let HfModel { config, weights, notes, source } =
+        HfModel::with_weights(description.or_usage()?, dir).or_usage()?;
+    print_notes(&notes);
+    Ok(ModelSource { config, weights: Box::new(weights), hf_source: Some(source) })
+}
+
+/// The description in a directory or a file, for commands that need no weights. Weights that are there decide whether
+/// the head is tied, as in training.
+pub(super) fn describe(path: &Path) -> Result<LlamaConfig, Failure> {
+    let mut description = match path.is_file() {
+        true => HfDescription::from_file(path),
+        false => HfDescription::from_dir(path),
     }
-    Ok(ModelSource { config, weights })
+    .or_usage()?;
+    if let Ok(weights) = HfWeights::open(path) {
+        description.untie_if_weights_differ(&weights).or_usage()?;
+    }
+    print_notes(&description.notes);
+    Ok(description.config)
+}
+
+fn print_notes(notes: &[String]) {
+    notes.iter().for_each(|text| note(format_args!("note: {text}")));
 }
 
 /// Why there is no such model: most often a directory is called otherwise.

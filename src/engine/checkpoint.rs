@@ -7,6 +7,7 @@ use crate::checkpoint::{
 };
 use crate::comm::ProcessGroup;
 use crate::data::{DataError, DataLoader};
+use crate::model::HfSource;
 use serde_json::Value;
 use std::cell::RefCell;
 use std::path::Path;
@@ -20,6 +21,8 @@ pub struct RunRecord {
     pub run_id: String,
     /// The model in the vocabulary of Hugging Face's `config.json`, or null.
     pub model: Value,
+    /// The files that an export keeps, if the run started from a model directory.
+    pub source: Option<HfSource>,
     /// The data consumed.
     pub data: DataCursor,
 }
@@ -27,7 +30,7 @@ pub struct RunRecord {
 impl RunRecord {
     /// What a run that is fed by `loader` has come to. `model` is its description in the vocabulary of Hugging Face's
     /// `config.json` ([`LlamaConfig::to_hf_json`](crate::model::LlamaConfig::to_hf_json)), which an export needs, or
-    /// null.
+    /// null. A run that started from a model directory sets `source` too.
     ///
     /// # Errors
     /// Data of which no hash can be made because it cannot be read.
@@ -40,7 +43,7 @@ impl RunRecord {
             num_rows: rows.num_rows(),
             data_hash: Some(rows.sampled_hash()?),
         };
-        Ok(Self { run_id: run_id.into(), model, data })
+        Ok(Self { run_id: run_id.into(), model, source: None, data })
     }
 }
 
@@ -81,7 +84,7 @@ impl Engine {
     }
 
     fn manifest(&self, run: RunRecord) -> Result<Manifest, EngineError> {
-        let RunRecord { run_id, model, data } = run;
+        let RunRecord { run_id, model, source, data } = run;
         let config = &self.config;
         Ok(Manifest {
             format_version: FORMAT_VERSION,
@@ -101,6 +104,7 @@ impl Engine {
             },
             config: serde_json::to_value(config).map_err(|error| EngineError::Source(error.into()))?,
             model,
+            source,
             kinds: self.zero.state_kinds().into_iter().map(str::to_owned).collect(),
             units: self.zero.layouts().map(UnitEntry::of).collect(),
             files: Vec::new(),

@@ -28,6 +28,18 @@ pub enum ModelError {
         /// What would be valid.
         expected: String,
     },
+    /// A model description has a field that this version does not know.
+    #[error(
+        "{origin}: `{key}` is {got}; the field is unknown and may change the model: remove it if it has no effect"
+    )]
+    UnknownField {
+        /// The file.
+        origin: String,
+        /// The field.
+        key: String,
+        /// Its value.
+        got: String,
+    },
     /// A file is not what its name says.
     #[error("{}: {reason}", path.display())]
     Format {

@@ -2,6 +2,8 @@
 
 use super::tensor_file::TensorFile;
 use super::{ModelError, ParameterSpec, WeightSource};
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::collections::HashMap;
@@ -79,6 +81,61 @@ impl HfWeights {
         Ok(())
     }
 
+    /// The file that lists the tensors.
+    pub(super) fn listing(&self) -> &Path {
+        &self.listing
+    }
+
+    fn find(&self, name: &str) -> Option<(&TensorFile, &TensorInfo)> {
+        let file = &self.files[*self.file_of.get(name)?];
+        Some((file, file.info(name)?))
+    }
+
+    /// The shape of a tensor, if it is there.
+    pub(super) fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.find(name).map(|(_, info)| &*info.shape)
+    }
+
+    /// The dtype of a tensor in PyTorch's words, if it is there and can be loaded.
+    pub(super) fn dtype(&self, name: &str) -> Option<&'static str> {
+        match self.find(name)?.1.dtype {
+            Dtype::F32 => Some("float32"),
+            Dtype::BF16 => Some("bfloat16"),
+            Dtype::F16 => Some("float16"),
+            _ => None,
+        }
+    }
+
+    /// Checks that a parameter is there, in its shape and a dtype that can be loaded.
+    pub(super) fn check(&self, spec: &ParameterSpec) -> Result<(), ModelError> {
+        self.read(spec, 0..0, &mut [])
+    }
+
+    /// Whether two tensors have the same shape and elements. Reads both up to the first difference.
+    pub(super) fn are_equal(&self, first: &str, second: &str) -> Result<bool, ModelError> {
+        const CHUNK: usize = 1 << 18;
+        let (Some((first_file, first_info)), Some((second_file, second_info))) =
+            (self.find(first), self.find(second))
+        else {
+            return Ok(false);
+        };
+        if first_info.shape != second_info.shape {
+            return Ok(false);
+        }
+        let numel = first_info.shape.iter().product();
+        let mut chunks = [vec![0.0; CHUNK.min(numel)], vec![0.0; CHUNK.min(numel)]];
+        for start in (0..numel).step_by(CHUNK) {
+            let range = start..numel.min(start + CHUNK);
+            let [ours, theirs] = chunks.each_mut().map(|chunk| &mut chunk[..range.len()]);
+            first_file.read(first, first_info, range.clone(), ours)?;
+            second_file.read(second, second_info, range, theirs)?;
+            if ours != theirs {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Names of all tensors that are listed.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.file_of.keys().map(String::as_str)
@@ -87,8 +144,7 @@ impl HfWeights {
 
 impl WeightSource for HfWeights {
     fn read(&self, spec: &ParameterSpec, range: Range<usize>, out: &mut [f32]) -> Result<(), ModelError> {
-        let file = self.file_of.get(&spec.name).map(|file| &self.files[*file]);
-        let Some((file, info)) = file.and_then(|file| Some((file, file.info(&spec.name)?))) else {
+        let Some((file, info)) = self.find(&spec.name) else {
             return Err(ModelError::MissingTensor {
                 path: self.listing.clone(),
                 name: spec.name.clone(),

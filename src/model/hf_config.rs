@@ -12,10 +12,11 @@ pub(super) struct HfConfig {
 }
 
 impl HfConfig {
-    /// The description, if this version computes such a model.
-    pub(super) fn llama(&self) -> Result<LlamaConfig, ModelError> {
+    /// The description, if this version computes such a model, and notes for the user.
+    pub(super) fn llama(&self) -> Result<(LlamaConfig, Vec<String>), ModelError> {
         let architecture = self.architecture()?;
         self.refuse_unsupported()?;
+        let notes = self.check_fields(architecture)?;
         let num_heads = self.size("num_attention_heads")?;
         let hidden_size = self.size("hidden_size")?;
         // Left out, transformers takes numbers that depend on the family: for some of them a
@@ -35,7 +36,7 @@ impl HfConfig {
             given => given.unwrap_or(hidden_size / num_heads.max(1)),
         };
         let (rope_theta, rope_scaling) = self.rope()?;
-        Ok(LlamaConfig {
+        let config = LlamaConfig {
             architecture,
             vocab_size: self.size("vocab_size")?,
             hidden_size,
@@ -49,7 +50,8 @@ impl HfConfig {
             rms_norm_eps: self.number("rms_norm_eps", 1e-6)?,
             initializer_range: self.number("initializer_range", 0.02)?,
             tie_word_embeddings: self.flag("tie_word_embeddings")?,
-        })
+        };
+        Ok((config, notes))
     }
 
     /// The family, which `model_type` tells; `architectures` must not contradict it.

@@ -1,12 +1,35 @@
 //! The rotary embedding in a Hugging Face `config.json`.
 //!
 //! transformers 5 writes one object, `rope_parameters`; before, `rope_theta` stood by itself and
-//! `rope_scaling` said what is changed about it. Where both are there, `rope_scaling` counts.
+//! `rope_scaling` said what is changed about it. Where both are there, `rope_scaling` counts, unless it is empty.
 
 use super::ModelError;
 use super::hf_config::HfConfig;
 use crate::ops::rope::Scaling;
 use serde_json::{Map, Value, json};
+
+/// What an object of any type of scaling may hold; `finetuned` describes the weights.
+const FIELDS: [&str; 17] = [
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "finetuned",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    ORIGINAL_LEN,
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "truncate",
+    "type",
+];
+
+const ORIGINAL_LEN: &str = "original_max_position_embeddings";
 
 /// The object that describes the scaling, under the key that it has.
 struct RopeObject<'a> {
@@ -18,17 +41,36 @@ struct RopeObject<'a> {
 impl HfConfig {
     /// θ and the scaling.
     pub(super) fn rope(&self) -> Result<(f64, Scaling), ModelError> {
-        let theta = self.number("rope_theta", 10_000.0)?;
-        let used = ["rope_scaling", "rope_parameters"].into_iter().find(|key| self.get(key).is_some());
-        let Some(key) = used else { return Ok((theta, Scaling::None)) };
+        let theta = || self.number("rope_theta", 10_000.0);
+        let is_given = |key: &&str| self.get(key).is_some_and(|value| *value != json!({}));
+        let used = ["rope_scaling", "rope_parameters"].into_iter().find(is_given);
+        let Some(key) = used else { return Ok((theta()?, Scaling::None)) };
         let object = self.get(key).and_then(Value::as_object);
         let object = object.ok_or_else(|| self.error(key, "it must be an object"))?;
         let rope = RopeObject { config: self, key, object };
-        Ok((rope.number("rope_theta")?.unwrap_or(theta), rope.scaling()?))
+        rope.check_fields()?;
+        Ok((rope.number("rope_theta")?.map_or_else(theta, Ok)?, rope.scaling()?))
     }
 }
 
 impl RopeObject<'_> {
+    fn check_fields(&self) -> Result<(), ModelError> {
+        let is_unknown =
+            |(field, value): &(&String, &Value)| !FIELDS.contains(&field.as_str()) && !value.is_null();
+        match self.object.iter().find(is_unknown) {
+            None => Ok(()),
+            Some((layer_type, Value::Object(_))) => {
+                let expected =
+                    "this version has the same rotary embedding in every layer, not one by layer type";
+                Err(self.error(&format!("{expected} (`{layer_type}`)")))
+            }
+            Some((field, _)) => {
+                let expected = "is unknown and may change the model: remove it if it has no effect";
+                Err(self.error(&format!("its field `{field}` {expected}")))
+            }
+        }
+    }
+
     fn scaling(&self) -> Result<Scaling, ModelError> {
         if self.number("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
             return Err(self.error("this version rotates whole heads: leave partial_rotary_factor out"));
@@ -71,21 +113,26 @@ impl RopeObject<'_> {
             },
         };
         let truncate = match self.object.get("truncate") {
-            None | Some(Value::Null) => true,
+            None => true,
+            // As to Python, nothing is false.
+            Some(Value::Null) => false,
             Some(value) => value.as_bool().ok_or_else(|| self.error("truncate must be true or false"))?,
         };
         let (beta_fast, beta_slow) = (or("beta_fast", 32.0)?, or("beta_slow", 1.0)?);
         Ok(Scaling::Yarn { factor, beta_fast, beta_slow, truncate, attention_factor, original_len })
     }
 
-    /// `original_max_position_embeddings`, or the model's own limit where it is left out.
+    /// The length before scaling. transformers 5 takes it from the top of the file before it looks into the object,
+    /// and the model's own limit where neither has it.
     fn original_len(&self) -> Result<u32, ModelError> {
-        match self.object.get("original_max_position_embeddings").filter(|value| !value.is_null()) {
-            None => self.max_positions(),
-            Some(value) => value
-                .as_u64()
-                .and_then(|len| u32::try_from(len).ok())
+        let positive =
+            |value: &Value| value.as_u64().and_then(|len| u32::try_from(len).ok()).filter(|len| *len > 0);
+        match (self.config.value.get(ORIGINAL_LEN), self.object.get(ORIGINAL_LEN)) {
+            (Some(at_top), _) => positive(at_top)
+                .ok_or_else(|| self.config.error(ORIGINAL_LEN, "it must be a positive integer, or left out")),
+            (None, Some(in_object)) => positive(in_object)
                 .ok_or_else(|| self.error("original_max_position_embeddings must be a positive integer")),
+            (None, None) => self.max_positions(),
         }
     }
 

@@ -1,8 +1,7 @@
 //! The description of a Llama-style model.
 
-use super::hf_config::HfConfig;
 use super::hf_rope::scaling_to_hf;
-use super::{Architecture, Model, ModelError, ParameterSpec};
+use super::{Architecture, HfDescription, Model, ModelError, ParameterSpec};
 use crate::ops::attention::grouped_heads;
 use crate::ops::rope::{Rope, Scaling};
 use serde_json::{Value, json};
@@ -50,29 +49,14 @@ pub struct HeadChunk {
 }
 
 impl LlamaConfig {
-    /// Reads the Hugging Face `config.json` of a directory.
+    /// Reads the Hugging Face `config.json` of a directory. [`HfDescription`] also has notes for the user.
     ///
     /// # Errors
     /// A file that is missing, is no JSON object, or describes a model that this version
     /// would compute wrongly (other architectures, other kinds of RoPE scaling, biases but
-    /// Qwen2's, windows in some layers only).
+    /// Qwen2's, windows in some layers only), or may: fields that are unknown.
     pub fn from_hf_dir(dir: &Path) -> Result<Self, ModelError> {
-        Self::from_hf_file(&dir.join("config.json"))
-    }
-
-    /// As [`from_hf_dir`](Self::from_hf_dir), whatever the file is called.
-    ///
-    /// # Errors
-    /// As [`from_hf_dir`](Self::from_hf_dir).
-    pub fn from_hf_file(path: &Path) -> Result<Self, ModelError> {
-        let path = path.to_path_buf();
-        let text =
-            std::fs::read_to_string(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
-        let value: Value = serde_json::from_str(&text).map_err(|error| ModelError::Format {
-            path: path.clone(),
-            reason: format!("not valid JSON: {error}"),
-        })?;
-        Self::from_hf_json(value, &path.display().to_string())
+        Ok(HfDescription::from_dir(dir)?.config)
     }
 
     /// The inverse of [`to_hf_json`](Self::to_hf_json), of anybody's description; `origin` is what errors call it.
@@ -80,12 +64,7 @@ impl LlamaConfig {
     /// # Errors
     /// As [`from_hf_dir`](Self::from_hf_dir), but for reading.
     pub fn from_hf_json(value: Value, origin: &str) -> Result<Self, ModelError> {
-        if !value.is_object() {
-            return Err(ModelError::Format { path: origin.into(), reason: "expected a JSON object".into() });
-        }
-        let config = HfConfig { origin: origin.to_owned(), value }.llama()?;
-        config.validate(origin)?;
-        Ok(config)
+        Ok(HfDescription::from_json(value, origin)?.config)
     }
 
     /// The same description in Hugging Face's vocabulary.

@@ -72,7 +72,7 @@ impl Trainee {
             num_rows: 70,
             data_hash: None,
         };
-        let record = RunRecord { run_id: "a-run".into(), model: model().to_hf_json(), data };
+        let record = RunRecord { run_id: "a-run".into(), model: model().to_hf_json(), source: None, data };
         self.engine.save_checkpoint(saver, record)?;
         Ok(saver.finish()?.unwrap())
     }

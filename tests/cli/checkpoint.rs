@@ -1,8 +1,10 @@
 //! `ulysses checkpoint`.
 
-use crate::support::cli::Workplace;
+use crate::golden;
+use crate::support::cli::{Outcome, Workplace};
+use crate::support::reference::load_tensors;
 use crate::train::word_tokenizer;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs;
 
 /// A run of two steps, saved after each, on two ranks.
@@ -82,4 +84,107 @@ fn exports_are_cut_into_files_and_refused_with_a_reason() {
     let outcome = place.run(&["checkpoint", "export", "out", "--output", "other"]);
     outcome.assert_refused(2, &["tok/tokenizer.json: no such tokenizer"]);
     assert!(!place.path("other").exists());
+}
+
+/// A run of a step from a model directory with fields that do not shape the model.
+fn trained_from_a_model() -> Workplace {
+    let place = Workplace::new();
+    let weights = golden("tiny_strong", "model.safetensors");
+    place.write("model/model.safetensors", fs::read(weights).unwrap());
+    let mut config: Value =
+        serde_json::from_slice(&fs::read(golden("tiny_strong", "config.json")).unwrap()).unwrap();
+    config["dtype"] = json!("bfloat16");
+    config["bos_token_id"] = json!(1);
+    config["eos_token_id"] = json!([2, 5]);
+    config["pad_token_id"] = json!(0);
+    config["tie_word_embeddings"] = json!(true);
+    config["_name_or_path"] = json!("somebody/a-model");
+    place.write("model/config.json", config.to_string());
+    place.write("model/generation_config.json", json!({ "eos_token_id": [2, 5], "top_p": 0.9 }).to_string());
+    place.write_config("c.json", json!({ "checkpoint": {}, "ulysses": { "model": "model", "steps": 1 } }));
+    place.run(&["train", "c.json"]).assert_done();
+    place
+}
+
+fn export(place: &Workplace, output: &str, arguments: &[&str]) -> Outcome {
+    place.run(&[&["checkpoint", "export", "out", "--output", output], arguments].concat())
+}
+
+/// The source's `config.json` as an export of f32 has it.
+fn kept_config(place: &Workplace) -> Value {
+    let mut config = place.read_json("model/config.json");
+    config["dtype"] = json!("float32");
+    // Its head has numbers of its own.
+    config["tie_word_embeddings"] = json!(false);
+    config
+}
+
+#[test]
+fn an_export_keeps_every_field_of_the_model_that_the_run_started_from() {
+    let place = trained_from_a_model();
+    let kept = kept_config(&place);
+    let generation = place.read_json("model/generation_config.json");
+    // The checkpoint itself has them.
+    fs::remove_dir_all(place.path("model")).unwrap();
+    export(&place, "hf", &["--dtype", "f32"]).assert_done();
+    assert_eq!(place.read_json("hf/config.json"), kept);
+    assert_eq!(place.read_json("hf/generation_config.json"), generation);
+    let outcome = export(&place, "as-source", &[]);
+    assert!(outcome.assert_done().stderr.contains("--dtype f32 keeps every bit"), "{outcome:?}");
+    assert_eq!(place.read_json("as-source/config.json")["dtype"], "bfloat16");
+    let bytes = |dir: &str| fs::metadata(place.path(dir).join("model.safetensors")).unwrap().len();
+    assert!(bytes("as-source") < bytes("hf") * 6 / 10);
+    export(&place, "half", &["--dtype", "fp16"]).assert_done();
+    assert_eq!(place.read_json("half/config.json")["dtype"], "float16");
+    place.run(&["eval", "half", "--data", "text.txt", "--seq-len", "64"]).assert_done();
+}
+
+#[test]
+fn parameters_beyond_the_range_of_fp16_are_not_exported_as_infinities() {
+    let place = Workplace::new();
+    place.write("model/config.json", fs::read(golden("tiny_strong", "config.json")).unwrap());
+    let mut tensors: std::collections::HashMap<_, _> =
+        load_tensors(golden("tiny_strong", "model.safetensors").as_ref()).unwrap().into_iter().collect();
+    let large = (tensors["model.embed_tokens.weight"].ones_like().unwrap() * 1e5).unwrap();
+    tensors.insert("model.embed_tokens.weight".to_owned(), large);
+    candle_core::safetensors::save(&tensors, place.path("model/model.safetensors")).unwrap();
+    place.write_config("c.json", json!({ "checkpoint": {}, "ulysses": { "model": "model", "steps": 1 } }));
+    place.run(&["train", "c.json"]).assert_done();
+    export(&place, "half", &["--dtype", "fp16"])
+        .assert_refused(1, &["model.embed_tokens.weight", "beyond the range of float16"]);
+    assert!(!place.path("half").exists());
+}
+
+/// Makes of a checkpoint what earlier versions saved.
+fn forget_source(place: &Workplace) {
+    let name = "out/step_00000001/manifest.json";
+    let mut manifest = place.read_json(name);
+    let fields = manifest.as_object_mut().unwrap();
+    fields.shift_remove("source").unwrap();
+    fields.shift_remove("blake3").unwrap();
+    let text = serde_json::to_string_pretty(&manifest).unwrap();
+    let body = text.strip_suffix("\n}").unwrap();
+    place.write(name, format!("{body},\n  \"blake3\": \"{}\"\n}}\n", blake3::hash(body.as_bytes())));
+}
+
+#[test]
+fn an_export_of_an_older_checkpoint_takes_the_fields_from_the_model_or_says_what_it_lacks() {
+    let place = trained_from_a_model();
+    forget_source(&place);
+    let outcome = export(&place, "found", &["--dtype", "f32"]);
+    assert!(outcome.assert_done().stderr.contains("that of model is taken"), "{outcome:?}");
+    assert_eq!(place.read_json("found/config.json"), kept_config(&place));
+    assert!(place.path("found/generation_config.json").exists());
+    // Another model is there now.
+    let mut other = place.read_json("model/config.json");
+    other["rms_norm_eps"] = json!(1e-6);
+    place.write("model/config.json", other.to_string());
+    let outcome = export(&place, "lacking", &[]);
+    for expected in ["model describes no such model now", "`eos_token_id`", "`max_position_embeddings` is 64"]
+    {
+        assert!(outcome.assert_done().stderr.contains(expected), "no {expected:?} in {outcome:?}");
+    }
+    let config = place.read_json("lacking/config.json");
+    assert_eq!((&config["eos_token_id"], &config["torch_dtype"]), (&Value::Null, &json!("float32")));
+    place.run(&["eval", "lacking", "--data", "text.txt", "--seq-len", "64"]).assert_done();
 }

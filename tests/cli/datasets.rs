@@ -264,7 +264,9 @@ fn eval_says_the_same_on_every_mesh_and_of_every_batch() {
         (&json!(num_bytes(&place) - 1), &json!(num_bytes(&place) - 1))
     );
     let text = place.run(&["eval", "nano", "--data", "docs"]);
-    assert!(text.assert_done().stdout.contains("bits per byte"), "{text:?}");
+    for expected in ["bits per byte", "without special tokens and each document's first token"] {
+        assert!(text.assert_done().stdout.contains(expected), "no {expected:?} in {text:?}");
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::golden;
 use crate::support::cli::{Outcome, Workplace};
 use crate::support::reference::{Tensors, load_tensors};
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
@@ -105,12 +105,119 @@ fn descriptions_of_other_or_impossible_models_are_refused() {
         ("rms_norm_eps", json!(-1.0)),
         ("rope_parameters", json!({ "rope_theta": 0.0, "rope_type": "default" })),
         ("rope_parameters", json!({ "rope_theta": 1e4, "rope_type": "longrope" })),
+        ("rope_parameters", json!({ "rope_type": "default", "rope_theta": 1e4, "warmup": 3 })),
+        ("rope_parameters", json!({ "full_attention": { "rope_type": "default", "rope_theta": 1e4 } })),
+        ("partial_rotary_factor", json!(0.5)),
+        ("is_causal", json!(false)),
+        ("is_causal", Value::Null),
+        ("is_encoder_decoder", json!(true)),
+        ("quantization_config", json!({ "quant_method": "gptq", "bits": 4 })),
+        ("per_layer_config", json!({ "0": { "num_key_value_heads": 2 } })),
+        ("attention_dropout", json!("0.1")),
+        ("logits_scaling", json!(8.0)),
+        ("no_rope_layers", json!([1, 0])),
     ] {
         let model = ModelDir::new();
         model.set(key, value);
         let named = if key == "rope_parameters" { "rope_" } else { key };
         model.assert_refused(&["model/config.json", named]);
     }
+}
+
+#[test]
+fn an_unknown_field_is_refused_with_what_to_do() {
+    let model = ModelDir::new();
+    model.set("residual_multiplier", json!(0.22));
+    model.assert_refused(&["`residual_multiplier` is 0.22", "unknown", "remove it if it has no effect"]);
+    model.set("residual_multiplier", Value::Null);
+    for outcome in model.both() {
+        outcome.assert_done();
+    }
+}
+
+#[test]
+fn fields_that_change_nothing_are_read_over_in_silence() {
+    let model = ModelDir::new();
+    for (field, value) in [
+        ("_name_or_path", json!("somebody/a-model")),
+        ("_attn_implementation_autoset", json!(true)),
+        ("torch_dtype", json!("bfloat16")),
+        ("eos_token_id", json!([1, 2])),
+        ("temperature", json!(0.6)),
+        ("max_window_layers", json!(28)),
+        ("transformers.js_config", json!({ "kv_cache_dtype": { "q4f16": "float16" } })),
+        ("is_llama_config", json!(true)),
+        ("rope_interleaved", json!(false)),
+        ("use_mrope", json!(false)),
+        ("partial_rotary_factor", json!(1.0)),
+        ("is_causal", json!(true)),
+        ("quantization_config", Value::Null),
+        ("pruned_heads", json!({})),
+        ("id2label", json!({ "0": "LABEL_0" })),
+    ] {
+        model.set(field, value);
+    }
+    for outcome in model.both() {
+        assert!(!outcome.assert_done().stderr.contains("config.json: "), "{outcome:?}");
+    }
+}
+
+#[test]
+fn every_command_notes_what_a_model_states_and_is_not_applied() {
+    let model = ModelDir::new();
+    model.set("attention_dropout", json!(0.1));
+    model.set("pad_token_id", json!(7));
+    model.set("auto_map", json!({ "AutoModelForCausalLM": "modeling_mine.MyLlama" }));
+    model.change(|tensors| {
+        for layer in 0..4 {
+            let inverse = Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap();
+            tensors.insert(format!("model.layers.{layer}.self_attn.rotary_emb.inv_freq"), inverse);
+        }
+    });
+    let [train, verify] = model.both();
+    let eval = model.place.run(&["eval", "model", "--data", "text.txt", "--seq-len", "64"]);
+    let plan = model.place.run(&["plan", "c.json"]);
+    for (outcome, reads_weights) in [(train, true), (verify, true), (eval, true), (plan, false)] {
+        let stderr = &outcome.assert_done().stderr;
+        for expected in [
+            "note: model/config.json: `attention_dropout` is 0.1, which is not applied",
+            "note: model/config.json: `pad_token_id` is 7",
+            "`auto_map` names code of the model's own, which is not run",
+        ] {
+            assert!(stderr.contains(expected), "no {expected:?} in {outcome:?}");
+        }
+        let unused = "note: model/model.safetensors: 4 tensor(s) that the model does not use: \
+                      model.layers.0.self_attn.rotary_emb.inv_freq, ";
+        assert_eq!(stderr.contains(unused), reads_weights, "{outcome:?}");
+    }
+}
+
+#[test]
+fn a_head_of_other_numbers_than_the_embedding_is_not_tied() {
+    let model = ModelDir::new();
+    let logits = |output: &str| {
+        let batch = golden("tiny_strong", "inputs.safetensors");
+        let verify = ["verify", "--model", "model", "--batch", &batch, "--output", output, "--mesh", "1x2"];
+        let outcome = model.place.run(&verify);
+        outcome.assert_done();
+        (std::fs::read(model.place.path(output)).unwrap(), outcome.stderr)
+    };
+    let plan = || model.place.run(&["plan", "c.json", "--json"]).assert_done().stdout.clone();
+    let ((untied, silence), planned) = (logits("untied.safetensors"), plan());
+    assert!(!silence.contains("note: "), "{silence}");
+    model.set("tie_word_embeddings", json!(true));
+    let (found, note) = logits("found.safetensors");
+    assert!(found == untied, "transformers 5 computes with both matrices");
+    assert!(note.contains("`tie_word_embeddings` is true, but lm_head.weight differs"), "{note}");
+    assert_eq!(plan(), planned);
+
+    // With equal numbers it is tied: one parameter, and one gradient, less.
+    model.change(|tensors| {
+        let embedding = tensors["model.embed_tokens.weight"].clone();
+        tensors.insert("lm_head.weight".to_owned(), embedding);
+    });
+    let (tied, silence) = logits("tied.safetensors");
+    assert!(tied.len() < untied.len() && !silence.contains("note: "), "{silence}");
 }
 
 #[test]
@@ -157,6 +264,12 @@ fn weights_that_are_not_numbers_end_the_run() {
     let [train, verify] = model.both();
     train.assert_refused(1, &["step 1", "NaN", "not finite"]);
     verify.assert_refused(1, &["relative error inf"]);
+    for arguments in [&["--json"][..], &[]] {
+        let eval = ["eval", "model", "--data", "text.txt", "--seq-len", "64"];
+        let eval = model.place.run(&[&eval[..], arguments].concat());
+        eval.assert_refused(1, &["the loss of model is NaN", "not finite"]);
+        assert!(eval.stdout.contains("loss"), "{eval:?}");
+    }
 }
 
 #[test]

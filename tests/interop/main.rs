@@ -22,8 +22,17 @@ use support::cli::Workplace;
 const TOLERANCE: f64 = 2e-5;
 
 /// Those of `make_model.py`.
-const FAMILIES: [&str; 8] =
-    ["llama", "llama_linear", "llama_dynamic", "llama3", "llama_yarn", "mistral", "qwen2", "qwen3"];
+const FAMILIES: [&str; 9] = [
+    "llama",
+    "llama_linear",
+    "llama_dynamic",
+    "llama3",
+    "llama_untied",
+    "llama_yarn",
+    "mistral",
+    "qwen2",
+    "qwen3",
+];
 
 fn main() -> ExitCode {
     let python = std::env::var("ULYSSES_PYTHON").unwrap_or_else(|_| "python3".into());

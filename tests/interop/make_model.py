@@ -28,6 +28,8 @@ FAMILIES = {
         "max_position_embeddings": 16,
     },
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    # Described as tied, stored with a head of its own.
+    "llama_untied": {"model_type": "llama"},
     "llama_yarn": {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
@@ -60,4 +62,6 @@ with torch.no_grad():
             parameter.uniform_(-0.5, 0.5)
         else:
             parameter.normal_(std=1.25 / parameter.shape[-1] ** 0.5)
+if family == "llama_untied":
+    model.config.tie_word_embeddings = True
 model.save_pretrained(model_dir, max_shard_size="100KB")

@@ -8,7 +8,7 @@ pub(in crate::cli) mod table;
 mod text;
 
 use super::arguments::at_least_1;
-use super::model::{check_config, check_exchange};
+use super::model::{check_config, check_exchange, describe};
 use super::{DeviceArg, Failure, OrFail, note, print, training_shape};
 use crate::cli::report::chart::drawing;
 use anyhow::{Context, anyhow};
@@ -295,10 +295,8 @@ pub(super) fn budget_bytes(memory_gib: Option<f64>) -> Result<Option<u64>, Failu
 pub(super) fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
     let name = config.require_model().or_usage()?;
     let path = Path::new(name);
-    let model = if path.is_file() {
-        LlamaConfig::from_hf_file(path).or_usage()?
-    } else if path.is_dir() && !PRESETS.contains(&name) {
-        LlamaConfig::from_hf_dir(path).or_usage()?
+    let model = if path.is_file() || path.is_dir() && !PRESETS.contains(&name) {
+        describe(path)?
     } else {
         let model = shape(name).or_usage()?;
         match config.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {

@@ -110,6 +110,7 @@ impl<'a> Checkpoints<'a> {
             let record = RunRecord {
                 run_id: self.run_id.clone(),
                 model: self.run.llama.to_hf_json(),
+                source: self.run.hf_source.clone(),
                 data: feed.cursor(),
             };
             self.settle(&mut saving, is_last, |saving| engine.save_checkpoint(&mut saving.saver, record))?;

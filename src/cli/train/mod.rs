@@ -41,7 +41,7 @@ use ulysses::comm::{CollectiveOp, LaunchError, LaunchOptions, launch};
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::DeviceMesh;
-use ulysses::model::{LlamaConfig, WeightSource};
+use ulysses::model::{HfSource, LlamaConfig, WeightSource};
 use ulysses::monitor::{CommsTable, RankComms, RunSummary, Tracer};
 
 /// Everything that the ranks share.
@@ -54,6 +54,8 @@ struct Run {
     weights: Box<dyn WeightSource>,
     /// Where the plan covers the model.
     planned: Option<PlannedMemory>,
+    /// Of a model directory: the files that an export keeps.
+    hf_source: Option<HfSource>,
     /// By ascending step, the first from the start.
     phases: Vec<Phase>,
     limit: Limit,

@@ -65,6 +65,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
         llama: source.config,
         weights: source.weights,
         planned: None,
+        hf_source: source.hf_source,
         phases,
         limit,
         output: PathBuf::new(),

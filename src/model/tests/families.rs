@@ -168,9 +168,36 @@ fn scalings_that_are_incomplete_or_unknown_are_refused() {
         json!({ "rope_type": "yarn", "original_max_position_embeddings": 64 }),
         json!({ "rope_type": "longrope", "factor": 8.0 }),
         json!({ "rope_type": "default", "partial_rotary_factor": 0.5 }),
+        json!({ "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": null }),
+        json!({ "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": 0 }),
+        json!({ "rope_type": "linear", "factor": 2.0, "attn_factor": 1.5 }),
+        json!({ "full_attention": { "rope_type": "linear", "factor": 2.0 } }),
     ] {
         assert_refused(&changed(Architecture::Llama, "rope_scaling", Some(scaling)), "rope_scaling");
     }
     let dynamic = json!({ "rope_type": "dynamic", "factor": 2.0 });
     assert_refused(&changed(Architecture::Llama, "rope_scaling", Some(dynamic)), "max_position_embeddings");
+}
+
+#[test]
+fn a_length_at_the_top_that_is_no_length_is_refused_where_it_is_used() {
+    let llama3 = json!({
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64
+    });
+    let mut json = changed(Architecture::Llama, "rope_scaling", Some(llama3));
+    for length in [json!(null), json!(0), json!("64"), json!(-1)] {
+        json["original_max_position_embeddings"] = length;
+        assert_refused(&json, "original_max_position_embeddings");
+    }
+    json["rope_scaling"] = json!({ "rope_type": "linear", "factor": 2.0 });
+    assert!(read(&json).is_ok());
+}
+
+#[test]
+fn a_theta_in_the_object_makes_up_for_none_at_the_top() {
+    let mut json = changed(Architecture::Llama, "rope_theta", Some(Value::Null));
+    assert_refused(&json, "rope_theta");
+    json["rope_parameters"] = json!({ "rope_type": "default", "rope_theta": 5e5 });
+    assert_eq!(read(&json).unwrap().rope_theta, 5e5);
 }

@@ -1,0 +1,206 @@
+//! The known fields of `config.json`: an allow-list. A field that is not on it could change what the model computes,
+//! and is refused.
+
+use super::hf_config::HfConfig;
+use super::{Architecture, ModelError};
+use serde_json::Value;
+
+/// Read, and checked where they are read.
+const READ: &[&str] = &[
+    "architectures",
+    "attention_bias",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "mlp_bias",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "original_max_position_embeddings",
+    "rms_norm_eps",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "vocab_size",
+];
+
+/// Read by the rotary embedding.
+const ROPE: &[&str] = &["rope_parameters", "rope_scaling", "rope_theta"];
+
+/// No effect on logits, loss and gradients. Neither have fields that begin with `_`, transformers' internal ones.
+const HARMLESS: &[&str] = &[
+    // The file and the weights in it.
+    "dtype",
+    "is_llama_config",
+    "keys_to_ignore_at_inference",
+    "license",
+    "name_or_path",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    // How others compute the same.
+    "attn_implementation",
+    "base_model_pp_plan",
+    "base_model_tp_plan",
+    "chunk_size_feed_forward",
+    "experts_implementation",
+    "gradient_checkpointing",
+    "pretraining_tp",
+    "tf_legacy_loss",
+    "torchscript",
+    "use_bfloat16",
+    // What they return.
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "tie_last_hidden_states",
+    "use_return_dict",
+    // Lengths that nothing is computed from; and a window's layers, where no window is used.
+    "max_sequence_length",
+    "max_seq_length",
+    "max_window_layers",
+    "model_max_length",
+    "seq_length",
+    // The tokenizer.
+    "bos_token_id",
+    "cls_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "mask_token_id",
+    "sep_token_id",
+    "tokenizer_class",
+    "unk_token_id",
+    // Heads for other tasks.
+    "finetuning_task",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "task_specific_params",
+    // Encoder-decoder models, which these are not.
+    "cross_attention_hidden_size",
+    "is_decoder",
+    "tie_encoder_decoder",
+    // Generation.
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "cache_implementation",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_p",
+    "no_repeat_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "prefix",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "target_lookbehind",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "use_cache",
+];
+
+/// (field, the values that change nothing, why others are refused)
+type Fixed = (&'static str, &'static [&'static str], &'static str);
+
+const QUANTIZED: &str = "this version loads f32, bf16 and f16: save the model without quantization";
+const INTERLEAVED: &str =
+    "this version rotates the halves of a head, not neighboring elements: it must be false";
+const SAME_NORMS: &str = "this version normalizes queries and keys for Qwen3 only: it must be false";
+
+const FIXED: &[Fixed] = &[
+    // transformers takes null, too, for a model that sees later tokens.
+    ("is_causal", &["true"], "this version computes causal attention only: it must be true, or left out"),
+    ("is_encoder_decoder", &["false", "null"], "this version has decoders only: it must be false"),
+    ("add_cross_attention", &["false", "null"], "this version has no cross-attention: it must be false"),
+    ("pruned_heads", &["{}", "null"], "this version has no pruned heads: leave it out"),
+    ("per_layer_config", &["{}", "null"], "this version has the same sizes in every layer: leave it out"),
+    ("partial_rotary_factor", &["1", "1.0", "null"], "this version rotates whole heads: leave it out"),
+    ("quantization_config", &["null"], QUANTIZED),
+    ("compression_config", &["null"], QUANTIZED),
+    ("quantization", &["null"], QUANTIZED),
+    ("rope_interleave", &["false", "null"], INTERLEAVED),
+    ("rope_interleaved", &["false", "null"], INTERLEAVED),
+    ("use_mrope", &["false", "null"], "this version has one position per token: it must be false"),
+    ("qk_layernorm", &["false", "null"], SAME_NORMS),
+    ("use_qk_norm", &["false", "null"], SAME_NORMS),
+];
+
+/// Probabilities of dropout.
+const DROPOUT: &[&str] =
+    &["attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop", "residual_dropout"];
+
+impl HfConfig {
+    /// Notes on fields that are known and not applied.
+    ///
+    /// # Errors
+    /// A field that is unknown, or has a value that would change the model.
+    pub(super) fn check_fields(&self, architecture: Architecture) -> Result<Vec<String>, ModelError> {
+        let fields = self.value.as_object().into_iter().flatten();
+        let notes = fields.map(|(field, value)| self.check_field(architecture, field, value));
+        Ok(notes.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
+    }
+
+    fn check_field(
+        &self,
+        architecture: Architecture,
+        field: &str,
+        value: &Value,
+    ) -> Result<Option<String>, ModelError> {
+        if let Some((key, harmless, expected)) = FIXED.iter().find(|(key, ..)| *key == field) {
+            let is_harmless = harmless.contains(&value.to_string().as_str());
+            return if is_harmless { Ok(None) } else { Err(self.error(key, expected)) };
+        }
+        if let Some(key) = DROPOUT.iter().find(|key| **key == field && !value.is_null()) {
+            let probability = self.number(key, 0.0)?;
+            let note = || format!("`{key}` is {probability}, which is not applied: there is no dropout");
+            return Ok((probability != 0.0).then(note));
+        }
+        let is_known = [READ, ROPE, HARMLESS].iter().any(|fields| fields.contains(&field));
+        match field {
+            _ if value.is_null() || field.starts_with('_') || is_known => Ok(None),
+            "auto_map" => Ok(Some(format!(
+                "`auto_map` names code of the model's own, which is not run: the model is computed as {}",
+                architecture.hf_names().1
+            ))),
+            // `torch.nn.Embedding(padding_idx)`
+            "pad_token_id" => Ok(Some(format!(
+                "`pad_token_id` is {value}: its embedding is trained like any other; transformers gives it no gradient"
+            ))),
+            _ => Err(ModelError::UnknownField {
+                origin: self.origin.clone(),
+                key: field.to_owned(),
+                got: value.to_string().chars().take(80).collect(),
+            }),
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! A model directory in Hugging Face's layout: description, weights, and the files that an export keeps.
+
+use super::hf_config::HfConfig;
+use super::{HfWeights, LlamaConfig, Model, ModelError};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::HashSet;
+use std::path::Path;
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+
+/// A model as its `config.json` describes it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HfDescription {
+    /// The model.
+    pub config: LlamaConfig,
+    /// Notes for the user, one line each.
+    pub notes: Vec<String>,
+    /// The whole content of the file.
+    pub json: Value,
+}
+
+/// A model directory.
+pub struct HfModel {
+    /// The model. Its head is tied only if the weights agree.
+    pub config: LlamaConfig,
+    /// Its parameters, all of which are there in the right shape.
+    pub weights: HfWeights,
+    /// Notes for the user, one line each.
+    pub notes: Vec<String>,
+    /// The files around the weights, for an export.
+    pub source: HfSource,
+}
+
+/// The files around the weights from which a run started, for an export to keep.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HfSource {
+    /// `config.json`.
+    pub config: Value,
+    /// `generation_config.json`; null where there is none.
+    pub generation_config: Value,
+    /// The weights' dtype in PyTorch's words; `None` where neither the description nor the weights tell it.
+    pub dtype: Option<String>,
+}
+
+impl HfDescription {
+    /// Reads the `config.json` of a directory.
+    ///
+    /// # Errors
+    /// As [`LlamaConfig::from_hf_dir`].
+    pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
+        Self::from_file(&dir.join("config.json"))
+    }
+
+    /// As [`from_dir`](Self::from_dir), whatever the file is called.
+    ///
+    /// # Errors
+    /// As [`LlamaConfig::from_hf_dir`].
+    pub fn from_file(path: &Path) -> Result<Self, ModelError> {
+        Self::from_json(read_json(path)?, &path.display().to_string())
+    }
+
+    /// As [`from_dir`](Self::from_dir), of what was read already; `origin` is what errors and notes call it.
+    ///
+    /// # Errors
+    /// As [`LlamaConfig::from_hf_dir`], but for reading.
+    pub fn from_json(json: Value, origin: &str) -> Result<Self, ModelError> {
+        if !json.is_object() {
+            return Err(ModelError::Format { path: origin.into(), reason: "expected a JSON object".into() });
+        }
+        let file = HfConfig { origin: origin.to_owned(), value: json };
+        let (config, notes) = file.llama()?;
+        config.validate(origin)?;
+        let notes = notes.into_iter().map(|note| format!("{origin}: {note}")).collect();
+        Ok(Self { config, notes, json: file.value })
+    }
+
+    /// Unties the head where `weights` have a head that differs from the embedding, as transformers 5 does.
+    ///
+    /// # Errors
+    /// Weights that cannot be read.
+    pub fn untie_if_weights_differ(&mut self, weights: &HfWeights) -> Result<(), ModelError> {
+        let is_stored = |name| weights.shape(name).is_some();
+        let are_both_stored = is_stored(EMBEDDING) && is_stored(HEAD);
+        if self.config.tie_word_embeddings && are_both_stored && !weights.are_equal(EMBEDDING, HEAD)? {
+            self.config.tie_word_embeddings = false;
+            self.notes.push(format!(
+                "`tie_word_embeddings` is true, but {HEAD} differs from {EMBEDDING} in {}: the two are separate \
+                 parameters, as in transformers 5; remove {HEAD} to tie them",
+                weights.listing().display()
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl HfModel {
+    /// Opens a directory.
+    ///
+    /// # Errors
+    /// As [`LlamaConfig::from_hf_dir`] and [`HfWeights::open`]; a parameter that is missing or has another shape.
+    pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        Self::with_weights(HfDescription::from_dir(dir)?, dir)
+    }
+
+    /// Opens the weights and the other files of a directory whose description was read.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn with_weights(mut description: HfDescription, dir: &Path) -> Result<Self, ModelError> {
+        let weights = HfWeights::open(dir)?;
+        description.untie_if_weights_differ(&weights)?;
+        let HfDescription { config, mut notes, json } = description;
+        let units = Model::llama(&config)?.units();
+        let mut used: HashSet<_> =
+            units.iter().flat_map(|unit| &unit.parameters).map(|spec| &*spec.name).collect();
+        for spec in units.iter().flat_map(|unit| &unit.parameters) {
+            weights.check(spec)?;
+        }
+        if config.tie_word_embeddings {
+            used.insert(HEAD);
+        }
+        notes.extend(unused_tensors(&weights, &used));
+        let (source, unread) = HfSource::of(json, dir, Some(&weights));
+        notes.extend(unread);
+        Ok(Self { config, weights, notes, source })
+    }
+}
+
+/// A note with the number of tensors that are no parameter of the model.
+fn unused_tensors(weights: &HfWeights, used: &HashSet<&str>) -> Option<String> {
+    const NAMED: usize = 3;
+    let mut unused: Vec<_> = weights.names().filter(|name| !used.contains(name)).collect();
+    unused.sort_unstable();
+    let (count, more) = (unused.len(), if unused.len() > NAMED { ", …" } else { "" });
+    unused.truncate(NAMED);
+    let listing = weights.listing().display();
+    (count > 0).then(|| {
+        format!("{listing}: {count} tensor(s) that the model does not use: {}{more}", unused.join(", "))
+    })
+}
+
+impl HfSource {
+    /// What a directory holds now; its weights need not be there.
+    ///
+    /// # Errors
+    /// A `config.json` that is missing or no JSON.
+    pub fn read(dir: &Path) -> Result<Self, ModelError> {
+        let weights = HfWeights::open(dir).ok();
+        Ok(Self::of(read_json(&dir.join("config.json"))?, dir, weights.as_ref()).0)
+    }
+
+    /// The second value is a note if the generation config cannot be read.
+    fn of(config: Value, dir: &Path, weights: Option<&HfWeights>) -> (Self, Option<String>) {
+        let path = dir.join("generation_config.json");
+        let (generation_config, unread) = match path.exists().then(|| read_json(&path)) {
+            None => (Value::Null, None),
+            Some(Ok(read)) => (read, None),
+            Some(Err(error)) => (Value::Null, Some(format!("{error}: exports will not have the file"))),
+        };
+        let is_float = |dtype: &&str| ["float32", "bfloat16", "float16"].contains(dtype);
+        let described = ["dtype", "torch_dtype"].into_iter().find_map(|key| config[key].as_str());
+        let stored = || weights.and_then(|weights| weights.dtype(EMBEDDING));
+        let dtype = described.filter(is_float).or_else(stored).map(str::to_owned);
+        (Self { config, generation_config, dtype }, unread)
+    }
+
+    /// Whether its `config.json` describes `model`, but for whether the head is tied.
+    pub fn describes(&self, model: &Value) -> bool {
+        let untied = |json: &Value| {
+            let config = LlamaConfig::from_hf_json(json.clone(), "config.json").ok()?;
+            Some(LlamaConfig { tie_word_embeddings: false, ..config })
+        };
+        untied(&self.config).is_some_and(|config| untied(model) == Some(config))
+    }
+}
+
+fn read_json(path: &Path) -> Result<Value, ModelError> {
+    let text =
+        std::fs::read_to_string(path).map_err(|source| ModelError::Io { path: path.to_owned(), source })?;
+    let invalid =
+        |error| ModelError::Format { path: path.to_owned(), reason: format!("not valid JSON: {error}") };
+    serde_json::from_str(&text).map_err(invalid)
+}
