@@ -55,6 +55,10 @@ enum Command {
     /// Start processes on this machine, watch them, and start them anew when one fails.
     #[cfg(unix)]
     Launch(launch::LaunchArgs),
+    /// End the processes of a job when `launch` does not: `launch` starts it.
+    #[cfg(unix)]
+    #[command(hide = true)]
+    LaunchWatchdog(launch::WatchdogArgs),
     /// Run one batch on a mesh and compare it with a single rank, or write what it gives.
     Verify(verify::VerifyArgs),
     /// Compute the loss, perplexity and bits per byte of a model on data.
@@ -152,6 +156,8 @@ fn obey(command: Command, tracer: Option<Tracer>) -> Result<(), Failure> {
         Command::Train(args) => train::run(args, tracer),
         #[cfg(unix)]
         Command::Launch(args) => launch::run(args),
+        #[cfg(unix)]
+        Command::LaunchWatchdog(args) => launch::watch(&args),
         Command::Verify(args) => verify::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Plan(args) => plan::run(args),
