@@ -2,15 +2,81 @@
 
 mod cli;
 
+use mimalloc::MiMalloc;
+use std::alloc::{GlobalAlloc, Layout};
+use std::io::Write;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use ulysses::memory::CountingAllocator;
 
 /// Counts what every rank's thread holds. mimalloc returns freed blocks to the next
 /// allocation without giving their pages back, which glibc does above 32 MiB.
 #[global_allocator]
-static ALLOCATOR: ulysses::memory::CountingAllocator<mimalloc::MiMalloc> =
-    ulysses::memory::CountingAllocator(mimalloc::MiMalloc);
+static ALLOCATOR: CountingAllocator<OrExit<MiMalloc>> = CountingAllocator(OrExit(MiMalloc));
 
 fn main() -> ExitCode {
     cli::settings::limit_candle_threads();
+    cli::settings::survive_file_size_limit();
     cli::run()
+}
+
+/// An allocator that ends the process with an error and exit code 1 when it gets no memory, where Rust aborts.
+struct OrExit<A>(A);
+
+impl<A> OrExit<A> {
+    fn checked(block: *mut u8, bytes: usize) -> *mut u8 {
+        if block.is_null() {
+            out_of_memory(bytes);
+        }
+        block
+    }
+}
+
+// SAFETY: every method forwards to the inner allocator with the arguments it got, and returns what that returns or does
+// not return.
+unsafe impl<A: GlobalAlloc> GlobalAlloc for OrExit<A> {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's obligations are those of the inner allocator.
+        Self::checked(unsafe { self.0.alloc(layout) }, layout.size())
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as above.
+        Self::checked(unsafe { self.0.alloc_zeroed(layout) }, layout.size())
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { self.0.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        // SAFETY: as above.
+        Self::checked(unsafe { self.0.realloc(ptr, layout, new_size) }, new_size)
+    }
+}
+
+/// Reports the allocation that failed, without allocating, and ends the process. The first thread to come here does it
+/// for all.
+#[cold]
+fn out_of_memory(bytes: usize) -> ! {
+    static IS_REPORTED: AtomicBool = AtomicBool::new(false);
+    while IS_REPORTED.swap(true, Ordering::Relaxed) {
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    let mut message = [0_u8; 256];
+    let mut rest = &mut message[..];
+    // The message fits.
+    let _ = writeln!(
+        rest,
+        "error: out of memory: a memory allocation of {bytes} bytes failed; `ulysses plan` says how much a run needs, \
+         `ulimit -v` and `ulimit -d` how much this process may have"
+    );
+    let length = 256 - rest.len();
+    // SAFETY: the bytes are initialized and live through the call; `_exit` runs nothing that could allocate.
+    unsafe {
+        libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), length as _);
+        libc::_exit(1)
+    }
 }

@@ -1,6 +1,7 @@
 //! The command line's arguments, and what is said of those that are no numbers or no valid ones.
 
-use super::Cli;
+use super::{Cli, note};
+use clap::builder::Styles;
 use clap::error::{ContextKind, Error, ErrorKind};
 use clap::{Arg, Command, CommandFactory, FromArgMatches};
 use std::error::Error as _;
@@ -10,14 +11,36 @@ use std::str::FromStr;
 
 /// The arguments of this process. What is wrong with them ends it with exit code 2.
 pub(super) fn parse() -> Cli {
-    parse_from(std::env::args_os()).unwrap_or_else(|error| error.exit())
+    parse_from(std::env::args_os()).unwrap_or_else(|error| exit(&error))
+}
+
+/// Shows an error, or the help that was asked for. An error shows arguments; where those hold control characters, it does
+/// so without clap's colors and with these characters escaped.
+fn exit(error: &Error) -> ! {
+    let mut arguments = std::env::args_os();
+    let has_control = arguments.any(|argument| argument.to_string_lossy().contains(char::is_control));
+    let without_colors = command().styles(Styles::plain());
+    match parse_by(without_colors, std::env::args_os()) {
+        Err(error) if has_control && error.use_stderr() => {
+            note(error.render().ansi().to_string().trim_end());
+            std::process::exit(error.exit_code())
+        }
+        _ => error.exit(),
+    }
 }
 
 /// The arguments of another process of this program, its name first.
 pub(super) fn parse_from<W: Into<OsString> + Clone>(
     words: impl IntoIterator<Item = W>,
 ) -> Result<Cli, Error> {
-    let matches = command().try_get_matches_from(words);
+    parse_by(command(), words)
+}
+
+fn parse_by<W: Into<OsString> + Clone>(
+    command: Command,
+    words: impl IntoIterator<Item = W>,
+) -> Result<Cli, Error> {
+    let matches = command.try_get_matches_from(words);
     matches.and_then(|matches| Cli::from_arg_matches(&matches)).map_err(in_plain_words)
 }
 

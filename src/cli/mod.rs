@@ -37,7 +37,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::mesh::{DeviceMesh, MeshError, TrainingShape};
-use ulysses::monitor::{Tracer, above_progress};
+use ulysses::monitor::{Tracer, above_progress, escaped};
 use ulysses::ops::linear::bf16_products;
 
 /// Trains transformers on sequences too long for one device.
@@ -55,6 +55,10 @@ enum Command {
     /// Start processes on this machine, watch them, and start them anew when one fails.
     #[cfg(unix)]
     Launch(launch::LaunchArgs),
+    /// End the processes of a job when `launch` does not: `launch` starts it.
+    #[cfg(unix)]
+    #[command(hide = true)]
+    LaunchWatchdog(launch::WatchdogArgs),
     /// Run one batch on a mesh and compare it with a single rank, or write what it gives.
     Verify(verify::VerifyArgs),
     /// Compute the loss, perplexity and bits per byte of a model on data.
@@ -152,6 +156,8 @@ fn obey(command: Command, tracer: Option<Tracer>) -> Result<(), Failure> {
         Command::Train(args) => train::run(args, tracer),
         #[cfg(unix)]
         Command::Launch(args) => launch::run(args),
+        #[cfg(unix)]
+        Command::LaunchWatchdog(args) => launch::watch(&args),
         Command::Verify(args) => verify::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Plan(args) => plan::run(args),
@@ -175,23 +181,25 @@ fn silence(is_silent: bool) {
     IS_SILENT.store(is_silent, Ordering::Relaxed);
 }
 
-/// Writes a result to standard output. A reader that closes it early, such as `head`, has
+/// Writes a result to standard output, with control characters escaped: names in it may hold any. A reader that closes it early, such as `head`, has
 /// seen what it wanted.
 fn print(text: impl Display) -> Result<(), Failure> {
     if IS_SILENT.load(Ordering::Relaxed) {
         return Ok(());
     }
+    let text = text.to_string();
     let mut stdout = std::io::stdout().lock();
-    match write!(stdout, "{text}").and_then(|()| stdout.flush()) {
+    match write!(stdout, "{}", escaped(&text)).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => written.context("cannot write to standard output").or_run(),
     }
 }
 
-/// Writes a line about the run to standard error, if somebody reads it.
+/// Writes a line about the run to standard error, if somebody reads it, with control characters escaped.
 fn note(line: impl Display) {
     if !IS_SILENT.load(Ordering::Relaxed) {
-        let _ = above_progress(|| writeln!(std::io::stderr(), "{line}"));
+        let line = line.to_string();
+        let _ = above_progress(|| writeln!(std::io::stderr(), "{}", escaped(&line)));
     }
 }
 

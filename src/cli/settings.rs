@@ -29,6 +29,15 @@ pub(crate) fn limit_candle_threads() {
     }
 }
 
+/// A write beyond the file size that the process may write (`ulimit -f`) ends it by a signal, unless that is caught: then
+/// the write fails, with an error that names the file.
+pub(crate) fn survive_file_size_limit() {
+    #[cfg(unix)]
+    if let Err(error) = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default()) {
+        tracing::warn!("cannot catch SIGXFSZ: {error}");
+    }
+}
+
 /// Log lines on standard error, chosen by `RUST_LOG`; warnings by default. A tracer sees all of the library's spans.
 pub(crate) fn start_logging(tracer: Option<&Tracer>) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));

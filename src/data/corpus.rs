@@ -1,6 +1,6 @@
 //! Documents as tokens, wherever these lie.
 
-use super::source::{Encoder, Records, SourceFile, SourceKind, expand};
+use super::source::{Encoder, Records, SourceFile, SourceKind, expand, start_threads};
 use super::storage::{self, MemoryTokens, TokenFile, TokenFileOptions, TokenStore};
 use super::{DataError, FileError, Skipped, Tokenizer};
 use std::ops::Range;
@@ -244,6 +244,7 @@ fn tokenise(
     let encoder = Encoder { tokenizer, text_field, vocab_size };
     let mut records = Records::new(files, text_field, Default::default());
     let mut store = MemoryTokens::default();
+    start_threads()?;
     let mut batch = records.next_batch()?;
     while let Some(current) = batch {
         let (documents, next) = rayon::join(|| encoder.encode_all(&current.records), || records.next_batch());

@@ -207,6 +207,12 @@ pub enum DataError {
         /// What the system says.
         source: std::io::Error,
     },
+    /// The threads that tokenize cannot start.
+    #[error("cannot start the threads that tokenize")]
+    NoThreads {
+        /// What the system says.
+        source: std::io::Error,
+    },
     /// The thread that reads ahead is gone.
     #[error("the thread that reads the data has panicked; its message stands above")]
     ReaderPanicked,

@@ -4,6 +4,7 @@
 mod breakdown;
 mod comms;
 mod csv;
+mod escape;
 mod event_files;
 mod metrics;
 mod progress;
@@ -16,6 +17,7 @@ pub use comms::{
     Bandwidth, CommsTable, Groups, PlannedVolume, RankComms, Straggling, Volume, straggling, volumes,
 };
 pub use csv::CsvFiles;
+pub use escape::escaped;
 pub use event_files::EventFile;
 pub use metrics::{EvalMetrics, Metrics, MetricsWriter, TimeShares};
 pub use progress::{Progress, above_progress};

@@ -1,6 +1,6 @@
 //! Progress on standard error: a live line on a terminal, plain lines elsewhere.
 
-use super::{EvalMetrics, Metrics};
+use super::{EvalMetrics, Metrics, escaped};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::Write;
 use std::ops::Range;
@@ -76,7 +76,7 @@ impl Progress {
     /// Prints anything else that belongs to the steps.
     pub fn print(&self, text: &str) {
         // The run goes on when nobody reads its progress any more.
-        let _ = above_progress(|| writeln!(std::io::stderr(), "{text}"));
+        let _ = above_progress(|| writeln!(std::io::stderr(), "{}", escaped(text)));
     }
 
     fn seconds_left(&self, step: u64, elapsed_seconds: f64) -> f64 {

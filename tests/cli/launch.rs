@@ -1,6 +1,6 @@
 //! `ulysses launch`, with shells as ranks; `tests/mpi` launches real ones.
 
-use crate::support::cli::{Outcome, Workplace};
+use crate::support::cli::{NO_THREADS, Outcome, Workplace};
 use serde_json::json;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -122,4 +122,94 @@ fn what_cannot_be_launched_is_refused_before_anything_starts() {
     launch(&["--program", "./nothing", "--", "x"]).assert_refused(1, &["cannot start ./nothing"]);
     launch(&[]).assert_refused(2, &["ARGUMENTS"]);
     assert!(!place.path("out").exists());
+}
+
+/// Whether a process runs; one that has ended and that nobody has taken note of does not.
+#[cfg(target_os = "linux")]
+fn runs(process: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.trim())).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+#[track_caller]
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn nothing_is_left_of_a_job_whose_launcher_is_killed() {
+    let place = Workplace::new();
+    // A child that the rank waits for, and one that it does not, in a group of its own.
+    let script = "sh -c 'echo $$ > child-'$RANK'; exec sleep 1000' & setsid sleep 1000 & echo $! > apart-$RANK; \
+                  echo $$ > rank-$RANK; touch ready-$RANK; wait";
+    let arguments = ["launch", "--nproc", "2", "--grace", "1", "--program", "sh", "--", "-c", script];
+    let mut child = place.command(&arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let names = ["rank-0", "rank-1", "child-0", "child-1", "apart-0", "apart-1"];
+    let has_pid =
+        |name: &&str| std::fs::read_to_string(place.path(name)).is_ok_and(|pid| pid.ends_with('\n'));
+    wait_until("the ranks do not start", || names.iter().all(&has_pid));
+    let processes = names.map(|name| place.read(name));
+    assert!(processes.iter().all(|process| runs(process)), "{processes:?}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_until("processes are left", || !processes.iter().any(|process| runs(process)));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn what_a_failed_job_leaves_running_is_killed() {
+    let place = Workplace::new();
+    let script = "sleep 1000 & echo $! > child; exit 3";
+    let outcome = place.run(&["launch", "--nproc", "1", "--program", "sh", "--", "-c", script]);
+    outcome.assert_refused(1, &["rank 0 ended with exit code 3"]);
+    wait_until("a process is left", || !runs(&place.read("child")));
+}
+
+/// An `mpirun` whose rank is killed, and that waits for something that does not come.
+#[cfg(target_os = "linux")]
+#[test]
+fn an_mpirun_that_outlives_its_ranks_is_killed() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Workplace::new();
+    place.write(
+        "bin/mpirun",
+        "#!/bin/sh\nmkfifo never\nsleep 2 &\nwait\necho mpirun noticed >&2\nread line < never\n",
+    );
+    std::fs::set_permissions(place.path("bin/mpirun"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", place.path("bin").display(), std::env::var("PATH").unwrap());
+    let arguments =
+        ["launch", "--nproc", "2", "--grace", "1", "--", "bench", "collectives", "--backend", "mpi"];
+    let outcome = place.run_with(&arguments, &[("PATH", &path)]);
+    let expected = ["mpirun has not ended 1 s after its ranks; killing it", "mpirun was killed by signal 9"];
+    outcome.assert_refused(1, &expected);
+}
+
+#[test]
+fn every_start_of_a_job_has_a_secret_of_its_own() {
+    let place = Workplace::new();
+    let secret = || {
+        let outcome = launch(&place, &["--nproc", "2"], "echo $ULYSSES_JOB_SECRET");
+        let secrets = outcome.assert_done().stdout.replace("[0] ", "").replace("[1] ", "");
+        let secrets: Vec<String> = secrets.lines().map(str::to_owned).collect();
+        assert_eq!((secrets.len(), secrets[0].len()), (2, 64));
+        assert_eq!(secrets[0], secrets[1]);
+        secrets[0].clone()
+    };
+    assert_ne!(secret(), secret());
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_launcher_that_gets_no_threads_says_so_and_leaves_nothing() {
+    let place = Workplace::new();
+    let arguments =
+        ["launch", "--nproc", "1", "--program", "sh", "--", "-c", "echo $$ > rank; exec sleep 1000"];
+    let outcome = place.run_with(&arguments, &[NO_THREADS]);
+    outcome.assert_refused(1, &["cannot start a thread that reads what a process says"]);
+    assert!(!place.path("rank").exists() || !runs(&place.read("rank")));
 }

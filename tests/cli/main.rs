@@ -13,6 +13,8 @@ mod datasets;
 mod doctor;
 #[cfg(unix)]
 mod launch;
+#[cfg(unix)]
+mod limits;
 mod manual;
 mod mesh;
 mod monitors;

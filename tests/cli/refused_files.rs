@@ -138,3 +138,28 @@ fn output_directories_that_cannot_be_are_refused() {
     assert_eq!(place.read("file"), "kept");
     place.run(&["train", "c.json", "--output", ""]).assert_refused(2, &["--output", "not empty"]);
 }
+
+/// What a terminal would obey is shown by it.
+#[test]
+fn names_are_shown_with_their_control_characters_escaped() {
+    let place = Workplace::new();
+    let (name, shown) = ("\u{1b}[31mred\u{9b}1m\r", "\\u001b[31mred\\u009b1m\\u000d");
+    place.write_config("c.json", json!({ "ulysses": { "data": name } }));
+    let flag = format!("--{name}");
+    let refused: [&[&str]; 5] = [
+        &["train", name],
+        &["train", "c.json"],
+        &["train", "c.json", &flag],
+        &["data", "inspect", name],
+        &["checkpoint", "inspect", name],
+    ];
+    for arguments in refused {
+        let outcome = place.run(arguments);
+        assert!(matches!(outcome.code, Some(1 | 2)), "{arguments:?}: {outcome:?}");
+        assert!(outcome.stderr.contains(shown), "{arguments:?}: {outcome:?}");
+        let is_obeyed = |char: char| char.is_control() && !matches!(char, '\n' | '\t');
+        assert!(!outcome.stderr.contains(is_obeyed), "{arguments:?}: {outcome:?}");
+    }
+    let prepared = place.run(&["data", "prepare", "text.txt", "--output", name]);
+    assert!(prepared.assert_done().stdout.starts_with(shown), "{prepared:?}");
+}

@@ -10,6 +10,9 @@ use tempfile::TempDir;
 /// Far more than any of these commands takes; one that is not done by then hangs.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
+/// With this variable no thread starts: none gets a stack of 64 TiB. (Limits do not bind root.)
+pub const NO_THREADS: (&str, &str) = ("RUST_MIN_STACK", "70368744177664");
+
 /// What a command left.
 #[derive(Debug)]
 pub struct Outcome {
@@ -75,13 +78,23 @@ impl Workplace {
     /// When it does not end in time.
     #[track_caller]
     pub fn run_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Outcome {
+        let mut command = self.command(arguments);
+        command.envs(variables.iter().copied());
+        self.run_command(command)
+    }
+
+    /// Runs any command here.
+    ///
+    /// # Panics
+    /// When it does not end in time.
+    #[track_caller]
+    pub fn run_command(&self, mut command: Command) -> Outcome {
         // Files, not pipes: nobody has to read them for the command to go on.
         let output = tempfile::tempdir().unwrap();
         let [stdout, stderr] = ["stdout", "stderr"].map(|name| output.path().join(name));
-        let mut command = self.command(arguments);
-        command.envs(variables.iter().copied());
+        command.current_dir(self.dir.path()).stdin(Stdio::null());
         command.stdout(File::create(&stdout).unwrap()).stderr(File::create(&stderr).unwrap());
-        let code = wait(command, arguments);
+        let code = wait(command);
         let text = |path: &Path| String::from_utf8(fs::read(path).unwrap()).unwrap();
         Outcome { code, stdout: text(&stdout), stderr: text(&stderr) }
     }
@@ -132,7 +145,7 @@ impl Outcome {
 
 /// The exit code of a command that ends in time.
 #[track_caller]
-fn wait(mut command: Command, arguments: &[&str]) -> Option<i32> {
+fn wait(mut command: Command) -> Option<i32> {
     let mut child = command.spawn().unwrap();
     let deadline = Instant::now() + TIMEOUT;
     loop {
@@ -142,7 +155,7 @@ fn wait(mut command: Command, arguments: &[&str]) -> Option<i32> {
         if Instant::now() > deadline {
             child.kill().unwrap();
             child.wait().unwrap();
-            panic!("{arguments:?} hangs");
+            panic!("{command:?} hangs");
         }
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -2,10 +2,12 @@
 
 use super::fault::{Fault, of_mpirun};
 use super::output::{Said, Speaker, pass_on};
+use super::processes::{Process, processes};
+use super::watchdog::{PASSED_ON, Watchdog};
 use crate::cli::note;
 use anyhow::Context;
 use parking_lot::Mutex;
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, getpgid, kill_process_group};
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -19,6 +21,8 @@ use std::time::{Duration, Instant};
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long the last lines of a process that has ended may take to arrive.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Between two looks at the ranks of `mpirun`.
+const LOOK_AT_RANKS_EVERY: Duration = Duration::from_millis(500);
 /// The exit code of a rank that a signal has asked to save and end.
 const STOPPED: i32 = 75;
 
@@ -65,7 +69,7 @@ impl Signals {
             signal_hook::flag::register(signal.as_raw(), is_pending.clone())?;
             Ok((signal, is_pending))
         };
-        let pending = [Signal::INT, Signal::TERM, Signal::USR1].into_iter().map(watch);
+        let pending = PASSED_ON.into_iter().map(watch);
         Ok(Self { pending: pending.collect::<std::io::Result<_>>()? })
     }
 
@@ -78,9 +82,13 @@ impl Signals {
 impl Plan {
     /// Runs the processes to their end. When one fails, the others are stopped.
     pub(super) fn run(&self, signals: &Signals) -> anyhow::Result<Outcome> {
-        let mut job = Job { processes: Vec::new(), grace: self.grace, asked: None };
+        let commands = self.commands()?;
+        let watchdog = Watchdog::start(self.grace)?;
+        let mut job = Job { processes: Vec::new(), watchdog, grace: self.grace, asked: None };
         // If one cannot be started, dropping the job ends the others.
-        for (speaker, mut command) in self.commands()? {
+        for (speaker, mut command) in commands {
+            // Not this process's group: a terminal's signals come from us only, once.
+            command.process_group(job.watchdog.group());
             job.processes.push(Running::start(speaker, &mut command)?);
         }
         Ok(job.supervise(signals))
@@ -97,14 +105,14 @@ impl Plan {
         }
         // Torch's programs meet at the first port, ours at the second.
         let [port, own_port] = free_ports()?.map(|port| port.to_string());
-        let size = self.num_processes.to_string();
+        let (size, secret) = (self.num_processes.to_string(), job_secret()?);
         let rank = |rank: usize| {
             let mut command = Command::new(&self.program);
             command.args(&self.arguments);
             command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
             command.env("WORLD_SIZE", &size).env("LOCAL_WORLD_SIZE", &size);
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
-            command.env("ULYSSES_MASTER_PORT", &own_port);
+            command.env("ULYSSES_MASTER_PORT", &own_port).env("ULYSSES_JOB_SECRET", &secret);
             (Speaker::Rank(rank), command)
         };
         Ok((0..self.num_processes).map(rank).collect())
@@ -118,18 +126,30 @@ fn free_ports() -> anyhow::Result<[u16; 2]> {
     Ok([first.local_addr()?.port(), second.local_addr()?.port()])
 }
 
+/// What no process but those of one job knows.
+fn job_secret() -> anyhow::Result<String> {
+    use rand::TryRngCore;
+    let mut bytes = [0; 32];
+    rand::rngs::OsRng.try_fill_bytes(&mut bytes).context("cannot make a job secret")?;
+    Ok(blake3::Hash::from_bytes(bytes).to_hex().to_string())
+}
+
 impl Running {
     fn start(speaker: Speaker, command: &mut Command) -> anyhow::Result<Self> {
-        // A group of its own: a terminal's signals come from us only, once.
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let program = command.get_program().to_owned();
         let cannot_start = || format!("cannot start {}", program.display());
-        let mut child = command.spawn().with_context(cannot_start)?;
-        let said = Arc::<Mutex<Said>>::default();
-        let stdout = child.stdout.take().map(|from| pass_on(from, std::io::stdout(), speaker, None));
-        let stderr =
-            child.stderr.take().map(|from| pass_on(from, std::io::stderr(), speaker, Some(said.clone())));
-        Ok(Self { speaker, child, said, readers: stdout.into_iter().chain(stderr).collect(), status: None })
+        let child = command.spawn().with_context(cannot_start)?;
+        let (said, readers) = (Arc::<Mutex<Said>>::default(), Vec::new());
+        // A process that nobody reads is none that runs: dropping it ends it.
+        let mut running = Self { speaker, child, said, readers, status: None };
+        let stdout = running.child.stdout.take().map(|from| pass_on(from, std::io::stdout(), speaker, None));
+        let said = Some(running.said.clone());
+        let stderr = running.child.stderr.take().map(|from| pass_on(from, std::io::stderr(), speaker, said));
+        for reader in stdout.into_iter().chain(stderr) {
+            running.readers.push(reader.context("cannot start a thread that reads what a process says")?);
+        }
+        Ok(running)
     }
 
     /// Whether it has ended since it was last looked at.
@@ -141,9 +161,11 @@ impl Running {
         self.status.is_some()
     }
 
-    fn send(&self, signal: Signal) {
-        if let (None, Ok(id)) = (self.status, i32::try_from(self.child.id()))
-            && let Some(id) = Pid::from_raw(id)
+    /// Sends a signal to a process that has left the group of the job for one of its own.
+    fn send_outside(&self, group: i32, signal: Signal) {
+        let id = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+        if let (None, Some(id)) = (self.status, id)
+            && getpgid(Some(id)).is_ok_and(|own| own == id && own.as_raw_pid() != group)
         {
             // One that has just ended needs no signal.
             let _ = kill_process_group(id, signal);
@@ -173,6 +195,7 @@ impl Running {
 /// Processes under way.
 struct Job {
     processes: Vec<Running>,
+    watchdog: Watchdog,
     grace: Duration,
     /// The signal that asked for the end, if one did.
     asked: Option<Signal>,
@@ -182,6 +205,7 @@ impl Job {
     fn supervise(&mut self, signals: &Signals) -> Outcome {
         let mut failed: Option<(Fault, Instant)> = None;
         let mut is_killed = false;
+        let mut ranks = RanksOfMpirun::default();
         loop {
             for signal in signals.take() {
                 self.forward(signal);
@@ -203,7 +227,13 @@ impl Job {
                 && Instant::now() > *deadline
                 && !std::mem::replace(&mut is_killed, true)
             {
-                self.processes.iter().for_each(|process| process.send(Signal::KILL));
+                self.kill();
+            }
+            if !is_killed && ranks.have_ended(&self.processes, self.grace) {
+                let seconds = self.grace.as_secs();
+                note(format_args!("launch: mpirun has not ended {seconds} s after its ranks; killing it"));
+                self.kill();
+                is_killed = true;
             }
             std::thread::sleep(LOOK_EVERY);
         }
@@ -225,17 +255,25 @@ impl Job {
             return;
         }
         note(format_args!("launch: {fault}; stopping the {} other(s)", others.len()));
-        others.iter().for_each(|process| process.send(Signal::TERM));
+        self.send(Signal::TERM);
     }
 
     /// `mpirun` ends its ranks on `SIGTERM`, but passes `SIGUSR1` on, which ours take for the same: save and end.
     fn forward(&mut self, signal: Signal) {
         let is_first = self.asked.replace(signal).is_none();
-        for process in &self.processes {
-            let is_mpirun = matches!(process.speaker, Speaker::Mpirun);
-            let softened = is_mpirun && is_first && signal == Signal::TERM;
-            process.send(if softened { Signal::USR1 } else { signal });
-        }
+        let is_mpirun = self.processes.iter().any(|process| matches!(process.speaker, Speaker::Mpirun));
+        let softened = is_mpirun && is_first && signal == Signal::TERM;
+        self.send(if softened { Signal::USR1 } else { signal });
+    }
+
+    fn send(&self, signal: Signal) {
+        self.watchdog.send(signal);
+        self.processes.iter().for_each(|process| process.send_outside(self.watchdog.group(), signal));
+    }
+
+    fn kill(&self) {
+        self.watchdog.kill_all();
+        self.processes.iter().for_each(|process| process.send_outside(self.watchdog.group(), Signal::KILL));
     }
 }
 
@@ -247,10 +285,54 @@ fn has_stopped(process: &Running) -> bool {
 impl Drop for Job {
     /// No process outlives the job.
     fn drop(&mut self) {
-        for process in &mut self.processes {
-            if process.status.is_none() {
-                let _ = process.child.kill().and_then(|()| process.child.wait());
-            }
+        if self.processes.iter().all(|process| process.status.is_some_and(|status| status.success())) {
+            // What a process that did its work has left running may go on.
+            return self.watchdog.dismiss();
+        }
+        self.kill();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.status.is_none() {
+            let _ = self.child.kill().and_then(|()| self.child.wait());
+        }
+    }
+}
+
+/// Whether an `mpirun` still has ranks, from look to look. It may hang when one is killed.
+#[derive(Default)]
+struct RanksOfMpirun {
+    looked: Option<Instant>,
+    have_been_seen: bool,
+    ended_since: Option<Instant>,
+}
+
+impl RanksOfMpirun {
+    /// Whether `mpirun` runs although for as long as `grace` none of its ranks has, or it has not taken note of the end
+    /// of one.
+    fn have_ended(&mut self, processes: &[Running], grace: Duration) -> bool {
+        let is_mpirun =
+            |process: &&Running| matches!(process.speaker, Speaker::Mpirun) && process.status.is_none();
+        let Some(mpirun) = processes.iter().find(is_mpirun) else { return false };
+        if self.looked.is_some_and(|looked| looked.elapsed() < LOOK_AT_RANKS_EVERY) {
+            return false;
+        }
+        self.looked = Some(Instant::now());
+        self.look(&self::processes(), mpirun.child.id());
+        // Ranks that have ended are taken note of within moments.
+        let grace = grace.max(2 * LOOK_AT_RANKS_EVERY);
+        self.ended_since.is_some_and(|since| since.elapsed() >= grace)
+    }
+
+    fn look(&mut self, all: &[Process], mpirun: u32) {
+        let ranks: Vec<&Process> = all.iter().filter(|process| process.parent == mpirun).collect();
+        self.have_been_seen |= !ranks.is_empty();
+        let have_ended = ranks.is_empty() || ranks.iter().any(|rank| rank.is_zombie);
+        match self.have_been_seen && have_ended {
+            true => self.ended_since = self.ended_since.or_else(|| Some(Instant::now())),
+            false => self.ended_since = None,
         }
     }
 }

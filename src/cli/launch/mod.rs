@@ -3,6 +3,8 @@
 mod fault;
 mod job;
 mod output;
+mod processes;
+mod watchdog;
 
 use super::train::TrainArgs;
 use super::{Command, Failure, OrFail, arguments, note};
@@ -11,6 +13,7 @@ use job::{Outcome, Plan, Signals};
 use std::path::PathBuf;
 use std::time::Duration;
 use ulysses::config::Backend;
+pub(super) use watchdog::{WatchdogArgs, watch};
 
 #[derive(clap::Args)]
 pub(super) struct LaunchArgs {

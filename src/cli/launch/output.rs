@@ -73,14 +73,14 @@ fn untag(line: &str) -> Option<(usize, &str)> {
 }
 
 /// Passes lines on with `[rank] ` before them, on a thread of its own, until there are no more. Those of standard
-/// error are remembered in `said`.
+/// error are remembered in `said`. An error is that of a thread that does not start.
 pub(super) fn pass_on(
     from: impl Read + Send + 'static,
     mut to: impl Write + Send + 'static,
     speaker: Speaker,
     said: Option<Arc<Mutex<Said>>>,
-) -> JoinHandle<()> {
-    std::thread::spawn(move || {
+) -> std::io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name("output".to_owned()).spawn(move || {
         let mut from = BufReader::new(from);
         let mut bytes = Vec::new();
         while let Ok(1..) = from.read_until(b'\n', &mut bytes) {
@@ -122,7 +122,10 @@ mod tests {
     fn the_last_line_that_says_something_is_remembered_for_each_rank() {
         let said = Arc::new(Mutex::new(Said::default()));
         let text = "[1,0]<stderr>:a\n[1,1]<stderr>:b\n[1,0]<stderr>:c\n[1,0]<stderr>:\nmpirun: d";
-        pass_on(text.as_bytes(), std::io::sink(), Speaker::Mpirun, Some(said.clone())).join().unwrap();
+        pass_on(text.as_bytes(), std::io::sink(), Speaker::Mpirun, Some(said.clone()))
+            .unwrap()
+            .join()
+            .unwrap();
         let said = said.lock();
         assert_eq!((said.last_of(0), said.last_of(1), said.last_of(2)), (Some("c"), Some("b"), None));
         assert_eq!(said.mpirun, ["mpirun: d"]);

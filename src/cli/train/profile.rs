@@ -11,7 +11,7 @@ use ulysses::config::FlopsProfilerConfig;
 use ulysses::engine::plan::RankStep;
 use ulysses::engine::schedule::{Pass, Piece};
 use ulysses::engine::{PartTimes, StepTimes};
-use ulysses::monitor::{Metrics, above_progress};
+use ulysses::monitor::{Metrics, above_progress, escaped};
 
 /// Whether the file that the profile goes to can be written, before there is anything to write.
 pub(super) fn check(profiler: &FlopsProfilerConfig) -> Result<(), Failure> {
@@ -50,7 +50,8 @@ impl Profile<'_> {
     pub(super) fn write(&self, file: Option<&Path>) -> anyhow::Result<()> {
         let Some(path) = file else {
             // The run goes on when nobody reads what it prints any more.
-            let _ = above_progress(|| write!(std::io::stderr(), "{self}"));
+            let text = self.to_string();
+            let _ = above_progress(|| write!(std::io::stderr(), "{}", escaped(&text)));
             return Ok(());
         };
         std::fs::write(path, self.to_string()).with_context(|| cannot_write(path))

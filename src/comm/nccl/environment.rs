@@ -1,5 +1,7 @@
 //! What a launcher of one process per GPU (torchrun, `srun`) tells a process.
 
+use super::rendezvous::MeetingPoint;
+use super::secret::JobSecret;
 use crate::comm::discovery::first_host;
 use crate::comm::{CommError, Launcher, World, WorldFlags};
 
@@ -24,9 +26,9 @@ pub(super) struct Environment {
 pub(super) enum Meeting {
     /// NCCL itself reads `NCCL_COMM_ID`.
     Nccl,
-    /// Rank 0, on the machine `host`, hands it out at `port`: `ULYSSES_MASTER_PORT`, or one more than `MASTER_PORT`,
-    /// which a launcher's own store may hold.
-    Address { host: String, port: u16 },
+    /// Rank 0 hands it out, at the port `ULYSSES_MASTER_PORT`, or one more than `MASTER_PORT`, which a launcher's own
+    /// store may hold.
+    At(MeetingPoint),
 }
 
 impl Environment {
@@ -40,7 +42,7 @@ impl Environment {
     ) -> Result<Self, CommError> {
         let refuse = |reason: String| CommError::Start { library: "NCCL", rank: None, reason };
         let world = World::discover(flags, &lookup).map_err(|error| refuse(error.to_string()))?;
-        let World { rank, world_size, launcher, .. } = world;
+        let World { rank, world_size, local_world_size, launcher, .. } = world;
         if launcher == Launcher::None {
             return Err(refuse(
                 "RANK is not set; a launcher sets RANK, WORLD_SIZE and LOCAL_RANK".to_owned(),
@@ -75,7 +77,17 @@ impl Environment {
                         )
                     })?,
                 };
-                Meeting::Address { host, port }
+                let bind = lookup("ULYSSES_MASTER_BIND").map(|text| {
+                    text.trim().parse().map_err(|_| {
+                        refuse(format!(
+                            "ULYSSES_MASTER_BIND is `{text}`, expected an IP address of rank 0's machine"
+                        ))
+                    })
+                });
+                let bind = bind.transpose()?;
+                let secret = JobSecret::read(launcher, &lookup).map_err(refuse)?;
+                let is_one_node = local_world_size == Some(world_size);
+                Meeting::At(MeetingPoint { host, port, bind, world_size, is_one_node, secret })
             }
             (None, None) if world_size == 1 => Meeting::Nccl,
             (None, None) => {
@@ -121,18 +133,35 @@ mod tests {
         Environment::read(&WorldFlags::default(), |name| find(name).map(|(_, value)| (*value).to_owned()))
     }
 
+    fn point(host: &str, port: u16) -> MeetingPoint {
+        let secret = JobSecret::new("", false);
+        MeetingPoint { host: host.into(), port, bind: None, world_size: 4, is_one_node: false, secret }
+    }
+
     const RANK_1_OF_4: [(&str, &str); 3] = [("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")];
 
     #[test]
     fn a_launchers_variables_say_who_and_where() {
         let with =
             |more: &[(&'static str, &'static str)]| read(&[&RANK_1_OF_4[..], more].concat()).unwrap().meeting;
-        let at = |port| Meeting::Address { host: "n0".into(), port };
+        let at = |port| Meeting::At(point("n0", port));
         assert_eq!(with(&[("MASTER_ADDR", "n0")]), at(29_501));
         assert_eq!(with(&[("MASTER_ADDR", "n0"), ("MASTER_PORT", "7")]), at(8), "a launcher holds the port");
         let own = [("MASTER_ADDR", "n0"), ("MASTER_PORT", "65535"), ("ULYSSES_MASTER_PORT", "9")];
         assert_eq!(with(&own), at(9));
         assert_eq!(with(&[("MASTER_ADDR", "n0"), ("NCCL_COMM_ID", "n1:5")]), Meeting::Nccl);
+        let told = [
+            ("MASTER_ADDR", "n0"),
+            ("ULYSSES_MASTER_BIND", "10.0.0.7"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("ULYSSES_JOB_SECRET", "0123456789abcdef"),
+        ];
+        let secret = JobSecret::new("0123456789abcdef", true);
+        let bind = Some([10, 0, 0, 7].into());
+        assert_eq!(
+            with(&told),
+            Meeting::At(MeetingPoint { bind, is_one_node: true, secret, ..point("n0", 29_501) })
+        );
         let alone = read(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "3")]).unwrap();
         assert_eq!((alone.rank, alone.world_size, alone.local_rank), (0, 1, 3));
     }
@@ -147,7 +176,11 @@ mod tests {
         ];
         let environment = read(&task).unwrap();
         assert_eq!((environment.rank, environment.world_size, environment.local_rank), (5, 8, 1));
-        assert_eq!(environment.meeting, Meeting::Address { host: "gpu017".into(), port: 29_501 });
+        let secret = JobSecret::new(".", false);
+        assert_eq!(
+            environment.meeting,
+            Meeting::At(MeetingPoint { world_size: 8, secret, ..point("gpu017", 29_501) })
+        );
     }
 
     #[test]
@@ -166,6 +199,8 @@ mod tests {
         refuse(&[], "RANK is not set");
         refuse(&port("ULYSSES_MASTER_PORT", "0"), "ULYSSES_MASTER_PORT is `0`");
         refuse(&port("MASTER_PORT", "65535"), "set ULYSSES_MASTER_PORT");
+        refuse(&port("ULYSSES_MASTER_BIND", "n0"), "ULYSSES_MASTER_BIND is `n0`, expected an IP address");
+        refuse(&port("ULYSSES_JOB_SECRET", "short"), "ULYSSES_JOB_SECRET has 5 bytes");
     }
 
     #[test]

@@ -91,7 +91,8 @@ fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duratio
 /// Who this process is, [`comm::World::discover`](crate::comm::World::discover) says; the local rank is the GPU's
 /// ordinal. NCCL_COMM_ID (`host:port`, the same everywhere) or MASTER_ADDR says where the host of rank 0 is; SLURM's
 /// tasks know it. The ranks meet there at ULYSSES_MASTER_PORT, or else at MASTER_PORT + 1: torchrun's own store
-/// listens on MASTER_PORT.
+/// listens on MASTER_PORT. Rank 0 listens on the address that MASTER_ADDR is (ULYSSES_MASTER_BIND names another), and
+/// takes only processes with its ULYSSES_JOB_SECRET.
 ///
 /// # Errors
 /// [`CommError::Start`] naming the variable that is missing or wrong, or why NCCL or the GPU cannot be used.
@@ -106,13 +107,13 @@ pub(super) fn meet_from_env(flags: &WorldFlags, timeout: Duration) -> Result<Met
     let world = World::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
     let (id, connections) = match meeting {
         Meeting::Nccl => (unique_id().map_err(refuse)?, None),
-        Meeting::Address { host, port } if rank == 0 => {
+        Meeting::At(point) if rank == 0 => {
             let id = unique_id().map_err(refuse)?;
-            let connections = hand_out(&id, &host, port, world_size - 1, timeout)?;
+            let connections = hand_out(&id, &point, timeout)?;
             (id, Some(connections))
         }
-        Meeting::Address { host, port } => {
-            let (id, connection) = fetch(&host, port, rank, timeout)?;
+        Meeting::At(point) => {
+            let (id, connection) = fetch(&point, rank, timeout)?;
             (id, Some(BTreeMap::from([(0, connection)])))
         }
     };

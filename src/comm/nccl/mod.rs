@@ -2,7 +2,8 @@
 //!
 //! Reading order:
 //!
-//! 1. `environment.rs`, `rendezvous.rs`: who the ranks are and how they come by the id of their communicator.
+//! 1. `environment.rs`, `secret.rs`, `rendezvous.rs`: who the ranks are and how they come by the id of their
+//!    communicator.
 //! 2. `line.rs`, `notices.rs`, `roll_call.rs`: what ranks tell each other of failures, and who keeps the others waiting.
 //! 3. `traffic.rs`, `watch.rs`, `calls.rs`: what an operation moves, when it has failed, which one keeps a rank.
 //! 4. `communicator.rs`: NCCL's calls. `world.rs`: a rank's stream, what is under way on it, its failure.
@@ -30,6 +31,7 @@ mod notices;
 mod operation;
 mod rendezvous;
 mod roll_call;
+mod secret;
 #[cfg(feature = "nccl")]
 mod session;
 mod traffic;

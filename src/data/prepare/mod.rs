@@ -2,7 +2,7 @@
 
 mod unfinished;
 
-use super::source::{Encoder, Position, Records, SourceFile, SourceKind, expand};
+use super::source::{Encoder, Position, Records, SourceFile, SourceKind, expand, start_threads};
 use super::storage::ignored_label;
 use super::{DataError, FileError, Skipped, Tokenizer};
 use std::fs;
@@ -83,6 +83,7 @@ pub fn prepare(
 
     let encoder = Encoder { tokenizer, text_field, vocab_size };
     let mut records = Records::new(&inputs.files, text_field, position);
+    start_threads()?;
     let mut batch = records.next_batch()?;
     while let Some(current) = batch {
         let (documents, next) = rayon::join(|| encoder.encode_all(&current.records), || records.next_batch());

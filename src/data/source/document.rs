@@ -6,6 +6,7 @@ use crate::data::chat::{ANSWER_MARKS, ChatTemplate, RenderedChat};
 use crate::data::{DataError, FileError, IGNORED_LABEL, Tokenizer};
 use rayon::prelude::*;
 use serde_json::Value as Json;
+use std::error::Error as _;
 use std::ops::Range;
 use std::path::Path;
 
@@ -32,6 +33,22 @@ pub(in crate::data) struct Encoder<'a> {
 struct Place<'a> {
     path: &'a Path,
     line: u64,
+}
+
+/// Starts the threads that tokenize, unless they run already or the caller is one of a pool: rayon panics where it
+/// cannot.
+pub(in crate::data) fn start_threads() -> Result<(), DataError> {
+    if rayon::current_thread_index().is_some() {
+        return Ok(());
+    }
+    let started = rayon::ThreadPoolBuilder::new().build_global();
+    // Without a cause, the error says that they run.
+    match started.as_ref().err().and_then(|error| error.source()?.downcast_ref::<std::io::Error>()) {
+        Some(source) => {
+            Err(DataError::NoThreads { source: std::io::Error::new(source.kind(), source.to_string()) })
+        }
+        None => Ok(()),
+    }
 }
 
 impl Encoder<'_> {

@@ -7,7 +7,7 @@ mod lines;
 mod parquet;
 mod records;
 
-pub(super) use document::{Document, Encoder};
+pub(super) use document::{Document, Encoder, start_threads};
 pub use files::Skipped;
 pub(super) use files::{SourceFile, SourceKind, expand};
 pub(super) use records::{Position, Records};

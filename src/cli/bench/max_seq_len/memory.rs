@@ -120,10 +120,10 @@ impl Display for StepMemory {
 /// Runs a command to its end; what it said on standard error, and the most writable memory that it had when asked, if
 /// it ran long enough to be.
 pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, Option<WritableMemory>)> {
-    let child = command.stdout(Stdio::null()).stdin(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+    let mut child = command.stdout(Stdio::null()).stdin(Stdio::null()).stderr(Stdio::piped()).spawn()?;
     let (process, is_done) = (child.id(), AtomicBool::new(false));
     std::thread::scope(|scope| {
-        let watcher = scope.spawn(|| {
+        let watch = || {
             let mut most: Option<WritableMemory> = None;
             while !is_done.load(Ordering::Relaxed) {
                 let now = settings::writable_memory(&process.to_string());
@@ -131,7 +131,12 @@ pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, Opt
                 std::thread::sleep(POLL);
             }
             most
-        });
+        };
+        let watcher = std::thread::Builder::new().spawn_scoped(scope, watch);
+        let watcher = match watcher {
+            Ok(watcher) => watcher,
+            Err(error) => return child.kill().and_then(|()| child.wait()).and(Err(error)),
+        };
         let output = child.wait_with_output();
         is_done.store(true, Ordering::Relaxed);
         Ok((output?, watcher.join().unwrap_or_default()))

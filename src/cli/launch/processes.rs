@@ -1,0 +1,77 @@
+//! The processes of this machine, as far as `/proc` shows them: none on other systems than Linux.
+
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+
+/// A process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Process {
+    pub(super) id: u32,
+    pub(super) parent: u32,
+    pub(super) group: u32,
+    /// It has ended, but its parent has not taken note.
+    pub(super) is_zombie: bool,
+}
+
+/// All processes.
+pub(super) fn processes() -> Vec<Process> {
+    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let stat = |entry: std::fs::DirEntry| {
+        let id = entry.file_name().to_str()?.parse().ok()?;
+        parse(id, &std::fs::read_to_string(entry.path().join("stat")).ok()?)
+    };
+    entries.filter_map(|entry| stat(entry.ok()?)).collect()
+}
+
+/// `12 (name) S 1 12 …`; the name may hold anything.
+fn parse(id: u32, stat: &str) -> Option<Process> {
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let is_zombie = matches!(fields.next()?, "Z" | "X");
+    Some(Process { id, parent: fields.next()?.parse().ok()?, group: fields.next()?.parse().ok()?, is_zombie })
+}
+
+/// Those of `all` that run in a process group, and what they have started in other groups, as `mpirun` starts ranks.
+pub(super) fn tree(all: &[Process], group: Pid) -> Vec<u32> {
+    let group = group.as_raw_pid() as u32;
+    let running: Vec<Process> = all.iter().filter(|process| !process.is_zombie).copied().collect();
+    let is_in_group = |process: &&Process| process.group == group;
+    let mut tree: Vec<u32> = running.iter().filter(is_in_group).map(|process| process.id).collect();
+    let mut next = 0;
+    while let Some(&parent) = tree.get(next) {
+        let is_new = |process: &&Process| process.parent == parent && !tree.contains(&process.id);
+        let children: Vec<u32> = running.iter().filter(is_new).map(|process| process.id).collect();
+        tree.extend(children);
+        next += 1;
+    }
+    tree
+}
+
+/// Kills a process group, but first those of a tree that are others than this process.
+pub(super) fn kill_tree(tree: &[u32], group: Pid) {
+    for id in tree.iter().copied().filter(|id| *id != std::process::id()) {
+        // One that has just ended needs no signal.
+        let _ = i32::try_from(id).ok().and_then(Pid::from_raw).map(|id| kill_process(id, Signal::KILL));
+    }
+    let _ = kill_process_group(group, Signal::KILL);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_proc_is_read_whatever_the_name() {
+        let process = Process { id: 12, parent: 3, group: 9, is_zombie: false };
+        assert_eq!(parse(12, "12 (a) R 1 1 (b) S 3 9 9 0"), Some(process));
+        assert_eq!(parse(12, "12 (sh) Z 3 9 9"), Some(Process { is_zombie: true, ..process }));
+        assert_eq!(parse(12, "12 (sh"), None);
+    }
+
+    #[test]
+    fn a_tree_is_a_group_and_all_that_it_has_started_and_runs() {
+        let process = |id, parent, group| Process { id, parent, group, is_zombie: false };
+        let ended = Process { is_zombie: true, ..process(7, 2, 2) };
+        let all =
+            [process(1, 0, 1), process(2, 1, 2), process(5, 4, 5), process(4, 3, 4), process(3, 2, 2), ended];
+        assert_eq!(tree(&all, Pid::from_raw(2).unwrap()), [2, 3, 4, 5]);
+    }
+}

@@ -1,0 +1,132 @@
+//! How a rank and rank 0 prove to each other that they are of one job, over a connection that anyone may have opened.
+//!
+//! The rank sends a hello with a nonce, rank 0 a nonce of its own. Each side then sends a BLAKE3 hash, keyed with the
+//! job's secret, of both nonces and what it states: the rank its number, rank 0 its verdict and the id. So neither
+//! side gives or takes anything before the other has shown that it has the secret, and what was overheard cannot be
+//! replayed. Nothing is encrypted: who can read the network can read the id.
+
+use super::super::secret::JobSecret;
+use super::Id;
+use std::io;
+
+/// Random bytes, new for each connection and each side.
+pub(super) type Nonce = [u8; 32];
+
+/// The first bytes of a hello, with the version of the protocol.
+pub(super) const MAGIC: [u8; 8] = *b"ulysses2";
+/// Magic and nonce.
+pub(super) const HELLO_BYTES: usize = MAGIC.len() + size_of::<Nonce>();
+/// Rank, world size and proof.
+pub(super) const CLAIM_BYTES: usize = 8 + 8 + PROOF_BYTES;
+/// Verdict, rank 0's world size, proof and id.
+pub(super) const REPLY_BYTES: usize = 1 + 8 + PROOF_BYTES + size_of::<Id>();
+
+const PROOF_BYTES: usize = 32;
+
+/// A nonce from the system.
+pub(super) fn nonce() -> io::Result<Nonce> {
+    use rand::TryRngCore;
+    let mut nonce = Nonce::default();
+    rand::rngs::OsRng.try_fill_bytes(&mut nonce).map_err(io::Error::other)?;
+    Ok(nonce)
+}
+
+/// What both sides know of a connection once they have exchanged nonces.
+pub(super) struct Session<'a> {
+    pub(super) secret: &'a JobSecret,
+    pub(super) root: Nonce,
+    pub(super) peer: Nonce,
+}
+
+/// The rank that a process says it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Claim {
+    pub(super) rank: u64,
+    pub(super) world_size: u64,
+}
+
+/// What rank 0 makes of a claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Accepted,
+    /// The rank is not less than rank 0's world size.
+    OutOfRange,
+    /// The process counts another number of ranks than rank 0.
+    OtherWorldSize,
+    /// Another process is this rank.
+    Taken,
+}
+
+impl Verdict {
+    const ALL: [Self; 4] = [Self::Accepted, Self::OutOfRange, Self::OtherWorldSize, Self::Taken];
+
+    /// Why `claim` is refused by a job of `world_size` ranks.
+    pub(super) fn reason(self, claim: Claim, world_size: u64) -> String {
+        let Claim { rank, world_size: claimed } = claim;
+        match self {
+            Self::Accepted => format!("rank {rank} is accepted"),
+            Self::OutOfRange => {
+                format!("rank {rank} is out of range: the job has ranks 0 to {}", world_size - 1)
+            }
+            Self::OtherWorldSize => {
+                format!("rank {rank} counts {claimed} ranks, but rank 0 counts {world_size}")
+            }
+            Self::Taken => format!("rank {rank} is taken: two processes have the same rank"),
+        }
+    }
+}
+
+/// Rank 0's answer to who has another secret. It proves nothing, so that nothing can be learned about the secret.
+pub(super) const OTHER_SECRET: [u8; REPLY_BYTES] = [0; REPLY_BYTES];
+
+/// The first message of a rank.
+pub(super) fn hello(nonce: &Nonce) -> Vec<u8> {
+    [&MAGIC[..], nonce].concat()
+}
+
+impl Session<'_> {
+    /// The second message of a rank.
+    pub(super) fn claim(&self, claim: Claim) -> Vec<u8> {
+        let stated = [claim.rank.to_le_bytes(), claim.world_size.to_le_bytes()].concat();
+        let proof = self.prove(b"rank", &stated);
+        [&stated[..], proof.as_bytes()].concat()
+    }
+
+    /// The claim of a message of [`CLAIM_BYTES`], if its sender has the secret.
+    pub(super) fn read_claim(&self, message: &[u8]) -> Option<Claim> {
+        let (stated, proof) = message.split_at_checked(16)?;
+        let (rank, world_size) = stated.split_at_checked(8)?;
+        let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_le_bytes);
+        let claim = Claim { rank: number(rank)?, world_size: number(world_size)? };
+        (self.prove(b"rank", stated) == hash(proof)?).then_some(claim)
+    }
+
+    /// Rank 0's answer to a claim. Only one that is accepted gets the id.
+    pub(super) fn reply(&self, verdict: Verdict, world_size: u64, id: &Id) -> Vec<u8> {
+        let id = if verdict == Verdict::Accepted { id } else { &[0; size_of::<Id>()] };
+        let head = [&[verdict as u8][..], &world_size.to_le_bytes()].concat();
+        let proof = self.prove(b"root", &[&head[..], id].concat());
+        [&head[..], proof.as_bytes(), id].concat()
+    }
+
+    /// Verdict, world size and id of a message of [`REPLY_BYTES`], if rank 0 has the secret.
+    pub(super) fn read_reply(&self, message: &[u8]) -> Option<(Verdict, u64, Id)> {
+        let (head, rest) = message.split_at_checked(9)?;
+        let (proof, id) = rest.split_at_checked(PROOF_BYTES)?;
+        let (verdict, world_size) = head.split_first()?;
+        let id = Id::try_from(id).ok()?;
+        let verdict = *Verdict::ALL.get(usize::from(*verdict))?;
+        let world_size = u64::from_le_bytes(world_size.try_into().ok()?);
+        (self.prove(b"root", &[head, &id].concat()) == hash(proof)?).then_some((verdict, world_size, id))
+    }
+
+    /// Hashes compare in constant time.
+    fn prove(&self, side: &[u8; 4], stated: &[u8]) -> blake3::Hash {
+        let text = [&side[..], &self.root, &self.peer, stated].concat();
+        blake3::keyed_hash(self.secret.key(), &text)
+    }
+}
+
+fn hash(proof: &[u8]) -> Option<blake3::Hash> {
+    Some(blake3::Hash::from_bytes(proof.try_into().ok()?))
+}

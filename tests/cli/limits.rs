@@ -1,0 +1,45 @@
+//! What the system limits: memory, threads, the size of files. A command that meets a limit says so and ends with
+//! exit code 1.
+
+use crate::support::cli::{NO_THREADS, Outcome, Workplace};
+use serde_json::json;
+
+/// Runs the binary within a limit of the shell's `ulimit`.
+fn run_within(place: &Workplace, limit: &str, arguments: &[&str]) -> Outcome {
+    let mut command = std::process::Command::new("sh");
+    let program = env!("CARGO_BIN_EXE_ulysses");
+    command.args(["-c", &format!("ulimit {limit} && exec \"$0\" \"$@\""), program]).args(arguments);
+    place.run_command(command)
+}
+
+#[test]
+fn threads_that_do_not_start_are_named() {
+    let place = Workplace::new();
+    place.write_config("text.json", json!({}));
+    let refused = |arguments: &[&str], expected: &str| {
+        place.run_with(arguments, &[NO_THREADS]).assert_refused(1, &[expected]);
+    };
+    refused(&["train", "text.json"], "cannot start the threads that tokenize");
+    refused(&["data", "prepare", "text.txt", "--output", "t.tok"], "cannot start the threads that tokenize");
+    refused(&["bench", "collectives", "--repeats", "1"], "cannot start the thread of rank 0");
+    assert!(!place.path("t.tok").exists());
+}
+
+#[test]
+fn memory_that_there_is_not_is_an_error() {
+    let place = Workplace::new();
+    let arguments = ["bench", "gemm", "--tokens", "65536", "--repeats", "1"];
+    run_within(&place, "-v 500000", &arguments)
+        .assert_refused(1, &["error: out of memory: a memory allocation of ", "`ulimit -v`"]);
+}
+
+#[test]
+fn a_file_that_outgrows_its_limit_is_named() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({ "checkpoint": { "interval": 1 } }));
+    let outgrown = |limit: &str, arguments: &[&str], file: &str| {
+        run_within(&place, limit, arguments).assert_refused(1, &[file, "File too large"]);
+    };
+    outgrown("-f 64", &["train", "config.json", "--mesh", "1x2"], "step_00000001");
+    outgrown("-f 1", &["data", "prepare", "text.txt", "--output", "t.tok"], "t.tok");
+}
