@@ -47,6 +47,7 @@ mod memory;
 mod mesh_rules;
 mod mesh_shape;
 mod monitoring;
+mod note;
 mod optimizer;
 mod parameter_groups;
 mod precision;
@@ -59,6 +60,7 @@ mod schedule;
 mod schema;
 mod vocabulary;
 mod written;
+mod zero_note;
 mod zero_stage;
 
 #[cfg(test)]
@@ -75,6 +77,7 @@ pub use memory::{MemoryConfig, Offload};
 pub use mesh_rules::{MeshRule, sizes_of};
 pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};
 pub use monitoring::{CommsLoggerConfig, EventFilesConfig, FlopsProfilerConfig, MonitoringConfig};
+pub use note::{Note, Severity};
 pub use optimizer::OptimizerConfig;
 pub use parameter_groups::{GroupRate, NamePattern, ParameterGroup};
 pub use precision::{DynamicLossScale, LossScale, Precision};
