@@ -21,4 +21,5 @@ pub use event_files::EventFile;
 pub use metrics::{EvalMetrics, Metrics, MetricsWriter, TimeShares};
 pub use progress::{Progress, above_progress};
 pub use summary::{RankSummary, RunSummary, RunTotals, VerboseSummary};
+pub use table::bytes as grouped_bytes;
 pub use trace::{MemorySample, Slice, Traced, Tracer, write_trace};

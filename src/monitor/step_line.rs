@@ -86,7 +86,7 @@ fn machine(metrics: &Metrics) -> Vec<String> {
     let held = (metrics.memory_bytes > 0).then(|| memory(metrics.memory_bytes));
     // The peak of a GPU is unknown, so there is a rate in place of the MFU.
     let utilization = match (metrics.gemm_share, metrics.model_flops_per_second) {
-        (Some(share), _) => Some(format!("GEMM share {:.0}%", 100.0 * share)),
+        (Some(share), _) => Some(format!("GEMM share {:.0} %", 100.0 * share)),
         (None, rate) => rate.map(|rate| format!("{:.1} TFLOP/s", rate / 1e12)),
     };
     once(tokens).chain(held).chain(utilization).collect()
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn a_line_has_loss_rate_norm_throughput_memory_and_gemm_share() {
-        let expected = "step  10/200  loss 4.7114   lr 1.20e-3  grad norm 2.612  27749 tokens/s  1.50 GiB  GEMM share 52%";
+        let expected = "step  10/200  loss 4.7114   lr 1.20e-3  grad norm 2.612  27749 tokens/s  1.50 GiB  GEMM share 52 %";
         assert_eq!(step_line(&metrics(), 200, MAX_COLUMNS), expected);
         let on_gpus = Metrics { gemm_share: None, model_flops_per_second: Some(1.25e14), ..metrics() };
         assert!(step_line(&on_gpus, 200, MAX_COLUMNS).ends_with("1.50 GiB  125.0 TFLOP/s"));

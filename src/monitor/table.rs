@@ -16,8 +16,8 @@ pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::R
     Ok(())
 }
 
-/// Whole bytes with separators.
-pub(super) fn bytes(bytes: u64) -> String {
+/// Whole bytes with separators: `1_234_567`.
+pub fn bytes(bytes: u64) -> String {
     let digits = bytes.to_string();
     let groups: Vec<&str> =
         digits.as_bytes().rchunks(3).rev().map(|group| str::from_utf8(group).unwrap_or_default()).collect();

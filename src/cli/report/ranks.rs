@@ -6,6 +6,7 @@ use super::run::RunFiles;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use ulysses::memory::Category;
+use ulysses::monitor::grouped_bytes;
 
 const STORED: [&str; 3] = ["parameters", "gradients", "optimizer"];
 
@@ -104,5 +105,5 @@ fn with_ranks(
 }
 
 fn bytes(bytes: Option<u64>) -> String {
-    bytes.map_or("–".to_owned(), |bytes| text(bytes as f64, Unit::Bytes))
+    bytes.map_or("–".to_owned(), grouped_bytes)
 }
