@@ -73,7 +73,7 @@ fn main() -> Result<()> {
     let (totals, ranks): (Vec<RunTotals>, Vec<RankSummary>) = results.into_iter().unzip();
     let totals = totals.into_iter().next().context("a mesh has a rank")?;
     let (_, last_loss) = totals.last_loss.context("every step was skipped")?;
-    println!("\n{}", RunSummary { totals, ranks });
+    println!("\n{}", RunSummary { totals, ranks }.verbose());
     println!(
         "byte-unigram entropy of the corpus {unigram_entropy:.4} nat; the last loss is {:.4} below it",
         unigram_entropy - last_loss

@@ -169,7 +169,7 @@ fn micro_batches_of_different_lengths_weigh_by_their_tokens() {
             }
             let report = engine.step()?.unwrap();
             engine.check_replicas()?;
-            Ok((report.loss, report.grad_norm, report.tokens))
+            Ok((report.loss, report.grad_norm, report.label_tokens))
         });
         reports.unwrap()
     };

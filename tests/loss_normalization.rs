@@ -77,6 +77,6 @@ fn a_batch_without_any_label_is_skipped() {
     let problem = micro_batch_problem(packed_batch().mask_rows(0..8));
     for layout in [layout(1, 1, 0), layout(2, 2, 3)] {
         let report = &problem.run(layout).unwrap().reports[0];
-        assert_eq!((report.skipped, report.loss, report.grad_norm, report.tokens), (true, 0.0, 0.0, 0));
+        assert_eq!((report.skipped, report.loss, report.grad_norm, report.label_tokens), (true, 0.0, 0.0, 0));
     }
 }

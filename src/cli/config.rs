@@ -1,8 +1,8 @@
 //! `ulysses config`.
 
 use super::{Failure, OrFail, note, print, training_shape};
-use std::path::PathBuf;
-use ulysses::config::{Config, Overrides, RawConfig, explain, json_schema, reference_markdown};
+use std::path::{Path, PathBuf};
+use ulysses::config::{Config, Overrides, RawConfig, Severity, explain, json_schema, reference_markdown};
 
 #[derive(clap::Subcommand)]
 pub(super) enum ConfigCommand {
@@ -11,7 +11,7 @@ pub(super) enum ConfigCommand {
         /// The path of the key, as in `zero_optimization.stage`, or its last name.
         key: String,
     },
-    /// Print a file complete: with defaults, batch sizes and what every "auto" became. Remarks go to
+    /// Print a file complete: with defaults, batch sizes and what every "auto" became. Notes go to
     /// standard error.
     Resolve {
         /// DeepSpeed-style JSON config.
@@ -39,7 +39,7 @@ pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
             let shard_size = shape.and_then(|shape| shape.shard_size);
             let config =
                 raw.resolve(&Overrides { mesh, shard_size, steps, ..Overrides::default() }).or_usage()?;
-            remark(&config);
+            print_notes(&config);
             print_json(&serde_json::to_value(&config).or_run()?)
         }
         ConfigCommand::Reference => print(reference_markdown()),
@@ -51,13 +51,39 @@ fn print_json(value: &serde_json::Value) -> Result<(), Failure> {
     print(format_args!("{value:#}\n"))
 }
 
-/// Writes what the user of a config should know to standard error.
-pub(super) fn remark(config: &Config) {
-    config.notes.iter().for_each(|text| note(format_args!("note: {text}")));
+/// Writes all that the user of a config should know to standard error.
+fn print_notes(config: &Config) {
+    config.notes.iter().for_each(note);
+    print_partition_note(config);
     for auto in &config.autos {
         match &auto.value {
             Some(value) => note(format_args!("auto: `{}` = {value} ({})", auto.key, auto.source)),
             None => note(format_args!("auto: `{}` ({})", auto.key, auto.source)),
         }
     }
+}
+
+/// Writes what the user of a run should know of its config to standard error: where results, memory or files differ
+/// from what the file at `path` asks for, and in one line how much more there is.
+pub(super) fn print_warnings(config: &Config, path: &Path) {
+    let (warnings, others): (Vec<_>, Vec<_>) =
+        config.notes.iter().partition(|note| note.severity == Severity::Warning);
+    warnings.iter().for_each(note);
+    print_partition_note(config);
+    let autos = config.autos.iter().filter(|auto| auto.value.is_some()).count();
+    let plural = |count: usize| if count == 1 { "" } else { "s" };
+    let counts = [
+        (others.len(), format!("{} note{}", others.len(), plural(others.len()))),
+        (autos, format!("{autos} value{} set by \"auto\"", plural(autos))),
+    ];
+    let more: Vec<String> =
+        counts.into_iter().filter(|(count, _)| *count > 0).map(|(_, text)| text).collect();
+    if !more.is_empty() {
+        let (more, path) = (more.join(", "), path.display());
+        note(format_args!("config: {more}: `ulysses config resolve {path}` lists them"));
+    }
+}
+
+fn print_partition_note(config: &Config) {
+    config.zero_partition_note().iter().for_each(|text| note(format_args!("warning: {text}")));
 }

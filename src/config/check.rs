@@ -5,6 +5,7 @@
 
 use super::diagnostic::Problem;
 use super::document::{abbreviated, describe};
+use super::note::Note;
 use super::report::{Auto, Report};
 use super::vocabulary::{
     Auto as AutoRule, Default, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant, entries,
@@ -71,8 +72,9 @@ impl Checker<'_, '_> {
                 let reason = format!("another name of `{target}`, which is given too: leave this one out");
                 return self.report.add(property.name.range(), path, || Problem::Unsupported { reason });
             }
-            self.report.note(format!("`{path}` is another name of `{target}`, which is the one to write"));
-            self.remark_on_new_name(section, to, key);
+            let note = format!("`{path}` is another name of `{target}`, which is the one to write");
+            self.report.note(Note::info(note));
+            self.remark_on_new_name(section, to, key, value);
         }
         if key.or_null && matches!(value, Value::NullKeyword(_)) {
             return;
@@ -83,7 +85,7 @@ impl Checker<'_, '_> {
                 let expected = format!("{}; nothing tells what \"auto\" could be", key.value);
                 self.invalid(&path, value, value.range(), expected);
             }
-            return self.remark(&path, key);
+            return self.remark(&path, key, None);
         }
         if self.value(&path, key.value, value, beside) {
             self.effect(&path, key, value);
@@ -119,9 +121,9 @@ impl Checker<'_, '_> {
             }
             (Kind::Rules, Value::Array(array)) => return self.elements(path, &array.elements, Kind::Rule),
             (Kind::SwitchOrSection(_), Value::BooleanLit(_)) => {
-                self.report.note(format!(
-                    "`{path}` as a whole is true or false in old files only: set `{path}.stage`"
-                ));
+                let note =
+                    format!("`{path}` as a whole is true or false in old files only: set `{path}.stage`");
+                self.report.note(Note::info(note));
                 return true;
             }
             (Kind::Params(variants), Value::Object(object)) => {
@@ -177,7 +179,9 @@ impl Checker<'_, '_> {
     }
 
     fn effect(&self, path: &str, key: &'static Key, value: &Value<'_>) {
-        let Effect::Refused { harmless, reason } = key.effect else { return self.remark(path, key) };
+        let Effect::Refused { harmless, reason } = key.effect else {
+            return self.remark(path, key, Some(value));
+        };
         let is_harmless = match harmless {
             Harmless::Values(values) => values.iter().any(|literal| equals(value, *literal)),
             Harmless::NothingEnabled => !enables_something(value),
@@ -188,18 +192,22 @@ impl Checker<'_, '_> {
         }
     }
 
-    fn remark(&self, path: &str, key: &'static Key) {
-        if let Effect::Moot(why) = key.effect {
-            self.report.note(format!("`{path}` has no effect: {why}"));
-        }
+    /// Notes what has no effect. `value` is what the file asks for; none where that is `"auto"`.
+    fn remark(&self, path: &str, key: &'static Key, value: Option<&Value<'_>>) {
+        let Effect::Moot(why) = key.effect else { return };
+        let text = format!("`{path}` has no effect: {why}");
+        let is_default = |value| matches!(key.default, Default::Is(literal) if equals(value, literal));
+        let asks_for_another = value.is_some_and(|value| !is_default(value));
+        let is_missed = key.is_missed && asks_for_another;
+        self.report.note(if is_missed { Note::warning(text) } else { Note::info(text) });
     }
 
     /// What the key that an old name stands for does.
-    fn remark_on_new_name(&self, section: &str, to: &'static str, old: &'static Key) {
+    fn remark_on_new_name(&self, section: &str, to: &'static str, old: &'static Key, value: &Value<'_>) {
         let (entries, target) = (entries(), join(section, to));
         let new = entries.iter().find(|entry| entry.path == target && !std::ptr::eq(entry.key, old));
         if let Some(new) = new {
-            self.remark(&target, new.key);
+            self.remark(&target, new.key, Some(value));
         }
     }
 

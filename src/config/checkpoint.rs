@@ -52,7 +52,7 @@ impl CheckpointConfig {
         if section.is_present() && !asks {
             let note = "`checkpoint` has keys of DeepSpeed's only, so nothing is saved: `checkpoint.interval` asks for \
                         checkpoints every so many steps, and after the last";
-            section.note(note.to_owned());
+            section.warn(note.to_owned());
         }
         (section.is_present() && asks).then(|| Self {
             interval: section.integer("interval"),

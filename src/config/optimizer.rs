@@ -150,7 +150,7 @@ impl OptimizerConfig {
     /// Reads the section; an absent one is AdamW with its defaults.
     pub(super) fn read(section: &Section<'_>) -> Self {
         if !section.is_present() {
-            section.note("no `optimizer` is given: AdamW with its defaults, lr 0.001".to_owned());
+            section.warn("no `optimizer` is given: AdamW with its defaults, lr 0.001".to_owned());
             return Self::default();
         }
         let params = section.section("params");

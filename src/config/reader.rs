@@ -7,6 +7,7 @@
 use super::check::{is_auto, variant_beside};
 use super::diagnostic::{Position, Problem};
 use super::document::describe;
+use super::note::Note;
 use super::report::Report;
 use super::vocabulary::{Auto, Default, Effect, Key, Literal, Value as Kind, find, join};
 use jsonc_parser::ast::{Object, ObjectProp, Value};
@@ -205,9 +206,14 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// Adds something the user should know.
+    /// Adds something the user may want to know: the run does what the file asks for.
     pub(super) fn note(&self, note: String) {
-        self.report.note(note);
+        self.report.note(Note::info(note));
+    }
+
+    /// Adds something the user must know: the run differs from what the file asks for, or from DeepSpeed's.
+    pub(super) fn warn(&self, note: String) {
+        self.report.note(Note::warning(note));
     }
 
     /// Reports that the value of `name`, right by itself, does not fit the rest of the file.

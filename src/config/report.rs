@@ -3,6 +3,7 @@
 use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
 use super::document::{abbreviated, position_at};
 use super::error::ConfigError;
+use super::note::Note;
 use super::vocabulary::{Effect, Key, entries_of, join, nearest};
 use jsonc_parser::common::Range;
 use std::cell::RefCell;
@@ -28,7 +29,7 @@ struct State {
 /// What a faultless file leaves to be said.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Remarks {
-    pub(super) notes: Vec<String>,
+    pub(super) notes: Vec<Note>,
     pub(super) autos: Vec<Auto>,
 }
 
@@ -103,7 +104,7 @@ impl<'t> Report<'t> {
     }
 
     /// Adds something the user should know.
-    pub(super) fn note(&self, note: String) {
+    pub(super) fn note(&self, note: Note) {
         self.state.borrow_mut().remarks.notes.push(note);
     }
 

@@ -9,6 +9,7 @@ use super::memory::{MemoryConfig, Offload};
 use super::mesh_rules::{MeshRule, Ruled};
 use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
 use super::monitoring::MonitoringConfig;
+use super::note::Note;
 use super::optimizer::OptimizerConfig;
 use super::parameter_groups::ParameterGroup;
 use super::precision::Precision;
@@ -105,7 +106,7 @@ pub struct Config {
     /// `ulysses.parameter_groups`: parameters with settings of their own; default none.
     pub parameter_groups: Vec<ParameterGroup>,
     /// What the user should know, to be logged: keys without effect, notable defaults.
-    pub notes: Vec<String>,
+    pub notes: Vec<Note>,
     /// What each `"auto"` of the file became.
     pub autos: Vec<ResolvedAuto>,
 }
@@ -229,7 +230,7 @@ impl RawConfig {
         };
         let scheduler = self.resolve_scheduler(steps)?;
         let mut notes = self.resolved_notes(scheduler.as_ref());
-        notes.extend(self.note_on_rules(ruled.as_ref(), overrides));
+        notes.extend(self.note_on_rules(ruled.as_ref(), overrides).map(Note::warning));
         let config = Config {
             train_batch_size: batch.train,
             micro_batch_size: batch.micro,
@@ -320,14 +321,14 @@ impl RawConfig {
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
 
-    fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<String> {
+    fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<Note> {
         let mut notes = self.remarks.notes.clone();
         if !self.names_gradient_clipping {
-            notes.push(
-                "`gradient_clipping` is not given: no clipping (DeepSpeed 0.19 would clip at 1.0)".into(),
-            );
+            let text = "`gradient_clipping` is not given: no clipping (DeepSpeed 0.19 would clip at 1.0)";
+            notes.push(Note::warning(text));
         }
-        notes.extend(scheduler.into_iter().flat_map(|scheduler| scheduler.notes(&self.optimizer)));
+        let of_scheduler = scheduler.into_iter().flat_map(|scheduler| scheduler.notes(&self.optimizer));
+        notes.extend(of_scheduler.map(Note::warning));
         notes
     }
 }

@@ -26,6 +26,8 @@ pub(super) struct Tape {
     /// Steps that were done when it was made: the parameters that it saw.
     pub(super) step: u64,
     pub(super) rows_hash: u64,
+    /// Tokens of the micro batch, over the sp group.
+    pub(super) tokens: u64,
     pub(super) input_ids: Ids,
     pub(super) labels: Labels,
     /// What every layer left.
@@ -123,7 +125,11 @@ impl Engine {
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
         self.part_times(self.model.layers.len()).forward += begun.elapsed().as_secs_f64();
         let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
-        Ok(Loss { local, tape: Tape { ctx, step, rows_hash, input_ids, labels, layers, hidden, head } })
+        let tokens = (batch.batch * batch.seq_len) as u64;
+        Ok(Loss {
+            local,
+            tape: Tape { ctx, step, rows_hash, tokens, input_ids, labels, layers, hidden, head },
+        })
     }
 
     /// Sum of the token losses and number of valid tokens of a held-out batch, over the whole

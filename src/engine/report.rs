@@ -31,6 +31,8 @@ impl StepReport {
             grad_norm: self.grad_norm,
             tokens: self.tokens,
             tokens_per_second: self.tokens as f64 / step_seconds,
+            label_tokens: self.label_tokens,
+            label_tokens_per_second: self.label_tokens as f64 / step_seconds,
             step_seconds,
             loss_scale: self.loss_scale,
             skipped: self.skipped,

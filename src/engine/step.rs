@@ -24,11 +24,14 @@ pub(super) struct Accumulation {
     losses: Vec<(Losses, f64)>,
     /// Of the rows of all micro steps.
     rows_hash: u64,
+    /// Of all micro steps, over the sp group.
+    tokens: u64,
 }
 
 impl Accumulation {
-    pub(super) fn add(&mut self, losses: Losses, rows_hash: u64, weight: f64) {
+    pub(super) fn add(&mut self, losses: Losses, rows_hash: u64, tokens: u64, weight: f64) {
         self.losses.push((losses, weight));
+        self.tokens += tokens;
         self.rows_hash = rows::combine(self.rows_hash, rows_hash);
     }
 
@@ -56,8 +59,10 @@ pub struct StepReport {
     pub lr: f64,
     /// Norm of the global gradient before clipping.
     pub grad_norm: f64,
-    /// Valid tokens of the global batch.
+    /// Tokens of the global batch: its sequences times their length, masked tokens and padding included.
     pub tokens: u64,
+    /// Tokens of it that have a label.
+    pub label_tokens: u64,
     /// Nothing was updated and the schedule stood still: no token of the batch had a label, or
     /// the gradient overflowed.
     pub skipped: bool,
@@ -94,7 +99,7 @@ impl Engine {
         self.begin_part(Moment::Update);
         self.check_rows(self.accumulation.rows_hash)?;
         let global = self.global_gradient()?;
-        self.accumulation = Accumulation::default();
+        let Accumulation { tokens, .. } = std::mem::take(&mut self.accumulation);
         self.attempted_steps += 1;
         let lr = self.schedule.lr_at(self.step);
         let loss_scale = self.scaler.scale();
@@ -115,7 +120,9 @@ impl Engine {
             loss: global.loss,
             lr,
             grad_norm: global.norm,
-            tokens: global.valid_tokens,
+            // Micro batches have the same size on all dp ranks.
+            tokens: tokens * self.config.dp_size as u64,
+            label_tokens: global.valid_tokens,
             skipped: is_empty || overflow,
             overflow,
             loss_scale,

@@ -18,10 +18,15 @@ pub struct Metrics {
     pub lr: f64,
     /// Norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// Valid tokens of the global batch.
+    /// Tokens of the global batch that were computed: its sequences times their length, masked tokens and padding
+    /// included.
     pub tokens: u64,
     /// `tokens / step_seconds`.
     pub tokens_per_second: f64,
+    /// Tokens of it that have a label.
+    pub label_tokens: u64,
+    /// `label_tokens / step_seconds`.
+    pub label_tokens_per_second: f64,
     /// Wall time of the step, data included.
     pub step_seconds: f64,
     /// Part of `step_seconds` that the reporting rank waited for data.

@@ -1,5 +1,6 @@
 //! Progress on standard error: a live line on a terminal, plain lines elsewhere.
 
+use super::step_line::{columns, cut, live_line, place, step_line};
 use super::{EvalMetrics, Metrics, escaped};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::Write;
@@ -52,24 +53,25 @@ impl Progress {
 
     /// Shows a step, and prints it if its turn has come or it was skipped.
     pub fn report(&self, metrics: &Metrics) {
-        let left = self.seconds_left(metrics.step, self.start.elapsed().as_secs_f64());
+        let Range { start, end } = self.steps;
         if self.is_due(metrics.step) || metrics.skipped {
-            self.print(&self.line(metrics, left));
+            self.print(&step_line(metrics, end, columns()));
         }
         if !self.bar.is_hidden() {
-            let Range { start, end } = self.steps;
+            let left = self.seconds_left(metrics.step, self.start.elapsed().as_secs_f64());
             self.bar.set_position(metrics.step.saturating_sub(start));
             self.bar.set_prefix(format!("step {}/{end}, {} left", metrics.step, duration(left)));
-            self.bar.set_message(live(metrics));
+            let shares = cut(&times(metrics), columns());
+            self.bar.set_message(format!("{}\n{shares}", live_line(metrics, columns())));
         }
     }
 
     /// Prints an evaluation.
     pub fn report_evaluation(&self, metrics: &EvalMetrics) {
         let EvalMetrics { step, eval_loss, eval_perplexity, eval_tokens, .. } = metrics;
-        let end = self.steps.end;
+        let place = place(*step, self.steps.end);
         self.print(&format!(
-            "step {step:>5}/{end}  held out: loss {eval_loss:.4}, perplexity {eval_perplexity:.3} ({eval_tokens} tokens)"
+            "{place}  held out: loss {eval_loss:.4}, perplexity {eval_perplexity:.3} ({eval_tokens} tokens)"
         ));
     }
 
@@ -83,24 +85,6 @@ impl Progress {
         let Range { start, end } = self.steps;
         elapsed_seconds / step.saturating_sub(start) as f64 * end.saturating_sub(step) as f64
     }
-
-    fn line(&self, metrics: &Metrics, seconds_left: f64) -> String {
-        let Metrics { step, loss, lr, grad_norm, tokens_per_second, .. } = metrics;
-        let end = self.steps.end;
-        if metrics.skipped {
-            let why = match metrics.overflow {
-                true => format!("the gradient overflowed, with a loss scale of {}", metrics.loss_scale),
-                false => "no token of the batch has a label".to_owned(),
-            };
-            return format!("step {step:>5}/{end}  skipped: {why}");
-        }
-        let machine = [machine(metrics), times(metrics)].concat().join(", ");
-        let line = format!(
-            "step {step:>5}/{end}  loss {loss:<7.4} lr {lr:<9.2e} grad norm {grad_norm:<8.3} \
-             {tokens_per_second:>8.0} tokens/s  {seconds_left:>4.0} s left  {machine}"
-        );
-        line.trim_end().to_owned()
-    }
 }
 
 impl Drop for Progress {
@@ -108,25 +92,6 @@ impl Drop for Progress {
         SHOWN.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.bar.finish_and_clear();
     }
-}
-
-/// The two lines below the bar.
-fn live(metrics: &Metrics) -> String {
-    let Metrics { loss, lr, grad_norm, tokens_per_second, .. } = metrics;
-    let learnt = match metrics.skipped {
-        true => "skipped".to_owned(),
-        false => format!("loss {loss:.4}, lr {lr:.2e}, grad norm {grad_norm:.3}"),
-    };
-    let speed = [vec![format!("{tokens_per_second:.0} tokens/s")], machine(metrics)].concat().join(", ");
-    format!("{learnt}, {speed}\n{}", times(metrics).join(", "))
-}
-
-/// How well the machine is used, as far as that is known.
-fn machine(metrics: &Metrics) -> Vec<String> {
-    const GIB: f64 = (1_u64 << 30) as f64;
-    let share = metrics.gemm_share.map(|share| format!("{:.0} % of GEMM peak", 100.0 * share));
-    let memory = (metrics.memory_bytes > 0).then(|| format!("{:.2} GiB", metrics.memory_bytes as f64 / GIB));
-    share.into_iter().chain(memory).collect()
 }
 
 /// What the time of the step went into, if the engine timed it.
@@ -159,50 +124,15 @@ mod tests {
     use super::super::TimeShares;
     use super::*;
 
-    fn metrics(step: u64, skipped: bool) -> Metrics {
-        Metrics {
-            step,
-            loss: 2.5,
-            lr: 1e-3,
-            grad_norm: 0.5,
-            tokens: 8192,
-            tokens_per_second: 4096.0,
-            step_seconds: 2.0,
-            slowest_rank_ratio: 1.0,
-            loss_scale: 1.0,
-            skipped,
-            ..Metrics::default()
-        }
-    }
-
-    fn line(steps: Range<u64>, metrics: &Metrics, elapsed_seconds: f64) -> String {
-        let progress = Progress::new(steps, 1);
-        progress.line(metrics, progress.seconds_left(metrics.step, elapsed_seconds))
+    #[test]
+    fn the_time_that_is_left_is_extrapolated_from_the_steps_of_this_run() {
+        let seconds_left = |steps: Range<u64>, step| Progress::new(steps, 1).seconds_left(step, 10.0);
+        assert_eq!(seconds_left(0..20, 5), 30.0);
+        assert_eq!(seconds_left(10..20, 15), 10.0, "steps before a resumption took none of the time");
     }
 
     #[test]
-    fn a_line_extrapolates_the_time_that_is_left() {
-        let line = line(0..20, &metrics(5, false), 10.0);
-        assert!(line.contains("step     5/20") && line.contains("30 s left"), "{line}");
-    }
-
-    #[test]
-    fn steps_before_a_resumption_took_none_of_the_time() {
-        let line = line(10..20, &metrics(15, false), 10.0);
-        assert!(line.contains("step    15/20") && line.contains("10 s left"), "{line}");
-    }
-
-    #[test]
-    fn skipped_steps_say_why() {
-        let text = line(0..20, &metrics(5, true), 10.0);
-        assert!(text.contains("skipped: no token"), "{text}");
-        let overflow = Metrics { overflow: true, loss_scale: 512.0, ..metrics(5, true) };
-        let text = line(0..20, &overflow, 10.0);
-        assert!(text.contains("skipped: the gradient overflowed, with a loss scale of 512"), "{text}");
-    }
-
-    #[test]
-    fn what_is_known_of_the_machine_and_the_time_is_told_and_nothing_else() {
+    fn the_shares_of_the_time_are_shown_where_the_engine_timed_the_step() {
         let time = TimeShares {
             forward_seconds: 1.0,
             all_to_all_seconds: 0.5,
@@ -211,20 +141,9 @@ mod tests {
             compute_seconds: 1.2,
             ..TimeShares::default()
         };
-        let known = Metrics {
-            time,
-            data_seconds: 0.1,
-            gemm_share: Some(0.52),
-            memory_bytes: 3 << 29,
-            ..metrics(5, false)
-        };
-        let text = line(0..20, &known, 10.0);
-        let expected =
-            "52 % of GEMM peak, 1.50 GiB, compute 60 %, all-to-all 25 %, other comm 10 %, data 5 %";
-        assert!(text.ends_with(expected), "{text}");
-        assert_eq!(live(&known).lines().last(), expected.split_once("GiB, ").map(|(_, times)| times));
-        let text = line(0..20, &metrics(5, false), 10.0);
-        assert!(text.ends_with("30 s left"), "{text}");
+        let metrics = Metrics { time, step_seconds: 2.0, data_seconds: 0.1, ..Metrics::default() };
+        assert_eq!(times(&metrics).join(", "), "compute 60 %, all-to-all 25 %, other comm 10 %, data 5 %");
+        assert_eq!(times(&Metrics::default()), [""; 0]);
     }
 
     #[test]

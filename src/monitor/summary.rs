@@ -1,10 +1,11 @@
-//! The summary of a run: what was learnt, moved and held, against the formulas.
+//! The summary of a run: loss, throughput and memory, and tables of what its ranks sent and held.
 
 use super::Metrics;
-use super::table::{bytes, write_table};
+use super::table::{bytes, memory, write_table};
 use crate::comm::{CollectiveOp, GroupStats};
 use crate::memory::{ByCategory, Category};
 use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
 
@@ -32,8 +33,10 @@ pub struct RunTotals {
     pub first_loss: Option<(u64, f64)>,
     /// Loss of the last step that was not skipped, and its number.
     pub last_loss: Option<(u64, f64)>,
-    /// Valid tokens of all steps.
+    /// Tokens of all steps that were computed, masked tokens and padding included.
     pub tokens: u64,
+    /// Those of them that have a label.
+    pub label_tokens: u64,
     /// Wall time of all steps.
     pub seconds: f64,
     /// Part of it that was spent waiting for data.
@@ -47,6 +50,7 @@ impl RunTotals {
     pub fn record(&mut self, metrics: &Metrics) {
         self.steps += 1;
         self.tokens += metrics.tokens;
+        self.label_tokens += metrics.label_tokens;
         self.seconds += metrics.step_seconds;
         self.data_seconds += metrics.data_seconds;
         self.padding_share = metrics.padding_share;
@@ -69,29 +73,61 @@ pub struct RunSummary {
 
 impl Display for RunSummary {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let RunTotals { first_loss, last_loss, tokens, seconds, data_seconds, padding_share, .. } =
-            &self.totals;
+        let RunTotals { first_loss, last_loss, tokens, label_tokens, seconds, .. } = &self.totals;
         if let (Some((first_step, first)), Some((last_step, last))) = (first_loss, last_loss) {
             writeln!(f, "loss        {first:.4} at step {first_step}, {last:.4} at step {last_step}")?;
         } else {
             writeln!(f, "loss        none: every step was skipped")?;
         }
-        writeln!(f, "throughput  {:.0} tokens/s over {seconds:.1} s", *tokens as f64 / seconds)?;
+        let [all, with_labels] = [tokens, label_tokens].map(|tokens| *tokens as f64 / seconds);
+        writeln!(f, "throughput  {all:.0} tokens/s ({with_labels:.0} with labels) over {seconds:.1} s")?;
+        writeln!(f, "peak memory {}", self.peak_memory())
+    }
+}
+
+/// A [`RunSummary`] with its tables: [`RunSummary::verbose`].
+pub struct VerboseSummary<'a>(&'a RunSummary);
+
+impl Display for VerboseSummary<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self(summary) = self;
+        let RunTotals { seconds, data_seconds, padding_share, .. } = &summary.totals;
+        write!(f, "{summary}")?;
         let (waited, padding) = (100.0 * data_seconds / seconds, 100.0 * padding_share);
         writeln!(
             f,
-            "data        waited for in {waited:.1} % of the time; {padding:.2} % of the rows is padding"
+            "data        waited for in {waited:.1} % of the time; {padding:.2} % of the tokens are padding"
         )?;
-        writeln!(f, "\nbytes sent, by axis and operation; the Ulysses exchange beside its formula")?;
-        write_table(f, &self.traffic())?;
-        writeln!(f, "\nbytes held, by the allocator (with bookkeeping) and by the ZeRO formula")?;
-        write_table(f, &self.held())?;
-        writeln!(f, "\nthe most bytes held at a time, by what they are for")?;
-        write_table(f, &self.peaks())
+        writeln!(f, "\nbytes sent, by axis and operation; the Ulysses exchange next to its formula")?;
+        write_table(f, &summary.traffic())?;
+        writeln!(f, "\nbytes stored, by the allocator (with bookkeeping) and by the ZeRO formula")?;
+        write_table(f, &summary.held())?;
+        writeln!(f, "\nbytes at the peak, by what they are for")?;
+        write_table(f, &summary.peaks())
     }
 }
 
 impl RunSummary {
+    /// The summary with what every rank sent and stored, next to the formulas.
+    pub fn verbose(&self) -> VerboseSummary<'_> {
+        VerboseSummary(self)
+    }
+
+    /// The largest and the smallest peak of the ranks.
+    fn peak_memory(&self) -> String {
+        let peaks = self.ranks.iter().map(|rank| (rank.peak_by_category.total(), rank.rank));
+        // Of equal ones the first rank.
+        let most = peaks.clone().min_by_key(|(peak, rank)| (Reverse(*peak), *rank));
+        match (most, peaks.min()) {
+            // The program's allocator does not count.
+            (None | Some((0, _)), _) | (_, None) => "not counted".to_owned(),
+            (Some((most, _)), _) if self.ranks.len() == 1 => memory(most),
+            (Some((most, of_most)), Some((least, of_least))) => {
+                format!("max {} (rank {of_most}), min {} (rank {of_least})", memory(most), memory(least))
+            }
+        }
+    }
+
     /// A column for every operation that moved anything on any rank.
     fn traffic(&self) -> Vec<Vec<String>> {
         let columns: BTreeSet<(&str, CollectiveOp)> =
@@ -187,16 +223,22 @@ mod tests {
     #[test]
     fn the_summary_lays_measured_bytes_beside_the_formulas() {
         let totals = RunTotals {
-            tokens: 300,
+            tokens: 400,
+            label_tokens: 300,
             seconds: 2.0,
             data_seconds: 0.5,
             padding_share: 0.0175,
             ..RunTotals::default()
         };
-        let text = RunSummary { totals, ranks: vec![rank(0, 4096), rank(1, 0)] }.to_string();
+        let summary = RunSummary { totals, ranks: vec![rank(0, 4096), rank(1, 0)] };
+        let text = summary.verbose().to_string();
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert!(text.contains("every step was skipped") && text.contains("150 tokens/s"), "{text}");
-        assert!(text.contains("waited for in 25.0 % of the time; 1.75 % of the rows is padding"), "{text}");
+        let throughput = "200 tokens/s (150 with labels) over 2.0 s";
+        assert!(text.contains("every step was skipped") && text.contains(throughput), "{text}");
+        assert!(
+            text.contains("waited for in 25.0 % of the time; 1.75 % of the tokens are padding"),
+            "{text}"
+        );
         assert!(lines.contains(&vec!["rank", "sp", "all_to_all", "formula"]), "{text}");
         assert!(
             lines.contains(&vec!["0", "4_096", "4_096"]) && lines.contains(&vec!["1", "0", "4_096"]),
@@ -208,14 +250,32 @@ mod tests {
     }
 
     #[test]
+    fn the_short_summary_has_the_largest_and_the_smallest_peak_and_no_table() {
+        let summary = |ranks| {
+            let totals = RunTotals { tokens: 400, label_tokens: 300, seconds: 2.0, ..RunTotals::default() };
+            RunSummary { totals, ranks }.to_string()
+        };
+        let gib = |rank, bytes: u64| RankSummary {
+            peak_by_category: ByCategory { other: bytes, ..ByCategory::default() },
+            ..self::rank(rank, 0)
+        };
+        let text = summary(vec![gib(0, 3 << 29), gib(1, 1 << 31), gib(2, 1 << 30), gib(3, 1 << 31)]);
+        let peaks = "peak memory max 2.00 GiB (rank 1), min 1.00 GiB (rank 2)";
+        assert_eq!(text.lines().last(), Some(peaks), "{text}");
+        assert_eq!(text.lines().count(), 3, "{text}");
+        assert!(summary(vec![gib(0, 3 << 29)]).ends_with("peak memory 1.50 GiB\n"));
+        assert!(summary(vec![gib(0, 0)]).ends_with("peak memory not counted\n"));
+    }
+
+    #[test]
     fn skipped_steps_have_no_loss() {
         let step = |step, loss, skipped| Metrics {
             step,
             loss,
             lr: 0.0,
             grad_norm: 0.0,
-            tokens: 1,
-            tokens_per_second: 1.0,
+            tokens: 2,
+            label_tokens: 1,
             step_seconds: 1.0,
             data_seconds: 0.25,
             slowest_rank: 0,
@@ -233,5 +293,6 @@ mod tests {
         steps.iter().for_each(|metrics| totals.record(metrics));
         assert_eq!((totals.first_loss, totals.last_loss), (Some((2, 5.0)), Some((3, 4.0))));
         assert_eq!((totals.steps, totals.data_seconds, totals.padding_share), (4, 1.0, 0.125));
+        assert_eq!((totals.tokens, totals.label_tokens), (8, 4));
     }
 }

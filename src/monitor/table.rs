@@ -16,17 +16,34 @@ pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::R
     Ok(())
 }
 
-/// Whole bytes with separators.
-pub(super) fn bytes(bytes: u64) -> String {
+/// Whole bytes with separators: `1_234_567`.
+pub fn bytes(bytes: u64) -> String {
     let digits = bytes.to_string();
     let groups: Vec<&str> =
         digits.as_bytes().rchunks(3).rev().map(|group| str::from_utf8(group).unwrap_or_default()).collect();
     groups.join("_")
 }
 
+/// Memory with three or four digits.
+pub(super) fn memory(bytes: u64) -> String {
+    const MIB: f64 = (1_u64 << 20) as f64;
+    let mib = bytes as f64 / MIB;
+    match mib {
+        mib if mib < 10.0 => format!("{mib:.2} MiB"),
+        mib if mib < 1024.0 => format!("{mib:.0} MiB"),
+        mib => format!("{:.2} GiB", mib / 1024.0),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_is_shown_in_the_unit_of_its_size() {
+        let shown = [0, 3 << 19, 3 << 28, 3 << 29].map(memory);
+        assert_eq!(shown, ["0.00 MiB", "1.50 MiB", "768 MiB", "1.50 GiB"]);
+    }
 
     #[test]
     fn bytes_are_grouped_by_thousands() {

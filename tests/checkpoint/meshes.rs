@@ -8,7 +8,7 @@ use ulysses::engine::{EngineError, StepReport};
 /// Every number of a report, to the bit.
 fn bits(report: &StepReport) -> (u64, [u64; 3], u64, bool, u64) {
     let numbers = [report.loss, report.lr, report.grad_norm].map(f64::to_bits);
-    (report.step, numbers, report.tokens, report.skipped, report.comm_bytes)
+    (report.step, numbers, report.label_tokens, report.skipped, report.comm_bytes)
 }
 
 fn open(dir: &Path, step: u64) -> Checkpoint {

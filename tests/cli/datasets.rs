@@ -311,10 +311,10 @@ fn eval_refuses_what_it_cannot_do() {
 fn the_data_is_waited_for_and_padded_as_the_summary_says() {
     let place = place();
     place.write_config("c.json", json!({ "ulysses": { "data": "docs" } }));
-    let outcome = place.run(&["train", "c.json"]);
+    let outcome = place.run(&["train", "c.json", "--verbose"]);
     let line =
         outcome.assert_done().stdout.lines().find(|line| line.starts_with("data ")).unwrap().to_owned();
-    assert!(line.contains("% of the time") && line.ends_with("% of the rows is padding"), "{line}");
+    assert!(line.contains("% of the time") && line.ends_with("% of the tokens are padding"), "{line}");
     assert!(
         outcome.stderr.contains("rows of 64 tokens, ") && outcome.stderr.contains(" % padding"),
         "{outcome:?}"
@@ -322,5 +322,7 @@ fn the_data_is_waited_for_and_padded_as_the_summary_says() {
     for step in place.metrics("out/metrics.jsonl") {
         let [waited, all] = ["data_seconds", "step_seconds"].map(|key| step[key].as_f64().unwrap());
         assert!(waited >= 0.0 && waited <= all, "{step}");
+        let [tokens, with_labels] = ["tokens", "label_tokens"].map(|key| step[key].as_u64().unwrap());
+        assert!(tokens == 4 * 64 && with_labels < tokens, "padding is computed too: {step}");
     }
 }

@@ -39,16 +39,20 @@ fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other(
         assert!(!page.contains(foreign), "{foreign} in the page");
     }
     assert!(page.contains("prefers-color-scheme: dark") && page.contains("width=device-width"));
-    // Loss, tokens/s, norm, rate, GEMM share and memory of two runs; held-out losses are dots.
+    // Loss, tokens/s of all and of labels, norm, rate, GEMM share and memory of two runs; held-out losses are dots.
     let (curves, of_runs) = page.split_once("<h2>").unwrap();
-    assert_eq!(curves.matches("<polyline").count(), 6 * 2);
+    assert_eq!(curves.matches("<polyline").count(), 7 * 2);
     assert_eq!(page.matches("<circle").count(), 2);
     // Of each run a line at its peak, the plan's memory over the measured one, and the traffic of three kinds of sequence
     // parallelism and of the claim.
     assert_eq!(of_runs.matches("<polyline").count(), (1 + 1 + 4) * 2);
-    // Shares of the time, memory that was planned and memory that was measured.
-    assert_eq!(of_runs.matches("<polygon").count(), (4 + 6 + 6) * 2);
-    assert_eq!(of_runs.matches("the update, measured in step 2").count(), 2 * 2, "a title and a label each");
+    // Shares of the time by kind and by phase, memory that was planned and memory that was measured.
+    assert_eq!(of_runs.matches("<polygon").count(), (5 + 4 + 6 + 6) * 2);
+    assert_eq!(
+        of_runs.matches("the optimizer step, measured in step 2").count(),
+        2 * 2,
+        "a title and a label each"
+    );
     assert_eq!(of_runs.matches("measured peak of rank 0").count(), 2);
     for part in [
         "a&lt;b, held out",
@@ -56,6 +60,10 @@ fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other(
         "Mesh dp 2 × sp 2",
         "Ulysses exchange",
         "latest rank",
+        "backward, with recompute",
+        "Bytes sent, by axis and operation",
+        "Bytes stored between steps",
+        "Rank 0 waited for data in",
     ] {
         assert!(page.contains(part), "no {part:?}");
     }
@@ -80,6 +88,59 @@ fn a_run_of_which_only_metrics_are_left_is_reported() {
     let page = place.read("out/report.html");
     assert_well_formed(&page);
     assert!(page.contains("<polyline") && !page.contains("NaN"));
+}
+
+#[test]
+fn the_page_has_what_every_rank_sent_and_stored_next_to_the_formulas() {
+    let place = Workplace::new();
+    let optimizer = json!({ "type": "AdamW", "params": { "lr": 1e-3 } });
+    let changes =
+        json!({ "mesh_param": [1, 2], "zero_optimization": { "stage": 1 }, "optimizer": optimizer });
+    place.write_config("c.json", changes);
+    place.run(&["train", "c.json"]).assert_done();
+    let record = place.read_json("out/run.json");
+    for rank in record["ranks"].as_array().unwrap() {
+        let (sent, formula) = (&rank["sent_bytes"], &rank["formula_bytes"]);
+        assert_eq!(sent["sp all_to_all_strided"], formula["exchange"], "{rank}");
+        let stored = rank["held_bytes"]["parameters"].as_f64().unwrap();
+        let ratio = stored / formula["parameters"].as_f64().unwrap();
+        assert!((1.0..1.1).contains(&ratio), "{rank}");
+    }
+    place.run(&["report", "out"]).assert_done();
+    let page = place.read("out/report.html");
+    assert_well_formed(&page);
+    assert!(page.contains("ZeRO stage 1 has 1 partition, because dp_size is 1"), "{page}");
+    assert!(setting(&page, "optimizer.<wbr>type").contains("<code>AdamW</code>"));
+    // Of earlier versions the record has neither formulas nor what each rank sent.
+    let mut earlier = record;
+    for rank in earlier["ranks"].as_array_mut().unwrap() {
+        rank.as_object_mut()
+            .unwrap()
+            .retain(|key, _| !["sent_bytes", "formula_bytes"].contains(&key.as_str()));
+    }
+    place.write("out/run.json", earlier.to_string());
+    place.run(&["report", "out"]).assert_done();
+    let page = place.read("out/report.html");
+    assert_well_formed(&page);
+    assert!(
+        page.contains("Bytes at the peak") && !page.contains("Bytes sent, by axis and operation"),
+        "{page}"
+    );
+}
+
+#[test]
+fn metrics_of_an_earlier_version_are_reported_as_tokens_with_labels() {
+    let place = Workplace::new();
+    let line = |step: u64| json!({ "step": step, "loss": 2.0, "tokens": 90, "tokens_per_second": 45.0, "step_seconds": 2.0 });
+    place.write("run/metrics.jsonl", format!("{}\n{}\n", line(1), line(2)));
+    place.run(&["report", "run"]).assert_done();
+    let page = place.read("run/report.html");
+    assert_well_formed(&page);
+    assert!(page.contains("<span>tokens/s</span><b>–</b>"), "{page}");
+    assert!(page.contains("<span>label tokens/s</span><b>45</b>"), "{page}");
+    assert!(
+        page.contains("Tokens with labels per second") && !page.contains("<figcaption>Tokens per second")
+    );
 }
 
 #[test]
@@ -120,11 +181,11 @@ fn the_measured_memory_of_a_step_is_told_by_parts_and_its_largest_is_the_peak() 
             "embedding",
             "forward of layer 0",
             "forward of layer 1",
-            "head and loss",
+            "LM head and loss",
             "backward of layer 1",
             "backward of layer 0",
             "embedding backward",
-            "update",
+            "optimizer step",
         ];
         assert_eq!(names, expected, "of the last micro batch");
         let most = parts.iter().map(|part| part["bytes"].as_u64().unwrap()).max().unwrap();

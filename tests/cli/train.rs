@@ -8,13 +8,15 @@ use std::fs::File;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-const METRICS: [&str; 29] = [
+const METRICS: [&str; 31] = [
     "step",
     "loss",
     "lr",
     "grad_norm",
     "tokens",
     "tokens_per_second",
+    "label_tokens",
+    "label_tokens_per_second",
     "step_seconds",
     "loss_scale",
     "skipped",
@@ -98,8 +100,9 @@ fn training_records_every_step_and_the_loss_falls() {
         assert_eq!(step["step"], index as u64 + 1);
         assert_eq!((&step["skipped"], &step["loss_scale"]), (&json!(false), &json!(1.0)));
         assert_eq!(step["lr"], 3e-3);
-        let tokens = step["tokens"].as_u64().unwrap();
-        assert!((1..=4 * 64).contains(&tokens), "{step}");
+        assert_eq!(step["tokens"], 4 * 64, "{step}");
+        let label_tokens = step["label_tokens"].as_u64().unwrap();
+        assert!((1..=4 * 64).contains(&label_tokens), "{step}");
         for key in ["grad_norm", "tokens_per_second", "step_seconds", "comm_bytes", "memory_bytes"] {
             assert!(step[key].as_f64().unwrap() > 0.0, "{key}: {step}");
         }
@@ -419,4 +422,55 @@ fn the_slowest_rank_of_every_step_is_recorded() {
             (step["slowest_rank"].as_u64().unwrap(), step["slowest_rank_ratio"].as_f64().unwrap());
         assert!(rank < 2 && (1.0..=2.0).contains(&ratio), "{step}");
     }
+}
+
+#[test]
+fn a_run_ends_with_a_short_summary_and_with_tables_where_they_are_asked_for() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "mesh_param": [2, 2], "checkpoint": {} }));
+    let outcome = place.run(&["train", "c.json"]);
+    let lines: Vec<&str> = outcome.assert_done().stdout.lines().collect();
+    let names: Vec<&str> = lines.iter().map(|line| line.split_whitespace().next().unwrap()).collect();
+    assert_eq!(names, ["loss", "throughput", "peak", "checkpoint", "output"], "{outcome:?}");
+    assert!(lines[1].contains(" tokens/s (") && lines[1].contains(" with labels) over "), "{outcome:?}");
+    assert!(lines[2].contains("max ") && lines[2].contains(", min "), "{outcome:?}");
+    assert_eq!(lines[3], "checkpoint  out/step_00000004");
+    assert!(lines[4].starts_with("output      out: metrics in out/metrics.jsonl"), "{outcome:?}");
+    let outcome = place.run(&["train", "c.json", "--verbose", "--output", "again"]);
+    for table in ["bytes sent, by axis", "bytes stored", "bytes at the peak", "data        waited for in"] {
+        assert!(outcome.assert_done().stdout.contains(table), "no {table:?}: {outcome:?}");
+    }
+}
+
+#[test]
+fn notes_are_counted_and_what_differs_from_the_file_is_shown() {
+    let place = Workplace::new();
+    let changes = json!({
+        "dump_state": true, "memory_breakdown": true, "gradient_clipping": null, "seed": "auto",
+        "optimizer": { "type": "AdamW", "params": { "lr": "auto" } },
+    });
+    place.write_config("c.json", changes);
+    let outcome = place.run(&["train", "c.json"]);
+    let stderr = &outcome.assert_done().stderr;
+    let counted = "config: 2 notes, 2 values set by \"auto\": `ulysses config resolve c.json` lists them\n";
+    assert!(stderr.contains(counted) && !stderr.contains("dump_state"), "{stderr}");
+    assert!(stderr.contains("warning: `gradient_clipping` is not given: no clipping"), "{stderr}");
+    let all = place.run(&["config", "resolve", "c.json"]);
+    for note in
+        ["note: `dump_state`", "note: `memory_breakdown`", "warning: `gradient_clipping`", "auto: `seed`"]
+    {
+        assert!(all.assert_done().stderr.contains(note), "no {note:?}: {all:?}");
+    }
+}
+
+#[test]
+fn a_zero_stage_with_one_partition_says_so_before_the_run() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({ "zero_optimization": { "stage": 3 } }));
+    let note = "warning: ZeRO stage 3 has 1 partition, because dp_size is 1: every rank stores the whole model state";
+    let says_so = |mesh| place.run(&["train", "c.json", "--mesh", mesh]).assert_done().stderr.contains(note);
+    assert!(says_so("1x2"));
+    assert!(!says_so("2x1") && !says_so("1x1"));
+    let explained = place.run(&["config", "explain", "zero_optimization.stage"]);
+    assert!(explained.assert_done().stdout.contains("With dp 1 there is one partition"), "{explained:?}");
 }

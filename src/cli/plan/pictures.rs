@@ -9,7 +9,7 @@ use ulysses::engine::schedule::Category;
 /// Bytes in the order of [`Category::ALL`].
 type ByCategory = [u64; Category::ALL.len()];
 
-/// The most that a rank holds in each part of its last micro batch and in the update, by category; a line across
+/// The most that a rank holds in each part of its last micro batch and in the optimizer step, by category; a line across
 /// for every measured peak, by its name.
 pub(in crate::cli) fn memory(timeline: &[MomentMemory], measured: &[(String, u64)]) -> Chart {
     let line = |(label, bytes): &(String, u64)| line(label, timeline.iter().map(|_| *bytes));
@@ -34,7 +34,7 @@ fn over_step(how: &str, held: &[ByCategory], lines: Vec<Series>) -> Chart {
         is_dotted: false,
     });
     Chart {
-        title: format!("Memory over the last micro batch and the update{how}"),
+        title: format!("Memory over the last micro batch and the optimizer step{how}"),
         along: "part of the step",
         unit: Unit::Bytes,
         scale: Scale::FromZero,

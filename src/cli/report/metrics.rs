@@ -6,13 +6,18 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// What the page reads of a step besides its number, its loss and whether it was skipped: numbers from 0 on.
-const OF_STEP: [&str; 12] = [
+const OF_STEP: [&str; 17] = [
     "lr",
     "grad_norm",
     "tokens",
     "tokens_per_second",
+    "label_tokens",
+    "label_tokens_per_second",
     "step_seconds",
     "data_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "update_seconds",
     "compute_seconds",
     "all_to_all_seconds",
     "dp_comm_seconds",
@@ -61,20 +66,33 @@ impl Lines {
     }
 
     fn add(&mut self, line: Value) -> Result<()> {
-        let Value::Object(fields) = &line else { bail!("expected an object, found {}", short(&line)) };
-        let step = step(fields)?;
+        let Value::Object(mut fields) = line else { bail!("expected an object, found {}", short(&line)) };
+        let step = step(&fields)?;
         if fields.contains_key("eval_loss") {
-            check_number(fields, "eval_loss", -LARGEST)?;
-            self.evaluations.push(line);
+            check_number(&fields, "eval_loss", -LARGEST)?;
+            self.evaluations.push(fields.into());
             return Ok(());
         }
         ensure!(fields.contains_key("loss"), "neither `loss` nor `eval_loss` is there");
-        check_number(fields, "loss", -LARGEST)?;
-        OF_STEP.iter().try_for_each(|key| check_number(fields, key, 0.0))?;
+        check_number(&fields, "loss", -LARGEST)?;
+        OF_STEP.iter().try_for_each(|key| check_number(&fields, key, 0.0))?;
         let before = self.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0);
         ensure!(step > before, "`step`: expected a step after {before}, found {step}");
-        self.steps.push(line);
+        name_label_tokens(&mut fields);
+        self.steps.push(fields.into());
         Ok(())
+    }
+}
+
+/// Before there was `label_tokens`, `tokens` counted the tokens with a label only.
+fn name_label_tokens(fields: &mut Map<String, Value>) {
+    if fields.contains_key("label_tokens") {
+        return;
+    }
+    for key in ["tokens", "tokens_per_second"] {
+        if let Some(value) = fields.shift_remove(key) {
+            fields.insert(format!("label_{key}"), value);
+        }
     }
 }
 
@@ -146,6 +164,18 @@ mod tests {
         }
         assert!(read(b"{\"step\":1,\"loss\":2.0,\"a\":\"\xff\"}\n").unwrap_err().contains(":1:"));
         assert_eq!(read(b"").unwrap_err(), "out/metrics.jsonl: has no step yet");
+    }
+
+    #[test]
+    fn tokens_of_an_earlier_version_are_those_with_labels() {
+        let lines = read(
+            b"{\"step\":1,\"loss\":2,\"tokens\":90,\"tokens_per_second\":45}\n\
+              {\"step\":2,\"loss\":2,\"tokens\":100,\"label_tokens\":90}\n",
+        );
+        let steps = lines.unwrap().steps;
+        assert_eq!((&steps[0]["tokens"], &steps[0]["label_tokens"]), (&Value::Null, &90.into()));
+        assert_eq!(steps[0]["label_tokens_per_second"], 45);
+        assert_eq!((&steps[1]["tokens"], &steps[1]["label_tokens"]), (&100.into(), &90.into()));
     }
 
     #[test]

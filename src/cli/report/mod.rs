@@ -6,6 +6,7 @@ mod metrics;
 pub(super) mod page;
 mod parts;
 mod plan;
+mod ranks;
 mod run;
 mod sections;
 mod settings;

@@ -53,8 +53,6 @@ fn facts(run: &RunFiles) -> Facts {
         (Some(dp), Some(sp)) => format!("dp {dp} × sp {sp}"),
         _ => "–".to_owned(),
     };
-    let seconds = run.sum("step_seconds");
-    let tokens_per_second = run.sum("tokens") / seconds;
     let ranks = run.parts().into_iter().flat_map(|part| part["ranks"].as_array().into_iter().flatten());
     let peak = ranks.filter_map(|rank| rank["peak_bytes"].as_f64()).fold(0.0, f64::max);
     let state = if run.record["totals"].is_null() { "not finished" } else { "finished" };
@@ -69,12 +67,13 @@ fn facts(run: &RunFiles) -> Facts {
         facts.push(("held-out loss", format!("{loss:.4}")));
     }
     facts.extend([
-        ("tokens/s", number(Some(tokens_per_second).filter(|rate| rate.is_finite()))),
-        ("of GEMM peak", run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent))),
+        ("tokens/s", number(run.rate("tokens"))),
+        ("label tokens/s", number(run.rate("label_tokens"))),
+        ("GEMM share", run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent))),
         ("peak of a rank", if peak > 0.0 { text(peak, Unit::Bytes) } else { "–".to_owned() }),
         ("mesh", mesh),
         ("ZeRO stage", stage.map_or("–".to_owned(), |stage| stage.to_string())),
-        ("time in steps", duration(seconds)),
+        ("time in steps", duration(run.sum("step_seconds"))),
         ("parameters", number(run.record["model"]["parameters"].as_f64())),
         ("state", state.to_owned()),
     ]);
@@ -150,9 +149,10 @@ fn curves(runs: &[RunFiles]) -> Vec<Chart> {
     vec![
         loss,
         chart("Tokens per second", "tokens_per_second", Unit::Number, Scale::FromZero),
+        chart("Tokens with labels per second", "label_tokens_per_second", Unit::Number, Scale::FromZero),
         chart("Gradient norm, before clipping", "grad_norm", Unit::Number, Scale::FromZero),
         chart("Learning rate", "lr", Unit::Number, Scale::FromZero),
-        chart("Share of the ranks' GEMM rate", "gemm_share", Unit::Percent, Scale::FromZero),
+        chart("GEMM share", "gemm_share", Unit::Percent, Scale::FromZero),
         chart("Memory of rank 0 after a step", "memory_bytes", Unit::Bytes, Scale::FromZero),
     ]
 }

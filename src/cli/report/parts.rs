@@ -15,19 +15,25 @@ pub(super) fn of_run(run: &RunFiles) -> String {
         let totals = &part["totals"];
         let number =
             |value: &Value| value.as_f64().map_or("–".to_owned(), |value| text(value, Unit::Number));
+        // Earlier versions counted tokens with labels only.
+        let (tokens, label_tokens) = match &totals["label_tokens"] {
+            Value::Null => (None, &totals["tokens"]),
+            label_tokens => (Some(&totals["tokens"]), label_tokens),
+        };
         let sizes = part["mesh"]["shape"].as_array().into_iter().flatten().map(plain);
         let command = part["command"].as_array().into_iter().flatten().map(plain);
         vec![
             format!("{}: {}", index + 1, command.collect::<Vec<_>>().join(" ")),
             sizes.collect::<Vec<_>>().join(" × "),
             steps(part),
-            number(&totals["tokens"]),
+            tokens.map_or("–".to_owned(), number),
+            number(label_tokens),
             totals["seconds"].as_f64().map_or("–".to_owned(), duration),
         ]
     });
     let note = "<p class=\"faint\">Steps that were done again after a resume are in the tokens and in the communication \
                 of both parts.</p>\n";
-    let table = table(&["part", "dp × sp", "steps", "tokens", "time in steps"], rows);
+    let table = table(&["part", "dp × sp", "steps", "tokens", "label tokens", "time in steps"], rows);
     format!("{note}{table}")
 }
 

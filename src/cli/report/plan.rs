@@ -5,7 +5,6 @@ use super::page::table;
 use super::run::RunFiles;
 use crate::cli::plan::{longest_rows, pictures, scaling_of};
 use serde_json::Value;
-use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::engine::plan::{RankPlan, Workload};
 use ulysses::engine::schedule::Category;
@@ -29,8 +28,7 @@ pub(super) fn figures(run: &RunFiles) -> String {
 
 /// What the run trained, with its longest rows.
 fn workload(run: &RunFiles) -> Option<Workload> {
-    let text = serde_json::to_string(&run.config).ok()?;
-    let mut config = Config::from_json_str(&text, "config.json").ok()?;
+    let mut config = run.parsed_config()?;
     longest_rows(&mut config);
     let record = &run.record;
     let threads = record["environment"]["threads_per_rank"].as_u64();

@@ -4,6 +4,7 @@ use super::metrics::Lines;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
+use ulysses::config::Config;
 
 /// One run.
 pub(super) struct RunFiles {
@@ -38,6 +39,17 @@ impl RunFiles {
         earlier.chain([&self.record]).collect()
     }
 
+    /// The ranks of the last part that came to its end.
+    pub(super) fn ranks(&self) -> Option<&Vec<Value>> {
+        self.parts().into_iter().rev().find_map(|part| part["ranks"].as_array())
+    }
+
+    /// The config, where this version can read it.
+    pub(super) fn parsed_config(&self) -> Option<Config> {
+        let text = serde_json::to_string(&self.config).ok()?;
+        Config::from_json_str(&text, "config.json").ok()
+    }
+
     /// The values of a metric, by step; those of skipped steps are none.
     pub(super) fn curve(&self, key: &str) -> Vec<(f64, f64)> {
         let point = |line: &Value| Some((line["step"].as_f64()?, line[key].as_f64()?));
@@ -52,6 +64,18 @@ impl RunFiles {
     /// The sum of a metric over all steps.
     pub(super) fn sum(&self, key: &str) -> f64 {
         self.lines.steps.iter().filter_map(|line| line[key].as_f64()).sum()
+    }
+
+    /// A metric by the time of the steps that have it; none where no step has.
+    pub(super) fn rate(&self, key: &str) -> Option<f64> {
+        let of_step = |line: &Value| Some((line[key].as_f64()?, line["step_seconds"].as_f64()?));
+        let (sum, seconds) = self
+            .lines
+            .steps
+            .iter()
+            .filter_map(of_step)
+            .fold((0.0, 0.0), |(sum, seconds), (value, step)| (sum + value, seconds + step));
+        Some(sum / seconds).filter(|rate| rate.is_finite())
     }
 
     pub(super) fn last(&self, key: &str) -> Option<f64> {

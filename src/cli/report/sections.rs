@@ -3,7 +3,7 @@
 use super::chart::{Chart, Scale, Series, Unit, text};
 use super::page::{escape, plain};
 use super::run::RunFiles;
-use super::{communication, parts, plan, settings};
+use super::{communication, parts, plan, ranks, settings};
 use serde_json::Value;
 use std::fmt::Write;
 
@@ -14,8 +14,9 @@ const MAX_CELLS: usize = 16;
 pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> String {
     let title = if is_one_of_several { escape(&run.name) } else { "This run in detail".to_owned() };
     let charts = format!(
-        "{}<div class=\"stack\">{}{}</div>\n{}",
-        time_shares(run),
+        "{}{}<div class=\"stack\">{}{}</div>\n{}",
+        time_shares(run, "Time of rank 0, by what it did", &BY_KIND),
+        time_shares(run, "Time of rank 0, by phase of the step", &BY_PHASE),
         memory(run),
         mesh(run),
         plan::figures(run)
@@ -23,6 +24,7 @@ pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> 
     let parts = [
         ("Parts of the run", parts::of_run(run)),
         ("Communication", communication::tables(run)),
+        ("Ranks", ranks::tables(run)),
         ("Configuration", settings::table(run)),
         ("Environment", environment(run)),
     ];
@@ -36,28 +38,40 @@ pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> 
     )
 }
 
-/// Where the time of rank 0 went.
-fn time_shares(run: &RunFiles) -> String {
-    let parts: [(&str, &[&str]); 4] = [
-        ("compute", &["compute_seconds"]),
-        ("all-to-all", &["all_to_all_seconds"]),
-        ("other communication", &["dp_comm_seconds", "sp_comm_seconds"]),
-        ("data", &["data_seconds"]),
-    ];
-    let share = |line: &Value, keys: &[&str]| {
-        let seconds = keys.iter().map(|key| line[*key].as_f64()).sum::<Option<f64>>()?;
-        let share = seconds / line["step_seconds"].as_f64()?;
+/// Parts of the time of a step: names, and the metrics with their seconds.
+type TimeParts = [(&'static str, &'static str)];
+
+/// Of collectives, the time that the rank spent in them.
+const BY_KIND: [(&str, &str); 5] = [
+    ("compute", "compute_seconds"),
+    ("all-to-all", "all_to_all_seconds"),
+    ("dp: all-gather, reduce-scatter, all-reduce", "dp_comm_seconds"),
+    ("sp: all-reduce", "sp_comm_seconds"),
+    ("data loading", "data_seconds"),
+];
+
+const BY_PHASE: [(&str, &str); 4] = [
+    ("forward", "forward_seconds"),
+    ("backward, with recompute", "backward_seconds"),
+    ("optimizer step", "update_seconds"),
+    ("data loading", "data_seconds"),
+];
+
+/// Shares of the time of the steps, on top of each other.
+fn time_shares(run: &RunFiles, title: &str, parts: &TimeParts) -> String {
+    let share = |line: &Value, key: &str| {
+        let share = line[key].as_f64()? / line["step_seconds"].as_f64()?;
         Some((line["step"].as_f64()?, share)).filter(|_| share.is_finite())
     };
     let timed = run.lines.steps.iter().filter(|line| line["compute_seconds"].is_number());
-    let series = parts.iter().enumerate().map(|(style, (label, keys))| Series {
+    let series = parts.iter().enumerate().map(|(style, (label, key))| Series {
         label: (*label).to_owned(),
-        points: timed.clone().filter_map(|line| share(line, keys)).collect(),
+        points: timed.clone().filter_map(|line| share(line, key)).collect(),
         style,
         is_dotted: false,
     });
     let chart = Chart {
-        title: "Where the time of rank 0 goes".to_owned(),
+        title: title.to_owned(),
         along: "step",
         unit: Unit::Percent,
         scale: Scale::FromZero,
@@ -72,9 +86,7 @@ fn time_shares(run: &RunFiles) -> String {
 fn memory(run: &RunFiles) -> String {
     const PARTS: [&str; 3] = ["parameters", "gradients", "optimizer"];
     const WIDTH: f64 = 440.0;
-    // Of the last part that came to its end.
-    let told = run.parts().into_iter().rev().find_map(|part| part["ranks"].as_array());
-    let ranks: Vec<&Value> = told.into_iter().flatten().collect();
+    let ranks: Vec<&Value> = run.ranks().into_iter().flatten().collect();
     let peak = |rank: &Value| rank["peak_bytes"].as_f64().unwrap_or(0.0);
     let most = ranks.iter().map(|rank| peak(rank)).fold(0.0, f64::max);
     if most == 0.0 {
@@ -169,9 +181,11 @@ fn mesh(run: &RunFiles) -> String {
         Some(size) => format!(", {size} rows at a time"),
         None => String::new(),
     };
+    let note = run.parsed_config().and_then(|config| config.zero_partition_note());
+    let note = note.map_or(String::new(), |note| format!("<p>{}.</p>", escape(&note)));
     format!(
         "<figure><figcaption>Mesh dp {dp} × sp {sp}{cut}</figcaption>\n{svg}<p class=\"faint\">Ranks of a row share sequences \
-         and exchange heads; ranks of a column share the ZeRO partitions{replicas}.</p></figure>\n"
+         and exchange heads; ranks of a column share the ZeRO partitions{replicas}.</p>{note}</figure>\n"
     )
 }
 

@@ -21,6 +21,7 @@ pub(super) fn table(run: &RunFiles) -> String {
     }
     let given = flat(&run.record["given_config"]);
     let flags = flags(&run.record["command"]);
+    let settings = flat(&run.config);
     let row = |(key, value): &(String, Value)| {
         let (class, name) = match origin(key, value, &given, &flags) {
             Origin::File => ("file", "file"),
@@ -33,11 +34,31 @@ pub(super) fn table(run: &RunFiles) -> String {
              <td class=\"n\"><span class=\"badge {class}\">{name}</span></td></tr>\n",
             // Long names may be broken between their words.
             escape(key).replace('_', "_<wbr>").replace('.', ".<wbr>"),
-            escape(&plain(value))
+            escape(&shown(key, value, &given, &settings))
         )
     };
-    let rows: String = flat(&run.config).iter().map(row).collect();
+    let rows: String = settings.iter().map(row).collect();
     format!("<table>\n<tr><th>key</th><th>value</th><th class=\"n\">from</th></tr>\n{rows}</table>\n")
+}
+
+/// A value as text. The optimizer has the name that the file gives it, which may be that of one of its kernels, such as
+/// `FusedAdam`; the resolved config has one name for all.
+fn shown(key: &str, value: &Value, given: &[(String, Value)], settings: &[(String, Value)]) -> String {
+    let (name, lower) = (plain(value), |name: &str| name.to_ascii_lowercase());
+    if key != "optimizer.type" {
+        return name;
+    }
+    let find = |values: &[(String, Value)], key: &str| {
+        values.iter().find(|(path, _)| path == key).map(|(_, value)| value.clone())
+    };
+    match find(given, key) {
+        Some(Value::String(given)) if lower(&given).contains(&lower(&name)) => given,
+        // The default is AdamW.
+        None if find(settings, "optimizer.params.adam_w_mode") == Some(Value::Bool(true)) => {
+            format!("{name}W")
+        }
+        _ => name,
+    }
 }
 
 fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<String>) -> Origin {
@@ -84,6 +105,19 @@ fn flat(value: &Value) -> Vec<(String, Value)> {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn the_optimizer_has_the_name_that_the_file_gives_it() {
+        let settings = flat(&json!({ "optimizer": { "type": "Adam", "params": { "adam_w_mode": true } } }));
+        let shown = |given: Value, resolved: &str| {
+            shown("optimizer.type", &json!(resolved), &flat(&json!({ "optimizer": given })), &settings)
+        };
+        for name in ["AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "adamw"] {
+            assert_eq!(shown(json!({ "type": name }), "Adam"), name);
+        }
+        assert_eq!(shown(json!({ "type": "AdamW" }), "Lion"), "Lion", "a flag may set another");
+        assert_eq!(shown(json!({}), "Adam"), "AdamW", "the default");
+    }
 
     #[test]
     fn settings_tell_where_they_come_from() {

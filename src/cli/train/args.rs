@@ -66,6 +66,9 @@ pub(in crate::cli) struct TrainArgs {
     /// Seed of the initial weights and of the order of the data.
     #[arg(long)]
     pub(super) seed: Option<u64>,
+    /// Print tables at the end: what every rank sent, stored and held at its peak, and the wait for data.
+    #[arg(long)]
+    pub(super) verbose: bool,
     /// Write what all ranks do in the first steps as one timeline, for ui.perfetto.dev or chrome://tracing.
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,

@@ -5,6 +5,7 @@ use super::feed::Feed;
 use super::resume::{Resume, check_data};
 use crate::cli::note;
 use anyhow::{Context, anyhow, bail};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use ulysses::checkpoint::{Checkpoint, CheckpointError, SaveOptions, Saved, Saver, newest, open_verified};
@@ -18,6 +19,8 @@ pub(super) struct Checkpoints<'a> {
     /// Of all ranks, for checkpoints and what else is between the steps: its traffic is not that of a step.
     group: Arc<dyn ProcessGroup>,
     run_id: String,
+    /// The last one that this run has saved.
+    newest: Option<PathBuf>,
     saving: Option<Saving<'a>>,
 }
 
@@ -41,12 +44,17 @@ impl<'a> Checkpoints<'a> {
             Ok::<_, anyhow::Error>(Saving { config, saver })
         };
         let saving = run.config.checkpoint.as_ref().map(start).transpose()?;
-        Ok(Self { run, group, run_id: run.new_run_id.clone(), saving })
+        Ok(Self { run, group, run_id: run.new_run_id.clone(), newest: None, saving })
     }
 
     /// All ranks, for what is not part of a step.
     pub(super) fn group(&self) -> &dyn ProcessGroup {
         &*self.group
+    }
+
+    /// The newest checkpoint that this run has saved, for messages.
+    pub(super) fn newest(&self) -> Option<String> {
+        self.newest.as_ref().map(|path| path.display().to_string())
     }
 
     /// What tells the run from others.
@@ -128,7 +136,7 @@ impl<'a> Checkpoints<'a> {
     /// Tells what a save came to. One that failed ends the run if the config says so, and
     /// always if it was to be the run's last.
     fn settle<'s>(
-        &self,
+        &mut self,
         saving: &'s mut Saving<'a>,
         is_last: bool,
         work: impl FnOnce(&'s mut Saving<'a>) -> Result<Option<Saved>, EngineError>,
@@ -136,7 +144,10 @@ impl<'a> Checkpoints<'a> {
         let goes_on = saving.config.on_error == OnSaveError::Continue && !is_last;
         match work(saving) {
             Ok(None) => {}
-            Ok(Some(saved)) => self.tell_saved(&saved),
+            Ok(Some(saved)) => {
+                self.tell_saved(&saved);
+                self.newest = Some(saved.path);
+            }
             Err(EngineError::Checkpoint(error)) => match *error {
                 error @ CheckpointError::NotSaved { .. } if goes_on => {
                     self.tell(|| format!("{error}; training goes on"));

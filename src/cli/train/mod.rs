@@ -75,7 +75,7 @@ struct Run {
 
 pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure> {
     let mut host = Host::default();
-    let config_path = args.config.clone();
+    let (config_path, is_verbose) = (args.config.clone(), args.verbose);
     let trace = args.trace.clone().zip(tracer);
     let prepared = prepare::prepare(args, &mut host);
     let mut run = host.agree(prepared)?;
@@ -100,6 +100,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     traced?;
     let first = results.first().context("a mesh has a rank").or_run()?;
     let (step, last_step, stopped) = (first.steps, first.last_step, first.stopped);
+    let checkpoint = first.checkpoint.clone();
     let Some(Reported { totals, mut record }) = first.reported.clone() else {
         return print(format_args!("nothing to do: step {step} of {last_step} is done\n"));
     };
@@ -110,12 +111,17 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let (steps, nothing_trained) = (totals.steps, totals.last_loss.is_none());
     let comms: Vec<RankComms> = results.iter().map(|outcome| outcome.comms.clone()).collect();
     let ranks = results.into_iter().map(|outcome| outcome.summary).collect();
-    print(&RunSummary { totals, ranks })?;
+    let summary = RunSummary { totals, ranks };
+    if is_verbose {
+        print(summary.verbose())?
+    } else {
+        print(&summary)?
+    }
     print_comms(&run, &comms)?;
-    let output = run.output.display();
-    print(format_args!(
-        "\nmetrics     {output}/metrics.jsonl; `ulysses report {output}` makes a page of them\n"
-    ))?;
+    if is_verbose || run.config.monitoring.comms_logger.enabled {
+        print("\n")?;
+    }
+    print_places(&run, checkpoint.as_deref())?;
     if stopped {
         return Err(Failure::Stopped { step });
     }
@@ -124,6 +130,20 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
         return Err(Failure::Run(anyhow::anyhow!(message)));
     }
     Ok(())
+}
+
+/// Where the results are.
+fn print_places(run: &Run, checkpoint: Option<&str>) -> Result<(), Failure> {
+    if run.device != DeviceKind::Cpu {
+        print("memory      that of the host: the allocator does not count GPU memory\n")?;
+    }
+    if let Some(checkpoint) = checkpoint {
+        print(format_args!("checkpoint  {checkpoint}\n"))?;
+    }
+    let output = run.output.display();
+    print(format_args!(
+        "output      {output}: metrics in {output}/metrics.jsonl, `ulysses report {output}` makes a page of them\n"
+    ))
 }
 
 /// The table that `comms_logger` asks for.

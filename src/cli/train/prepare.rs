@@ -4,7 +4,7 @@ use super::feed::{Limit, Phase};
 use super::resume::{Resume, check_candidate, check_output};
 use super::start::PlannedMemory;
 use super::{Host, Run, TrainArgs, signals};
-use crate::cli::config::remark;
+use crate::cli::config::print_warnings;
 use crate::cli::data::{Sources, open_tokenizer};
 use crate::cli::{Failure, OrFail, model, settings, training_shape};
 use anyhow::{Context, anyhow, ensure};
@@ -33,7 +33,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     )?;
     let device = host.device(device.kind()?, config.backend)?;
     let resume = resume.map(Resume::new).transpose()?;
-    remark(&config);
+    print_warnings(&config, &path);
     let limit = limit(&config).or_usage()?;
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;

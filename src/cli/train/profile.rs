@@ -110,7 +110,7 @@ impl Display for Profile<'_> {
         let backward = self.flops(ALL, Pass::Backward) + self.flops(ALL, Pass::Recompute);
         Self::row(f, "forward", self.flops(ALL, Pass::Forward), time.forward_seconds)?;
         Self::row(f, "backward and recomputation", backward, time.backward_seconds)?;
-        writeln!(f, "  {:<40}{:>12.2}", "update", 1e3 * time.update_seconds)?;
+        writeln!(f, "  {:<40}{:>12.2}", "optimizer step", 1e3 * time.update_seconds)?;
         if config.monitoring.flops_profiler.detailed {
             self.parts(f)?;
         }

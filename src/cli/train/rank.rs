@@ -31,6 +31,8 @@ pub(super) struct RankOutcome {
     /// The number of the last step that there was to do.
     pub(super) last_step: u64,
     pub(super) stopped: bool,
+    /// The newest checkpoint that the run has saved.
+    pub(super) checkpoint: Option<String>,
     /// What this rank did in the steps that are traced.
     pub(super) trace: Traced,
     pub(super) comms: RankComms,
@@ -86,6 +88,7 @@ impl Run {
             steps: engine.attempted_steps(),
             last_step,
             stopped,
+            checkpoint: checkpoints.newest(),
             trace,
             comms,
             peak_bytes: u64::try_from(peak_bytes()).unwrap_or(0),

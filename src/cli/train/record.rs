@@ -107,12 +107,22 @@ pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
     record["peak_flops"] = json!(first.and_then(|outcome| outcome.peak_flops));
     let rank = |outcome: &RankOutcome| {
         let held = ["parameters", "gradients", "optimizer"].into_iter().zip(outcome.summary.held_bytes);
+        let mut formula: Map<String, Value> =
+            held.clone().map(|(what, (_, expected))| (what.to_owned(), expected.into())).collect();
+        formula.insert("exchange".to_owned(), outcome.summary.expected_exchange_bytes.into());
         let held: Map<String, Value> = held.map(|(what, (held, _))| (what.to_owned(), held.into())).collect();
+        let sent = outcome.summary.groups.iter().flat_map(|(axis, stats)| {
+            stats.ops.iter().map(move |(op, counted)| (format!("{axis} {op}"), counted.bytes_sent))
+        });
+        let sent: Map<String, Value> =
+            sent.filter(|(_, sent)| *sent > 0).map(|(what, sent)| (what, sent.into())).collect();
         json!({
             "rank": outcome.summary.rank,
             "peak_bytes": outcome.peak_bytes,
             "peak_by_category": outcome.summary.peak_by_category,
             "held_bytes": held,
+            "formula_bytes": formula,
+            "sent_bytes": sent,
         })
     };
     record["ranks"] = outcomes.iter().map(rank).collect();

@@ -159,6 +159,27 @@ fn defaults_that_differ_from_deepspeed_leave_a_note() {
     let notes = config_with("\"seed\": 1").notes;
     assert_eq!(notes.len(), 2, "{notes:#?}");
     assert!(notes[0].contains("`optimizer`") && notes[1].contains("`gradient_clipping`"), "{notes:#?}");
+    assert!(notes.iter().all(|note| note.severity == Severity::Warning), "{notes:#?}");
+}
+
+#[test]
+fn what_differs_from_what_the_file_asks_for_is_a_warning_and_defaults_are_none() {
+    let severities = |section: &str| {
+        let notes = config_with(&format!(
+            "\"gradient_clipping\": 0, \"optimizer\": {{\"type\": \"Adam\"}}, {section}"
+        ))
+        .notes;
+        notes.into_iter().map(|note| note.severity).collect::<Vec<_>>()
+    };
+    let offload = |ratio: f64| {
+        format!(
+            "\"zero_optimization\": {{\"stage\": 1, \"offload_optimizer\": {{\"device\": \"cpu\", \"ratio\": {ratio}}}}}"
+        )
+    };
+    assert_eq!(severities(&offload(0.5)), [Severity::Warning], "all of the state is offloaded");
+    assert_eq!(severities(&offload(1.0)), [Severity::Info]);
+    assert_eq!(severities("\"dump_state\": true"), [Severity::Info]);
+    assert_eq!(severities("\"pipeline\": {\"activation_checkpoint_interval\": 2}"), [Severity::Warning]);
 }
 
 #[test]

@@ -138,7 +138,7 @@ fn settings(text: &str) -> Config {
     Config { notes: vec![], autos: vec![], ..config }
 }
 
-fn notes(text: &str) -> Vec<String> {
+fn notes(text: &str) -> Vec<Note> {
     Config::from_json_str(text, "c.json").unwrap_or_else(|error| panic!("{text}\n{error}")).notes
 }
 
@@ -177,8 +177,10 @@ fn every_key_without_effect_leaves_one_note_and_the_config_as_it_is() {
     for entry in leaves() {
         let Effect::Moot(why) = entry.key.effect else { continue };
         let text = with_value(&entry, sample(entry.key));
-        let is_note = |note: &&String| note.contains(&format!("`{}` has no effect: {why}", entry.path));
+        let is_note = |note: &&Note| note.contains(&format!("`{}` has no effect: {why}", entry.path));
         assert_eq!(notes(&text).iter().filter(is_note).count(), 1, "{text} {:?}", notes(&text));
+        let severity = if entry.key.is_missed { Severity::Warning } else { Severity::Info };
+        assert_eq!(notes(&text).iter().find(is_note).unwrap().severity, severity, "{text}");
         assert_eq!(settings(&text), settings(&surroundings(&entry).to_string()), "{text}");
         num_keys += 1;
     }

@@ -30,7 +30,16 @@ pub(super) const fn at_least(min: f64) -> Value {
 /// An honoured key without a default of its own; the methods change what differs.
 pub(super) const fn key(name: &'static str, value: Value, about: &'static str) -> Key {
     let default = Default::Derived("not set");
-    Key { name, value, about, default, auto: Auto::AsDefault, effect: Effect::Honoured, or_null: false }
+    Key {
+        name,
+        value,
+        about,
+        default,
+        auto: Auto::AsDefault,
+        effect: Effect::Honoured,
+        or_null: false,
+        is_missed: false,
+    }
 }
 
 /// A flag of DeepSpeed that is off unless given.
@@ -110,6 +119,11 @@ impl Key {
 
     pub(super) const fn no_effect(self, why: &'static str) -> Self {
         Self { effect: Effect::Moot(why), ..self }
+    }
+
+    /// The same of a key whose effect a user would miss: values other than the default leave a warning.
+    pub(super) const fn missed(self, why: &'static str) -> Self {
+        Self { is_missed: true, ..self.no_effect(why) }
     }
 
     /// Refused, whatever its value.

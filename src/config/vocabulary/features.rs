@@ -161,7 +161,7 @@ pub(super) const PIPELINE: &[Key] = &[
     flag("seed_layers", "Seeds each layer.").no_effect(ONE_STAGE),
     key("activation_checkpoint_interval", INDEX, "Layers between checkpoints.")
         .integer(0)
-        .no_effect(SAVE_MEMORY),
+        .missed(SAVE_MEMORY),
     flag("pipe_partitioned", "Partitions activations between stages.").boolean(true).no_effect(ONE_STAGE),
     flag("grad_partitioned", "Partitions gradients between stages.").boolean(true).no_effect(ONE_STAGE),
     flag("use_reentrant", "Kind of checkpointing.").boolean(true).no_effect(ONE_STAGE),

@@ -15,6 +15,8 @@ pub(crate) struct Key {
     pub(crate) effect: Effect,
     /// Whether `null` stands for an absent key, as where DeepSpeed's default is `None`.
     pub(crate) or_null: bool,
+    /// Whether a run without its effect differs in memory, results or files from what the key asks for.
+    pub(crate) is_missed: bool,
 }
 
 /// The type and range of a value.

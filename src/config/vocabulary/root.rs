@@ -56,7 +56,7 @@ pub(crate) const ROOT: &[Key] = &[
     key("seed", INDEX, "Initial weights and order of the data.").integer(1234),
     key("steps_per_print", COUNT, "Steps between two progress lines.").integer(10).or_null(),
     flag("wall_clock_breakdown", "Prints the time of the phases of a step."),
-    flag("memory_breakdown", "Logs memory.").no_effect("held bytes are shown when the run ends"),
+    flag("memory_breakdown", "Logs memory.").no_effect("`train --verbose` shows the bytes of every rank when the run ends"),
     flag("dump_state", "Prints the config.").no_effect("the resolved config is written beside the metrics"),
     key("log_level", Value::Text, "How much is logged.").or_null().no_effect("set the variable RUST_LOG"),
     key("vocabulary_size", COUNT, "Warns when tensor cores dislike it.").or_null().no_effect("the model has its own"),

@@ -19,7 +19,8 @@ pub(super) const ZERO: &[Key] = &[
     key(
         "stage",
         Value::Integer { min: 0, max: 3 },
-        "What is partitioned over dp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.",
+        "What is partitioned over dp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters. With dp 1 there is one \
+         partition: every rank of an sp group stores the whole model state.",
     )
     .integer(0),
     flag("contiguous_gradients", "Copies gradients to one buffer.")
@@ -167,7 +168,7 @@ const OFFLOAD_PARAM: &[Key] = &[
     key("nvme_path", Value::Text, "The directory of that file; without it `ulysses.offload_path`.").or_null(),
     key("buffer_count", INDEX, "Buffers of the swapper.").integer(5).no_effect(ONE_UNIT),
     key("buffer_size", NOT_NEGATIVE, "Elements of a buffer.").integer(100_000_000).no_effect(ONE_UNIT),
-    key("max_in_cpu", NOT_NEGATIVE, "Elements that stay in memory.").integer(1_000_000_000).no_effect(ONE_UNIT),
+    key("max_in_cpu", NOT_NEGATIVE, "Elements that stay in memory.").integer(1_000_000_000).missed(ONE_UNIT),
     flag("pin_memory", "Pins the host's memory.").boolean(true).no_effect(NO_PINNING),
 ];
 
@@ -187,7 +188,7 @@ const OFFLOAD_OPTIMIZER: &[Key] = &[
     flag("fast_init", "Initialises faster.").no_effect(ONE_UNIT),
     key("ratio", FRACTION, "The part of the state that is offloaded.")
         .number(1.0)
-        .no_effect("all of it is offloaded: less memory, more reading"),
+        .missed("all of it is offloaded: less memory, more reading"),
     flag("super_offload", "Overlaps for Grace-Hopper.").no_effect(ONE_UNIT),
     key("cpuadam_cores_perc", FRACTION, "The part of the cores that updates.")
         .number(0.8)

@@ -81,10 +81,10 @@ impl fmt::Display for Moment {
         match self {
             Self::Embedding => f.write_str("embedding"),
             Self::Forward { layer } => write!(f, "forward of layer {layer}"),
-            Self::Head => f.write_str("head and loss"),
+            Self::Head => f.write_str("LM head and loss"),
             Self::Backward { layer } => write!(f, "backward of layer {layer}"),
             Self::EmbeddingBackward => f.write_str("embedding backward"),
-            Self::Update => f.write_str("update"),
+            Self::Update => f.write_str("optimizer step"),
         }
     }
 }

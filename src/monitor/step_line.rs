@@ -1,0 +1,182 @@
+//! What a step prints, in the columns that there are.
+
+use super::Metrics;
+use super::table::memory;
+use std::iter::once;
+
+/// Lines are no longer, however wide the terminal.
+const MAX_COLUMNS: usize = 100;
+
+/// Columns of standard error: those of the terminal, or [`MAX_COLUMNS`] where it is none.
+pub(super) fn columns() -> usize {
+    let terminal = console::Term::stderr().size_checked().map(|(_, columns)| usize::from(columns));
+    // Some pseudo-terminals have no size.
+    terminal.filter(|columns| *columns > 0).map_or(MAX_COLUMNS, |columns| columns.min(MAX_COLUMNS))
+}
+
+/// The line of a step in `columns` columns. What does not fit is left out: first the alignment, then the number of the
+/// last step, then the last fields.
+pub(super) fn step_line(metrics: &Metrics, last_step: u64, columns: usize) -> String {
+    let Metrics { step, .. } = metrics;
+    let place = place(*step, last_step);
+    if metrics.skipped {
+        return format!("{place}  skipped: {}", why_skipped(metrics));
+    }
+    let aligned = once(place).chain(fields(metrics, true)).collect::<Vec<_>>().join("  ");
+    let bare = fields(metrics, false);
+    let join = |place: String, count: usize| {
+        once(place).chain(bare[..count].iter().cloned()).collect::<Vec<_>>().join("  ")
+    };
+    let shorter = once(join(format!("step {step}/{last_step}"), bare.len()))
+        .chain((1..=bare.len()).rev().map(|count| join(format!("step {step}"), count)));
+    first_that_fits(once(aligned).chain(shorter), columns).trim_end().to_owned()
+}
+
+/// The same for the live display, where the step is shown elsewhere.
+pub(super) fn live_line(metrics: &Metrics, columns: usize) -> String {
+    let fields = match metrics.skipped {
+        true => once("skipped".to_owned()).chain(machine(metrics)).collect(),
+        false => fields(metrics, false),
+    };
+    cut(&fields, columns)
+}
+
+/// Where a run is, in as many columns for every step.
+pub(super) fn place(step: u64, last_step: u64) -> String {
+    let width = last_step.to_string().len();
+    format!("step {step:>width$}/{last_step}")
+}
+
+/// As many of the first fields as fit, at least one.
+pub(super) fn cut(fields: &[String], columns: usize) -> String {
+    first_that_fits((1..=fields.len()).rev().map(|count| fields[..count].join(", ")), columns)
+}
+
+/// The first of some lines that has no more than `columns` columns, else the last.
+fn first_that_fits(lines: impl Iterator<Item = String>, columns: usize) -> String {
+    let mut last = String::new();
+    for line in lines {
+        if line.chars().count() <= columns {
+            return line;
+        }
+        last = line;
+    }
+    last
+}
+
+/// Loss, learning rate, norm, and how well the machine is used. Aligned fields have the same width in every line, as
+/// long as the values are of usual size.
+fn fields(metrics: &Metrics, are_aligned: bool) -> Vec<String> {
+    let Metrics { loss, lr, grad_norm, .. } = metrics;
+    let width = |width: usize| if are_aligned { width } else { 0 };
+    let (loss, lr, grad_norm) = (fixed(*loss, 4), format!("{lr:.2e}"), fixed(*grad_norm, 3));
+    let learned = [
+        format!("loss {loss:<0$}", width(7)),
+        format!("lr {lr:<0$}", width(7)),
+        format!("grad norm {grad_norm:<0$}", width(5)),
+    ];
+    let [tokens, machine @ ..] = &machine(metrics)[..] else { return learned.into() };
+    let tokens = format!("{tokens:>0$}", width(14));
+    learned.into_iter().chain(once(tokens)).chain(machine.iter().cloned()).collect()
+}
+
+/// Throughput, memory and utilization, as far as they are known.
+fn machine(metrics: &Metrics) -> Vec<String> {
+    let tokens = format!("{:.0} tokens/s", metrics.tokens_per_second);
+    let held = (metrics.memory_bytes > 0).then(|| memory(metrics.memory_bytes));
+    // The peak of a GPU is unknown, so there is a rate in place of the MFU.
+    let utilization = match (metrics.gemm_share, metrics.model_flops_per_second) {
+        (Some(share), _) => Some(format!("GEMM share {:.0} %", 100.0 * share)),
+        (None, rate) => rate.map(|rate| format!("{:.1} TFLOP/s", rate / 1e12)),
+    };
+    once(tokens).chain(held).chain(utilization).collect()
+}
+
+fn why_skipped(metrics: &Metrics) -> String {
+    let scale = metrics.loss_scale;
+    match metrics.overflow {
+        true if scale >= 1e9 => format!("the gradient overflowed, with a loss scale of {scale:e}"),
+        true => format!("the gradient overflowed, with a loss scale of {scale}"),
+        false => "no token of the batch has a label".to_owned(),
+    }
+}
+
+/// A number with so many decimals; one that is too large for a column by its powers of ten.
+fn fixed(value: f64, decimals: usize) -> String {
+    if value.is_finite() && value.abs() >= 1e5 {
+        format!("{value:.2e}")
+    } else {
+        format!("{value:.decimals$}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metrics() -> Metrics {
+        Metrics {
+            step: 10,
+            loss: 4.7114,
+            lr: 1.2e-3,
+            grad_norm: 2.6124,
+            tokens_per_second: 27749.4,
+            memory_bytes: 3 << 29,
+            gemm_share: Some(0.52),
+            ..Metrics::default()
+        }
+    }
+
+    #[test]
+    fn a_line_has_loss_rate_norm_throughput_memory_and_gemm_share() {
+        let expected = "step  10/200  loss 4.7114   lr 1.20e-3  grad norm 2.612  27749 tokens/s  1.50 GiB  GEMM share 52 %";
+        assert_eq!(step_line(&metrics(), 200, MAX_COLUMNS), expected);
+        let on_gpus = Metrics { gemm_share: None, model_flops_per_second: Some(1.25e14), ..metrics() };
+        assert!(step_line(&on_gpus, 200, MAX_COLUMNS).ends_with("1.50 GiB  125.0 TFLOP/s"));
+        let unknown = Metrics { memory_bytes: 0, gemm_share: None, ..metrics() };
+        assert!(step_line(&unknown, 200, MAX_COLUMNS).ends_with("27749 tokens/s"));
+    }
+
+    #[test]
+    fn lines_fit_any_terminal_and_leave_out_the_last_fields_first() {
+        let large = Metrics {
+            step: 1_234_567,
+            loss: f64::from(f32::MAX),
+            grad_norm: 1e30,
+            tokens_per_second: 1.5e8,
+            memory_bytes: 1 << 50,
+            ..metrics()
+        };
+        for metrics in [metrics(), large] {
+            for columns in [100, 80, 60, 40, 30] {
+                let (line, live) = (step_line(&metrics, 10_000_000, columns), live_line(&metrics, columns));
+                assert!(line.chars().count() <= columns && live.chars().count() <= columns, "{line}\n{live}");
+                assert!(line.contains("loss ") && live.contains("loss "), "{line}\n{live}");
+            }
+        }
+        let [wide, narrow] = [80, 40].map(|columns| step_line(&metrics(), 200, columns));
+        assert_eq!(wide, "step 10  loss 4.7114  lr 1.20e-3  grad norm 2.612  27749 tokens/s  1.50 GiB");
+        assert_eq!(narrow, "step 10  loss 4.7114  lr 1.20e-3");
+    }
+
+    #[test]
+    fn steps_of_one_run_are_aligned() {
+        let early = Metrics { step: 1, loss: 10.3448, lr: 0.0, tokens_per_second: 915.2, ..metrics() };
+        let (early, late) = (step_line(&early, 200, MAX_COLUMNS), step_line(&metrics(), 200, MAX_COLUMNS));
+        assert_eq!(early.find("grad norm"), late.find("grad norm"), "{early}\n{late}");
+        assert_eq!(early.find("tokens/s"), late.find("tokens/s"), "{early}\n{late}");
+    }
+
+    #[test]
+    fn skipped_steps_say_why() {
+        let skipped = Metrics { skipped: true, ..metrics() };
+        assert_eq!(
+            step_line(&skipped, 20, MAX_COLUMNS),
+            "step 10/20  skipped: no token of the batch has a label"
+        );
+        let overflow = |loss_scale| Metrics { overflow: true, loss_scale, ..skipped.clone() };
+        let text = step_line(&overflow(512.0), 20, MAX_COLUMNS);
+        assert!(text.ends_with("skipped: the gradient overflowed, with a loss scale of 512"), "{text}");
+        assert!(step_line(&overflow(1e30), 10_000_000, MAX_COLUMNS).chars().count() <= MAX_COLUMNS);
+    }
+}
