@@ -20,7 +20,7 @@ const MAX_BYTES: usize = 1 << 28;
 pub(super) const MAX_DEPTH: usize = 200;
 
 /// Macros that call each other, and blocks inside of each other: each takes some of a thread's stack.
-pub(super) const MAX_RECURSION: usize = 60;
+pub(super) const MAX_RECURSION: usize = 120;
 
 /// Bytes of a template; published ones have less than 30 thousand.
 const MAX_SOURCE_BYTES: usize = 1 << 20;
