@@ -40,14 +40,19 @@ pub(super) fn parse_packing(name: &str) -> Result<Packing, String> {
     found.map(|(_, packing)| *packing).ok_or_else(|| "greedy, cut and concat are valid".to_owned())
 }
 
+/// How the library packs documents.
+pub(super) fn packing(packing: Packing) -> data::Packing {
+    match packing {
+        Packing::Greedy => data::Packing::Greedy,
+        Packing::Cut => data::Packing::Cut,
+        Packing::Concat => data::Packing::Concat,
+    }
+}
+
 impl Sources {
     /// Reads what the config names, and checks it against the model's vocabulary.
     pub(super) fn read(config: &Config, tokenizer: &Tokenizer, vocab_size: usize) -> anyhow::Result<Self> {
-        let packing = match config.packing {
-            Packing::Greedy => data::Packing::Greedy,
-            Packing::Cut => data::Packing::Cut,
-            Packing::Concat => data::Packing::Concat,
-        };
+        let packing = packing(config.packing);
         let held_out = config.validation.as_ref().map(|validation| &validation.data);
         let mut sources = Self { packing, training: Vec::new(), held_out: Vec::new() };
         for DataSource { path, weight } in config.require_data()? {
@@ -70,7 +75,27 @@ impl Sources {
             check(&documents, packing, path)?;
             sources.held_out.push(documents);
         }
+        sources.note_labels()?;
         Ok(sources)
+    }
+
+    /// Says what is learnt, where that is not every token.
+    fn note_labels(&self) -> anyhow::Result<()> {
+        let documents = || self.training.iter().map(|(documents, _)| documents);
+        if documents().all(|documents| !documents.corpus().has_labels()) {
+            return Ok(());
+        }
+        let (mut num_documents, mut num_tokens, mut num_labelled) = (0, 0, 0.0);
+        for documents in documents() {
+            num_documents += documents.num_documents();
+            num_tokens += documents.num_tokens();
+            num_labelled += documents.labelled_share()? * documents.num_tokens() as f64;
+        }
+        let share = 100.0 * num_labelled / num_tokens as f64;
+        note(format_args!(
+            "data: {num_documents} conversations; {share:.1} % of their {num_tokens} tokens have labels"
+        ));
+        Ok(())
     }
 
     /// What is trained on, in rows.

@@ -13,6 +13,7 @@ mod doctor;
 mod documented;
 mod eval;
 mod evaluation;
+mod inspect;
 #[cfg(unix)]
 mod launch;
 mod manual;

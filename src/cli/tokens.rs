@@ -1,5 +1,6 @@
 //! `ulysses data`.
 
+use super::inspect::{InspectArgs, inspect_text};
 use super::{Failure, OrFail, note, print};
 use anyhow::anyhow;
 use clap::Subcommand;
@@ -23,11 +24,9 @@ pub(super) enum DataCommand {
     /// Tokenise text, JSONL or Parquet into a file that runs open at once. A call that was cut
     /// short goes on when it is repeated.
     Prepare(PrepareArgs),
-    /// Read a file of tokens through and print what it holds.
-    Inspect {
-        /// nanoGPT's or llm.c's .bin, Megatron's .idx or .bin, or a file that `prepare` has written.
-        file: PathBuf,
-    },
+    /// Read data through and print what it holds: a file of tokens, or with --tokenizer text and
+    /// conversations, and what is learnt of them.
+    Inspect(InspectArgs),
 }
 
 #[derive(clap::Args)]
@@ -49,7 +48,10 @@ pub(super) struct PrepareArgs {
 pub(super) fn run(command: DataCommand) -> Result<(), Failure> {
     match command {
         DataCommand::Prepare(args) => run_prepare(&args),
-        DataCommand::Inspect { file } => inspect(&file),
+        DataCommand::Inspect(args) => match &args.tokenizer {
+            Some(tokenizer) => inspect_text(&args, tokenizer),
+            None => inspect(&args.file),
+        },
     }
 }
 
@@ -79,7 +81,7 @@ fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
 }
 
 /// Whether what is asked for or what was found is at fault.
-fn failure(error: DataError) -> Failure {
+pub(super) fn failure(error: DataError) -> Failure {
     let is_usage = matches!(
         error,
         DataError::Missing { .. }
@@ -129,7 +131,12 @@ impl Display {
 /// Every token and document bound is read, so a file that is described is sound.
 fn inspect(path: &Path) -> Result<(), Failure> {
     let format = TokenFile::detect(path).map_err(failure)?;
-    let text = || anyhow!("{}: no file of tokens; `data prepare` makes one of text", path.display());
+    let text = || {
+        anyhow!(
+            "{}: no file of tokens; --tokenizer shows what text becomes, and `data prepare` makes tokens of it",
+            path.display()
+        )
+    };
     let format = format.ok_or_else(text).or_usage()?;
     let file = TokenFile::open(path, format, TokenFileOptions::default()).map_err(failure)?;
     let (token_bytes, has_labels, made_by) = (file.token_bytes(), file.has_labels(), file.made_by());

@@ -182,6 +182,11 @@ impl Corpus {
         self.in_parts(range, |store, range| store.read_labels(range, labels))
     }
 
+    /// Whether some tokens may be context only, or count for others.
+    pub fn has_labels(&self) -> bool {
+        self.parts.iter().any(|part| part.store.has_labels())
+    }
+
     /// The first token or label that a vocabulary lacks, as its place and id.
     ///
     /// Only parts that are not [held to the vocabulary](TokenFileOptions::vocab_size) are read through: reading

@@ -1,6 +1,6 @@
 //! The documents that are packed: all of a corpus, or those that a split leaves.
 
-use super::{Corpus, DataError, epoch_order};
+use super::{Corpus, DataError, IGNORED_LABEL, epoch_order};
 use crate::fnv1a;
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,6 +10,10 @@ const SAMPLES: usize = 256;
 
 /// Tokens of such a sample.
 const SAMPLE_TOKENS: usize = 64;
+
+/// Labels that are read together to count them, and of how many such pieces at most.
+const LABEL_PIECE: usize = 1 << 16;
+const MAX_LABEL_PIECES: usize = 512;
 
 /// Documents of a corpus, laid end to end: a token's number counts the tokens of these documents only.
 #[derive(Debug, Clone)]
@@ -167,6 +171,26 @@ impl Documents {
         let document = self.corpus.document_at(at)?;
         let position = at - self.corpus.document(document)?.start;
         Err(DataError::DocumentOutOfVocab { id, document, position, vocab_size })
+    }
+
+    /// The share of the tokens that have labels, from 0 to 1. Of many tokens a part is read, all over the documents.
+    ///
+    /// # Errors
+    /// When they cannot be read.
+    pub fn labelled_share(&self) -> Result<f64, DataError> {
+        if !self.corpus.has_labels() {
+            return Ok(1.0);
+        }
+        let (num_tokens, mut labels) = (self.num_tokens(), Vec::new());
+        let (mut num_read, mut num_labelled) = (0, 0);
+        let step = num_tokens.div_ceil(MAX_LABEL_PIECES).max(LABEL_PIECE);
+        for start in (0..num_tokens).step_by(step) {
+            labels.clear();
+            self.read_labels(start..num_tokens.min(start + LABEL_PIECE), &mut labels)?;
+            num_read += labels.len();
+            num_labelled += labels.iter().filter(|&&label| label != IGNORED_LABEL).count();
+        }
+        Ok(num_labelled as f64 / num_read.max(1) as f64)
     }
 
     /// Tells other data apart without reading all of it: a hash of the counts, and of tokens and labels at

@@ -21,6 +21,7 @@
 
 mod batch;
 mod best_fit;
+mod caught;
 mod chat;
 mod corpus;
 mod dataset;

@@ -1,6 +1,7 @@
 //! Text to token ids.
 
 use super::DataError;
+use super::caught::caught;
 use super::chat::ChatTemplate;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
@@ -46,11 +47,8 @@ impl Tokenizer {
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
         let json = std::fs::read(path).map_err(|error| load_error(error.into()))?;
-        let mut tokenizer = tokenizers::Tokenizer::from_bytes(&json).map_err(load_error)?;
-        tokenizer.with_truncation(None).map_err(load_error)?;
-        tokenizer.with_padding(None);
-        // Ids may have gaps, so the number of entries would be too small a vocabulary.
-        let vocab_size = tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+        let (tokenizer, vocab_size) =
+            caught(|| load(&json)).unwrap_or_else(|panic| Err(panic.into())).map_err(load_error)?;
         let (kind, hash) = (Kind::HuggingFace(Box::new(tokenizer)), *blake3::hash(&json).as_bytes());
         let settings = read_beside(path, "tokenizer_config.json")?;
         let settings: Json = match settings {
@@ -107,11 +105,27 @@ impl Tokenizer {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Kind::HuggingFace(tokenizer) => {
                 let add_special_tokens = true;
-                let encoding = tokenizer
-                    .encode_fast(text, add_special_tokens)
+                let encoding = caught(|| tokenizer.encode_fast(text, add_special_tokens))
+                    .unwrap_or_else(|panic| Err(panic.into()))
                     .map_err(|source| DataError::Tokenize { path: path.to_owned(), source })?;
                 Ok(encoding.get_ids().to_vec())
             }
+        }
+    }
+
+    /// The text that tokens stand for, special ones among them.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot tell.
+    pub fn decode(&self, tokens: &[u32], path: &Path) -> Result<String, DataError> {
+        match &self.kind {
+            Kind::Bytes => {
+                let bytes: Vec<u8> = tokens.iter().map(|&token| token.to_le_bytes()[0]).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Kind::HuggingFace(tokenizer) => caught(|| tokenizer.decode(tokens, false))
+                .unwrap_or_else(|panic| Err(panic.into()))
+                .map_err(|source| DataError::Tokenize { path: path.to_owned(), source }),
         }
     }
 
@@ -127,14 +141,24 @@ impl Tokenizer {
                 Ok((text.bytes().map(u32::from).collect(), (0..text.len()).map(|at| at..at + 1).collect()))
             }
             Kind::HuggingFace(tokenizer) => {
-                let encoding = tokenizer
-                    .encode(text, add_special_tokens)
+                let encoding = caught(|| tokenizer.encode(text, add_special_tokens))
+                    .unwrap_or_else(|panic| Err(panic.into()))
                     .map_err(|source| DataError::Tokenize { path: path.to_owned(), source })?;
                 let places = encoding.get_offsets().iter().map(|&(start, end)| start..end).collect();
                 Ok((encoding.get_ids().to_vec(), places))
             }
         }
     }
+}
+
+/// A tokenizer and its vocabulary. The library panics on some files.
+fn load(json: &[u8]) -> tokenizers::Result<(tokenizers::Tokenizer, usize)> {
+    let mut tokenizer = tokenizers::Tokenizer::from_bytes(json)?;
+    tokenizer.with_truncation(None)?;
+    tokenizer.with_padding(None);
+    // Ids may have gaps, so the number of entries would be too small a vocabulary.
+    let vocab_size = tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+    Ok((tokenizer, vocab_size))
 }
 
 /// A file beside the tokenizer's, if there is one.

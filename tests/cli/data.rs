@@ -61,6 +61,42 @@ fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
 }
 
 #[test]
+fn inspect_shows_conversations_with_what_is_learnt_of_them_and_a_run_says_its_share() {
+    let place = Workplace::new();
+    let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
+    place.write("tok/tokenizer.json", word_tokenizer(vocab));
+    let template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}";
+    place.write("tok/chat_template.jinja", template);
+    let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+    let messages = [message("user", "the quick"), message("assistant", "brown fox fox")];
+    place.write("chat.jsonl", format!("{}\n", json!({ "messages": messages })).repeat(9));
+    let inspect = ["data", "inspect", "chat.jsonl", "--tokenizer", "tok/tokenizer.json"];
+    let outcome = place.run(&[&inspect[..], &["--seq-len", "16", "--samples", "1"]].concat());
+    let expected = [
+        "document 1: 5 tokens, 3 with labels",
+        "the quick\u{27e6}brown fox fox\u{27e7}",
+        "        4 to 7                 9  ####",
+        "documents   9",
+        "tokens      45",
+        "labels      27 tokens (60.0 %)",
+        "unlearnt    0 documents have no labels",
+        "rows        3 of 16 tokens, 6.25 % padding",
+        "longer      0 documents have more than 16 tokens",
+    ];
+    for expected in expected {
+        assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
+    }
+    place.run(&[&inspect[..], &["--seq-len", "0"]].concat()).assert_refused(2, &["0"]);
+    place.write_config("c.json", json!({ "ulysses": { "seq_len": 16, "data": "chat.jsonl" } }));
+    let outcome = place.run(&["train", "c.json", "--tokenizer", "tok/tokenizer.json"]);
+    let line = "data: 9 conversations; 60.0 % of their 45 tokens have labels";
+    outcome.assert_done();
+    assert!(outcome.stderr.contains(line), "{outcome:?}");
+    place.write("tok/chat_template.jinja", "{{ '%1000000000000d' | format(1) }}");
+    place.run(&inspect).assert_refused(1, &["chat.jsonl, line 1: the chat template", "MiB"]);
+}
+
+#[test]
 fn a_killed_preparation_goes_on_when_it_is_repeated() {
     let place = Workplace::new();
     let line = format!("{{\"text\":\"{}\"}}\n", "the quick brown fox ".repeat(50));

@@ -51,6 +51,8 @@ pub(super) fn parse(bytes: &[u8], encoder: &Encoder<'_>, path: &Path, line: u64)
         return fields.tokens(tokens, vocab_size);
     }
     if let Some(messages) = fields.get("messages")? {
+        fields.check_numbers("messages")?;
+        fields.check_numbers("tools")?;
         return Ok(Line::Chat { messages, tools: fields.get("tools")? });
     }
     if let (Some(prompt), Some(completion)) = (fields.get("prompt")?, fields.get("completion")?) {
@@ -85,6 +87,29 @@ impl Fields<'_> {
         })
     }
 
+    /// Checks that a field's numbers are what they are written as. An integer of more than 64 bits would become a
+    /// float, and its text another one.
+    fn check_numbers(&self, name: &str) -> Result<(), DataError> {
+        let mut rest = self.fields.get(name).map_or("", |raw| raw.get());
+        while let Some(at) = rest.find(['"', '-', '0', '1', '2', '3', '4', '5', '6', '7', '8', '9']) {
+            rest = &rest[at..];
+            if let Some(string) = rest.strip_prefix('"') {
+                rest = behind_string(string);
+                continue;
+            }
+            let is_part = |character: char| matches!(character, '-' | '+' | '.' | '0'..='9' | 'e' | 'E');
+            let (number, behind) =
+                rest.split_at(rest.find(|character| !is_part(character)).unwrap_or(rest.len()));
+            let is_exact = number.contains(['.', 'e', 'E'])
+                || (number != "-0" && (number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok()));
+            if !is_exact {
+                return Err(self.error(format!("`{name}` holds {number}; integers have 64 bits at most")));
+            }
+            rest = behind;
+        }
+        Ok(())
+    }
+
     fn tokens(&self, tokens: Vec<u32>, vocab_size: usize) -> Result<Line, DataError> {
         let labels: Option<Vec<i64>> = self.get("labels")?;
         if let Some(labels) = labels.as_ref().filter(|labels| labels.len() != tokens.len()) {
@@ -111,6 +136,18 @@ impl Fields<'_> {
     fn error(&self, problem: String) -> DataError {
         FileError::Line { path: self.path.to_owned(), line: self.line, problem }.into()
     }
+}
+
+/// What follows a string of which the opening quote is gone.
+fn behind_string(mut string: &str) -> &str {
+    while let Some(at) = string.find(['"', '\\']) {
+        match string[at..].starts_with('"') {
+            true => return &string[at + 1..],
+            // The character behind a backslash is no end, and has one byte or is no JSON.
+            false => string = string.get(at + 2..).unwrap_or_default(),
+        }
+    }
+    ""
 }
 
 /// What the reader says, without its own idea of the place: it has seen one line, or one field of it.

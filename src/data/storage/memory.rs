@@ -65,6 +65,10 @@ impl TokenStore for MemoryTokens {
         Ok(())
     }
 
+    fn has_labels(&self) -> bool {
+        self.labels.is_some()
+    }
+
     fn is_held_to(&self, _vocab_size: usize) -> bool {
         false
     }

@@ -36,6 +36,9 @@ pub(super) trait TokenStore: Debug + Send + Sync {
     /// Appends the unshifted labels of a range that exists.
     fn read_labels(&self, range: Range<usize>, labels: &mut Vec<i64>) -> Result<(), DataError>;
 
+    /// Whether some label may not be its token.
+    fn has_labels(&self) -> bool;
+
     /// Whether reading fails rather than returning an id of `vocab_size` or more.
     fn is_held_to(&self, vocab_size: usize) -> bool;
 }

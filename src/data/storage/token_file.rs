@@ -234,6 +234,10 @@ impl TokenStore for TokenFile {
         })?)
     }
 
+    fn has_labels(&self) -> bool {
+        Self::has_labels(self)
+    }
+
     fn is_held_to(&self, vocab_size: usize) -> bool {
         self.vocab_size <= vocab_size
     }

@@ -2,6 +2,7 @@
 
 mod batch;
 mod best_fit;
+mod chat_templates;
 mod corpus;
 mod dataset;
 mod documents;

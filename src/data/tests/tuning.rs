@@ -139,7 +139,7 @@ fn a_template_whose_answers_cannot_be_told_is_refused() {
         );
         error.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ")
     };
-    let counting = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}";
+    let counting = "{{ messages | map(attribute='content') | join | length }}{% for m in messages %}{{ m.content }}{% endfor %}";
     let message = refused(counting, &chat());
     assert!(message.contains("x.jsonl, line 1: the chat template fails"), "{message}");
     assert!(message.contains("`{% generation %}` around answers"), "{message}");
@@ -155,6 +155,54 @@ fn a_template_whose_answers_cannot_be_told_is_refused() {
     let broken = Tokenizer::from_file(&root.join("tokenizer.json")).unwrap_err();
     assert!(matches!(&broken, DataError::TokenizerSettings { .. }), "{broken:?}");
     assert!(broken.to_string().contains("tokenizer_config.json"), "{broken}");
+}
+
+#[test]
+fn a_conversation_may_begin_with_the_assistant_and_its_numbers_keep_their_digits() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    let messages = json!([{ "role": "assistant", "content": "Hi" }, { "role": "user", "content": "?" }]);
+    let (_, learnt) = texts(root, &tokenizer(root, Some(CHATML)), &json!({ "messages": messages }));
+    assert_eq!(learnt, ["Hi<|im_end|>"]);
+    for (number, is_exact) in [("18446744073709551615", true), ("18446744073709551616", false), ("-0", false)]
+    {
+        let call = format!("[{{\"role\":\"assistant\",\"content\":\"9\\\\\",\"n\":[1.5,{number}]}}]");
+        write(root, "x.jsonl", format!("{{\"messages\":{call}}}\n"));
+        let found = Corpus::load(&root.join("x.jsonl"), &tokenizer(root, Some(CHATML)));
+        assert_eq!(found.is_ok(), is_exact, "{number}: {found:?}");
+        let message = found.err().map_or_else(String::new, |error| error.to_string());
+        assert!(is_exact || message.contains("x.jsonl, line 1: `messages` holds"), "{message}");
+    }
+}
+
+#[test]
+fn a_template_that_runs_away_is_an_error_that_names_the_line() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    let endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
+    for template in [endless, "{{ '%1000000000000d' | format(messages | length) }}"] {
+        write(root, "x.jsonl", chat().to_string());
+        let error = Corpus::load(&root.join("x.jsonl"), &tokenizer(root, Some(template))).unwrap_err();
+        let message = format!("{:#}", anyhow::Error::new(error));
+        let expected =
+            ["x.jsonl, line 1: the chat template fails", "it takes operations on more than 256 MiB"];
+        assert!(expected.iter().all(|expected| message.contains(expected)), "{message}");
+    }
+}
+
+#[test]
+fn a_tokenizer_that_panics_is_an_error_that_names_the_file() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    tokenizer(root, None);
+    let path = root.join("tokenizer.json");
+    let mut file: Json = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    file["pre_tokenizer"] = json!({ "type": "FixedLength", "length": 0 });
+    write(root, "tokenizer.json", file.to_string());
+    write(root, "x.jsonl", "{\"text\":\"abc\"}\n");
+    let error = Tokenizer::from_file(&path).and_then(|panics| Corpus::load(&root.join("x.jsonl"), &panics));
+    let message = format!("{:#}", anyhow::Error::new(error.unwrap_err()));
+    assert!(message.contains("it panics: ") && message.contains("x.jsonl"), "{message}");
 }
 
 #[test]

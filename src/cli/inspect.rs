@@ -1,0 +1,164 @@
+//! `ulysses data inspect` of text and conversations: what becomes of them, and what is learnt.
+
+use super::data::{packing, parse_packing};
+use super::tokens::failure;
+use super::{Failure, OrFail, print};
+use std::fmt::Write;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use ulysses::config::Packing;
+use ulysses::data::{
+    Corpus, DataError, Documents, IGNORED_LABEL, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
+};
+
+/// Around what is learnt.
+const MARKS: [char; 2] = ['\u{27e6}', '\u{27e7}'];
+
+/// Of the longest bar of the histogram.
+const BAR_WIDTH: usize = 40;
+
+#[derive(clap::Args)]
+pub(super) struct InspectArgs {
+    /// nanoGPT's or llm.c's .bin, Megatron's .idx or .bin, or a file that `prepare` has written;
+    /// with --tokenizer also text and .jsonl.
+    pub(super) file: PathBuf,
+    /// tokenizer.json, with the chat template beside it.
+    #[arg(long)]
+    pub(super) tokenizer: Option<PathBuf>,
+    /// Field of a JSON line, or column of a Parquet file, that holds the text.
+    #[arg(long, default_value = "text")]
+    text_field: String,
+    /// Documents to show.
+    #[arg(long, default_value_t = 3)]
+    samples: usize,
+    /// Tokens per row.
+    #[arg(long, default_value_t = 2048)]
+    seq_len: usize,
+    /// Documents in rows: `greedy`, `cut` or `concat`.
+    #[arg(long, default_value = "greedy", value_parser = parse_packing)]
+    packing: Packing,
+}
+
+pub(super) fn inspect_text(args: &InspectArgs, tokenizer: &Path) -> Result<(), Failure> {
+    let tokenizer = Tokenizer::from_file(tokenizer).or_usage()?;
+    let options = SourceOptions {
+        tokenizer: &tokenizer,
+        text_field: &args.text_field,
+        token_files: TokenFileOptions::default(),
+    };
+    let documents = Documents::from(Corpus::open(&[&args.file], &options).map_err(failure)?);
+    let rows = PackedRows::with_packing(documents.clone(), args.seq_len, packing(args.packing)).or_usage()?;
+    let lens = Lens::read(&documents).or_run()?;
+    let mut text = String::new();
+    for index in 0..documents.num_documents().min(args.samples) {
+        text += &sample(&documents, index, &tokenizer, &args.file).or_run()?;
+    }
+    text += &lens.histogram();
+    text += &summary(&documents, &lens, &rows);
+    print(text)
+}
+
+/// Tokens and labels of each document.
+struct Lens {
+    tokens: Vec<usize>,
+    labels: Vec<usize>,
+}
+
+impl Lens {
+    fn read(documents: &Documents) -> Result<Self, DataError> {
+        let mut lens = Self { tokens: Vec::new(), labels: Vec::new() };
+        let mut labels = Vec::new();
+        for index in 0..documents.num_documents() {
+            let range = documents.document(index)?;
+            lens.tokens.push(range.len());
+            labels.clear();
+            documents.read_labels(range, &mut labels)?;
+            lens.labels.push(labels.iter().filter(|&&label| label != IGNORED_LABEL).count());
+        }
+        Ok(lens)
+    }
+
+    /// Documents by powers of two of their length.
+    fn histogram(&self) -> String {
+        let power = |len: &usize| len.max(&1).ilog2();
+        let powers = self.tokens.iter().map(power);
+        let (first, last) = (powers.clone().min().unwrap_or(0), powers.max().unwrap_or(0));
+        let count = |bin: u32| self.tokens.iter().filter(|len| power(len) == bin).count();
+        let largest = (first..=last).map(count).max().unwrap_or(0).max(1);
+        let mut text = "tokens per document\n".to_owned();
+        for bin in first..=last {
+            let Range { start, end } = 1_usize << bin..1_usize << (bin + 1);
+            let bar = "#".repeat((count(bin) * BAR_WIDTH).div_ceil(largest));
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "{:>9} to {:<9} {:>9}  {bar}", start, end - 1, count(bin));
+        }
+        text
+    }
+}
+
+/// A document as the tokenizer reads it back, with marks around what is learnt.
+fn sample(
+    documents: &Documents,
+    index: usize,
+    tokenizer: &Tokenizer,
+    path: &Path,
+) -> Result<String, DataError> {
+    let range = documents.document(index)?;
+    let (mut tokens, mut labels) = (Vec::new(), Vec::new());
+    documents.read_tokens(range.clone(), &mut tokens)?;
+    documents.read_labels(range, &mut labels)?;
+    let tokens: Vec<(u32, bool)> =
+        tokens.into_iter().zip(labels).map(|(token, label)| (token, label != IGNORED_LABEL)).collect();
+    let num_learnt = tokens.iter().filter(|(_, is_learnt)| *is_learnt).count();
+    let mut text = format!("document {}: {} tokens, {num_learnt} with labels\n", index + 1, tokens.len());
+    for piece in tokens.chunk_by(|(_, left), (_, right)| left == right) {
+        let ids: Vec<u32> = piece.iter().map(|(token, _)| *token).collect();
+        let decoded = printable(&tokenizer.decode(&ids, path)?);
+        match piece[0].1 {
+            true => text.extend([MARKS[0].to_string(), decoded, MARKS[1].to_string()]),
+            false => text += &decoded,
+        }
+    }
+    Ok(text + "\n\n")
+}
+
+/// Data must not steer a terminal.
+fn printable(text: &str) -> String {
+    let shown = |character: char| match character {
+        '\n' | '\t' => character.to_string(),
+        _ if character.is_control() => character.escape_default().to_string(),
+        _ => character.to_string(),
+    };
+    text.chars().map(shown).collect()
+}
+
+/// What masking and packing do.
+fn summary(documents: &Documents, lens: &Lens, rows: &PackedRows) -> String {
+    let (num_documents, num_tokens) = (documents.num_documents(), documents.num_tokens());
+    let num_learnt: usize = lens.labels.iter().sum();
+    let seq_len = rows.seq_len();
+    let count = |lens: &[usize], is: &dyn Fn(usize) -> bool| lens.iter().filter(|len| is(**len)).count();
+    let facts = [
+        ("documents", num_documents.to_string()),
+        ("tokens", num_tokens.to_string()),
+        ("labels", format!("{num_learnt} tokens ({:.1} %)", 100.0 * num_learnt as f64 / num_tokens as f64)),
+        ("unlearnt", format!("{} documents have no labels", count(&lens.labels, &|len| len == 0))),
+        (
+            "rows",
+            format!("{} of {seq_len} tokens, {:.2} % padding", rows.num_rows(), 100.0 * rows.padding_share()),
+        ),
+        (
+            "longer",
+            format!(
+                "{} documents have more than {seq_len} tokens",
+                count(&lens.tokens, &|len| len > seq_len)
+            ),
+        ),
+    ];
+    let mut text = "\n".to_owned();
+    for (name, value) in facts {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{name:<11} {value}");
+    }
+    text
+}

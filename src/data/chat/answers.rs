@@ -1,0 +1,146 @@
+//! Where in the text of a conversation the answers are.
+
+use super::python::{failed, is_space};
+use super::{Conversation, RenderedChat};
+use minijinja::{Error, ErrorKind, Value, context};
+use regex::Regex;
+use std::ops::Range;
+
+/// Stand around an answer in a rendered text. Unicode keeps these characters for such inner use; a conversation
+/// that holds them is refused.
+pub(in crate::data) const ANSWER_MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
+
+/// Bytes in which the ends of two texts are compared.
+const END_BYTES: usize = 24;
+
+impl Conversation<'_> {
+    /// The answers of the messages with these numbers.
+    pub(super) fn answers(
+        &self,
+        full: &str,
+        messages: impl Iterator<Item = usize>,
+    ) -> Result<Vec<Range<usize>>, Error> {
+        let mut answers: Vec<Range<usize>> = Vec::new();
+        for index in messages {
+            // The text of no messages says little: it may lack what a template begins with.
+            let found = match index {
+                0 => self
+                    .by_exchange(full, index)?
+                    .map_or_else(|| self.by_prefix(full, index), |found| Ok(Some(found))),
+                _ => self
+                    .by_prefix(full, index)?
+                    .map_or_else(|| self.by_exchange(full, index), |found| Ok(Some(found))),
+            }?;
+            let end = answers.last().map_or(0, |answer| answer.end);
+            let found = found.filter(|answer| answer.start >= end).ok_or_else(|| {
+                failed(format!(
+                    "the text up to message {index} is not how the whole text begins, so the template does not \
+                     tell what its answer is; `{{% generation %}}` around answers in the template would"
+                ))
+            })?;
+            answers.push(found);
+        }
+        Ok(answers)
+    }
+
+    /// What the message adds to the text before it, where that is how the text begins.
+    fn by_prefix(&self, full: &str, index: usize) -> Result<Option<Range<usize>>, Error> {
+        let before = self.try_text(&self.messages[..index], true)?;
+        let through = self.try_text(&self.messages[..=index], false)?;
+        Ok(match (before, through) {
+            (Some(before), Some(through)) if through.starts_with(&before) && full.starts_with(&through) => {
+                Some(before.len()..through.trim_end().len().max(before.len()))
+            }
+            _ => None,
+        })
+    }
+
+    /// What changes when another message stands in its place, where nothing else does, and the end of its turn.
+    fn by_exchange(&self, full: &str, index: usize) -> Result<Option<Range<usize>>, Error> {
+        let mark = ANSWER_MARKS[0];
+        let mut exchanged = self.messages.clone();
+        exchanged[index] = context! { role => "assistant", content => mark.to_string() };
+        let Some(other) = self.try_text(&exchanged, false)? else { return Ok(None) };
+        let start = common_prefix(full, &other);
+        let tail = common_suffix(&full[start..], &other[start..]);
+        let place = other[start..other.len() - tail].trim_matches(is_space);
+        let Some(alone) = self.try_text(&exchanged[..=index], false)? else { return Ok(None) };
+        let Some((_, end_of_turn)) = alone.rsplit_once(mark).filter(|_| place == mark.to_string()) else {
+            return Ok(None);
+        };
+        let end = full.len() - tail;
+        let common = &full[end..end + common_prefix(&full[end..], end_of_turn.trim_end())];
+        // Half of a token that the next turn begins with alike ends nothing.
+        let common = match common.len() == end_of_turn.trim_end().len() {
+            true => common,
+            false => &common[..common.rfind(['>', ']', '\n']).map_or(0, |at| at + 1)],
+        };
+        let prompt = self.try_text(&self.messages[..index], true)?;
+        let start = prompt.and_then(|prompt| behind_prompt(full, start, &prompt)).unwrap_or(start);
+        Ok(Some(start..end + common.trim_end().len()))
+    }
+
+    /// The text, where the template makes one of such messages.
+    fn try_text(&self, messages: &[Value], prompt: bool) -> Result<Option<String>, Error> {
+        match self.text(messages, prompt) {
+            Ok(text) => Ok(Some(text)),
+            Err(error) if error.kind() == ErrorKind::OutOfFuel => Err(error),
+            Err(_) => Ok(None),
+        }
+    }
+}
+
+/// Where the answer begins: white space before it is part of it, except for what the prompt ends with.
+fn behind_prompt(full: &str, start: usize, prompt: &str) -> Option<usize> {
+    let (head, prompt_head) = (full[..start].trim_end(), prompt.trim_end());
+    let mut from = head.len().saturating_sub(END_BYTES);
+    while !head.is_char_boundary(from) {
+        from += 1;
+    }
+    let space = &prompt[prompt_head.len()..];
+    let is_prompt =
+        !head.is_empty() && prompt_head.ends_with(&head[from..]) && full[head.len()..].starts_with(space);
+    is_prompt.then_some(head.len() + space.len()).filter(|at| *at <= start)
+}
+
+/// Bytes that two texts begin with alike.
+fn common_prefix(left: &str, right: &str) -> usize {
+    let pairs = left.chars().zip(right.chars());
+    pairs.take_while(|(left, right)| left == right).map(|(left, _)| left.len_utf8()).sum()
+}
+
+/// Bytes that two texts end with alike.
+fn common_suffix(left: &str, right: &str) -> usize {
+    let pairs = left.chars().rev().zip(right.chars().rev());
+    pairs.take_while(|(left, right)| left == right).map(|(left, _)| left.len_utf8()).sum()
+}
+
+/// The template with `{% generation %}` and its end, which only `transformers` knows, as text around an answer.
+/// Blocks stay in their places, so that white space is cut where it was, and what is set inside stays inside.
+pub(super) fn with_marks(source: &str) -> Result<(String, bool), Error> {
+    let tag = |name: &str| {
+        Regex::new(&format!(r"\{{%([-+]?)\s*{name}\s*([-+]?)%\}}")).map_err(|error| failed(error.to_string()))
+    };
+    let [before, after] = ANSWER_MARKS;
+    let marked = tag("generation")?.replace_all(source, |tag: &regex::Captures<'_>| {
+        format!("{{%{} if true %}}{{{{ '{before}' }}}}{{% with {}%}}", &tag[1], &tag[2])
+    });
+    let marks_answers = marked != source;
+    let marked = tag("endgeneration")?.replace_all(&marked, |tag: &regex::Captures<'_>| {
+        format!("{{%{} endwith %}}{{{{ '{after}' }}}}{{% endif {}%}}", &tag[1], &tag[2])
+    });
+    Ok((marked.into_owned(), marks_answers))
+}
+
+pub(super) fn without_marks(marked: &str) -> RenderedChat {
+    let mut rendered = RenderedChat { text: String::with_capacity(marked.len()), answers: Vec::new() };
+    let mut start = 0;
+    for character in marked.chars() {
+        match ANSWER_MARKS.iter().position(|&mark| mark == character) {
+            Some(0) => start = rendered.text.len(),
+            Some(_) => rendered.answers.push(start..rendered.text.len()),
+            None => rendered.text.push(character),
+        }
+    }
+    rendered
+}

@@ -1,0 +1,143 @@
+//! Conversations as text, by the template that comes with a tokenizer, and where in the text the answers are.
+//!
+//! The text is what `apply_chat_template` of `transformers` gives: `minijinja` runs the template, and `python` has
+//! the operators, methods and filters of Python and Jinja. What is not the same there is an error here. `limits`
+//! bounds what a template costs.
+
+mod answers;
+mod arguments;
+mod environment;
+mod filters;
+mod limits;
+mod predicates;
+mod program;
+mod python;
+
+use answers::{with_marks, without_marks};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, Error, ErrorKind, Value, context};
+use program::Program;
+use python::failed;
+use serde::Deserialize;
+use serde_json::{Map, Value as Json};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+pub(super) use answers::ANSWER_MARKS;
+
+/// The names of what a message thinks, the standard one first.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// A Jinja template in the dialect of Hugging Face's `chat_template`.
+#[derive(Debug, Clone)]
+pub(super) struct ChatTemplate {
+    source: String,
+    syntax: SyntaxConfig,
+    environment: Environment<'static>,
+    /// `bos_token`, `eos_token` and so on.
+    special_tokens: BTreeMap<String, String>,
+    marks_answers: bool,
+}
+
+/// A conversation as text.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct RenderedChat {
+    pub(super) text: String,
+    /// Bytes of the text that the model is to learn, in order.
+    pub(super) answers: Vec<Range<usize>>,
+}
+
+impl ChatTemplate {
+    pub(super) fn new(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self, Error> {
+        // As Jinja reads it.
+        let (source, marks_answers) = with_marks(&source.replace("\r\n", "\n").replace('\r', "\n"))?;
+        let syntax = environment::syntax()?;
+        Program::new(&source, &syntax)?;
+        Ok(Self { source, syntax, environment: environment::environment(), special_tokens, marks_answers })
+    }
+
+    /// The conversation, and where assistants answer in it.
+    ///
+    /// A template that says where, by `{% generation %}`, is believed. For any other, an answer is what a message
+    /// adds to the text of those before it and the prompt to answer them: its content and the token that ends the
+    /// turn. White space after that is not learnt. Where the text before an answer is another one without the
+    /// answer, the place is found by exchanging the message.
+    pub(super) fn render(&self, messages: &[Json], tools: Option<&Json>) -> Result<RenderedChat, Error> {
+        let conversation = Conversation {
+            template: self,
+            program: Program::new(&self.source, &self.syntax)?,
+            messages: messages.iter().map(message).collect::<Result<_, _>>()?,
+            tools: value(tools.unwrap_or(&Json::Null))?,
+            instructions_left: Cell::new(limits::MAX_TOTAL_INSTRUCTIONS),
+        };
+        let full = conversation.text(&conversation.messages, false)?;
+        if self.marks_answers {
+            return Ok(without_marks(&full));
+        }
+        let is_answer = |index: &usize| messages[*index]["role"] == "assistant";
+        let answers = conversation.answers(&full, (0..messages.len()).filter(is_answer))?;
+        Ok(RenderedChat { text: full, answers })
+    }
+}
+
+#[cfg(test)]
+impl ChatTemplate {
+    /// The text of a template that knows no conversation.
+    pub(super) fn evaluate(&self, values: &Map<String, Json>) -> Result<String, Error> {
+        limits::start();
+        let root = value(&Json::Object(values.clone()))?;
+        Program::new(&self.source, &self.syntax)?.run(&self.environment, root).map(|(text, _)| text)
+    }
+}
+
+/// A conversation whose text is asked for, whole and in parts.
+struct Conversation<'a> {
+    template: &'a ChatTemplate,
+    program: Program<'a>,
+    messages: Vec<Value>,
+    tools: Value,
+    instructions_left: Cell<u64>,
+}
+
+impl Conversation<'_> {
+    fn text(&self, messages: &[Value], prompt: bool) -> Result<String, Error> {
+        let special_tokens = Value::from_pairs(self.template.special_tokens.clone());
+        let conversation = context! {
+            messages => messages,
+            tools => self.tools.clone(),
+            documents => (),
+            add_generation_prompt => prompt,
+        };
+        limits::start();
+        let root = context! { ..conversation, ..special_tokens };
+        let (text, num_instructions) =
+            self.program.run(&self.template.environment, root).map_err(|error| match error.kind() {
+                ErrorKind::OutOfFuel if error.detail().is_none() => out_of_fuel(limits::MAX_INSTRUCTIONS),
+                _ => error,
+            })?;
+        let left = self.instructions_left.get().checked_sub(num_instructions);
+        self.instructions_left.set(left.ok_or_else(|| out_of_fuel(limits::MAX_TOTAL_INSTRUCTIONS))?);
+        Ok(text)
+    }
+}
+
+fn out_of_fuel(instructions: u64) -> Error {
+    Error::new(ErrorKind::OutOfFuel, format!("it takes more than {instructions} instructions"))
+}
+
+/// A message as a template sees it: what it thinks stands under the names that templates read.
+fn message(message: &Json) -> Result<Value, Error> {
+    let Json::Object(fields) = message else { return Err(failed("a message is no object with a `role`")) };
+    let found = REASONING.iter().find_map(|name| fields.get(*name).filter(|value| !value.is_null()));
+    let Some(reasoning) = found else { return value(message) };
+    let mut named = Map::new();
+    named.insert("thinking".to_owned(), reasoning.clone());
+    named.extend(fields.clone());
+    named.insert("reasoning_content".to_owned(), reasoning.clone());
+    value(&Json::Object(named))
+}
+
+fn value(json: &Json) -> Result<Value, Error> {
+    Value::deserialize(json).map_err(|error| Error::new(ErrorKind::CannotDeserialize, error.to_string()))
+}

@@ -1,0 +1,81 @@
+//! What Python computes when it is iterated over.
+
+use super::failed;
+use minijinja::value::{Enumerator, Object, ObjectRepr};
+use minijinja::{Error, Value};
+use parking_lot::Mutex;
+use std::sync::Arc;
+
+/// A generator, which can be iterated over once and is true even where it is empty, or a view, which is as good as
+/// a list and prints otherwise.
+#[derive(Debug)]
+pub(in crate::data::chat) struct Lazy {
+    elements: Mutex<Vec<Value>>,
+    is_generator: bool,
+}
+
+impl PartialEq for Lazy {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+    }
+}
+
+impl Lazy {
+    pub(in crate::data::chat) fn generator(elements: Vec<Value>) -> Value {
+        Value::from_object(Self { elements: Mutex::new(elements), is_generator: true })
+    }
+
+    pub(in crate::data::chat) fn view(elements: Vec<Value>) -> Value {
+        Value::from_object(Self { elements: Mutex::new(elements), is_generator: false })
+    }
+
+    /// What is left.
+    pub(super) fn take(&self) -> Result<Vec<Value>, Error> {
+        let mut elements = self.elements.lock();
+        if self.is_generator {
+            return Ok(std::mem::take(&mut elements));
+        }
+        super::charge_elements(elements.len())?;
+        Ok(elements.clone())
+    }
+
+    /// The first that is left.
+    pub(in crate::data::chat) fn take_first(&self) -> Option<Value> {
+        let mut elements = self.elements.lock();
+        match self.is_generator && !elements.is_empty() {
+            true => Some(elements.remove(0)),
+            false => elements.first().cloned(),
+        }
+    }
+
+    /// `len(view)`.
+    pub(in crate::data::chat) fn len(&self) -> Result<usize, Error> {
+        match self.is_generator {
+            true => Err(failed("a generator has no length; `| list` makes a list of it")),
+            false => Ok(self.elements.lock().len()),
+        }
+    }
+
+    pub(super) fn peek(&self) -> Vec<Value> {
+        self.elements.lock().clone()
+    }
+}
+
+impl Object for Lazy {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Iterable
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Values(self.take().unwrap_or_default())
+    }
+
+    /// The size is not asked by iterating.
+    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
+        self.len().ok()
+    }
+
+    fn is_true(self: &Arc<Self>) -> bool {
+        self.is_generator || !self.elements.lock().is_empty()
+    }
+}
