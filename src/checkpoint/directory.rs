@@ -3,7 +3,10 @@
 //! What is being made or removed has a name that begins with a dot, so a name `step_…` never
 //! means half a checkpoint: it comes and goes by a rename.
 
+use super::manifest::Manifest;
 use super::{CheckpointError, Storage};
+use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
 use std::io::ErrorKind::{NotADirectory, NotFound};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -41,6 +44,39 @@ pub fn steps(directory: &Path) -> Result<Vec<u64>, CheckpointError> {
     }
     steps.sort_unstable_by(|a, b| b.cmp(a));
     Ok(steps)
+}
+
+/// The directory of a checkpoint, or of what is left of one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepDirectory {
+    /// The step that its manifest states; the one that its name stands for where the manifest cannot be read.
+    pub step: u64,
+    /// Its name.
+    pub name: String,
+}
+
+impl StepDirectory {
+    /// Whether somebody has given it the name of another step.
+    pub fn is_renamed(&self) -> bool {
+        self.name != step_name(self.step)
+    }
+}
+
+/// The directories that [`steps`] finds, newest first by what their manifests state: a directory that was renamed, or
+/// copied under another name, is as old as it ever was.
+///
+/// # Errors
+/// As [`steps`].
+pub fn step_directories(directory: &Path) -> Result<Vec<StepDirectory>, CheckpointError> {
+    let of = |step| {
+        let name = step_name(step);
+        // One that is damaged stays where its name puts it, to be reported in its turn.
+        let stated = Manifest::read(&directory.join(&name)).map_or(step, |manifest| manifest.progress.step);
+        StepDirectory { step: stated, name }
+    };
+    let mut directories: Vec<StepDirectory> = steps(directory)?.into_iter().map(of).collect();
+    directories.sort_by_key(|directory| (Reverse(directory.step), directory.is_renamed()));
+    Ok(directories)
 }
 
 /// The step that a directory's name stands for.
@@ -108,10 +144,20 @@ impl StepDirectories {
     }
 
     /// Removes all but the newest `keep` of the steps up to `verified`, which must be one that
-    /// has been verified: it always stays, and what is newer than it is not ours to judge.
+    /// has been verified: it always stays, and what is newer than it is not ours to judge. Nor is a directory whose
+    /// manifest states another step than its name: somebody has put it there. A damaged one takes no other's place.
     pub(super) fn prune(&self, verified: u64, keep: usize) -> Result<(), CheckpointError> {
-        let old = steps(&self.path)?.into_iter().filter(|step| *step <= verified).skip(keep.max(1));
-        for step in old {
+        let mut kept = 0;
+        for step in steps(&self.path)?.into_iter().filter(|step| *step <= verified) {
+            let is_sound = match Manifest::read(&self.of(step)) {
+                Ok(manifest) if manifest.progress.step != step => continue,
+                Ok(_) => true,
+                Err(_) => false,
+            };
+            if kept < keep.max(1) {
+                kept += usize::from(is_sound);
+                continue;
+            }
             let removed = self.hidden(step, "removed");
             self.remove_if_there(&removed)?;
             self.rename(&self.of(step), &removed)?;

@@ -26,7 +26,7 @@ mod shard;
 mod storage;
 
 pub use diff::{Comparison, Comparisons, diff};
-pub use directory::{LATEST, step_name, steps};
+pub use directory::{LATEST, StepDirectory, step_directories, step_name, steps};
 pub use error::CheckpointError;
 pub use export::{ExportDtype, ExportOptions, Exported, export};
 pub use load::{Checkpoint, Newest, Reader, newest, open_verified};

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{
     Checkpoint, Comparison, ExportDtype, ExportOptions, Exported, LocalStorage, MANIFEST, Manifest, diff,
-    export, step_name, steps,
+    export, step_directories,
 };
 use ulysses::data::Tokenizer;
 
@@ -91,9 +91,9 @@ fn open(dir: &Path) -> Result<Checkpoint, Failure> {
     if dir.join(MANIFEST).exists() {
         return Checkpoint::open(dir).or_run();
     }
-    let newest = steps(dir).or_run()?.first().copied();
+    let newest = step_directories(dir).or_run()?.into_iter().next();
     let none = || anyhow!("{}: neither a checkpoint nor a directory that holds one", dir.display());
-    Checkpoint::open(&dir.join(step_name(newest.ok_or_else(none).or_usage()?))).or_run()
+    Checkpoint::open(&dir.join(newest.ok_or_else(none).or_usage()?.name)).or_run()
 }
 
 fn open_verified(dir: &Path) -> Result<Checkpoint, Failure> {

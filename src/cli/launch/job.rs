@@ -228,12 +228,12 @@ impl Job {
         others.iter().for_each(|process| process.send(Signal::TERM));
     }
 
-    /// `mpirun` ends its ranks on `SIGTERM`, but passes `SIGUSR1` on, which ours take for the same: save and end.
+    /// `mpirun` ends its ranks on `SIGTERM` and `SIGINT`, but passes `SIGUSR1` on, which ours take for the same: save and end.
     fn forward(&mut self, signal: Signal) {
         let is_first = self.asked.replace(signal).is_none();
         for process in &self.processes {
             let is_mpirun = matches!(process.speaker, Speaker::Mpirun);
-            let softened = is_mpirun && is_first && signal == Signal::TERM;
+            let softened = is_mpirun && is_first && [Signal::TERM, Signal::INT].contains(&signal);
             process.send(if softened { Signal::USR1 } else { signal });
         }
     }

@@ -5,9 +5,12 @@ use super::feed::Feed;
 use super::resume::{Resume, check_data};
 use crate::cli::note;
 use anyhow::{Context, anyhow, bail};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use ulysses::checkpoint::{Checkpoint, CheckpointError, SaveOptions, Saved, Saver, newest, open_verified};
+use ulysses::checkpoint::{
+    Checkpoint, CheckpointError, SaveOptions, Saved, Saver, newest, open_verified, step_name,
+};
 use ulysses::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::config::{CheckpointConfig, MemoryConfig, OnSaveError};
 use ulysses::engine::{Engine, EngineError, RunRecord};
@@ -67,6 +70,10 @@ impl<'a> Checkpoints<'a> {
         feed.resume(manifest.progress.step, manifest.progress.data.samples_consumed)?;
         self.run_id = manifest.run_id.clone();
         self.tell(|| format!("resumed from {}", checkpoint.dir().display()));
+        let step = manifest.progress.step;
+        if steps_name(checkpoint.dir()).is_some_and(|name| name != step_name(step)) {
+            self.tell(|| format!("its directory was renamed: by its manifest it is of step {step}"));
+        }
         Ok(())
     }
 
@@ -97,10 +104,10 @@ impl<'a> Checkpoints<'a> {
         feed: &Feed<'_>,
         last_step: u64,
     ) -> anyhow::Result<bool> {
-        let Some(mut saving) = self.saving.take() else { return Ok(false) };
         let step = engine.attempted_steps();
         let asked = i64::from(self.run.stop.load(Ordering::Relaxed));
         let stop = self.group.all_reduce_values(&[asked], ReduceOp::Max)?[0] == 1;
+        let Some(mut saving) = self.saving.take() else { return Ok(stop) };
         let is_last = stop || step == last_step;
         let is_due = saving.config.interval.is_some_and(|interval| step.is_multiple_of(interval));
         self.settle(&mut saving, false, |saving| Ok(saving.saver.poll()?))?;
@@ -122,6 +129,11 @@ impl<'a> Checkpoints<'a> {
         }
         self.saving = Some(saving);
         Ok(stop)
+    }
+
+    /// Whether a checkpoint is being written in the background.
+    pub(super) fn is_saving(&self) -> bool {
+        self.saving.as_ref().is_some_and(|saving| saving.saver.is_pending())
     }
 
     /// Tells what a save came to. One that failed ends the run if the config says so, and
@@ -164,4 +176,9 @@ impl<'a> Checkpoints<'a> {
             note(line());
         }
     }
+}
+
+/// The name of a checkpoint's directory, if it is one that a run gives.
+fn steps_name(dir: &Path) -> Option<&str> {
+    dir.file_name()?.to_str().filter(|name| name.starts_with("step_"))
 }

@@ -109,7 +109,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
         "\nmetrics     {output}/metrics.jsonl; `ulysses report {output}` makes a page of them\n"
     ))?;
     if stopped {
-        return Err(Failure::Stopped { step });
+        return Err(Failure::Stopped { step, is_saved: run.config.checkpoint.is_some() });
     }
     if nothing_trained {
         let message = format!("all {steps} steps were skipped, as said above: nothing was trained");

@@ -69,9 +69,15 @@ impl Run {
                 reporter.record_evaluation(&metrics)?;
             }
             stopped = checkpoints.after_step(&mut engine, &feed, last_step)?;
+            if let Some(reporter) = &mut reporter {
+                reporter.after_step(checkpoints.is_saving())?;
+            }
         }
         engine.check_replicas()?;
         let summary = engine.summary(&self.llama, feed.passes())?;
+        if let Some(reporter) = &mut reporter {
+            reporter.complete()?;
+        }
         let reported = reporter.map(|reporter| reporter.reported);
         let trace = self.tracer.as_ref().map(|tracer| tracer.take(rank.rank as u64)).unwrap_or_default();
         let comms = self.comms(&engine, &summary, &feed, rank.rank);
