@@ -1,6 +1,6 @@
 //! `manifest.json`: what a checkpoint is, and the hash of every file of it.
 
-use super::CheckpointError;
+use super::{CheckpointError, Evaluations};
 use crate::regular_file;
 use crate::zero::FlatLayout;
 use serde::{Deserialize, Serialize};
@@ -84,6 +84,9 @@ pub struct TrainingProgress {
     /// Overflows in a row up to here: after too many of them a run ends.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub consecutive_skips: u64,
+    /// The evaluations up to here.
+    #[serde(default, skip_serializing_if = "Evaluations::is_empty")]
+    pub evaluations: Evaluations,
 }
 
 fn is_zero(number: &u64) -> bool {

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{
     Checkpoint, Comparison, ExportDtype, ExportOptions, Exported, LocalStorage, MANIFEST, Manifest, diff,
-    export, step_directories,
+    export, pointed_to, step_directories,
 };
 use ulysses::data::Tokenizer;
 
@@ -18,7 +18,7 @@ pub(super) struct CheckpointArgs {
     action: Action,
 }
 
-/// DIR is a checkpoint (`out/step_00000100`), or a run's output directory, of which the newest
+/// DIR is a checkpoint (`out/step_00000100`), a file that names one (`out/best`, `out/latest`), or a run's output directory, of which the newest
 /// checkpoint is meant.
 #[derive(Subcommand)]
 enum Action {
@@ -88,6 +88,8 @@ pub(super) fn run(args: CheckpointArgs) -> Result<(), Failure> {
 
 /// The checkpoint that an argument means.
 fn open(dir: &Path) -> Result<Checkpoint, Failure> {
+    let pointed = pointed_to(dir);
+    let dir = pointed.as_deref().unwrap_or(dir);
     if dir.join(MANIFEST).exists() {
         return Checkpoint::open(dir).or_run();
     }

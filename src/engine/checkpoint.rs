@@ -2,8 +2,8 @@
 
 use super::{Engine, EngineError};
 use crate::checkpoint::{
-    Checkpoint, DataCursor, FORMAT_VERSION, LocalStorage, Manifest, MeshSizes, SaveOptions, Saved, Saver,
-    TrainingProgress, UnitEntry,
+    Checkpoint, DataCursor, Evaluations, FORMAT_VERSION, LocalStorage, Manifest, MeshSizes, SaveOptions,
+    Saved, Saver, TrainingProgress, UnitEntry,
 };
 use crate::comm::ProcessGroup;
 use crate::data::{DataError, DataLoader};
@@ -22,6 +22,8 @@ pub struct RunRecord {
     pub model: Value,
     /// The data consumed.
     pub data: DataCursor,
+    /// What evaluations have come to, if there were any.
+    pub evaluations: Evaluations,
 }
 
 impl RunRecord {
@@ -40,7 +42,7 @@ impl RunRecord {
             num_rows: rows.num_rows(),
             data_hash: Some(rows.sampled_hash()?),
         };
-        Ok(Self { run_id: run_id.into(), model, data })
+        Ok(Self { run_id: run_id.into(), model, data, evaluations: Evaluations::default() })
     }
 }
 
@@ -81,7 +83,7 @@ impl Engine {
     }
 
     fn manifest(&self, run: RunRecord) -> Result<Manifest, EngineError> {
-        let RunRecord { run_id, model, data } = run;
+        let RunRecord { run_id, model, data, evaluations } = run;
         let config = &self.config;
         Ok(Manifest {
             format_version: FORMAT_VERSION,
@@ -98,6 +100,7 @@ impl Engine {
                 precision: config.precision.section().map(str::to_owned),
                 loss_scaler: self.scaler.state(),
                 consecutive_skips: self.consecutive_skips,
+                evaluations,
             },
             config: serde_json::to_value(config).map_err(|error| EngineError::Source(error.into()))?,
             model,

@@ -72,7 +72,12 @@ impl Trainee {
             num_rows: 70,
             data_hash: None,
         };
-        let record = RunRecord { run_id: "a-run".into(), model: model().to_hf_json(), data };
+        let record = RunRecord {
+            run_id: "a-run".into(),
+            model: model().to_hf_json(),
+            data,
+            evaluations: Default::default(),
+        };
         self.engine.save_checkpoint(saver, record)?;
         Ok(saver.finish()?.unwrap())
     }

@@ -3,6 +3,7 @@
 mod agreement;
 mod args;
 mod checkpoints;
+mod evaluations;
 mod feed;
 mod host;
 mod made;
@@ -33,7 +34,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use ulysses::checkpoint::{CheckpointError, OutputLock};
+use ulysses::checkpoint::{BEST, CheckpointError, Evaluated, Evaluations, OutputLock, step_name};
 use ulysses::comm::{CollectiveOp, LaunchError, LaunchOptions, launch};
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
@@ -92,8 +93,11 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     traced?;
     let first = results.first().context("a mesh has a rank").or_run()?;
     let (step, last_step, stopped) = (first.steps, first.last_step, first.stopped);
+    let (evaluations, stopped_early) = (first.evaluations, first.stopped_early.clone());
     let Some(Reported { totals, mut record }) = first.reported.clone() else {
-        return print(format_args!("nothing to do: step {step} of {last_step} is done\n"));
+        let reason =
+            stopped_early.map_or_else(String::new, |reason| format!(", and the run stopped early: {reason}"));
+        return print(format_args!("nothing to do: step {step} of {last_step} is done{reason}\n"));
     };
     if host.is_first() {
         record::finish(&run, &mut record, &results);
@@ -104,6 +108,10 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let ranks = results.into_iter().map(|outcome| outcome.summary).collect();
     print(&RunSummary { totals, ranks })?;
     print_comms(&run, &comms)?;
+    print_evaluations(&run, evaluations)?;
+    if let Some(reason) = stopped_early {
+        print(format_args!("\nstopped early after step {step}: {reason}\n"))?;
+    }
     let output = run.output.display();
     print(format_args!(
         "\nmetrics     {output}/metrics.jsonl; `ulysses report {output}` makes a page of them\n"
@@ -116,6 +124,16 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
         return Err(Failure::Run(anyhow::anyhow!(message)));
     }
     Ok(())
+}
+
+/// The best step by evaluation loss, if there is one, and the checkpoint that stays for it.
+fn print_evaluations(run: &Run, evaluations: Evaluations) -> Result<(), Failure> {
+    let Some(Evaluated { step, loss }) = evaluations.best else { return Ok(()) };
+    let checkpoint = evaluations.best_checkpoint.map_or_else(String::new, |best| {
+        let (path, output) = (run.output.join(step_name(best.step)), run.output.display());
+        format!("; {} is the best checkpoint, and {output}/{BEST} names it", path.display())
+    });
+    print(format_args!("\nevaluation  lowest loss {loss:.4} at step {step}{checkpoint}\n"))
 }
 
 /// The table that `comms_logger` asks for.

@@ -2,7 +2,7 @@
 
 use super::feed::{Limit, Phase};
 use super::resume::{Resume, check_candidate, check_output};
-use super::{Host, Run, TrainArgs, signals};
+use super::{Host, Run, TrainArgs, evaluations, signals};
 use crate::cli::config::remark;
 use crate::cli::data::{Sources, open_tokenizer};
 use crate::cli::{Failure, OrFail, model, settings, training_shape};
@@ -35,6 +35,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     let limit = limit(&config).or_usage()?;
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;
+    evaluations::check(&config)?;
     check_output(&config, resume.as_ref())?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
     let local_ranks = host.local_ranks(mesh.world_size());

@@ -4,7 +4,9 @@ use super::feed::{Phase, phase_of_last};
 use crate::cli::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
-use ulysses::checkpoint::{Checkpoint, CheckpointError, MANIFEST, StepDirectory, step_directories, steps};
+use ulysses::checkpoint::{
+    Checkpoint, CheckpointError, MANIFEST, StepDirectory, pointed_to, step_directories, steps,
+};
 use ulysses::config::Config;
 
 /// What `--resume` asks for.
@@ -19,6 +21,7 @@ impl Resume {
     /// What the flag's value means, if it has one.
     pub(super) fn new(dir: Option<PathBuf>) -> Result<Self, Failure> {
         let Some(dir) = dir else { return Ok(Self::Newest(None)) };
+        let dir = pointed_to(&dir).unwrap_or(dir);
         if dir.join(MANIFEST).exists() {
             return Ok(Self::From(dir));
         }
