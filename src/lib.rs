@@ -81,6 +81,7 @@ pub mod model;
 pub mod monitor;
 pub mod offload;
 pub mod ops;
+pub mod regular_file;
 pub mod tensor;
 pub mod ulysses;
 pub mod zero;

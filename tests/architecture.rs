@@ -46,7 +46,7 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
 ];
 
 /// Modules that all others may import and that import none.
-const LEAVES: [&str; 5] = ["tensor", "memory", "device", "offload", "fnv1a"];
+const LEAVES: [&str; 6] = ["tensor", "memory", "device", "offload", "fnv1a", "regular_file"];
 
 /// Where `unsafe` may stand in `src/` and `examples/`.
 const MAY_BE_UNSAFE: [&str; 8] = [

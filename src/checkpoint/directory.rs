@@ -3,20 +3,39 @@
 //! What is being made or removed has a name that begins with a dot, so a name `step_…` never
 //! means half a checkpoint: it comes and goes by a rename.
 
+use super::manifest::Manifest;
 use super::{CheckpointError, Storage};
+use crate::regular_file;
+use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
 use std::io::ErrorKind::{NotADirectory, NotFound};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 /// Name of the file that names the newest checkpoint. It is a hint for people and scripts;
 /// nothing here reads it, so it cannot mislead a resuming run.
 pub const LATEST: &str = "latest";
 
+/// Name of the file that names the checkpoint with the lowest evaluation loss, where one is kept for it: a hint like
+/// [`LATEST`].
+pub const BEST: &str = "best";
+
 const STEP_PREFIX: &str = "step_";
+
+/// What is read of a file that names a checkpoint.
+const MAX_POINTER_BYTES: u64 = 64;
 
 /// Name of the directory of a step's checkpoint.
 pub fn step_name(step: u64) -> String {
     format!("{STEP_PREFIX}{step:08}")
+}
+
+/// The checkpoint that a file like [`LATEST`] or [`BEST`] names, which lies beside it. `None` for anything else.
+pub fn pointed_to(path: &Path) -> Option<PathBuf> {
+    let (file, _) = regular_file::open(path).ok()?;
+    let mut text = String::new();
+    file.take(MAX_POINTER_BYTES).read_to_string(&mut text).ok()?;
+    Some(path.with_file_name(step_name(step_of(text.trim_end())?)))
 }
 
 /// The steps that have a directory, newest first. Links are no directories of ours.
@@ -41,6 +60,39 @@ pub fn steps(directory: &Path) -> Result<Vec<u64>, CheckpointError> {
     }
     steps.sort_unstable_by(|a, b| b.cmp(a));
     Ok(steps)
+}
+
+/// The directory of a checkpoint, or of what is left of one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepDirectory {
+    /// The step that its manifest states; the one that its name stands for where the manifest cannot be read.
+    pub step: u64,
+    /// Its name.
+    pub name: String,
+}
+
+impl StepDirectory {
+    /// Whether somebody has given it the name of another step.
+    pub fn is_renamed(&self) -> bool {
+        self.name != step_name(self.step)
+    }
+}
+
+/// The directories that [`steps`] finds, newest first by what their manifests state: a directory that was renamed, or
+/// copied under another name, is as old as it ever was.
+///
+/// # Errors
+/// As [`steps`].
+pub fn step_directories(directory: &Path) -> Result<Vec<StepDirectory>, CheckpointError> {
+    let of = |step| {
+        let name = step_name(step);
+        // One that is damaged stays where its name puts it, to be reported in its turn.
+        let stated = Manifest::read(&directory.join(&name)).map_or(step, |manifest| manifest.progress.step);
+        StepDirectory { step: stated, name }
+    };
+    let mut directories: Vec<StepDirectory> = steps(directory)?.into_iter().map(of).collect();
+    directories.sort_by_key(|directory| (Reverse(directory.step), directory.is_renamed()));
+    Ok(directories)
 }
 
 /// The step that a directory's name stands for.
@@ -99,19 +151,30 @@ impl StepDirectories {
         self.remove_if_there(&replaced)
     }
 
-    /// Points [`LATEST`] to a step.
-    pub(super) fn write_latest(&self, step: u64) -> Result<(), CheckpointError> {
-        let unpublished = self.path.join(format!(".{LATEST}.saving"));
+    /// Points a file, [`LATEST`] or [`BEST`], to a step.
+    pub(super) fn write_pointer(&self, name: &str, step: u64) -> Result<(), CheckpointError> {
+        let unpublished = self.path.join(format!(".{name}.saving"));
         self.write_file(&unpublished, &format!("{}\n", step_name(step)))?;
-        self.rename(&unpublished, &self.path.join(LATEST))?;
+        self.rename(&unpublished, &self.path.join(name))?;
         self.sync(&self.path)
     }
 
     /// Removes all but the newest `keep` of the steps up to `verified`, which must be one that
-    /// has been verified: it always stays, and what is newer than it is not ours to judge.
-    pub(super) fn prune(&self, verified: u64, keep: usize) -> Result<(), CheckpointError> {
-        let old = steps(&self.path)?.into_iter().filter(|step| *step <= verified).skip(keep.max(1));
-        for step in old {
+    /// has been verified: it always stays, and what is newer than it is not ours to judge. Nor is a directory whose
+    /// manifest states another step than its name: somebody has put it there. A damaged one takes no other's place, and `best` stays beside those `keep`.
+    pub(super) fn prune(&self, verified: u64, keep: usize, best: Option<u64>) -> Result<(), CheckpointError> {
+        let mut kept = 0;
+        let is_ours = |step: &u64| *step <= verified && Some(*step) != best;
+        for step in steps(&self.path)?.into_iter().filter(is_ours) {
+            let is_sound = match Manifest::read(&self.of(step)) {
+                Ok(manifest) if manifest.progress.step != step => continue,
+                Ok(_) => true,
+                Err(_) => false,
+            };
+            if kept < keep.max(1) {
+                kept += usize::from(is_sound);
+                continue;
+            }
             let removed = self.hidden(step, "removed");
             self.remove_if_there(&removed)?;
             self.rename(&self.of(step), &removed)?;

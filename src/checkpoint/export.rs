@@ -131,7 +131,7 @@ fn write_all(
         copy(tokenizer, &dir.join("tokenizer.json"))?;
         for companion in TOKENIZER_COMPANIONS {
             let source = tokenizer.with_file_name(companion);
-            if source.exists() {
+            if source.is_file() {
                 copy(&source, &dir.join(companion))?;
             }
         }

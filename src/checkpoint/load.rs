@@ -1,7 +1,7 @@
 //! [`Checkpoint`]: opening, verifying and reading what was saved.
 
 use super::CheckpointError;
-use super::directory::{step_name, steps};
+use super::directory::step_directories;
 use super::manifest::{Manifest, UnitEntry};
 use super::save::{agree, refused};
 use super::shard::Shard;
@@ -234,11 +234,11 @@ pub fn open_verified(dir: &Path, group: &dyn ProcessGroup) -> Result<Checkpoint,
 /// communication.
 pub fn newest(directory: &Path, group: &dyn ProcessGroup) -> Result<Newest, CheckpointError> {
     // The first rank's list: directories change, and all ranks must look at the same steps.
-    let listed = if group.rank() == 0 { steps(directory) } else { Ok(Vec::new()) };
+    let listed = if group.rank() == 0 { step_directories(directory) } else { Ok(Vec::new()) };
     let listed = refused(agree(group, &listed.map_err(|error| error.to_string()))?)?.swap_remove(0);
     let mut faults = Vec::new();
-    for step in listed {
-        match open_verified(&directory.join(step_name(step)), group) {
+    for found in listed {
+        match open_verified(&directory.join(found.name), group) {
             Ok(checkpoint) => return Ok(Newest { checkpoint: Some(checkpoint), refused: faults }),
             Err(CheckpointError::Refused { reason, .. }) => faults.push(reason),
             Err(other) => return Err(other),

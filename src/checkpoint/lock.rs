@@ -1,6 +1,7 @@
 //! [`OutputLock`]: one job per output directory.
 
 use super::CheckpointError;
+use crate::regular_file;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::Path;
@@ -28,9 +29,15 @@ impl OutputLock {
     pub fn acquire(directory: &Path, holder: &str) -> Result<Self, CheckpointError> {
         let path = directory.join(LOCK);
         let io = |operation| CheckpointError::io(operation, &path);
+        // What a link names is not ours to empty, and a pipe holds no lock.
+        if let Ok(metadata) = path.symlink_metadata() {
+            regular_file::check(&metadata).map_err(io("open"))?;
+        }
         let mut options = OpenOptions::new();
-        let mut file =
-            options.read(true).write(true).create(true).truncate(false).open(&path).map_err(io("open"))?;
+        options.read(true).write(true).create(true).truncate(false);
+        #[cfg(unix)]
+        std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
+        let mut file = options.open(&path).map_err(io("open"))?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::Error(error)) => return Err(io("lock")(error)),

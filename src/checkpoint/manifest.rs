@@ -1,11 +1,13 @@
 //! `manifest.json`: what a checkpoint is, and the hash of every file of it.
 
-use super::CheckpointError;
+use super::{CheckpointError, Evaluations};
 use crate::model::HfSource;
+use crate::regular_file;
 use crate::zero::FlatLayout;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::HashSet;
+use std::io::Read;
 use std::path::Path;
 
 /// The version of the format that is written, and the latest that is read.
@@ -86,6 +88,9 @@ pub struct TrainingProgress {
     /// Overflows in a row up to here: after too many of them a run ends.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub consecutive_skips: u64,
+    /// The evaluations up to here.
+    #[serde(default, skip_serializing_if = "Evaluations::is_empty")]
+    pub evaluations: Evaluations,
 }
 
 fn is_zero(number: &u64) -> bool {
@@ -184,12 +189,13 @@ impl Manifest {
     pub fn read(dir: &Path) -> Result<Self, CheckpointError> {
         let path = dir.join(MANIFEST);
         let io = |operation| CheckpointError::io(operation, &path);
-        let size = std::fs::metadata(&path).map_err(io("open"))?.len();
+        let (file, size) = regular_file::open(&path).map_err(io("open"))?;
         let invalid = |reason: String| CheckpointError::Manifest { path: path.clone(), reason };
         if size > MAX_MANIFEST_BYTES {
             return Err(invalid(format!("{size} bytes, a manifest has at most {MAX_MANIFEST_BYTES}")));
         }
-        let text = std::fs::read_to_string(&path).map_err(io("read"))?;
+        let mut text = String::new();
+        file.take(size).read_to_string(&mut text).map_err(io("read"))?;
         // First: a newer format may do everything below in another way.
         let version = serde_json::from_str::<FormatVersion>(&text)
             .map_err(|error| invalid(format!("not a manifest: {error}")))?

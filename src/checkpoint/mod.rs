@@ -16,6 +16,7 @@
 mod diff;
 mod directory;
 mod error;
+mod evaluations;
 mod export;
 mod header;
 mod load;
@@ -26,8 +27,9 @@ mod shard;
 mod storage;
 
 pub use diff::{Comparison, Comparisons, diff};
-pub use directory::{LATEST, step_name, steps};
+pub use directory::{BEST, LATEST, StepDirectory, pointed_to, step_directories, step_name, steps};
 pub use error::CheckpointError;
+pub use evaluations::{Evaluated, Evaluations};
 pub use export::{ExportDtype, ExportOptions, Exported, export};
 pub use load::{Checkpoint, Newest, Reader, newest, open_verified};
 pub use lock::OutputLock;

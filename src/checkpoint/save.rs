@@ -5,7 +5,7 @@
 //! step whether all have finished, and publish then. So a backend need not allow calls from
 //! several threads.
 
-use super::directory::StepDirectories;
+use super::directory::{BEST, LATEST, StepDirectories};
 use super::manifest::{FileEntry, Manifest};
 use super::shard::{Shard, write_shard};
 use super::{CheckpointError, Storage};
@@ -24,7 +24,8 @@ use std::time::Instant;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SaveOptions {
     /// Checkpoints to keep; all of them without a number. With one, each new checkpoint is
-    /// read back and verified before an older one is removed.
+    /// read back and verified before an older one is removed. The best one by evaluation loss
+    /// ([`Evaluations::best_checkpoint`](super::Evaluations::best_checkpoint)) stays beside them.
     pub keep_last: Option<usize>,
     /// Write from a copy, while training goes on.
     pub background: bool,
@@ -192,8 +193,10 @@ impl Saver {
             reason: format!("cannot be written: {error}"),
         })?;
         directories.publish(step, &text)?;
-        let pruned = self.options.keep_last.map_or(Ok(()), |keep| directories.prune(step, keep));
-        let tidied = [directories.write_latest(step), pruned];
+        let best = manifest.progress.evaluations.best_checkpoint.map(|best| best.step);
+        let pruned = self.options.keep_last.map_or(Ok(()), |keep| directories.prune(step, keep, best));
+        let pointed = best.map_or(Ok(()), |best| directories.write_pointer(BEST, best));
+        let tidied = [directories.write_pointer(LATEST, step), pointed, pruned];
         Ok(tidied.into_iter().filter_map(Result::err).map(|error| error.to_string()).collect())
     }
 

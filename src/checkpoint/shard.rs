@@ -3,6 +3,7 @@
 use super::header::Header;
 use super::manifest::{FileEntry, Manifest, file_name};
 use super::{CheckpointError, Storage, StorageFile};
+use crate::regular_file;
 use crate::tensor::{to_vec, with_slice};
 use crate::zero::{FlatLayout, KeptPart};
 use candle_core::Device;
@@ -146,8 +147,7 @@ impl Shard {
         entry: &FileEntry,
     ) -> Result<Self, CheckpointError> {
         let path = dir.join(&entry.name);
-        let mut file = File::open(&path).map_err(CheckpointError::io("open", &path))?;
-        let found = file.metadata().map_err(CheckpointError::io("open", &path))?.len();
+        let (mut file, found) = regular_file::open(&path).map_err(CheckpointError::io("open", &path))?;
         if found != entry.bytes {
             return Err(CheckpointError::FileSize { path, expected: entry.bytes, found });
         }
@@ -162,7 +162,8 @@ impl Shard {
 
     /// Reads the whole file and compares its hash.
     pub(super) fn verify(&mut self, entry: &FileEntry) -> Result<(), CheckpointError> {
-        let found = hash_file(&mut self.file).map_err(CheckpointError::io("read", &self.path))?;
+        let found =
+            hash_file(&mut self.file, entry.bytes).map_err(CheckpointError::io("read", &self.path))?;
         if found == entry.blake3 {
             return Ok(());
         }
@@ -199,8 +200,10 @@ fn read_f32(file: &mut File, start: u64, out: &mut [f32]) -> std::io::Result<()>
     Ok(())
 }
 
-fn hash_file(file: &mut File) -> std::io::Result<String> {
+/// Of the file's first `bytes`: it may be growing.
+fn hash_file(file: &mut File, bytes: u64) -> std::io::Result<String> {
     file.seek(SeekFrom::Start(0))?;
+    let mut file = file.take(bytes);
     let mut hasher = blake3::Hasher::new();
     let mut chunk = vec![0; CHUNK_BYTES];
     loop {

@@ -17,7 +17,8 @@ pub trait Storage: Send + Sync + Debug {
     /// What the operating system reports; so for all methods.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Creates a file, or empties it.
+    /// Creates an empty file, in the place of one that has the name. A symbolic link of the name is replaced too, not
+    /// followed.
     ///
     /// # Errors
     /// See [`create_dir`](Self::create_dir).
@@ -63,7 +64,10 @@ impl Storage for LocalStorage {
     }
 
     fn create(&self, path: &Path) -> io::Result<Box<dyn StorageFile>> {
-        Ok(Box::new(File::create(path)?))
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => Ok(Box::new(File::create_new(path)?)),
+        }
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {

@@ -9,7 +9,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{
     Checkpoint, Comparison, ExportDtype, ExportOptions, Exported, LocalStorage, MANIFEST, Manifest, diff,
-    export, step_name, steps,
+    export, pointed_to, step_directories,
 };
 use ulysses::data::Tokenizer;
 use ulysses::model::{HfSource, PRESETS};
@@ -20,7 +20,7 @@ pub(super) struct CheckpointArgs {
     action: Action,
 }
 
-/// DIR is a checkpoint (`out/step_00000100`), or a run's output directory, of which the newest
+/// DIR is a checkpoint (`out/step_00000100`), a file that names one (`out/best`, `out/latest`), or a run's output directory, of which the newest
 /// checkpoint is meant.
 #[derive(Subcommand)]
 enum Action {
@@ -101,12 +101,14 @@ pub(super) fn run(args: CheckpointArgs) -> Result<(), Failure> {
 
 /// The checkpoint that an argument means.
 fn open(dir: &Path) -> Result<Checkpoint, Failure> {
+    let pointed = pointed_to(dir);
+    let dir = pointed.as_deref().unwrap_or(dir);
     if dir.join(MANIFEST).exists() {
         return Checkpoint::open(dir).or_run();
     }
-    let newest = steps(dir).or_run()?.first().copied();
+    let newest = step_directories(dir).or_run()?.into_iter().next();
     let none = || anyhow!("{}: neither a checkpoint nor a directory that holds one", dir.display());
-    Checkpoint::open(&dir.join(step_name(newest.ok_or_else(none).or_usage()?))).or_run()
+    Checkpoint::open(&dir.join(newest.ok_or_else(none).or_usage()?.name)).or_run()
 }
 
 fn open_verified(dir: &Path) -> Result<Checkpoint, Failure> {

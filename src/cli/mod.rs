@@ -1,6 +1,6 @@
 //! Subcommands and exit codes: 0 done; 1 failed check or run, or data that cannot be trained
 //! on; 2 bad arguments, config, model description or batch file; 75 ended by a signal after
-//! saving a checkpoint.
+//! a step, which was saved where the config has a `checkpoint` section.
 
 mod arguments;
 mod bench;
@@ -100,10 +100,12 @@ pub(crate) enum Failure {
     Usage(anyhow::Error),
     /// The run or the check failed: exit code 1.
     Run(anyhow::Error),
-    /// A signal ended the run, which can be resumed: exit code 75, `EX_TEMPFAIL` of sysexits.h.
+    /// A signal ended the run after a step: exit code 75, `EX_TEMPFAIL` of sysexits.h.
     Stopped {
         /// The last step that was done.
         step: u64,
+        /// Whether it was saved, and can be resumed.
+        is_saved: bool,
     },
     /// The processes of a job have ended with this exit code because a signal asked them to.
     Ended {
@@ -140,8 +142,12 @@ pub(crate) fn run() -> ExitCode {
     let result = bf16_products().map(drop).or_usage().and_then(|()| obey(cli.command, tracer));
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,
-        Err(Failure::Stopped { step }) => {
-            note(format_args!("stopped by a signal after step {step}; --resume goes on"));
+        Err(Failure::Stopped { step, is_saved }) => {
+            let saved = match is_saved {
+                true => "--resume goes on",
+                false => "nothing was saved: the config has no `checkpoint` section",
+            };
+            note(format_args!("stopped by a signal after step {step}; {saved}"));
             return ExitCode::from(75);
         }
         Err(Failure::Ended { exit_code }) => return ExitCode::from(exit_code),

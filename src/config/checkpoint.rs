@@ -10,9 +10,10 @@ pub struct CheckpointConfig {
     /// a signal asks for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub interval: Option<u64>,
-    /// Checkpoints to keep; default all.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub keep_last: Option<usize>,
+    /// Checkpoints to keep, 0 for all; default 10, as torchtitan's `keep_latest_k`.
+    pub keep_last: usize,
+    /// Saves a step whose evaluation loss is the lowest so far, and keeps it beside the last ones; default false.
+    pub keep_best: bool,
     /// `async`: write from a copy of the state while training goes on; default false.
     #[serde(rename = "async")]
     pub background: bool,
@@ -38,7 +39,7 @@ impl CheckpointConfig {
     /// The section, if it is there. One that has DeepSpeed's keys only asks for no checkpoints: there the script
     /// saves.
     pub(super) fn read(section: &Section<'_>) -> Option<Self> {
-        let own = ["interval", "keep_last", "async", "on_error"];
+        let own = ["interval", "keep_last", "keep_best", "async", "on_error"];
         let deepspeeds = [
             "tag_validation",
             "load_universal",
@@ -56,7 +57,8 @@ impl CheckpointConfig {
         }
         (section.is_present() && asks).then(|| Self {
             interval: section.integer("interval"),
-            keep_last: section.count("keep_last"),
+            keep_last: section.count("keep_last").unwrap_or(0),
+            keep_best: section.boolean("keep_best"),
             background: section.boolean("async"),
             on_error: section.choice("on_error", Self::ON_ERROR).unwrap_or_default(),
         })

@@ -96,6 +96,13 @@ pub struct ValidationConfig {
     /// Batches of `train_batch_size` rows that are evaluated; without it all.
     #[serde(rename = "eval_batches", skip_serializing_if = "Option::is_none")]
     pub batches: Option<u64>,
+    /// Evaluates before the first step too; default false.
+    pub eval_on_start: bool,
+    /// Evaluations without improvement after which a run ends; without it none does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub early_stopping_patience: Option<u64>,
+    /// What an improvement of the loss must exceed to count; default 0.
+    pub early_stopping_threshold: f64,
 }
 
 /// Where held-out data is from.
@@ -126,6 +133,9 @@ impl ValidationConfig {
             data: data.or_else(|| section.number("fraction").map(HeldOut::Fraction))?,
             interval: section.integer("eval_interval"),
             batches: section.integer("eval_batches"),
+            eval_on_start: section.boolean("eval_on_start"),
+            early_stopping_patience: section.integer("early_stopping_patience"),
+            early_stopping_threshold: section.number("early_stopping_threshold").unwrap_or(0.0),
         })
     }
 }

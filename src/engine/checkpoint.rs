@@ -2,8 +2,8 @@
 
 use super::{Engine, EngineError};
 use crate::checkpoint::{
-    Checkpoint, DataCursor, FORMAT_VERSION, LocalStorage, Manifest, MeshSizes, SaveOptions, Saved, Saver,
-    TrainingProgress, UnitEntry,
+    Checkpoint, DataCursor, Evaluations, FORMAT_VERSION, LocalStorage, Manifest, MeshSizes, SaveOptions,
+    Saved, Saver, TrainingProgress, UnitEntry,
 };
 use crate::comm::ProcessGroup;
 use crate::data::{DataError, DataLoader};
@@ -25,6 +25,8 @@ pub struct RunRecord {
     pub source: Option<HfSource>,
     /// The data consumed.
     pub data: DataCursor,
+    /// What evaluations have come to, if there were any.
+    pub evaluations: Evaluations,
 }
 
 impl RunRecord {
@@ -43,7 +45,7 @@ impl RunRecord {
             num_rows: rows.num_rows(),
             data_hash: Some(rows.sampled_hash()?),
         };
-        Ok(Self { run_id: run_id.into(), model, source: None, data })
+        Ok(Self { run_id: run_id.into(), model, source: None, data, evaluations: Evaluations::default() })
     }
 }
 
@@ -84,7 +86,7 @@ impl Engine {
     }
 
     fn manifest(&self, run: RunRecord) -> Result<Manifest, EngineError> {
-        let RunRecord { run_id, model, source, data } = run;
+        let RunRecord { run_id, model, source, data, evaluations } = run;
         let config = &self.config;
         Ok(Manifest {
             format_version: FORMAT_VERSION,
@@ -101,6 +103,7 @@ impl Engine {
                 precision: config.precision.section().map(str::to_owned),
                 loss_scaler: self.scaler.state(),
                 consecutive_skips: self.consecutive_skips,
+                evaluations,
             },
             config: serde_json::to_value(config).map_err(|error| EngineError::Source(error.into()))?,
             model,

@@ -187,7 +187,7 @@ fn read_index(path: &Path) -> Result<WeightMap, ModelError> {
         weight_map: WeightMap,
     }
     let io = |source| ModelError::Io { path: path.to_owned(), source };
-    let text = std::fs::read_to_string(path).map_err(io)?;
+    let text = crate::regular_file::read_to_string(path).map_err(io)?;
     let format = |error| ModelError::Format { path: path.to_owned(), reason: format!("no index: {error}") };
     serde_json::from_str(&text).map(|Index { weight_map }| weight_map).map_err(format)
 }

@@ -1,6 +1,7 @@
 //! A safetensors file that is read by ranges.
 
 use super::ModelError;
+use crate::regular_file;
 use half::{bf16, f16};
 use parking_lot::Mutex;
 use safetensors::Dtype;
@@ -36,8 +37,7 @@ impl TensorFile {
     /// A file that is missing or is not safetensors.
     pub(super) fn open(path: PathBuf) -> Result<Self, ModelError> {
         let io = |source| ModelError::Io { path: path.clone(), source };
-        let mut file = File::open(&path).map_err(io)?;
-        let file_bytes = file.metadata().map_err(io)?.len();
+        let (mut file, file_bytes) = regular_file::open(&path).map_err(io)?;
         let (metadata, data_start) = read_header(&mut file, file_bytes, &path)?;
         let tensors = metadata.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
         Ok(Self { path, file: Mutex::new(file), tensors, data_start })

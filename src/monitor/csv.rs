@@ -1,8 +1,9 @@
 //! Metrics as CSV, a file for each as DeepSpeed's `csv_monitor` writes them.
 
+use super::appended::Appended;
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 /// Writes a value of a metric to the metric's own file: `Train/Samples/lr` to `Train_Samples_lr.csv`, with the
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug)]
 pub struct CsvFiles {
     dir: PathBuf,
-    files: HashMap<String, File>,
+    files: HashMap<String, Appended>,
 }
 
 impl CsvFiles {
@@ -23,7 +24,7 @@ impl CsvFiles {
         Ok(Self { dir: dir.to_owned(), files: HashMap::new() })
     }
 
-    /// Adds a row. A file of an earlier run is gone on with before row `step`: what it has from there on is dropped.
+    /// Adds a row; one that finds no room on the disk is written before the next one. A file of an earlier run is gone on with before row `step`: what it has from there on is dropped.
     ///
     /// # Errors
     /// What the operating system reports.
@@ -33,19 +34,27 @@ impl CsvFiles {
             self.files.insert(tag.to_owned(), file);
         }
         let Some(file) = self.files.get_mut(tag) else { return Ok(()) };
-        writeln!(file, "{step},{value}")
+        file.append(format!("{step},{value}\n").as_bytes())
     }
 
-    fn open(&self, tag: &str, step: u64) -> io::Result<File> {
+    /// Writes the rows that found no room.
+    ///
+    /// # Errors
+    /// What the operating system reports.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.files.values_mut().try_for_each(Appended::flush)
+    }
+
+    fn open(&self, tag: &str, step: u64) -> io::Result<Appended> {
         let path = self.dir.join(format!("{}.csv", tag.replace(['/', ' '], "_")));
         let kept = match File::open(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             file => rows_before(BufReader::new(file?), step)?,
         };
         let name = tag.rsplit('/').next().unwrap_or(tag);
-        let mut file = File::create(&path)?;
-        writeln!(file, "step,{name}")?;
-        kept.iter().try_for_each(|row| writeln!(file, "{row}"))?;
+        let mut file = Appended::new(File::create(&path)?);
+        file.push(format!("step,{name}\n").as_bytes())?;
+        kept.iter().try_for_each(|row| file.push(format!("{row}\n").as_bytes()))?;
         Ok(file)
     }
 }

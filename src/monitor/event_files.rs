@@ -4,15 +4,16 @@
 //! bytes, the data, the masked CRC-32C of the data, all little-endian. The data is the protobuf message `Event`
 //! (`tensorboard/compat/proto/event.proto`), of which scalars need six fields.
 
+use super::appended::Appended;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Writes scalars for TensorBoard.
 #[derive(Debug)]
 pub struct EventFile {
-    file: File,
+    file: Appended,
 }
 
 impl EventFile {
@@ -29,12 +30,12 @@ impl EventFile {
             now as u64,
             (now.fract() * 1e9) as u64
         );
-        let mut this = Self { file: File::create_new(dir.join(name))? };
+        let mut this = Self { file: Appended::new(File::create_new(dir.join(name))?) };
         this.write(&Message::default().double(1, now).text(3, "brain.Event:2"))?;
         Ok(this)
     }
 
-    /// Adds the value of a metric at a step.
+    /// Adds the value of a metric at a step; one that finds no room on the disk is written before the next one.
     ///
     /// # Errors
     /// What the operating system reports.
@@ -42,6 +43,14 @@ impl EventFile {
         let value = Message::default().text(1, tag).float(2, value as f32);
         let summary = Message::default().message(1, &value);
         self.write(&Message::default().double(1, now_seconds()).integer(2, step).message(5, &summary))
+    }
+
+    /// Writes the values that found no room.
+    ///
+    /// # Errors
+    /// What the operating system reports.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
     }
 
     fn write(&mut self, event: &Message) -> io::Result<()> {
@@ -52,7 +61,7 @@ impl EventFile {
         record.extend(&event.0);
         record.extend(masked_crc(&event.0).to_le_bytes());
         // In one call: a reader never sees half of a record for long.
-        self.file.write_all(&record)
+        self.file.append(&record)
     }
 }
 

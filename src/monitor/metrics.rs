@@ -1,5 +1,6 @@
 //! `metrics.jsonl`: one JSON object per step, and one per evaluation. `docs/monitoring.md` lists the keys.
 
+use super::appended::{Appended, read_if_there};
 use crate::memory::ByCategory;
 use serde::Serialize;
 use serde_json::Value;
@@ -112,7 +113,7 @@ pub struct EvalMetrics {
 /// Appends metrics to a file.
 #[derive(Debug)]
 pub struct MetricsWriter {
-    file: BufWriter<File>,
+    file: Appended,
 }
 
 impl MetricsWriter {
@@ -121,7 +122,7 @@ impl MetricsWriter {
     /// # Errors
     /// What the operating system reports.
     pub fn create(path: &Path) -> std::io::Result<Self> {
-        Ok(Self { file: BufWriter::new(File::create(path)?) })
+        Ok(Self { file: Appended::new(File::create(path)?) })
     }
 
     /// Goes on with a file after `step`: lines of later steps, and one that was cut off, are
@@ -130,10 +131,7 @@ impl MetricsWriter {
     /// # Errors
     /// What the operating system reports.
     pub fn resume(path: &Path, step: u64) -> std::io::Result<Self> {
-        let text = match std::fs::read_to_string(path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-            text => text?,
-        };
+        let text = read_if_there(path)?;
         let is_kept = |line: &&str| {
             let line: Option<Value> = serde_json::from_str(line).ok();
             line.and_then(|line| line.get("step")?.as_u64()).is_some_and(|of_line| of_line <= step)
@@ -144,18 +142,27 @@ impl MetricsWriter {
         for line in text.lines().filter(is_kept) {
             writeln!(file, "{line}")?;
         }
-        file.flush()?;
+        let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
         std::fs::rename(&unfinished, path)?;
-        Ok(Self { file })
+        Ok(Self { file: Appended::new(file) })
     }
 
-    /// Writes one line, of [`Metrics`] or [`EvalMetrics`], so that a reader sees every step as it ends.
+    /// Writes one line, of [`Metrics`] or [`EvalMetrics`], so that a reader sees every step as it ends. A line that
+    /// finds no room on the disk is written before the next one.
     ///
     /// # Errors
     /// What the operating system reports.
     pub fn write(&mut self, metrics: &impl Serialize) -> std::io::Result<()> {
-        serde_json::to_writer(&mut self.file, metrics)?;
-        self.file.write_all(b"\n")?;
+        let mut line = serde_json::to_vec(metrics)?;
+        line.push(b'\n');
+        self.file.append(&line)
+    }
+
+    /// Writes the lines that found no room.
+    ///
+    /// # Errors
+    /// What the operating system reports.
+    pub fn flush(&mut self) -> std::io::Result<()> {
         self.file.flush()
     }
 }

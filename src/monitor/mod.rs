@@ -1,6 +1,7 @@
 //! What a run tells its user: metrics, progress, a trace of its steps, tables of its communication, and a summary at
 //! the end.
 
+mod appended;
 mod breakdown;
 mod comms;
 mod csv;
@@ -13,6 +14,7 @@ mod summary;
 mod table;
 mod trace;
 
+pub use appended::is_out_of_space;
 pub use breakdown::breakdown;
 pub use comms::{
     Bandwidth, CommsTable, Groups, PlannedVolume, RankComms, Straggling, Volume, straggling, volumes,

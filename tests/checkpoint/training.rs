@@ -72,7 +72,13 @@ impl Trainee {
             num_rows: 70,
             data_hash: None,
         };
-        let record = RunRecord { run_id: "a-run".into(), model: model().to_hf_json(), source: None, data };
+        let record = RunRecord {
+            run_id: "a-run".into(),
+            model: model().to_hf_json(),
+            source: None,
+            data,
+            evaluations: Default::default(),
+        };
         self.engine.save_checkpoint(saver, record)?;
         Ok(saver.finish()?.unwrap())
     }

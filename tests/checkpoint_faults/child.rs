@@ -117,8 +117,13 @@ fn train_rank(
             let (num_rows, seq_len) = (rows.num_rows(), rows.seq_len());
             let samples_consumed = loader.samples_consumed();
             let data = DataCursor { samples_consumed, seed: SEED, seq_len, num_rows, data_hash: None };
-            let record =
-                RunRecord { run_id: "child".into(), model: model().to_hf_json(), source: None, data };
+            let record = RunRecord {
+                run_id: "child".into(),
+                model: model().to_hf_json(),
+                source: None,
+                data,
+                evaluations: Default::default(),
+            };
             settle(engine.save_checkpoint(&mut saver, record))?;
             if !run.background {
                 settle(saver.finish().map_err(EngineError::from))?;

@@ -2,6 +2,7 @@
 
 use crate::support::cli::{NO_THREADS, Outcome, Workplace};
 use serde_json::json;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -83,19 +84,27 @@ fn bad_arguments_are_not_tried_again() {
 
 #[test]
 fn signals_reach_every_rank_and_end_the_job_with_their_exit_code() {
-    for (signal, code, trap) in [("TERM", 75, "exit 75"), ("USR1", 75, "exit 75"), ("INT", 130, "exit 1")] {
+    // To the launcher alone, or to its process group, as Ctrl-C in a terminal: either way the ranks hear of it once.
+    for (signal, code, trap, group) in [
+        ("TERM", 75, "exit 75", ""),
+        ("USR1", 75, "exit 75", ""),
+        ("INT", 75, "exit 75", "-"),
+        ("INT", 130, "exit 1", ""),
+    ] {
         let place = Workplace::new();
         let script =
             format!("trap 'echo asked; {trap}' {signal}; touch ready-$RANK; while :; do sleep 0.1; done");
         let arguments =
             ["launch", "--nproc", "2", "--max-restarts", "3", "--program", "sh", "--", "-c", &script];
-        let child = place.command(&arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut command = place.command(&arguments);
+        let child = command.process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         while !(place.path("ready-0").exists() && place.path("ready-1").exists()) {
             assert!(Instant::now() < deadline, "the ranks do not start");
             std::thread::sleep(Duration::from_millis(10));
         }
-        let kill = Command::new("kill").args([&format!("-{signal}"), &child.id().to_string()]).status();
+        let target = format!("{group}{}", child.id());
+        let kill = Command::new("kill").args([&format!("-{signal}"), "--", &target]).status();
         assert!(kill.unwrap().success());
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(code), "{signal}: {output:?}");

@@ -11,6 +11,7 @@ mod config;
 mod data;
 mod datasets;
 mod doctor;
+mod evaluations;
 #[cfg(unix)]
 mod launch;
 #[cfg(unix)]

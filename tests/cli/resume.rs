@@ -3,9 +3,11 @@
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::{Value, json};
 use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use ulysses::checkpoint::{OutputLock, steps};
+use ulysses::checkpoint::{OutputLock, step_name, steps};
 
 /// What a resumed run must repeat; the other metrics are times and memory.
 const REPEATED: [&str; 7] = ["step", "loss", "lr", "grad_norm", "tokens", "skipped", "comm_bytes"];
@@ -231,7 +233,8 @@ fn a_second_job_is_refused_and_told_who_holds_the_directory() {
 /// Starts a run that would take for ever, and returns when it has trained a few steps.
 fn start_endless(place: &Workplace) -> Child {
     let mut command = place.command(&["train", "c.json", "--steps", "1000000000"]);
-    let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let stderr = fs::File::create(place.path("stderr")).unwrap();
+    let child = command.stdout(Stdio::null()).stderr(stderr).spawn().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     while fs::read_to_string(place.path("out/metrics.jsonl")).unwrap_or_default().lines().count() < 3 {
         assert!(Instant::now() < deadline, "the run does not begin");
@@ -251,6 +254,7 @@ fn signal(mut child: Child, signals: &[&str]) -> i32 {
 fn a_signal_saves_the_step_and_ends_with_75() {
     for (name, checkpoint) in [
         ("TERM", json!({})),
+        ("INT", json!({})),
         ("USR1", json!({ "interval": 1, "async": true, "keep_last": 2 })),
         ("TERM", json!({ "interval": 1 })),
     ] {
@@ -271,24 +275,44 @@ fn a_second_signal_ends_the_run_at_once() {
     let place = Workplace::new();
     write_config(&place, "c.json", json!({ "checkpoint": {} }));
     // Two different ones: two of a kind may arrive as one.
-    let code = signal(start_endless(&place), &["TERM", "USR1"]);
-    assert!([128 + 15, 128 + 10].contains(&code), "{code}");
+    for (signals, codes) in [(["TERM", "USR1"], [128 + 15, 128 + 10]), (["USR1", "INT"], [128 + 10, 128 + 2])]
+    {
+        let code = signal(start_endless(&place), &signals);
+        assert!(codes.contains(&code), "{signals:?}: {code}");
+        fs::remove_dir_all(place.path("out")).unwrap();
+    }
 }
 
 #[test]
-fn without_checkpoints_signals_keep_their_usual_effect() {
-    let place = Workplace::new();
-    write_config(&place, "c.json", json!({ "checkpoint": null }));
-    let config = place.read("c.json").replace("\"checkpoint\":null,", "");
-    place.write("c.json", config);
-    assert_eq!(signal(start_endless(&place), &["TERM"]), -1);
+fn without_checkpoints_a_signal_ends_the_run_after_the_step_and_says_that_nothing_was_saved() {
+    for name in ["TERM", "INT"] {
+        let place = Workplace::new();
+        write_config(&place, "c.json", json!({ "checkpoint": null, "mesh_param": [2, 1] }));
+        let config = place.read("c.json").replace("\"checkpoint\":null,", "");
+        place.write("c.json", config);
+        assert_eq!(signal(start_endless(&place), &[name]), 75, "{name}");
+        let said = place.read("stderr");
+        let done = place.metrics("out/metrics.jsonl").len();
+        let expected = format!("stopped by a signal after step {done}; nothing was saved: the config has no");
+        assert!(said.contains(&expected) && said.contains("the run ends after this step"), "{said}");
+        assert!(steps(&place.path("out")).unwrap().is_empty());
+        assert!(
+            place.read_json("out/run.json")["totals"]["steps"].as_u64().is_some(),
+            "the record is complete"
+        );
+    }
 }
 
 /// Runs where no file may grow beyond about 50 KB: no shard fits, metrics do.
 fn run_in_little_space(place: &Workplace, arguments: &[&str]) -> Outcome {
-    const SCRIPT: &str = "trap '' XFSZ; ulimit -f 100; exec \"$0\" \"$@\"";
+    run_in_blocks(place, 100, arguments)
+}
+
+/// Runs where no file may have more than so many blocks of 512 bytes.
+fn run_in_blocks(place: &Workplace, blocks: usize, arguments: &[&str]) -> Outcome {
+    let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
     let output = Command::new("sh")
-        .args(["-c", SCRIPT, env!("CARGO_BIN_EXE_ulysses")])
+        .args(["-c", &script, env!("CARGO_BIN_EXE_ulysses")])
         .args(arguments)
         .current_dir(place.path("."))
         .output()
@@ -308,6 +332,108 @@ fn a_save_that_fails_in_the_background_keeps_no_later_one_from_being_tried() {
         assert!(outcome.stderr.contains(&expected), "no {expected:?} in {outcome:?}");
     }
     outcome.assert_refused(1, &["error: rank 0 failed: checkpoint of step 6 was not saved"]);
+}
+
+#[test]
+fn metrics_that_find_no_room_end_no_run_that_goes_on_without_checkpoints() {
+    for background in [false, true] {
+        let place = Workplace::new();
+        let checkpoint = json!({ "interval": 10, "async": background, "on_error": "continue" });
+        let monitors = json!({ "enabled": true, "job_name": "m" });
+        write_config(&place, "c.json", json!({ "checkpoint": checkpoint, "tensorboard": monitors }));
+        let outcome = run_in_blocks(&place, 32, &["train", "c.json", "--steps", "60"]);
+        // What ends the run is that its last checkpoint is missing.
+        outcome.assert_refused(1, &["error: rank 0 failed: checkpoint of step 60 was not saved"]);
+        for expected in
+            ["checkpoint of step 50 was not saved", "the metrics wait in memory until there is room"]
+        {
+            assert!(outcome.stderr.contains(expected), "no {expected:?} in {outcome:?}");
+        }
+        let names = fs::read_dir(place.path("out")).unwrap();
+        let is_left =
+            names.map(|entry| entry.unwrap().file_name()).any(|name| name.to_string_lossy().contains("step"));
+        assert!(!is_left, "an unfinished save keeps no room");
+    }
+    let place = workplace();
+    let outcome = run_in_blocks(&place, 32, &["train", "c.json", "--steps", "60", "--output", "stops"]);
+    outcome.assert_refused(1, &["checkpoint of step 5 was not saved"]);
+    write_config(&place, "c.json", json!({ "checkpoint": { "on_error": "stop" } }));
+    let outcome = run_in_blocks(&place, 32, &["train", "c.json", "--steps", "60", "--output", "metrics"]);
+    outcome.assert_refused(1, &["error: rank 0 failed: cannot write metrics/metrics.jsonl"]);
+}
+
+/// Puts a named pipe in the place of a file.
+fn make_pipe(path: &Path) {
+    fs::remove_file(path).unwrap();
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+#[test]
+fn pipes_and_devices_in_a_checkpoint_neither_hang_nor_fill_the_memory() {
+    let place = workplace();
+    train(&place, &["--steps", "10"]).assert_done();
+    let shard = "exp_avg.00000-of-00001.safetensors";
+    for name in ["manifest.json", shard] {
+        let file = place.path("out/step_00000010").join(name);
+        let sound = fs::read(&file).unwrap();
+        make_pipe(&file);
+        let pipe = format!("{name}: it is a named pipe, a regular file is needed");
+        place.run(&["checkpoint", "verify", "out/step_00000010"]).assert_refused(1, &[&pipe]);
+        let outcome = train(&place, &["--steps", "12", "--resume=out", "--output", &format!("from-{name}")]);
+        assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
+        assert!(outcome.stderr.contains(&pipe), "{outcome:?}");
+        fs::remove_file(&file).unwrap();
+        symlink("/dev/null", &file).unwrap();
+        let device = format!("{name}: it is a device, a regular file is needed");
+        place.run(&["checkpoint", "verify", "out/step_00000010"]).assert_refused(1, &[&device]);
+        fs::remove_file(&file).unwrap();
+        fs::write(&file, sound).unwrap();
+    }
+    make_pipe(&place.path("out/metrics.jsonl"));
+    train(&place, &["--steps", "12", "--resume"])
+        .assert_refused(1, &["out/metrics.jsonl: it is a named pipe"]);
+}
+
+#[test]
+fn links_in_the_output_directory_are_not_written_through() {
+    let place = workplace();
+    place.write("mine", "not ours");
+    fs::create_dir(place.path("out")).unwrap();
+    symlink(place.path("mine"), place.path("out/.latest.saving")).unwrap();
+    train(&place, &["--steps", "5"]).assert_done();
+    assert_eq!(
+        (place.read("mine").as_str(), place.read("out/latest").as_str()),
+        ("not ours", "step_00000005\n")
+    );
+    fs::remove_file(place.path("out/.lock")).unwrap();
+    symlink(place.path("mine"), place.path("out/.lock")).unwrap();
+    let expected = "out/.lock: it is a symbolic link, a regular file is needed";
+    train(&place, &["--steps", "6", "--resume"]).assert_refused(1, &[expected]);
+    assert_eq!(place.read("mine"), "not ours");
+}
+
+#[test]
+fn a_renamed_checkpoint_is_as_old_as_its_manifest_states() {
+    let place = workplace();
+    train(&place, &["--steps", "10"]).assert_done();
+    fs::rename(place.path("out/step_00000005"), place.path("out/step_00000099")).unwrap();
+    let inspected = place.run(&["checkpoint", "inspect", "out"]);
+    assert!(inspected.assert_done().stdout.contains("out/step_00000010"), "{inspected:?}");
+    let outcome = train(&place, &["--steps", "12", "--resume"]);
+    assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000010"), "{outcome:?}");
+    let name = |step: u64| place.path("out").join(step_name(step));
+    for step in [10, 12] {
+        fs::remove_dir_all(name(step)).unwrap();
+    }
+    let outcome = train(&place, &["--steps", "8", "--resume"]);
+    let expected =
+        "resumed from out/step_00000099\nits directory was renamed: by its manifest it is of step 5";
+    assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
+    // A name between the two that are kept takes the place of neither.
+    fs::rename(name(99), name(9)).unwrap();
+    write_config(&place, "c.json", json!({ "checkpoint": { "interval": 5, "keep_last": 2 } }));
+    train(&place, &["--steps", "10", "--resume"]).assert_done();
+    assert_eq!(steps(&place.path("out")).unwrap(), [10, 9, 8]);
 }
 
 #[test]

@@ -258,11 +258,11 @@ impl Job {
         self.send(Signal::TERM);
     }
 
-    /// `mpirun` ends its ranks on `SIGTERM`, but passes `SIGUSR1` on, which ours take for the same: save and end.
+    /// `mpirun` ends its ranks on `SIGTERM` and `SIGINT`, but passes `SIGUSR1` on, which ours take for the same: save and end.
     fn forward(&mut self, signal: Signal) {
         let is_first = self.asked.replace(signal).is_none();
         let is_mpirun = self.processes.iter().any(|process| matches!(process.speaker, Speaker::Mpirun));
-        let softened = is_mpirun && is_first && signal == Signal::TERM;
+        let softened = is_mpirun && is_first && [Signal::TERM, Signal::INT].contains(&signal);
         self.send(if softened { Signal::USR1 } else { signal });
     }
 

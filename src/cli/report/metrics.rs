@@ -67,8 +67,10 @@ impl Lines {
 
     fn add(&mut self, line: Value) -> Result<()> {
         let Value::Object(mut fields) = line else { bail!("expected an object, found {}", short(&line)) };
-        let step = step(&fields)?;
-        if fields.contains_key("eval_loss") {
+        let is_evaluation = fields.contains_key("eval_loss");
+        // Before the first step too.
+        let step = step(&fields, if is_evaluation { 0 } else { 1 })?;
+        if is_evaluation {
             check_number(&fields, "eval_loss", -LARGEST)?;
             self.evaluations.push(fields.into());
             return Ok(());
@@ -96,10 +98,10 @@ fn name_label_tokens(fields: &mut Map<String, Value>) {
     }
 }
 
-fn step(fields: &Map<String, Value>) -> Result<u64> {
+fn step(fields: &Map<String, Value>, least: u64) -> Result<u64> {
     let Some(value) = fields.get("step") else { bail!("there is no `step`") };
-    let step = value.as_u64().filter(|step| (1..=LAST_STEP).contains(step));
-    step.with_context(|| format!("`step`: expected an integer from 1 to 10^15, found {}", short(value)))
+    let step = value.as_u64().filter(|step| (least..=LAST_STEP).contains(step));
+    step.with_context(|| format!("`step`: expected an integer from {least} to 10^15, found {}", short(value)))
 }
 
 /// What is not there, or null since it was not finite, is left out of the page.

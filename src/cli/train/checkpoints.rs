@@ -1,14 +1,18 @@
 //! When a run saves its state, and where it goes on from.
 
 use super::Run;
+use super::evaluations::EvaluationTracker;
 use super::feed::Feed;
 use super::resume::{Resume, check_data};
 use crate::cli::note;
 use anyhow::{Context, anyhow, bail};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use ulysses::checkpoint::{Checkpoint, CheckpointError, SaveOptions, Saved, Saver, newest, open_verified};
+use ulysses::checkpoint::{
+    Checkpoint, CheckpointError, Evaluated, Manifest, SaveOptions, Saved, Saver, newest, open_verified,
+    step_name,
+};
 use ulysses::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::config::{CheckpointConfig, MemoryConfig, OnSaveError};
 use ulysses::engine::{Engine, EngineError, RunRecord};
@@ -39,7 +43,8 @@ impl<'a> Checkpoints<'a> {
             let is_moved =
                 [offload_optimizer, offload_parameters].map(|state| state.is_moved_from(run.device));
             let background = config.background && !is_moved.contains(&true);
-            let options = SaveOptions { keep_last: config.keep_last, background };
+            let keep_last = Some(config.keep_last).filter(|keep| *keep > 0);
+            let options = SaveOptions { keep_last, background };
             let saver = engine.saver(group.clone(), &run.output, options)?;
             Ok::<_, anyhow::Error>(Saving { config, saver })
         };
@@ -63,7 +68,12 @@ impl<'a> Checkpoints<'a> {
     }
 
     /// Goes on where the command line asks to.
-    pub(super) fn resume(&mut self, engine: &mut Engine, feed: &mut Feed<'_>) -> anyhow::Result<()> {
+    pub(super) fn resume(
+        &mut self,
+        engine: &mut Engine,
+        feed: &mut Feed<'_>,
+        evaluations: &mut EvaluationTracker,
+    ) -> anyhow::Result<()> {
         let Some(checkpoint) = self.find()? else { return Ok(()) };
         let manifest = checkpoint.manifest();
         // The one that was looked at before the ranks started may have been passed over.
@@ -74,8 +84,44 @@ impl<'a> Checkpoints<'a> {
         }
         feed.resume(manifest.progress.step, manifest.progress.data.samples_consumed)?;
         self.run_id = manifest.run_id.clone();
+        evaluations.restore(manifest.progress.evaluations, self.has_best(manifest)?);
         self.tell(|| format!("resumed from {}", checkpoint.dir().display()));
+        let step = manifest.progress.step;
+        if steps_name(checkpoint.dir()).is_some_and(|name| name != step_name(step)) {
+            self.tell(|| format!("its directory was renamed: by its manifest it is of step {step}"));
+        }
         Ok(())
+    }
+
+    /// Whether the best checkpoint up to the one that the run goes on from is in the output directory. Collective.
+    fn has_best(&self, resumed: &Manifest) -> anyhow::Result<bool> {
+        let is_here = |best: Evaluated| {
+            let found = Manifest::read(&self.run.output.join(step_name(best.step)));
+            found.is_ok_and(|found| found.run_id == resumed.run_id && found.progress.step == best.step)
+        };
+        let best = resumed.progress.evaluations.best_checkpoint.filter(|_| self.group.rank() == 0);
+        let is_here = best.is_some_and(is_here);
+        Ok(self.group.all_reduce_values(&[i64::from(is_here)], ReduceOp::Max)?[0] == 1)
+    }
+
+    /// Says when checkpoints are saved, and which of them stay.
+    pub(super) fn announce(&self) {
+        let Some(Saving { config, .. }) = &self.saving else { return };
+        let every =
+            config.interval.map_or_else(String::new, |interval| format!("every {interval} steps and "));
+        let stay = match config.keep_last {
+            0 => "all of them stay".to_owned(),
+            keep => format!("the last {keep} stay"),
+        };
+        let best = match config.keep_best {
+            true => ", and the one with the lowest evaluation loss (`checkpoint.keep_best`)",
+            false => "",
+        };
+        self.tell(|| {
+            format!(
+                "checkpoints: {every}after the last step; {stay} (`checkpoint.keep_last`, 0 keeps all){best}"
+            )
+        });
     }
 
     fn find(&self) -> anyhow::Result<Option<Checkpoint>> {
@@ -103,34 +149,44 @@ impl<'a> Checkpoints<'a> {
         &mut self,
         engine: &mut Engine,
         feed: &Feed<'_>,
+        evaluations: &mut EvaluationTracker,
         last_step: u64,
     ) -> anyhow::Result<bool> {
-        let Some(mut saving) = self.saving.take() else { return Ok(false) };
         let step = engine.attempted_steps();
         let asked = i64::from(self.run.stop.load(Ordering::Relaxed));
         let stop = self.group.all_reduce_values(&[asked], ReduceOp::Max)?[0] == 1;
-        let is_last = stop || step == last_step;
-        let is_due = saving.config.interval.is_some_and(|interval| step.is_multiple_of(interval));
-        self.settle(&mut saving, false, |saving| Ok(saving.saver.poll()?))?;
+        let Some(mut saving) = self.saving.take() else { return Ok(stop) };
+        let is_last = stop || step == last_step || evaluations.stops_early();
+        let is_due = saving.config.interval.is_some_and(|interval| step.is_multiple_of(interval))
+            || evaluations.is_best_checkpoint(step);
+        self.settle(&mut saving, evaluations, false, |saving| Ok(saving.saver.poll()?))?;
         if is_last || is_due {
             // That an earlier save failed must not keep this one from being tried.
-            self.settle(&mut saving, false, |saving| Ok(saving.saver.finish()?))?;
+            self.settle(&mut saving, evaluations, false, |saving| Ok(saving.saver.finish()?))?;
             let record = RunRecord {
                 run_id: self.run_id.clone(),
                 model: self.run.llama.to_hf_json(),
                 source: self.run.hf_source.clone(),
                 data: feed.cursor(),
+                evaluations: evaluations.state,
             };
-            self.settle(&mut saving, is_last, |saving| engine.save_checkpoint(&mut saving.saver, record))?;
+            self.settle(&mut saving, evaluations, is_last, |saving| {
+                engine.save_checkpoint(&mut saving.saver, record)
+            })?;
             let in_background = saving.config.background && saving.saver.is_pending() && !is_last;
             if in_background {
                 self.tell(|| format!("checkpoint: writing step {step} in the background"));
             } else {
-                self.settle(&mut saving, is_last, |saving| Ok(saving.saver.finish()?))?;
+                self.settle(&mut saving, evaluations, is_last, |saving| Ok(saving.saver.finish()?))?;
             }
         }
         self.saving = Some(saving);
         Ok(stop)
+    }
+
+    /// Whether a checkpoint is being written in the background.
+    pub(super) fn is_saving(&self) -> bool {
+        self.saving.as_ref().is_some_and(|saving| saving.saver.is_pending())
     }
 
     /// Tells what a save came to. One that failed ends the run if the config says so, and
@@ -138,6 +194,7 @@ impl<'a> Checkpoints<'a> {
     fn settle<'s>(
         &mut self,
         saving: &'s mut Saving<'a>,
+        evaluations: &mut EvaluationTracker,
         is_last: bool,
         work: impl FnOnce(&'s mut Saving<'a>) -> Result<Option<Saved>, EngineError>,
     ) -> anyhow::Result<()> {
@@ -149,7 +206,8 @@ impl<'a> Checkpoints<'a> {
                 self.newest = Some(saved.path);
             }
             Err(EngineError::Checkpoint(error)) => match *error {
-                error @ CheckpointError::NotSaved { .. } if goes_on => {
+                error @ CheckpointError::NotSaved { step, .. } if goes_on => {
+                    evaluations.not_saved(step);
                     self.tell(|| format!("{error}; training goes on"));
                 }
                 error => bail!(error),
@@ -176,4 +234,9 @@ impl<'a> Checkpoints<'a> {
             note(line());
         }
     }
+}
+
+/// The name of a checkpoint's directory, if it is one that a run gives.
+fn steps_name(dir: &Path) -> Option<&str> {
+    dir.file_name()?.to_str().filter(|name| name.starts_with("step_"))
 }

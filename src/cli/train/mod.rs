@@ -4,6 +4,7 @@ mod agreement;
 mod args;
 mod available;
 mod checkpoints;
+mod evaluations;
 mod feed;
 mod host;
 mod made;
@@ -36,7 +37,7 @@ use start::PlannedMemory;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use ulysses::checkpoint::{CheckpointError, OutputLock};
+use ulysses::checkpoint::{BEST, CheckpointError, Evaluated, Evaluations, OutputLock, step_name};
 use ulysses::comm::{CollectiveOp, LaunchError, LaunchOptions, launch};
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
@@ -101,8 +102,11 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let first = results.first().context("a mesh has a rank").or_run()?;
     let (step, last_step, stopped) = (first.steps, first.last_step, first.stopped);
     let checkpoint = first.checkpoint.clone();
+    let (evaluations, stopped_early) = (first.evaluations, first.stopped_early.clone());
     let Some(Reported { totals, mut record }) = first.reported.clone() else {
-        return print(format_args!("nothing to do: step {step} of {last_step} is done\n"));
+        let reason =
+            stopped_early.map_or_else(String::new, |reason| format!(", and the run stopped early: {reason}"));
+        return print(format_args!("nothing to do: step {step} of {last_step} is done{reason}\n"));
     };
     if host.is_first() {
         record::finish(&run, &mut record, &results);
@@ -121,9 +125,13 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     if is_verbose || run.config.monitoring.comms_logger.enabled {
         print("\n")?;
     }
+    print_evaluations(&run, evaluations)?;
     print_places(&run, checkpoint.as_deref())?;
+    if let Some(reason) = stopped_early {
+        print(format_args!("\nstopped early after step {step}: {reason}\n"))?;
+    }
     if stopped {
-        return Err(Failure::Stopped { step });
+        return Err(Failure::Stopped { step, is_saved: run.config.checkpoint.is_some() });
     }
     if nothing_trained {
         let message = format!("all {steps} steps were skipped, as said above: nothing was trained");
@@ -144,6 +152,16 @@ fn print_places(run: &Run, checkpoint: Option<&str>) -> Result<(), Failure> {
     print(format_args!(
         "output      {output}: metrics in {output}/metrics.jsonl, `ulysses report {output}` makes a page of them\n"
     ))
+}
+
+/// The best step by evaluation loss, if there is one, and the checkpoint that stays for it.
+fn print_evaluations(run: &Run, evaluations: Evaluations) -> Result<(), Failure> {
+    let Some(Evaluated { step, loss }) = evaluations.best else { return Ok(()) };
+    let checkpoint = evaluations.best_checkpoint.map_or_else(String::new, |best| {
+        let (path, output) = (run.output.join(step_name(best.step)), run.output.display());
+        format!("; {} is the best checkpoint, and {output}/{BEST} names it", path.display())
+    });
+    print(format_args!("evaluation  lowest loss {loss:.4} at step {step}{checkpoint}\n"))
 }
 
 /// The table that `comms_logger` asks for.

@@ -16,6 +16,8 @@ pub(super) struct Monitors {
     rows_per_step: u64,
 }
 
+const EVENT_FILE: &str = "cannot write TensorBoard's event file";
+
 /// A metric's name, the step or sample that it belongs to, and its value.
 type Event = (String, u64, f64);
 
@@ -85,18 +87,25 @@ impl Monitors {
         self.write(events.into_iter())
     }
 
+    /// Every event to every file, whatever becomes of the others; the first failure.
     fn write(&mut self, events: impl Iterator<Item = Event>) -> anyhow::Result<()> {
+        let mut written = Ok(());
         for (tag, step, value) in events {
             if let Some(file) = &mut self.event_file {
-                file.add_scalar(&tag, step, value).context("cannot write TensorBoard's event file")?;
+                written = written.and(file.add_scalar(&tag, step, value).context(EVENT_FILE));
             }
             if let Some(files) = &mut self.csv {
-                files
-                    .add(&tag, step, value)
-                    .with_context(|| format!("cannot write the CSV file of {tag}"))?;
+                let added = files.add(&tag, step, value);
+                written = written.and(added.with_context(|| format!("cannot write the CSV file of {tag}")));
             }
         }
-        Ok(())
+        written
+    }
+
+    /// Writes what found no room.
+    pub(super) fn flush(&mut self) -> anyhow::Result<()> {
+        let events = self.event_file.as_mut().map_or(Ok(()), EventFile::flush).context(EVENT_FILE);
+        events.and(self.csv.as_mut().map_or(Ok(()), CsvFiles::flush).context("cannot write the CSV files"))
     }
 }
 

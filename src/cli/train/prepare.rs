@@ -3,14 +3,13 @@
 use super::feed::{Limit, Phase};
 use super::resume::{Resume, check_candidate, check_output};
 use super::start::PlannedMemory;
-use super::{Host, Run, TrainArgs, signals};
+use super::{Host, Run, TrainArgs, evaluations, signals};
 use crate::cli::config::print_warnings;
 use crate::cli::data::{Sources, open_tokenizer};
 use crate::cli::{Failure, OrFail, model, settings, training_shape};
 use anyhow::{Context, anyhow, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 use ulysses::comm::LaunchOptions;
 use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig, sizes_of};
@@ -37,6 +36,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     let limit = limit(&config).or_usage()?;
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;
+    evaluations::check(&config)?;
     check_output(&config, resume.as_ref())?;
     let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
     let local_ranks = host.local_ranks(mesh.world_size());
@@ -55,9 +55,15 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
     check_candidate(resume.as_ref(), &config, &phases)?;
     check_offload(&config, device).or_usage()?;
-    // Without checkpoints there is nothing to save: signals keep their usual effect.
-    let watch = || signals::watch().context("cannot watch for signals").or_run();
-    let stop = if config.checkpoint.is_some() { watch()? } else { Arc::default() };
+    let answer = match config.checkpoint {
+        Some(_) => "signal received: the run saves and ends after this step; another signal ends it at once",
+        None => {
+            "signal received: the run ends after this step; nothing will be saved, as the config has no `checkpoint` \
+             section; another signal ends it at once"
+        }
+    };
+    let stop =
+        signals::watch(host.is_first().then_some(answer)).context("cannot watch for signals").or_run()?;
     let mut run = Run {
         mesh,
         launch,

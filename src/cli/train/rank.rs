@@ -2,6 +2,7 @@
 
 use super::Run;
 use super::checkpoints::Checkpoints;
+use super::evaluations::{EvaluationTracker, agreed};
 use super::feed::Feed;
 use super::memory::{MemoryWatch, StepMemory};
 use super::peak;
@@ -11,7 +12,8 @@ use crate::cli::evaluation::evaluate;
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
-use ulysses::comm::{MeshGroups, RankContext};
+use ulysses::checkpoint::{Evaluated, Evaluations};
+use ulysses::comm::{MeshGroups, ProcessGroup, RankContext};
 use ulysses::config::Config;
 use ulysses::data::Placement;
 use ulysses::engine::plan::{PlannedCalls, RankStep};
@@ -33,6 +35,9 @@ pub(super) struct RankOutcome {
     pub(super) stopped: bool,
     /// The newest checkpoint that the run has saved.
     pub(super) checkpoint: Option<String>,
+    /// Why the run has ended before its last step, where no signal asked for it.
+    pub(super) stopped_early: Option<String>,
+    pub(super) evaluations: Evaluations,
     /// What this rank did in the steps that are traced.
     pub(super) trace: Traced,
     pub(super) comms: RankComms,
@@ -51,34 +56,47 @@ impl Run {
         let mut engine = engine.map_err(|error| self.with_plan(error.into(), None))?;
         let mut feed = Feed::new(self, Placement::of(&self.mesh, rank.rank)?)?;
         let mut checkpoints = Checkpoints::new(self, &groups, &engine)?;
-        checkpoints.resume(&mut engine, &mut feed)?;
+        let mut evaluations = EvaluationTracker::new(&self.config);
+        checkpoints.resume(&mut engine, &mut feed, &mut evaluations)?;
         let first_step = engine.attempted_steps();
         let last_step = feed.last_step(first_step);
         self.check_agreement(&mut engine, last_step)?;
         let peak_flops = peak::measure(checkpoints.group(), groups.device(), self.config.precision.dtype())?;
         let reporter = || Reporter::new(self, checkpoints.run_id(), first_step..last_step, peak_flops);
         // A run that has nothing to do leaves its files as they are.
-        let mut reporter = (rank.rank == 0 && first_step < last_step).then(reporter).transpose()?;
+        let is_done = first_step >= last_step || evaluations.stops_early();
+        let mut reporter = (rank.rank == 0 && !is_done).then(reporter).transpose()?;
         if reporter.is_some() {
             self.note_first_step(feed.phase().data.seq_len(), peak_flops);
         }
         let stragglers = Stragglers::new(&groups)?;
         let mut watch = MemoryWatch::new(self, rank.rank, groups.device().is_cpu());
+        if !is_done {
+            checkpoints.announce();
+        }
+        if !is_done && first_step == 0 {
+            let evaluation = self.validate(&mut engine, &mut feed, checkpoints.group(), last_step)?;
+            judge(evaluation, &mut evaluations, &mut reporter)?;
+        }
         let mut stopped = false;
-        while engine.attempted_steps() < last_step && !stopped {
+        while engine.attempted_steps() < last_step && !stopped && !evaluations.stops_early() {
             let step = step(&mut engine, &mut feed, &mut watch, &stragglers, first_step);
             let (metrics, times) = step.map_err(|error| self.with_plan(error, engine.part()))?;
             if let Some(reporter) = &mut reporter {
                 reporter.record(metrics, &times, feed.phase())?;
             }
-            let evaluation = self.validate(&mut engine, &mut feed, last_step)?;
-            if let (Some(reporter), Some(metrics)) = (&mut reporter, evaluation) {
-                reporter.record_evaluation(&metrics)?;
+            let evaluation = self.validate(&mut engine, &mut feed, checkpoints.group(), last_step)?;
+            judge(evaluation, &mut evaluations, &mut reporter)?;
+            stopped = checkpoints.after_step(&mut engine, &feed, &mut evaluations, last_step)?;
+            if let Some(reporter) = &mut reporter {
+                reporter.after_step(checkpoints.is_saving())?;
             }
-            stopped = checkpoints.after_step(&mut engine, &feed, last_step)?;
         }
         engine.check_replicas()?;
         let summary = engine.summary(&self.llama, feed.passes())?;
+        if let Some(reporter) = &mut reporter {
+            reporter.complete()?;
+        }
         let reported = reporter.map(|reporter| reporter.reported);
         let trace = self.tracer.as_ref().map(|tracer| tracer.take(rank.rank as u64)).unwrap_or_default();
         let comms = self.comms(&engine, &summary, &feed, rank.rank);
@@ -89,6 +107,8 @@ impl Run {
             last_step,
             stopped,
             checkpoint: checkpoints.newest(),
+            stopped_early: evaluations.stops_early().then(|| evaluations.reason()),
+            evaluations: evaluations.state,
             trace,
             comms,
             peak_bytes: u64::try_from(peak_bytes()).unwrap_or(0),
@@ -130,19 +150,25 @@ impl Run {
         }
     }
 
-    /// The loss of what is held out, where it is due after a step. Collective.
+    /// The loss of what is held out, where it is due after a step or before the first. Collective.
     fn validate(
         &self,
         engine: &mut Engine,
         feed: &mut Feed<'_>,
+        group: &dyn ProcessGroup,
         last_step: u64,
     ) -> anyhow::Result<Option<EvalMetrics>> {
         let (Some(validation), Some(data)) = (&self.config.validation, &feed.phase().held_out) else {
             return Ok(None);
         };
         let step = engine.attempted_steps();
-        let is_due = validation.interval.is_some_and(|interval| step.is_multiple_of(interval));
-        if !is_due && step != last_step {
+        let is_due = match step {
+            0 => validation.eval_on_start,
+            _ => {
+                step == last_step || validation.interval.is_some_and(|interval| step.is_multiple_of(interval))
+            }
+        };
+        if !is_due {
             return Ok(None);
         }
         let start = Instant::now();
@@ -150,14 +176,26 @@ impl Run {
             validation.batches.map(|batches| batches.saturating_mul(self.config.train_batch_size as u64));
         let evaluation = evaluate(engine, data, feed.placement, max_rows)?;
         feed.add_evaluated(evaluation.micro_batches);
+        let eval_loss = agreed(group, evaluation.loss())?;
         Ok(Some(EvalMetrics {
             step,
-            eval_loss: evaluation.loss(),
-            eval_perplexity: evaluation.perplexity(),
+            eval_loss,
+            eval_perplexity: eval_loss.exp(),
             eval_tokens: evaluation.sum.valid_tokens,
             eval_seconds: start.elapsed().as_secs_f64(),
         }))
     }
+}
+
+/// Decides by an evaluation, if there was one, and tells of it.
+fn judge(
+    evaluation: Option<EvalMetrics>,
+    evaluations: &mut EvaluationTracker,
+    reporter: &mut Option<Reporter<'_>>,
+) -> anyhow::Result<()> {
+    let Some(metrics) = evaluation else { return Ok(()) };
+    evaluations.record(Evaluated { step: metrics.step, loss: metrics.eval_loss });
+    reporter.as_mut().map_or(Ok(()), |reporter| reporter.record_evaluation(&metrics))
 }
 
 /// One step of one rank, in a run that began after `first_step` steps.

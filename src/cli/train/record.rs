@@ -104,6 +104,9 @@ pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
     let first = outcomes.first();
     record["totals"] =
         json!(first.and_then(|outcome| outcome.reported.as_ref()).map(|reported| &reported.totals));
+    if let Some(best) = first.and_then(|outcome| outcome.evaluations.best) {
+        record["best_evaluation"] = json!({ "step": best.step, "eval_loss": best.loss });
+    }
     record["peak_flops"] = json!(first.and_then(|outcome| outcome.peak_flops));
     let rank = |outcome: &RankOutcome| {
         let held = ["parameters", "gradients", "optimizer"].into_iter().zip(outcome.summary.held_bytes);

@@ -5,15 +5,18 @@ use super::feed::Phase;
 use super::monitors::Monitors;
 use super::output;
 use super::profile::{self, Profile};
+use crate::cli::{causes, note};
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use ulysses::config::Config;
+use ulysses::config::{Config, OnSaveError};
 use ulysses::engine::StepTimes;
 use ulysses::engine::plan::{RankStep, model_flops};
-use ulysses::monitor::{EvalMetrics, Metrics, MetricsWriter, Progress, RunTotals, breakdown};
+use ulysses::monitor::{
+    EvalMetrics, Metrics, MetricsWriter, Progress, RunTotals, breakdown, is_out_of_space,
+};
 
 /// Rank 0's metrics file, progress lines and totals.
 pub(super) struct Reporter<'a> {
@@ -25,6 +28,8 @@ pub(super) struct Reporter<'a> {
     /// Of all ranks together, where it is known.
     peak_flops: Option<f64>,
     step_flops: StepFlops,
+    /// What could not be written, where the disk has no room; it waits in memory.
+    waiting: Option<anyhow::Error>,
     pub(super) reported: Reported,
 }
 
@@ -60,6 +65,7 @@ impl<'a> Reporter<'a> {
             monitors,
             peak_flops,
             step_flops: StepFlops::default(),
+            waiting: None,
             reported,
         })
     }
@@ -86,8 +92,8 @@ impl<'a> Reporter<'a> {
             self.progress.print(&breakdown(&metrics));
         }
         self.profile(&metrics, times, seq_len)?;
-        self.monitors.record(&metrics)?;
-        self.write(&metrics)
+        let recorded = self.monitors.record(&metrics);
+        self.write(&metrics, recorded)
     }
 
     /// Tells of the step that `flops_profiler` names.
@@ -105,13 +111,58 @@ impl<'a> Reporter<'a> {
 
     pub(super) fn record_evaluation(&mut self, metrics: &EvalMetrics) -> anyhow::Result<()> {
         self.progress.report_evaluation(metrics);
-        self.monitors.record_evaluation(metrics)?;
-        self.write(metrics)
+        let recorded = self.monitors.record_evaluation(metrics);
+        self.write(metrics, recorded)
     }
 
-    fn write(&mut self, metrics: &impl serde::Serialize) -> anyhow::Result<()> {
-        self.writer.write(metrics).with_context(|| format!("cannot write {}", self.path.display()))
+    fn write(&mut self, metrics: &impl serde::Serialize, others: anyhow::Result<()>) -> anyhow::Result<()> {
+        let written = self.writer.write(metrics);
+        let written = written.with_context(|| format!("cannot write {}", self.path.display()));
+        self.notice(others.and(written))
     }
+
+    /// Lets what finds no room wait, and says so once.
+    fn notice(&mut self, written: anyhow::Result<()>) -> anyhow::Result<()> {
+        match written {
+            Ok(()) if self.waiting.take().is_some() => note("there is room again: the metrics are complete"),
+            Ok(()) => {}
+            Err(error) if is_out_of_space_anywhere(&error) => {
+                if self.waiting.is_none() {
+                    note(format_args!("{}; the metrics wait in memory until there is room", causes(&error)));
+                }
+                self.waiting = Some(error);
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// After a step: metrics may go on waiting where a checkpoint that is being written takes the room, and gives it
+    /// back when it fails (`is_saving`), or where the config asks to train on.
+    ///
+    /// # Errors
+    /// What could not be written else.
+    pub(super) fn after_step(&mut self, is_saving: bool) -> anyhow::Result<()> {
+        let config = self.run.config.checkpoint.as_ref();
+        let goes_on = config.is_some_and(|config| config.on_error == OnSaveError::Continue);
+        if is_saving || goes_on { Ok(()) } else { self.complete() }
+    }
+
+    /// # Errors
+    /// What could not be written, once more.
+    pub(super) fn complete(&mut self) -> anyhow::Result<()> {
+        if self.waiting.is_some() {
+            let others = self.monitors.flush();
+            let written = self.writer.flush();
+            let written = written.with_context(|| format!("cannot write {}", self.path.display()));
+            self.notice(others.and(written))?;
+        }
+        self.waiting.take().map_or(Ok(()), Err)
+    }
+}
+
+fn is_out_of_space_anywhere(error: &anyhow::Error) -> bool {
+    error.chain().filter_map(|cause| cause.downcast_ref()).any(is_out_of_space)
 }
 
 /// Operations of a step on all ranks, where it can be planned: of rows of the length that was asked for last.

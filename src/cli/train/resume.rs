@@ -4,7 +4,9 @@ use super::feed::{Phase, phase_of_last};
 use crate::cli::{Failure, OrFail};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
-use ulysses::checkpoint::{Checkpoint, CheckpointError, MANIFEST, step_name, steps};
+use ulysses::checkpoint::{
+    Checkpoint, CheckpointError, MANIFEST, StepDirectory, pointed_to, step_directories, steps,
+};
 use ulysses::config::Config;
 
 /// What `--resume` asks for.
@@ -19,6 +21,7 @@ impl Resume {
     /// What the flag's value means, if it has one.
     pub(super) fn new(dir: Option<PathBuf>) -> Result<Self, Failure> {
         let Some(dir) = dir else { return Ok(Self::Newest(None)) };
+        let dir = pointed_to(&dir).unwrap_or(dir);
         if dir.join(MANIFEST).exists() {
             return Ok(Self::From(dir));
         }
@@ -46,7 +49,7 @@ impl Resume {
         };
         let Some(dir) = dir else { return Ok(None) };
         let mut checkpoints =
-            steps(dir)?.into_iter().map(|step| Checkpoint::open(&dir.join(step_name(step))));
+            step_directories(dir)?.into_iter().map(|found| Checkpoint::open(&dir.join(found.name)));
         // Those that are damaged will be passed over, and reported.
         Ok(checkpoints.find_map(Result::ok))
     }
@@ -71,8 +74,10 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
              another one"
         ));
     }
-    let Some(newest) = steps(Path::new(output)).or_usage()?.first().copied() else { return Ok(()) };
-    let newest_name = step_name(newest);
+    let directories = step_directories(Path::new(output)).or_usage()?;
+    let Some(StepDirectory { step: newest, name: newest_name }) = directories.into_iter().next() else {
+        return Ok(());
+    };
     match resume {
         None => refuse(format!(
             "{output} holds checkpoints of an earlier run, up to {newest_name}: --resume goes on from them, another \

@@ -83,9 +83,26 @@ fn a_schedule_of_lengths_ascends() {
 #[test]
 fn validation_has_data_of_its_own_or_a_share() {
     let validation = |members: &str| ulysses(&format!("\"validation\": {{{members}}}")).validation.unwrap();
-    let expected = ValidationConfig { data: HeldOut::Path("v".into()), interval: Some(4), batches: Some(2) };
+    let plain = ValidationConfig {
+        data: HeldOut::Fraction(0.25),
+        interval: None,
+        batches: None,
+        eval_on_start: false,
+        early_stopping_patience: None,
+        early_stopping_threshold: 0.0,
+    };
+    let data = HeldOut::Path("v".into());
+    let expected = ValidationConfig { data, interval: Some(4), batches: Some(2), ..plain.clone() };
     assert_eq!(validation(r#""data": "v", "eval_interval": 4, "eval_batches": 2"#), expected);
-    let expected = ValidationConfig { data: HeldOut::Fraction(0.25), interval: None, batches: None };
+    let stopping = r#""fraction": 0.25, "eval_on_start": true, "early_stopping_patience": 3, "early_stopping_threshold": 0.5"#;
+    let expected = ValidationConfig {
+        eval_on_start: true,
+        early_stopping_patience: Some(3),
+        early_stopping_threshold: 0.5,
+        ..plain.clone()
+    };
+    assert_eq!(validation(stopping), expected);
+    let expected = plain;
     assert_eq!(validation(r#""fraction": 0.25"#), expected);
     for members in ["", r#""data": "v", "fraction": 0.1"#] {
         let fault = fault(&format!("\"validation\": {{{members}}}"));

@@ -104,7 +104,8 @@ fn every_key_of_a_full_file_arrives() {
     assert_eq!(config.loss_normalization, LossNormalization::MicroBatch);
     assert_eq!(config.gradient_clipping, 0.5);
     let on_error = OnSaveError::Continue;
-    let checkpoint = CheckpointConfig { interval: Some(50), keep_last: Some(3), background: true, on_error };
+    let checkpoint =
+        CheckpointConfig { interval: Some(50), keep_last: 3, keep_best: true, background: true, on_error };
     assert_eq!(config.checkpoint, Some(checkpoint));
     let expected = OptimizerConfig::Adam {
         lr: 3e-4,
@@ -309,7 +310,8 @@ fn a_resolved_config_reads_back_as_itself() {
         r#""data": ["a", "b"], "epochs": 3, "packing": "concat", "validation": {"fraction": 0.1}"#,
         r#""data": "a", "text_field": "body", "end_of_document": 50256"#,
         r#""data": [{"path": "a", "weight": 0.5}, {"path": "b", "weight": 2}], "seq_len_schedule": [[5, 9], [7, 3]]"#,
-        r#""data": [{"path": "a", "weight": 1}], "validation": {"data": "v", "eval_interval": 4, "eval_batches": 2}"#,
+        r#""data": [{"path": "a", "weight": 1}], "validation": {"data": "v", "eval_interval": 4, "eval_batches": 2, "eval_on_start": true,
+            "early_stopping_patience": 3, "early_stopping_threshold": 0.25}"#,
     ] {
         configs.push(config_with(&format!("\"ulysses\": {{{ulysses}}}")));
     }
@@ -322,14 +324,15 @@ fn a_resolved_config_reads_back_as_itself() {
 }
 
 #[test]
-fn an_empty_checkpoint_section_saves_the_end_of_a_run_and_keeps_everything() {
+fn an_empty_checkpoint_section_saves_the_end_of_a_run_and_keeps_the_last_ten() {
+    let on_error = OnSaveError::Stop;
     let expected =
-        CheckpointConfig { interval: None, keep_last: None, background: false, on_error: OnSaveError::Stop };
+        CheckpointConfig { interval: None, keep_last: 10, keep_best: false, background: false, on_error };
     assert_eq!(config_with(r#""checkpoint": {}"#).checkpoint, Some(expected));
     assert_eq!(
-        message(r#"{"train_batch_size": 1, "checkpoint": {"keep_last": 0, "on_error": "retry"}}"#),
-        "c.json:1:53: `checkpoint.keep_last`: expected an integer ≥ 1 and < 2^64, found 0\n\
-         c.json:1:68: `checkpoint.on_error`: expected one of \"stop\", \"continue\", found the string \"retry\""
+        message(r#"{"train_batch_size": 1, "checkpoint": {"keep_last": -1, "on_error": "retry"}}"#),
+        "c.json:1:53: `checkpoint.keep_last`: expected an integer ≥ 0 and < 2^64, found -1\n\
+         c.json:1:69: `checkpoint.on_error`: expected one of \"stop\", \"continue\", found the string \"retry\""
     );
 }
 

@@ -25,7 +25,17 @@ const NOT_WRITTEN: &str = "it belongs to DeepSpeed's own checkpoint files, which
 
 pub(super) const CHECKPOINT: &[Key] = &[
     key("interval", COUNT, "Steps between two checkpoints; without it the last step only is saved."),
-    key("keep_last", COUNT, "Checkpoints to keep; without it all."),
+    key(
+        "keep_last",
+        INDEX,
+        "Checkpoints to keep: older ones are removed once a new one was saved and read back. 0 keeps all.",
+    )
+    .integer(10),
+    flag(
+        "keep_best",
+        "Saves each step whose evaluation loss is the lowest so far, and keeps the best of them beside the last ones; \
+         the file `best` names it. Needs `ulysses.validation`.",
+    ),
     flag("async", "Writes from a copy of the state while training goes on."),
     key("on_error", Value::Choice(&["stop", "continue"]), "What a save that fails does to the run.")
         .text("stop"),

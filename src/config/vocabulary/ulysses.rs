@@ -83,6 +83,19 @@ const VALIDATION: &[Key] = &[
     key("fraction", INSIDE_0_1, "Instead of `data`: the share of each source's documents that is held out."),
     key("eval_interval", COUNT, "Steps between two evaluations.").derived("the last step only"),
     key("eval_batches", COUNT, "Batches of `train_batch_size` rows that are evaluated.").derived("all rows"),
+    flag("eval_on_start", "Evaluates before the first step too."),
+    key(
+        "early_stopping_patience",
+        COUNT,
+        "Ends the run after so many evaluations in a row without improvement of the loss.",
+    )
+    .derived("never"),
+    key(
+        "early_stopping_threshold",
+        NOT_NEGATIVE,
+        "What an improvement on the lowest loss must exceed to count for `early_stopping_patience`, in nats per token.",
+    )
+    .number(0.0),
 ];
 const COMM: &[Key] = &[
     key(
