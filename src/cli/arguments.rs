@@ -41,7 +41,15 @@ fn parse_by<W: Into<OsString> + Clone>(
     words: impl IntoIterator<Item = W>,
 ) -> Result<Cli, Error> {
     let matches = command.try_get_matches_from(words);
-    matches.and_then(|matches| Cli::from_arg_matches(&matches)).map_err(in_plain_words)
+    matches.and_then(|matches| Cli::from_arg_matches(&matches)).map_err(in_plain_words).and_then(settled)
+}
+
+/// What needs more than one argument to be understood.
+fn settled(mut cli: Cli) -> Result<Cli, Error> {
+    if let super::Command::Train(args) = &mut cli.command {
+        args.settle().map_err(|message| Error::raw(ErrorKind::MissingRequiredArgument, message))?;
+    }
+    Ok(cli)
 }
 
 /// The command line that is taken.

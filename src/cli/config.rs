@@ -1,8 +1,12 @@
 //! `ulysses config`.
 
+use super::config_flags::ConfigFlags;
 use super::{Failure, OrFail, note, print, training_shape};
 use std::path::{Path, PathBuf};
-use ulysses::config::{Config, Overrides, RawConfig, Severity, explain, json_schema, reference_markdown};
+use ulysses::config::{
+    Config, OpenValue, Overrides, PartlyResolved, RawConfig, Severity, explain, json_schema,
+    reference_markdown,
+};
 
 #[derive(clap::Subcommand)]
 pub(super) enum ConfigCommand {
@@ -11,17 +15,19 @@ pub(super) enum ConfigCommand {
         /// The path of the key, as in `zero_optimization.stage`, or its last name.
         key: String,
     },
-    /// Print a file complete: with defaults, batch sizes and what every "auto" became. Notes go to
-    /// standard error.
+    /// Print a file complete: with defaults, batch sizes and what every "auto" became. Notes, and which values wait for
+    /// a flag, go to standard error.
     Resolve {
         /// DeepSpeed-style JSON config.
         config: PathBuf,
-        /// Ranks: `DPxSP` or `dp=2,sp=2`. Must not contradict the config.
+        /// Ranks: `DPxSP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Must not contradict the config.
         #[arg(long, allow_hyphen_values = true)]
         mesh: Option<String>,
         /// Optimizer steps, to which a schedule may be left to decay.
         #[arg(long)]
         steps: Option<u64>,
+        #[command(flatten)]
+        flags: ConfigFlags,
     },
     /// Print the reference of all keys in Markdown.
     Reference,
@@ -32,15 +38,18 @@ pub(super) enum ConfigCommand {
 pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
     match command {
         ConfigCommand::Explain { key } => print(explain(&key).or_usage()?),
-        ConfigCommand::Resolve { config, mesh, steps } => {
-            let raw = RawConfig::from_file(config).or_usage()?;
+        ConfigCommand::Resolve { config, mesh, steps, flags } => {
+            let raw = RawConfig::from_file_with(config, &flags.settings()).or_usage()?;
             let shape = mesh.as_deref().map(training_shape).transpose()?;
             let mesh = shape.map(|shape| (shape.dp, shape.sp));
             let shard_size = shape.and_then(|shape| shape.shard_size);
-            let config =
-                raw.resolve(&Overrides { mesh, shard_size, steps, ..Overrides::default() }).or_usage()?;
+            let overrides = Overrides { mesh, shard_size, steps, ..Overrides::default() };
+            let PartlyResolved { config, written, open } = raw.resolve_partly(&overrides).or_usage()?;
             print_notes(&config);
-            print_json(&serde_json::to_value(&config).or_run()?)
+            for OpenValue { key, waits_for } in open {
+                note(format_args!("open: `{key}` waits for {waits_for}"));
+            }
+            print_json(&written)
         }
         ConfigCommand::Reference => print(reference_markdown()),
         ConfigCommand::Schema => print_json(&json_schema()),

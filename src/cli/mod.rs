@@ -6,6 +6,7 @@ mod arguments;
 mod bench;
 mod checkpoint;
 mod config;
+mod config_flags;
 mod data;
 mod device;
 mod doctor;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-/// A place in a config file; both numbers start at 1, columns count characters.
+/// A place in a config file; both numbers start at 1, columns count characters. See also [`Position::FLAG`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Position {
     /// The line.
@@ -12,8 +12,16 @@ pub struct Position {
     pub column: usize,
 }
 
+impl Position {
+    /// Of what a flag such as `--set` gives instead of the file.
+    pub const FLAG: Self = Self { line: 0, column: 0 };
+}
+
 impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if *self == Self::FLAG {
+            return f.write_str("on the command line");
+        }
         write!(f, "line {}, column {}", self.line, self.column)
     }
 }
@@ -62,6 +70,26 @@ impl Excerpt {
         let shown: String = shown.map(|char| if char.is_control() { ' ' } else { char }).collect();
         let width = on_line(&text[start..end.max(start)], MAX_CHARS - indent).max(1);
         Self { line, text: shown.trim_end().to_owned(), indent, width }
+    }
+}
+
+impl Excerpt {
+    /// A flag, which stands for itself.
+    pub(super) fn of_flag(flag: &str) -> Self {
+        Self { line: Position::FLAG.line, text: flag.to_owned(), indent: 0, width: 0 }
+    }
+
+    /// What comes before a fault of this excerpt: `file:line:column`, or the flag.
+    pub(super) fn place(&self, file: &str, position: Position) -> String {
+        match position {
+            Position::FLAG => self.text.clone(),
+            Position { line, column } => format!("{file}:{line}:{column}"),
+        }
+    }
+
+    /// What comes below it: the line, but not the flag once more.
+    pub(super) fn below(&self) -> String {
+        if self.line == Position::FLAG.line { String::new() } else { format!("\n{self}") }
     }
 }
 

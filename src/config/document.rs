@@ -64,7 +64,7 @@ fn too_large(file: &str) -> ConfigError {
 }
 
 /// Parses `text`, whose root has to be an object.
-fn parse(text: &str) -> Result<Object<'_>, Box<Diagnostic>> {
+pub(super) fn parse(text: &str) -> Result<Object<'_>, Box<Diagnostic>> {
     check_depth(text)?;
     let parsed = jsonc_parser::parse_to_ast(text, &CollectOptions::default(), &STRICT)
         .map_err(|error| syntax(text, error.range().start, error.kind().to_string()))?;

@@ -94,6 +94,14 @@ pub enum ConfigError {
         /// What its value follows from.
         source_of_value: &'static str,
     },
+    /// The value of a `--set` cannot be read.
+    #[error("{flag}: {reason}")]
+    InvalidSetting {
+        /// The flag with its value.
+        flag: String,
+        /// What is wrong.
+        reason: String,
+    },
     /// A command-line flag is out of range.
     #[error("--{flag}: expected {expected}, found {found}")]
     InvalidFlag {
@@ -125,8 +133,9 @@ impl fmt::Display for DiagnosticList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, diagnostic) in self.diagnostics.iter().enumerate() {
             let separator = if index == 0 { "" } else { "\n" };
-            let (line, column) = (diagnostic.position.line, diagnostic.position.column);
-            write!(f, "{separator}{}:{line}:{column}: {diagnostic}\n{}", self.file, diagnostic.excerpt)?;
+            let (place, below) =
+                (diagnostic.excerpt.place(self.file, diagnostic.position), diagnostic.excerpt.below());
+            write!(f, "{separator}{place}: {diagnostic}{below}")?;
         }
         if self.omitted > 0 {
             write!(f, "\n{}: {} more faults", self.file, self.omitted)?;
@@ -137,11 +146,11 @@ impl fmt::Display for DiagnosticList<'_> {
 
 fn file_and_place(file: &str, place: &Option<Box<(Position, Excerpt)>>) -> String {
     match place.as_deref() {
-        Some((Position { line, column }, _)) => format!("{file}:{line}:{column}: "),
+        Some((position, excerpt)) => format!("{}: ", excerpt.place(file, *position)),
         None => format!("{file}: "),
     }
 }
 
 fn below(place: &Option<Box<(Position, Excerpt)>>) -> String {
-    place.as_deref().map(|(_, excerpt)| format!("\n{excerpt}")).unwrap_or_default()
+    place.as_deref().map(|(_, excerpt)| excerpt.below()).unwrap_or_default()
 }

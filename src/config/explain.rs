@@ -1,6 +1,8 @@
 //! `ulysses config explain KEY`.
 
-use super::vocabulary::{Auto, Default, Effect, Entry, Harmless, Key, Literal, Value, entries, nearest};
+use super::vocabulary::{
+    Auto, Default, Effect, Entry, Harmless, Key, Literal, Synonym, Value, entries, nearest, synonym_of,
+};
 use std::fmt::{self, Write};
 
 /// No key has this name.
@@ -20,8 +22,8 @@ fn suggestion(suggestions: &[String]) -> String {
     }
 }
 
-/// Says what a key does, in a few lines of plain text: by its path, or by its last name where
-/// several sections have it.
+/// Says what a key does, in a few lines of plain text: by its path, by its last name where several sections have it, or
+/// by the name that Hugging Face's Trainer has for it.
 ///
 /// # Errors
 /// When no key has this name.
@@ -31,10 +33,33 @@ pub fn explain(key: &str) -> Result<String, UnknownKey> {
     if found.is_empty() {
         found = entries.iter().filter(|entry| entry.key.name == key).collect();
     }
+    if found.is_empty()
+        && let Some(text) = synonym(key, &entries).or_else(|| refused_name(key, &entries))
+    {
+        return Ok(text);
+    }
     if found.is_empty() {
         return Err(UnknownKey { key: key.to_owned(), suggestions: suggestions(key, &entries) });
     }
     Ok(found.into_iter().map(explanation).collect::<Vec<_>>().join("\n"))
+}
+
+/// What another program's name for a key is here.
+fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
+    let Synonym { name, key, remark } = synonym_of(name.rsplit('.').next()?)?;
+    let remark = if remark.is_empty() { String::new() } else { format!(", {remark}") };
+    let explanations = entries.iter().filter(|entry| entry.path == *key).map(explanation);
+    let explanations = explanations.collect::<Vec<_>>().join("\n");
+    Some(format!("`{name}` is called `{key}` here{remark}\n\n{explanations}"))
+}
+
+/// What to write in place of the name of an optimizer or a scheduler that is not one here.
+fn refused_name(name: &str, entries: &[Entry]) -> Option<String> {
+    entries.iter().find_map(|entry| {
+        let Value::Variant { refused, .. } = entry.key.value else { return None };
+        let refused = refused.iter().find(|refused| refused.name.eq_ignore_ascii_case(name))?;
+        Some(format!("`{}` \"{}\": {}\n", entry.path, refused.name, refused.reason))
+    })
 }
 
 fn suggestions(key: &str, entries: &[Entry]) -> Vec<String> {

@@ -9,8 +9,8 @@
 //!    file, line, column, excerpt, key path and what would be valid;
 //! 4. `reader` gives typed access to what has been checked. [`RawConfig`] is what one file says,
 //!    faultless but not yet complete;
-//! 5. [`RawConfig::resolve`] adds the command line ([`Overrides`]), settles the
-//!    mesh and the batch arithmetic, and gives a [`Config`] without open questions;
+//! 5. [`Settings`] change what a file says before it is checked, and [`RawConfig::resolve`] adds the rest of the
+//!    command line ([`Overrides`]), settles the mesh and the batch arithmetic, and gives a [`Config`] without open questions;
 //! 6. [`LrSchedule`] turns its scheduler section into a learning rate per step.
 //!
 //! [`MachineProfile`] is a file of its own that goes through the same reader.
@@ -48,6 +48,7 @@ mod mesh_rules;
 mod mesh_shape;
 mod monitoring;
 mod note;
+mod open;
 mod optimizer;
 mod parameter_groups;
 mod precision;
@@ -58,6 +59,7 @@ mod report;
 mod resolved;
 mod schedule;
 mod schema;
+mod settings;
 mod vocabulary;
 mod written;
 mod zero_note;
@@ -78,6 +80,7 @@ pub use mesh_rules::{MeshRule, sizes_of};
 pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};
 pub use monitoring::{CommsLoggerConfig, EventFilesConfig, FlopsProfilerConfig, MonitoringConfig};
 pub use note::{Note, Severity};
+pub use open::{OpenValue, PartlyResolved};
 pub use optimizer::OptimizerConfig;
 pub use parameter_groups::{GroupRate, NamePattern, ParameterGroup};
 pub use precision::{DynamicLossScale, LossScale, Precision};
@@ -88,5 +91,6 @@ pub use schedule::{
     LrRangeTest, LrSchedule, OneCycle, SchedulerConfig, WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
 pub use schema::json_schema;
+pub use settings::{Setting, Settings};
 pub use vocabulary::DEEPSPEED_VERSION;
 pub use zero_stage::ZeroStage;

@@ -17,7 +17,7 @@ pub enum OptimizerConfig {
         /// Added to the root of the second moment; default 1e-8. Above 0, so that the
         /// zero gradients of padding do not become NaN.
         eps: f64,
-        /// Default 0 for `Adam` (DeepSpeed's), 0.01 for `AdamW` (PyTorch's).
+        /// Default 0, as in DeepSpeed for `AdamW` too (PyTorch's AdamW has 0.01).
         weight_decay: f64,
         /// Decays the weights themselves (AdamW) rather than the gradients (L2); default
         /// true, as in DeepSpeed, even for the type `Adam`.
@@ -42,7 +42,7 @@ pub enum OptimizerConfig {
         /// Learning rate; default 1e-3. A scheduler may replace it.
         lr: f64,
         /// Weight of the momentum in the direction of a step, and its decay rate; default
-        /// `[0.9, 0.99]`.
+        /// `[0.9, 0.999]`, as in DeepSpeed (the paper has `[0.9, 0.99]`).
         betas: [f64; 2],
         /// Decay of the weights themselves; default 0.
         weight_decay: f64,
@@ -71,7 +71,8 @@ pub enum OptimizerConfig {
         eps: f64,
         /// Part of the direction, and so of its norm; default 0.
         weight_decay: f64,
-        /// Divides the moments by `1 − betaᵗ`; default true.
+        /// Multiplies the step by `√(1 − beta₂ᵗ) / (1 − beta₁ᵗ)`, as DeepSpeed does: the trust ratio is that of
+        /// the moments without correction; default true.
         bias_correction: bool,
         /// Lower bound of the trust ratio ‖parameter‖ / ‖direction‖; default 0.01.
         min_coeff: f64,
@@ -105,7 +106,7 @@ impl Default for OptimizerConfig {
             lr: 1e-3,
             betas: [0.9, 0.999],
             eps: 1e-8,
-            weight_decay: 0.01,
+            weight_decay: 0.0,
             adam_w_mode: true,
             bias_correction: true,
         }
@@ -150,7 +151,9 @@ impl OptimizerConfig {
     /// Reads the section; an absent one is AdamW with its defaults.
     pub(super) fn read(section: &Section<'_>) -> Self {
         if !section.is_present() {
-            section.warn("no `optimizer` is given: AdamW with its defaults, lr 0.001".to_owned());
+            section.warn(
+                "no `optimizer` is given: AdamW with its defaults, lr 0.001 and no weight decay".to_owned(),
+            );
             return Self::default();
         }
         let params = section.section("params");

@@ -17,6 +17,7 @@ use super::reader::Section;
 use super::report::{Remarks, Report};
 use super::resolved::{Backend, LossNormalization};
 use super::schedule::SchedulerConfig;
+use super::settings::Settings;
 use super::vocabulary::ROOT;
 use super::zero_stage::ZeroStage;
 use std::path::Path;
@@ -95,8 +96,17 @@ impl RawConfig {
     /// # Errors
     /// When the file cannot be read, is too large, or has faults.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
+        Self::from_file_with(path, &Settings::default())
+    }
+
+    /// The same, changed by what the command line sets.
+    ///
+    /// # Errors
+    /// The same, and where a setting is no valid one.
+    pub fn from_file_with(path: impl AsRef<Path>, settings: &Settings) -> Result<Self, ConfigError> {
         let path = path.as_ref();
-        Self::from_json_str(&document::read("config file", path)?, &path.display().to_string())
+        let text = document::read("config file", path)?;
+        Self::from_json_str_with(&text, &path.display().to_string(), settings)
     }
 
     /// Checks the text of a config file; `file` is what error messages call it.
@@ -104,11 +114,25 @@ impl RawConfig {
     /// # Errors
     /// When the text is too large or has faults; all of them are in the one error.
     pub fn from_json_str(text: &str, file: &str) -> Result<Self, ConfigError> {
-        let root = document::parse_file(text, file)?;
-        let report = Report::new(text, ROOT);
+        Self::from_json_str_with(text, file, &Settings::default())
+    }
+
+    /// The same, changed by what the command line sets.
+    ///
+    /// # Errors
+    /// The same, and where a setting is no valid one.
+    pub fn from_json_str_with(text: &str, file: &str, settings: &Settings) -> Result<Self, ConfigError> {
+        let documents = settings.documents(text.len());
+        let mut root = document::parse_file(text, file)?;
+        settings.apply(&documents, &mut root)?;
+        let flags = documents.iter().map(|document| (document.start, document.flag.clone()));
+        let report = Report::new(text, ROOT).with_flags(flags.collect());
         check(&report, &root, ROOT);
         let config = Self::read(&Section::root(&report, &root, ROOT), file, &report);
         let remarks = report.finish(file)?;
+        if let (Some(lr), Some(scheduler)) = (settings.lr, &config.scheduler) {
+            scheduler.check_lr(lr)?;
+        }
         Ok(Self { remarks, ..config })
     }
 

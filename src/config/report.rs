@@ -4,7 +4,7 @@ use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
 use super::document::{abbreviated, position_at};
 use super::error::ConfigError;
 use super::note::Note;
-use super::vocabulary::{Effect, Key, entries_of, join, nearest};
+use super::vocabulary::{Effect, Key, entries_of, join, nearest, synonym_of};
 use jsonc_parser::common::Range;
 use std::cell::RefCell;
 
@@ -16,6 +16,8 @@ pub(super) struct Report<'t> {
     text: &'t str,
     /// The keys at the top of the file.
     root: &'static [Key],
+    /// Flags that give values, by the offsets from which on these lie: behind the text.
+    flags: Vec<(usize, String)>,
     state: RefCell<State>,
 }
 
@@ -42,7 +44,16 @@ pub(super) struct Auto {
 
 impl<'t> Report<'t> {
     pub(super) fn new(text: &'t str, root: &'static [Key]) -> Self {
-        Self { text, root, state: RefCell::default() }
+        Self { text, root, flags: Vec::new(), state: RefCell::default() }
+    }
+
+    /// The same of a file with values that flags give, by the offsets from which on these lie.
+    pub(super) fn with_flags(self, flags: Vec<(usize, String)>) -> Self {
+        Self { flags, ..self }
+    }
+
+    fn flag_at(&self, offset: usize) -> Option<&str> {
+        self.flags.iter().rev().find(|(start, _)| *start <= offset).map(|(_, flag)| flag.as_str())
     }
 
     /// The remarks, or the faults in the order of the file, if there are any.
@@ -56,12 +67,18 @@ impl<'t> Report<'t> {
     }
 
     pub(super) fn position(&self, offset: usize) -> Position {
-        position_at(self.text, offset)
+        match self.flag_at(offset) {
+            Some(_) => Position::FLAG,
+            None => position_at(self.text, offset),
+        }
     }
 
     /// Where a range begins, with the line around it.
     pub(super) fn place(&self, range: Range) -> (Position, Excerpt) {
         let position = self.position(range.start);
+        if let Some(flag) = self.flag_at(range.start) {
+            return (position, Excerpt::of_flag(flag));
+        }
         (position, Excerpt::new(self.text, position.line, range.start..range.end))
     }
 
@@ -82,8 +99,9 @@ impl<'t> Report<'t> {
         self.add(range, path, || {
             // `steps` at the top is `ulysses.steps` rather than a part of `steps_per_print`.
             let known = || keys.iter().map(|key| key.name);
-            let suggestion =
-                home_of(name, self.root).or_else(|| nearest(name, known()).map(|known| join(section, known)));
+            let suggestion = called_here(name, self.root)
+                .or_else(|| home_of(name, self.root))
+                .or_else(|| nearest(name, known()).map(|known| join(section, known)));
             Problem::UnknownKey { suggestion, known: known().collect() }
         });
     }
@@ -111,6 +129,12 @@ impl<'t> Report<'t> {
     pub(super) fn add_auto(&self, auto: Auto) {
         self.state.borrow_mut().remarks.autos.push(auto);
     }
+}
+
+/// The key of the file that other programs call `name`.
+fn called_here(name: &str, root: &'static [Key]) -> Option<String> {
+    let key = synonym_of(name)?.key;
+    entries_of(root).into_iter().map(|entry| entry.path).find(|path| path == key)
 }
 
 /// The only place in the file where a key called `name` does something.

@@ -66,13 +66,17 @@ fn params_of((config, step): (OptimizerConfig, Step)) -> LambParams {
         unreachable!("only LAMB is updated by tensors")
     };
     let Step { number, lr, grad_scale } = step;
+    // DeepSpeed's FusedLamb corrects the length of the step instead of the moments: the trust ratio, and what decays,
+    // are those of the moments as they are.
+    let t = number as f64;
+    let correction = if bias_correction { (1.0 - beta2.powf(t)).sqrt() / (1.0 - beta1.powf(t)) } else { 1.0 };
     LambParams {
-        lr,
+        lr: lr * correction,
         beta1,
         beta2,
         eps,
         weight_decay,
-        bias_correction,
+        bias_correction: false,
         min_coeff,
         max_coeff,
         step: number,

@@ -106,14 +106,16 @@ fn products_attention_and_steps_stand_beside_a_square_product() {
     }
     let training = ["train", "--model", "nano", "--seq-len", "64"];
     assert_eq!(keys(&report(&place, &training), "ratios"), ["train_step / square_gemm"]);
-    let on_mesh = ["--mesh", "2x2", "--zero-stage", "3"];
+    let set = ["--set", "gradient_accumulation_steps=2", "--set", "zero_optimization.stage=1"];
+    let on_mesh = [&["--mesh", "2x2", "--zero-stage", "3"], &set[..]].concat();
     let outcome = place.run(&[&["bench"], &training[..], &on_mesh, &["--against-single", "--json"]].concat());
     let train: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
     assert_eq!(keys(&train, "ratios"), ["train_step / square_gemm", "train_step / single_rank_step"]);
+    assert_eq!(train["settings"]["zero_stage"], 3, "flags come after --set: {train:#}");
     for step in ["train_step", "single_rank_step"] {
         let figure = &train["figures"][step];
         let tokens = figure["tokens_per_second"].as_f64().unwrap() * figure["ms"].as_f64().unwrap() * 1e-3;
-        assert!((tokens - 2.0 * 64.0).abs() < 1e-6, "two rows of 64 tokens: {figure}");
+        assert!((tokens - 4.0 * 64.0).abs() < 1e-6, "four rows of 64 tokens: {figure}");
     }
 }
 
@@ -128,13 +130,14 @@ fn the_table_has_the_figures_and_their_baseline() {
 #[test]
 fn what_cannot_be_measured_is_refused() {
     let place = Workplace::new();
-    let cases: [(&[&str], &str); 10] = [
+    let cases: [(&[&str], &str); 11] = [
         (&["all-to-all", "--ranks", "17"], "--ranks"),
         (&["all-to-all", "--ranks", "0"], "1..=16"),
         (&["collectives", "--ranks", "1"], "2..=64"),
         (&["gemm", "--model", "huge"], "nano, tiny"),
         (&["gemm", "--tokens", "16777216"], "of memory, but the tensors to measure with take"),
         (&["train", "--mesh", "1x99"], "99"),
+        (&["train", "--set", "sede=1"], "--set sede=1: unknown key `sede`, did you mean `seed`?"),
         (&["checkpoint", "--output", "nowhere"], "--output: cannot create nowhere/"),
         (&["attention", "--repeats", "0"], "--repeats"),
         (&["max-seq-len", "c.json", "--gib-per-rank", "0"], "a number of GiB, such as 2 or 0.5"),
@@ -181,11 +184,13 @@ fn a_step_that_fails_for_another_reason_is_no_answer_about_memory() {
     let place = Workplace::new();
     place.write(
         "c.json",
-        r#"{ "train_batch_size": 1, "ulysses": { "offload_path": "nowhere",
-        "activation_checkpointing": true }, "activation_checkpointing": { "cpu_checkpointing": true } }"#,
+        r#"{ "train_batch_size": 1, "ulysses": { "activation_checkpointing": true },
+        "activation_checkpointing": { "cpu_checkpointing": true } }"#,
     );
     let search = ["bench", "max-seq-len", "c.json", "--from", "64", "--resolution", "64"];
-    place.run(&search).assert_refused(2, &["a step on 64 tokens failed", "nowhere"]);
+    // What is set is what the steps train by.
+    let outcome = place.run(&[&search[..], &["--set", "ulysses.offload_path=nowhere"]].concat());
+    outcome.assert_refused(2, &["a step on 64 tokens failed", "nowhere"]);
     place.write("c.json", r#"{ "train_batch_size": 1 }"#);
     let outcome = place.run(&[&search[..], &["--model", "base", "--gib-per-rank", "0.0625"]].concat());
     outcome.assert_refused(1, &["0.0625 GiB per rank are too little for rows of 64 tokens"]);

@@ -26,7 +26,48 @@ fn resolve_completes_a_file_and_says_what_auto_became() {
     }
     place.write("resolved.json", &outcome.stdout);
     place.run(&["config", "resolve", "resolved.json"]).assert_done();
-    place.run(&["config", "resolve", "c.json"]).assert_refused(2, &["total_num_steps", "--steps"]);
+}
+
+#[test]
+fn resolve_resolves_what_it_can_and_says_what_waits_for_a_flag() {
+    let place = Workplace::new();
+    place.write(
+        "c.json",
+        r#"{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}"#,
+    );
+    let outcome = place.run(&["config", "resolve", "c.json", "--set", "seed=5", "--zero-stage", "2"]);
+    let resolved: serde_json::Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
+    assert_eq!(resolved["scheduler"]["params"]["total_num_steps"], json!("auto"));
+    assert_eq!((&resolved["seed"], &resolved["zero_optimization"]["stage"]), (&json!(5), &json!(2)));
+    for waiting in [
+        "open: `scheduler.params.total_num_steps` waits for --steps, or `ulysses.steps`",
+        "open: `data_parallel_size` waits for --mesh: the batch sizes need dp 2, such as 2x1",
+        "open: `ulysses.model` waits for --model",
+    ] {
+        assert!(outcome.stderr.contains(waiting), "{}", outcome.stderr);
+    }
+    let outcome = place.run(&["config", "resolve", "c.json", "--mesh", "2x1", "--steps", "9"]);
+    assert!(!outcome.assert_done().stderr.contains("`data_parallel_size` waits"), "{outcome:?}");
+    place
+        .run(&["config", "resolve", "c.json", "--mesh", "3x1"])
+        .assert_refused(2, &["`train_batch_size` is 8"]);
+}
+
+#[test]
+fn what_a_set_gets_wrong_is_told_like_a_fault_of_the_file() {
+    let place = Workplace::new();
+    place.write_config("c.json", json!({}));
+    for command in [&["train", "c.json"][..], &["plan", "c.json"], &["config", "resolve", "c.json"]] {
+        let run = |flags: &[&str]| place.run(&[command, flags].concat());
+        run(&["--set", "zero_optimization.stge=3"]).assert_refused(
+            2,
+            &["--set zero_optimization.stge=3: unknown key", "`zero_optimization.stage`?"],
+        );
+        run(&["--set", "seed"]).assert_refused(2, &["'seed' for '--set ", "KEY=VALUE"]);
+        run(&["--zero-stage", "4"]).assert_refused(2, &["--zero-stage", "4"]);
+        run(&["--batch-size", "0"]).assert_refused(2, &["--batch-size 0: `train_batch_size`: expected"]);
+    }
 }
 
 #[test]
@@ -54,4 +95,8 @@ fn explain_shows_a_key_and_knows_what_was_meant() {
     place
         .run(&["config", "explain", "overlap_com"])
         .assert_refused(2, &["did you mean `zero_optimization.overlap_comm`?"]);
+    let outcome = place.run(&["config", "explain", "learning_rate"]);
+    assert!(
+        outcome.assert_done().stdout.starts_with("`learning_rate` is called `optimizer.params.lr` here\n")
+    );
 }

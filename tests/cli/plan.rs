@@ -97,6 +97,18 @@ fn a_plan_counts_parameters_in_millions_and_says_that_one_partition_partitions_n
 }
 
 #[test]
+fn what_flags_set_is_planned() {
+    let place = workplace(json!({}));
+    let arguments = ["config.json", "--model", "small", "--mesh", "2x1"];
+    let flags = ["--set", "bf16.enabled=true", "--zero-stage", "3", "--batch-size", "8", "--lr", "0.1"];
+    let plan = plan(&place, &[&arguments[..], &flags].concat());
+    assert_eq!((&plan["dtype"], &plan["zero_stage"]), (&json!("bf16"), &json!(3)));
+    assert_eq!(plan["micro_batch_size"], 4);
+    let scaling = place.run(&["plan", "--scaling", "--set", "seed=1"]);
+    scaling.assert_refused(2, &["--scaling", "--set"]);
+}
+
+#[test]
 fn the_longest_sequence_fits_and_one_token_more_does_not() {
     let place = workplace(json!({}));
     let of = |seq_len: &str| {

@@ -134,7 +134,7 @@ fn verify_refuses_tolerances_stages_and_places_that_are_none() {
 #[test]
 fn what_there_is_not_is_refused() {
     train(&["--resume=nowhere"])
-        .assert_refused(2, &["--resume=nowhere: neither a checkpoint nor an output directory"]);
+        .assert_refused(2, &["--resume nowhere: neither a checkpoint nor an output directory"]);
     train(&["--backend", "mpi"]).assert_refused(2, &["--backend", "mpi", "thread"]);
     #[cfg(not(feature = "nccl"))]
     train(&["--backend", "nccl"])

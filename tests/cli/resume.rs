@@ -141,21 +141,91 @@ fn runs_are_not_mixed() {
     train(&["--resume", "--seed", "9"])
         .assert_refused(2, &["(--seed) was 1234 when it was saved and is 9 in this run", "export"]);
     train(&["--resume", "--seq-len", "32"])
-        .assert_refused(2, &["(--seq-len) was 64 when it was saved and is 32 in this run"]);
+        .assert_refused(2, &["(--seq-len) was 64 when it was saved and is 32 in this run", "--reset-data"]);
+    let outcome = train(&["--resume", "--seq-len", "32"]);
+    let cause = "error: out/step_00000007: `ulysses.seq_len` (--seq-len) was 64";
+    assert!(outcome.stderr.lines().any(|line| line.starts_with(cause)), "the cause comes first: {outcome:?}");
     assert!(!place.path("out/config.1.json").exists(), "a refused run writes nothing");
     train(&["--resume=nowhere"])
-        .assert_refused(2, &["--resume=nowhere: neither a checkpoint nor an output directory"]);
+        .assert_refused(2, &["--resume nowhere: neither a checkpoint nor an output directory"]);
     let small = json!({ "optimizer": { "type": "SGD", "params": { "lr": 0.1 } } });
     write_config(&place, "c.json", small);
     let expected =
         ["`optimizer` keeps was parameters, exp_avg, exp_avg_sq when it was saved", "is parameters in"];
-    train(&["--resume"]).assert_refused(2, &expected);
+    let outcome = train(&["--resume"]);
+    outcome.assert_refused(2, &expected);
+    assert!(
+        outcome.stderr.contains("error: out/step_00000007: `optimizer`"),
+        "the cause comes first: {outcome:?}"
+    );
     write_config(&place, "c.json", json!({ "ulysses": { "model": "nano", "data": "text.txt" } }));
     let arguments = ["--resume", "--steps", "9", "--seq-len", "64"];
     train(&arguments).assert_refused(2, &["--resume looks into the output directory"]);
     write_config(&place, "c.json", json!({}));
     let outcome = train(&["--resume", "--steps", "7"]);
     assert!(outcome.assert_done().stdout.contains("nothing to do: step 7 of 7 is done"), "{outcome:?}");
+}
+
+#[test]
+fn the_directory_to_resume_from_may_stand_behind_a_space_and_the_config_behind_a_bare_resume() {
+    let place = workplace();
+    place.run(&["train", "c.json", "--steps", "5"]).assert_done();
+    let resumed = |arguments: &[&str]| {
+        let outcome = place.run(&[&["train", "--steps", "6", "--output", "other"], arguments].concat());
+        assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
+        fs::remove_dir_all(place.path("other")).unwrap();
+    };
+    resumed(&["c.json", "--resume", "out"]);
+    resumed(&["c.json", "--resume", "out/step_00000005"]);
+    resumed(&["--resume", "out", "c.json"]);
+    resumed(&["--resume=out", "c.json"]);
+    let bare = |arguments: &[&str]| {
+        let outcome = place.run(&[&["train"], arguments].concat());
+        assert!(outcome.assert_done().stderr.contains("resumed from out/step_"), "{outcome:?}");
+    };
+    bare(&["c.json", "--resume", "--steps", "6"]);
+    bare(&["--steps", "7", "--resume", "c.json"]);
+    place.run(&["train", "--resume", "out"]).assert_refused(
+        2,
+        &["--resume out: the config is missing: `ulysses train CONFIG.json --resume out`"],
+    );
+    place.run(&["train", "--resume"]).assert_refused(2, &["--resume: the config is missing"]);
+    place
+        .run(&["train", "--resume", "lost.json"])
+        .assert_refused(2, &["cannot read the config file lost.json"]);
+    place.run(&["train"]).assert_refused(2, &["CONFIG"]);
+}
+
+#[test]
+fn reset_data_goes_on_with_the_optimizer_at_the_beginning_of_other_data() {
+    let place = workplace();
+    let train = |arguments: &[&str]| train(&place, arguments);
+    train(&["--steps", "5"]).assert_done();
+    place.write("other.txt", "pack my box with five dozen liquor jugs. ".repeat(200));
+    let other = ["--data", "other.txt", "--seq-len", "32", "--steps", "10"];
+    let on_other = |arguments: &[&str]| train(&[&other, arguments].concat());
+    on_other(&["--reset-data"]).assert_refused(2, &["--resume"]);
+    on_other(&["--resume"]).assert_refused(2, &["--reset-data"]);
+    let outcome = on_other(&["--resume", "--reset-data"]);
+    let expected =
+        "--reset-data: `ulysses.seq_len` (--seq-len) was 64 and is 32: from the beginning of the data";
+    assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
+    // Step, schedule and optimizer go on: the metrics are those of one run, and so is the rate.
+    let metrics = place.metrics("out/metrics.jsonl");
+    assert_eq!(
+        metrics.iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(),
+        (1..=10).collect::<Vec<_>>()
+    );
+    let cursor = |step: &str| place.read_json(&format!("out/step_{step}/manifest.json"))["progress"].clone();
+    assert_eq!(cursor("00000010")["step"], 10);
+    assert_eq!(cursor("00000010")["data"]["samples_consumed"], 5 * 4, "the samples of the new data");
+    // A restart of the same command does not begin once more.
+    let outcome = on_other(&["--resume", "--reset-data", "--set", "ulysses.steps=12"]);
+    assert!(outcome.assert_done().stdout.contains("nothing to do"), "flags come after --set: {outcome:?}");
+    let arguments = ["--data", "other.txt", "--seq-len", "32", "--steps", "12", "--resume", "--reset-data"];
+    let outcome = train(&arguments);
+    assert!(!outcome.assert_done().stderr.contains("--reset-data:"), "{outcome:?}");
+    assert_eq!(cursor("00000012")["data"]["samples_consumed"], 7 * 4);
 }
 
 #[test]

@@ -205,6 +205,27 @@ fn flags_override_the_file() {
 }
 
 #[test]
+fn set_and_the_shortcuts_override_the_file_and_are_in_the_resolved_config() {
+    let place = Workplace::new();
+    let set =
+        ["--set", "gradient_clipping=0.5", "--set", "ulysses.packing=cut", "--set", "train_batch_size=2"];
+    let flags = ["--lr", "0.002", "--batch-size", "8", "--zero-stage", "1", "--output", "flags"];
+    place.write_config("c.json", json!({ "gradient_accumulation_steps": 2 }));
+    place.run(&[&["train", "c.json", "--mesh", "2x1"], &set[..], &flags].concat()).assert_done();
+    let right = json!({
+        "train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "mesh_param": [2, 1],
+        "optimizer": { "params": { "lr": 0.002 } }, "zero_optimization": { "stage": 1 },
+        "ulysses": { "packing": "cut", "output": "file" },
+    });
+    place.write_config("right.json", right);
+    place.run(&["train", "right.json"]).assert_done();
+    assert_eq!(place.losses("flags/metrics.jsonl"), place.losses("file/metrics.jsonl"));
+    let (mut flags, file) = (place.read_json("flags/config.json"), place.read_json("file/config.json"));
+    flags["ulysses"]["output"] = json!("file");
+    assert_eq!(flags, file);
+}
+
+#[test]
 fn metrics_and_config_of_earlier_runs_are_kept() {
     let place = Workplace::new();
     losses(&place, json!({}), &["--steps", "1"]);

@@ -37,7 +37,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let ([save, copy], bytes) = on_ranks(training.mesh.world_size(), &training.launch, measure)?;
     let copy = Figure::new("copy", copy, bytes as f64);
     let save = Figure::new("save", save, bytes as f64).against(&copy);
-    let mut settings = args.training.settings();
+    let mut settings = args.training.settings(&training);
     settings["bytes"] = json!(bytes);
     settings["output"] = json!(output);
     let method = "save: compare replicas, write, hash and fsync every file, publish; copy: copy and fsync the same files \

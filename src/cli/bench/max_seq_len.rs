@@ -5,6 +5,7 @@ mod memory;
 
 use super::report::{cores, processor};
 use super::{Failure, OrFail, dp_sp, print};
+use crate::cli::config_flags::SetFlags;
 use crate::cli::note;
 use crate::cli::settings::WritableMemory;
 use anyhow::{Context, Result, anyhow};
@@ -37,6 +38,8 @@ const METHOD: &str = "every length is one training step in a process of its own,
 pub(super) struct Args {
     /// DeepSpeed-style JSON config, with the features to try.
     config: PathBuf,
+    #[command(flatten)]
+    set: SetFlags,
     /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors; `small` if neither this nor
     /// the config says one.
     #[arg(long)]
@@ -77,7 +80,8 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     }
     let mesh = args.mesh.as_deref().map(dp_sp).transpose()?;
     let overrides = Overrides { mesh, model: args.model.clone(), ..Overrides::default() };
-    let config = RawConfig::from_file(&args.config).or_usage()?.resolve(&overrides).or_usage()?;
+    let raw = RawConfig::from_file_with(&args.config, &args.set.settings()).or_usage()?;
+    let config = raw.resolve(&overrides).or_usage()?;
     let limit_kib = (args.gib_per_rank * config.world_size() as f64 * f64::from(1 << 20)) as u64;
     let config = Config { model: config.model.or_else(|| Some("small".to_owned())), ..config };
     let model = config.require_model().or_usage()?.to_owned();
@@ -96,6 +100,9 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if search.args.by_feature {
         return by_feature(search, &config);
     }
+    if !search.args.set.is_empty() {
+        search.write(&config)?;
+    }
     let longest = search.longest(&config)?.map_err(|too_long| too_little(&search.args, too_long)).or_run()?;
     let planned = search.planned(&config, longest)?;
     if search.args.json {
@@ -113,9 +120,7 @@ fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
     let mut found = Vec::new();
     for (feature, config) in features::cumulative(config) {
         note(format_args!("{feature}:"));
-        search.config = search.directory.path().join("config.json");
-        let text = serde_json::to_string(&config).context("cannot write the config").or_run()?;
-        std::fs::write(&search.config, text).context("cannot write the config").or_run()?;
+        search.write(&config)?;
         search.attempts.clear();
         let longest = search.longest(&config)?.unwrap_or(0);
         let planned = search.planned(&config, longest)?;
@@ -194,6 +199,13 @@ struct Attempt {
 }
 
 impl Search {
+    /// Makes the steps train by a config that is not the given file.
+    fn write(&mut self, config: &Config) -> Result<(), Failure> {
+        self.config = self.directory.path().join("config.json");
+        let text = serde_json::to_string(config).context("cannot write the config").or_run()?;
+        std::fs::write(&self.config, text).context("cannot write the config").or_run()
+    }
+
     /// The longest length that fits, searched from `--from` or from near the longest that is planned. The shortest that
     /// was tried, where none fits.
     fn longest(&mut self, config: &Config) -> Result<Result<usize, usize>, Failure> {

@@ -103,6 +103,14 @@ impl DtypeArg {
         }
     }
 
+    fn of(dtype: DType) -> Self {
+        match dtype {
+            DType::BF16 => Self::Bf16,
+            DType::F16 => Self::Fp16,
+            _ => Self::F32,
+        }
+    }
+
     fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",

@@ -65,7 +65,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         figures.push(single);
     }
     figures.push(train);
-    let mut settings = args.training.settings();
+    let mut settings = args.training.settings(&on_mesh);
     settings["backend"] = json!(args.backend.name());
     settings["seq_len"] = json!(seq_len);
     settings["rows_per_step"] = json!(on_mesh.config.train_batch_size);

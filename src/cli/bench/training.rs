@@ -1,13 +1,14 @@
 //! An engine with something to train on, for the measurements that need one.
 
 use super::{DeviceArg, DtypeArg, Failure, OrFail, mesh, settings};
+use crate::cli::config_flags::SetFlags;
 use crate::cli::model::{self, ModelSource};
 use anyhow::Result;
 use candle_core::Device;
 use serde_json::json;
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
-use ulysses::config::Config;
+use ulysses::config::{Config, Overrides, RawConfig, Setting, Settings};
 use ulysses::data::{Corpus, DataLoader, PackedRows};
 use ulysses::device::DeviceKind;
 use ulysses::engine::{Engine, initialize};
@@ -25,9 +26,11 @@ pub(super) struct TrainingArgs {
     /// Ranks: `DPxSP` or `dp=2,sp=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
-    /// What is partitioned over dp.
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=3))]
-    zero_stage: u8,
+    /// What is partitioned over dp; 0 without it.
+    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
+    zero_stage: Option<u8>,
+    #[command(flatten)]
+    set: SetFlags,
     /// Threads of each rank; a fair share of the cores without it.
     #[arg(long)]
     threads_per_rank: Option<usize>,
@@ -54,7 +57,7 @@ impl TrainingArgs {
     pub(super) fn prepare(&self, seq_len: usize) -> Result<Training, Failure> {
         let mesh = mesh(&self.mesh)?;
         let launch = settings::launch_options(self.threads_per_rank, mesh.world_size())?;
-        self.prepare_on(mesh, launch, seq_len, 1)
+        self.prepare_on(mesh, launch, seq_len, None)
     }
 
     /// The same batch on a single rank with as many threads.
@@ -62,7 +65,8 @@ impl TrainingArgs {
         let threads_per_rank = on_mesh.launch.threads_per_rank * on_mesh.mesh.world_size();
         let launch = LaunchOptions { threads_per_rank, ..on_mesh.launch.clone() };
         let single = DeviceMesh::dp_sp(1, 1).or_usage()?;
-        self.prepare_on(single, launch, seq_len, on_mesh.config.dp_size)
+        let accumulation = on_mesh.config.gradient_accumulation_steps * on_mesh.config.dp_size;
+        self.prepare_on(single, launch, seq_len, Some(accumulation))
     }
 
     fn prepare_on(
@@ -70,25 +74,27 @@ impl TrainingArgs {
         mesh: DeviceMesh,
         launch: LaunchOptions,
         seq_len: usize,
-        accumulation: usize,
+        accumulation: Option<usize>,
     ) -> Result<Training, Failure> {
         let sizes = ["dp", "sp"].map(|axis| mesh.axis_size(axis).unwrap_or(1));
         let config = json!({
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": accumulation,
+            "gradient_accumulation_steps": 1,
             "mesh_param": sizes,
             "seed": SEED,
-            "zero_optimization": { "stage": self.zero_stage },
             "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
             "gradient_clipping": 1.0,
             "bf16": { "enabled": self.dtype == DtypeArg::Bf16 },
             // A fixed scale: no measured step overflows and is skipped.
             "fp16": { "enabled": self.dtype == DtypeArg::Fp16, "loss_scale": 1024 },
-            "ulysses": { "seq_len": seq_len },
         });
-        let config = Config::from_json_str(&config.to_string(), "bench").or_usage()?;
+        let mut settings = Settings { zero_stage: self.zero_stage, ..self.set.settings() };
+        settings.set.extend(accumulation.map(|passes| Setting::new("gradient_accumulation_steps", passes)));
+        let raw = RawConfig::from_json_str_with(&config.to_string(), "bench", &settings).or_usage()?;
+        let overrides = Overrides { seq_len: Some(seq_len), ..Overrides::default() };
+        let config = raw.resolve(&overrides).or_usage()?;
         let source = model::open(&self.model, SEED, 256)?;
-        source.check_exchange(1, seq_len, &config, config.sp_size)?;
+        source.check_exchange(config.micro_batch_size, seq_len, &config, config.sp_size)?;
         settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
         let num_tokens = (config.train_batch_size * seq_len) as u32 + 1;
@@ -99,10 +105,12 @@ impl TrainingArgs {
     }
 
     /// For reports.
-    pub(super) fn settings(&self) -> serde_json::Value {
-        let Self { model, mesh, zero_stage, dtype, device, .. } = self;
+    pub(super) fn settings(&self, training: &Training) -> serde_json::Value {
+        let Self { model, mesh, device, .. } = self;
+        let stage = u8::from(training.config.zero_stage);
+        let dtype = DtypeArg::of(training.config.precision.dtype()).name();
         json!({
-            "model": model, "mesh": mesh, "zero_stage": zero_stage, "dtype": dtype.name(), "device": device.name(),
+            "model": model, "mesh": mesh, "zero_stage": stage, "dtype": dtype, "device": device.name(),
         })
     }
 }

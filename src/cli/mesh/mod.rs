@@ -26,7 +26,7 @@ pub(super) struct MeshArgs {
     /// Number of ranks, to infer one size given as -1.
     #[arg(long)]
     world_size: Option<usize>,
-    /// Nodes: the first axis that divides by them runs across them.
+    /// Number of nodes: consecutive ranks share one, as many on each.
     #[arg(long, value_parser = at_least_1::<usize>)]
     nodes: Option<usize>,
     /// Ranks on each node.

@@ -1,6 +1,7 @@
 //! `ulysses mesh --propose`.
 
 use super::Drawn;
+use crate::cli::config_flags::SetFlags;
 use crate::cli::device::DeviceArg;
 use crate::cli::plan::table::bytes;
 use crate::cli::plan::{budget_bytes, model};
@@ -40,6 +41,8 @@ pub(super) struct ProposeArgs {
     /// layers recomputed. Its mesh and its batch sizes do not count, but for the micro batch.
     #[arg(long, value_name = "FILE", requires = "propose")]
     config: Option<PathBuf>,
+    #[command(flatten)]
+    set: SetFlags,
     /// What ranks compute on, as in `ulysses plan`.
     #[arg(long, requires = "propose")]
     device: Option<DeviceArg>,
@@ -56,8 +59,8 @@ pub(super) fn run(
     };
     let cluster = Cluster { nodes, ranks_per_node };
     let raw = match &args.config {
-        Some(path) => RawConfig::from_file(path),
-        None => RawConfig::from_json_str(USUAL, "the usual config"),
+        Some(path) => RawConfig::from_file_with(path, &args.set.settings()),
+        None => RawConfig::from_json_str_with(USUAL, "the usual config", &args.set.settings()),
     };
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
     // The mesh is what is asked for.

@@ -8,6 +8,7 @@ pub(in crate::cli) mod table;
 mod text;
 
 use super::arguments::at_least_1;
+use super::config_flags::ConfigFlags;
 use super::model::{check_config, check_exchange, describe};
 use super::{DeviceArg, Failure, OrFail, note, print, training_shape};
 use crate::cli::report::chart::drawing;
@@ -37,13 +38,15 @@ pub(super) struct PlanArgs {
     /// or Hugging Face config.json or a directory with one; no weights are needed.
     #[arg(long)]
     model: Option<String>,
+    #[command(flatten)]
+    flags: ConfigFlags,
     /// Memory of a rank in GiB: what fits, and how long a sequence.
     #[arg(long, visible_alias = "gib-per-rank")]
     memory_gib: Option<f64>,
     /// Tokens in a row, over all sp ranks; without it the config's longest, and without that the longest that fits.
     #[arg(long)]
     seq_len: Option<usize>,
-    /// Ranks: `DPxSP` or `dp=2,sp=2`. Must not contradict the config.
+    /// Ranks: `DPxSP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Must not contradict the config.
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
     /// What ranks compute on, and so where what is offloaded waits: without it a GPU where the backend is nccl, else the CPU.
@@ -67,7 +70,7 @@ pub(super) struct PlanArgs {
     html: Option<PathBuf>,
     /// Instead of a plan: bytes that a rank sends in a layer when 8 to 1024 ranks and their tokens grow together,
     /// for Ulysses, Megatron sequence parallelism and ring attention.
-    #[arg(long, conflicts_with_all = ["model", "memory_gib", "seq_len", "mesh"])]
+    #[arg(long, conflicts_with_all = ["model", "memory_gib", "seq_len", "mesh", "set", "lr", "batch_size", "zero_stage"])]
     scaling: bool,
     /// Tokens of each rank in the scaling study.
     #[arg(long, default_value_t = 8192, value_parser = at_least_1::<usize>, requires = "scaling")]
@@ -182,7 +185,8 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
         model: args.model.clone(),
         ..Overrides::default()
     };
-    let mut config = RawConfig::from_file(path).or_usage()?.resolve(&overrides).or_usage()?;
+    let mut config =
+        RawConfig::from_file_with(path, &args.flags.settings()).or_usage()?.resolve(&overrides).or_usage()?;
     if args.seq_len.is_none() {
         longest_rows(&mut config);
     }

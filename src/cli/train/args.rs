@@ -1,10 +1,11 @@
 //! The arguments of `ulysses train`.
 
 use crate::cli::arguments::at_least_1;
+use crate::cli::config_flags::ConfigFlags;
 use crate::cli::process::WorldArgs;
 use crate::cli::{DeviceArg, data};
 use clap::ValueEnum;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use ulysses::config::{Backend, Packing};
 use ulysses::device::DeviceKind;
 use ulysses::monitor::Tracer;
@@ -12,7 +13,10 @@ use ulysses::monitor::Tracer;
 #[derive(clap::Args, Clone)]
 pub(in crate::cli) struct TrainArgs {
     /// DeepSpeed-style JSON config. Flags override what it says.
-    pub(super) config: PathBuf,
+    #[arg(required_unless_present = "resume")]
+    config: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) flags: ConfigFlags,
     /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors.
     /// A directory named like a preset is `./NAME`.
     #[arg(long)]
@@ -27,8 +31,9 @@ pub(in crate::cli) struct TrainArgs {
     /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
     #[arg(long)]
     pub(super) tokenizer: Option<String>,
-    /// Ranks: `DPxSP`, `dp=2,sp=2`, or a preset (ddp, fsdp, ulysses), by itself for the processes of a job or as
-    /// `ulysses=NODESxRANKS`. Must not contradict the config.
+    /// Ranks: `DPxSP`, `dp=2,sp=2`, `dp_replicate=2,dp_shard=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses,
+    /// ulysses_hsdp), by itself for the processes of a job or as `ulysses=NODESxRANKS`. Comes before `mesh_rules`, and
+    /// must not contradict the sizes of the config.
     #[arg(long, allow_hyphen_values = true)]
     pub(super) mesh: Option<String>,
     /// What the patterns of the config's `mesh_rules` are matched with; without it `HOST/cpu`, or `HOST/` and the name
@@ -61,8 +66,12 @@ pub(in crate::cli) struct TrainArgs {
     pub(super) output: Option<String>,
     /// Go on from the newest sound checkpoint of the output directory, or of the run in DIR, or from the checkpoint
     /// DIR.
-    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
+    #[arg(long, value_name = "DIR", num_args = 0..=1)]
     pub(super) resume: Option<Option<PathBuf>>,
+    /// Go on with other data than the checkpoint's, from its beginning: step, schedule, parameters and optimizer state
+    /// stay. Data that has not changed goes on where it was.
+    #[arg(long, requires = "resume")]
+    pub(super) reset_data: bool,
     /// Seed of the initial weights and of the order of the data.
     #[arg(long)]
     pub(super) seed: Option<u64>,
@@ -78,6 +87,30 @@ pub(in crate::cli) struct TrainArgs {
 }
 
 impl TrainArgs {
+    /// Takes the file behind a bare `--resume` for the config, as in `--resume config.json`: a run is resumed from a
+    /// directory.
+    ///
+    /// # Errors
+    /// No config is given.
+    pub(in crate::cli) fn settle(&mut self) -> Result<(), String> {
+        let (None, Some(resume)) = (&self.config, &mut self.resume) else { return Ok(()) };
+        let is_config =
+            |path: &mut PathBuf| path.is_file() || path.extension().is_some_and(|end| end == "json");
+        if let Some(config) = resume.take_if(is_config) {
+            self.config = Some(config);
+            return Ok(());
+        }
+        let resume = resume.as_ref().map_or_else(String::new, |dir| format!(" {}", dir.display()));
+        Err(format!(
+            "--resume{resume}: the config is missing: `ulysses train CONFIG.json --resume{resume}`\n"
+        ))
+    }
+
+    /// The config file; never empty once the arguments are [settled](Self::settle).
+    pub(super) fn config(&self) -> &Path {
+        self.config.as_deref().unwrap_or(Path::new(""))
+    }
+
     /// What `--trace` asks for.
     pub(in crate::cli) fn tracer(&self) -> Option<Tracer> {
         self.trace.as_ref().map(|_| Tracer::new(self.trace_steps))

@@ -77,12 +77,24 @@ impl<'a> Checkpoints<'a> {
         let Some(checkpoint) = self.find()? else { return Ok(()) };
         let manifest = checkpoint.manifest();
         // The one that was looked at before the ranks started may have been passed over.
-        check_data(&checkpoint, self.run.config.seed, &self.run.phases).context("cannot resume")?;
+        let samples_consumed = match check_data(&checkpoint, self.run.config.seed, &self.run.phases) {
+            Ok(()) => manifest.progress.data.samples_consumed,
+            // A restart finds the data that it goes on with in its own checkpoints.
+            Err(CheckpointError::Mismatch { what, saved, wanted, .. }) if self.run.reset_data => {
+                self.tell(|| {
+                    format!(
+                        "--reset-data: {what} was {saved} and is {wanted}: from the beginning of the data"
+                    )
+                });
+                0
+            }
+            Err(error) => return Err(cannot_resume(error)),
+        };
         match engine.load_checkpoint(&checkpoint) {
-            Err(EngineError::Checkpoint(error)) => Err(anyhow!(*error)).context("cannot resume")?,
+            Err(EngineError::Checkpoint(error)) => return Err(cannot_resume(*error)),
             loaded => loaded?,
         }
-        feed.resume(manifest.progress.step, manifest.progress.data.samples_consumed)?;
+        feed.resume(manifest.progress.step, samples_consumed)?;
         self.run_id = manifest.run_id.clone();
         evaluations.restore(manifest.progress.evaluations, self.has_best(manifest)?);
         self.tell(|| format!("resumed from {}", checkpoint.dir().display()));
@@ -239,4 +251,10 @@ impl<'a> Checkpoints<'a> {
 /// The name of a checkpoint's directory, if it is one that a run gives.
 fn steps_name(dir: &Path) -> Option<&str> {
     dir.file_name()?.to_str().filter(|name| name.starts_with("step_"))
+}
+
+/// The cause comes first, and stays one that can be asked for.
+fn cannot_resume(cause: CheckpointError) -> anyhow::Error {
+    let message = format!("{cause}; the run cannot resume");
+    anyhow!(cause).context(message)
 }

@@ -63,6 +63,8 @@ struct Run {
     /// Empty until all processes can start.
     output: PathBuf,
     resume: Option<Resume>,
+    /// Whether data that is not the checkpoint's is begun from its beginning.
+    reset_data: bool,
     /// Name of the run, unless it resumes one.
     new_run_id: String,
     /// Set by a signal: save and end.
@@ -76,7 +78,7 @@ struct Run {
 
 pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure> {
     let mut host = Host::default();
-    let (config_path, is_verbose) = (args.config.clone(), args.verbose);
+    let (config_path, is_verbose) = (args.config().to_owned(), args.verbose);
     let trace = args.trace.clone().zip(tracer);
     let prepared = prepare::prepare(args, &mut host);
     let mut run = host.agree(prepared)?;
@@ -180,7 +182,11 @@ fn failure(error: LaunchError) -> Failure {
     let is_mismatch = |cause: &(dyn std::error::Error + 'static)| {
         matches!(cause.downcast_ref(), Some(CheckpointError::Mismatch { .. }))
     };
-    if error.chain().any(is_mismatch) { Failure::Usage(error) } else { Failure::Run(error) }
+    match error.chain().find(|cause| is_mismatch(*cause)) {
+        // All ranks say so, and the cause matters more than that they cannot resume.
+        Some(mismatch) => Failure::Usage(anyhow::anyhow!("{mismatch}")),
+        None => Failure::Run(error),
+    }
 }
 
 impl Run {

@@ -19,12 +19,14 @@ use ulysses::engine::check_offload;
 use ulysses::mesh::{Cluster, DeviceMesh, Preset, TrainingShape};
 
 pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> {
-    let (path, device, resume, world) = (args.config.clone(), args.device, args.resume.clone(), args.world);
+    let (path, device, resume, world) =
+        (args.config().to_owned(), args.device, args.resume.clone(), args.world);
+    let (settings, reset_data) = (args.flags.settings(), args.reset_data);
     let by_flag = args.backend.map(Into::into);
     let mut config = host.enter(
         world,
         by_flag,
-        || RawConfig::from_file(&path),
+        || RawConfig::from_file_with(&path, &settings),
         |raw, cluster, backend| {
             let device = args.rank_device(Some(backend));
             overrides(args, raw, cluster, device)
@@ -53,7 +55,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;
     let phases = seq_lens.into_iter().map(|(first_step, seq_len)| phase(&sources, first_step, seq_len));
     let phases = phases.collect::<anyhow::Result<Vec<_>>>().or_run()?;
-    check_candidate(resume.as_ref(), &config, &phases)?;
+    check_candidate(resume.as_ref().filter(|_| !reset_data), &config, &phases)?;
     check_offload(&config, device).or_usage()?;
     let answer = match config.checkpoint {
         Some(_) => "signal received: the run saves and ends after this step; another signal ends it at once",
@@ -76,6 +78,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
         limit,
         output: PathBuf::new(),
         resume,
+        reset_data,
         new_run_id: new_run_id(),
         stop,
         tracer: None,
@@ -116,7 +119,7 @@ impl TrainArgs {
         &self,
         num_processes: usize,
     ) -> Result<(Config, Option<Backend>), Failure> {
-        let raw = RawConfig::from_file(&self.config).or_usage()?;
+        let raw = RawConfig::from_file_with(self.config(), &self.flags.settings()).or_usage()?;
         let cluster = Cluster { nodes: 1, ranks_per_node: num_processes };
         let backend = self.backend.map(Backend::from).or(raw.backend());
         let overrides = overrides(self.clone(), &raw, Some(cluster), self.rank_device(backend))?;
@@ -134,7 +137,7 @@ pub(super) fn overrides(
 ) -> Result<Overrides, Failure> {
     let shape = args.mesh.as_deref().map(|mesh| mesh_shape(mesh, cluster)).transpose()?;
     let preset = args.mesh.as_deref().and_then(Preset::named);
-    let mesh_selector = mesh_selector(args.mesh_selector, raw, &args.config, device)?;
+    let mesh_selector = mesh_selector(args.mesh_selector.clone(), raw, args.config(), device)?;
     let TrainArgs { model, tokenizer, seq_len, steps, epochs, threads_per_rank, output, seed, .. } = args;
     let data = args.data.into_iter().map(DataSource::from).collect();
     let packing = args.packing;

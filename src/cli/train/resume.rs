@@ -2,7 +2,7 @@
 
 use super::feed::{Phase, phase_of_last};
 use crate::cli::{Failure, OrFail};
-use anyhow::{Context, anyhow};
+use anyhow::anyhow;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{
     Checkpoint, CheckpointError, MANIFEST, StepDirectory, pointed_to, step_directories, steps,
@@ -27,7 +27,7 @@ impl Resume {
         }
         if steps(&dir).or_usage()?.is_empty() {
             let message = "neither a checkpoint nor an output directory that holds one";
-            return Err(Failure::Usage(anyhow!("--resume={}: {message}", dir.display())));
+            return Err(Failure::Usage(anyhow!("--resume {}: {message}", dir.display())));
         }
         Ok(Self::Newest(Some(dir)))
     }
@@ -62,7 +62,7 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
         return match resume {
             Some(Resume::Newest(None)) => refuse(
                 "--resume looks into the output directory: name it with --output or in the config, or give a \
-                 checkpoint as --resume=DIR/step_00000100"
+                 checkpoint as --resume DIR/step_00000100"
                     .to_owned(),
             ),
             _ => Ok(()),
@@ -111,9 +111,10 @@ pub(super) fn check_candidate(
 ) -> Result<(), Failure> {
     let candidate = resume.map(|resume| resume.candidate(config.output.as_deref())).transpose().or_usage()?;
     let Some(checkpoint) = candidate.flatten() else { return Ok(()) };
-    let hint = "cannot resume (`ulysses.data`, `ulysses.packing` and `ulysses.validation` must stay; to go on with longer rows \
-                give `ulysses.seq_len_schedule`; with other data, export the checkpoint and start anew from --model)";
-    check_data(&checkpoint, config.seed, phases).context(hint).or_usage()
+    const HINT: &str = "a run resumes with its `ulysses.data`, `ulysses.packing`, `ulysses.validation` and seed; to go on \
+                        with longer rows give `ulysses.seq_len_schedule`; to go on with other data from its beginning, \
+                        --reset-data; to start anew from its parameters, export the checkpoint and give it as --model";
+    check_data(&checkpoint, config.seed, phases).map_err(|cause| anyhow!("{cause}: {HINT}")).or_usage()
 }
 
 /// A cursor means something only in the same samples in the same order.

@@ -3,6 +3,7 @@
 mod batch;
 mod results;
 
+use super::config_flags::SetFlags;
 use super::ranks::{Ranks, RanksArgs};
 use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
 use serde_json::json;
@@ -37,6 +38,8 @@ pub(super) struct VerifyArgs {
     /// DeepSpeed-style JSON config for the optimizer and clipping.
     #[arg(long)]
     config: Option<PathBuf>,
+    #[command(flatten)]
+    set: SetFlags,
     /// Writes loss, logits, gradients and parameters to this safetensors file instead of
     /// comparing them.
     #[arg(long)]
@@ -102,8 +105,8 @@ pub(super) fn run(args: VerifyArgs) -> Result<(), Failure> {
 impl Check {
     fn read(args: &VerifyArgs) -> Result<Self, Failure> {
         let raw = match &args.config {
-            Some(path) => RawConfig::from_file(path),
-            None => RawConfig::from_json_str("{}", "no config file"),
+            Some(path) => RawConfig::from_file_with(path, &args.set.settings()),
+            None => RawConfig::from_json_str_with("{}", "no config file", &args.set.settings()),
         };
         let raw = raw.or_usage()?;
         let source = model::open(&args.model, 0, 256)?;

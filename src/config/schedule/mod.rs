@@ -15,6 +15,7 @@ pub use one_cycle::OneCycle;
 pub use range_test::LrRangeTest;
 pub use warmup::{WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType};
 
+use super::error::ConfigError;
 use super::optimizer::OptimizerConfig;
 use super::reader::Section;
 use serde::Serialize;
@@ -81,6 +82,24 @@ impl SchedulerConfig {
             }
             other => other,
         }
+    }
+
+    /// Refuses `--lr` where the schedule has a highest rate of its own that is another one.
+    pub(super) fn check_lr(&self, lr: f64) -> Result<(), ConfigError> {
+        let (key, own) = match self {
+            Self::WarmupLr(rule) => ("warmup_max_lr", rule.warmup_max_lr.unwrap_or(lr)),
+            Self::WarmupDecayLr(rule) => ("warmup_max_lr", rule.warmup_max_lr),
+            Self::WarmupCosineLr(_) => return Ok(()),
+            Self::OneCycle(rule) => ("cycle_max_lr", rule.cycle_max_lr),
+            Self::LrRangeTest(rule) => ("lr_range_test_min_lr", rule.lr_range_test_min_lr),
+        };
+        if own == lr {
+            return Ok(());
+        }
+        let expected = format!(
+            "{own}, the rate of the schedule (to change that one too: --set scheduler.params.{key}={lr})"
+        );
+        Err(ConfigError::InvalidFlag { flag: "lr", expected, found: lr.to_string() })
     }
 
     /// What a user of these parameters should know.

@@ -55,6 +55,20 @@ fn unknown_keys_come_with_the_nearest_known_key() {
         unknown("{\"optimizer\": {\"type\": \"AdamW\", \"params\": {\"weight_decy\": 1}}}"),
         "c.json:1:44: unknown key `optimizer.params.weight_decy`, did you mean `optimizer.params.weight_decay`?"
     );
+    for (name, key) in [
+        ("num_train_epochs", "ulysses.epochs"),
+        ("max_steps", "ulysses.steps"),
+        ("learning_rate", "optimizer.params.lr"),
+        ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+        ("save_steps", "checkpoint.interval"),
+        ("warmup_ratio", "scheduler.params.warmup_num_steps"),
+        ("logging_steps", "steps_per_print"),
+        ("max_grad_norm", "gradient_clipping"),
+    ] {
+        let expected = format!("c.json:1:2: unknown key `{name}`, did you mean `{key}`?");
+        assert_eq!(unknown(&format!("{{\"{name}\": 1}}")), expected);
+    }
+    assert!(unknown("{\"ulysses\": {\"max_steps\": 1}}").ends_with("did you mean `ulysses.steps`?"));
     assert_eq!(unknown("{\"steps\": 128}"), "c.json:1:2: unknown key `steps`, did you mean `ulysses.steps`?");
     assert_eq!(
         unknown("{\"ulysses\": {\"seed\": 1}}"),

@@ -6,6 +6,7 @@ mod diagnostics;
 mod machine;
 mod resolution;
 mod robustness;
+mod settings;
 mod vocabulary;
 
 use super::*;

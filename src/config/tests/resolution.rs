@@ -80,10 +80,12 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
 }
 
 #[test]
-fn optimizer_types_have_their_own_defaults() {
+fn optimizers_have_the_defaults_of_deepspeeds_own() {
     let adam_w = config_with(r#""optimizer": {"type": "ADAMW"}"#).optimizer;
     assert_eq!(adam_w, OptimizerConfig::default());
-    assert!(matches!(adam_w, OptimizerConfig::Adam { weight_decay: 0.01, adam_w_mode: true, .. }));
+    assert!(matches!(adam_w, OptimizerConfig::Adam { weight_decay: 0.0, adam_w_mode: true, .. }));
+    let lion = config_with(r#""optimizer": {"type": "Lion"}"#).optimizer;
+    assert_eq!(lion, OptimizerConfig::Lion { lr: 1e-3, betas: [0.9, 0.999], weight_decay: 0.0 });
     let l2 = config_with(r#""optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}"#).optimizer;
     assert!(matches!(l2, OptimizerConfig::Adam { weight_decay: 0.0, adam_w_mode: false, .. }));
     let sgd = config_with(r#""optimizer": {"type": "sgd", "params": {"momentum": 0.9, "nesterov": true}}"#);

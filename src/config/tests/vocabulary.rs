@@ -296,6 +296,19 @@ fn explanations_say_what_a_key_does() {
     for variant in ["(of Adam)", "(of AdamW)", "(of SGD)", "(of Lion)", "(of Adagrad)", "(of Lamb)"] {
         assert!(decay.contains(variant), "{decay}");
     }
+    let synonym = explain("warmup_ratio").unwrap();
+    assert!(synonym.starts_with(
+        "`warmup_ratio` is called `scheduler.params.warmup_num_steps` here, in steps, not as a share of them\n\n\
+         scheduler.params.warmup_num_steps (of WarmupLR)\n"
+    ));
+    for synonym in crate::config::vocabulary::synonyms() {
+        let explanation = explain(synonym.name).unwrap();
+        assert!(explanation.contains(synonym.key), "{explanation}");
+    }
+    assert_eq!(
+        explain("cosine").unwrap(),
+        "`scheduler.type` \"cosine\": the schedule is called \"WarmupCosineLR\" here\n"
+    );
     assert_eq!(
         explain("zero_optimisation.stge").unwrap_err().to_string(),
         "no key is called `zero_optimisation.stge`, did you mean `zero_optimization.stage`?"

@@ -192,6 +192,8 @@ pub(super) const TENSOR_PARALLEL: &[Key] = &[
     idle("keep_module_on_host", Value::Boolean).boolean(false),
     idle("replace_with_kernel_inject", Value::Boolean).boolean(false),
     idle("kernel_inject", Value::Boolean).boolean(false),
+    idle("vocab_parallel_lm_head", Value::Boolean).or_null(),
+    idle("vocab_parallel_ce_backend", Value::Choice(&["torch", "liger"])).text("torch"),
 ];
 
 pub(super) const NEBULA: &[Key] = &[
@@ -227,6 +229,7 @@ pub(super) const COMPILE: &[Key] = &[
     flag("sync_after_allgather", "Waits after a gather.").no_effect(NO_COMPILER),
     flag("keep_int_input_tensors", "Keeps integer inputs.").boolean(true).no_effect(NO_COMPILER),
     flag("keep_all_input_tensors", "Keeps all inputs.").no_effect(NO_COMPILER),
+    flag("autoep_non_moe", "Compiles what is around layers of experts.").no_effect(NO_COMPILER),
     key("passes", Value::List, "Passes of the compiler.")
         .or_null()
         .refused("the compiler's passes are not there: for `autosp` set `sequence_parallel_size`"),

@@ -15,6 +15,7 @@ mod optimizer;
 mod precision;
 mod root;
 mod scheduler;
+mod synonyms;
 mod ulysses;
 mod zero;
 
@@ -22,9 +23,12 @@ pub(super) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, 
 pub(super) use machine::MACHINE;
 pub(super) use monitoring::COLLECTIVES;
 pub(super) use root::ROOT;
+#[cfg(test)]
+pub(super) use synonyms::synonyms;
+pub(super) use synonyms::{Synonym, synonym_of};
 
-/// The version of DeepSpeed whose keys the table has.
-pub const DEEPSPEED_VERSION: &str = "0.19.6";
+/// The version of DeepSpeed whose keys the table has, next to those of earlier 0.19 versions that it has removed.
+pub const DEEPSPEED_VERSION: &str = "0.19.8";
 
 /// A key with its place in the table.
 #[derive(Clone, Debug)]

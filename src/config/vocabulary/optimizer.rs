@@ -12,7 +12,7 @@ pub(super) const OPTIMIZER: &[Key] = &[
 /// DeepSpeed's `Adam` decays weights like AdamW unless `adam_w_mode` is false.
 const OPTIMIZERS: &[Variant] = &[
     variant("Adam", ADAM),
-    variant("AdamW", ADAM_W),
+    variant("AdamW", ADAM),
     variant("SGD", SGD),
     variant("Lion", LION),
     variant("Adagrad", ADAGRAD),
@@ -25,6 +25,8 @@ const COMPRESSED: &str =
 
 const REFUSED: &[Refused] = &[
     refused("Adafactor", USE_ADAM_W),
+    refused("adamw_torch", "the optimizer is called \"AdamW\" here"),
+    refused("adamw_torch_fused", "the optimizer is called \"AdamW\" here"),
     refused("OneBitAdam", COMPRESSED),
     refused("ZeroOneAdam", COMPRESSED),
     refused(
@@ -102,30 +104,25 @@ const SET_GRAD_NONE: Key = flag("set_grad_none", "Frees gradients rather than ze
     .boolean(true)
     .no_effect("gradients are buffers that are reused");
 
-const ADAM: &[Key] = &adam(0.0);
-const ADAM_W: &[Key] = &adam(0.01);
-
-/// The keys of Adam and AdamW, which have other defaults of the weight decay.
-const fn adam(weight_decay: f64) -> [Key; 16] {
-    [
-        LR,
-        BETAS,
-        EPS,
-        WEIGHT_DECAY.number(weight_decay),
-        ADAM_W_MODE,
-        BIAS_CORRECTION,
-        TORCH_ADAM,
-        AMSGRAD,
-        MAXIMIZE,
-        MAX_GRAD_NORM,
-        FP32_STATES,
-        FUSED,
-        FOREACH,
-        CAPTURABLE,
-        DIFFERENTIABLE,
-        SET_GRAD_NONE,
-    ]
-}
+/// The keys of Adam and of AdamW, which DeepSpeed makes the same `FusedAdam`, with its defaults.
+const ADAM: &[Key] = &[
+    LR,
+    BETAS,
+    EPS,
+    WEIGHT_DECAY.number(0.0),
+    ADAM_W_MODE,
+    BIAS_CORRECTION,
+    TORCH_ADAM,
+    AMSGRAD,
+    MAXIMIZE,
+    MAX_GRAD_NORM,
+    FP32_STATES,
+    FUSED,
+    FOREACH,
+    CAPTURABLE,
+    DIFFERENTIABLE,
+    SET_GRAD_NONE,
+];
 
 const SGD: &[Key] = &[
     LR,
@@ -149,7 +146,7 @@ const LION: &[Key] = &[
         Value::TwoNumbers(BELOW_1),
         "Weight of the momentum in the direction of a step, and its decay rate.",
     )
-    .default(Literal::TwoNumbers([0.9, 0.99]))
+    .default(Literal::TwoNumbers([0.9, 0.999]))
     .auto(Literal::TwoNumbers([0.9, 0.999])),
     WEIGHT_DECAY.number(0.0),
     MAX_GRAD_NORM,
@@ -178,7 +175,7 @@ const LAMB: &[Key] = &[
     BETAS,
     EPS,
     WEIGHT_DECAY.number(0.0),
-    BIAS_CORRECTION,
+    flag("bias_correction", "Multiplies the step by √(1 − beta₂ᵗ) / (1 − beta₁ᵗ); the trust ratio is that of moments without correction.").boolean(true),
     key("min_coeff", NOT_NEGATIVE, "Lower bound of a tensor's trust ratio ‖parameter‖ / ‖direction‖.")
         .number(0.01),
     key("max_coeff", NOT_NEGATIVE, "Upper bound of the trust ratio.").number(10.0),

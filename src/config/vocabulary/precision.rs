@@ -72,4 +72,7 @@ pub(super) const DATA_TYPES: &[Key] = &[
         .text("fp32")
         .or_null()
         .only(F32_ONLY, "buffers are f32: write \"fp32\" or leave it out"),
+    key("keep_in_fp32_modules", Value::List, "Modules whose buffers stay in f32.")
+        .derived("what the model names")
+        .no_effect("buffers are f32"),
 ];

@@ -69,6 +69,7 @@ pub(crate) const ROOT: &[Key] = &[
     key("allgather_size", NOT_NEGATIVE, "Elements that are gathered at a time, in old files.")
         .integer(500_000_000)
         .no_effect("a bucket is a layer"),
+    flag("disable_python_gc", "Switches Python's garbage collector off.").no_effect("there is no Python"),
     flag("graph_harvesting", "Captures CUDA graphs.").no_effect("it saves launches of small kernels"),
     flag("use_data_before_expert_parallelism", "Order of the ranks.").no_effect(MIXTURES),
     section("activation_checkpointing", ACTIVATION_CHECKPOINTING, "How checkpointed activations are kept."),

@@ -1,10 +1,10 @@
 //! The `scheduler` section.
 
-use super::build::{BELOW_1, COUNT, FRACTION, INDEX, NOT_NEGATIVE, flag, key, variant};
-use super::key::{Key, Literal, Value, Variant};
+use super::build::{BELOW_1, COUNT, FRACTION, INDEX, NOT_NEGATIVE, flag, key, refused, variant};
+use super::key::{Key, Literal, Refused, Value, Variant};
 
 pub(super) const SCHEDULER: &[Key] = &[
-    key("type", Value::Variant { variants: SCHEDULERS, refused: &[] }, "The schedule.").required(),
+    key("type", Value::Variant { variants: SCHEDULERS, refused: REFUSED }, "The schedule.").required(),
     key("params", Value::Params(SCHEDULERS), "Its parameters."),
 ];
 
@@ -14,6 +14,28 @@ const SCHEDULERS: &[Variant] = &[
     variant("WarmupCosineLR", WARMUP_COSINE_LR),
     variant("OneCycle", ONE_CYCLE),
     variant("LRRangeTest", LR_RANGE_TEST),
+];
+
+const COSINE: &str = "the schedule is called \"WarmupCosineLR\" here";
+const OTHER: &str =
+    "the schedules here are WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest";
+
+/// Names of Hugging Face's Trainer and of PyTorch.
+const REFUSED: &[Refused] = &[
+    refused("cosine", COSINE),
+    refused("cosine_with_min_lr", "the schedule is called \"WarmupCosineLR\" here, with `cos_min_ratio`"),
+    refused("CosineAnnealingLR", COSINE),
+    refused("linear", "the schedule is called \"WarmupDecayLR\" here, with `warmup_type` \"linear\""),
+    refused("constant", "leave `scheduler` out: the rate is the optimizer's `lr` throughout"),
+    refused(
+        "constant_with_warmup",
+        "the schedule is called \"WarmupLR\" here, with `warmup_type` \"linear\"",
+    ),
+    refused("OneCycleLR", "the schedule is called \"OneCycle\" here"),
+    refused("cosine_with_restarts", OTHER),
+    refused("polynomial", OTHER),
+    refused("inverse_sqrt", OTHER),
+    refused("warmup_stable_decay", OTHER),
 ];
 
 const FROM_OPTIMIZER: &str = "the optimizer's `lr`";

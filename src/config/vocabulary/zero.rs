@@ -67,6 +67,11 @@ pub(super) const ZERO: &[Key] = &[
     key("sub_group_size", NOT_NEGATIVE, "Elements that are updated at a time.")
         .integer(1_000_000_000)
         .no_effect("the update goes from layer to layer"),
+    flag("compute_grad_norm", "Computes the norm of the gradient at stages 1 and 2.")
+        .boolean(true)
+        .no_effect("the norm is a metric of every step"),
+    flag("parameter_alignment", "Aligns parameters in flat buffers to 16 bytes.")
+        .no_effect("it costs memory and changes no value"),
     flag("cpu_offload", "Deprecated name of `\"offload_optimizer\": {\"device\": \"cpu\"}`.")
         .or_null()
         .only_off(OLD_OPTIMIZER),

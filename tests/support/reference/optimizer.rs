@@ -174,8 +174,9 @@ pub struct LambConfig {
     pub coefficients: (f64, f64),
 }
 
-/// Algorithm 2 of "Large Batch Optimization for Deep Learning" (arXiv 1904.00962) with φ the identity, and with
-/// DeepSpeed's bounds of the trust ratio.
+/// Algorithm 2 of "Large Batch Optimization for Deep Learning" (arXiv 1904.00962) with φ the identity, as DeepSpeed's
+/// `csrc/lamb/fused_lamb_cuda_kernel.cu` computes it: the trust ratio has bounds and is that of the moments without
+/// bias correction, which scales the step.
 pub struct Lamb {
     pub config: LambConfig,
     num_steps: i32,
@@ -198,14 +199,14 @@ impl Optimizer for Lamb {
             let (g, p) = (gradient(grads, name)?, weight.as_detached_tensor());
             let m = blend(self.first_moments.get(name), beta1, g)?;
             let v = blend(self.second_moments.get(name), beta2, &g.sqr()?)?;
-            let mean = (&m / (1.0 - beta1.powi(self.num_steps)))?;
-            let root = (&v / (1.0 - beta2.powi(self.num_steps)))?.sqrt()?;
-            let direction = ((mean / (root + eps)?)? + (&p * weight_decay)?)?;
+            let step_size =
+                lr * (1.0 - beta2.powi(self.num_steps)).sqrt() / (1.0 - beta1.powi(self.num_steps));
+            let direction = ((&m / (v.sqrt()? + eps)?)? + (&p * weight_decay)?)?;
             let norm = |tensor: &Tensor| tensor.sqr()?.sum_all()?.to_scalar::<f64>();
             let (of_weight, of_direction) = (norm(&p)?.sqrt(), norm(&direction)?.sqrt());
             let has_ratio = of_weight > 0.0 && of_direction > 0.0;
             let trust = if has_ratio { (of_weight / of_direction).clamp(min, max) } else { 1.0 };
-            *weight = Var::from_tensor(&(p - (direction * (lr * trust))?)?)?;
+            *weight = Var::from_tensor(&(p - (direction * (step_size * trust))?)?)?;
             self.first_moments.insert(name.clone(), m);
             self.second_moments.insert(name.clone(), v);
         }

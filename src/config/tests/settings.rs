@@ -1,0 +1,190 @@
+//! What flags change in a file, and what can be resolved before all are given.
+
+use super::*;
+use serde_json::json;
+
+fn set(texts: &[&str]) -> Settings {
+    Settings { set: texts.iter().map(|text| Setting::parse(text).unwrap()).collect(), ..Settings::default() }
+}
+
+fn resolved(text: &str, settings: &Settings) -> Config {
+    let raw =
+        RawConfig::from_json_str_with(text, "c.json", settings).unwrap_or_else(|error| panic!("{error}"));
+    raw.resolve(&Overrides::default()).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn refusal(text: &str, settings: &Settings) -> String {
+    let raw = RawConfig::from_json_str_with(text, "c.json", settings);
+    raw.and_then(|raw| raw.resolve(&Overrides::default())).unwrap_err().to_string()
+}
+
+const FILE: &str = "{\n  \"train_batch_size\": 8,\n  \"optimizer\": { \"type\": \"Adam\" }\n}";
+
+#[test]
+fn settings_change_the_file_in_their_order_and_flags_of_their_own_come_last() {
+    let settings = set(&[
+        "train_batch_size=16",
+        "zero_optimization.stage=1",
+        "zero_optimization.stage=2",
+        "ulysses.model=nano",
+        "ulysses.steps=7",
+        "ulysses.data=[\"a.txt\", \"b.txt\"]",
+        "optimizer.params.betas=[0.8, 0.9]",
+        "bf16={\"enabled\": true}",
+        "ulysses.output=10=x",
+    ]);
+    let config = resolved(FILE, &settings);
+    assert_eq!((config.train_batch_size, u8::from(config.zero_stage)), (16, 2));
+    assert_eq!((config.model.as_deref(), config.steps), (Some("nano"), Some(7)));
+    assert_eq!((config.data.len(), config.output.as_deref()), (2, Some("10=x")));
+    assert_eq!(config.precision.dtype(), candle_core::DType::BF16);
+    assert!(matches!(config.optimizer, OptimizerConfig::Adam { betas: [0.8, 0.9], .. }));
+    let flags = Settings { zero_stage: Some(3), batch_size: Some(4), lr: Some(0.5), ..settings };
+    let config = resolved(FILE, &flags);
+    assert_eq!((config.train_batch_size, u8::from(config.zero_stage), config.optimizer.lr()), (4, 3, 0.5));
+    let written = serde_json::to_value(&config).unwrap();
+    assert_eq!(written["optimizer"]["params"]["lr"], json!(0.5), "a resolved file holds what was set");
+    assert_eq!(
+        Config::from_json_str(&written.to_string(), "again.json").unwrap().zero_stage,
+        config.zero_stage
+    );
+}
+
+#[test]
+fn faults_of_settings_name_the_flag_and_those_of_the_file_their_line() {
+    let fault = |text: &str| refusal(FILE, &set(&[text]));
+    assert_eq!(
+        fault("zero_optimization.stge=3"),
+        "--set zero_optimization.stge=3: unknown key `zero_optimization.stge`, did you mean `zero_optimization.stage`?"
+    );
+    assert_eq!(
+        fault("train_batch_size=many"),
+        "--set train_batch_size=many: `train_batch_size`: expected an integer ≥ 1 and < 2^64, found the string \"many\""
+    );
+    assert!(fault("scheduler.params.warmup_num_steps=1").contains("missing key `scheduler.type`"));
+    assert!(fault("train_micro_batch_size_per_gpu=3").contains("8 is not a multiple of"));
+    let twice = refusal(FILE, &set(&["mesh_param=[2,1]", "sequence_parallel_size=2"]));
+    assert!(twice.contains("sp is 1 by `mesh_param` (on the command line)"), "{twice}");
+    let nested = format!("ulysses.model={}1{}", "[".repeat(70), "]".repeat(70));
+    assert!(fault(&nested).contains("nested too deeply"), "{}", fault(&nested));
+    let both = refusal("{\n  \"sede\": 1\n}", &set(&["steps_per_print=0"]));
+    assert!(both.starts_with("--set steps_per_print=0: `steps_per_print`: expected"), "{both}");
+    assert!(
+        both.contains("c.json:2:3: unknown key `sede`") && both.contains("    2 |   \"sede\": 1"),
+        "{both}"
+    );
+    // What a flag replaces is not looked into.
+    assert_eq!(resolved("{\"train_batch_size\": \"x\"}", &set(&["train_batch_size=2"])).train_batch_size, 2);
+    for text in ["stage", "=3", "a..b=1", ".a=1", ""] {
+        assert!(Setting::parse(text).unwrap_err().starts_with("expected KEY=VALUE"), "{text}");
+    }
+}
+
+#[test]
+fn a_rate_of_the_command_line_needs_no_optimizer_and_is_not_lost_on_a_schedule() {
+    let lr = |lr| Settings { lr: Some(lr), ..Settings::default() };
+    let config = resolved("{\"train_batch_size\": 1}", &lr(0.25));
+    assert_eq!(
+        config.optimizer,
+        config_with(r#""optimizer": {"type": "AdamW", "params": {"lr": 0.25}}"#).optimizer
+    );
+    let with = |scheduler: &str| format!("{{\"train_batch_size\": 1, \"scheduler\": {scheduler}}}");
+    let own = with(r#"{"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}}"#);
+    assert_eq!(
+        refusal(&own, &lr(0.25)),
+        "--lr: expected 0.001, the rate of the schedule (to change that one too: --set \
+         scheduler.params.warmup_max_lr=0.25), found 0.25"
+    );
+    let both = Settings { lr: Some(0.25), ..set(&["scheduler.params.warmup_max_lr=0.25"]) };
+    assert_eq!(resolved(&own, &both).lr_schedule().lr_at(5000), 0.25);
+    for follows in [
+        r#"{"type": "WarmupLR"}"#,
+        r#"{"type": "WarmupDecayLR", "params": {"total_num_steps": 10000, "warmup_max_lr": "auto"}}"#,
+        r#"{"type": "WarmupCosineLR", "params": {"total_num_steps": 10000}}"#,
+    ] {
+        assert!(resolved(&with(follows), &lr(0.25)).lr_schedule().lr_at(1001) > 0.2, "{follows}");
+    }
+    let default = with(r#"{"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}"#);
+    assert!(refusal(&default, &lr(0.25)).contains("warmup_max_lr"));
+    assert!(refusal("{\"optimizer\": {}}", &lr(0.25)).contains("missing key `optimizer.type`"));
+    assert!(refusal(FILE, &lr(f64::NAN)).starts_with("--lr NaN: `optimizer.params.lr`: expected a number"));
+}
+
+#[test]
+fn a_batch_size_of_the_command_line_keeps_the_micro_batch() {
+    let sizes = |text: &str, size| {
+        let config = resolved(text, &Settings { batch_size: Some(size), ..Settings::default() });
+        (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps)
+    };
+    let micro = r#""train_micro_batch_size_per_gpu": 2"#;
+    assert_eq!(sizes(&format!("{{{micro}, \"gradient_accumulation_steps\": 3}}"), 8), (8, 2, 4));
+    let all = format!("{{\"train_batch_size\": 6, {micro}, \"gradient_accumulation_steps\": 3}}");
+    assert_eq!(sizes(&all, 12), (12, 2, 6));
+    assert_eq!(sizes("{\"train_batch_size\": 6, \"gradient_accumulation_steps\": 3}", 12), (12, 4, 3));
+    assert_eq!(sizes("{\"train_micro_batch_size_per_gpu\": \"auto\"}", 3), (3, 3, 1));
+    let flag = |size| Settings { batch_size: Some(size), ..Settings::default() };
+    assert!(refusal(&all, &flag(7)).contains("`train_batch_size` 7 is not a multiple of"));
+    assert!(
+        refusal(&all, &flag(0)).starts_with("--batch-size 0: `train_batch_size`: expected an integer ≥ 1")
+    );
+}
+
+fn partly(text: &str) -> (serde_json::Value, Vec<&'static str>, String) {
+    let raw = RawConfig::from_json_str(text, "c.json").unwrap();
+    let PartlyResolved { config, written, open } =
+        raw.resolve_partly(&Overrides::default()).unwrap_or_else(|error| panic!("{error}"));
+    assert!(config.autos.iter().all(|auto| open.iter().all(|open| open.key != auto.key)), "{config:?}");
+    let is_given = |key: &str| !key.starts_with("ulysses.");
+    let open: Vec<_> = open.into_iter().filter(|open| is_given(open.key)).collect();
+    let waits_for = open.iter().map(|open| open.waits_for.as_str()).collect::<Vec<_>>().join("; ");
+    (written, open.iter().map(|open| open.key).collect(), waits_for)
+}
+
+#[test]
+fn what_can_be_resolved_is_and_the_rest_says_what_it_waits_for() {
+    let (written, open, waits_for) = partly(
+        r#"{"train_micro_batch_size_per_gpu": 2, "scheduler":
+            {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}"#,
+    );
+    assert_eq!((open, waits_for.contains("--steps")), (vec!["scheduler.params.total_num_steps"], true));
+    assert_eq!(written["scheduler"]["params"]["total_num_steps"], json!("auto"));
+    assert_eq!((&written["train_batch_size"], &written["optimizer"]["type"]), (&json!(2), &json!("Adam")));
+
+    let (written, open, waits_for) = partly(
+        r#"{"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
+            "sequence_parallel_size": 2}"#,
+    );
+    assert_eq!(open, ["data_parallel_size"]);
+    assert!(waits_for.contains("--mesh: the batch sizes need dp 4, such as 4x2"), "{waits_for}");
+    assert_eq!(written["data_parallel_size"], json!(4));
+    assert!(Config::from_json_str(&written.to_string(), "again.json").is_ok());
+
+    let (written, open, waits_for) =
+        partly(r#"{"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 4}}"#);
+    assert_eq!((open, waits_for.contains("a multiple of dp 4")), (vec!["data_parallel_size"], true));
+    assert!(Config::from_json_str(&written.to_string(), "again.json").is_ok());
+
+    let (written, open, waits_for) = partly(r#"{"gradient_accumulation_steps": 3}"#);
+    assert_eq!((open, waits_for.contains("--batch-size")), (vec!["train_batch_size"], true));
+    assert_eq!((written.get("train_batch_size"), &written["gradient_accumulation_steps"]), (None, &json!(3)));
+}
+
+#[test]
+fn what_contradicts_itself_whatever_comes_is_still_refused() {
+    for (text, expected) in [
+        (r#"{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}"#, "is not a multiple of"),
+        (
+            r#"{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}"#,
+            "leave one of the three out",
+        ),
+        (
+            r#"{"train_batch_size": 8, "data_parallel_size": 1, "zero_optimization": {"mics_shard_size": 4}}"#,
+            "dp is 1",
+        ),
+        (r#"{"train_batch_size": 8, "mesh_param": [2, 2], "data_parallel_size": 4}"#, "contradictory"),
+    ] {
+        let raw = RawConfig::from_json_str(text, "c.json").unwrap();
+        let error = raw.resolve_partly(&Overrides::default()).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}

@@ -1,0 +1,70 @@
+//! What the arguments of Hugging Face's Trainer, and other usual names, are called here.
+
+/// A name that this vocabulary does not have, and the key that does the same.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Synonym {
+    pub(crate) name: &'static str,
+    /// The path of the key.
+    pub(crate) key: &'static str,
+    /// How its value differs; empty where it does not.
+    pub(crate) remark: &'static str,
+}
+
+const fn synonym(name: &'static str, key: &'static str) -> Synonym {
+    Synonym { name, key, remark: "" }
+}
+
+const SYNONYMS: &[Synonym] = &[
+    synonym("learning_rate", "optimizer.params.lr"),
+    synonym("lr", "optimizer.params.lr"),
+    synonym("weight_decay", "optimizer.params.weight_decay"),
+    Synonym { remark: "the first of the two", ..synonym("adam_beta1", "optimizer.params.betas") },
+    Synonym { remark: "the second of the two", ..synonym("adam_beta2", "optimizer.params.betas") },
+    synonym("adam_epsilon", "optimizer.params.eps"),
+    Synonym { remark: "\"AdamW\" for \"adamw_torch\"", ..synonym("optim", "optimizer.type") },
+    Synonym {
+        remark: "\"WarmupCosineLR\" for \"cosine\", \"WarmupDecayLR\" for \"linear\"",
+        ..synonym("lr_scheduler_type", "scheduler.type")
+    },
+    synonym("warmup_steps", "scheduler.params.warmup_num_steps"),
+    Synonym {
+        remark: "in steps, not as a share of them",
+        ..synonym("warmup_ratio", "scheduler.params.warmup_num_steps")
+    },
+    synonym("max_grad_norm", "gradient_clipping"),
+    synonym("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+    synonym("per_gpu_train_batch_size", "train_micro_batch_size_per_gpu"),
+    synonym("batch_size", "train_batch_size"),
+    synonym("global_batch_size", "train_batch_size"),
+    synonym("num_train_epochs", "ulysses.epochs"),
+    synonym("num_epochs", "ulysses.epochs"),
+    synonym("max_steps", "ulysses.steps"),
+    synonym("num_train_steps", "ulysses.steps"),
+    synonym("logging_steps", "steps_per_print"),
+    synonym("save_steps", "checkpoint.interval"),
+    synonym("save_interval", "checkpoint.interval"),
+    synonym("save_total_limit", "checkpoint.keep_last"),
+    synonym("eval_steps", "ulysses.validation.eval_interval"),
+    synonym("max_seq_length", "ulysses.seq_len"),
+    synonym("max_length", "ulysses.seq_len"),
+    synonym("block_size", "ulysses.seq_len"),
+    synonym("model_max_length", "ulysses.seq_len"),
+    synonym("model_name_or_path", "ulysses.model"),
+    synonym("tokenizer_name", "ulysses.tokenizer"),
+    synonym("train_file", "ulysses.data"),
+    synonym("dataset_name", "ulysses.data"),
+    synonym("output_dir", "ulysses.output"),
+    synonym("gradient_checkpointing", "ulysses.activation_checkpointing"),
+    synonym("data_seed", "seed"),
+    synonym("ddp_timeout", "ulysses.comm.timeout_seconds"),
+];
+
+#[cfg(test)]
+pub(crate) fn synonyms() -> &'static [Synonym] {
+    SYNONYMS
+}
+
+/// What `name` is called here.
+pub(crate) fn synonym_of(name: &str) -> Option<&'static Synonym> {
+    SYNONYMS.iter().find(|synonym| synonym.name == name)
+}
