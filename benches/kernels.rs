@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::time::Instant;
 use ulysses::device::DeviceKind;
-use ulysses::ops::adamw::{self, AdamParams};
+use ulysses::ops::optimizer::adamw::{self, AdamParams};
 use ulysses::ops::rope::{self, Direction, Table};
 use ulysses::ops::{embedding, reduce, rms_norm, swiglu};
 

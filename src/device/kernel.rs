@@ -30,19 +30,16 @@ pub(crate) mod sources {
         };
     }
     sources! {
-        ADAGRAD => "adagrad",
-        ADAMW => "adamw",
         ATTENTION => "attention",
         CAST => "cast",
         CROSS_ENTROPY => "cross_entropy",
         EMBEDDING => "embedding",
         LAMB => "lamb",
-        LION => "lion",
+        OPTIMIZER => "optimizer",
         RANK_REDUCE => "rank_reduce",
         REDUCE => "reduce",
         RMS_NORM => "rms_norm",
         ROPE => "rope",
-        SGD => "sgd",
         SWIGLU => "swiglu",
         TRANSPOSE => "transpose",
     }

@@ -8,7 +8,7 @@
 //! | [`swiglu`] | silu(gate) · up | both |
 //! | [`embedding`] | rows of a table | summed per row |
 //! | [`cross_entropy`] | language-model head and loss, tiled over tokens | input, head weight |
-//! | [`adamw`], [`sgd`], [`lion`], [`adagrad`] | one optimizer step on flat tensors | – |
+//! | [`optimizer`] | one step of AdamW, SGD, Lion or Adagrad on flat tensors | – |
 //! | [`lamb`] | the same in two calls, with norms per parameter tensor between them | – |
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
 //! | [`cast`] | conversion between f32, bf16 and f16 | – |
@@ -41,8 +41,6 @@
 //! | d, f | model width, feed-forward width |
 //! | vocab | rows of the embedding or head |
 
-pub mod adagrad;
-pub mod adamw;
 pub mod attention;
 mod call;
 pub mod cast;
@@ -54,14 +52,13 @@ mod error;
 pub mod gemm;
 pub mod lamb;
 pub mod linear;
-pub mod lion;
+pub mod optimizer;
 mod parallel;
 pub mod rank_reduce;
 pub mod reduce;
 pub mod rms_norm;
 pub mod rope;
 mod scratch;
-pub mod sgd;
 pub mod simd;
 pub mod swiglu;
 #[cfg(test)]

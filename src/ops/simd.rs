@@ -146,6 +146,35 @@ macro_rules! simd_kernel {
 }
 pub(super) use simd_kernel;
 
+/// A kernel that is generic: what `simd_kernel!` makes of a function, as a trait.
+pub(super) trait SimdKernel {
+    /// The kernel's body, `#[inline(always)]`.
+    fn run<S: Isa>(self);
+}
+
+/// Runs a kernel compiled for this machine's [`Level`].
+pub(super) fn dispatch<K: SimdKernel>(kernel: K) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+        fn avx512<K: SimdKernel>(kernel: K) {
+            kernel.run::<Fused>();
+        }
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2<K: SimdKernel>(kernel: K) {
+            kernel.run::<Fused>();
+        }
+        match Level::current() {
+            // SAFETY: `Level::current` never exceeds what `Level::detect` found on this machine.
+            Level::Avx512 => return unsafe { avx512(kernel) },
+            // SAFETY: as above.
+            Level::Avx2 => return unsafe { avx2(kernel) },
+            Level::Baseline => {}
+        }
+    }
+    kernel.run::<BaselineIsa>();
+}
+
 /// eˣ with a relative error below 2e-7: ∞ above 88.73, subnormal and then 0 below −87.3, NaN for NaN.
 ///
 /// x = n·ln 2 + r with |r| ≤ ln 2 / 2; the polynomial for eʳ and the split of ln 2 are those of Cephes

@@ -3,10 +3,10 @@
 
 use super::ZeroError;
 use crate::config::OptimizerConfig;
-use crate::ops::adagrad::{self, AdagradParams};
-use crate::ops::adamw::{self, AdamParams};
-use crate::ops::lion::{self, LionParams};
-use crate::ops::sgd::{self, SgdParams};
+use crate::ops::optimizer::adagrad::{self, AdagradParams};
+use crate::ops::optimizer::adamw::{self, AdamParams};
+use crate::ops::optimizer::lion::{self, LionParams};
+use crate::ops::optimizer::sgd::{self, SgdParams};
 use candle_core::Tensor;
 use std::ops::Range;
 

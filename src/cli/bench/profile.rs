@@ -15,7 +15,7 @@ use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
 use ulysses::model::{LlamaConfig, preset};
 use ulysses::offload::{OffloadError, OffloadStore, Use};
-use ulysses::ops::adamw::{self, AdamParams};
+use ulysses::ops::optimizer::adamw::{self, AdamParams};
 use ulysses::ops::attention::Geometry;
 use ulysses::ops::{reduce, rms_norm, swiglu};
 

@@ -1,15 +1,12 @@
-//! Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019), one fused pass over flat tensors, with the
-//! order of operations of `torch.optim.AdamW` / `torch.optim.Adam`.
+//! Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019), with the order of operations of
+//! `torch.optim.AdamW` and `torch.optim.Adam`.
 
-mod cpu;
-mod cuda;
-pub mod reference;
-#[cfg(test)]
-mod tests;
-
-use super::OpError;
-use super::call::Call;
-use crate::device::Target;
+use super::elementwise::{self, Rule};
+use super::{check_betas, check_step};
+use crate::ops::OpError;
+use crate::ops::call::Call;
+use crate::ops::simd::Isa;
+use bytemuck::NoUninit;
 use candle_core::Tensor;
 
 /// Hyper-parameters of one [`step`].
@@ -55,38 +52,12 @@ pub fn step(
     exp_avg_sq: &Tensor,
     params: &AdamParams,
 ) -> Result<(), OpError> {
-    let call = Call::new("adamw::step");
-    call.expect_value("step", params.step as f64, params.step > 0, "at least 1")?;
-    for (name, beta) in [("beta1", params.beta1), ("beta2", params.beta2)] {
-        call.expect_value(name, beta, (0.0..1.0).contains(&beta), "at least 0 and below 1")?;
-    }
-    for argument in [("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)] {
-        call.expect(argument, &[param.elem_count()])?;
-    }
-    let outputs = [("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)];
-    let target = call.target(&outputs, &[("grad", grad)])?;
-    call.element_type(&[], &[&outputs[..], &[("grad", grad)]].concat())?;
-    match target {
-        Target::Cpu => {
-            let grad = call.read(grad)?;
-            call.write(param, |param| {
-                call.write(exp_avg, |exp_avg| {
-                    call.write(exp_avg_sq, |exp_avg_sq| {
-                        cpu::step(param, &grad, exp_avg, exp_avg_sq, params);
-                        Ok(())
-                    })
-                })
-            })
-        }
-        Target::Kernels(launcher) => {
-            call.kernels(cuda::step(&launcher, [param, grad, exp_avg, exp_avg_sq], params))
-        }
-    }
+    elementwise::step(params, [param, exp_avg, exp_avg_sq], grad)
 }
 
-/// The constants of one step, computed in f64 and rounded once.
-#[derive(Clone, Copy)]
-struct Factors {
+#[derive(Clone, Copy, NoUninit)]
+#[repr(C)]
+pub(super) struct Constants {
     grad_scale: f32,
     /// Weight decay that goes into the gradient (0 when decoupled).
     coupled_decay: f32,
@@ -103,24 +74,44 @@ struct Factors {
     eps: f32,
 }
 
-impl Factors {
-    fn new(params: &AdamParams) -> Self {
-        let AdamParams { lr, beta1, beta2, weight_decay, .. } = *params;
-        let t = params.step as f64;
-        let (correction1, correction2) = match params.bias_correction {
+impl Rule<3> for AdamParams {
+    const OP: &'static str = "adamw::step";
+    const KERNEL: &'static str = "adamw_step";
+    const TENSORS: [&'static str; 3] = ["param", "exp_avg", "exp_avg_sq"];
+    type Constants = Constants;
+
+    fn check(&self, call: Call) -> Result<(), OpError> {
+        check_step(call, self.step)?;
+        check_betas(call, self.beta1, self.beta2)
+    }
+
+    fn constants(&self) -> Constants {
+        let Self { lr, beta1, beta2, weight_decay, .. } = *self;
+        let t = self.step as f64;
+        let (correction1, correction2) = match self.bias_correction {
             true => (1.0 - beta1.powf(t), 1.0 - beta2.powf(t)),
             false => (1.0, 1.0),
         };
-        Self {
-            grad_scale: params.grad_scale as f32,
-            coupled_decay: if params.decoupled { 0.0 } else { weight_decay as f32 },
-            decoupled_decay: if params.decoupled { (lr * weight_decay) as f32 } else { 0.0 },
+        Constants {
+            grad_scale: self.grad_scale as f32,
+            coupled_decay: if self.decoupled { 0.0 } else { weight_decay as f32 },
+            decoupled_decay: if self.decoupled { (lr * weight_decay) as f32 } else { 0.0 },
             one_minus_beta1: (1.0 - beta1) as f32,
             beta2: beta2 as f32,
             one_minus_beta2: (1.0 - beta2) as f32,
             step_size: (lr / correction1) as f32,
             root_scale: (1.0 / correction2.sqrt()) as f32,
-            eps: params.eps as f32,
+            eps: self.eps as f32,
         }
+    }
+
+    #[inline(always)]
+    fn update<S: Isa>(c: &Constants, [p, m, v]: &mut [f32; 3], grad: f32) {
+        let g = S::mul_add(c.coupled_decay, *p, grad * c.grad_scale);
+        *m = S::mul_add(c.one_minus_beta1, g - *m, *m);
+        *v = S::mul_add(c.one_minus_beta2 * g, g, c.beta2 * *v);
+        let denominator = S::mul_add(v.sqrt(), c.root_scale, c.eps);
+        let kept = S::mul_add(-c.decoupled_decay, *p, *p);
+        *p = S::mul_add(-c.step_size, *m / denominator, kept);
     }
 }

@@ -1,15 +1,12 @@
 //! Adagrad (Duchi et al. 2011) in the form of `torch.optim.Adagrad`: steps shrink with the sum of all squared
 //! gradients so far.
 
-mod cpu;
-mod cuda;
-pub mod reference;
-#[cfg(test)]
-mod tests;
-
-use super::OpError;
-use super::call::Call;
-use crate::device::Target;
+use super::check_step;
+use super::elementwise::{self, Rule};
+use crate::ops::OpError;
+use crate::ops::call::Call;
+use crate::ops::simd::Isa;
+use bytemuck::NoUninit;
 use candle_core::Tensor;
 
 /// Hyper-parameters of one [`step`].
@@ -47,31 +44,12 @@ pub fn step(
     state_sum: &Tensor,
     params: &AdagradParams,
 ) -> Result<(), OpError> {
-    let call = Call::new("adagrad::step");
-    call.expect_value("step", params.step as f64, params.step > 0, "at least 1")?;
-    call.expect_value("lr_decay", params.lr_decay, params.lr_decay >= 0.0, "0 or a positive number")?;
-    for argument in [("grad", grad), ("state_sum", state_sum)] {
-        call.expect(argument, &[param.elem_count()])?;
-    }
-    let target = call.target(&[("param", param), ("state_sum", state_sum)], &[("grad", grad)])?;
-    call.element_type(&[], &[("param", param), ("state_sum", state_sum), ("grad", grad)])?;
-    match target {
-        Target::Cpu => {
-            let grad = call.read(grad)?;
-            call.write(param, |param| {
-                call.write(state_sum, |state_sum| {
-                    cpu::step(param, &grad, state_sum, params);
-                    Ok(())
-                })
-            })
-        }
-        Target::Kernels(launcher) => call.kernels(cuda::step(&launcher, [param, grad, state_sum], params)),
-    }
+    elementwise::step(params, [param, state_sum], grad)
 }
 
-/// The constants of one step, computed in f64 and rounded once.
-#[derive(Clone, Copy)]
-struct Factors {
+#[derive(Clone, Copy, NoUninit)]
+#[repr(C)]
+pub(super) struct Constants {
     grad_scale: f32,
     weight_decay: f32,
     /// lr / (1 + (t − 1) · lr_decay)
@@ -79,14 +57,31 @@ struct Factors {
     eps: f32,
 }
 
-impl Factors {
-    fn new(params: &AdagradParams) -> Self {
-        let steps_before = (params.step - 1) as f64;
-        Self {
-            grad_scale: params.grad_scale as f32,
-            weight_decay: params.weight_decay as f32,
-            step_size: (params.lr / (1.0 + steps_before * params.lr_decay)) as f32,
-            eps: params.eps as f32,
+impl Rule<2> for AdagradParams {
+    const OP: &'static str = "adagrad::step";
+    const KERNEL: &'static str = "adagrad_step";
+    const TENSORS: [&'static str; 2] = ["param", "state_sum"];
+    type Constants = Constants;
+
+    fn check(&self, call: Call) -> Result<(), OpError> {
+        check_step(call, self.step)?;
+        call.expect_value("lr_decay", self.lr_decay, self.lr_decay >= 0.0, "0 or a positive number")
+    }
+
+    fn constants(&self) -> Constants {
+        let steps_before = (self.step - 1) as f64;
+        Constants {
+            grad_scale: self.grad_scale as f32,
+            weight_decay: self.weight_decay as f32,
+            step_size: (self.lr / (1.0 + steps_before * self.lr_decay)) as f32,
+            eps: self.eps as f32,
         }
+    }
+
+    #[inline(always)]
+    fn update<S: Isa>(c: &Constants, [p, s]: &mut [f32; 2], grad: f32) {
+        let g = S::mul_add(c.weight_decay, *p, grad * c.grad_scale);
+        *s = S::mul_add(g, g, *s);
+        *p = S::mul_add(-c.step_size, g / (s.sqrt() + c.eps), *p);
     }
 }

@@ -1,15 +1,12 @@
 //! Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): every parameter moves by
 //! the learning rate, in the direction of an interpolated momentum. One state tensor, half of Adam's.
 
-mod cpu;
-mod cuda;
-pub mod reference;
-#[cfg(test)]
-mod tests;
-
-use super::OpError;
-use super::call::Call;
-use crate::device::Target;
+use super::check_betas;
+use super::elementwise::{self, Rule};
+use crate::ops::OpError;
+use crate::ops::call::Call;
+use crate::ops::simd::Isa;
+use bytemuck::NoUninit;
 use candle_core::Tensor;
 
 /// Hyper-parameters of one [`step`].
@@ -38,32 +35,12 @@ pub struct LionParams {
 /// # Errors
 /// When a β is outside [0, 1), shapes, dtypes, devices or layouts do not fit, or two tensors share storage.
 pub fn step(param: &Tensor, grad: &Tensor, exp_avg: &Tensor, params: &LionParams) -> Result<(), OpError> {
-    let call = Call::new("lion::step");
-    for (name, beta) in [("beta1", params.beta1), ("beta2", params.beta2)] {
-        call.expect_value(name, beta, (0.0..1.0).contains(&beta), "at least 0 and below 1")?;
-    }
-    for argument in [("grad", grad), ("exp_avg", exp_avg)] {
-        call.expect(argument, &[param.elem_count()])?;
-    }
-    let target = call.target(&[("param", param), ("exp_avg", exp_avg)], &[("grad", grad)])?;
-    call.element_type(&[], &[("param", param), ("exp_avg", exp_avg), ("grad", grad)])?;
-    match target {
-        Target::Cpu => {
-            let grad = call.read(grad)?;
-            call.write(param, |param| {
-                call.write(exp_avg, |exp_avg| {
-                    cpu::step(param, &grad, exp_avg, params);
-                    Ok(())
-                })
-            })
-        }
-        Target::Kernels(launcher) => call.kernels(cuda::step(&launcher, [param, grad, exp_avg], params)),
-    }
+    elementwise::step(params, [param, exp_avg], grad)
 }
 
-/// The constants of one step, computed in f64 and rounded once.
-#[derive(Clone, Copy)]
-struct Factors {
+#[derive(Clone, Copy, NoUninit)]
+#[repr(C)]
+pub(super) struct Constants {
     grad_scale: f32,
     one_minus_beta1: f32,
     one_minus_beta2: f32,
@@ -72,14 +49,44 @@ struct Factors {
     decay: f32,
 }
 
-impl Factors {
-    fn new(params: &LionParams) -> Self {
-        Self {
-            grad_scale: params.grad_scale as f32,
-            one_minus_beta1: (1.0 - params.beta1) as f32,
-            one_minus_beta2: (1.0 - params.beta2) as f32,
-            lr: params.lr as f32,
-            decay: (params.lr * params.weight_decay) as f32,
+impl Rule<2> for LionParams {
+    const OP: &'static str = "lion::step";
+    const KERNEL: &'static str = "lion_step";
+    const TENSORS: [&'static str; 2] = ["param", "exp_avg"];
+    type Constants = Constants;
+
+    fn check(&self, call: Call) -> Result<(), OpError> {
+        check_betas(call, self.beta1, self.beta2)
+    }
+
+    fn constants(&self) -> Constants {
+        Constants {
+            grad_scale: self.grad_scale as f32,
+            one_minus_beta1: (1.0 - self.beta1) as f32,
+            one_minus_beta2: (1.0 - self.beta2) as f32,
+            lr: self.lr as f32,
+            decay: (self.lr * self.weight_decay) as f32,
         }
+    }
+
+    #[inline(always)]
+    fn update<S: Isa>(c: &Constants, [p, m]: &mut [f32; 2], grad: f32) {
+        let g = grad * c.grad_scale;
+        let direction = S::mul_add(c.one_minus_beta1, g - *m, *m);
+        let kept = S::mul_add(-c.decay, *p, *p);
+        *p = S::mul_add(-c.lr, sign(direction), kept);
+        *m = S::mul_add(c.one_minus_beta2, g - *m, *m);
+    }
+}
+
+/// 1, −1 or 0, and NaN for NaN.
+#[inline(always)]
+fn sign(x: f32) -> f32 {
+    if x > 0.0 {
+        1.0
+    } else if x < 0.0 {
+        -1.0
+    } else {
+        x
     }
 }

@@ -1,4 +1,6 @@
-use super::*;
+use crate::ops::OpError;
+use crate::ops::optimizer::lion::*;
+use crate::ops::optimizer::reference;
 use crate::ops::testing::*;
 
 const PARAMS: LionParams =
@@ -16,7 +18,7 @@ fn ten_steps_match_the_reference_on_every_target() {
                     let params = LionParams { weight_decay, ..PARAMS };
                     let grad = random(t + 10, len);
                     step(&param, &tensor(&grad, &[len]), &m, &params).unwrap();
-                    reference::step(&mut param64, &to_f64(&grad), &mut m64, &params);
+                    reference::lion(&mut param64, &to_f64(&grad), &mut m64, &params);
                 }
                 let what = format!("{target}, decay {weight_decay}, {len}");
                 assert_close(&format!("param {what}"), &read(&param), &param64, 1e-6);

@@ -1,4 +1,6 @@
-use super::*;
+use crate::ops::OpError;
+use crate::ops::optimizer::adagrad::*;
+use crate::ops::optimizer::reference;
 use crate::ops::testing::*;
 
 const PARAMS: AdagradParams =
@@ -16,7 +18,7 @@ fn ten_steps_match_the_reference_in_every_mode_on_every_target() {
                     let params = AdagradParams { lr_decay, weight_decay, step: t, ..PARAMS };
                     let grad = random(t + 10, len);
                     step(&param, &tensor(&grad, &[len]), &sum, &params).unwrap();
-                    reference::step(&mut param64, &to_f64(&grad), &mut sum64, &params);
+                    reference::adagrad(&mut param64, &to_f64(&grad), &mut sum64, &params);
                 }
                 let what = format!("{target}, lr_decay {lr_decay}, decay {weight_decay}, {len}");
                 assert_close(&format!("param {what}"), &read(&param), &param64, 1e-6);

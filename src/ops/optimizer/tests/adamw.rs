@@ -1,4 +1,6 @@
-use super::*;
+use crate::ops::OpError;
+use crate::ops::optimizer::adamw::*;
+use crate::ops::optimizer::reference;
 use crate::ops::testing::*;
 
 const PARAMS: AdamParams = AdamParams {
@@ -26,7 +28,7 @@ fn ten_steps_match_the_reference_in_every_mode_on_every_target() {
                     let params = AdamParams { decoupled, bias_correction, step: t, ..PARAMS };
                     let grad = random(t + 10, len);
                     step(&param, &tensor(&grad, &[len]), &m, &v, &params).unwrap();
-                    reference::step(&mut param64, &to_f64(&grad), &mut m64, &mut v64, &params);
+                    reference::adamw(&mut param64, &to_f64(&grad), &mut m64, &mut v64, &params);
                 }
                 let what = format!("{target}, decoupled {decoupled}, corrected {bias_correction}, {len}");
                 assert_close(&format!("param {what}"), &read(&param), &param64, 1e-6);

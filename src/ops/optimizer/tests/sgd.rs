@@ -1,4 +1,6 @@
-use super::*;
+use crate::ops::OpError;
+use crate::ops::optimizer::sgd::*;
+use crate::ops::optimizer::reference;
 use crate::ops::testing::*;
 
 const PARAMS: SgdParams =
@@ -21,7 +23,7 @@ fn five_steps_match_the_reference_in_every_mode_on_every_target() {
                     let grad = random(t + 10, len);
                     let buffer = (momentum > 0.0).then_some(&buffer);
                     step(&param, &tensor(&grad, &[len]), buffer, &params).unwrap();
-                    reference::step(&mut param64, &to_f64(&grad), &mut buffer64, &params);
+                    reference::sgd(&mut param64, &to_f64(&grad), &mut buffer64, &params);
                 }
                 let what = format!("{target}, momentum {momentum}, nesterov {nesterov}, {len}");
                 assert_close(&format!("param {what}"), &read(&param), &param64, 5e-7);
