@@ -65,8 +65,20 @@ fn rewritten<'source>(compiled: &Instructions<'source>) -> Result<Instructions<'
     let mut replaced = Vec::with_capacity(instructions.len());
     // Where each instruction begins among the new ones, and where they end.
     let mut places = vec![0];
+    let mut is_default = false;
     for (index, instruction) in (0..).zip(instructions) {
         let line = compiled.get_line(index).unwrap_or(0);
+        // Defaults of parameters are computed from the last to the first, which Python does the other way.
+        is_default = match instruction {
+            Instruction::IsUndefined => true,
+            Instruction::StoreLocal(_) => false,
+            Instruction::Lookup(_) if is_default => {
+                return Err(failed(format!(
+                    "line {line}: a macro's default that names a variable is not supported"
+                )));
+            }
+            _ => is_default,
+        };
         let new = replacement(instruction).map_err(|problem| failed(format!("line {line}: {problem}")))?;
         places.push(places[index as usize] + new.len() as u32);
         replaced.push((new, u16::try_from(line).unwrap_or(u16::MAX)));
