@@ -76,7 +76,8 @@ fn kind(of: std::fs::FileType) -> &'static str {
     }
 }
 
-#[cfg(all(test, unix))]
+#[cfg(unix)]
+#[cfg(test)]
 mod tests {
     use super::*;
     use std::os::unix::fs::symlink;

@@ -65,7 +65,7 @@ impl Storage for LocalStorage {
 
     fn create(&self, path: &Path) -> io::Result<Box<dyn StorageFile>> {
         match std::fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(Box::new(File::create_new(path)?)),
         }
     }
