@@ -155,7 +155,7 @@ fn runs_are_not_mixed() {
     let outcome = train(&["--resume"]);
     outcome.assert_refused(2, &expected);
     assert!(
-        outcome.stderr.contains("error: out/step_00000007: `optimizer`"),
+        outcome.stderr.contains("error: out/step_00000007: the state that `optimizer` keeps was"),
         "the cause comes first: {outcome:?}"
     );
     write_config(&place, "c.json", json!({ "ulysses": { "model": "nano", "data": "text.txt" } }));
