@@ -31,10 +31,14 @@ pub fn explain(key: &str) -> Result<String, UnknownKey> {
     let entries = entries();
     let mut found: Vec<_> = entries.iter().filter(|entry| entry.path == key).collect();
     if found.is_empty() {
+        // Before the last names: `block_size` is more often Hugging Face's than that of `aio`.
+        if let Some(text) = synonym(key, &entries) {
+            return Ok(text);
+        }
         found = entries.iter().filter(|entry| entry.key.name == key).collect();
     }
     if found.is_empty()
-        && let Some(text) = synonym(key, &entries).or_else(|| refused_name(key, &entries))
+        && let Some(text) = refused_name(key, &entries)
     {
         return Ok(text);
     }
@@ -47,6 +51,9 @@ pub fn explain(key: &str) -> Result<String, UnknownKey> {
 /// What another program's name for a key is here.
 fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
     let Synonym { name, key, remark } = synonym_of(name.rsplit('.').next()?)?;
+    if key.rsplit('.').next() == Some(*name) {
+        return None;
+    }
     let remark = if remark.is_empty() { String::new() } else { format!(", {remark}") };
     let explanations = entries.iter().filter(|entry| entry.path == *key).map(explanation);
     let explanations = explanations.collect::<Vec<_>>().join("\n");

@@ -98,7 +98,7 @@ fn an_evaluation_changes_nothing_but_the_records() {
 #[test]
 fn an_epoch_sees_every_token_once_on_every_mesh_and_after_a_resume() {
     let place = place();
-    let tokens = |records: &[Value]| numbers(records, "tokens").iter().sum::<f64>();
+    let tokens = |records: &[Value]| numbers(records, "label_tokens").iter().sum::<f64>();
     // The first byte of each document is not predicted.
     let predicted = (num_bytes(&place) - 40) as f64;
     let epochs = json!({ "epochs": 2 });
@@ -106,16 +106,16 @@ fn an_epoch_sees_every_token_once_on_every_mesh_and_after_a_resume() {
     assert_eq!(tokens(&whole), 2.0 * predicted);
     for mesh in ["2x1", "4x1", "2x2"] {
         let (other, _) = train(&place, epochs.clone(), &["--mesh", mesh, "--output", mesh]);
-        assert_eq!(numbers(&other, "tokens"), numbers(&whole, "tokens"), "{mesh}");
+        assert_eq!(numbers(&other, "label_tokens"), numbers(&whole, "label_tokens"), "{mesh}");
         assert_close(&numbers(&other, "loss"), &numbers(&whole, "loss"), 1e-4, mesh);
     }
     // On another mesh, and for another epoch.
     let last = whole.len() as u64 / 4 * 2;
     let from = format!("--resume=whole/step_{last:08}");
     let (rest, _) = train(&place, epochs, &["--mesh", "2x1", "--output", "rest", &from]);
-    assert_eq!(numbers(&rest, "tokens"), numbers(&whole, "tokens")[last as usize..]);
+    assert_eq!(numbers(&rest, "label_tokens"), numbers(&whole, "label_tokens")[last as usize..]);
     let (more, _) = train(&place, json!({ "epochs": 3 }), &["--output", "more", &from]);
-    let done: f64 = numbers(&whole, "tokens")[..last as usize].iter().sum();
+    let done: f64 = numbers(&whole, "label_tokens")[..last as usize].iter().sum();
     assert_eq!(tokens(&more) + done, 3.0 * predicted);
 }
 
@@ -128,7 +128,7 @@ fn a_run_of_one_epoch_goes_on_for_another_and_loses_no_token() {
     assert_ne!(consumed % 4, 0, "the last batch was filled with masked rows");
     let (twice, _) = train(&place, json!({ "epochs": 2 }), &["--output", "run", "--resume"]);
     let predicted = 2 * (num_bytes(&place) - 40);
-    assert_eq!(numbers(&twice, "tokens").iter().sum::<f64>() as u64, predicted);
+    assert_eq!(numbers(&twice, "label_tokens").iter().sum::<f64>() as u64, predicted);
 }
 
 #[test]
@@ -140,7 +140,7 @@ fn text_and_documents_are_found_by_the_names_that_the_config_gives() {
     let changes = json!({ "data": data, "text_field": "body", "end_of_document": 9, "epochs": 1 });
     let (steps, _) = train(&place, changes, &[]);
     // Four documents of 4, 3, 4 and 2 tokens, the first of which is not predicted.
-    assert_eq!(numbers(&steps, "tokens").iter().sum::<f64>(), 9.0);
+    assert_eq!(numbers(&steps, "label_tokens").iter().sum::<f64>(), 9.0);
     place.write_config("c.json", json!({ "ulysses": { "data": "a.jsonl" } }));
     let wrong = place.run(&["train", "c.json", "--output", "no"]);
     wrong.assert_refused(1, &["a.jsonl, line 1, `text`: invalid type: integer `7`, expected a string"]);
@@ -168,7 +168,7 @@ fn packings_and_repeated_paths_train() {
         let (steps, _) = train(&place, json!({ "epochs": 1 }), &arguments);
         let padding = steps[0]["padding_share"].as_f64().unwrap();
         assert!(padding > 0.0 && padding < 0.1, "{packing}: {padding}");
-        numbers(&steps, "tokens").iter().sum::<f64>() as u64
+        numbers(&steps, "label_tokens").iter().sum::<f64>() as u64
     };
     let all = num_bytes(&place) + 4500;
     assert_eq!([valid("greedy"), valid("cut"), valid("concat")], [all - 41, all - 41, all - 2]);

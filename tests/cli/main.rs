@@ -10,6 +10,8 @@ mod checkpoint;
 mod config;
 mod data;
 mod datasets;
+#[cfg(unix)]
+mod disk;
 mod doctor;
 mod evaluations;
 #[cfg(unix)]

@@ -174,7 +174,7 @@ fn help_documents_every_flag_of_every_subcommand() {
         (
             "train",
             &[
-                "<CONFIG>",
+                "[CONFIG]",
                 "--model",
                 "--data",
                 "--tokenizer",

@@ -15,8 +15,8 @@ use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
 use ulysses::model::{LlamaConfig, preset};
 use ulysses::offload::{OffloadError, OffloadStore, Use};
-use ulysses::ops::optimizer::adamw::{self, AdamParams};
 use ulysses::ops::attention::Geometry;
+use ulysses::ops::optimizer::adamw::{self, AdamParams};
 use ulysses::ops::{reduce, rms_norm, swiglu};
 
 /// Elements of a collective that takes nothing but its latency.

@@ -11,6 +11,7 @@ use ulysses::device::DeviceKind;
 use ulysses::monitor::Tracer;
 
 #[derive(clap::Args, Clone)]
+#[command(override_usage = "ulysses train [OPTIONS] <CONFIG>")]
 pub(in crate::cli) struct TrainArgs {
     /// DeepSpeed-style JSON config. Flags override what it says.
     #[arg(required_unless_present = "resume")]

@@ -1,6 +1,6 @@
 use crate::ops::OpError;
-use crate::ops::optimizer::sgd::*;
 use crate::ops::optimizer::reference;
+use crate::ops::optimizer::sgd::*;
 use crate::ops::testing::*;
 
 const PARAMS: SgdParams =
