@@ -10,6 +10,7 @@ mod host;
 mod made;
 mod memory;
 mod monitors;
+mod outcome;
 mod output;
 mod peak;
 mod prepare;
@@ -23,27 +24,25 @@ mod start;
 mod stragglers;
 mod trace;
 
-use super::{Failure, OrFail, note, print};
-use anyhow::Context;
+use super::{Failure, OrFail, note};
 pub(super) use args::TrainArgs;
 use feed::{Limit, Phase};
 use host::Host;
 use made::MadeDirectories;
 use rank::RankOutcome;
-use reporter::Reported;
 use resume::Resume;
 use serde_json::Value;
 use start::PlannedMemory;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use ulysses::checkpoint::{BEST, CheckpointError, Evaluated, Evaluations, OutputLock, step_name};
-use ulysses::comm::{CollectiveOp, LaunchError, LaunchOptions, launch};
+use ulysses::checkpoint::{CheckpointError, OutputLock};
+use ulysses::comm::{LaunchError, LaunchOptions, launch};
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{HfSource, LlamaConfig, WeightSource};
-use ulysses::monitor::{CommsTable, RankComms, RunSummary, Tracer};
+use ulysses::monitor::Tracer;
 
 /// Everything that the ranks share.
 struct Run {
@@ -101,79 +100,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     // Why a run failed matters more than that its trace could not be written.
     let results = results?;
     traced?;
-    let first = results.first().context("a mesh has a rank").or_run()?;
-    let (step, last_step, stopped) = (first.steps, first.last_step, first.stopped);
-    let checkpoint = first.checkpoint.clone();
-    let (evaluations, stopped_early) = (first.evaluations, first.stopped_early.clone());
-    let Some(Reported { totals, mut record }) = first.reported.clone() else {
-        let reason =
-            stopped_early.map_or_else(String::new, |reason| format!(", and the run stopped early: {reason}"));
-        return print(format_args!("nothing to do: step {step} of {last_step} is done{reason}\n"));
-    };
-    if host.is_first() {
-        record::finish(&run, &mut record, &results);
-        record::write(&run.output, &record).or_run()?;
-    }
-    let (steps, nothing_trained) = (totals.steps, totals.last_loss.is_none());
-    let comms: Vec<RankComms> = results.iter().map(|outcome| outcome.comms.clone()).collect();
-    let ranks = results.into_iter().map(|outcome| outcome.summary).collect();
-    let summary = RunSummary { totals, ranks };
-    if is_verbose {
-        print(summary.verbose())?
-    } else {
-        print(&summary)?
-    }
-    print_comms(&run, &comms)?;
-    if is_verbose || run.config.monitoring.comms_logger.enabled {
-        print("\n")?;
-    }
-    print_evaluations(&run, evaluations)?;
-    print_places(&run, checkpoint.as_deref())?;
-    if let Some(reason) = stopped_early {
-        print(format_args!("\nstopped early after step {step}: {reason}\n"))?;
-    }
-    if stopped {
-        return Err(Failure::Stopped { step, is_saved: run.config.checkpoint.is_some() });
-    }
-    if nothing_trained {
-        let message = format!("all {steps} steps were skipped, as said above: nothing was trained");
-        return Err(Failure::Run(anyhow::anyhow!(message)));
-    }
-    Ok(())
-}
-
-/// Where the results are.
-fn print_places(run: &Run, checkpoint: Option<&str>) -> Result<(), Failure> {
-    if run.device != DeviceKind::Cpu {
-        print("memory      that of the host: the allocator does not count GPU memory\n")?;
-    }
-    if let Some(checkpoint) = checkpoint {
-        print(format_args!("checkpoint  {checkpoint}\n"))?;
-    }
-    let output = run.output.display();
-    print(format_args!(
-        "output      {output}: metrics in {output}/metrics.jsonl, `ulysses report {output}` makes a page of them\n"
-    ))
-}
-
-/// The best step by evaluation loss, if there is one, and the checkpoint that stays for it.
-fn print_evaluations(run: &Run, evaluations: Evaluations) -> Result<(), Failure> {
-    let Some(Evaluated { step, loss }) = evaluations.best else { return Ok(()) };
-    let checkpoint = evaluations.best_checkpoint.map_or_else(String::new, |best| {
-        let (path, output) = (run.output.join(step_name(best.step)), run.output.display());
-        format!("; {} is the best checkpoint, and {output}/{BEST} names it", path.display())
-    });
-    print(format_args!("evaluation  lowest loss {loss:.4} at step {step}{checkpoint}\n"))
-}
-
-/// The table that `comms_logger` asks for.
-fn print_comms(run: &Run, ranks: &[RankComms]) -> Result<(), Failure> {
-    let logger = &run.config.monitoring.comms_logger;
-    if !logger.enabled {
-        return Ok(());
-    }
-    let tells = |op: CollectiveOp| logger.tells(&op.to_string());
-    print(format_args!("\n{}", CommsTable { ranks, groups: &record::groups(run), tells: &tells }))
+    outcome::report(&run, results, host.is_first(), is_verbose)
 }
 
 /// Whose fault it is: a checkpoint that the config does not fit is the caller's.
