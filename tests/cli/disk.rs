@@ -4,8 +4,10 @@ use crate::resume::{train, workplace, write_config};
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::json;
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
+use ulysses::checkpoint::{step_name, steps};
 
 /// Runs where no file may grow beyond about 50 KB: no shard fits, metrics do.
 fn run_in_little_space(place: &Workplace, arguments: &[&str]) -> Outcome {

@@ -3,11 +3,9 @@
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::{Value, json};
 use std::fs;
-use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use ulysses::checkpoint::{OutputLock, step_name, steps};
+use ulysses::checkpoint::{OutputLock, steps};
 
 /// What a resumed run must repeat; the other metrics are times and memory.
 const REPEATED: [&str; 7] = ["step", "loss", "lr", "grad_norm", "tokens", "skipped", "comm_bytes"];
