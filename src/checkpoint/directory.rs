@@ -22,7 +22,7 @@ pub const BEST: &str = "best";
 
 const STEP_PREFIX: &str = "step_";
 
-/// What is read of a file that names a checkpoint.
+/// The most bytes read of a file that names a checkpoint.
 const MAX_POINTER_BYTES: u64 = 64;
 
 /// Name of the directory of a step's checkpoint.

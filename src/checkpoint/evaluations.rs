@@ -1,4 +1,4 @@
-//! What the evaluations of held-out data have come to: which step was the best, and whether training still gets
+//! Results of the evaluations of held-out data: which step was the best, and whether training still gets
 //! anywhere.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -13,7 +13,7 @@ pub struct Evaluated {
     pub loss: f64,
 }
 
-/// What is kept of all evaluations of a run, so that a run that resumes decides as one that was never interrupted.
+/// Summary of all evaluations of a run, saved so that a resumed run decides as an uninterrupted one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluations {
     /// The lowest loss.

@@ -44,7 +44,7 @@ fn parse_by<W: Into<OsString> + Clone>(
     matches.and_then(|matches| Cli::from_arg_matches(&matches)).map_err(in_plain_words).and_then(settled)
 }
 
-/// What needs more than one argument to be understood.
+/// Resolves arguments that depend on each other.
 fn settled(mut cli: Cli) -> Result<Cli, Error> {
     if let super::Command::Train(args) = &mut cli.command {
         args.settle().map_err(|message| Error::raw(ErrorKind::MissingRequiredArgument, message))?;

@@ -79,7 +79,7 @@ impl Sources {
         Ok(sources)
     }
 
-    /// Says what is learnt, where that is not every token.
+    /// Prints the share of tokens with labels, where that is not all of them.
     fn note_labels(&self) -> anyhow::Result<()> {
         let documents = || self.training.iter().map(|(documents, _)| documents);
         if documents().all(|documents| !documents.corpus().has_labels()) {

@@ -1,4 +1,4 @@
-//! `ulysses data inspect` of text and conversations: what becomes of them, and what is learnt.
+//! `ulysses data inspect` of text and conversations: the rendered text, and the tokens that have labels.
 
 use super::data::{packing, parse_packing};
 use super::tokens::failure;
@@ -11,7 +11,7 @@ use ulysses::data::{
     Corpus, DataError, Documents, IGNORED_LABEL, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
 };
 
-/// Around what is learnt.
+/// Marks around tokens that have labels.
 const MARKS: [char; 2] = ['\u{27e6}', '\u{27e7}'];
 
 /// Of the longest bar of the histogram.
@@ -96,7 +96,7 @@ impl Lens {
     }
 }
 
-/// A document as the tokenizer reads it back, with marks around what is learnt.
+/// A document as the tokenizer decodes it, with marks around tokens that have labels.
 fn sample(
     documents: &Documents,
     index: usize,
@@ -132,7 +132,7 @@ fn printable(text: &str) -> String {
     text.chars().map(shown).collect()
 }
 
-/// What masking and packing do.
+/// Effect of masking and packing.
 fn summary(documents: &Documents, lens: &Lens, rows: &PackedRows) -> String {
     let (num_documents, num_tokens) = (documents.num_documents(), documents.num_tokens());
     let num_learnt: usize = lens.labels.iter().sum();

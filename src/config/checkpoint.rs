@@ -12,7 +12,7 @@ pub struct CheckpointConfig {
     pub interval: Option<u64>,
     /// Checkpoints to keep, 0 for all; default 10, as torchtitan's `keep_latest_k`.
     pub keep_last: usize,
-    /// Saves a step whose evaluation loss is the lowest so far, and keeps it beside the last ones; default false.
+    /// Saves a step whose evaluation loss is the lowest so far, and keeps it in addition to the last ones; default false.
     pub keep_best: bool,
     /// `async`: write from a copy of the state while training goes on; default false.
     #[serde(rename = "async")]

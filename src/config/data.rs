@@ -101,7 +101,7 @@ pub struct ValidationConfig {
     /// Evaluations without improvement after which a run ends; without it none does.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub early_stopping_patience: Option<u64>,
-    /// What an improvement of the loss must exceed to count; default 0.
+    /// The least improvement of the loss that counts; default 0.
     pub early_stopping_threshold: f64,
 }
 

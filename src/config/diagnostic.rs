@@ -33,7 +33,7 @@ pub struct Diagnostic {
     pub position: Position,
     /// The path of the key it belongs to (`zero_optimization.stage`); empty for the file as a whole.
     pub key: String,
-    /// What is wrong.
+    /// The problem.
     pub problem: Problem,
     /// The line that it stands on.
     pub excerpt: Excerpt,
@@ -79,7 +79,7 @@ impl Excerpt {
         Self { line: Position::FLAG.line, text: flag.to_owned(), indent: 0, width: 0 }
     }
 
-    /// What comes before a fault of this excerpt: `file:line:column`, or the flag.
+    /// The place of a fault: `file:line:column`, or the flag.
     pub(super) fn place(&self, file: &str, position: Position) -> String {
         match position {
             Position::FLAG => self.text.clone(),

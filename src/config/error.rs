@@ -99,7 +99,7 @@ pub enum ConfigError {
     InvalidSetting {
         /// The flag with its value.
         flag: String,
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
     /// A command-line flag is out of range.

@@ -48,7 +48,7 @@ pub fn explain(key: &str) -> Result<String, UnknownKey> {
     Ok(found.into_iter().map(explanation).collect::<Vec<_>>().join("\n"))
 }
 
-/// What another program's name for a key is here.
+/// Our key for another program's name.
 fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
     let Synonym { name, key, remark } = synonym_of(name.rsplit('.').next()?)?;
     if key.rsplit('.').next() == Some(*name) {
@@ -60,7 +60,7 @@ fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
     Some(format!("`{name}` is called `{key}` here{remark}\n\n{explanations}"))
 }
 
-/// What to write in place of the name of an optimizer or a scheduler that is not one here.
+/// The replacement for the name of an optimizer or a scheduler that does not exist here.
 fn refused_name(name: &str, entries: &[Entry]) -> Option<String> {
     entries.iter().find_map(|entry| {
         let Value::Variant { refused, .. } = entry.key.value else { return None };

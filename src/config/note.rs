@@ -1,4 +1,4 @@
-//! What the user should know of a config that has no faults.
+//! Notes on a valid config.
 
 use std::fmt;
 use std::ops::Deref;

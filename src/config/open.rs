@@ -1,4 +1,4 @@
-//! What of a config can be resolved before everything is given, for `ulysses config resolve`.
+//! Partial resolution of an incomplete config, for `ulysses config resolve`.
 
 use super::batch::BatchError;
 use super::error::ConfigError;
@@ -23,7 +23,7 @@ pub struct PartlyResolved {
 pub struct OpenValue {
     /// The path of the key.
     pub key: &'static str,
-    /// What it waits for.
+    /// The flag or key that would give it.
     pub waits_for: String,
 }
 
@@ -106,7 +106,7 @@ impl RawConfig {
     }
 }
 
-/// What a run needs and nothing gives.
+/// A required value that nothing gives.
 fn unset(config: &Config) -> impl Iterator<Item = OpenValue> + use<> {
     let lacks = [
         (config.model.is_none(), "ulysses.model", "--model"),

@@ -1,4 +1,4 @@
-//! What the command line changes in a config file before it is checked: `--set`, `--lr`, `--batch-size` and
+//! Changes that the command line makes to a config file before it is checked: `--set`, `--lr`, `--batch-size` and
 //! `--zero-stage`.
 //!
 //! Values are put into the parsed tree, so they meet the same checks as those of the file. Their offsets lie behind the

@@ -1,4 +1,4 @@
-//! What a ZeRO stage without partitions is to the user.
+//! The note on a ZeRO stage with a single partition.
 
 use super::Config;
 

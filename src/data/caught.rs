@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What `run` gives, or what it panics with. What it has changed must not be used after a panic.
+/// The result of `run`, or the message of its panic. State that it has changed must not be used after a panic.
 pub(super) fn caught<T>(run: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(run)).map_err(|panic| format!("it panics: {}", message(&*panic)))
 }

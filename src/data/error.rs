@@ -23,7 +23,7 @@ pub enum DataError {
     Read {
         /// The file or directory.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A path to a pipe, device or socket.
@@ -204,13 +204,13 @@ pub enum DataError {
     /// The thread that reads ahead cannot start.
     #[error("cannot start the thread that reads the data")]
     NoReader {
-        /// What the system says.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The threads that tokenize cannot start.
     #[error("cannot start the threads that tokenize")]
     NoThreads {
-        /// What the system says.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The thread that reads ahead is gone.

@@ -25,7 +25,7 @@ pub struct RunRecord {
     pub source: Option<HfSource>,
     /// The data consumed.
     pub data: DataCursor,
-    /// What evaluations have come to, if there were any.
+    /// Results of the evaluations so far.
     pub evaluations: Evaluations,
 }
 

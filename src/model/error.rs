@@ -45,7 +45,7 @@ pub enum ModelError {
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
     /// A model directory has no weights in a form that is read.

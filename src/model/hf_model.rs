@@ -142,7 +142,7 @@ fn unused_tensors(weights: &HfWeights, used: &HashSet<&str>) -> Option<String> {
 }
 
 impl HfSource {
-    /// What a directory holds now; its weights need not be there.
+    /// The description in a directory; its weights need not be there.
     ///
     /// # Errors
     /// A `config.json` that is missing or no JSON.

@@ -8,7 +8,7 @@ use super::hf_config::HfConfig;
 use crate::ops::rope::Scaling;
 use serde_json::{Map, Value, json};
 
-/// What an object of any type of scaling may hold; `finetuned` describes the weights.
+/// Keys of an object of any type of scaling; `finetuned` describes the weights.
 const FIELDS: [&str; 17] = [
     "attention_factor",
     "beta_fast",

@@ -1,4 +1,4 @@
-//! What a step prints, in the columns that there are.
+//! The line of a step, in the columns of the terminal.
 
 use super::Metrics;
 use super::table::memory;

@@ -1,4 +1,4 @@
-//! What the disk may do to a run: no room left, and links, pipes and devices where files were.
+//! Full disks, and links, pipes and devices in place of files.
 
 use crate::resume::{train, workplace, write_config};
 use crate::support::cli::{Outcome, Workplace};

@@ -1,4 +1,4 @@
-//! What evaluations decide: the best checkpoint, early stopping; and which checkpoints stay.
+//! The best checkpoint, early stopping, and which checkpoints stay.
 
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::{Value, json};

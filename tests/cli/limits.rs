@@ -1,4 +1,4 @@
-//! What the system limits: memory, threads, the size of files. A command that meets a limit says so and ends with
+//! Limits of the system: memory, threads, the size of files. A command that meets a limit says so and ends with
 //! exit code 1.
 
 use crate::support::cli::{NO_THREADS, Outcome, Workplace};

@@ -139,7 +139,7 @@ fn output_directories_that_cannot_be_are_refused() {
     place.run(&["train", "c.json", "--output", ""]).assert_refused(2, &["--output", "not empty"]);
 }
 
-/// What a terminal would obey is shown by it.
+/// Control characters are shown, not obeyed.
 #[test]
 fn names_are_shown_with_their_control_characters_escaped() {
     let place = Workplace::new();

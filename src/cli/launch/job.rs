@@ -126,7 +126,7 @@ fn free_ports() -> anyhow::Result<[u16; 2]> {
     Ok([first.local_addr()?.port(), second.local_addr()?.port()])
 }
 
-/// What no process but those of one job knows.
+/// A random secret that only the processes of one job know.
 fn job_secret() -> anyhow::Result<String> {
     use rand::TryRngCore;
     let mut bytes = [0; 32];

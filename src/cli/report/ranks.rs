@@ -1,4 +1,4 @@
-//! What every rank stored, held at its peak and sent, next to the formulas.
+//! Per-rank tables: bytes stored, at the peak and sent, next to the formulas.
 
 use super::chart::{Unit, text};
 use super::page::{plain, table};

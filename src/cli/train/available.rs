@@ -11,7 +11,7 @@ pub(super) struct Available {
     pub(super) limit: Limit,
 }
 
-/// What limits memory.
+/// The limit on memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Limit {
     /// `MemAvailable` of the machine.
@@ -39,14 +39,14 @@ fn read(path: &Path) -> Option<String> {
     std::fs::read_to_string(path).ok()
 }
 
-/// What all processes of this machine can allocate together, where the system reports it.
+/// Memory that all processes of this machine can allocate together, where the system reports it.
 pub(super) fn on_machine() -> Option<Available> {
     let machine = memory_bytes("MemAvailable:").map(|bytes| (bytes as u64, Limit::Machine));
     let group = left_in_groups(&read).map(|bytes| (bytes, Limit::ControlGroup));
     least(machine.into_iter().chain(group))
 }
 
-/// What this process can allocate, where it has a limit of its own.
+/// Memory that this process can allocate, where it has a limit of its own.
 pub(super) fn in_process() -> Option<Available> {
     let limit = address_space(&read(Path::new("/proc/self/limits"))?)?;
     let mapped = kib_line("/proc/self/status", "VmSize:").map_or(0, |kib| kib as u64 * 1024);
@@ -89,7 +89,7 @@ const VERSION_2: Controller = Controller {
     cache: "inactive_file",
 };
 
-/// What the limits of this process's control groups leave.
+/// Memory that the limits of this process's control groups leave.
 fn left_in_groups(read: Read<'_>) -> Option<u64> {
     let groups = read(Path::new("/proc/self/cgroup"))?;
     let left = |line: &str| {

@@ -1,4 +1,4 @@
-//! What evaluations decide: which checkpoint is the best, and whether the run goes on.
+//! Decisions after an evaluation: the best checkpoint, and early stopping.
 
 use crate::cli::Failure;
 use anyhow::anyhow;
@@ -6,7 +6,7 @@ use ulysses::checkpoint::{Evaluated, Evaluations};
 use ulysses::comm::{CommError, ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::config::Config;
 
-/// The same on all ranks: they are told of the same losses.
+/// The same on all ranks: all judge the same losses.
 pub(super) struct EvaluationTracker {
     pub(super) state: Evaluations,
     patience: Option<u64>,

@@ -28,7 +28,7 @@ pub(super) struct Reporter<'a> {
     /// Of all ranks together, where it is known.
     peak_flops: Option<f64>,
     step_flops: StepFlops,
-    /// What could not be written, where the disk has no room; it waits in memory.
+    /// Lines that found no room on the disk and wait in memory.
     waiting: Option<anyhow::Error>,
     pub(super) reported: Reported,
 }
@@ -141,7 +141,7 @@ impl<'a> Reporter<'a> {
     /// back when it fails (`is_saving`), or where the config asks to train on.
     ///
     /// # Errors
-    /// What could not be written else.
+    /// Any other failure to write.
     pub(super) fn after_step(&mut self, is_saving: bool) -> anyhow::Result<()> {
         let config = self.run.config.checkpoint.as_ref();
         let goes_on = config.is_some_and(|config| config.on_error == OnSaveError::Continue);

@@ -1,4 +1,4 @@
-//! What a run says before its first step: the planned memory next to the available one, and how long the step takes if that is
+//! Lines before the first step: the planned memory next to the available one, and how long the step takes if that is
 //! long.
 
 use super::available::{Available, in_process, on_machine};
@@ -18,7 +18,7 @@ const LONG_SECONDS: f64 = 10.0;
 /// The share of the GEMM rate that training typically reaches.
 const TYPICAL_SHARE: f64 = 0.5;
 
-/// What a rank allocates at its peak, by the plan.
+/// The planned peak memory of a rank.
 pub(super) struct PlannedMemory {
     plan: RankPlan,
     device: DeviceKind,

@@ -37,7 +37,7 @@ pub(super) struct MeetingPoint {
     /// Rank 0's machine, as the others know it.
     pub(super) host: String,
     pub(super) port: u16,
-    /// The address that rank 0 listens on, if it is told.
+    /// The address that rank 0 listens on, where one is given.
     pub(super) bind: Option<IpAddr>,
     pub(super) world_size: usize,
     /// Whether all ranks are known to be on one machine.

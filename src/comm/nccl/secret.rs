@@ -1,4 +1,4 @@
-//! What the processes of a job know and others do not.
+//! The secret that the processes of a job share.
 
 use crate::comm::Launcher;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! What flags change in a file, and what can be resolved before all are given.
+//! Flags that change a file, and partial resolution.
 
 use super::*;
 use serde_json::json;

@@ -33,7 +33,7 @@ pub(super) const CHECKPOINT: &[Key] = &[
     .integer(10),
     flag(
         "keep_best",
-        "Saves each step whose evaluation loss is the lowest so far, and keeps the best of them beside the last ones; \
+        "Saves each step whose evaluation loss is the lowest so far, and keeps the best of them in addition to the last ones; \
          the file `best` names it. Needs `ulysses.validation`.",
     ),
     flag("async", "Writes from a copy of the state while training goes on."),

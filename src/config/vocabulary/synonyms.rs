@@ -1,4 +1,4 @@
-//! What the arguments of Hugging Face's Trainer, and other usual names, are called here.
+//! Our keys for the arguments of Hugging Face's Trainer and other usual names.
 
 /// A name that this vocabulary does not have, and the key that does the same.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +64,7 @@ pub(crate) fn synonyms() -> &'static [Synonym] {
     SYNONYMS
 }
 
-/// What `name` is called here.
+/// Our key for `name`.
 pub(crate) fn synonym_of(name: &str) -> Option<&'static Synonym> {
     SYNONYMS.iter().find(|synonym| synonym.name == name)
 }

@@ -43,7 +43,7 @@ impl Conversation<'_> {
         Ok(answers)
     }
 
-    /// What the message adds to the text before it, where that is how the text begins.
+    /// The text that the message adds to the text before it, where that is how the text begins.
     fn by_prefix(&self, full: &str, index: usize) -> Result<Option<Range<usize>>, Error> {
         let before = self.try_text(&self.messages[..index], true)?;
         let through = self.try_text(&self.messages[..=index], false)?;

@@ -1,4 +1,4 @@
-//! What templates find: Jinja's filters and tests, and the functions that `transformers` adds.
+//! The environment of a template: Jinja's filters and tests, and the functions that `transformers` adds.
 
 use super::arguments::Arguments;
 use super::filters::FILTERS;
@@ -44,7 +44,7 @@ pub(super) fn environment() -> Environment<'static> {
     environment
 }
 
-/// What a program calls in the place of an instruction.
+/// The function that a program calls in place of an instruction.
 fn add_operators(environment: &mut Environment<'static>) {
     for (name, operator) in OPERATORS {
         let unbounded = move |values: Rest<ValueOrKwargs>| operator(&arguments(name, values)?.positional()?);

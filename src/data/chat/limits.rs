@@ -1,4 +1,4 @@
-//! What a template may cost. A template comes with a model from anywhere, so a small file must not occupy a machine.
+//! Limits of a template. A template comes with a model from anywhere, so a small file must not occupy a machine.
 
 use super::python::failed;
 use minijinja::machinery::{Token, tokenize};
@@ -28,7 +28,7 @@ const MAX_SOURCE_BYTES: usize = 1 << 20;
 /// Tokens of one `{{ … }}` or `{% … %}`. The compiler calls itself for each.
 const MAX_TAG_TOKENS: usize = 1000;
 
-/// What a value that stands for one element costs in a list.
+/// The cost of one element of a list.
 const ELEMENT_BYTES: usize = 32;
 
 thread_local! {

@@ -102,7 +102,7 @@ fn rewritten<'source>(compiled: &Instructions<'source>) -> Result<Instructions<'
     Ok(program)
 }
 
-/// What stands for an instruction, or why it cannot be used.
+/// The replacement of an instruction, or why it cannot be used.
 fn replacement<'source>(
     instruction: &Instruction<'source>,
 ) -> Result<Vec<Instruction<'source>>, &'static str> {

@@ -138,7 +138,7 @@ impl Fields<'_> {
     }
 }
 
-/// What follows a string of which the opening quote is gone.
+/// The rest of the source after a string whose opening quote has been read.
 fn behind_string(mut string: &str) -> &str {
     while let Some(at) = string.find(['"', '\\']) {
         match string[at..].starts_with('"') {

@@ -82,7 +82,7 @@ fn expressions_give_the_text_that_python_gives_or_an_error() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// What a template costs is bounded, and an error says so.
+/// The cost of a template is bounded, and an error says so.
 #[test]
 fn a_template_cannot_occupy_the_machine() {
     let loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";

@@ -80,7 +80,7 @@ impl Workload {
         sums.ok_or_else(|| EngineError::step_too_large(&self.config))
     }
 
-    /// What a rank does, each micro batch that repeats the one before it counted.
+    /// The events of a rank, with repeated micro batches counted instead of listed.
     fn events(&self, mesh: &DeviceMesh, rank: usize) -> Result<Schedule, EngineError> {
         let Self { config, model, document_len, device, .. } = self;
         Ok(Schedule::on(*device, config, model, mesh, rank, *document_len)?.counted())

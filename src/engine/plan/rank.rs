@@ -58,7 +58,7 @@ impl Sent {
         let added = |sum: u64, bytes: u64| sum.checked_add(bytes.checked_mul(times)?);
         self.intra_node_bytes = added(self.intra_node_bytes, other.intra_node_bytes)?;
         self.inter_node_bytes = added(self.inter_node_bytes, other.inter_node_bytes)?;
-        // So that their sum can be told.
+        // So that their sum can be reported.
         self.intra_node_bytes.checked_add(self.inter_node_bytes).map(|_| ())
     }
 }
@@ -96,7 +96,7 @@ impl Held {
 }
 
 impl RankPlan {
-    /// Goes through two steps; the second is what is told. Nothing where 64 bits do not suffice for its bytes.
+    /// Goes through two steps and reports the second. Nothing where 64 bits do not suffice for its bytes.
     pub(super) fn sum(rank: usize, events: Schedule, nodes: &Nodes) -> Option<Self> {
         let mut held = Held::default();
         let mut moments: Vec<MomentMemory> = Vec::new();

@@ -81,7 +81,7 @@ impl Shelf {
     }
 }
 
-/// What a ledger was at a moment.
+/// The state of a ledger at a moment.
 #[derive(Debug)]
 pub(super) struct LedgerMark {
     shelves: HashMap<(usize, usize), Shelf>,
@@ -161,7 +161,7 @@ impl Ledger {
         self.hold(Category::Other, (elems * bytes) as i64);
     }
 
-    /// What it is now, to tell later whether it [repeats](Self::repeats).
+    /// Its present state, to check later whether it [repeats](Self::repeats).
     pub(super) fn mark(&mut self) -> LedgerMark {
         let Self { packed_bytes, copied_bytes, .. } = *self;
         let mark = LedgerMark { shelves: self.shelves.clone(), packed_bytes, copied_bytes };

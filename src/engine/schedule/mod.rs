@@ -84,7 +84,7 @@ pub struct Schedule {
     micro_step: usize,
     /// Whether micro batches that repeat are counted instead of listed.
     is_counted: bool,
-    /// What the micro batch before began with, in the same step.
+    /// The state in which the previous micro batch of the step began.
     before: Option<SteadyState>,
     tape: Tape,
 }

@@ -8,7 +8,7 @@ use super::Schedule;
 use super::event::Event;
 use super::ledger::LedgerMark;
 
-/// What the micro batches of a step leave for those that follow.
+/// State that the micro batches of a step leave for those that follow.
 #[derive(Debug)]
 pub(super) struct SteadyState {
     ledger: LedgerMark,

@@ -24,8 +24,8 @@ pub(super) fn listen(point: &MeetingPoint) -> std::io::Result<TcpListener> {
 /// loopback, as Debian's `127.0.1.1` does: with such a name, and only then, rank 0 listens on all addresses.
 fn addresses(point: &MeetingPoint) -> Vec<IpAddr> {
     let MeetingPoint { host, port, bind, is_one_node, .. } = point;
-    if let Some(told) = bind.or_else(|| host.parse().ok()) {
-        return vec![told];
+    if let Some(given) = bind.or_else(|| host.parse().ok()) {
+        return vec![given];
     }
     let known: Vec<IpAddr> = (host.as_str(), *port)
         .to_socket_addrs()

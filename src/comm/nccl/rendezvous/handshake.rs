@@ -31,7 +31,7 @@ pub(super) fn nonce() -> io::Result<Nonce> {
     Ok(nonce)
 }
 
-/// What both sides know of a connection once they have exchanged nonces.
+/// Keys of a connection once both sides have exchanged nonces.
 pub(super) struct Session<'a> {
     pub(super) secret: &'a JobSecret,
     pub(super) root: Nonce,
@@ -45,7 +45,7 @@ pub(super) struct Claim {
     pub(super) world_size: u64,
 }
 
-/// What rank 0 makes of a claim.
+/// Rank 0's answer to a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     Accepted,

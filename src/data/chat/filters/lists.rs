@@ -17,7 +17,7 @@ fn attribute(value: Value, path: Option<&Value>) -> Result<Value, Error> {
     path.split('.').try_fold(value, |value, name| get_item(&value, &part(name)))
 }
 
-/// What strings compare by, where case does not count.
+/// The key by which strings compare where case does not count.
 fn folded(value: Value, case_sensitive: bool) -> Value {
     match value.as_str() {
         Some(text) if !case_sensitive => Value::from(text.to_lowercase()),

@@ -28,7 +28,7 @@ pub(in crate::data::chat) fn percent(text: &str, values: &[Value]) -> Result<Val
     Ok(Value::from(out))
 }
 
-/// What stands between `%` and its letter.
+/// Flags, width and precision between `%` and its letter.
 #[derive(Default)]
 struct Spec {
     left: bool,

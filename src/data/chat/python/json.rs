@@ -44,7 +44,7 @@ struct Writer {
     text: String,
     ensure_ascii: bool,
     sort_keys: bool,
-    /// What a level is indented by, where values have lines of their own.
+    /// Indentation of a level, where values have lines of their own.
     indent: Option<String>,
     /// Between items, and between key and value.
     item: String,
@@ -97,7 +97,7 @@ impl Writer {
         }
     }
 
-    /// What stands before an item.
+    /// Text before an item.
     fn before(&mut self, index: usize, depth: usize) -> Result<(), Error> {
         if index > 0 {
             self.push(&self.item.clone())?;
@@ -105,7 +105,7 @@ impl Writer {
         self.line(depth)
     }
 
-    /// What stands after the last item.
+    /// Text after the last item.
     fn after(&mut self, num_items: usize, depth: usize) -> Result<(), Error> {
         if num_items > 0 { self.line(depth) } else { Ok(()) }
     }

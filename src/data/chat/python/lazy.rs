@@ -1,4 +1,4 @@
-//! What Python computes when it is iterated over.
+//! Values that Python computes lazily, while they are iterated over.
 
 use super::failed;
 use minijinja::value::{Enumerator, Object, ObjectRepr};
@@ -29,7 +29,7 @@ impl Lazy {
         Value::from_object(Self { elements: Mutex::new(elements), is_generator: false })
     }
 
-    /// What is left.
+    /// The remaining values.
     pub(super) fn take(&self) -> Result<Vec<Value>, Error> {
         let mut elements = self.elements.lock();
         if self.is_generator {
