@@ -4,11 +4,13 @@ mod cli;
 
 use mimalloc::MiMalloc;
 use std::alloc::{GlobalAlloc, Layout};
+use std::fmt::{self, Display, Formatter};
 use std::io::Write;
 use std::process::ExitCode;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use ulysses::memory::CountingAllocator;
+use ulysses::memory::{self, CountingAllocator};
 
 /// Counts what every rank's thread holds. mimalloc returns freed blocks to the next
 /// allocation without giving their pages back, which glibc does above 32 MiB.
@@ -57,6 +59,9 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for OrExit<A> {
     }
 }
 
+/// The planned peak of a rank, for the message of [`out_of_memory`].
+static PLANNED_PEAK: OnceLock<String> = OnceLock::new();
+
 /// Reports the allocation that failed, without allocating, and ends the process. The first thread to come here does it
 /// for all.
 #[cold]
@@ -65,18 +70,47 @@ fn out_of_memory(bytes: usize) -> ! {
     while IS_REPORTED.swap(true, Ordering::Relaxed) {
         std::thread::sleep(Duration::from_secs(1));
     }
-    let mut message = [0_u8; 256];
+    let mut message = [0_u8; 512];
     let mut rest = &mut message[..];
-    // The message fits.
+    let (category, live_bytes) = (memory::current().name(), memory::live_bytes());
+    let planned = PLANNED_PEAK.get().map_or("", String::as_str);
+    // The message fits; a name of a thread has 15 bytes at most.
     let _ = writeln!(
         rest,
-        "error: out of memory: a memory allocation of {bytes} bytes failed; `ulysses plan` says how much a run needs, \
-         `ulimit -v` and `ulimit -d` how much this process may have"
+        "error: out of memory: a memory allocation of {bytes} bytes ({category}) failed on thread {thread}, which holds \
+         {live_bytes} bytes{planned}; `ulysses plan` says how much a run needs, `ulimit -v` and `ulimit -d` how much this \
+         process may have",
+        thread = ThreadName::current(),
     );
-    let length = 256 - rest.len();
+    let length = 512 - rest.len();
     // SAFETY: the bytes are initialized and live through the call; `_exit` runs nothing that could allocate.
     unsafe {
         libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), length as _);
         libc::_exit(1)
+    }
+}
+
+/// The name of this thread as the system knows it, `rank-N` of a rank. `std::thread::current` may allocate.
+struct ThreadName([u8; 16]);
+
+impl ThreadName {
+    #[cfg(target_os = "linux")]
+    fn current() -> Self {
+        let mut name = [0; 16];
+        // SAFETY: the system writes at most 16 bytes, the last of them 0.
+        unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
+        Self(name)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn current() -> Self {
+        Self([0; 16])
+    }
+}
+
+impl Display for ThreadName {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let name = self.0.split(|byte| *byte == 0).next().unwrap_or_default();
+        f.write_str(std::str::from_utf8(name).unwrap_or_default())
     }
 }

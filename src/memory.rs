@@ -27,7 +27,7 @@ mod blocks;
 mod category;
 mod peaks;
 
-pub use category::{ByCategory, Category, counted_as, counted_by_default_as};
+pub use category::{ByCategory, Category, counted_as, counted_by_default_as, current};
 pub use peaks::{Peak, Peaks};
 
 use std::alloc::{GlobalAlloc, Layout};

@@ -135,11 +135,17 @@ impl StepDirectories {
         let _ = self.remove_if_there(&self.unpublished(step));
     }
 
-    /// Writes the manifest into a step that is otherwise complete, and gives it its name.
+    /// Writes the manifest into a step that is otherwise complete, and gives it its name. A checkpoint of another step
+    /// that somebody has given this name is moved aside.
     pub(super) fn publish(&self, step: u64, manifest: &str) -> Result<(), CheckpointError> {
         let (from, to) = (self.unpublished(step), self.of(step));
         self.write_file(&from.join(super::manifest::MANIFEST), manifest)?;
         self.sync(&from)?;
+        if let Ok(other) = Manifest::read(&to)
+            && other.progress.step != step
+        {
+            self.rename(&to, &self.free_name(&format!("moved_{}", step_name(other.progress.step))))?;
+        }
         // A checkpoint of this step that does not verify, or the run would have gone on from it.
         let replaced = self.hidden(step, "replaced");
         if to.symlink_metadata().is_ok() {
@@ -149,6 +155,15 @@ impl StepDirectories {
         self.rename(&from, &to)?;
         self.sync(&self.path)?;
         self.remove_if_there(&replaced)
+    }
+
+    /// `name`, or the first of `name.1`, `name.2` and so on that nothing has.
+    fn free_name(&self, name: &str) -> PathBuf {
+        let names = (0_u64..).map(|n| if n == 0 { name.to_owned() } else { format!("{name}.{n}") });
+        let mut paths = names.map(|name| self.path.join(name));
+        paths
+            .find(|path| path.symlink_metadata().is_err())
+            .unwrap_or_else(|| unreachable!("names do not end"))
     }
 
     /// Points a file, [`LATEST`] or [`BEST`], to a step.
@@ -161,7 +176,8 @@ impl StepDirectories {
 
     /// Removes all but the newest `keep` of the steps up to `verified`, which must be one that
     /// has been verified: it always stays, and what is newer than it is not ours to judge. Nor is a directory whose
-    /// manifest states another step than its name: somebody has put it there. A damaged one takes no other's place, and `best` stays beside those `keep`.
+    /// manifest states another step than its name: somebody has put it there. A damaged one takes no other's place, and
+    /// `best` stays in addition to those `keep`.
     pub(super) fn prune(&self, verified: u64, keep: usize, best: Option<u64>) -> Result<(), CheckpointError> {
         let mut kept = 0;
         let is_ours = |step: &u64| *step <= verified && Some(*step) != best;

@@ -25,6 +25,9 @@ pub struct Evaluations {
     /// The lowest loss of a step whose checkpoint stays for it, whatever the number of checkpoints to keep.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best_checkpoint: Option<Evaluated>,
+    /// A hash of the held-out data: losses on other data do not compare.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_hash: Option<u64>,
 }
 
 impl Evaluations {
@@ -49,7 +52,7 @@ impl Evaluations {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        *self == Self::default()
+        *self == Self { data_hash: self.data_hash, ..Self::default() }
     }
 }
 
@@ -83,7 +86,8 @@ mod tests {
         for bits in 0..1000 {
             let loss = f64::from_bits(2.345_f64.to_bits() + bits);
             let best = Some(Evaluated { step: 7, loss });
-            let evaluations = Evaluations { best, without_improvement: 2, best_checkpoint: best };
+            let evaluations =
+                Evaluations { best, without_improvement: 2, best_checkpoint: best, data_hash: Some(bits) };
             let text = serde_json::to_string(&evaluations).unwrap();
             assert_eq!(serde_json::from_str::<Evaluations>(&text).unwrap(), evaluations, "{text}");
         }

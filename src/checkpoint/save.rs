@@ -194,9 +194,11 @@ impl Saver {
         })?;
         directories.publish(step, &text)?;
         let best = manifest.progress.evaluations.best_checkpoint.map(|best| best.step);
-        let pruned = self.options.keep_last.map_or(Ok(()), |keep| directories.prune(step, keep, best));
+        let latest = directories.write_pointer(LATEST, step);
         let pointed = best.map_or(Ok(()), |best| directories.write_pointer(BEST, best));
-        let tidied = [directories.write_pointer(LATEST, step), pointed, pruned];
+        // Last: what the files named before is removed only when they name what stays.
+        let pruned = self.options.keep_last.map_or(Ok(()), |keep| directories.prune(step, keep, best));
+        let tidied = [latest, pointed, pruned];
         Ok(tidied.into_iter().filter_map(Result::err).map(|error| error.to_string()).collect())
     }
 

@@ -113,23 +113,13 @@ fn sample(
     let mut text = format!("document {}: {} tokens, {num_learnt} with labels\n", index + 1, tokens.len());
     for piece in tokens.chunk_by(|(_, left), (_, right)| left == right) {
         let ids: Vec<u32> = piece.iter().map(|(token, _)| *token).collect();
-        let decoded = printable(&tokenizer.decode(&ids, path)?);
+        let decoded = tokenizer.decode(&ids, path)?;
         match piece[0].1 {
             true => text.extend([MARKS[0].to_string(), decoded, MARKS[1].to_string()]),
             false => text += &decoded,
         }
     }
     Ok(text + "\n\n")
-}
-
-/// Data must not steer a terminal.
-fn printable(text: &str) -> String {
-    let shown = |character: char| match character {
-        '\n' | '\t' => character.to_string(),
-        _ if character.is_control() => character.escape_default().to_string(),
-        _ => character.to_string(),
-    };
-    text.chars().map(shown).collect()
 }
 
 /// Effect of masking and packing.
@@ -142,7 +132,7 @@ fn summary(documents: &Documents, lens: &Lens, rows: &PackedRows) -> String {
         ("documents", num_documents.to_string()),
         ("tokens", num_tokens.to_string()),
         ("labels", format!("{num_learnt} tokens ({:.1} %)", 100.0 * num_learnt as f64 / num_tokens as f64)),
-        ("unlearnt", format!("{} documents have no labels", count(&lens.labels, &|len| len == 0))),
+        ("no labels", format!("{} documents have no labels", count(&lens.labels, &|len| len == 0))),
         (
             "rows",
             format!("{} of {seq_len} tokens, {:.2} % padding", rows.num_rows(), 100.0 * rows.padding_share()),

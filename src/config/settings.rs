@@ -7,6 +7,7 @@
 use super::document::{abbreviated, parse};
 use super::error::ConfigError;
 use jsonc_parser::ast::{Object, ObjectProp, Value};
+use jsonc_parser::common::Ranged;
 
 /// The changes, in the order in which they apply: every [`Setting`], then the flags of their own.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -81,7 +82,12 @@ impl Settings {
         let is_given =
             |name| root.get(name).is_some_and(|property| matches!(property.value, Value::NumberLit(_)));
         if self.batch_size.is_some() && is_given("train_micro_batch_size_per_gpu") {
-            root.properties.retain(|property| property.name.as_str() != "gradient_accumulation_steps");
+            // The file's number goes with the file's batch size; one that a flag gives has to fit.
+            let file_bytes = documents.first().map_or(0, |document| document.start);
+            root.properties.retain(|property| {
+                property.name.as_str() != "gradient_accumulation_steps"
+                    || property.value.range().start >= file_bytes
+            });
         }
         Ok(())
     }
@@ -107,7 +113,7 @@ impl Settings {
             let names: Vec<_> =
                 key.split('.').map(|name| serde_json::Value::from(name).to_string()).collect();
             let (opened, closed) = (names.join(":{"), "}".repeat(names.len()));
-            let text = format!("{:start$}{{{opened}:{value}{closed}", "");
+            let text = " ".repeat(start) + &format!("{{{opened}:{value}{closed}");
             let document = SetDocument { depth: names.len(), is_default, start, flag, text };
             start = document.text.len();
             document

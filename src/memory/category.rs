@@ -82,7 +82,8 @@ thread_local! {
     static CURRENT: Cell<Category> = const { Cell::new(Category::Other) };
 }
 
-pub(super) fn current() -> Category {
+/// The category of what this thread allocates now.
+pub fn current() -> Category {
     CURRENT.get()
 }
 

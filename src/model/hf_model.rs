@@ -177,8 +177,8 @@ impl HfSource {
 }
 
 fn read_json(path: &Path) -> Result<Value, ModelError> {
-    let text =
-        std::fs::read_to_string(path).map_err(|source| ModelError::Io { path: path.to_owned(), source })?;
+    let text = crate::regular_file::read_to_string(path)
+        .map_err(|source| ModelError::Io { path: path.to_owned(), source })?;
     let invalid =
         |error| ModelError::Format { path: path.to_owned(), reason: format!("not valid JSON: {error}") };
     serde_json::from_str(&text).map_err(invalid)

@@ -1,8 +1,10 @@
 //! A file that grows as a run goes on, and that a full disk does not spoil.
 
 use crate::regular_file;
+use std::fmt::Display;
 use std::fs::File;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, BufWriter, ErrorKind, Write};
+use std::path::Path;
 
 /// The most bytes that wait for room.
 const MAX_WAITING_BYTES: usize = 64 << 20;
@@ -49,6 +51,22 @@ impl<W: Write> Appended<W> {
         }
         self.waiting.drain(..written);
         result
+    }
+}
+
+impl Appended {
+    /// Goes on behind `lines`, which replace the content of a file. It has another name until it is complete: a crash or
+    /// a full disk must not lose what there was.
+    pub(super) fn replacing(path: &Path, lines: impl IntoIterator<Item: Display>) -> io::Result<Self> {
+        let mut unfinished = path.as_os_str().to_owned();
+        unfinished.push(".part");
+        let mut file = BufWriter::new(File::create(&unfinished)?);
+        for line in lines {
+            writeln!(file, "{line}")?;
+        }
+        let file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
+        std::fs::rename(&unfinished, path)?;
+        Ok(Self::new(file))
     }
 }
 

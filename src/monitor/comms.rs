@@ -182,10 +182,7 @@ impl Display for CommsTable<'_> {
         let straggling = straggling(self.ranks, self.groups);
         rows.extend(straggling.iter().filter(|row| (self.tells)(row.op)).map(straggler_row));
         write_table(f, &rows)?;
-        writeln!(
-            f,
-            "\nbytes sent by all ranks, and what theory has for the same training steps and evaluations"
-        )?;
+        writeln!(f, "\nbytes sent by all ranks, and by formula for the same training steps and evaluations")?;
         let mut rows =
             vec![["what", "theory", "measured", "of which, by theory"].map(str::to_owned).to_vec()];
         rows.extend(volumes(self.ranks).iter().map(|volume| {

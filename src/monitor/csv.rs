@@ -24,7 +24,8 @@ impl CsvFiles {
         Ok(Self { dir: dir.to_owned(), files: HashMap::new() })
     }
 
-    /// Adds a row; one that finds no room on the disk is written before the next one. A file of an earlier run is gone on with before row `step`: what it has from there on is dropped.
+    /// Adds a row; one that finds no room on the disk is written before the next one. A file of an earlier run keeps its
+    /// rows before `step`.
     ///
     /// # Errors
     /// What the operating system reports.
@@ -52,10 +53,8 @@ impl CsvFiles {
             file => rows_before(BufReader::new(file?), step)?,
         };
         let name = tag.rsplit('/').next().unwrap_or(tag);
-        let mut file = Appended::new(File::create(&path)?);
-        file.push(format!("step,{name}\n").as_bytes())?;
-        kept.iter().try_for_each(|row| file.push(format!("{row}\n").as_bytes()))?;
-        Ok(file)
+        let lines = std::iter::once(format!("step,{name}")).chain(kept);
+        Appended::replacing(&path, lines)
     }
 }
 

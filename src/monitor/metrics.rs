@@ -5,7 +5,6 @@ use crate::memory::ByCategory;
 use serde::Serialize;
 use serde_json::Value;
 use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::path::Path;
 
 /// What is recorded of a step.
@@ -136,15 +135,7 @@ impl MetricsWriter {
             let line: Option<Value> = serde_json::from_str(line).ok();
             line.and_then(|line| line.get("step")?.as_u64()).is_some_and(|of_line| of_line <= step)
         };
-        // Another file until it is complete: a crash must not lose the metrics.
-        let unfinished = path.with_extension("jsonl.part");
-        let mut file = BufWriter::new(File::create(&unfinished)?);
-        for line in text.lines().filter(is_kept) {
-            writeln!(file, "{line}")?;
-        }
-        let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
-        std::fs::rename(&unfinished, path)?;
-        Ok(Self { file: Appended::new(file) })
+        Ok(Self { file: Appended::replacing(path, text.lines().filter(is_kept))? })
     }
 
     /// Writes one line, of [`Metrics`] or [`EvalMetrics`], so that a reader sees every step as it ends. A line that

@@ -79,7 +79,7 @@ fn inspect_shows_conversations_with_what_is_learnt_of_them_and_a_run_says_its_sh
         "documents   9",
         "tokens      45",
         "labels      27 tokens (60.0 %)",
-        "unlearnt    0 documents have no labels",
+        "no labels   0 documents have no labels",
         "rows        3 of 16 tokens, 6.25 % padding",
         "longer      0 documents have more than 16 tokens",
     ];

@@ -140,6 +140,12 @@ fn a_renamed_checkpoint_is_as_old_as_its_manifest_states() {
     write_config(&place, "c.json", json!({ "checkpoint": { "interval": 5, "keep_last": 2 } }));
     train(&place, &["--steps", "10", "--resume"]).assert_done();
     assert_eq!(steps(&place.path("out")).unwrap(), [10, 9, 8]);
+    // Nor is it lost where the run saves a step of its name.
+    fs::rename(name(9), name(15)).unwrap();
+    train(&place, &["--steps", "15", "--resume"]).assert_done();
+    assert_eq!(steps(&place.path("out")).unwrap(), [15, 10]);
+    let moved = place.run(&["checkpoint", "verify", "out/moved_step_00000005"]);
+    moved.assert_done();
 }
 
 #[test]

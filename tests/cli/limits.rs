@@ -34,6 +34,23 @@ fn memory_that_there_is_not_is_an_error() {
 }
 
 #[test]
+fn a_rank_without_memory_names_itself_the_part_and_the_plan() {
+    let place = Workplace::new();
+    place.write_config("config.json", json!({ "ulysses": { "model": "base", "seq_len": 8192, "steps": 1 } }));
+    place.write("text.txt", "abcdefgh".repeat(4096));
+    let outcome = run_within(&place, "-v 1200000", &["train", "config.json", "--mesh", "1x2"]);
+    let expected = [
+        "error: out of memory",
+        "failed on thread rank-",
+        "; planned peak of a rank: ",
+        "warning: the plan exceeds",
+    ];
+    outcome.assert_refused(1, &expected);
+    let parts = ["(parameters)", "(gradients)", "(optimizer)", "(activations)", "(exchange)", "(other)"];
+    assert!(parts.iter().any(|part| outcome.stderr.contains(part)), "{outcome:?}");
+}
+
+#[test]
 fn a_file_that_outgrows_its_limit_is_named() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "checkpoint": { "interval": 1 } }));

@@ -3,7 +3,7 @@
 use super::{DeviceArg, DtypeArg, Failure, OrFail, mesh, settings};
 use crate::cli::config_flags::SetFlags;
 use crate::cli::model::{self, ModelSource};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::Device;
 use serde_json::json;
 use std::sync::Arc;
@@ -97,7 +97,10 @@ impl TrainingArgs {
         source.check_exchange(config.micro_batch_size, seq_len, &config, config.sp_size)?;
         settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
-        let num_tokens = (config.train_batch_size * seq_len) as u32 + 1;
+        let num_tokens =
+            config.train_batch_size.checked_mul(seq_len).and_then(|tokens| u32::try_from(tokens).ok());
+        let too_large = "a step has more than 2^32 tokens: choose a smaller `train_batch_size` or --seq-len";
+        let num_tokens = num_tokens.and_then(|tokens| tokens.checked_add(1)).context(too_large).or_usage()?;
         let tokens = (0..num_tokens).map(|i| i.wrapping_mul(2_654_435_761) % vocab_size).collect();
         let corpus = Corpus::from_documents([tokens]).or_run()?;
         let rows = Arc::new(PackedRows::new(corpus, seq_len).or_run()?);

@@ -27,7 +27,7 @@ pub(in crate::cli) struct WatchdogArgs {
     grace: u64,
 }
 
-/// The watchdog of a job. Without it the job's processes are killed.
+/// The watchdog of a job. Dropping it dismisses it.
 pub(super) struct Watchdog {
     /// Its standard input is the pipe.
     process: Child,

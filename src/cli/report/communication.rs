@@ -25,7 +25,7 @@ pub(super) fn tables(run: &RunFiles) -> String {
     );
     let head = ["operation", "ranks", "message", "count", "total ms", "mean ms", "algbw GB/s", "busbw GB/s"];
     html.push_str(&table(&head, calls.iter().map(call_row)));
-    html.push_str("<p></p><p class=\"faint\">Bytes that all ranks sent, and what theory has for the same training steps and evaluations.</p>\n");
+    html.push_str("<p></p><p class=\"faint\">Bytes that all ranks sent, and the bytes by formula of the same training steps and evaluations.</p>\n");
     let volumes = volumes(&parts);
     html.push_str(&table(
         &["what", "theory", "measured", "measured / theory"],

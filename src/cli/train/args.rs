@@ -6,6 +6,7 @@ use crate::cli::process::WorldArgs;
 use crate::cli::{DeviceArg, data};
 use clap::ValueEnum;
 use std::path::{Path, PathBuf};
+use ulysses::checkpoint::pointed_to;
 use ulysses::config::{Backend, Packing};
 use ulysses::device::DeviceKind;
 use ulysses::monitor::Tracer;
@@ -65,7 +66,7 @@ pub(in crate::cli) struct TrainArgs {
     /// Directory for metrics.jsonl and the resolved config; `runs/NAME-N` without it.
     #[arg(long)]
     pub(super) output: Option<String>,
-    /// Go on from the newest sound checkpoint of the output directory, or of the run in DIR, or from the checkpoint
+    /// Go on from the newest valid checkpoint of the output directory, or of the run in DIR, or from the checkpoint
     /// DIR.
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     pub(super) resume: Option<Option<PathBuf>>,
@@ -95,8 +96,10 @@ impl TrainArgs {
     /// No config is given.
     pub(in crate::cli) fn settle(&mut self) -> Result<(), String> {
         let (None, Some(resume)) = (&self.config, &mut self.resume) else { return Ok(()) };
-        let is_config =
-            |path: &mut PathBuf| path.is_file() || path.extension().is_some_and(|end| end == "json");
+        let is_config = |path: &mut PathBuf| {
+            path.extension().is_some_and(|end| end == "json")
+                || (path.is_file() && pointed_to(path).is_none())
+        };
         if let Some(config) = resume.take_if(is_config) {
             self.config = Some(config);
             return Ok(());

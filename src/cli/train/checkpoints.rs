@@ -77,6 +77,7 @@ impl<'a> Checkpoints<'a> {
         let Some(checkpoint) = self.find()? else { return Ok(()) };
         let manifest = checkpoint.manifest();
         // The one that was looked at before the ranks started may have been passed over.
+        let mut is_reset = false;
         let samples_consumed = match check_data(&checkpoint, self.run.config.seed, &self.run.phases) {
             Ok(()) => manifest.progress.data.samples_consumed,
             // A restart finds the data that it goes on with in its own checkpoints.
@@ -86,6 +87,7 @@ impl<'a> Checkpoints<'a> {
                         "--reset-data: {what} was {saved} and is {wanted}: from the beginning of the data"
                     )
                 });
+                is_reset = true;
                 0
             }
             Err(error) => return Err(cannot_resume(error)),
@@ -97,6 +99,9 @@ impl<'a> Checkpoints<'a> {
         feed.resume(manifest.progress.step, samples_consumed)?;
         self.run_id = manifest.run_id.clone();
         evaluations.restore(manifest.progress.evaluations, self.has_best(manifest)?);
+        if is_reset {
+            evaluations.restart_patience();
+        }
         self.tell(|| format!("resumed from {}", checkpoint.dir().display()));
         let step = manifest.progress.step;
         if steps_name(checkpoint.dir()).is_some_and(|name| name != step_name(step)) {
@@ -215,6 +220,7 @@ impl<'a> Checkpoints<'a> {
             Ok(None) => {}
             Ok(Some(saved)) => {
                 self.tell_saved(&saved);
+                evaluations.saved(saved.step);
                 self.newest = Some(saved.path);
             }
             Err(EngineError::Checkpoint(error)) => match *error {

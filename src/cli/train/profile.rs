@@ -78,7 +78,7 @@ impl Profile<'_> {
         for (index, PartTimes { forward, backward }) in self.times.parts.iter().enumerate() {
             let (name, pieces, share) = match index {
                 index if index < num_layers => (format!("layer {index}"), LAYER, 1.0 / num_layers as f64),
-                _ => ("head and loss".to_owned(), &[Piece::Head][..], 1.0),
+                _ => ("LM head and loss".to_owned(), &[Piece::Head][..], 1.0),
             };
             let backward_flops = self.flops(pieces, Pass::Backward) + self.flops(pieces, Pass::Recompute);
             Self::row(f, &format!("{name}, forward"), share * self.flops(pieces, Pass::Forward), *forward)?;

@@ -56,7 +56,7 @@ impl Run {
         let mut engine = engine.map_err(|error| self.with_plan(error.into(), None))?;
         let mut feed = Feed::new(self, Placement::of(&self.mesh, rank.rank)?)?;
         let mut checkpoints = Checkpoints::new(self, &groups, &engine)?;
-        let mut evaluations = EvaluationTracker::new(&self.config);
+        let mut evaluations = EvaluationTracker::new(&self.config, self.phases[0].held_out_hash);
         checkpoints.resume(&mut engine, &mut feed, &mut evaluations)?;
         let first_step = engine.attempted_steps();
         let last_step = feed.last_step(first_step);
@@ -85,7 +85,8 @@ impl Run {
             if let Some(reporter) = &mut reporter {
                 reporter.record(metrics, &times, feed.phase())?;
             }
-            let evaluation = self.validate(&mut engine, &mut feed, checkpoints.group(), last_step)?;
+            let evaluation = self.validate(&mut engine, &mut feed, checkpoints.group(), last_step);
+            let evaluation = evaluation.map_err(|error| self.with_plan(error, engine.part()))?;
             judge(evaluation, &mut evaluations, &mut reporter)?;
             stopped = checkpoints.after_step(&mut engine, &feed, &mut evaluations, last_step)?;
             if let Some(reporter) = &mut reporter {

@@ -56,9 +56,16 @@ impl PlannedMemory {
     /// Compares it with the memory that is available to the ranks of this machine, and to those of this process.
     pub(super) fn note(&self, host: &Host, run: &Run) {
         let (on_machine, in_process) = (on_machine(), in_process());
+        // Only the first run of a process trains.
+        let _ = crate::PLANNED_PEAK.set(self.clause());
         let world_size = run.mesh.world_size();
         let ranks = [host.local_ranks(world_size), host.ranks_in_process(world_size)];
         self.lines(ranks, [on_machine, in_process]).into_iter().for_each(note);
+    }
+
+    /// The planned peak, to go on an error of memory with.
+    fn clause(&self) -> String {
+        format!("; planned peak of a rank: {} ({})", bytes(self.plan.peak_bytes as f64), self.plan.peak_at)
     }
 
     /// The plan of a rank, then the ranks that share each limit with what is available to them.
@@ -111,10 +118,7 @@ impl Run {
             return error;
         }
         let part = part.map_or_else(|| "before the first step".to_owned(), |part| format!("during {part}"));
-        let planned = self.planned.as_ref().map_or_else(String::new, |planned| {
-            let plan = &planned.plan;
-            format!("; planned peak of a rank: {} ({})", bytes(plan.peak_bytes as f64), plan.peak_at)
-        });
+        let planned = self.planned.as_ref().map_or_else(String::new, PlannedMemory::clause);
         error.context(format!("out of memory {part}{planned}"))
     }
 }

@@ -261,7 +261,10 @@ pub(super) fn fetch(
                 let seconds = timeout.as_secs_f32();
                 return Err(failed(
                     rank,
-                    format!("no id from rank 0 at {point} within {seconds} s: {error}"),
+                    format!(
+                        "no id from rank 0 at {point} within {seconds} s: {error}; where rank 0 knows this name by another \
+                         address, ULYSSES_MASTER_BIND gives it the one to listen on"
+                    ),
                 ));
             }
             Err(Attempt::Failed(_)) => std::thread::sleep(RETRY),

@@ -188,3 +188,21 @@ fn what_contradicts_itself_whatever_comes_is_still_refused() {
         assert!(error.contains(expected), "{error}");
     }
 }
+
+#[test]
+fn a_file_of_any_size_takes_settings() {
+    let text = format!(r#"{{"train_batch_size": 8{} }}"#, " ".repeat(70_000));
+    let settings = Settings { lr: Some(0.5), ..set(&["ulysses.steps=7"]) };
+    assert_eq!(resolved(&text, &settings).steps, Some(7));
+}
+
+#[test]
+fn an_accumulation_that_a_flag_gives_must_fit_the_batch_size_of_another() {
+    let settings = |set: Settings| Settings { batch_size: Some(8), ..set };
+    let file =
+        r#"{"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}"#;
+    let config = resolved(file, &settings(set(&[])));
+    assert_eq!((config.train_batch_size, config.gradient_accumulation_steps), (8, 4));
+    let refused = refusal(file, &settings(set(&["gradient_accumulation_steps=3"])));
+    assert!(refused.contains("leave one of the three out"), "{refused}");
+}

@@ -61,7 +61,7 @@ impl ChatTemplate {
     ///
     /// A template that says where, by `{% generation %}`, is believed. For any other, an answer is what a message
     /// adds to the text of those before it and the prompt to answer them: its content and the token that ends the
-    /// turn. White space after that is not learnt. Where the text before an answer is another one without the
+    /// turn. White space after that has no labels. Where the text before an answer is another one without the
     /// answer, the place is found by exchanging the message.
     pub(super) fn render(&self, messages: &[Json], tools: Option<&Json>) -> Result<RenderedChat, Error> {
         let conversation = Conversation {
@@ -111,13 +111,15 @@ impl Conversation<'_> {
         };
         limits::start();
         let root = context! { ..conversation, ..special_tokens };
-        let (text, num_instructions) =
-            self.program.run(&self.template.environment, root).map_err(|error| match error.kind() {
-                ErrorKind::OutOfFuel if error.detail().is_none() => out_of_fuel(limits::MAX_INSTRUCTIONS),
-                _ => error,
-            })?;
+        let result = self.program.run(&self.template.environment, root);
+        // How far a text came that failed is unknown.
+        let num_instructions = result.as_ref().map_or(limits::MAX_INSTRUCTIONS, |(_, used)| *used);
         let left = self.instructions_left.get().checked_sub(num_instructions);
         self.instructions_left.set(left.ok_or_else(|| out_of_fuel(limits::MAX_TOTAL_INSTRUCTIONS))?);
+        let (text, _) = result.map_err(|error| match error.kind() {
+            ErrorKind::OutOfFuel if error.detail().is_none() => out_of_fuel(limits::MAX_INSTRUCTIONS),
+            _ => error,
+        })?;
         Ok(text)
     }
 }

@@ -99,8 +99,8 @@ impl Encoder<'_> {
         if rendered.answers.iter().all(Range::is_empty) {
             let answers = messages.iter().any(|message| message["role"] == "assistant");
             return Err(place.error(match answers {
-                true => "no message has an answer to learn: the chat template adds no text for the role `assistant`",
-                false => "no message has an answer to learn: none is of the role `assistant`",
+                true => "no message has an answer to train on: the chat template adds no text for the role `assistant`",
+                false => "no message has an answer to train on: none is of the role `assistant`",
             }));
         }
         // The template writes the special tokens itself.

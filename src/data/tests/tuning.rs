@@ -146,7 +146,7 @@ fn a_template_whose_answers_cannot_be_told_is_refused() {
     let strict = "{{ raise_exception('roles must alternate') }}";
     assert!(refused(strict, &chat()).contains("roles must alternate"));
     let question = json!({ "messages": [{ "role": "user", "content": "?" }] });
-    assert!(refused(CHATML, &question).contains("no message has an answer to learn: none is of the role"));
+    assert!(refused(CHATML, &question).contains("no message has an answer to train on: none is of the role"));
     let silent = refused("{{ messages[0].content }}", &chat());
     assert!(silent.contains("the chat template adds no text for the role `assistant`"), "{silent}");
     let marked = json!({ "messages": [{ "role": "assistant", "content": "\u{fdd0}" }] });

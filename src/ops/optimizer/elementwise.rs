@@ -38,9 +38,8 @@ pub(super) fn step<R: Rule<T>, const T: usize>(
     let call = Call::new(R::OP);
     rule.check(call)?;
     let updated: [Argument<'_>; T] = std::array::from_fn(|t| (R::TENSORS[t], tensors[t]));
-    let [param, state @ ..] = updated.as_slice() else { return Ok(()) };
-    for argument in [("grad", grad)].iter().chain(state) {
-        call.expect(*argument, &[param.1.elem_count()])?;
+    for argument in [("grad", grad)].iter().chain(&updated[1..]) {
+        call.expect(*argument, &[tensors[0].elem_count()])?;
     }
     let target = call.target(&updated, &[("grad", grad)])?;
     call.element_type(&[], &[&updated[..], &[("grad", grad)]].concat())?;

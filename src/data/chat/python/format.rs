@@ -75,7 +75,10 @@ impl Spec {
             ('f', value) => {
                 let value = value.float().filter(|value| value.is_finite());
                 let value = value.ok_or_else(|| failed("`%f` of what is no finite number"))?;
-                let precision = precision.unwrap_or(6).min(1000);
+                let precision = precision.unwrap_or(6);
+                if precision > 1000 {
+                    return Err(failed("`%f` with a precision over 1000 is not supported"));
+                }
                 charge(precision)?;
                 format!("{value:.precision$}")
             }

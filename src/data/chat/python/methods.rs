@@ -232,10 +232,11 @@ fn pad(text: &str, name: &str, width: &Value) -> Result<Value, Error> {
     let width = py(width).int().ok_or_else(|| failed(format!("`{name}` takes an int")))?;
     let width = usize::try_from(width.max(0)).unwrap_or(usize::MAX);
     charge(width)?;
+    let lacking = width.saturating_sub(text.chars().count());
     Ok(Value::from(match name {
-        "ljust" => format!("{text:<width$}"),
-        "rjust" => format!("{text:>width$}"),
-        "zfill" if !text.starts_with(['+', '-']) => format!("{text:0>width$}"),
+        "ljust" => text.to_owned() + &" ".repeat(lacking),
+        "rjust" => " ".repeat(lacking) + text,
+        "zfill" if !text.starts_with(['+', '-']) => "0".repeat(lacking) + text,
         _ => return Err(unsupported(Py::Str(text), name)),
     }))
 }
