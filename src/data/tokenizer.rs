@@ -3,6 +3,7 @@
 use super::DataError;
 use super::caught::caught;
 use super::chat::ChatTemplate;
+use crate::regular_file;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -46,7 +47,7 @@ impl Tokenizer {
     /// When the file does not exist, cannot be read, or is no tokenizer, or a file beside it is broken.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
-        let json = std::fs::read(path).map_err(|error| load_error(error.into()))?;
+        let json = regular_file::read(path).map_err(|error| load_error(error.into()))?;
         let (tokenizer, vocab_size) =
             caught(|| load(&json)).unwrap_or_else(|panic| Err(panic.into())).map_err(load_error)?;
         let (kind, hash) = (Kind::HuggingFace(Box::new(tokenizer)), *blake3::hash(&json).as_bytes());
@@ -163,7 +164,7 @@ fn load(json: &[u8]) -> tokenizers::Result<(tokenizers::Tokenizer, usize)> {
 
 /// A file beside the tokenizer's, if there is one.
 fn read_beside(tokenizer: &Path, name: &str) -> Result<Option<String>, DataError> {
-    match std::fs::read_to_string(tokenizer.with_file_name(name)) {
+    match regular_file::read_to_string(&tokenizer.with_file_name(name)) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(beside(tokenizer, name, error)),

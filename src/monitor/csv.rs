@@ -1,8 +1,8 @@
 //! Metrics as CSV, a file for each as DeepSpeed's `csv_monitor` writes them.
 
 use super::appended::Appended;
+use crate::regular_file;
 use std::collections::HashMap;
-use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -48,9 +48,9 @@ impl CsvFiles {
 
     fn open(&self, tag: &str, step: u64) -> io::Result<Appended> {
         let path = self.dir.join(format!("{}.csv", tag.replace(['/', ' '], "_")));
-        let kept = match File::open(&path) {
+        let kept = match regular_file::open(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-            file => rows_before(BufReader::new(file?), step)?,
+            file => rows_before(BufReader::new(file?.0), step)?,
         };
         let name = tag.rsplit('/').next().unwrap_or(tag);
         let lines = std::iter::once(format!("step,{name}")).chain(kept);

@@ -95,9 +95,16 @@ fn pipes_and_devices_in_a_checkpoint_neither_hang_nor_fill_the_memory() {
         fs::remove_file(&file).unwrap();
         fs::write(&file, sound).unwrap();
     }
-    make_pipe(&place.path("out/metrics.jsonl"));
-    train(&place, &["--steps", "12", "--resume"])
-        .assert_refused(1, &["out/metrics.jsonl: it is a named pipe"]);
+    for name in ["run.json", "metrics.jsonl"] {
+        let file = place.path("out").join(name);
+        let valid = fs::read(&file).unwrap();
+        make_pipe(&file);
+        let outcome = train(&place, &["--steps", "12", "--resume"]);
+        outcome.assert_refused(1, &[name, "it is a named pipe, a regular file is needed"]);
+        place.run(&["report", "out"]).assert_refused(1, &[name, "it is a named pipe"]);
+        fs::remove_file(&file).unwrap();
+        fs::write(&file, valid).unwrap();
+    }
 }
 
 #[test]

@@ -42,7 +42,7 @@ pub(super) struct Lines {
 impl Lines {
     /// Reads the file. A last line that was cut off is passed over with a note: the run is writing it, or was killed.
     pub(super) fn read(path: &Path) -> Result<Self> {
-        let bytes = std::fs::read(path).with_context(|| {
+        let bytes = ulysses::regular_file::read(path).with_context(|| {
             format!("{}: cannot be read, so this is no output directory of a run", path.display())
         })?;
         let mut lines = Self::default();

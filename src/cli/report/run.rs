@@ -5,6 +5,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use ulysses::config::Config;
+use ulysses::regular_file;
 
 /// One run.
 pub(super) struct RunFiles {
@@ -86,7 +87,7 @@ impl RunFiles {
 /// A JSON object, or null where there is no such file.
 fn read_object(path: &Path) -> Result<Value> {
     let name = || path.display().to_string();
-    let text = match std::fs::read_to_string(path) {
+    let text = match regular_file::read_to_string(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Value::Null),
         text => text.with_context(name)?,
     };

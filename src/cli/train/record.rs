@@ -40,7 +40,7 @@ impl Earlier {
     /// file tells that it has been here before.
     pub(super) fn read(output: &Path, run_id: &str, is_new_here: bool) -> anyhow::Result<Self> {
         let path = output.join(FILE);
-        let text = match std::fs::read(&path) {
+        let text = match ulysses::regular_file::read(&path) {
             // A run writes the file before its metrics: what lies here without it is of another run or, where the
             // checkpoints lie too, of an earlier version.
             Err(error) if error.kind() == ErrorKind::NotFound => {

@@ -154,6 +154,7 @@ fn replacement<'source>(
         I::SetAttr(_) => Ok(vec![I::Swap, filter("nest", 1), I::Swap, instruction.clone()]),
         I::PushLoop(flags) if flags & RECURSIVE != 0 => Err("recursive loops are not supported"),
         I::PushLoop(_) => Ok(vec![filter("for", 1), instruction.clone()]),
+        I::Lookup("self" | "lipsum") => Err("`self` and `lipsum` are not supported"),
         I::Lookup("varargs" | "kwargs") => Err("`varargs` and `kwargs` are not supported"),
         I::CallBlock(_) | I::LoadBlocks | I::FastSuper | I::Include(_) | I::ExportLocals => {
             Err("blocks and other templates are not supported")

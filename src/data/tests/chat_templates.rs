@@ -2,7 +2,7 @@
 
 use crate::data::chat::ChatTemplate;
 use serde::Deserialize;
-use serde_json::{Map, Value as Json};
+use serde_json::{Map, Value as Json, json};
 use std::collections::BTreeMap;
 
 /// Written by `tests/fixtures/chat_templates.py`.
@@ -80,6 +80,20 @@ fn expressions_give_the_text_that_python_gives_or_an_error() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn ascii_json_has_no_control_characters_and_names_of_the_engine_are_refused() {
+    let values = json!({ "x": "\u{7f}é~" });
+    let evaluated = |source: &str| {
+        let template = ChatTemplate::new(source, BTreeMap::new());
+        template.and_then(|template| template.evaluate(values.as_object().unwrap()))
+    };
+    assert_eq!(evaluated("{{ x | tojson(ensure_ascii=True) }}").unwrap(), r#""\u007f\u00e9~""#);
+    for name in ["self", "lipsum"] {
+        let error = evaluated(&format!("{{{{ {name} }}}}")).unwrap_err();
+        assert!(format!("{error:#}").contains("not supported"), "{error:#}");
+    }
 }
 
 /// The cost of a template is bounded, and an error says so.

@@ -131,7 +131,7 @@ impl Writer {
                 '\u{8}' => self.text.push_str("\\b"),
                 '\u{c}' => self.text.push_str("\\f"),
                 '\0'..' ' => self.text.push_str(&format!("\\u{:04x}", u32::from(character))),
-                _ if self.ensure_ascii && !character.is_ascii() => {
+                _ if self.ensure_ascii && !(' '..='~').contains(&character) => {
                     for unit in character.encode_utf16(&mut [0; 2]) {
                         self.text.push_str(&format!("\\u{unit:04x}"));
                     }
