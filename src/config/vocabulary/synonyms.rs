@@ -44,6 +44,13 @@ const SYNONYMS: &[Synonym] = &[
     synonym("save_steps", "checkpoint.interval"),
     synonym("save_interval", "checkpoint.interval"),
     synonym("save_total_limit", "checkpoint.keep_last"),
+    Synonym {
+        remark: "the checkpoint that `best` in the output directory names; none is loaded",
+        ..synonym("load_best_model_at_end", "checkpoint.keep_best")
+    },
+    synonym("eval_on_start", "ulysses.validation.eval_on_start"),
+    synonym("early_stopping_patience", "ulysses.validation.early_stopping_patience"),
+    synonym("early_stopping_threshold", "ulysses.validation.early_stopping_threshold"),
     synonym("eval_steps", "ulysses.validation.eval_interval"),
     synonym("max_seq_length", "ulysses.seq_len"),
     synonym("max_length", "ulysses.seq_len"),
@@ -53,6 +60,7 @@ const SYNONYMS: &[Synonym] = &[
     synonym("tokenizer_name", "ulysses.tokenizer"),
     synonym("train_file", "ulysses.data"),
     synonym("dataset_name", "ulysses.data"),
+    synonym("dataset", "ulysses.data"),
     synonym("output_dir", "ulysses.output"),
     synonym("gradient_checkpointing", "ulysses.activation_checkpointing"),
     synonym("data_seed", "seed"),
