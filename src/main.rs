@@ -7,7 +7,6 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::fmt::{self, Display, Formatter};
 use std::io::Write;
 use std::process::ExitCode;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use ulysses::memory::{self, CountingAllocator};
@@ -59,9 +58,6 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for OrExit<A> {
     }
 }
 
-/// The planned peak of a rank, for the message of [`out_of_memory`].
-static PLANNED_PEAK: OnceLock<String> = OnceLock::new();
-
 /// Reports the allocation that failed, without allocating, and ends the process. The first thread to come here does it
 /// for all.
 #[cold]
@@ -73,7 +69,7 @@ fn out_of_memory(bytes: usize) -> ! {
     let mut message = [0_u8; 512];
     let mut rest = &mut message[..];
     let (category, live_bytes) = (memory::current().name(), memory::live_bytes());
-    let planned = PLANNED_PEAK.get().map_or("", String::as_str);
+    let planned = cli::settings::PLANNED_PEAK.get().map_or("", String::as_str);
     // The message fits; a name of a thread has 15 bytes at most.
     let _ = writeln!(
         rest,

@@ -4,6 +4,7 @@ use super::Failure;
 use anyhow::anyhow;
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
+use std::sync::OnceLock;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
@@ -18,6 +19,9 @@ use ulysses::monitor::{Tracer, above_progress};
 /// Most threads of all ranks together. More is a typing error that would keep the machine
 /// busy for minutes before it fails.
 const MAX_THREADS: usize = 4096;
+
+/// The planned peak of a rank, for the error of an allocation that fails.
+pub(crate) static PLANNED_PEAK: OnceLock<String> = OnceLock::new();
 
 /// candle runs large elementwise ops on one pool behind a barrier that all ranks would
 /// share. Ranks bring their own threads, so candle gets one, unless the user says otherwise.

@@ -101,7 +101,7 @@ fn pipes_and_devices_in_a_checkpoint_neither_hang_nor_fill_the_memory() {
         make_pipe(&file);
         let outcome = train(&place, &["--steps", "12", "--resume"]);
         outcome.assert_refused(1, &[name, "it is a named pipe, a regular file is needed"]);
-        place.run(&["report", "out"]).assert_refused(1, &[name, "it is a named pipe"]);
+        place.run(&["report", "out"]).assert_refused(2, &[name, "it is a named pipe"]);
         fs::remove_file(&file).unwrap();
         fs::write(&file, valid).unwrap();
     }

@@ -57,7 +57,7 @@ impl PlannedMemory {
     pub(super) fn note(&self, host: &Host, run: &Run) {
         let (on_machine, in_process) = (on_machine(), in_process());
         // Only the first run of a process trains.
-        let _ = crate::PLANNED_PEAK.set(self.clause());
+        let _ = crate::cli::settings::PLANNED_PEAK.set(self.clause());
         let world_size = run.mesh.world_size();
         let ranks = [host.local_ranks(world_size), host.ranks_in_process(world_size)];
         self.lines(ranks, [on_machine, in_process]).into_iter().for_each(note);
