@@ -16,8 +16,7 @@ use std::path::{Path, PathBuf};
 /// nothing here reads it, so it cannot mislead a resuming run.
 pub const LATEST: &str = "latest";
 
-/// Name of the file that names the checkpoint with the lowest evaluation loss, where one is kept for it: a hint like
-/// [`LATEST`].
+/// Name of the file that names the checkpoint with the lowest evaluation loss (`keep_best`): a hint like [`LATEST`].
 pub const BEST: &str = "best";
 
 const STEP_PREFIX: &str = "step_";

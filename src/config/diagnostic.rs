@@ -87,7 +87,7 @@ impl Excerpt {
         }
     }
 
-    /// What comes below it: the line, but not the flag once more.
+    /// The excerpt below it; empty for a flag, which `place` has shown already.
     pub(super) fn below(&self) -> String {
         if self.line == Position::FLAG.line { String::new() } else { format!("\n{self}") }
     }

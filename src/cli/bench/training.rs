@@ -26,7 +26,7 @@ pub(super) struct TrainingArgs {
     /// Ranks: `DPxSP` or `dp=2,sp=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
-    /// What is partitioned over dp; 0 without it.
+    /// ZeRO stage; 0 by default.
     #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: Option<u8>,
     #[command(flatten)]

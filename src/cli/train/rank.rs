@@ -75,7 +75,8 @@ impl Run {
             checkpoints.announce();
         }
         if !is_done && first_step == 0 {
-            let evaluation = self.validate(&mut engine, &mut feed, checkpoints.group(), last_step)?;
+            let evaluation = self.validate(&mut engine, &mut feed, checkpoints.group(), last_step);
+            let evaluation = evaluation.map_err(|error| self.with_plan(error, engine.part()))?;
             judge(evaluation, &mut evaluations, &mut reporter)?;
         }
         let mut stopped = false;
@@ -118,7 +119,7 @@ impl Run {
         })
     }
 
-    /// What this rank's collectives were, and what was planned of the same steps and evaluations.
+    /// This rank's collectives, measured and planned over the same steps and evaluations.
     fn comms(&self, engine: &Engine, summary: &RankSummary, feed: &Feed<'_>, rank: usize) -> RankComms {
         let sent = summary.groups.iter().flat_map(|(axis, stats)| {
             stats.ops.iter().map(|(op, counted)| (axis.clone(), *op, counted.bytes_sent))
@@ -151,7 +152,7 @@ impl Run {
         }
     }
 
-    /// The loss of what is held out, where it is due after a step or before the first. Collective.
+    /// The loss on held-out data, where an evaluation is due after a step or before the first. Collective.
     fn validate(
         &self,
         engine: &mut Engine,

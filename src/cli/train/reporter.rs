@@ -148,8 +148,10 @@ impl<'a> Reporter<'a> {
         if is_saving || goes_on { Ok(()) } else { self.complete() }
     }
 
+    /// Writes the lines that found no room before.
+    ///
     /// # Errors
-    /// What could not be written, once more.
+    /// When there still is none.
     pub(super) fn complete(&mut self) -> anyhow::Result<()> {
         if self.waiting.is_some() {
             let others = self.monitors.flush();

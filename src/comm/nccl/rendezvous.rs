@@ -197,7 +197,7 @@ struct Pending {
     own: Nonce,
     /// The nonce of its hello, once that has come.
     peer: Option<Nonce>,
-    /// What has come of the message after that.
+    /// Bytes received of the next message.
     heard: Vec<u8>,
 }
 
@@ -212,7 +212,7 @@ impl Pending {
         Session { secret, root: self.own, peer: self.peer.unwrap_or_default() }
     }
 
-    /// What has come without waiting: nothing yet, a claim, or one (`None`) of who has another secret.
+    /// Reads without waiting: nothing yet, a claim, or `None` for a claim made with another secret.
     fn read(&mut self, secret: &JobSecret) -> std::io::Result<Option<Option<Claim>>> {
         loop {
             let wanted = if self.peer.is_none() { HELLO_BYTES } else { CLAIM_BYTES };

@@ -55,7 +55,7 @@ impl Conversation<'_> {
         })
     }
 
-    /// What changes when another message stands in its place, where nothing else does, and the end of its turn.
+    /// The range that changes when another message replaces this one, if nothing else changes, and the end of its turn.
     fn by_exchange(&self, full: &str, index: usize) -> Result<Option<Range<usize>>, Error> {
         let mark = ANSWER_MARKS[0];
         let mut exchanged = self.messages.clone();

@@ -1,7 +1,7 @@
 //! Micro batches that repeat, so that the events of a step need not grow with its accumulation.
 //!
-//! What a micro batch does follows from what the one before it left: storage that is recycled, memory that threads keep, and
-//! units on their way. Where a micro batch leaves what it found, all that follow do the same, but for the last one of the step,
+//! The events of a micro batch depend on the state that the previous one left: recycled storage, memory that threads keep, and
+//! units in flight. Where a micro batch leaves what it found, all that follow do the same, but for the last one of the step,
 //! which reduces the gradients.
 
 use super::Schedule;
