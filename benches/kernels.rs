@@ -10,9 +10,9 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::time::Instant;
 use ulysses::device::DeviceKind;
-use ulysses::ops::optimizer::adamw::{self, AdamParams};
-use ulysses::ops::rope::{self, Direction, Table};
-use ulysses::ops::{embedding, reduce, rms_norm, swiglu};
+use ulysses::kernels::optimizer::adamw::{self, AdamParams};
+use ulysses::kernels::rope::{self, Direction, Table};
+use ulysses::kernels::{elementwise, embedding, rms_norm, swiglu};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -161,7 +161,7 @@ impl Tensors {
         let matrix = a.elem_count() * a.dtype().size_in_bytes();
         let heads = (self.rows, WIDTH / HEAD_DIM, HEAD_DIM);
         let mut cases: Vec<Case<'_>> = vec![
-            Case::new("copy", 2 * matrix, Box::new(|| Ok(reduce::copy(a, b)?))),
+            Case::new("copy", 2 * matrix, Box::new(|| Ok(elementwise::copy(a, b)?))),
             Case::new(
                 "rms_norm",
                 2 * matrix,
@@ -184,7 +184,7 @@ impl Tensors {
                 2 * matrix,
                 Box::new(|| Ok(embedding::forward(&self.ids, &self.table, a)?)),
             ),
-            Case::new("sum of squares", matrix, Box::new(|| Ok(reduce::sum_of_squares(a).map(|_| ())?))),
+            Case::new("sum of squares", matrix, Box::new(|| Ok(elementwise::sum_of_squares(a).map(|_| ())?))),
         ];
         let [param, grad, exp_avg, exp_avg_sq] = &self.optimizer;
         cases.push(Case {

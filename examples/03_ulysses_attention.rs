@@ -21,10 +21,10 @@ use anyhow::Result;
 use candle_core::{D, Device, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, launch};
+use ulysses::kernels::Workspace;
+use ulysses::kernels::attention::{Attention, FlashAttention, Geometry, grouped_heads};
 use ulysses::mesh::shard_range;
-use ulysses::ops::Workspace;
-use ulysses::ops::attention::{Attention, FlashAttention, Geometry, grouped_heads};
-use ulysses::ulysses::{AttentionShape, ExchangePlan, UlyssesAttention};
+use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, UlyssesAttention};
 
 const SP: usize = 3;
 const SHAPE: AttentionShape =

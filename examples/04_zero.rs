@@ -90,7 +90,7 @@ fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, HeldBytes)> {
         let by_weight = x.broadcast_mul(&error.unsqueeze(1)?)?.sum(0)?;
         let gradients = zero.gradients(0)?;
         for (gradient, value) in gradients.iter().flatten().zip([by_weight, error.sum_keepdim(0)?]) {
-            ulysses::ops::reduce::accumulate(gradient, &value)?;
+            ulysses::kernels::elementwise::accumulate(gradient, &value)?;
         }
         zero.reduce(0, true)?;
         zero.finish_reductions()?;

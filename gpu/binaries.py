@@ -5,7 +5,7 @@ import sys
 
 
 def name(target: dict, is_test: bool) -> str | None:
-    """`ulysses`, `test_ops` (the library's own tests), `test_NAME` or `bench_NAME`."""
+    """`ulysses`, `test_kernels` and `test_ulysses` (the libraries' own tests), `test_NAME` or `bench_NAME`."""
     [kind] = target["kind"][:1]
     if kind == "bench":
         return f"bench_{target['name']}"
@@ -13,7 +13,8 @@ def name(target: dict, is_test: bool) -> str | None:
         return f"test_{target['name']}"
     if kind == "bin" and not is_test:
         return target["name"]
-    return "test_ops" if kind == "lib" and is_test else None
+    libraries = {"ulysses_kernels": "test_kernels", "ulysses": "test_ulysses"}
+    return libraries.get(target["name"]) if kind == "lib" and is_test else None
 
 
 def main() -> None:

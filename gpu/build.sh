@@ -54,7 +54,7 @@ collect_binaries() { # in folder $1
         while read -r name path; do
             strip -o "$1/$name" "$path"
         done
-    for test in ulysses test_ops "${TESTS[@]/#/test_}"; do
+    for test in ulysses test_kernels test_ulysses "${TESTS[@]/#/test_}"; do
         [[ -x $1/$test ]] || fail "cargo built no $test"
     done
 }

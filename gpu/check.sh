@@ -27,7 +27,8 @@ run_checks() {
     check devices nvidia-smi --query-gpu=index,name,compute_cap,memory.total,driver_version --format=csv,noheader
 
     # Test binaries: NAME BINARY FILTER… runs the tests whose names contain a filter.
-    tests kernels_and_ops ops
+    tests kernels_and_ops kernels
+    tests library ulysses
     tests comm_conformance_threads comm_conformance threads
     nccl_tests 1
     nccl_tests 2

@@ -87,7 +87,7 @@ class Check(unittest.TestCase):
         self.assertIn("libcublas.so.13", done.stderr)
 
     def test_what_passes_fails_and_was_not_built_is_told_apart(self):
-        self.binary("test_ops", PASSES)
+        self.binary("test_kernels", PASSES)
         self.binary("test_golden", 'echo "panicked at \\"x\\"\t\\ end"; exit 101')
         code, checks = self.run_with_gpu()
         self.assertEqual(code, 1)
@@ -105,7 +105,7 @@ class Check(unittest.TestCase):
         self.assertEqual(checks["precision_16_bits"]["status"], "not run")
 
     def test_tests_are_told_their_device_and_where_their_fixtures_are(self):
-        self.binary("test_ops", f'{USES_IT}; echo "$ULYSSES_TEST_DEVICE $CARGO_MANIFEST_DIR"')
+        self.binary("test_kernels", f'{USES_IT}; echo "$ULYSSES_TEST_DEVICE $CARGO_MANIFEST_DIR"')
         _, checks = self.run_with_gpu()
         self.assertEqual(checks["kernels_and_ops"]["output"], f"cuda {self.folder}")
 

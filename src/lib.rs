@@ -16,8 +16,8 @@
 //!    threads in [`comm::thread`].
 //! 4. [`data`]: [`DataLoader`](data::DataLoader) cuts one global order of rows over dp and sp.
 //! 5. [`engine`]: [`initialize`](engine::initialize), then `forward`, `backward` and `step`:
-//!    - for each layer, [`zero`] gathers its parameters, [`model`] computes it from [`ops`],
-//!      and [`ulysses`] exchanges tokens for heads around attention;
+//!    - for each layer, [`zero`] gathers its parameters, [`model`] computes it from [`kernels`],
+//!      and [`sequence_parallel`] exchanges tokens for heads around attention;
 //!    - the loss, in tiles of tokens;
 //!    - for each layer, backwards: gather, compute, reduce over dp, then over sp;
 //!    - normalise, clip, update the own partition.
@@ -72,19 +72,17 @@ pub mod checkpoint;
 pub mod comm;
 pub mod config;
 pub mod data;
-pub mod device;
 pub mod engine;
 mod fnv1a;
-pub mod memory;
 pub mod mesh;
 pub mod model;
 pub mod monitor;
-pub mod offload;
-pub mod ops;
 pub mod regular_file;
-pub mod tensor;
-pub mod ulysses;
+pub mod sequence_parallel;
 pub mod zero;
+
+pub use ulysses_kernels as kernels;
+pub use ulysses_kernels::{device, memory, offload, tensor};
 
 /// Runs the example of the front page.
 #[cfg(doctest)]

@@ -15,9 +15,9 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::engine::Engine;
+use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{CountingAllocator, LARGE_BYTES, large_allocations};
 use ulysses::model::{Model, RandomWeights, preset};
-use ulysses::ops::attention::FlashAttention;
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);

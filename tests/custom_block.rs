@@ -20,8 +20,8 @@ use support::problems::{CONFIG, main_problem, packed_batch};
 use support::reference::{Batch, ReferenceConfig};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::engine::{BatchOutcome, Engine};
+use ulysses::kernels::attention::FlashAttention;
 use ulysses::model::{DecoderLayer, LlamaConfig, Model, RandomWeights};
-use ulysses::ops::attention::FlashAttention;
 
 const TOLERANCE: f64 = 2e-5;
 

@@ -11,7 +11,7 @@ use support::problems::{main_problem, packed_batch};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::{Engine, EngineError, StepReport};
-use ulysses::ops::attention::FlashAttention;
+use ulysses::kernels::attention::FlashAttention;
 
 const ROWS: usize = 8;
 

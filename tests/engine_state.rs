@@ -20,11 +20,11 @@ use ulysses::comm::LaunchOptions;
 use ulysses::config::Config;
 use ulysses::data::MicroBatch;
 use ulysses::engine::{Engine, EngineError};
+use ulysses::kernels::attention::FlashAttention;
 use ulysses::model::{
     AutogradLayer, BlockContext, Init, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
     RandomWeights, Saved,
 };
-use ulysses::ops::attention::FlashAttention;
 use ulysses::tensor::with_slice_mut;
 use ulysses::zero::ZeroGroups;
 
@@ -117,9 +117,9 @@ impl Layer for Tanh {
     ) -> Result<Tensor, ModelError> {
         let y: Tensor = saved.downcast("tanh")?;
         let dx = ctx.workspace().take(y.dims())?;
-        ulysses::ops::reduce::fill(&dx, f32::NAN)?;
+        ulysses::kernels::elementwise::fill(&dx, f32::NAN)?;
         let gradient = (dy * y.sqr()?.affine(-1.0, 1.0)?)?;
-        ulysses::ops::reduce::copy(&dx, &gradient)?;
+        ulysses::kernels::elementwise::copy(&dx, &gradient)?;
         Ok(dx)
     }
 }

@@ -13,7 +13,7 @@ use support::reference::Batch;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::comm::{CollectiveOp, OpStats, ProcessGroupExt};
 use ulysses::engine::Engine;
-use ulysses::ops::attention::FlashAttention;
+use ulysses::kernels::attention::FlashAttention;
 
 /// Eight query heads and four KV heads over three ranks: heads 3/3/2 with KV sets {0,1},
 /// {1,2}, {3}, tokens 22/21/21 of 64.

@@ -17,10 +17,10 @@ use ulysses::comm::ProcessGroupExt;
 use ulysses::comm::thread::{LaunchError, LaunchOptions};
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
+use ulysses::kernels::attention::FlashAttention;
 use ulysses::model::{
     DecoderLayer, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec, Saved,
 };
-use ulysses::ops::attention::FlashAttention;
 
 /// Far above what a step takes, far below what a test may.
 const TIMEOUT: Duration = Duration::from_secs(30);

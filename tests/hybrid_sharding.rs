@@ -16,7 +16,7 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::engine::EngineError;
-use ulysses::ops::attention::FlashAttention;
+use ulysses::kernels::attention::FlashAttention;
 use ulysses::zero::{HybridGroups, ZeroGroups};
 
 /// dp × sp with the size of the shards: replicas without sp, with it, with an uneven one, and of a whole.

@@ -19,13 +19,13 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::Config;
 use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
+use ulysses::kernels::attention::FlashAttention;
+use ulysses::kernels::rope::Scaling;
 use ulysses::memory::{CountingAllocator, Meter, live_by_category, live_bytes, peak_bytes, reset_peak};
 use ulysses::model::{
     Architecture, DecoderLayer, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
     RandomWeights, Saved, WeightSource,
 };
-use ulysses::ops::attention::FlashAttention;
-use ulysses::ops::rope::Scaling;
 use ulysses::zero::ZeroGroups;
 
 #[global_allocator]

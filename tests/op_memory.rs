@@ -5,9 +5,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use std::alloc::System;
+use ulysses::kernels::lm_head_loss::{self, IGNORED, Labels};
+use ulysses::kernels::{Workspace, elementwise};
 use ulysses::memory::{CountingAllocator, PeakMeter};
-use ulysses::ops::cross_entropy::{self, IGNORED, Labels};
-use ulysses::ops::{Workspace, reduce};
 use ulysses::tensor::{TensorOptions, to_vec};
 
 #[global_allocator]
@@ -49,11 +49,11 @@ fn run(x: &Tensor, weight: &Tensor) -> Run {
     let labels = (0..TOKENS).map(|token| if ignored(token) { IGNORED } else { (token % VOCAB) as i64 });
     let labels = Labels::new(labels.collect::<Vec<_>>());
     let meter = PeakMeter::start();
-    let loss = cross_entropy::forward(x, weight, &labels, TILE, &lse, &workspace).unwrap();
+    let loss = lm_head_loss::forward(x, weight, &labels, TILE, &lse, &workspace).unwrap();
     let forward = meter.bytes();
     workspace.clear();
     let meter = PeakMeter::start();
-    cross_entropy::backward(x, weight, &labels, &lse, 0.25, &dx, &dweight, TILE, &workspace).unwrap();
+    lm_head_loss::backward(x, weight, &labels, &lse, 0.25, &dx, &dweight, TILE, &workspace).unwrap();
     let backward = meter.bytes();
     let wide = |tensor: &Tensor| to_vec::<f32>(&tensor.to_dtype(DType::F32).unwrap()).unwrap();
     let loss = (loss.sum().unwrap().sum.to_bits(), wide(&lse));
@@ -94,13 +94,13 @@ fn sums_scales_and_checks_widen_a_piece_and_give_the_bits_of_the_whole() {
         let x = numbers(TOKENS, HIDDEN, dtype);
         let wide = x.to_dtype(DType::F32).unwrap();
         let meter = PeakMeter::start();
-        let sum = reduce::sum_of_squares(&x).unwrap();
-        assert!(reduce::all_finite(&x).unwrap());
-        reduce::scale(&x, 0.7).unwrap();
+        let sum = elementwise::sum_of_squares(&x).unwrap();
+        assert!(elementwise::all_finite(&x).unwrap());
+        elementwise::scale(&x, 0.7).unwrap();
         let peak = meter.bytes();
         assert!(peak < WIDENED / 4, "{dtype:?}: {peak} bytes beside a tensor that is {WIDENED} in f32");
-        assert_eq!(sum.to_bits(), reduce::sum_of_squares(&wide).unwrap().to_bits(), "{dtype:?}");
-        reduce::scale(&wide, 0.7).unwrap();
+        assert_eq!(sum.to_bits(), elementwise::sum_of_squares(&wide).unwrap().to_bits(), "{dtype:?}");
+        elementwise::scale(&wide, 0.7).unwrap();
         let rounded = wide.to_dtype(dtype).unwrap();
         let bits =
             |tensor: &Tensor| to_vec::<f32>(&tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap());

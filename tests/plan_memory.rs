@@ -18,12 +18,12 @@ use ulysses::data::DataError;
 use ulysses::device::DeviceKind;
 use ulysses::engine::Engine;
 use ulysses::engine::schedule::{Event, Schedule};
+use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{
     ByCategory, Category, CountingAllocator, live_bytes, peak_by_category, peak_bytes, reset_peak,
 };
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
-use ulysses::ops::attention::FlashAttention;
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);

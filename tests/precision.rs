@@ -18,9 +18,9 @@ use support::problems::{ADAMW, CONFIG, main_problem, packed_batch, problem};
 use support::reference::Tensors;
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::engine::StepReport;
+use ulysses::kernels::Workspace;
+use ulysses::kernels::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
 use ulysses::model::{LlamaConfig, Model};
-use ulysses::ops::Workspace;
-use ulysses::ops::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
 
 const FORMATS: [&str; 2] = ["bf16", "fp16"];
 

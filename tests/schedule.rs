@@ -18,9 +18,9 @@ use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::engine::Engine;
 use ulysses::engine::schedule::{Event, Purpose, Schedule, Transfer, schedule};
+use ulysses::kernels::attention::FlashAttention;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset, shape};
-use ulysses::ops::attention::FlashAttention;
 use ulysses::zero::ZeroGroups;
 
 /// Bytes sent and received, by axis and operation.

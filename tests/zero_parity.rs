@@ -13,7 +13,7 @@ use support::reference::{Batch, ReferenceConfig};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::data::DataError;
 use ulysses::engine::BatchOutcome;
-use ulysses::ops::attention::FlashAttention;
+use ulysses::kernels::attention::FlashAttention;
 
 const MESHES: [(usize, usize); 6] = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 3), (4, 2)];
 

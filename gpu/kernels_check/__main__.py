@@ -1,6 +1,6 @@
 """Compiles every CUDA kernel without a GPU and holds it to the rules: `just kernels-check [--write]`.
 
-Each `kernels/*.cu` must compile for all architectures with nvcc and with NVRTC without a warning, and
+Each `kernels/cuda/*.cu` must compile for all architectures with nvcc and with NVRTC without a warning, and
 no kernel may keep anything in local memory: a stack frame or spilled registers. The table of registers in `docs/gpu.md` must be the one that comes out
 of this run; `--write` puts it there.
 """
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="kernels-check", description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the table of registers to docs/gpu.md")
     arguments = parser.parse_args()
-    errors = check(toolchain(), REPOSITORY / "kernels", REPOSITORY / "docs/gpu.md", arguments.write)
+    errors = check(toolchain(), REPOSITORY / "kernels/cuda", REPOSITORY / "docs/gpu.md", arguments.write)
     for error in errors:
         print(f"kernels-check: {error}", file=sys.stderr)
     sys.exit(1 if errors else 0)

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 ARCHITECTURES = ("80", "90", "100")
-# As `src/device/cuda/module.rs` asks for it.
+# As `kernels/src/device/cuda/module.rs` asks for it.
 LANGUAGE = "--std=c++17"
 COMMON_INCLUDE = '#include "common.cuh"'
 

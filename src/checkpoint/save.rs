@@ -10,7 +10,6 @@ use super::manifest::{FileEntry, Manifest};
 use super::shard::{Shard, write_shard};
 use super::{CheckpointError, Storage};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
-use crate::tensor::to_vec;
 use crate::zero::{KeptPart, ZeroError, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use serde::Serialize;
@@ -19,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{JoinHandle, ScopedJoinHandle};
 use std::time::Instant;
+use ulysses_kernels::tensor::to_vec;
 
 /// How checkpoints are saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -4,7 +4,6 @@ use super::header::Header;
 use super::manifest::{FileEntry, Manifest, file_name};
 use super::{CheckpointError, Storage, StorageFile};
 use crate::regular_file;
-use crate::tensor::{to_vec, with_slice};
 use crate::zero::{FlatLayout, KeptPart};
 use candle_core::Device;
 use safetensors::Dtype;
@@ -12,6 +11,7 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use ulysses_kernels::tensor::{to_vec, with_slice};
 
 /// Bytes that are encoded, hashed and written at a time; the same for reading. They stay in a core's cache meanwhile.
 const CHUNK_BYTES: usize = 1 << 18;

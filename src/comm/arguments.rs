@@ -1,9 +1,9 @@
 //! Checks of a call's arguments that need no peer, shared by the backends.
 
 use super::{CollectiveOp, CommError};
-use crate::device::Target;
-use crate::ops::element::{DTYPE_NAMES, DTYPES};
 use candle_core::{DType, Tensor};
+use ulysses_kernels::device::Target;
+use ulysses_kernels::{DTYPE_NAMES, DTYPES};
 
 /// One call, to be named in errors.
 #[derive(Clone, Copy)]

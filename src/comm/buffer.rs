@@ -1,9 +1,9 @@
 //! Whole tensors as buffers.
 
 use super::CommError;
-use crate::ops::transpose;
-use crate::tensor::zeros;
 use candle_core::Tensor;
+use ulysses_kernels::strided_copy;
+use ulysses_kernels::tensor::zeros;
 
 /// A copy of a contiguous tensor, on its device and in storage of its own.
 pub(super) fn copy_of(tensor: &Tensor) -> Result<Tensor, CommError> {
@@ -17,7 +17,7 @@ pub(super) fn copy_of(tensor: &Tensor) -> Result<Tensor, CommError> {
 /// Overwrites `target` with `source`; both contiguous, of one dtype and length, and
 /// in different storages.
 pub(super) fn copy_into(source: &Tensor, target: &Tensor) -> Result<(), CommError> {
-    Ok(transpose::copy(source, target)?)
+    Ok(strided_copy::copy(source, target)?)
 }
 
 /// Identifies the memory that a tensor is a view of.

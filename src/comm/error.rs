@@ -1,9 +1,9 @@
 //! What can go wrong between ranks.
 
 use super::CollectiveOp;
-use crate::device::DeviceError;
 use crate::mesh::MeshError;
-use crate::ops::OpError;
+use ulysses_kernels::OpError;
+use ulysses_kernels::device::DeviceError;
 
 /// Why a collective failed. All ranks are global ones.
 ///

@@ -1,9 +1,9 @@
 //! Blocking and typed forms of the [`ProcessGroup`] methods.
 
 use super::{CommError, ProcessGroup, ReduceOp, StridedPlan};
-use crate::tensor::{Element, from_slice, to_vec, zeros};
 use candle_core::Tensor;
 use std::sync::Arc;
+use ulysses_kernels::tensor::{Element, from_slice, to_vec, zeros};
 
 /// What callers with nothing to do meanwhile use: every `start_*` method followed by
 /// [`Pending::wait`](super::Pending::wait), and forms on plain values.

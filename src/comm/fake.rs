@@ -8,10 +8,10 @@ use super::arguments::Arguments;
 use super::{
     CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan, Traffic, strided,
 };
-use crate::ops::{reduce, transpose};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::Arc;
+use ulysses_kernels::{elementwise, strided_copy};
 
 /// One real rank of a group whose other members are pretended.
 ///
@@ -88,7 +88,7 @@ impl ProcessGroup for FakeGroup {
         let (op, chunk) = (CollectiveOp::ReduceScatter, output.elem_count());
         self.arguments(op).tensors(&[input, output])?;
         self.arguments(op).chunks(("input", input), ("output", output))?;
-        transpose::copy(&input.flatten_all()?.narrow(0, self.rank * chunk, chunk)?, output)?;
+        strided_copy::copy(&input.flatten_all()?.narrow(0, self.rank * chunk, chunk)?, output)?;
         Ok(self.count(op, &Traffic::reduce_scatter(self.world_size(), self.rank, chunk), input))
     }
 
@@ -98,7 +98,7 @@ impl ProcessGroup for FakeGroup {
         self.arguments(op).chunks(("output", output), ("input", input))?;
         let input = super::buffer::apart(input, &[output])?;
         for chunk in 0..self.world_size() {
-            transpose::copy(&input, &output.flatten_all()?.narrow(0, chunk * count, count)?)?;
+            strided_copy::copy(&input, &output.flatten_all()?.narrow(0, chunk * count, count)?)?;
         }
         Ok(self.count(op, &Traffic::all_gather(self.world_size(), self.rank, count), output))
     }
@@ -114,7 +114,7 @@ impl ProcessGroup for FakeGroup {
         self.arguments(op).tensors(&[input, output])?;
         self.arguments(op).counts("send", send_counts, input)?;
         self.arguments(op).counts("recv", recv_counts, output)?;
-        reduce::fill(output, 0.0)?;
+        elementwise::fill(output, 0.0)?;
         Ok(self.count(op, &Traffic::all_to_all(self.rank, send_counts, recv_counts), output))
     }
 
@@ -125,7 +125,7 @@ impl ProcessGroup for FakeGroup {
         plan: &Arc<StridedPlan>,
     ) -> Result<Pending, CommError> {
         strided::validate(&self.name, self.world_size(), inputs, outputs, plan)?;
-        outputs.iter().try_for_each(|output| reduce::fill(output, 0.0))?;
+        outputs.iter().try_for_each(|output| elementwise::fill(output, 0.0))?;
         Ok(self.count(CollectiveOp::AllToAllStrided, &Traffic::strided(self.rank, plan), &inputs[0]))
     }
 

@@ -63,7 +63,6 @@ pub mod traffic;
 mod wrapper;
 
 pub use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
-pub use crate::ops::rank_reduce::ReduceOp;
 pub use discovery::{DiscoveryError, Launcher, Stated, World, WorldFlags};
 pub use error::CommError;
 pub use ext::ProcessGroupExt;
@@ -76,4 +75,5 @@ pub use stats::{CollectiveOp, GroupStats, OpStats};
 pub use thread::launch;
 pub use timed::{CallTimes, CommSeconds, CommTimer, EachCall};
 pub use traffic::Traffic;
+pub use ulysses_kernels::rank_reduce::ReduceOp;
 pub use wrapper::{GroupWrapper, StartCall};

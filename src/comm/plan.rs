@@ -1,7 +1,7 @@
 //! Plans of strided all-to-all exchanges: pure integers.
 
-pub use crate::ops::transpose::StridedBlock;
 use serde::{Deserialize, Serialize};
+pub use ulysses_kernels::strided_copy::StridedBlock;
 
 /// A block to receive into.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]

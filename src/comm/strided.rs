@@ -3,10 +3,10 @@
 
 use super::arguments::Arguments;
 use super::{CollectiveOp, CommError, Pending, ProcessGroup, RecvBlock, StridedBlock, StridedPlan};
-use crate::ops::transpose::{BlockCopy, copy_blocks};
-use crate::tensor::zeros;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
+use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
+use ulysses_kernels::tensor::zeros;
 
 /// Checks a plan against the tensors of this rank; returns their dtype.
 ///

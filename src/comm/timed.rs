@@ -198,7 +198,7 @@ impl GroupWrapper for TimedGroup {
             return call.on(&*self.inner);
         }
         let op = call.op();
-        let input_bytes = call.inputs().iter().map(crate::tensor::bytes).sum::<usize>() as u64;
+        let input_bytes = call.inputs().iter().map(ulysses_kernels::tensor::bytes).sum::<usize>() as u64;
         let kind = Kind { axis: self.axis, op, ranks: self.inner.world_size(), input_bytes };
         let sequence = self.issued.fetch_add(1, Ordering::Relaxed);
         let first = self.inner.global_ranks()[0];
@@ -256,7 +256,7 @@ mod tests {
         let seconds = launch(2, &LaunchOptions::default(), |rank| -> Result<_, CommError> {
             let timer = Arc::new(CommTimer::default());
             let group = timer.along("sp", rank.group.clone());
-            let tensor = crate::tensor::from_slice(&[1.0_f32; 8], &Device::Cpu)?;
+            let tensor = ulysses_kernels::tensor::from_slice(&[1.0_f32; 8], &Device::Cpu)?;
             let pending = group.start_all_reduce(&tensor, ReduceOp::Sum)?;
             assert!(timer.calls().is_empty(), "not complete yet");
             std::thread::sleep(BUSY);

@@ -1,9 +1,9 @@
 //! What exists at a time: recomputation, tiles, chunks of heads, offload.
 
 use super::reader::Section;
-use crate::device::DeviceKind;
 use serde::Serialize;
 use std::num::NonZero;
+use ulysses_kernels::device::DeviceKind;
 
 /// Where state is between its uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

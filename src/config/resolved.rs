@@ -16,10 +16,10 @@ use super::precision::Precision;
 use super::raw::RawConfig;
 use super::schedule::{LrSchedule, SchedulerConfig};
 use super::zero_stage::ZeroStage;
-use crate::device::DeviceKind;
 use crate::mesh::Preset;
 use serde::Serialize;
 use std::path::Path;
+use ulysses_kernels::device::DeviceKind;
 
 /// Everything that a training run is told. It serializes in the vocabulary it is read
 /// from (except [`notes`](Self::notes)), and what it writes reads back as the same config.

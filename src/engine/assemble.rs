@@ -14,7 +14,7 @@ impl Engine {
     /// Failed communication.
     pub fn assemble_tokens(&self, local: &Tensor) -> Result<Tensor, EngineError> {
         let (rows, _, width) = local.dims3()?;
-        let local = crate::tensor::to_vec::<f32>(&local.to_dtype(DType::F32)?)?;
+        let local = ulysses_kernels::tensor::to_vec::<f32>(&local.to_dtype(DType::F32)?)?;
         let shards = self.groups.sp.all_gather_varied(&local)?;
         let shards = shards.into_iter().map(|shard| {
             let seq_len_local = shard.len() / (rows * width).max(1);
@@ -22,7 +22,7 @@ impl Engine {
         });
         let row_block = Tensor::cat(&shards.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
         let seq_len = row_block.dim(1)?;
-        let all = self.groups.dp.all_gather_values(&crate::tensor::to_vec::<f32>(&row_block)?)?;
+        let all = self.groups.dp.all_gather_values(&ulysses_kernels::tensor::to_vec::<f32>(&row_block)?)?;
         Ok(Tensor::from_vec(all, (rows * self.config.dp_size, seq_len, width), &Device::Cpu)?)
     }
 }

@@ -7,10 +7,10 @@ use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::model::{HeadSaved, LayerContext, ModelError};
-use crate::ops::Workspace;
-use crate::ops::cross_entropy::Labels;
 use candle_core::Tensor;
 use std::time::Instant;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::lm_head_loss::Labels;
 
 impl Engine {
     /// Adds the gradients of a micro batch. Each unit's are reduced while the next one's

@@ -6,10 +6,10 @@ use crate::config::{Config, ConfigError};
 use crate::data::DataError;
 use crate::mesh::MeshError;
 use crate::model::ModelError;
-use crate::offload::OffloadError;
-use crate::ops::OpError;
-use crate::ulysses::UlyssesError;
+use crate::sequence_parallel::UlyssesError;
 use crate::zero::ZeroError;
+use ulysses_kernels::OpError;
+use ulysses_kernels::offload::OffloadError;
 
 /// What can go wrong in a training step.
 #[derive(Debug, thiserror::Error)]

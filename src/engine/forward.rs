@@ -7,11 +7,11 @@ use crate::config::MemoryConfig;
 use crate::data::MicroBatch;
 use crate::mesh::shard_range;
 use crate::model::{HeadSaved, LayerContext, Saved, Tiling, TokenLayout};
-use crate::ops::cross_entropy::{Labels, LossSum, Losses};
-use crate::ops::embedding::Ids;
 use candle_core::Tensor;
 use std::sync::Arc;
 use std::time::Instant;
+use ulysses_kernels::embedding::Ids;
+use ulysses_kernels::lm_head_loss::{Labels, LossSum, Losses};
 
 /// A micro batch's loss on this rank, and what its backward pass needs.
 #[must_use]
@@ -51,7 +51,7 @@ impl LayerTape {
     fn bytes(&self) -> usize {
         match self {
             Self::State(_, saved) => saved.bytes(),
-            Self::Checkpoint(tensors) => tensors.iter().map(crate::tensor::bytes).sum(),
+            Self::Checkpoint(tensors) => tensors.iter().map(ulysses_kernels::tensor::bytes).sum(),
             Self::Offloaded(_) => 0,
         }
     }

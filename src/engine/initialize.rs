@@ -12,15 +12,15 @@ use crate::comm::{CommTimer, MeshGroups, ProcessGroup};
 use crate::config::{Config, LrSchedule};
 use crate::mesh::SHARD_AXIS;
 use crate::model::{Model, TokenLayout, WeightSource};
-use crate::ops::Workspace;
-use crate::ops::attention::{Attention, FlashAttention};
-use crate::ops::linear::bf16_products;
-use crate::tensor::TensorOptions;
-use crate::ulysses::UlyssesAttention;
+use crate::sequence_parallel::UlyssesAttention;
 use crate::zero::{FlatLayout, ZeroGroups, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use std::collections::HashSet;
 use std::sync::Arc;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::attention::{Attention, FlashAttention};
+use ulysses_kernels::linear::bf16_products;
+use ulysses_kernels::tensor::TensorOptions;
 
 /// A model in training on one rank of the mesh.
 pub struct Engine {

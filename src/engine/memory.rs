@@ -2,8 +2,8 @@
 
 use super::Engine;
 use super::schedule::Moment;
-use crate::memory::{Peak, Peaks};
 use std::time::Instant;
+use ulysses_kernels::memory::{Peak, Peaks};
 
 /// A part of a step, and the most that this rank's thread held in it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -13,7 +13,7 @@ pub struct HeldInPart {
     /// When it began.
     pub begun: Instant,
     /// The most bytes, and what for. All zero unless the program's allocator
-    /// [counts](crate::memory::CountingAllocator).
+    /// [counts](ulysses_kernels::memory::CountingAllocator).
     pub peak: Peak,
 }
 

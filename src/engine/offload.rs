@@ -2,14 +2,14 @@
 
 use super::EngineError;
 use crate::config::{Config, Offload};
-use crate::device::DeviceKind;
-use crate::offload::{Extent, OffloadError, OffloadStore, Use};
-use crate::ops::Workspace;
-use crate::tensor::TensorOptions;
 use crate::zero::Storage;
 use candle_core::{Device, Shape, Tensor};
 use std::path::Path;
 use std::sync::Arc;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::device::DeviceKind;
+use ulysses_kernels::offload::{Extent, OffloadError, OffloadStore, Use};
+use ulysses_kernels::tensor::TensorOptions;
 
 /// Something that may be offloaded.
 #[derive(Clone, Copy)]
@@ -105,7 +105,7 @@ impl CheckpointStore {
     /// An earlier write that failed.
     pub(super) fn store(&self, tensor: Tensor) -> Result<OffloadedTensor, OffloadError> {
         self.0.settle()?;
-        let extent = self.0.reserve(crate::tensor::bytes(&tensor));
+        let extent = self.0.reserve(ulysses_kernels::tensor::bytes(&tensor));
         let shape = tensor.shape().clone();
         self.0.write(&extent, tensor)?;
         Ok(OffloadedTensor { extent, shape })

@@ -2,12 +2,12 @@
 
 use super::{Engine, EngineError, StepReport};
 use crate::comm::ProcessGroupExt;
-use crate::memory;
 use crate::model::LlamaConfig;
 use crate::monitor::{Metrics, RankSummary};
-use crate::ops::attention::grouped_heads;
-use crate::ulysses::{AttentionShape, ExchangePlan};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use crate::zero::HeldBytes;
+use ulysses_kernels::attention::grouped_heads;
+use ulysses_kernels::memory;
 
 /// Micro batches of one length that a rank has run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

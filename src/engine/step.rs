@@ -5,10 +5,10 @@ use super::{Engine, EngineError, rows};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
-use crate::ops::OpError;
-use crate::ops::cross_entropy::{LossSum, Losses};
 use candle_core::Tensor;
 use std::collections::HashSet;
+use ulysses_kernels::OpError;
+use ulysses_kernels::lm_head_loss::{LossSum, Losses};
 
 /// Overflows in a row after which training stops, whatever the loss scale does.
 const MAX_CONSECUTIVE_SKIPS: u64 = 64;

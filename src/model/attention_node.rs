@@ -1,17 +1,17 @@
 //! Attention as one candle autograd node, collectives included.
 
-use crate::ops::Workspace;
-use crate::ops::attention::{Attention, Geometry, SavedAttention};
-use crate::tensor::TensorOptions;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Storage, Tensor, bail};
 use std::sync::{Arc, Mutex, PoisonError};
+use ulysses_kernels::Workspace;
+use ulysses_kernels::attention::{Attention, Geometry, SavedAttention};
+use ulysses_kernels::tensor::TensorOptions;
 
 /// Attention for blocks written with candle ops: `(q, k, v) → o` as **one** custom op,
 /// whose backward runs `attention`'s own and returns all three gradients. With a
-/// [`UlyssesAttention`](crate::ulysses::UlyssesAttention) both directions communicate, so all
+/// [`UlyssesAttention`](crate::sequence_parallel::UlyssesAttention) both directions communicate, so all
 /// ranks of the sp group must call forward and `backward()` equally often.
 ///
 /// # Shapes

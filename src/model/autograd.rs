@@ -1,10 +1,10 @@
 //! [`AutogradLayer`]: any block written with candle ops, as a layer.
 
 use super::{Layer, LayerContext, ModelError, ParameterSpec, Saved, autograd_attention};
-use crate::ops::reduce;
-use crate::ops::rope::{self, Rope};
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::Arc;
+use ulysses_kernels::elementwise;
+use ulysses_kernels::rope::{self, Rope};
 
 /// What a user-defined block may use besides its parameters and its input.
 pub struct BlockContext<'a> {
@@ -124,7 +124,7 @@ where
         // The engine recycles what it gets; the graph keeps its own output.
         let result = y.detach().contiguous()?.copy()?;
         let kept = params.iter().chain([&x]).map(|var| var.as_tensor()).chain([&y]);
-        let bytes = kept.map(crate::tensor::bytes).sum();
+        let bytes = kept.map(ulysses_kernels::tensor::bytes).sum();
         Ok((result, Saved::new(SavedGraph { x, params, y }, bytes)))
     }
 
@@ -145,7 +145,7 @@ where
         };
         for ((var, spec), grad) in params.iter().zip(&self.parameters).zip(grads) {
             if let Some(grad) = grad {
-                reduce::accumulate(grad, &gradient(var, &spec.name)?.to_dtype(DType::F32)?)?;
+                elementwise::accumulate(grad, &gradient(var, &spec.name)?.to_dtype(DType::F32)?)?;
             }
         }
         gradient(&x, "(the layer's input)")

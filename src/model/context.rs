@@ -1,13 +1,13 @@
 //! What the layers of one micro batch share.
 
 use super::ModelError;
-use crate::ops::Workspace;
-use crate::ops::attention::{Attention, Geometry, grouped_heads};
-use crate::ops::rope::{self, Rope};
 use std::collections::HashMap;
 use std::num::NonZero;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+use ulysses_kernels::Workspace;
+use ulysses_kernels::attention::{Attention, Geometry, grouped_heads};
+use ulysses_kernels::rope::{self, Rope};
 
 /// Query heads, KV heads, window.
 type HeadKey = (usize, usize, Option<usize>);

@@ -4,8 +4,8 @@ use super::decoder_attention::AttentionSaved;
 use super::decoder_mlp::GateUp;
 use super::decoder_weights::{Weights, parameters};
 use super::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
-use crate::ops::rms_norm;
 use candle_core::Tensor;
+use ulysses_kernels::rms_norm;
 
 /// RMSNorm, attention, residual; RMSNorm, SwiGLU, residual (Llama, arXiv 2302.13971), with what
 /// its [`Architecture`](super::Architecture) adds.
@@ -140,7 +140,8 @@ impl Layer for DecoderLayer {
 impl SavedDecoder {
     fn bytes(&self) -> usize {
         let mlp = self.mlp.iter().flat_map(|GateUp { gate, up }| [gate, up]);
-        let own: usize = [&self.x, &self.mid].into_iter().chain(mlp).map(crate::tensor::bytes).sum();
+        let own: usize =
+            [&self.x, &self.mid].into_iter().chain(mlp).map(ulysses_kernels::tensor::bytes).sum();
         own + self.attention.iter().map(AttentionSaved::bytes).sum::<usize>()
     }
 }

@@ -9,11 +9,11 @@ use super::decoder_mlp::rows;
 use super::decoder_weights::{HeadRows, View, Weights};
 use super::heads::{self, SavedHeadNorm};
 use super::{HeadChunk, LayerContext, LlamaConfig, ModelError};
-use crate::ops::attention::{Geometry, SavedAttention};
-use crate::ops::rope::Direction;
-use crate::ops::transpose::{BlockCopy, StridedBlock, copy_blocks};
-use crate::ops::{linear, reduce, rms_norm, rope};
 use candle_core::Tensor;
+use ulysses_kernels::attention::{Geometry, SavedAttention};
+use ulysses_kernels::rope::Direction;
+use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
+use ulysses_kernels::{elementwise, linear, rms_norm, rope};
 
 /// Kept of one chunk, by the attention itself and of what is before and after it.
 pub(super) struct AttentionSaved {
@@ -34,7 +34,7 @@ impl DecoderLayer {
     ) -> Result<(Tensor, Vec<AttentionSaved>), ModelError> {
         let ws = ctx.workspace();
         let mid = ws.take(x.dims())?;
-        reduce::copy(&mid, x)?;
+        elementwise::copy(&mid, x)?;
         let rstd = ws.take_f32(token_dims(x))?;
         let mut kept = Vec::new();
         for chunk in self.head_chunks(ctx)? {
@@ -223,7 +223,7 @@ impl DecoderLayer {
         let (hidden, columns) = gradient.dims2()?;
         let run = chunk.q.len() * self.config.head_dim;
         let part = ctx.workspace().take_f32((hidden, run))?;
-        reduce::fill(&part, 0.0)?;
+        elementwise::fill(&part, 0.0)?;
         linear::backward_weight(dmid, &out, &part)?;
         let packed = StridedBlock {
             tensor: 0,
@@ -245,7 +245,7 @@ impl DecoderLayer {
 impl AttentionSaved {
     /// Bytes that it keeps alive.
     pub(super) fn bytes(&self) -> usize {
-        let out = if self.shares_output() { 0 } else { crate::tensor::bytes(&self.out) };
+        let out = if self.shares_output() { 0 } else { ulysses_kernels::tensor::bytes(&self.out) };
         let norms = [&self.q_norm, &self.k_norm].into_iter().flatten().map(SavedHeadNorm::bytes);
         self.inner.bytes() + out + norms.sum::<usize>()
     }

@@ -3,9 +3,9 @@
 use super::decoder::DecoderLayer;
 use super::decoder_weights::{Weights, add_weight_gradient};
 use super::{LayerContext, ModelError};
-use crate::ops::{linear, reduce, rms_norm, swiglu};
 use candle_core::Tensor;
 use std::ops::Range;
+use ulysses_kernels::{elementwise, linear, rms_norm, swiglu};
 
 /// The MLP's two projections, of all tokens.
 pub(super) struct GateUp {
@@ -26,7 +26,7 @@ impl DecoderLayer {
         let ws = ctx.workspace();
         let keep = keep && ctx.tiling().tile_tokens.is_none();
         let y = ws.take(mid.dims())?;
-        reduce::copy(&y, mid)?;
+        elementwise::copy(&y, mid)?;
         let mut kept = None;
         for tile in ctx.token_tiles() {
             let GateUp { gate, up } = self.gate_up(weights, mid, &tile, ctx)?;

@@ -1,9 +1,9 @@
 //! The parameters of the decoder block: which there are, and views of them by name.
 
 use super::{Init, LlamaConfig, ModelError, ParameterSpec};
-use crate::ops::linear;
 use candle_core::Tensor;
 use std::ops::Range;
+use ulysses_kernels::linear;
 
 /// The parameters of the layer called `layer`, in the order of [`Weights::of`]: those of every
 /// family, then what `config.architecture` adds.

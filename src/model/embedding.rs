@@ -1,8 +1,8 @@
 //! Token ids to hidden states.
 
 use super::{Init, LayerContext, ModelError, ParameterSpec};
-use crate::ops::embedding::{self, Ids};
 use candle_core::Tensor;
+use ulysses_kernels::embedding::{self, Ids};
 
 /// The token embedding; with a tied head its matrix is the head's as well.
 #[derive(Debug, Clone)]

@@ -1,8 +1,8 @@
 //! Errors of models and weights.
 
-use crate::ops::OpError;
-use crate::ops::attention::AttentionError;
 use std::path::PathBuf;
+use ulysses_kernels::OpError;
+use ulysses_kernels::attention::AttentionError;
 
 /// What can go wrong in a model.
 #[derive(Debug, thiserror::Error)]

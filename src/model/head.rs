@@ -1,9 +1,9 @@
 //! The final norm, the output projection and the loss, in tiles of tokens.
 
 use super::{Init, LayerContext, ModelError, ParameterSpec};
-use crate::ops::cross_entropy::{self, Labels, Losses};
-use crate::ops::{linear, rms_norm};
 use candle_core::Tensor;
+use ulysses_kernels::lm_head_loss::{self, Labels, Losses};
+use ulysses_kernels::{linear, rms_norm};
 
 /// RMSNorm, linear head and cross-entropy.
 ///
@@ -28,7 +28,7 @@ pub struct HeadSaved {
 impl HeadSaved {
     /// Bytes that it keeps alive.
     pub fn bytes(&self) -> usize {
-        [&self.x, &self.rstd, &self.lse].into_iter().map(crate::tensor::bytes).sum()
+        [&self.x, &self.rstd, &self.lse].into_iter().map(ulysses_kernels::tensor::bytes).sum()
     }
 
     /// Gives its tensors back, the head's input among them, where no backward pass will.
@@ -101,7 +101,7 @@ impl LossHead {
         let (normed, rstd) = self.normalise(x, norm, ctx)?;
         let lse = ctx.workspace().take_f32((ctx.batch(), ctx.seq_len_local()))?;
         let loss =
-            cross_entropy::forward(&normed, projection, labels, self.tile_tokens, &lse, ctx.workspace())?;
+            lm_head_loss::forward(&normed, projection, labels, self.tile_tokens, &lse, ctx.workspace())?;
         ctx.workspace().give(normed);
         Ok((loss, HeadSaved { x: x.clone(), rstd, lse }))
     }
@@ -129,7 +129,7 @@ impl LossHead {
         let (normed, rstd_again) = self.normalise(&x, norm, ctx)?;
         let dnormed = ws.take(x.dims())?;
         let tile = self.tile_tokens;
-        cross_entropy::backward(&normed, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
+        lm_head_loss::backward(&normed, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
         let dx = normed;
         rms_norm::backward(&dnormed, &x, norm, &rstd, &dx, false, dnorm)?;
         [rstd, rstd_again, lse, dnormed].into_iter().for_each(|tensor| ws.give(tensor));

@@ -4,8 +4,8 @@
 
 use super::decoder_weights::{HeadRows, add_weight_gradient};
 use super::{LayerContext, ModelError};
-use crate::ops::{linear, reduce, rms_norm};
 use candle_core::Tensor;
+use ulysses_kernels::{elementwise, linear, rms_norm};
 
 /// What the backward pass of a norm over heads needs.
 pub(super) struct SavedHeadNorm {
@@ -16,7 +16,7 @@ pub(super) struct SavedHeadNorm {
 
 impl SavedHeadNorm {
     pub(super) fn bytes(&self) -> usize {
-        crate::tensor::bytes(&self.heads) + crate::tensor::bytes(&self.rstd)
+        ulysses_kernels::tensor::bytes(&self.heads) + ulysses_kernels::tensor::bytes(&self.rstd)
     }
 
     /// Gives its tensors back.
@@ -116,7 +116,7 @@ pub(super) fn backward_weight(
 /// no op of its own on any device.
 fn ones(tokens: usize, ctx: &LayerContext) -> Result<Tensor, ModelError> {
     let ones = ctx.workspace().take((tokens, 1))?;
-    reduce::fill(&ones, 1.0)?;
+    elementwise::fill(&ones, 1.0)?;
     Ok(ones)
 }
 

@@ -5,8 +5,8 @@
 
 use super::ModelError;
 use super::hf_config::HfConfig;
-use crate::ops::rope::Scaling;
 use serde_json::{Map, Value, json};
+use ulysses_kernels::rope::Scaling;
 
 /// Keys of an object of any type of scaling; `finetuned` describes the weights.
 const FIELDS: [&str; 17] = [

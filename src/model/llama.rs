@@ -2,11 +2,11 @@
 
 use super::hf_rope::scaling_to_hf;
 use super::{Architecture, HfDescription, Model, ModelError, ParameterSpec};
-use crate::ops::attention::grouped_heads;
-use crate::ops::rope::{Rope, Scaling};
 use serde_json::{Value, json};
 use std::ops::Range;
 use std::path::Path;
+use ulysses_kernels::attention::grouped_heads;
+use ulysses_kernels::rope::{Rope, Scaling};
 
 /// Shape of a Llama-style decoder.
 #[derive(Debug, Clone, PartialEq)]

@@ -9,7 +9,7 @@
 //!   initial values come from, [`RandomWeights`] or [`HfWeights`].
 //!
 //! The engine owns parameters and gradients; layers get views of them. Nothing here
-//! communicates: what needs other ranks is behind [`Attention`](crate::ops::attention::Attention).
+//! communicates: what needs other ranks is behind [`Attention`](ulysses_kernels::attention::Attention).
 
 mod architecture;
 mod attention_node;

@@ -1,7 +1,7 @@
 //! Small models by name.
 
 use super::{Architecture, LlamaConfig, ModelError};
-use crate::ops::rope::Scaling;
+use ulysses_kernels::rope::Scaling;
 
 /// Names that [`preset`] knows.
 pub const PRESETS: [&str; 4] = ["nano", "tiny", "small", "base"];

@@ -1,7 +1,7 @@
 //! Shapes of published models, for plans: there are no weights behind them.
 
 use super::{Architecture, LlamaConfig, ModelError, PRESETS, preset};
-use crate::ops::rope::Scaling;
+use ulysses_kernels::rope::Scaling;
 
 /// Names that [`shape`] knows besides the [`PRESETS`].
 pub const PUBLISHED: [&str; 4] = ["llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b"];

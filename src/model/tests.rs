@@ -4,11 +4,11 @@ mod families;
 mod shards;
 
 use super::*;
-use crate::ops::Workspace;
-use crate::ops::attention::FlashAttention;
-use crate::tensor::to_vec;
 use candle_core::{D, DType, Device, Result, Tensor};
 use std::sync::Arc;
+use ulysses_kernels::Workspace;
+use ulysses_kernels::attention::FlashAttention;
+use ulysses_kernels::tensor::to_vec;
 
 fn config() -> LlamaConfig {
     LlamaConfig { hidden_size: 24, intermediate_size: 20, head_dim: 6, ..preset("nano").unwrap() }

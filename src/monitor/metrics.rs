@@ -1,11 +1,11 @@
 //! `metrics.jsonl`: one JSON object per step, and one per evaluation. `docs/monitoring.md` lists the keys.
 
 use super::appended::{Appended, read_if_there};
-use crate::memory::ByCategory;
 use serde::Serialize;
 use serde_json::Value;
 use std::fs::File;
 use std::path::Path;
+use ulysses_kernels::memory::ByCategory;
 
 /// What is recorded of a step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -46,7 +46,7 @@ pub struct Metrics {
     /// Bytes that the reporting rank sent, over all groups.
     pub comm_bytes: u64,
     /// Bytes that the reporting rank's thread holds after the step; 0 unless the program's allocator
-    /// counts ([`memory`](crate::memory)).
+    /// counts ([`memory`](ulysses_kernels::memory)).
     pub memory_bytes: u64,
     /// The same by what it is for.
     pub memory_by_category: ByCategory,

@@ -3,11 +3,11 @@
 use super::Metrics;
 use super::table::{bytes, memory, write_table};
 use crate::comm::{CollectiveOp, GroupStats};
-use crate::memory::{ByCategory, Category};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
+use ulysses_kernels::memory::{ByCategory, Category};
 
 /// What one rank reports when a run ends.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -9,7 +9,6 @@ mod memory;
 
 pub use memory::MemorySample;
 
-use crate::memory::ByCategory;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -23,6 +22,7 @@ use tracing::{Metadata, Subscriber};
 use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
+use ulysses_kernels::memory::ByCategory;
 
 /// Something that a rank did: a slice of its track.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

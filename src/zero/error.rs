@@ -1,8 +1,8 @@
 //! Errors of the partitioned optimizer.
 
 use crate::comm::CommError;
-use crate::offload::OffloadError;
-use crate::ops::OpError;
+use ulysses_kernels::OpError;
+use ulysses_kernels::offload::OffloadError;
 
 /// What can go wrong in ZeRO.
 #[derive(Debug, thiserror::Error)]

@@ -1,7 +1,7 @@
 //! Which gradients are not finite: what a run that keeps overflowing wants to know.
 
 use super::{ZeroError, ZeroOptimizer};
-use crate::ops::reduce;
+use ulysses_kernels::elementwise;
 
 impl ZeroOptimizer {
     /// The parameters whose reduced gradient is not finite, as far as this rank holds it.
@@ -20,7 +20,7 @@ impl ZeroOptimizer {
                 let Some(gradients) = unit.gradient_partition(rank)? else { continue };
                 for piece in unit.layout.pieces(unit.layout.partition(rank)) {
                     let part = gradients.narrow(0, piece.target.start, piece.target.len())?;
-                    if !reduce::all_finite(&part)? {
+                    if !elementwise::all_finite(&part)? {
                         names.push(unit.layout.parameters()[piece.parameter].name.as_str());
                     }
                 }

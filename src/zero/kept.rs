@@ -1,11 +1,11 @@
 //! Tensors that outlive a step: where they are used, or in a store between their uses.
 
 use super::ZeroError;
-use crate::memory::{Category, counted_as};
-use crate::offload::{Extent, OffloadStore};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
+use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::offload::{Extent, OffloadStore};
 
 /// A flat tensor that is kept.
 #[derive(Debug, Clone)]
@@ -42,7 +42,7 @@ impl Kept {
     ) -> Result<Self, ZeroError> {
         let Some(store) = store else { return Ok(Self::Resident(tensor)) };
         store.settle()?;
-        let extent = store.reserve(crate::tensor::bytes(&tensor));
+        let extent = store.reserve(ulysses_kernels::tensor::bytes(&tensor));
         let (numel, dtype, device) = (tensor.elem_count(), tensor.dtype(), tensor.device().clone());
         let slot = Slot { store: store.clone(), extent, numel, dtype, device, category };
         let kept = Self::Offloaded(Arc::new(slot));

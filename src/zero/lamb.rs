@@ -8,7 +8,7 @@ use super::unit::Unit;
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::ProcessGroupExt;
 use crate::config::OptimizerConfig;
-use crate::ops::lamb::{self, LambParams, SquaredNorms};
+use ulysses_kernels::optimizer::lamb::{self, LambParams, SquaredNorms};
 
 /// The squared norms of every parameter tensor of a unit.
 type UnitNorms = Vec<SquaredNorms>;

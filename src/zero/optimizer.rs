@@ -7,10 +7,10 @@ use super::unit::{Gradients, Parameters, Unit};
 use super::{FlatLayout, HeldBytes, Storage, ZeroError, ZeroGroups, rule};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
-use crate::memory::{self, Category, counted_as};
-use crate::tensor::TensorOptions;
 use candle_core::{DType, Tensor};
 use std::ops::Range;
+use ulysses_kernels::memory::{self, Category, counted_as};
+use ulysses_kernels::tensor::TensorOptions;
 
 /// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
 ///
@@ -119,7 +119,7 @@ impl ZeroOptimizer {
             if *dtype == DType::F32 && device.is_cpu() {
                 let kept = unit.parameters.persistent();
                 let parameters = kept.blank()?;
-                crate::tensor::with_slice_mut(&parameters, fill).map_err(ZeroError::from)??;
+                ulysses_kernels::tensor::with_slice_mut(&parameters, fill).map_err(ZeroError::from)??;
                 self.storage.settle()?;
                 kept.put(parameters)?;
             } else {
@@ -307,7 +307,7 @@ impl ZeroOptimizer {
         let partitions = ranks.map(of_partition).collect::<Result<Vec<_>, _>>()?;
         // All in one call: a GPU is waited for once.
         let tensors: Vec<&Tensor> = partitions.iter().flatten().collect();
-        let mut squares = crate::ops::reduce::sums_of_squares(&tensors)?.into_iter();
+        let mut squares = ulysses_kernels::elementwise::sums_of_squares(&tensors)?.into_iter();
         let of_partitions = partitions
             .iter()
             .map(|units| squares.by_ref().take(units.len()).fold(0.0, |sum, square| sum + square));
@@ -342,7 +342,7 @@ fn optimizer_state(
     let initially = |value: f64| {
         let tensor = storage.options.zeros_f32(numel)?;
         if value != 0.0 {
-            crate::ops::reduce::fill(&tensor, value as f32)?;
+            ulysses_kernels::elementwise::fill(&tensor, value as f32)?;
         }
         Kept::new(tensor, Category::Optimizer, storage.optimizer.as_ref())
     };

@@ -5,9 +5,9 @@ use super::unit::{Gradients, Unit};
 use super::{ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroupExt, ReduceOp};
 use crate::config::ZeroStage;
-use crate::memory::{Category, counted_as};
-use crate::ops::reduce;
 use candle_core::Tensor;
+use ulysses_kernels::elementwise;
+use ulysses_kernels::memory::{Category, counted_as};
 
 /// A unit's reduction over dp that has been started. It completes when the next one
 /// starts, so that it overlaps one layer's backward.
@@ -61,11 +61,11 @@ pub(super) fn complete(reduction: Reduction, unit: &Unit, groups: &ZeroGroups) -
         (Some(Gradients::Whole(_)), Some(received)) => {
             sum_over_replicas(&received, groups)?;
             if let Some(partition) = unit.gradient_partition(unit.shard_rank)? {
-                reduce::copy(&partition, &received)?;
+                elementwise::copy(&partition, &received)?;
             }
         }
         (Some(Gradients::Partitioned { partition, .. }), Some(received)) => {
-            reduce::accumulate(partition, &received)?;
+            elementwise::accumulate(partition, &received)?;
             if boundary {
                 sum_over_replicas(partition, groups)?;
             }

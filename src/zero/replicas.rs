@@ -32,7 +32,7 @@ fn hash(tensors: impl Iterator<Item = Result<Tensor, ZeroError>>) -> Result<u64,
     let mut lanes = [OFFSET_BASIS; LANES];
     for tensor in tensors {
         let on_host = tensor?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-        crate::tensor::with_slice(&on_host, |elements: &[f32]| update(&mut lanes, elements))?;
+        ulysses_kernels::tensor::with_slice(&on_host, |elements: &[f32]| update(&mut lanes, elements))?;
     }
     Ok(lanes.into_iter().fold(OFFSET_BASIS, step))
 }

@@ -3,12 +3,12 @@
 
 use super::ZeroError;
 use crate::config::OptimizerConfig;
-use crate::ops::optimizer::adagrad::{self, AdagradParams};
-use crate::ops::optimizer::adamw::{self, AdamParams};
-use crate::ops::optimizer::lion::{self, LionParams};
-use crate::ops::optimizer::sgd::{self, SgdParams};
 use candle_core::Tensor;
 use std::ops::Range;
+use ulysses_kernels::optimizer::adagrad::{self, AdagradParams};
+use ulysses_kernels::optimizer::adamw::{self, AdamParams};
+use ulysses_kernels::optimizer::lion::{self, LionParams};
+use ulysses_kernels::optimizer::sgd::{self, SgdParams};
 
 /// What changes from update to update.
 #[derive(Clone, Copy)]

@@ -4,9 +4,9 @@ use super::rule::Step;
 use super::unit::Unit;
 use super::{FlatLayout, ZeroError};
 use crate::config::{GroupRate, OptimizerConfig, ParameterGroup};
-use crate::ops::lamb::Segments;
 use candle_core::Device;
 use std::ops::Range;
+use ulysses_kernels::optimizer::lamb::Segments;
 
 /// What a parameter group changes of the optimizer.
 #[derive(Clone, Copy, PartialEq)]

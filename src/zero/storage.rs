@@ -1,9 +1,9 @@
 //! Where a rank keeps its state.
 
 use super::ZeroError;
-use crate::offload::OffloadStore;
-use crate::tensor::TensorOptions;
 use std::sync::Arc;
+use ulysses_kernels::offload::OffloadStore;
+use ulysses_kernels::tensor::TensorOptions;
 
 /// Device and element type of a rank's parameters, and the stores of what is not on the device between its uses.
 #[derive(Debug, Clone, Default)]

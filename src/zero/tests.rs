@@ -4,12 +4,12 @@ use super::*;
 use crate::comm::{CollectiveOp, LaunchOptions, MeshGroups, launch};
 use crate::config::{OptimizerConfig, ZeroStage};
 use crate::mesh::DeviceMesh;
-use crate::offload::OffloadStore;
-use crate::tensor::{TensorOptions, to_vec, with_slice_mut};
 use candle_core::DType;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use ulysses_kernels::offload::OffloadStore;
+use ulysses_kernels::tensor::{TensorOptions, to_vec, with_slice_mut};
 
 /// Two parameters of 6 and 5 elements.
 fn layout(num_partitions: usize) -> FlatLayout {
@@ -206,7 +206,7 @@ fn state_that_waits_beside_the_device_comes_back_to_the_bit() {
     {
         for (config, dtype) in [momentum(), lamb.clone()].into_iter().zip([DType::F32, DType::BF16]) {
             let options = || TensorOptions { dtype, ..TensorOptions::default() };
-            let store = || Some(Arc::new(OffloadStore::beside_late_copies()));
+            let store = || Some(Arc::new(OffloadStore::with_late_copies()));
             let away = || Storage {
                 parameters: store().filter(|_| stage == ZeroStage::Parameters),
                 optimizer: store(),

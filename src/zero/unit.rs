@@ -5,11 +5,11 @@ use super::spans::Span;
 use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;
-use crate::memory::{Category, counted_as};
-use crate::offload::OffloadStore;
-use crate::ops::reduce;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
+use ulysses_kernels::elementwise;
+use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::offload::OffloadStore;
 
 /// A flat buffer together with its parameter-shaped views.
 #[derive(Debug)]
@@ -220,6 +220,6 @@ impl Unit {
     }
 
     pub(super) fn zero_gradients(&self) -> Result<(), ZeroError> {
-        self.persistent_gradients().map_or(Ok(()), |gradients| Ok(reduce::fill(gradients, 0.0)?))
+        self.persistent_gradients().map_or(Ok(()), |gradients| Ok(elementwise::fill(gradients, 0.0)?))
     }
 }

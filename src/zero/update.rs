@@ -6,9 +6,9 @@ use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
-use crate::memory::{Category, counted_as};
-use crate::ops::cast;
 use candle_core::{DType, Tensor};
+use ulysses_kernels::cast;
+use ulysses_kernels::memory::{Category, counted_as};
 
 impl ZeroOptimizer {
     /// Updates the elements that this rank owns and, where parameters are whole but the

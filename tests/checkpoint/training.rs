@@ -9,9 +9,9 @@ use ulysses::comm::{LaunchOptions, MeshGroups, ProcessGroup, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
 use ulysses::engine::{Engine, RunRecord, StepReport, initialize};
+use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Architecture, LlamaConfig, Model, RandomWeights};
-use ulysses::ops::rope::Scaling;
 
 /// A multiple of every dp size that is tested.
 const ROWS_PER_STEP: usize = 60;

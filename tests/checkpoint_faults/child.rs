@@ -9,9 +9,9 @@ use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
 use ulysses::engine::{EngineError, RunRecord, initialize};
+use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Architecture, LlamaConfig, Model, RandomWeights};
-use ulysses::ops::rope::Scaling;
 
 pub(crate) const STEPS: u64 = 4;
 const STEPS_PER_SAVE: u64 = 2;

@@ -3,8 +3,8 @@
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{CommError, GroupWrapper, Pending, ProcessGroup, StartCall};
-use ulysses::ops::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
-use ulysses::ops::{OpError, Workspace};
+use ulysses::kernels::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
+use ulysses::kernels::{OpError, Workspace};
 
 /// What a [`FaultyGroup`] does to the f32 sums that it is asked for: the gradients.
 #[derive(Debug, Clone, Copy)]
@@ -40,13 +40,14 @@ impl GroupWrapper for FaultyGroup {
                 Fault::SkipsTheSum => Ok(Pending::ready()),
                 Fault::ScalesByWorldSize => {
                     let (sum, factor) = (tensor.clone(), self.world_size() as f32);
-                    let scale = move || ulysses::ops::reduce::scale(&sum, factor).map_err(tensor_error);
+                    let scale =
+                        move || ulysses::kernels::elementwise::scale(&sum, factor).map_err(tensor_error);
                     Ok(call.on(&*self.inner)?.then(scale))
                 }
             },
             (Fault::SkipsTheSum, StartCall::ReduceScatter { input, output, .. }) => {
                 let own = input.narrow(0, self.rank() * output.elem_count(), output.elem_count())?;
-                ulysses::ops::reduce::copy(output, &own).map_err(tensor_error)?;
+                ulysses::kernels::elementwise::copy(output, &own).map_err(tensor_error)?;
                 Ok(Pending::ready())
             }
             _ => call.on(&*self.inner),

@@ -16,10 +16,10 @@ use ulysses::comm::thread::{LaunchError, LaunchOptions, launch};
 use ulysses::config::Config;
 use ulysses::data::{GlobalBatch, MicroBatch};
 use ulysses::engine::{BatchOutcome, Engine};
+use ulysses::kernels::attention::{Attention, FlashAttention};
+use ulysses::kernels::rope::Scaling;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Architecture, LlamaConfig, Model, ModelError, ParameterSpec, WeightSource};
-use ulysses::ops::attention::{Attention, FlashAttention};
-use ulysses::ops::rope::Scaling;
 use ulysses::zero::ZeroGroups;
 
 /// One way to distribute a batch.

@@ -5,7 +5,6 @@
 //! nothing) is not dead. And `unwrap` is how a test fails.
 #![allow(dead_code, unused_imports, unused_macros, unreachable_pub, clippy::unwrap_used)]
 
-pub mod cli;
 pub mod comm;
 pub mod compare;
 pub mod device;

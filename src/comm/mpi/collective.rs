@@ -9,9 +9,9 @@ use super::transfers::{Members, Transfers};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::comm::{CommError, ReduceOp};
-use crate::ops::rank_reduce;
 use candle_core::Tensor;
 use std::ops::Range;
+use ulysses_kernels::rank_reduce;
 
 pub(super) type Outcome = Result<Option<Step>, CommError>;
 

@@ -6,9 +6,9 @@ use super::operation::{Step, peers};
 use super::staging::Staged;
 use super::transfers::{Members, Transfers};
 use crate::comm::{CommError, RecvBlock, StridedBlock, StridedPlan};
-use crate::ops::transpose::{BlockCopy, copy_blocks};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
+use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 
 /// What one rank exchanges. The plan was checked against the tensors, and no input shares memory with an output.
 pub(super) struct Exchange {

@@ -1,9 +1,9 @@
 //! Where a CPU tensor's elements are, for MPI to read and write.
 
 use crate::comm::CommError;
-use crate::ops::element::for_dtype;
-use crate::tensor::{bytes, with_slice, with_slice_mut};
 use candle_core::Tensor;
+use ulysses_kernels::element::for_dtype;
+use ulysses_kernels::tensor::{bytes, with_slice, with_slice_mut};
 
 /// The first byte and the number of bytes of a contiguous CPU tensor, for reading. Valid while the
 /// tensor's storage lives: candle never moves it.

@@ -1,9 +1,9 @@
 //! Buffers between tensors and messages, kept from one operation to the next.
 
 use crate::comm::CommError;
-use crate::tensor::zeros;
 use candle_core::{DType, Device, Tensor};
 use parking_lot::Mutex;
+use ulysses_kernels::tensor::zeros;
 
 /// Buffers that wait for their next use: as many as were in use at a time, each as large as what it was needed for.
 /// Fresh memory would be filled with zeros in every operation, and faulted in page by page.

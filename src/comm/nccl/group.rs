@@ -8,13 +8,13 @@ use crate::comm::buffer::apart;
 use crate::comm::call::Call;
 use crate::comm::history::Label;
 use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ProcessGroupExt, ReduceOp};
-use crate::tensor::bytes;
 use candle_core::{DType, Device, Tensor};
 use cudarc::nccl::result;
 use parking_lot::Mutex;
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::Duration;
+use ulysses_kernels::tensor::bytes;
 
 /// Between two looks of a host that waits for the GPU.
 const PAUSE: Duration = Duration::from_micros(50);

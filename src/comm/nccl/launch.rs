@@ -12,12 +12,12 @@ use crate::comm::checked::Checked;
 use crate::comm::{
     CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, RankContext, WorldFlags, thread,
 };
-use crate::device::open_gpu;
 use candle_core::Device;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
+use ulysses_kernels::device::open_gpu;
 
 /// Runs `run` on a thread for each of `gpus`, the ordinals of this machine's GPUs: one process drives them all.
 ///

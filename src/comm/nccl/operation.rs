@@ -7,7 +7,6 @@ use super::world::{UnderWay, World};
 use crate::comm::call::describe_message;
 use crate::comm::history::Label;
 use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ReduceOp};
-use crate::device::{Address, DeviceError, Launcher, Target};
 use candle_core::{DType, Tensor};
 use cudarc::driver::CudaEvent;
 use cudarc::nccl::{result, sys};
@@ -15,6 +14,7 @@ use parking_lot::Mutex;
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
+use ulysses_kernels::device::{Address, DeviceError, Launcher, Target};
 
 /// A group, as its operations need it.
 #[derive(Debug)]

@@ -9,9 +9,9 @@ use crate::comm::cause::Wait;
 use crate::comm::history::Record;
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::comm::{CollectiveOp, CommError};
-use crate::device::Fence;
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
+use ulysses_kernels::device::Fence;
 
 /// Where a split leaves the new group: its members and its own rank in it.
 pub(super) type SplitResult = Arc<OnceLock<(Arc<Communicator>, usize)>>;

@@ -5,12 +5,12 @@ use super::world::World;
 use crate::comm::call::{Call, compare};
 use crate::comm::history::Label;
 use crate::comm::{CollectiveOp, CommError, GroupStats, OpStats};
-use crate::device::Fence;
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use ulysses_kernels::device::Fence;
 
 /// A group, seen from no rank in particular.
 #[derive(Debug)]

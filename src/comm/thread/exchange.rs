@@ -8,11 +8,11 @@ use super::communicator::{Communicator, Round};
 use crate::comm::call::Call;
 use crate::comm::traffic::all_reduce_chunk;
 use crate::comm::{CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
-use crate::ops::rank_reduce;
-use crate::ops::transpose::{BlockCopy, copy_blocks};
-use crate::tensor::zeros;
 use candle_core::Tensor;
 use std::ops::Range;
+use ulysses_kernels::rank_reduce;
+use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
+use ulysses_kernels::tensor::zeros;
 
 /// What one rank sees of a round in which all have posted agreeing calls.
 #[derive(Clone, Copy)]

@@ -11,10 +11,10 @@ use crate::comm::lane::{Lane, LaneKind, Sequences};
 use crate::comm::{
     CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan, strided,
 };
-use crate::device::Fence;
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
+use ulysses_kernels::device::Fence;
 
 /// One rank's handle of a group whose ranks are threads of this process.
 #[derive(Debug)]

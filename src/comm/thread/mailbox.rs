@@ -6,12 +6,12 @@ use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::cause::Wait;
 use crate::comm::history::Record;
 use crate::comm::{CollectiveOp, CommError};
-use crate::device::Fence;
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use ulysses_kernels::device::Fence;
 
 /// The messages of a group that wait for their receivers: a queue for each pair.
 #[derive(Debug)]

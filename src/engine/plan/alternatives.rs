@@ -2,10 +2,10 @@
 
 use super::{Criteria, Pace, RankPlan, Workload};
 use crate::config::{Config, MemoryConfig, Offload, Precision, ZeroStage};
-use crate::device::DeviceKind;
 use crate::engine::EngineError;
 use serde::Serialize;
 use std::num::NonZero;
+use ulysses_kernels::device::DeviceKind;
 
 /// Tokens whose logits exist at a time in the alternative of a small tile.
 const SMALL_LOSS_TILE: usize = 128;

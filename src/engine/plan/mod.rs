@@ -27,11 +27,11 @@ pub use time::StepTime;
 use super::EngineError;
 use super::schedule::{Schedule, chunk_plans};
 use crate::config::Config;
-use crate::device::DeviceKind;
 use crate::mesh::DeviceMesh;
 use crate::model::{HeadChunk, LlamaConfig};
-use crate::ulysses::ExchangePlan;
+use crate::sequence_parallel::ExchangePlan;
 use nodes::Nodes;
+use ulysses_kernels::device::DeviceKind;
 
 /// Longest sequence that is looked for: positions are 32 bits wide.
 const MAX_SEQ_LEN: usize = 1 << 31;

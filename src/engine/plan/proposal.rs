@@ -103,8 +103,8 @@ impl Workload {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::device::DeviceKind;
     use crate::model::shape;
+    use ulysses_kernels::device::DeviceKind;
 
     const TWO_OF_8: Cluster = Cluster { nodes: 2, ranks_per_node: 8 };
     const GIB: u64 = 1 << 30;

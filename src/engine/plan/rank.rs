@@ -178,10 +178,10 @@ fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, Sent>, serializer: S) -> R
 #[cfg(test)]
 mod tests {
     use crate::config::Config;
-    use crate::device::DeviceKind;
     use crate::engine::plan::{RankPlan, Workload};
     use crate::model::preset;
     use serde_json::{Value, json};
+    use ulysses_kernels::device::DeviceKind;
 
     const SEQ_LEN: usize = 4096;
 
@@ -209,7 +209,7 @@ mod tests {
         // A file takes a buffer, but no tensor to read ahead into.
         let in_file = plan(DeviceKind::Cpu, true, stage());
         assert_eq!(in_file.offloaded_bytes, away.offloaded_bytes);
-        assert!(in_file.peak_bytes < away.peak_bytes + crate::offload::READ_AHEAD_BYTES as u64);
+        assert!(in_file.peak_bytes < away.peak_bytes + ulysses_kernels::offload::READ_AHEAD_BYTES as u64);
     }
 
     #[test]

@@ -14,9 +14,9 @@
 
 use crate::engine::EngineError;
 use crate::model::{Architecture, LlamaConfig, shape};
-use crate::ops::rope::Scaling;
-use crate::ulysses::{AttentionShape, ExchangePlan};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use serde::Serialize;
+use ulysses_kernels::rope::Scaling;
 
 /// Ranks of the study.
 pub const RANKS: [usize; 8] = [8, 16, 32, 64, 128, 256, 512, 1024];

@@ -2,12 +2,12 @@
 
 use super::{RankPlan, RankStep, Workload};
 use crate::config::Config;
-use crate::device::DeviceKind;
 use crate::engine::EngineError;
 use crate::engine::schedule::{Event, Schedule};
 use crate::mesh::DeviceMesh;
 use crate::model::{LlamaConfig, preset};
 use serde_json::{Value, json};
+use ulysses_kernels::device::DeviceKind;
 
 /// Every stage, with every feature that keeps something from one micro batch to the next.
 pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {

@@ -1,6 +1,6 @@
 //! Attention over a sharded sequence: the counterpart of
-//! [`UlyssesAttention`](crate::ulysses::UlyssesAttention) around
-//! [`FlashAttention`](crate::ops::attention::FlashAttention).
+//! [`UlyssesAttention`](crate::sequence_parallel::UlyssesAttention) around
+//! [`FlashAttention`](ulysses_kernels::attention::FlashAttention).
 
 use super::dims::{Dims, Heads};
 use super::event::{Axis, Event, Pass, Piece, Purpose, Transfer, Work};
@@ -8,8 +8,8 @@ use super::kernels::{AttentionMemory, Kernels};
 use super::ledger::{Buffer, ElementType, Ledger};
 use super::units::transfer_of;
 use crate::comm::{CollectiveOp, RecvBlock, StridedBlock, StridedPlan, Traffic};
-use crate::memory::Category;
-use crate::ulysses::ExchangePlan;
+use crate::sequence_parallel::ExchangePlan;
+use ulysses_kernels::memory::Category;
 
 /// Attention of one rank, with what it keeps between calls.
 #[derive(Debug)]
@@ -260,12 +260,12 @@ fn seq_sharded(heads: Heads, dims: &Dims) -> [usize; 3] {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::device::DeviceKind;
     use crate::engine::schedule::Schedule;
     use crate::mesh::DeviceMesh;
     use crate::model::preset;
     use serde_json::json;
     use std::collections::BTreeSet;
+    use ulysses_kernels::device::DeviceKind;
 
     /// Bytes that exist during an exchange only.
     fn packed_bytes(device: DeviceKind) -> BTreeSet<i64> {

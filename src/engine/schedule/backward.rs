@@ -4,7 +4,7 @@ use super::checkpoints::LayerTape;
 use super::event::{Event, Moment};
 use super::ledger::ElementType;
 use super::{Phase, Schedule};
-use crate::memory::Category;
+use ulysses_kernels::memory::Category;
 
 impl Schedule {
     pub(super) fn backward(&mut self, layer: usize) -> Phase {

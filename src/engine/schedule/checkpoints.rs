@@ -3,8 +3,8 @@
 
 use super::layer::SavedLayer;
 use super::ledger::{Away, Buffer, ElementType, Ledger};
-use crate::memory::Category;
 use std::collections::VecDeque;
+use ulysses_kernels::memory::Category;
 
 /// What one layer leaves.
 #[derive(Debug)]

@@ -5,9 +5,9 @@ use crate::config::Config;
 use crate::engine::EngineError;
 use crate::mesh::{DeviceMesh, REPLICAS_AXIS, SHARD_AXIS, shard_range};
 use crate::model::{HeadChunk, LlamaConfig, ModelError};
-use crate::ops::attention::grouped_heads;
-use crate::ulysses::{AttentionShape, ExchangePlan};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan};
 use std::num::NonZero;
+use ulysses_kernels::attention::grouped_heads;
 
 /// A group of the mesh and this rank's place in it.
 #[derive(Debug, Clone, Copy)]

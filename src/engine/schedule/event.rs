@@ -1,10 +1,10 @@
 //! What happens on a rank in a step.
 
 use crate::comm::CollectiveOp;
-use crate::memory::Category;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use std::fmt;
 use std::sync::Arc;
+use ulysses_kernels::memory::Category;
 
 /// One thing that happens on a rank, in the order in which its thread does it.
 #[derive(Debug, Clone, PartialEq)]

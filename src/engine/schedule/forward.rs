@@ -5,7 +5,7 @@ use super::dims::Dims;
 use super::event::{Event, Moment};
 use super::ledger::ElementType;
 use super::{Phase, Schedule};
-use crate::memory::Category;
+use ulysses_kernels::memory::Category;
 
 impl Schedule {
     /// Tokens, their tables, and the embedding.

@@ -1,11 +1,11 @@
 //! What the ops of a rank take beside their operands and results, by the device that computes them.
 
 use super::dims::{Dims, Heads};
-use crate::device::DeviceKind;
-use crate::ops::attention::{self, grouped_heads};
-use crate::ops::linear::{self, ProductMemory};
-use crate::ops::{cross_entropy, rms_norm};
 use candle_core::DType;
+use ulysses_kernels::attention::{self, grouped_heads};
+use ulysses_kernels::device::DeviceKind;
+use ulysses_kernels::linear::{self, ProductMemory};
+use ulysses_kernels::{lm_head_loss, rms_norm};
 
 /// Working memory that the matrix product keeps for each thread: as much as a core's second-level cache.
 const PRODUCT_SCRATCH_BYTES: usize = 2 << 20;
@@ -59,7 +59,7 @@ impl Kernels {
     /// Of the loss on a CPU: of the products that are the logits and the gradients of tokens and weight.
     pub(super) fn loss_products(self, dims: &Dims) -> [ProductMemory; 3] {
         let sizes = [dims.loss_tile, dims.hidden, dims.vocab];
-        cross_entropy::product_memory(self.dtype, sizes, self.threads)
+        lm_head_loss::product_memory(self.dtype, sizes, self.threads)
     }
 
     pub(super) fn attention(self, heads: Heads, dims: &Dims, backward: bool) -> AttentionMemory {
@@ -87,7 +87,7 @@ impl Kernels {
 
     /// Of the loss of a tile of tokens on a GPU, while it runs.
     pub(super) fn device_loss_bytes(self, dims: &Dims, backward: bool) -> usize {
-        cross_entropy::device_scratch_bytes(dims.loss_tile, dims.vocab, self.dtype, backward)
+        lm_head_loss::device_scratch_bytes(dims.loss_tile, dims.vocab, self.dtype, backward)
     }
 
     /// Of an exchange of blocks: NCCL sends from one piece of memory and receives into another, where the other backends

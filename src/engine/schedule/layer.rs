@@ -6,9 +6,9 @@ use super::event::{Event, Pass, Piece, Work};
 use super::heads::SavedChunk;
 use super::ledger::{Buffer, ElementType, Ledger};
 use super::mlp::GateUp;
-use crate::memory::Category::Activations;
 use crate::model::Weights;
-use crate::ops::linear::ProductMemory;
+use ulysses_kernels::linear::ProductMemory;
+use ulysses_kernels::memory::Category::Activations;
 
 /// Terms that a product adds up at a time, and so how long the pieces are that its operands are packed into.
 const PACKED_TERMS: usize = 512;

@@ -1,16 +1,16 @@
 //! The memory of a rank, buffer by buffer, told in events.
 //!
-//! It follows [`Workspace`](crate::ops::Workspace) to the letter: what is given back waits for the next
+//! It follows [`Workspace`](ulysses_kernels::Workspace) to the letter: what is given back waits for the next
 //! tensor of as many elements, and no more is kept than was taken. So recycled storage counts, as it
 //! does in the allocator.
 
 use super::event::Event;
-use crate::device::DeviceKind;
-use crate::memory::Category;
-use crate::offload::READ_AHEAD_BYTES;
-use crate::ops::linear::ProductMemory;
 use std::collections::HashMap;
 use std::collections::VecDeque;
+use ulysses_kernels::device::DeviceKind;
+use ulysses_kernels::linear::ProductMemory;
+use ulysses_kernels::memory::Category;
+use ulysses_kernels::offload::READ_AHEAD_BYTES;
 
 /// A buffer in use. It ends in [`Ledger::free`] or [`Ledger::give`].
 #[derive(Debug)]

@@ -5,8 +5,8 @@ use super::event::{Axis, Event, Moment, Pass, Piece, Purpose};
 use super::layer::LayerPass;
 use super::{Phase, Schedule};
 use crate::comm::CollectiveOp;
-use crate::device::DeviceKind;
-use crate::memory::Category;
+use ulysses_kernels::device::DeviceKind;
+use ulysses_kernels::memory::Category;
 
 impl Schedule {
     /// The head's forward, the loss, and the head's backward.

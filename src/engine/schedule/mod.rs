@@ -27,13 +27,12 @@ mod mlp;
 mod steady;
 mod units;
 
-pub use crate::memory::Category;
 pub(super) use dims::chunk_plans;
 pub use event::{Axis, Event, Moment, Pass, Piece, Purpose, Transfer, Work};
+pub use ulysses_kernels::memory::Category;
 
 use super::EngineError;
 use crate::config::{Config, LossNormalization, ParameterGroup};
-use crate::device::DeviceKind;
 use crate::mesh::DeviceMesh;
 use crate::model::{Layer, LlamaConfig, Model, ModelError, Weights};
 use attention::SequenceParallel;
@@ -44,6 +43,7 @@ use layer::LayerPass;
 use ledger::{Away, Buffer, Ledger};
 use std::iter::FusedIterator;
 use steady::SteadyState;
+use ulysses_kernels::device::DeviceKind;
 use units::Units;
 
 /// The events of one rank, in its order: first what it holds throughout, then a step.

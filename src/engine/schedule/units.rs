@@ -9,12 +9,12 @@ use super::ledger::{Away, Buffer, ElementType, Ledger};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
 use crate::comm::{CollectiveOp, Traffic};
 use crate::config::{Config, Offload, OptimizerConfig, ParameterGroup, ZeroStage};
-use crate::device::DeviceKind;
-use crate::memory::Category;
 use crate::model::{Model, UnitSpec};
 use crate::zero::{FlatLayout, HeldBytes, split, state_kinds};
 use candle_core::DType;
 use std::ops::Range;
+use ulysses_kernels::device::DeviceKind;
+use ulysses_kernels::memory::Category;
 
 /// Parameters, gradients and optimizer state of one rank.
 #[derive(Debug)]

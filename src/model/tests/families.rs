@@ -1,8 +1,8 @@
 //! Descriptions and parameters of the families beside Llama.
 
 use super::*;
-use crate::ops::rope::Scaling;
 use serde_json::{Value, json};
+use ulysses_kernels::rope::Scaling;
 
 const FAMILIES: [Architecture; 5] = [
     Architecture::Llama,

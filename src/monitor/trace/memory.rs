@@ -1,8 +1,8 @@
 //! What ranks held, as counters of a trace.
 
-use crate::memory::{ByCategory, Category, live_by_category, live_bytes};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use ulysses_kernels::memory::{ByCategory, Category, live_by_category, live_bytes};
 
 /// What a rank held from a moment on, until its next sample: the most in a part of a step, or what is left after it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

@@ -5,9 +5,9 @@ mod counted;
 
 use super::*;
 use crate::config::{Config, Links, RatesByFormat};
-use crate::device::DeviceKind;
 use crate::model::{preset, shape};
 use serde_json::{Value, json};
+use ulysses_kernels::device::DeviceKind;
 
 const INFINITE: Rates = Rates {
     peak_flops_per_second: 1e12,

@@ -4,7 +4,7 @@ use super::{Flat, State, Units};
 use crate::comm::CollectiveOp;
 use crate::engine::schedule::event::{Axis, Event, Purpose};
 use crate::engine::schedule::ledger::{Away, Buffer, ElementType, Ledger};
-use crate::memory::Category;
+use ulysses_kernels::memory::Category;
 
 impl Units {
     /// What `step` does: rows, losses, norm, update, and the parameters of the others.

@@ -1,0 +1,97 @@
+//! The allocator of the command line: counts, and ends the process with an error when there is no memory.
+
+use std::alloc::{GlobalAlloc, Layout};
+use std::fmt::{self, Display, Formatter};
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use ulysses::memory;
+
+/// An allocator that ends the process with an error and exit code 1 when it gets no memory, where Rust aborts.
+pub(crate) struct OrExit<A>(pub(crate) A);
+
+impl<A> OrExit<A> {
+    fn checked(block: *mut u8, bytes: usize) -> *mut u8 {
+        if block.is_null() {
+            out_of_memory(bytes);
+        }
+        block
+    }
+}
+
+// SAFETY: every method forwards to the inner allocator with the arguments it got, and returns what that returns or does
+// not return.
+unsafe impl<A: GlobalAlloc> GlobalAlloc for OrExit<A> {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's obligations are those of the inner allocator.
+        Self::checked(unsafe { self.0.alloc(layout) }, layout.size())
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as above.
+        Self::checked(unsafe { self.0.alloc_zeroed(layout) }, layout.size())
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { self.0.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        // SAFETY: as above.
+        Self::checked(unsafe { self.0.realloc(ptr, layout, new_size) }, new_size)
+    }
+}
+
+/// Reports the allocation that failed, without allocating, and ends the process. The first thread to come here does it
+/// for all.
+#[cold]
+fn out_of_memory(bytes: usize) -> ! {
+    static IS_REPORTED: AtomicBool = AtomicBool::new(false);
+    while IS_REPORTED.swap(true, Ordering::Relaxed) {
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    let mut message = [0_u8; 512];
+    let mut rest = &mut message[..];
+    let (category, live_bytes) = (memory::current().name(), memory::live_bytes());
+    let planned = crate::settings::PLANNED_PEAK.get().map_or("", String::as_str);
+    // The message fits; a name of a thread has 15 bytes at most.
+    let _ = writeln!(
+        rest,
+        "error: out of memory: a memory allocation of {bytes} bytes ({category}) failed on thread {thread}, which holds \
+         {live_bytes} bytes{planned}; `ulysses plan` says how much a run needs, `ulimit -v` and `ulimit -d` how much this \
+         process may have",
+        thread = ThreadName::current(),
+    );
+    let length = 512 - rest.len();
+    // SAFETY: the bytes are initialized and live through the call; `_exit` runs nothing that could allocate.
+    unsafe {
+        libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), length as _);
+        libc::_exit(1)
+    }
+}
+
+/// The name of this thread as the system knows it, `rank-N` of a rank. `std::thread::current` may allocate.
+struct ThreadName([u8; 16]);
+
+impl ThreadName {
+    #[cfg(target_os = "linux")]
+    fn current() -> Self {
+        let mut name = [0; 16];
+        // SAFETY: the system writes at most 16 bytes, the last of them 0.
+        unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
+        Self(name)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn current() -> Self {
+        Self([0; 16])
+    }
+}
+
+impl Display for ThreadName {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let name = self.0.split(|byte| *byte == 0).next().unwrap_or_default();
+        f.write_str(std::str::from_utf8(name).unwrap_or_default())
+    }
+}

@@ -1,0 +1,100 @@
+//! `ulysses bench all-to-all`.
+
+use super::report::{Figure, Report, Unit};
+use super::turns::{Case, take_turns};
+use super::{Failure, Gathered, Measuring, Together, settings};
+use anyhow::{Result, anyhow};
+use candle_core::{DType, Tensor};
+use serde_json::json;
+use ulysses::comm::RankContext;
+use ulysses::device::DeviceKind;
+use ulysses::kernels::{Workspace, elementwise};
+use ulysses::sequence_parallel::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded};
+use ulysses::tensor::TensorOptions;
+
+const HEAD_DIM: usize = 64;
+const NUM_HEADS: usize = 16;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Ranks that exchange, at most 16: each needs a head. 2 without it, or all processes that MPI has started.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=NUM_HEADS as i64))]
+    ranks: Option<u16>,
+    #[command(flatten)]
+    together: Together,
+    /// MiB of the tensor that each rank brings.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=16384))]
+    mib: u16,
+    #[command(flatten)]
+    measuring: Measuring,
+}
+
+pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let Gathered { mut on, ranks, options, device } = args.together.gather(args.ranks)?;
+    if ranks > NUM_HEADS {
+        return Err(Failure::Usage(anyhow!(
+            "{ranks} ranks: at most {NUM_HEADS} can exchange, each needs a head"
+        )));
+    }
+    let bytes = usize::from(args.mib) << 20;
+    let seq_len_local = bytes / (NUM_HEADS * HEAD_DIM * size_of::<f32>());
+    let shape = AttentionShape {
+        batch: 1,
+        seq_len: seq_len_local.saturating_mul(ranks),
+        num_heads: NUM_HEADS,
+        num_kv_heads: NUM_HEADS,
+        head_dim: HEAD_DIM,
+    };
+    // Two that stay, one to copy to, and one that each exchange takes.
+    settings::check_tensors(device, 5.0 * (ranks * (bytes / size_of::<f32>())) as f64)?;
+    let seconds = on.run(ranks, &options, |rank| measure(rank, device, shape, args.measuring.repeats))?;
+    let work = (bytes * ranks) as f64;
+    let [copy, to_heads, to_tokens] = seconds;
+    let copy = Figure::new("copy", copy, work);
+    let to_heads = Figure::new("seq_to_head", to_heads, work).against(&copy);
+    let to_tokens = Figure::new("head_to_seq", to_tokens, work).against(&copy);
+    let figures = vec![copy, to_heads, to_tokens];
+    let Together { backend, device, .. } = &args.together;
+    let settings = json!({ "backend": backend.name(), "mib_per_rank": args.mib, "device": device.name() });
+    let method = "f32, 16 heads of 64; the exchange of one tensor in both directions, in turn with all ranks copying \
+                  their tensor at once; bytes of all ranks, own parts included; slowest rank, median";
+    let report = Report::new("all-to-all", settings, method, Unit::Bytes).on(ranks, &options);
+    args.measuring.print(&Report { figures, ..report })
+}
+
+fn q_to_kv() -> Vec<usize> {
+    (0..NUM_HEADS).collect()
+}
+
+/// Seconds of the copy and of both exchanges.
+fn measure(
+    rank: &RankContext,
+    device: DeviceKind,
+    shape: AttentionShape,
+    repeats: u32,
+) -> Result<[Vec<f64>; 3]> {
+    let (device, group) = (device.open(rank.rank)?, rank.group.clone());
+    let options = TensorOptions { device: device.clone(), dtype: DType::F32 };
+    let workspace = Workspace::with_options(options);
+    let plan = ExchangePlan::new(shape, &q_to_kv(), rank.world_size, rank.rank)?;
+    let exchange = Exchange::new(plan, group.clone());
+    let seq_len_local = shape.seq_len / rank.world_size;
+    let tokens = Tensor::ones((1, seq_len_local, NUM_HEADS, HEAD_DIM), DType::F32, &device)?;
+    let copied = tokens.zeros_like()?;
+    let heads = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
+    let cases = vec![
+        Case::new(|| Ok(elementwise::copy(&copied, &tokens)?)),
+        Case::new(|| {
+            let HeadSharded(heads) = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
+            workspace.give(heads);
+            Ok(())
+        }),
+        Case::new(|| {
+            let SeqSharded(tokens) = exchange.out_head_to_seq(&heads, &workspace)?;
+            workspace.give(tokens);
+            Ok(())
+        }),
+    ];
+    let seconds = take_turns(&*group, &device, repeats, cases)?;
+    seconds.try_into().map_err(|_| anyhow!("three cases have three times"))
+}

@@ -1,0 +1,151 @@
+//! `ulysses bench attention`.
+
+use super::gemm::{SQUARE, Square};
+use super::report::{Figure, Report, Unit};
+use super::turns::{Case, take_turns};
+use super::{DeviceArg, DtypeArg, Failure, Measuring, OrFail, on_ranks, settings};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use serde_json::json;
+use ulysses::comm::RankContext;
+use ulysses::device::DeviceKind;
+use ulysses::kernels::attention::{Geometry, Gradients, Operands, Upstream, backward, delta, forward};
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Tokens.
+    #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    seq_len: u32,
+    /// Query heads, as many as key and value heads.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    num_heads: u16,
+    /// Elements of a head.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    head_dim: u16,
+    /// Threads; all cores without it.
+    #[arg(long)]
+    threads_per_rank: Option<usize>,
+    /// Numbers of the tensors; f32 is measured beside any others.
+    #[arg(long, default_value = "f32")]
+    dtype: DtypeArg,
+    /// Where the tensors are.
+    #[arg(long, default_value = "cpu")]
+    device: DeviceArg,
+    #[command(flatten)]
+    measuring: Measuring,
+}
+
+pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let device = args.device.kind()?;
+    let options = settings::launch_options(args.threads_per_rank, 1)?;
+    let head_elems = f64::from(args.seq_len) * f64::from(args.num_heads) * f64::from(args.head_dim);
+    // q, k, v, o and the gradient of each.
+    settings::check_tensors(device, 8.0 * head_elems * args.dtype.copies())?;
+    let heads = (0..usize::from(args.num_heads)).collect::<Vec<_>>();
+    let geometry = Geometry::causal(1, args.seq_len, heads).or_usage()?;
+    let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &geometry))?;
+    let settings = json!({
+        "seq_len": args.seq_len, "num_heads": args.num_heads, "head_dim": args.head_dim,
+        "dtype": args.dtype.name(), "device": args.device.name(),
+    });
+    let method = "causal; FLOPs of visible pairs only; each pass in turn with a square product in f32 on the \
+                  same threads; median. delta is the sum over rows that backward needs.";
+    let report = Report::new("attention", settings, method, Unit::Flops).on(1, &options);
+    args.measuring.print(&Report { figures, ..report })
+}
+
+/// The square product and the passes; what is not in f32 beside the same in f32.
+fn measure(rank: &RankContext, device: DeviceKind, args: &Args, geometry: &Geometry) -> Result<Vec<Figure>> {
+    let device = device.open(rank.rank)?;
+    let operation =
+        |dtype: DtypeArg| Operation::new(geometry, usize::from(args.head_dim), dtype.dtype(), &device);
+    let in_f32 = operation(DtypeArg::F32)?;
+    let other = if args.dtype == DtypeArg::F32 { None } else { Some(operation(args.dtype)?) };
+    let square = Square::new(DType::F32, &device)?;
+    let mut cases = vec![square.case()];
+    cases.extend(in_f32.cases());
+    cases.extend(other.iter().flat_map(Operation::cases));
+    let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
+    let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
+    // Two products of head_dim multiply-adds for every visible pair forward, five backward.
+    let heads = f64::from(args.num_heads) * f64::from(args.head_dim);
+    let (products, elems) = (geometry.num_visible_pairs() as f64 * heads, f64::from(args.seq_len) * heads);
+    let mut figures = |dtype: DtypeArg| -> Vec<Figure> {
+        let passes = [("forward", 4.0 * products), ("backward", 10.0 * products), ("delta", 2.0 * elems)];
+        let figures = passes.into_iter().zip(&mut seconds).map(|((pass, flops), seconds)| {
+            let figure = Figure::new(dtype.label(pass), seconds, flops);
+            if pass == "delta" { figure } else { figure.against(&square) }
+        });
+        figures.collect()
+    };
+    let in_f32 = figures(DtypeArg::F32);
+    let others = if other.is_some() { figures(args.dtype) } else { Vec::new() };
+    let others = others.into_iter().zip(&in_f32).map(|(other, in_f32)| other.against(in_f32));
+    let others: Vec<Figure> = others.collect();
+    Ok([vec![square], in_f32, others].concat())
+}
+
+/// Attention of random tensors, with its gradients.
+pub(super) struct Operation<'a> {
+    geometry: &'a Geometry,
+    scale: f32,
+    qkv: [Tensor; 3],
+    o: Tensor,
+    lse: Tensor,
+    row_terms: Tensor,
+    dout: Tensor,
+    dqkv: [Tensor; 3],
+}
+
+impl<'a> Operation<'a> {
+    /// Of one row whose queries, keys and values have as many heads.
+    pub(super) fn new(
+        geometry: &'a Geometry,
+        head_dim: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let (seq_len, num_heads) = (geometry.q_positions().len(), geometry.q_to_kv().len());
+        let random = || {
+            let numbers = Tensor::randn(0f32, 1.0, (1, seq_len, num_heads, head_dim), device)?;
+            numbers.to_dtype(dtype)
+        };
+        let (qkv, dout) = ([random()?, random()?, random()?], random()?);
+        let lse = Tensor::zeros((1, num_heads, seq_len), DType::F32, device)?;
+        Ok(Self {
+            geometry,
+            scale: (1.0 / (head_dim as f64).sqrt()) as f32,
+            o: dout.zeros_like()?,
+            dqkv: [dout.zeros_like()?, dout.zeros_like()?, dout.zeros_like()?],
+            row_terms: lse.zeros_like()?,
+            lse,
+            qkv,
+            dout,
+        })
+    }
+
+    fn operands(&self) -> Operands<'_> {
+        let [q, k, v] = &self.qkv;
+        Operands { q, k, v, scale: self.scale, geometry: self.geometry }
+    }
+
+    pub(super) fn forward(&self) -> Case<'_> {
+        Case::new(|| Ok(forward(&self.operands(), &self.o, &self.lse)?))
+    }
+
+    fn cases(&self) -> [Case<'_>; 3] {
+        [self.forward(), self.backward(), self.delta()]
+    }
+
+    fn delta(&self) -> Case<'_> {
+        Case::new(|| Ok(delta(&self.o, &self.dout, &self.row_terms)?))
+    }
+
+    pub(super) fn backward(&self) -> Case<'_> {
+        Case::new(|| {
+            let upstream = Upstream { dout: &self.dout, lse: &self.lse, delta: &self.row_terms };
+            let [dq, dk, dv] = &self.dqkv;
+            Ok(backward(&self.operands(), &upstream, &Gradients { dq, dk, dv })?)
+        })
+    }
+}

@@ -1,0 +1,111 @@
+//! `ulysses bench collectives`.
+
+use super::report::{Figure, Report, Unit};
+use super::turns::{Case, take_turns};
+use super::{Failure, Gathered, Measuring, Ranks, Together, settings};
+use anyhow::{Result, anyhow};
+use candle_core::{DType, Tensor};
+use serde_json::json;
+use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, ReduceOp};
+use ulysses::device::DeviceKind;
+use ulysses::kernels::elementwise;
+
+/// Ranks of one process; more is a typing error.
+const MAX_RANKS: i64 = 64;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Ranks that take part. 2 without it, or all processes that MPI has started.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(2..=MAX_RANKS))]
+    ranks: Option<u16>,
+    #[command(flatten)]
+    together: Together,
+    /// MiB of the whole tensor: what a rank gives to an all-reduce or has after an all-gather.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    mib: u16,
+    #[command(flatten)]
+    measuring: Measuring,
+}
+
+/// Names in reports, and the part of the whole tensor's bytes that a rank's link must carry: the `busbw` factors of
+/// nccl-tests (its doc/PERFORMANCE.md).
+fn collectives(ranks: f64) -> [(&'static str, f64); 5] {
+    let others = (ranks - 1.0) / ranks;
+    [
+        ("all_reduce", 2.0 * others),
+        ("reduce_scatter", others),
+        ("all_gather", others),
+        ("all_to_all", others),
+        ("broadcast", 1.0),
+    ]
+}
+
+pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let Gathered { mut on, ranks, options, device } = args.together.gather(args.ranks)?;
+    if ranks < 2 {
+        let message = format!("{ranks} rank: a collective takes 2 at least; start more processes");
+        return Err(Failure::Usage(anyhow!(message)));
+    }
+    let figures = figures(&mut on, ranks, &options, device, args.mib, args.measuring.repeats)?;
+    let Together { backend, device, .. } = &args.together;
+    let settings = json!({ "backend": backend.name(), "mib": args.mib, "device": device.name() });
+    let method = "f32; each collective in turn with every rank copying the whole tensor at once; the rate is the bus \
+                  bandwidth of nccl-tests, algbw the whole tensor's bytes by time, both of one rank; slowest rank, \
+                  median";
+    let report = Report::new("collectives", settings, method, Unit::Bytes).on(ranks, &options);
+    args.measuring.print(&Report { figures, ..report })
+}
+
+/// The copy, then every collective, all of a tensor of `mib` MiB.
+pub(crate) fn figures(
+    on: &mut Ranks,
+    ranks: usize,
+    options: &LaunchOptions,
+    device: DeviceKind,
+    mib: u16,
+    repeats: u32,
+) -> Result<Vec<Figure>, Failure> {
+    figures_of((usize::from(mib) << 20) / size_of::<f32>(), on, ranks, options, device, repeats)
+}
+
+/// The same of a tensor of `elems` elements, or a few more: a whole number for every rank.
+pub(super) fn figures_of(
+    elems: usize,
+    on: &mut Ranks,
+    ranks: usize,
+    options: &LaunchOptions,
+    device: DeviceKind,
+    repeats: u32,
+) -> Result<Vec<Figure>, Failure> {
+    let elems = elems.next_multiple_of(ranks);
+    settings::check_tensors(device, 3.0 * (on.local(ranks) * elems) as f64)?;
+    let bytes = (elems * size_of::<f32>()) as f64;
+    let mut seconds = on.run(ranks, options, |rank| measure(rank, device, elems, repeats))?.into_iter();
+    let copy = Figure::new("copy", seconds.next().unwrap_or_default(), bytes);
+    let figure = |((name, factor), seconds): ((&str, f64), Vec<f64>)| {
+        let figure = Figure::new(name, seconds, factor * bytes);
+        let algorithm = bytes / figure.seconds() * 1e-9;
+        figure.with("algbw_gb_per_s", algorithm).against(&copy)
+    };
+    let of_ops: Vec<Figure> = collectives(ranks as f64).into_iter().zip(seconds).map(figure).collect();
+    Ok([vec![copy], of_ops].concat())
+}
+
+fn measure(rank: &RankContext, device: DeviceKind, elems: usize, repeats: u32) -> Result<Vec<Vec<f64>>> {
+    let (device, group) = (device.open(rank.rank)?, &*rank.group);
+    let per_rank = elems / rank.world_size;
+    let ones = |elems: usize| Tensor::ones(elems, DType::F32, &device);
+    let (whole, other, part) = (ones(elems)?, ones(elems)?, ones(per_rank)?);
+    let counts = vec![per_rank; rank.world_size];
+    let cases = vec![
+        Case::new(|| Ok(elementwise::copy(&other, &whole)?)),
+        // In place: without a fresh start the sums would come to infinity.
+        Case::new(|| Ok(group.all_reduce(&other, ReduceOp::Sum)?))
+            .after(|| Ok(elementwise::fill(&other, 1.0)?)),
+        Case::new(|| Ok(group.reduce_scatter(&whole, &part, ReduceOp::Sum)?)),
+        Case::new(|| Ok(group.all_gather(&part, &other)?)),
+        Case::new(|| Ok(group.all_to_all(&whole, &other, &counts, &counts)?)),
+        Case::new(|| Ok(group.broadcast(&whole, 0)?)),
+    ];
+    take_turns(group, &device, repeats, cases)
+}

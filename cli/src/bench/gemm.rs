@@ -1,0 +1,174 @@
+//! `ulysses bench gemm`, and the square product that other rates stand beside.
+
+use super::report::{Figure, Report, Unit};
+use super::turns::{Case, take_turns};
+use super::{DeviceArg, DtypeArg, Failure, Measuring, OrFail, on_ranks, settings};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use serde_json::json;
+use ulysses::comm::RankContext;
+use ulysses::device::DeviceKind;
+use ulysses::kernels::linear;
+use ulysses::model::{LlamaConfig, preset};
+
+/// Name of the square product in reports.
+pub(super) const SQUARE: &str = "square_gemm";
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Preset whose products to measure (nano, tiny, small, base).
+    #[arg(long, default_value = "base")]
+    model: String,
+    /// Tokens of a rank.
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    tokens: u32,
+    /// Threads; all cores without it.
+    #[arg(long)]
+    threads_per_rank: Option<usize>,
+    /// Numbers of the matrices; those of f32 are measured beside any others.
+    #[arg(long, default_value = "f32")]
+    dtype: DtypeArg,
+    /// Where the matrices are.
+    #[arg(long, default_value = "cpu")]
+    device: DeviceArg,
+    #[command(flatten)]
+    measuring: Measuring,
+}
+
+/// A square product that is large enough for the device to be at its best.
+pub(crate) struct Square {
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    size: usize,
+}
+
+impl Square {
+    pub(crate) fn new(dtype: DType, device: &Device) -> Result<Self> {
+        let size = if device.is_cpu() { 1024 } else { 8192 };
+        let matrix = || Tensor::ones((size, size), dtype, device);
+        Ok(Self { x: matrix()?, weight: matrix()?, y: matrix()?, size })
+    }
+
+    pub(crate) fn flops(&self) -> f64 {
+        2.0 * (self.size as f64).powi(3)
+    }
+
+    pub(crate) fn case(&self) -> Case<'_> {
+        Case::new(|| Ok(linear::forward(&self.x, &self.weight, &self.y, false)?))
+    }
+}
+
+/// A weight's name, inputs and outputs.
+type Shape = (&'static str, usize, usize);
+
+/// A weight of a model and what its products work on.
+pub(super) struct Product {
+    name: &'static str,
+    flops: f64,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    dweight: Tensor,
+}
+
+impl Product {
+    /// Of all weights of a layer and of the head. Gradients of weights are f32.
+    pub(super) fn all(
+        model: &LlamaConfig,
+        tokens: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Vec<Self>> {
+        shapes(model).into_iter().map(|shape| Self::new(tokens, shape, dtype, device)).collect()
+    }
+
+    fn new(tokens: usize, (name, inputs, outputs): Shape, dtype: DType, device: &Device) -> Result<Self> {
+        let ones = |rows: usize, cols: usize| Tensor::ones((rows, cols), dtype, device);
+        Ok(Self {
+            name,
+            flops: 2.0 * tokens as f64 * inputs as f64 * outputs as f64,
+            x: ones(tokens, inputs)?,
+            weight: ones(outputs, inputs)?,
+            y: ones(tokens, outputs)?,
+            dweight: Tensor::ones((outputs, inputs), DType::F32, device)?,
+        })
+    }
+
+    /// Operations of each of them.
+    pub(super) fn flops(&self) -> f64 {
+        self.flops
+    }
+
+    /// One product of the forward and two of the backward pass.
+    pub(super) fn cases(&self) -> [(&'static str, Case<'_>); 3] {
+        let Self { x, weight, y, dweight, .. } = self;
+        [
+            ("forward", Case::new(|| Ok(linear::forward(x, weight, y, false)?))),
+            ("input gradient", Case::new(|| Ok(linear::backward_input(y, weight, x, false)?))),
+            ("weight gradient", Case::new(|| Ok(linear::backward_weight(y, x, dweight)?))),
+        ]
+    }
+}
+
+pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let model = preset(&args.model).or_usage()?;
+    let device = args.device.kind()?;
+    let options = settings::launch_options(args.threads_per_rank, 1)?;
+    let tokens = args.tokens as usize;
+    let shapes = shapes(&model);
+    // Gradients of weights are f32 whatever the others.
+    let copies = args.dtype.copies();
+    let elems = |(_, inputs, outputs): &Shape| {
+        let (weight, activations) = ((inputs * outputs) as f64, (tokens * (inputs + outputs)) as f64);
+        copies * activations + (copies + copies.ceil()) * weight
+    };
+    settings::check_tensors(device, shapes.iter().map(elems).sum())?;
+    let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &model))?;
+    let settings = json!({
+        "model": args.model, "tokens": tokens, "dtype": args.dtype.name(), "device": args.device.name(),
+    });
+    let method = "each product of the model's weights with all tokens, forward and backward, in turn with a square \
+                  product in f32 on the same threads; median";
+    let report = Report { figures, ..Report::new("gemm", settings, method, Unit::Flops).on(1, &options) };
+    args.measuring.print(&report)
+}
+
+/// The square product and those of the model; what is not in f32 beside the same in f32.
+fn measure(rank: &RankContext, device: DeviceKind, args: &Args, model: &LlamaConfig) -> Result<Vec<Figure>> {
+    let device = device.open(rank.rank)?;
+    let square = Square::new(DType::F32, &device)?;
+    let all = |dtype: DtypeArg| Product::all(model, args.tokens as usize, dtype.dtype(), &device);
+    let products = all(DtypeArg::F32)?;
+    let others = if args.dtype == DtypeArg::F32 { Vec::new() } else { all(args.dtype)? };
+    let mut cases = vec![square.case()];
+    cases.extend(products.iter().chain(&others).flat_map(Product::cases).map(|(_, case)| case));
+    let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
+    let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
+    let mut figures = |products: &[Product], dtype: DtypeArg| -> Vec<Figure> {
+        let names = products.iter().flat_map(|product| product.cases().map(|(pass, _)| (product, pass)));
+        let measured = names.zip(&mut seconds).map(|((product, pass), seconds)| {
+            let name = dtype.label(&format!("{} {pass}", product.name));
+            Figure::new(name, seconds, product.flops).against(&square)
+        });
+        measured.collect()
+    };
+    let in_f32 = figures(&products, DtypeArg::F32);
+    let others =
+        figures(&others, args.dtype).into_iter().zip(&in_f32).map(|(other, in_f32)| other.against(in_f32));
+    let others: Vec<Figure> = others.collect();
+    Ok([vec![square], in_f32, others].concat())
+}
+
+/// Of the weights of a layer and of the head.
+fn shapes(model: &LlamaConfig) -> [Shape; 6] {
+    let LlamaConfig { hidden_size: d, intermediate_size: f, num_heads, num_kv_heads, head_dim, .. } = *model;
+    [
+        ("q_proj", d, num_heads * head_dim),
+        ("k_proj, v_proj", d, num_kv_heads * head_dim),
+        ("o_proj", num_heads * head_dim, d),
+        ("gate_proj, up_proj", d, f),
+        ("down_proj", f, d),
+        ("lm_head", d, model.vocab_size),
+    ]
+}

@@ -1,0 +1,192 @@
+//! What a step's memory consists of: what the plan says, what was in use, and what the process had mapped.
+
+use super::DOCUMENT_TOKENS;
+use crate::plan::model;
+use crate::settings::{self, WritableMemory};
+use crate::{Failure, OrFail};
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use std::fmt::{self, Display, Formatter};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use ulysses::config::Config;
+use ulysses::device::DeviceKind;
+use ulysses::engine::plan::Workload;
+
+const MIB: f64 = (1_u64 << 20) as f64;
+
+/// How often a process is asked what it has mapped.
+const POLL: Duration = Duration::from_millis(5);
+
+/// What is planned for the rows that the steps train on.
+pub(super) fn workload(config: &Config, threads_per_rank: Option<usize>) -> Result<Workload, Failure> {
+    let mut config = config.clone();
+    let threads = threads_per_rank.or(config.threads_per_rank);
+    let launch = settings::launch_options(threads, config.world_size())?;
+    config.threads_per_rank = Some(launch.threads_per_rank);
+    let (_, model) = model(&config)?;
+    let (ranks_per_node, document_len) = (config.world_size(), Some(DOCUMENT_TOKENS));
+    Ok(Workload { config, model, document_len, ranks_per_node, device: DeviceKind::Cpu })
+}
+
+/// What a run writes about its memory.
+#[derive(Deserialize)]
+struct RunRecord {
+    environment: Environment,
+    ranks: Vec<Rank>,
+}
+
+#[derive(Deserialize)]
+struct Environment {
+    /// Absent where the system does not tell.
+    data_bytes_at_start: Option<u64>,
+}
+
+#[derive(Deserialize)]
+struct Rank {
+    peak_bytes: u64,
+}
+
+impl RunRecord {
+    fn read(output: &Path) -> anyhow::Result<Self> {
+        let path = output.join("run.json");
+        let text = std::fs::read_to_string(&path);
+        let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("{} does not tell its memory", path.display()))
+    }
+}
+
+/// Bytes of all ranks of a process in a step.
+#[derive(Clone, Copy, Serialize)]
+pub(super) struct StepMemory {
+    /// The plan's peak of the rank that needs most, times the ranks.
+    planned: u64,
+    /// The most that each rank's allocations took, added up.
+    in_use: u64,
+    /// What the process had when it was asked, if it was.
+    #[serde(flatten)]
+    writable: Option<WritableMemory>,
+    /// What of that was mapped before there were ranks: code, runtime, the text of the rows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    at_start: Option<u64>,
+}
+
+impl StepMemory {
+    /// Of the step that wrote `output`, and had so much.
+    pub(super) fn of(
+        workload: &Workload,
+        seq_len: usize,
+        output: &Path,
+        writable: Option<WritableMemory>,
+    ) -> Result<Self, Failure> {
+        let plan = workload.with_seq_len(seq_len).plan().or_usage()?;
+        let run = RunRecord::read(output).or_run()?;
+        Ok(Self {
+            planned: plan.peak_bytes * workload.config.world_size() as u64,
+            in_use: run.ranks.iter().map(|rank| rank.peak_bytes).sum(),
+            writable,
+            at_start: run.environment.data_bytes_at_start,
+        })
+    }
+
+    /// What ranks had mapped and did not use, as far as it was seen: threads' stacks, and what the allocator maps around
+    /// a block or could not hand out again.
+    fn slack(self) -> Option<u64> {
+        Some(self.writable?.mapped.saturating_sub(self.in_use + self.at_start?))
+    }
+}
+
+impl Display for StepMemory {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let mib = |bytes: u64| bytes as f64 / MIB;
+        let Self { planned, in_use, writable, at_start } = *self;
+        write!(f, "its step: {:.0} MiB planned, {:.0} MiB in use", mib(planned), mib(in_use))?;
+        if let Some(WritableMemory { resident, mapped }) = writable {
+            write!(f, ", {:.0} MiB resident, {:.0} MiB mapped", mib(resident), mib(mapped))?;
+        }
+        if let (Some(at_start), Some(slack)) = (at_start, self.slack()) {
+            let (at_start, slack) = (mib(at_start), mib(slack));
+            write!(
+                f,
+                ": {at_start:.0} MiB before there were ranks, {slack:.0} MiB of stacks and of the allocator's"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Runs a command to its end; what it said on standard error, and the most writable memory that it had when asked, if
+/// it ran long enough to be.
+pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, Option<WritableMemory>)> {
+    let mut child = command.stdout(Stdio::null()).stdin(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+    let (process, is_done) = (child.id(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let watch = || {
+            let mut most: Option<WritableMemory> = None;
+            while !is_done.load(Ordering::Relaxed) {
+                let now = settings::writable_memory(&process.to_string());
+                most = now.map(|now| now.max(most.unwrap_or_default())).or(most);
+                std::thread::sleep(POLL);
+            }
+            most
+        };
+        let watcher = std::thread::Builder::new().spawn_scoped(scope, watch);
+        let watcher = match watcher {
+            Ok(watcher) => watcher,
+            Err(error) => return child.kill().and_then(|()| child.wait()).and(Err(error)),
+        };
+        let output = child.wait_with_output();
+        is_done.store(true, Ordering::Relaxed);
+        Ok((output?, watcher.join().unwrap_or_default()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_process_has_mapped_is_seen_while_it_runs() {
+        let mut shell = Command::new("sh");
+        let (output, memory) = run_watched(shell.args(["-c", "sleep 0.2; echo said >&2; exit 3"])).unwrap();
+        let memory = memory.unwrap();
+        assert_eq!((output.status.code(), &*output.stderr), (Some(3), &b"said\n"[..]));
+        assert!((1 << 12..1 << 30).contains(&memory.mapped), "{memory:?}");
+        assert!(memory.resident <= memory.mapped, "{memory:?}");
+    }
+
+    #[test]
+    fn what_is_mapped_is_in_use_or_there_from_the_start_or_slack() {
+        let mib = |mib: u64| mib << 20;
+        let memory = StepMemory {
+            planned: mib(90),
+            in_use: mib(100),
+            writable: Some(WritableMemory { resident: mib(115), mapped: mib(130) }),
+            at_start: Some(mib(10)),
+        };
+        assert_eq!(
+            memory.to_string(),
+            "its step: 90 MiB planned, 100 MiB in use, 115 MiB resident, 130 MiB mapped: \
+             10 MiB before there were ranks, 20 MiB of stacks and of the allocator's"
+        );
+    }
+
+    #[test]
+    fn what_was_not_measured_is_absent_and_no_zero() {
+        let directory = tempfile::tempdir().unwrap();
+        let unmeasured = r#"{ "environment": {}, "ranks": [{ "peak_bytes": 7 }] }"#;
+        std::fs::write(directory.path().join("run.json"), unmeasured).unwrap();
+        let environment = RunRecord::read(directory.path()).unwrap().environment;
+        let memory = StepMemory {
+            planned: 90 << 20,
+            in_use: 100 << 20,
+            writable: None,
+            at_start: environment.data_bytes_at_start,
+        };
+        assert_eq!(memory.to_string(), "its step: 90 MiB planned, 100 MiB in use");
+        let written = serde_json::to_value(memory).unwrap();
+        assert_eq!(written, serde_json::json!({ "planned": 90 << 20, "in_use": 100 << 20 }));
+    }
+}

@@ -1,0 +1,131 @@
+//! An engine with something to train on, for the measurements that need one.
+
+use super::{DeviceArg, DtypeArg, Failure, OrFail, mesh, settings};
+use crate::config_flags::SetFlags;
+use crate::model::{self, ModelSource};
+use anyhow::{Context, Result};
+use candle_core::Device;
+use serde_json::json;
+use std::sync::Arc;
+use ulysses::comm::{LaunchOptions, MeshGroups, RankContext};
+use ulysses::config::{Config, Overrides, RawConfig, Setting, Settings};
+use ulysses::data::{Corpus, DataLoader, PackedRows};
+use ulysses::device::DeviceKind;
+use ulysses::engine::{Engine, initialize};
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::Model;
+
+const SEED: u64 = 1;
+
+/// What is trained, and on what.
+#[derive(clap::Args)]
+pub(super) struct TrainingArgs {
+    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors.
+    #[arg(long, default_value = "base")]
+    model: String,
+    /// Ranks: `DPxSP` or `dp=2,sp=2`.
+    #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
+    mesh: String,
+    /// ZeRO stage; 0 by default.
+    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
+    zero_stage: Option<u8>,
+    #[command(flatten)]
+    set: SetFlags,
+    /// Threads of each rank; a fair share of the cores without it.
+    #[arg(long)]
+    threads_per_rank: Option<usize>,
+    /// Numbers of parameters and activations.
+    #[arg(long, default_value = "f32")]
+    dtype: DtypeArg,
+    /// Where the ranks' tensors are.
+    #[arg(long, default_value = "cpu")]
+    device: DeviceArg,
+}
+
+/// A training run that can be started on ranks.
+pub(super) struct Training {
+    pub(super) mesh: DeviceMesh,
+    pub(super) launch: LaunchOptions,
+    pub(super) source: ModelSource,
+    pub(super) config: Config,
+    device: DeviceKind,
+    rows: Arc<PackedRows>,
+}
+
+impl TrainingArgs {
+    /// One row of `seq_len` tokens for every dp rank and step.
+    pub(super) fn prepare(&self, seq_len: usize) -> Result<Training, Failure> {
+        let mesh = mesh(&self.mesh)?;
+        let launch = settings::launch_options(self.threads_per_rank, mesh.world_size())?;
+        self.prepare_on(mesh, launch, seq_len, None)
+    }
+
+    /// The same batch on a single rank with as many threads.
+    pub(super) fn prepare_single(&self, on_mesh: &Training, seq_len: usize) -> Result<Training, Failure> {
+        let threads_per_rank = on_mesh.launch.threads_per_rank * on_mesh.mesh.world_size();
+        let launch = LaunchOptions { threads_per_rank, ..on_mesh.launch.clone() };
+        let single = DeviceMesh::dp_sp(1, 1).or_usage()?;
+        let accumulation = on_mesh.config.gradient_accumulation_steps * on_mesh.config.dp_size;
+        self.prepare_on(single, launch, seq_len, Some(accumulation))
+    }
+
+    fn prepare_on(
+        &self,
+        mesh: DeviceMesh,
+        launch: LaunchOptions,
+        seq_len: usize,
+        accumulation: Option<usize>,
+    ) -> Result<Training, Failure> {
+        let sizes = ["dp", "sp"].map(|axis| mesh.axis_size(axis).unwrap_or(1));
+        let config = json!({
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "mesh_param": sizes,
+            "seed": SEED,
+            "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
+            "gradient_clipping": 1.0,
+            "bf16": { "enabled": self.dtype == DtypeArg::Bf16 },
+            // A fixed scale: no measured step overflows and is skipped.
+            "fp16": { "enabled": self.dtype == DtypeArg::Fp16, "loss_scale": 1024 },
+        });
+        let mut settings = Settings { zero_stage: self.zero_stage, ..self.set.settings() };
+        settings.set.extend(accumulation.map(|passes| Setting::new("gradient_accumulation_steps", passes)));
+        let raw = RawConfig::from_json_str_with(&config.to_string(), "bench", &settings).or_usage()?;
+        let overrides = Overrides { seq_len: Some(seq_len), ..Overrides::default() };
+        let config = raw.resolve(&overrides).or_usage()?;
+        let source = model::open(&self.model, SEED, 256)?;
+        source.check_exchange(config.micro_batch_size, seq_len, &config, config.sp_size)?;
+        settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
+        let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
+        let num_tokens =
+            config.train_batch_size.checked_mul(seq_len).and_then(|tokens| u32::try_from(tokens).ok());
+        let too_large = "a step has more than 2^32 tokens: choose a smaller `train_batch_size` or --seq-len";
+        let num_tokens = num_tokens.and_then(|tokens| tokens.checked_add(1)).context(too_large).or_usage()?;
+        let tokens = (0..num_tokens).map(|i| i.wrapping_mul(2_654_435_761) % vocab_size).collect();
+        let corpus = Corpus::from_documents([tokens]).or_run()?;
+        let rows = Arc::new(PackedRows::new(corpus, seq_len).or_run()?);
+        Ok(Training { mesh, launch, source, config, device: self.device.kind()?, rows })
+    }
+
+    /// For reports.
+    pub(super) fn settings(&self, training: &Training) -> serde_json::Value {
+        let Self { model, mesh, device, .. } = self;
+        let stage = u8::from(training.config.zero_stage);
+        let dtype = DtypeArg::of(training.config.precision.dtype()).name();
+        json!({
+            "model": model, "mesh": mesh, "zero_stage": stage, "dtype": dtype, "device": device.name(),
+        })
+    }
+}
+
+impl Training {
+    /// One rank's engine and data.
+    pub(super) fn start(&self, rank: &RankContext) -> Result<(Engine, DataLoader, Device)> {
+        let device = self.device.open(rank.rank)?;
+        let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device.clone());
+        let model = Model::llama(&self.source.config)?;
+        let engine = initialize(model, &*self.source.weights, &self.config, &groups)?;
+        let loader = engine.data_loader(self.rows.clone())?;
+        Ok((engine, loader, device))
+    }
+}

@@ -1,0 +1,178 @@
+//! Every collective, tried on ranks that are threads: is the data right, and how fast does it come.
+
+use super::machine::REPEATS;
+use super::{Finding, State};
+use crate::Failure;
+use crate::bench::{Figure, collective_figures};
+use crate::ranks::Ranks;
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor};
+use std::sync::Arc;
+use ulysses::comm::{LaunchOptions, ProcessGroup, ProcessGroupExt, ReduceOp, launch};
+use ulysses::device::DeviceKind;
+use ulysses::kernels::Workspace;
+use ulysses::kernels::attention::grouped_heads;
+use ulysses::sequence_parallel::{AttentionShape, Exchange, ExchangePlan, SeqSharded};
+
+/// More than the backend reduces at once, and no multiple of anything.
+const ELEMS: usize = 5001;
+
+/// A finding for each collective.
+pub(super) fn examine(ranks: usize, options: &LaunchOptions, mib: u16) -> Vec<Finding> {
+    let outcomes = launch(ranks, options, |rank| check_all(&rank.group)).map_err(anyhow::Error::from);
+    let checked = match outcomes {
+        Ok(of_ranks) => of_ranks,
+        Err(error) => return vec![Finding::new("collectives", "all", State::Failed, format!("{error:#}"))],
+    };
+    let mut threads = Ranks::threads();
+    let rates = match collective_figures(&mut threads, ranks, options, DeviceKind::Cpu, mib, REPEATS) {
+        Ok(figures) => figures,
+        Err(Failure::Run(error) | Failure::Usage(error)) => {
+            return vec![Finding::new("collectives", "rates", State::Failed, format!("{error:#}"))];
+        }
+        Err(Failure::Stopped { .. } | Failure::Ended { .. }) => Vec::new(),
+    };
+    let finding = |(index, (name, _)): (usize, &Checked)| {
+        let faults = checked.iter().enumerate().map(|(rank, outcomes)| (rank, &outcomes[index].1));
+        let fault = faults.filter_map(|(rank, fault)| Some((rank, fault.as_ref()?))).next();
+        match (fault, rates.iter().find(|figure| figure.name() == *name).map(Figure::rate)) {
+            (Some((rank, fault)), _) => {
+                Finding::new("collectives", *name, State::Failed, format!("rank {rank}: {fault}"))
+            }
+            (None, None) => Finding::new("collectives", *name, State::Ok, "right"),
+            (None, Some(rate)) => {
+                let text = format!("right, busbw {rate:.2} GB/s");
+                Finding::new("collectives", *name, State::Ok, text).with_value(rate)
+            }
+        }
+    };
+    checked.first().map_or_else(Vec::new, |first| first.iter().enumerate().map(finding).collect())
+}
+
+/// A collective's name, and what is wrong with its data.
+type Checked = (&'static str, Option<String>);
+
+/// What a rank gets from each collective, against what it should. Only failed communication ends it early: all ranks
+/// make the same calls.
+fn check_all(group: &Arc<dyn ProcessGroup>) -> Result<Vec<Checked>> {
+    let (me, n) = (group.rank(), group.world_size());
+    // Tells by its value where it is from: exact in f32.
+    let value = |rank: usize, index: usize| (10_000 * rank + index) as f32;
+    let of = |rank: usize, count: usize| (0..count).map(|index| value(rank, index)).collect::<Vec<_>>();
+    let sum = |index: usize| (0..n).map(|rank| value(rank, index)).sum::<f32>();
+    let mut checked = Vec::new();
+
+    let reduced = tensor(of(me, ELEMS))?;
+    group.all_reduce(&reduced, ReduceOp::Sum)?;
+    checked.push(("all_reduce", differs(&reduced, (0..ELEMS).map(sum))?));
+
+    let (whole, part) = (tensor(of(me, 101 * n))?, zeros(101)?);
+    group.reduce_scatter(&whole, &part, ReduceOp::Sum)?;
+    checked.push(("reduce_scatter", differs(&part, (101 * me..101 * (me + 1)).map(sum))?));
+
+    let gathered = zeros(ELEMS * n)?;
+    group.all_gather(&tensor(of(me, ELEMS))?, &gathered)?;
+    checked.push(("all_gather", differs(&gathered, (0..n).flat_map(|rank| of(rank, ELEMS)))?));
+
+    // From rank i to rank j 7i + j elements, of which rank 0 has none for itself.
+    let count = |from: usize, to: usize| 7 * from + to;
+    let sent = (0..n).flat_map(|to| (0..count(me, to)).map(move |index| value(me, 100 * to + index)));
+    let (to, from): (Vec<_>, Vec<_>) = (0..n).map(|peer| (count(me, peer), count(peer, me))).unzip();
+    let received = zeros(from.iter().sum())?;
+    group.all_to_all(&tensor(sent.collect())?, &received, &to, &from)?;
+    let expected =
+        (0..n).flat_map(|peer| (0..count(peer, me)).map(move |index| value(peer, 100 * me + index)));
+    checked.push(("all_to_all", differs(&received, expected)?));
+
+    checked.push(("Ulysses exchange", check_exchange(group)?));
+
+    let sent = tensor(of(me, ELEMS))?;
+    group.broadcast(&sent, n - 1)?;
+    checked.push(("broadcast", differs(&sent, of(n - 1, ELEMS))?));
+
+    let (mine, received) = (tensor(of(me, ELEMS))?, zeros(ELEMS)?);
+    let pending = [group.start_send(&mine, (me + 1) % n)?, group.start_recv(&received, (me + n - 1) % n)?];
+    pending.into_iter().try_for_each(|pending| pending.wait())?;
+    checked.push(("send, recv", differs(&received, of((me + n - 1) % n, ELEMS))?));
+
+    let half = group.split("half", Some(me % 2), me)?.context("every rank has a colour")?;
+    let ranks = half.all_gather_values(&[me as f32])?;
+    checked.push(("split", differs(&tensor(ranks)?, (me % 2..n).step_by(2).map(|rank| rank as f32))?));
+
+    group.barrier()?;
+    checked.push(("barrier", None));
+    Ok(checked)
+}
+
+/// Tokens for heads and back, neither of which the ranks divide.
+fn check_exchange(group: &Arc<dyn ProcessGroup>) -> Result<Option<String>> {
+    let (me, n) = (group.rank(), group.world_size());
+    let (seq_len, heads, head_dim) = (5 * n + 1, 2 * n + 1, 2);
+    let shape = AttentionShape { batch: 1, seq_len, num_heads: heads, num_kv_heads: heads, head_dim };
+    let plan = ExchangePlan::new(shape, &grouped_heads(heads, heads), n, me)?;
+    let element = |token: usize, head: usize| (1000 * token + head) as f32;
+    let block = |tokens: std::ops::Range<usize>, heads: std::ops::Range<usize>| -> Vec<f32> {
+        let of_token = |token| heads.clone().flat_map(move |head| vec![element(token, head); head_dim]);
+        tokens.flat_map(of_token).collect()
+    };
+    let (own_tokens, own_heads) = (plan.seq_ranges()[me].clone(), plan.q_head_ranges()[me].clone());
+    let local = block(own_tokens.clone(), 0..heads);
+    let qkv = || Tensor::from_vec(local.clone(), (1, own_tokens.len(), heads, head_dim), &Device::Cpu);
+    let (exchange, workspace) = (Exchange::new(plan, group.clone()), Workspace::new());
+    let exchanged = exchange.qkv_seq_to_head(&SeqSharded([qkv()?, qkv()?, qkv()?]), &workspace)?;
+    let expected = block(0..seq_len, own_heads);
+    let fault = exchanged.0.iter().map(|tensor| differs(&tensor.flatten_all()?, expected.clone()));
+    let fault = fault.collect::<Result<Vec<_>>>()?.into_iter().flatten().next();
+    let back = exchange.qkv_head_to_seq(&exchanged, &workspace)?;
+    let back = back.0.iter().map(|tensor| differs(&tensor.flatten_all()?, local.clone()));
+    Ok(fault.or(back.collect::<Result<Vec<_>>>()?.into_iter().flatten().next()))
+}
+
+fn tensor(values: Vec<f32>) -> Result<Tensor> {
+    let len = values.len();
+    Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
+}
+
+fn zeros(len: usize) -> Result<Tensor> {
+    tensor(vec![0.0; len])
+}
+
+/// The first element that is not what it should be.
+fn differs(tensor: &Tensor, expected: impl IntoIterator<Item = f32>) -> Result<Option<String>> {
+    let (got, expected) = (tensor.to_vec1::<f32>()?, expected.into_iter().collect::<Vec<_>>());
+    if got.len() != expected.len() {
+        return Ok(Some(format!("{} elements instead of {}", got.len(), expected.len())));
+    }
+    let wrong = got.iter().zip(&expected).position(|(got, expected)| got != expected);
+    Ok(wrong.map(|at| format!("element {at} is {}, not {}", got[at], expected[at])))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ulysses::comm::fake::FakeGroup;
+
+    #[test]
+    fn right_data_passes_on_any_number_of_ranks() {
+        for ranks in [2, 3, 5] {
+            let checked = launch(ranks, &LaunchOptions::default(), |rank| check_all(&rank.group)).unwrap();
+            for (name, fault) in checked.iter().flatten() {
+                assert_eq!(*fault, None, "{name} on {ranks} ranks");
+            }
+            assert!(checked.iter().all(|of_rank| of_rank.len() == 9));
+        }
+    }
+
+    #[test]
+    fn wrong_data_is_seen() {
+        // A group that moves nothing.
+        let group: Arc<dyn ProcessGroup> = Arc::new(FakeGroup::new("fake", vec![0, 1, 2], 1).unwrap());
+        let fault = check_exchange(&group).unwrap().expect("zeros are not the peers' tokens");
+        assert!(fault.starts_with("element 0 is 0"), "{fault}");
+        let gathered = zeros(3).unwrap();
+        group.all_gather(&tensor(vec![5.0]).unwrap(), &gathered).unwrap();
+        let fault = differs(&gathered, [4.0, 5.0, 6.0]).unwrap();
+        assert_eq!(fault.as_deref(), Some("element 0 is 5, not 4"));
+        assert_eq!(differs(&gathered, [5.0]).unwrap().as_deref(), Some("3 elements instead of 1"));
+    }
+}

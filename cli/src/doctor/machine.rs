@@ -1,0 +1,190 @@
+//! What the machine is made of, and how fast its parts are.
+
+use super::{Finding, State};
+use crate::bench::{Case, Figure, Scratch, Square, cores, on_ranks, processor as processor_name, take_turns};
+use crate::{Failure, settings};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use std::io::Write;
+use std::path::Path;
+use std::process::Command;
+use ulysses::checkpoint::{LocalStorage, Storage};
+use ulysses::device::DeviceKind;
+use ulysses::kernels::elementwise;
+use ulysses::kernels::linear::bf16_products;
+
+/// Measured repetitions of a rate.
+pub(super) const REPEATS: u32 = 5;
+
+const GIB: f64 = (1_u64 << 30) as f64;
+
+/// Less is enough for the smallest presets only.
+const LITTLE_MEMORY_BYTES: f64 = 2.0 * GIB;
+
+pub(super) fn processor() -> Vec<Finding> {
+    let features = features();
+    let names: Vec<&str> = features.iter().filter(|(_, there)| *there).map(|(name, _)| *name).collect();
+    let missing: Vec<&str> = features.iter().filter(|(_, there)| !there).map(|(name, _)| *name).collect();
+    // Without them the kernels run in their baseline form.
+    let is_slow = cfg!(target_arch = "x86_64") && (missing.contains(&"avx2") || missing.contains(&"fma"));
+    let state = if is_slow { State::Warning } else { State::Ok };
+    let mut text = if names.is_empty() { "none that is asked for".to_owned() } else { names.join(" ") };
+    if !missing.is_empty() {
+        text += &format!(" (not {})", missing.join(" "));
+    }
+    // Whether the environment can be read is the program's first question.
+    let bf16 = bf16_products().ok().flatten().unwrap_or("none: multiplied in f32");
+    vec![
+        Finding::new("processor", "model", State::Ok, processor_name()),
+        Finding::new("processor", "vector features", state, text),
+        Finding::new("processor", "bf16 products", State::Ok, bf16.to_owned()),
+        Finding::new("processor", "threads", State::Ok, cores().to_string()).with_value(cores() as f64),
+    ]
+}
+
+/// What the kernels choose by.
+fn features() -> Vec<(&'static str, bool)> {
+    #[cfg(target_arch = "x86_64")]
+    return vec![
+        ("avx2", is_x86_feature_detected!("avx2")),
+        ("fma", is_x86_feature_detected!("fma")),
+        ("avx512f", is_x86_feature_detected!("avx512f")),
+        ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
+    ];
+    #[cfg(not(target_arch = "x86_64"))]
+    return Vec::new();
+}
+
+pub(super) fn memory() -> Vec<Finding> {
+    let finding = |name: &str, bytes: f64| {
+        let state = if bytes < LITTLE_MEMORY_BYTES { State::Warning } else { State::Ok };
+        Finding::new("memory", name, state, format!("{:.1} GiB", bytes / GIB)).with_value(bytes)
+    };
+    let lines = [("installed", "MemTotal:"), ("available", "MemAvailable:")];
+    lines
+        .into_iter()
+        .map(|(name, label)| match settings::memory_bytes(label) {
+            Some(bytes) => finding(name, bytes),
+            None => Finding::new("memory", name, State::Absent, "this system does not tell"),
+        })
+        .collect()
+}
+
+pub(super) fn mpi() -> Vec<Finding> {
+    let built = cfg!(feature = "mpi");
+    let launcher = first_line(Command::new("mpirun").arg("--version"));
+    // A build for MPI is started by it.
+    let missing = if built { State::Warning } else { State::Absent };
+    vec![
+        feature("MPI", "mpi"),
+        match launcher {
+            Some(version) => Finding::new("MPI", "mpirun", State::Ok, version),
+            None => Finding::new("MPI", "mpirun", missing, "not found"),
+        },
+    ]
+}
+
+/// Whether this build has a cargo feature.
+fn feature(section: &'static str, name: &'static str) -> Finding {
+    let is_there = match name {
+        "mpi" => cfg!(feature = "mpi"),
+        "cuda" => cfg!(feature = "cuda"),
+        _ => cfg!(feature = "nccl"),
+    };
+    let (state, text) = if is_there {
+        (State::Ok, "in this build".to_owned())
+    } else {
+        (State::Absent, format!("not in this build (--features {name})"))
+    };
+    Finding::new(section, format!("feature {name}"), state, text)
+}
+
+pub(super) fn gpus() -> Vec<Finding> {
+    let mut findings = vec![feature("GPU", "cuda"), feature("GPU", "nccl")];
+    let driver = std::fs::read_to_string("/proc/driver/nvidia/version").ok();
+    let driver = driver.as_deref().and_then(|text| text.lines().next());
+    findings.push(match driver {
+        Some(line) => {
+            Finding::new("GPU", "driver", State::Ok, line.trim_start_matches("NVRM version:").trim())
+        }
+        None => Finding::new("GPU", "driver", State::Absent, "no NVIDIA driver is loaded"),
+    });
+    let query = ["--query-gpu=name,memory.total", "--format=csv,noheader"];
+    let listed = output(Command::new("nvidia-smi").args(query)).unwrap_or_default();
+    findings.extend(
+        listed
+            .lines()
+            .enumerate()
+            .map(|(gpu, line)| Finding::new("GPU", format!("GPU {gpu}"), State::Ok, line)),
+    );
+    if cfg!(feature = "cuda") {
+        // A build for GPUs that finds none still trains on the CPU.
+        findings.push(match DeviceKind::Cuda.open(0) {
+            Ok(_) => Finding::new("GPU", "kernels", State::Ok, "compiled and loaded on the first GPU"),
+            Err(error) => Finding::new("GPU", "kernels", State::Warning, error.to_string()),
+        });
+    }
+    findings
+}
+
+/// What the processor multiplies and the memory copies, on all threads at once.
+pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
+    let options = settings::launch_options(None, 1)?;
+    let bytes = usize::from(mib) << 20;
+    let figures = on_ranks(1, &options, |rank| {
+        let square = Square::new(DType::F32, &Device::Cpu)?;
+        let ones = || Tensor::ones(bytes / size_of::<f32>(), DType::F32, &Device::Cpu);
+        let (from, to) = (ones()?, ones()?);
+        let copy = Case::new(|| Ok(elementwise::copy(&to, &from)?));
+        let seconds = take_turns(&*rank.group, &Device::Cpu, REPEATS, vec![square.case(), copy])?;
+        let work = [("square product, f32", square.flops()), ("copy", bytes as f64)];
+        Ok(seconds
+            .into_iter()
+            .zip(work)
+            .map(|(s, (name, work))| Figure::new(name, s, work))
+            .collect::<Vec<_>>())
+    })?;
+    let units = ["GFLOP/s", "GB/s"];
+    let finding = |(figure, unit): (&Figure, &str)| {
+        let rate = figure.rate();
+        Finding::new("rates", figure.name(), State::Ok, format!("{rate:.1} {unit}")).with_value(rate)
+    };
+    Ok(figures.iter().zip(units).map(finding).collect())
+}
+
+/// Writes to a directory as checkpoints are written: to the disk, not to its cache.
+pub(super) fn disk(dir: &Path, mib: u16) -> Finding {
+    let name = format!("write to {}", dir.display());
+    match write_rate(dir, mib) {
+        Ok(rate) => {
+            Finding::new("disk", name, State::Ok, format!("{rate:.2} GB/s with fsync")).with_value(rate)
+        }
+        Err(error) => Finding::new("disk", name, State::Failed, format!("{error:#}")),
+    }
+}
+
+fn write_rate(dir: &Path, mib: u16) -> Result<f64> {
+    let scratch = Scratch::new(dir)?;
+    let path = scratch.0.join("data");
+    let data = vec![0x5a_u8; usize::from(mib) << 20];
+    let options = ulysses::comm::LaunchOptions::default();
+    let seconds = ulysses::comm::launch(1, &options, |rank| {
+        let write = Case::new(|| {
+            let mut file = LocalStorage.create(&path)?;
+            file.write_all(&data)?;
+            Ok(file.sync()?)
+        });
+        take_turns(&*rank.group, &Device::Cpu, REPEATS, vec![write])
+    })?;
+    let seconds = seconds.into_iter().flatten().next().unwrap_or_default();
+    Ok(Figure::new("write", seconds, data.len() as f64).rate())
+}
+
+fn output(command: &mut Command) -> Option<String> {
+    let output = command.output().ok().filter(|output| output.status.success())?;
+    String::from_utf8(output.stdout).ok()
+}
+
+fn first_line(command: &mut Command) -> Option<String> {
+    output(command)?.lines().next().map(str::to_owned)
+}

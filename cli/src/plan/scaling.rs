@@ -1,0 +1,62 @@
+//! `ulysses plan --scaling`: the study as a table, as JSON and as a drawing.
+
+use super::table::{bytes, row, write_table};
+use super::{pictures, write_drawing};
+use crate::report::chart::{Chart, drawing};
+use crate::{Failure, OrFail, print};
+use std::fmt::{self, Display, Formatter};
+use std::path::Path;
+use ulysses::engine::plan::scaling::{ModelScaling, Point, study};
+
+pub(super) fn run(tokens_per_rank: usize, svg: Option<&Path>, json: bool) -> Result<(), Failure> {
+    let models = study(tokens_per_rank).or_run()?;
+    if let Some(path) = svg {
+        let charts: Vec<Chart> = models.iter().map(pictures::scaling).collect();
+        write_drawing(path, "--svg", drawing(&charts, 2))?;
+    }
+    if json {
+        return print(format_args!("{}\n", serde_json::to_string_pretty(&models).or_run()?));
+    }
+    print(Study { models: &models, tokens_per_rank })
+}
+
+struct Study<'a> {
+    models: &'a [ModelScaling],
+    tokens_per_rank: usize,
+}
+
+impl Display for Study<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "bytes that a rank sends in a layer, forward and backward, 16 bits an element, {} tokens per rank\n\
+             claim: 8·N·h/P elements, constant when N and P grow together (arXiv 2309.14509)",
+            self.tokens_per_rank
+        )?;
+        for model in self.models {
+            let ModelScaling { model: name, hidden_size, num_heads, num_kv_heads, .. } = model;
+            writeln!(
+                f,
+                "\n{name}: {hidden_size} wide, {num_heads} query heads over {num_kv_heads} KV heads"
+            )?;
+            let mut rows =
+                vec![row(["ranks", "tokens", "Ulysses", "of it K and V", "claim", "Megatron", "ring"])];
+            rows.extend(model.points.iter().map(cells));
+            write_table(f, &rows)?;
+        }
+        Ok(())
+    }
+}
+
+fn cells(point: &Point) -> Vec<String> {
+    let exchanged = |sent: Option<f64>| sent.map_or_else(|| "too few heads".to_owned(), bytes);
+    vec![
+        point.ranks.to_string(),
+        point.seq_len.to_string(),
+        exchanged(point.ulysses_bytes),
+        exchanged(point.ulysses_kv_bytes),
+        bytes(point.claimed_bytes),
+        bytes(point.megatron_bytes),
+        bytes(point.ring_bytes),
+    ]
+}

@@ -1,0 +1,300 @@
+//! Charts as SVG. Colours and fonts are classes of the page's style, so that they follow light and dark.
+
+mod drawing;
+mod frame;
+mod units;
+
+pub(crate) use drawing::drawing;
+pub(crate) use units::{Unit, text};
+
+use super::page::escape;
+use frame::Frame;
+use std::fmt::Write;
+
+/// Size of a chart; it is scaled to its place, down to that of a phone.
+const WIDTH: f64 = 440.0;
+const HEIGHT: f64 = 240.0;
+
+/// Points of a curve that are drawn; more are no wider than a pixel.
+const MAX_POINTS: usize = 600;
+
+/// A curve.
+pub(crate) struct Series {
+    pub(crate) label: String,
+    pub(crate) points: Vec<(f64, f64)>,
+    /// Number of its colour and dashes.
+    pub(crate) style: usize,
+    /// Drawn as single dots.
+    pub(crate) is_dotted: bool,
+}
+
+/// The style of what stands out from all others.
+pub(crate) const INK: usize = usize::MAX;
+
+impl Series {
+    /// Number of its class in the style sheet.
+    fn class(&self) -> usize {
+        if self.style == INK { 6 } else { self.style % 6 }
+    }
+}
+
+/// Where the axes begin and how they go on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scale {
+    /// Values from 0 on.
+    FromZero,
+    /// Values from below the smallest on.
+    Around,
+    /// Powers of two along both axes.
+    Logarithmic,
+}
+
+/// Curves over whole numbers.
+pub(crate) struct Chart {
+    pub(crate) title: String,
+    /// What the numbers count.
+    pub(crate) along: &'static str,
+    pub(crate) unit: Unit,
+    pub(crate) scale: Scale,
+    /// Lay the curves on top of each other and fill them.
+    pub(crate) is_stacked: bool,
+    pub(crate) series: Vec<Series>,
+    /// Curves over what is stacked.
+    pub(crate) lines: Vec<Series>,
+}
+
+impl Chart {
+    /// The chart as a figure with its legend; nothing where there are no points.
+    pub(crate) fn figure(&self) -> String {
+        let Some(plot) = self.plot() else { return String::new() };
+        let (title, along) = (escape(&self.title), self.along);
+        let entry = |(style, label, told): (usize, String, String)| {
+            format!("<li class=\"c{style}\"><i></i>{label} <b>{told}</b></li>")
+        };
+        let legend: String = self.legend().into_iter().map(entry).collect();
+        format!(
+            "<figure><figcaption>{title}</figcaption>\n\
+             <svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title}, by {along}\">\n{plot}</svg>\n\
+             <ul class=\"legend\">{legend}</ul></figure>\n"
+        )
+    }
+
+    /// What is drawn, in a place of [`WIDTH`] × [`HEIGHT`]; none where there are no points.
+    fn plot(&self) -> Option<String> {
+        let stacked = if self.is_stacked { stack(&self.series) } else { Vec::new() };
+        let curves = if self.is_stacked { &self.lines } else { &self.series };
+        let frame = self.frame(stacked.iter().chain(curves))?;
+        let mut svg = String::new();
+        frame.draw_axes(&mut svg, self.unit, self.along);
+        draw_areas(&mut svg, &frame, &stacked);
+        curves.iter().for_each(|series| draw_curve(&mut svg, &frame, series));
+        Some(svg)
+    }
+
+    /// Colour, name and value of every curve that has points.
+    fn legend(&self) -> Vec<(usize, String, String)> {
+        let entry = |(series, told): (&Series, String)| (series.class(), escape(&series.label), told);
+        let series = self.series.iter().map(|series| (series, self.told(series)));
+        // Lines lie over what is stacked, whose height counts.
+        let lines = self.lines.iter().map(|line| (line, text(most(line), self.unit)));
+        series.chain(lines).filter(|(series, _)| !series.points.is_empty()).map(entry).collect()
+    }
+
+    /// What the legend says of a curve: its last value; of what is stacked the mean, or of bytes the most.
+    fn told(&self, series: &Series) -> String {
+        let values = || series.points.iter().map(|(_, value)| *value);
+        let value = match (self.is_stacked, self.unit) {
+            (true, Unit::Bytes) => most(series),
+            (true, _) => values().sum::<f64>() / series.points.len().max(1) as f64,
+            (false, _) => last_value(series),
+        };
+        let told = text(value, self.unit);
+        match (self.is_stacked, self.unit) {
+            (true, Unit::Bytes) => format!("up to {told}"),
+            (true, _) => format!("mean {told}"),
+            (false, _) => told,
+        }
+    }
+
+    fn frame<'a>(&self, series: impl Iterator<Item = &'a Series> + Clone) -> Option<Frame> {
+        let points = || series.clone().flat_map(|series| &series.points).filter(|(_, y)| y.is_finite());
+        let range = |values: &mut dyn Iterator<Item = f64>| {
+            values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
+                (low.min(value), high.max(value))
+            })
+        };
+        points().next()?;
+        let (first, last) = range(&mut points().map(|(x, _)| *x));
+        let (low, high) = range(&mut points().map(|(_, y)| *y));
+        let x = (first, last.max(first + 1.0));
+        let low = if self.scale == Scale::FromZero { low.min(0.0) } else { low };
+        // What differs in its last digits only is drawn as one value: steps between ticks would vanish beside it.
+        let is_flat = high - low <= 1e-9 * high.abs().max(low.abs()).max(1e-30);
+        let margin = if is_flat { high.abs().max(1e-9) * 0.5 } else { 0.06 * (high - low) };
+        let top = if self.is_stacked && self.lines.is_empty() && !is_flat { high } else { high + margin };
+        let (y, is_logarithmic) = match self.scale {
+            Scale::FromZero => ((low, top), false),
+            Scale::Around => ((low - margin, top), false),
+            Scale::Logarithmic => {
+                let bottom = low.log2().floor();
+                ((bottom.exp2(), high.log2().ceil().max(bottom + 1.0).exp2()), true)
+            }
+        };
+        Some(Frame { x, y, is_logarithmic })
+    }
+}
+
+fn most(series: &Series) -> f64 {
+    series.points.iter().map(|(_, value)| *value).fold(0.0, f64::max)
+}
+
+fn last_value(series: &Series) -> f64 {
+    series.points.last().map_or(0.0, |(_, value)| *value)
+}
+
+fn draw_curve(svg: &mut String, frame: &Frame, series: &Series) {
+    let (style, points) = (series.class(), thin(&series.points));
+    if series.is_dotted || points.len() == 1 {
+        for (x, y) in &points {
+            let _ = writeln!(
+                svg,
+                "<circle class=\"dot c{style}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\"/>",
+                frame.x(*x),
+                frame.y(*y)
+            );
+        }
+    } else {
+        let _ = writeln!(svg, "<polyline class=\"curve c{style}\" points=\"{}\"/>", frame.corners(&points));
+    }
+}
+
+/// Areas between curves that lie on top of each other.
+fn draw_areas(svg: &mut String, frame: &Frame, stacked: &[Series]) {
+    let mut below: Option<&Series> = None;
+    for series in stacked.iter().filter(|series| !series.points.is_empty()) {
+        let base = |(x, _): &(f64, f64)| (*x, frame.y.0);
+        let floor: Vec<_> = match below {
+            Some(below) => below.points.iter().rev().copied().collect(),
+            None => series.points.iter().rev().map(base).collect(),
+        };
+        let outline = [series.points.clone(), floor].concat();
+        let _ = writeln!(
+            svg,
+            "<polygon class=\"area c{}\" points=\"{}\"/>",
+            series.class(),
+            frame.corners(&outline)
+        );
+        below = Some(series);
+    }
+}
+
+/// Each series with those before it under it, at all places where any of them has a value; one that has none there adds
+/// nothing. Thinned before, so that all have the same places.
+fn stack(series: &[Series]) -> Vec<Series> {
+    let mut places: Vec<f64> = series.iter().flat_map(|series| &series.points).map(|(x, _)| *x).collect();
+    places.sort_by(f64::total_cmp);
+    places.dedup();
+    let every = places.len().div_ceil(MAX_POINTS / 2).max(1);
+    let mut sums = vec![0.0; places.len().div_ceil(every)];
+    let mut stacked = Vec::new();
+    for Series { label, points, style, is_dotted } in series {
+        let mut values = vec![0.0; places.len()];
+        for (x, y) in points {
+            if let Ok(place) = places.binary_search_by(|place| place.total_cmp(x)) {
+                values[place] = *y;
+            }
+        }
+        let means = values.chunks(every).map(|chunk| chunk.iter().sum::<f64>() / chunk.len() as f64);
+        sums.iter_mut().zip(means).for_each(|(sum, mean)| *sum += mean);
+        let places = places.iter().step_by(every).copied();
+        let points = if points.is_empty() { Vec::new() } else { places.zip(sums.iter().copied()).collect() };
+        stacked.push(Series { label: label.clone(), points, style: *style, is_dotted: *is_dotted });
+    }
+    stacked
+}
+
+/// Keeps the smallest and the largest of neighbouring points, so that no spike is lost.
+fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    if points.len() <= MAX_POINTS {
+        return points.to_vec();
+    }
+    let extremes = |chunk: &[(f64, f64)]| {
+        let by_value = |a: &&(f64, f64), b: &&(f64, f64)| a.1.total_cmp(&b.1);
+        let low = chunk.iter().min_by(by_value).copied();
+        let high = chunk.iter().max_by(by_value).copied();
+        let mut both: Vec<_> = low.into_iter().chain(high).collect();
+        both.sort_by(|a, b| a.0.total_cmp(&b.0));
+        both
+    };
+    points.chunks(points.len().div_ceil(MAX_POINTS / 2)).flat_map(extremes).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thinning_keeps_a_single_spike() {
+        let mut points: Vec<(f64, f64)> = (0..10_000).map(|step| (f64::from(step), 1.0)).collect();
+        points[7777].1 = 50.0;
+        let thinned = thin(&points);
+        assert!(thinned.len() <= MAX_POINTS && thinned.contains(&(7777.0, 50.0)));
+    }
+
+    #[test]
+    fn what_is_stacked_is_added_where_it_belongs() {
+        let series = |points: &[(f64, f64)]| Series {
+            label: String::new(),
+            points: points.to_vec(),
+            style: 0,
+            is_dotted: false,
+        };
+        // The second has nothing to say of the first step, the first nothing of the last.
+        let first = series(&[(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]);
+        let second = series(&[(2.0, 2.0), (3.0, 3.0), (4.0, 4.0)]);
+        let stacked: Vec<_> =
+            stack(&[first, series(&[]), second]).into_iter().map(|series| series.points).collect();
+        assert_eq!(stacked[0], [(1.0, 10.0), (2.0, 20.0), (3.0, 30.0), (4.0, 0.0)]);
+        assert_eq!(stacked[1], [], "what has no values has no area");
+        assert_eq!(stacked[2], [(1.0, 10.0), (2.0, 22.0), (3.0, 33.0), (4.0, 4.0)]);
+    }
+
+    /// Curves of the losses that a file can claim.
+    #[test]
+    fn values_at_the_limits_of_f64_give_numbers_and_few_ticks() {
+        for values in [[-1e100, 1e100], [0.0, 5e-324], [1.0, 1.0 + f64::EPSILON], [0.0, 0.0], [1e100, 1e100]]
+        {
+            for is_stacked in [false, true] {
+                let points = vec![(1.0, values[0]), (1e15, values[1])];
+                let chart = Chart {
+                    title: "loss".to_owned(),
+                    along: "step",
+                    unit: Unit::Number,
+                    scale: if is_stacked { Scale::FromZero } else { Scale::Around },
+                    is_stacked,
+                    series: vec![Series { label: "a".into(), points, style: 0, is_dotted: false }],
+                    lines: Vec::new(),
+                };
+                let figure = chart.figure();
+                assert!(!figure.contains("NaN") && !figure.contains("inf"), "{values:?}: {figure}");
+                assert!(figure.matches("class=\"grid\"").count() <= 12 && figure.len() < 4000, "{figure}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_chart_of_nothing_is_nothing_and_one_value_is_a_dot() {
+        let chart = |points: Vec<(f64, f64)>| Chart {
+            title: "loss".to_owned(),
+            along: "step",
+            unit: Unit::Number,
+            scale: Scale::Around,
+            is_stacked: false,
+            series: vec![Series { label: "a<b".into(), points, style: 0, is_dotted: false }],
+            lines: Vec::new(),
+        };
+        assert_eq!(chart(vec![]).figure(), "");
+        let dot = chart(vec![(1.0, 2.0)]).figure();
+        assert!(dot.contains("<circle") && dot.contains("a&lt;b") && !dot.contains("NaN"), "{dot}");
+    }
+}

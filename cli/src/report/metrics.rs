@@ -1,0 +1,189 @@
+//! The lines of `metrics.jsonl`, checked: the page takes them for what a run can have written.
+
+use crate::note;
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// What the page reads of a step besides its number, its loss and whether it was skipped: numbers from 0 on.
+const OF_STEP: [&str; 17] = [
+    "lr",
+    "grad_norm",
+    "tokens",
+    "tokens_per_second",
+    "label_tokens",
+    "label_tokens_per_second",
+    "step_seconds",
+    "data_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "update_seconds",
+    "compute_seconds",
+    "all_to_all_seconds",
+    "dp_comm_seconds",
+    "sp_comm_seconds",
+    "gemm_share",
+    "memory_bytes",
+];
+
+/// Numbers that sums and scales of the page can bear. No run comes near.
+const LARGEST: f64 = 1e100;
+
+/// Steps that differ by one are two numbers in f64, and two places on a chart.
+const LAST_STEP: u64 = 1_000_000_000_000_000;
+
+/// The lines of steps, and of evaluations.
+#[derive(Debug, Default)]
+pub(super) struct Lines {
+    pub(super) steps: Vec<Value>,
+    pub(super) evaluations: Vec<Value>,
+}
+
+impl Lines {
+    /// Reads the file. A last line that was cut off is passed over with a note: the run is writing it, or was killed.
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let bytes = ulysses::regular_file::read(path).with_context(|| {
+            format!("{}: cannot be read, so this is no output directory of a run", path.display())
+        })?;
+        let mut lines = Self::default();
+        for (index, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
+            let place = format!("{}:{}", path.display(), index + 1);
+            match serde_json::from_slice(line) {
+                Ok(value) => lines.add(value).with_context(|| place)?,
+                Err(_) if !line.ends_with(b"\n") => {
+                    note(format_args!("note: {place}: passed over, since it was cut off"));
+                }
+                Err(error) => {
+                    // serde_json appends a position, whose line is always the first.
+                    let message = error.to_string();
+                    let message = message.split(" at line ").next().unwrap_or_default();
+                    bail!("{place}:{}: not valid JSON: {message}", error.column());
+                }
+            }
+        }
+        ensure!(!lines.steps.is_empty(), "{}: has no step yet", path.display());
+        Ok(lines)
+    }
+
+    fn add(&mut self, line: Value) -> Result<()> {
+        let Value::Object(mut fields) = line else { bail!("expected an object, found {}", short(&line)) };
+        let is_evaluation = fields.contains_key("eval_loss");
+        // Before the first step too.
+        let step = step(&fields, if is_evaluation { 0 } else { 1 })?;
+        if is_evaluation {
+            check_number(&fields, "eval_loss", -LARGEST)?;
+            self.evaluations.push(fields.into());
+            return Ok(());
+        }
+        ensure!(fields.contains_key("loss"), "neither `loss` nor `eval_loss` is there");
+        check_number(&fields, "loss", -LARGEST)?;
+        OF_STEP.iter().try_for_each(|key| check_number(&fields, key, 0.0))?;
+        let before = self.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0);
+        ensure!(step > before, "`step`: expected a step after {before}, found {step}");
+        name_label_tokens(&mut fields);
+        self.steps.push(fields.into());
+        Ok(())
+    }
+}
+
+/// Before there was `label_tokens`, `tokens` counted the tokens with a label only.
+fn name_label_tokens(fields: &mut Map<String, Value>) {
+    if fields.contains_key("label_tokens") {
+        return;
+    }
+    for key in ["tokens", "tokens_per_second"] {
+        if let Some(value) = fields.shift_remove(key) {
+            fields.insert(format!("label_{key}"), value);
+        }
+    }
+}
+
+fn step(fields: &Map<String, Value>, least: u64) -> Result<u64> {
+    let Some(value) = fields.get("step") else { bail!("there is no `step`") };
+    let step = value.as_u64().filter(|step| (least..=LAST_STEP).contains(step));
+    step.with_context(|| format!("`step`: expected an integer from {least} to 10^15, found {}", short(value)))
+}
+
+/// What is not there, or null since it was not finite, is left out of the page.
+fn check_number(fields: &Map<String, Value>, key: &str, least: f64) -> Result<()> {
+    let value = fields.get(key).unwrap_or(&Value::Null);
+    let is_right = value.as_f64().is_some_and(|number| (least..=LARGEST).contains(&number));
+    let from = if least < 0.0 { format!("{least:e}") } else { "0".to_owned() };
+    ensure!(
+        is_right || value.is_null(),
+        "`{key}`: expected a number from {from} to {LARGEST:e}, found {}",
+        short(value)
+    );
+    Ok(())
+}
+
+/// A value in a message.
+fn short(value: &Value) -> String {
+    const MAX_CHARS: usize = 60;
+    let text = value.to_string();
+    match text.char_indices().nth(MAX_CHARS) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &[u8]) -> Result<Lines, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        std::fs::write(&path, text).unwrap();
+        let relative =
+            |error: anyhow::Error| format!("{error:#}").replace(&dir.path().display().to_string(), "out");
+        Lines::read(&path).map_err(relative)
+    }
+
+    #[test]
+    fn values_that_no_run_writes_are_refused_with_their_line() {
+        let cases: [(&str, &str); 12] = [
+            ("[1]", "expected an object, found [1]"),
+            (r#"{"loss": 1}"#, "there is no `step`"),
+            (r#"{"step": -1, "loss": 1}"#, "`step`: expected an integer from 1 to 10^15, found -1"),
+            (r#"{"step": 1.5, "loss": 1}"#, "found 1.5"),
+            (r#"{"step": 18446744073709551615, "loss": 1}"#, "found 18446744073709551615"),
+            (r#"{"step": 1, "loss": 1}"#, "`step`: expected a step after 1, found 1"),
+            (r#"{"step": 2}"#, "neither `loss` nor `eval_loss` is there"),
+            (r#"{"step": 2, "loss": 1e308}"#, "`loss`: expected a number from -1e100 to 1e100, found 1e+308"),
+            (r#"{"step": 2, "loss": "low"}"#, "found \"low\""),
+            (
+                r#"{"step": 2, "loss": 1, "step_seconds": -1e-3}"#,
+                "`step_seconds`: expected a number from 0 to",
+            ),
+            (r#"{"step": 2, "eval_loss": -1e308}"#, "`eval_loss`: expected"),
+            ("{\"step\": 2, \"loss\": 1,, }", "not valid JSON: key must be a string"),
+        ];
+        for (line, expected) in cases {
+            let message = read(format!("{{\"step\":1,\"loss\":2.0}}\n{line}\n").as_bytes()).unwrap_err();
+            assert!(message.starts_with("out/metrics.jsonl:2:") && message.contains(expected), "{message}");
+            assert_eq!(message.matches("line").count(), 0, "one place: {message}");
+        }
+        assert!(read(b"{\"step\":1,\"loss\":2.0,\"a\":\"\xff\"}\n").unwrap_err().contains(":1:"));
+        assert_eq!(read(b"").unwrap_err(), "out/metrics.jsonl: has no step yet");
+    }
+
+    #[test]
+    fn tokens_of_an_earlier_version_are_those_with_labels() {
+        let lines = read(
+            b"{\"step\":1,\"loss\":2,\"tokens\":90,\"tokens_per_second\":45}\n\
+              {\"step\":2,\"loss\":2,\"tokens\":100,\"label_tokens\":90}\n",
+        );
+        let steps = lines.unwrap().steps;
+        assert_eq!((&steps[0]["tokens"], &steps[0]["label_tokens"]), (&Value::Null, &90.into()));
+        assert_eq!(steps[0]["label_tokens_per_second"], 45);
+        assert_eq!((&steps[1]["tokens"], &steps[1]["label_tokens"]), (&100.into(), &90.into()));
+    }
+
+    #[test]
+    fn a_loss_that_is_not_finite_and_a_line_that_is_cut_off_are_left_out() {
+        let lines =
+            read(b"{\"step\":1,\"loss\":null}\n{\"step\":1,\"eval_loss\":null}\n{\"step\":2,\"lo").unwrap();
+        assert_eq!((lines.steps.len(), lines.evaluations.len()), (1, 1));
+    }
+}

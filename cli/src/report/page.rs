@@ -1,0 +1,172 @@
+//! The page: head, overview, curves of all runs over each other, and a section for each run.
+
+use super::chart::{Chart, Scale, Series, Unit, text};
+use super::run::RunFiles;
+use super::sections;
+use serde_json::Value;
+
+const STYLE: &str = concat!(include_str!("chart.css"), include_str!("style.css"));
+
+/// Text as it may stand in HTML, attributes included.
+pub(crate) fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+/// The whole file, which needs no other.
+pub(super) fn page(runs: &[RunFiles]) -> String {
+    let names = runs.iter().map(|run| run.name.as_str()).collect::<Vec<_>>().join(", ");
+    let mut body = match runs {
+        [run] => tiles(&facts(run)),
+        _ => overview(runs),
+    };
+    body.push_str("<section class=\"grid-of-charts\">\n");
+    curves(runs).iter().for_each(|chart| body.push_str(&chart.figure()));
+    body.push_str("</section>\n");
+    for (index, run) in runs.iter().enumerate() {
+        body.push_str(&sections::of_run(run, runs.len() > 1, index == 0));
+    }
+    html(
+        &names,
+        &body,
+        "<code>ulysses report</code>; <code>docs/monitoring.md</code> tells what the keys mean",
+    )
+}
+
+/// A page around `body`, which like `made_by` is HTML.
+pub(crate) fn html(title: &str, body: &str, made_by: &str) -> String {
+    let (title, version) = (escape(title), env!("CARGO_PKG_VERSION"));
+    format!(
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <title>{title}: ulysses</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n{body}\
+         <footer>ulysses {version}, {made_by}</footer>\n</main>\n</body>\n</html>\n"
+    )
+}
+
+/// What is said of a run first, each with its name.
+type Facts = Vec<(&'static str, String)>;
+
+fn facts(run: &RunFiles) -> Facts {
+    let number = |value: Option<f64>| value.map_or("–".to_owned(), |value| text(value, Unit::Number));
+    let shape = &run.record["mesh"]["shape"];
+    let mesh = match (shape[0].as_u64(), shape[1].as_u64()) {
+        (Some(dp), Some(sp)) => format!("dp {dp} × sp {sp}"),
+        _ => "–".to_owned(),
+    };
+    let ranks = run.parts().into_iter().flat_map(|part| part["ranks"].as_array().into_iter().flatten());
+    let peak = ranks.filter_map(|rank| rank["peak_bytes"].as_f64()).fold(0.0, f64::max);
+    let state = if run.record["totals"].is_null() { "not finished" } else { "finished" };
+    let stage = run.config["zero_optimization"]["stage"].as_u64();
+    let skipped = run.lines.steps.iter().filter(|line| line["skipped"] == true).count();
+    let steps = run.lines.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0);
+    let mut facts = vec![
+        ("steps", if skipped > 0 { format!("{steps}, {skipped} skipped") } else { steps.to_string() }),
+        ("last loss", run.last("loss").map_or("–".to_owned(), |loss| format!("{loss:.4}"))),
+    ];
+    if let Some((_, loss)) = run.evaluation_curve("eval_loss").last() {
+        facts.push(("held-out loss", format!("{loss:.4}")));
+    }
+    facts.extend([
+        ("tokens/s", number(run.rate("tokens"))),
+        ("label tokens/s", number(run.rate("label_tokens"))),
+        ("GEMM share", run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent))),
+        ("peak of a rank", if peak > 0.0 { text(peak, Unit::Bytes) } else { "–".to_owned() }),
+        ("mesh", mesh),
+        ("ZeRO stage", stage.map_or("–".to_owned(), |stage| stage.to_string())),
+        ("time in steps", duration(run.sum("step_seconds"))),
+        ("parameters", number(run.record["model"]["parameters"].as_f64())),
+        ("state", state.to_owned()),
+    ]);
+    facts
+}
+
+/// Facts with their names, side by side.
+pub(crate) fn tiles(facts: &[(&str, String)]) -> String {
+    let tile =
+        |(name, value): &(&str, String)| format!("<li><span>{name}</span><b>{}</b></li>\n", escape(value));
+    format!("<ul class=\"tiles\">\n{}</ul>\n", facts.iter().map(tile).collect::<String>())
+}
+
+/// The first column is text, the others are numbers.
+pub(crate) fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let class = |index: usize| if index == 0 { "" } else { " class=\"n\"" };
+    let cells = |tag: &str, cells: &[String]| -> String {
+        let cell =
+            |(index, cell): (usize, &String)| format!("<{tag}{}>{}</{tag}>", class(index), escape(cell));
+        cells.iter().enumerate().map(cell).collect()
+    };
+    let head = cells("th", &head.iter().map(|&name| name.to_owned()).collect::<Vec<_>>());
+    let rows: String = rows.map(|row| format!("<tr>{}</tr>\n", cells("td", &row))).collect();
+    format!("<div class=\"scroll\"><table>\n<tr>{head}</tr>\n{rows}</table></div>\n")
+}
+
+/// A row for each run; the columns are those that any run has.
+fn overview(runs: &[RunFiles]) -> String {
+    let of_runs: Vec<_> = runs.iter().map(facts).collect();
+    let widest = of_runs.iter().max_by_key(|facts| facts.len());
+    let columns: Vec<&str> = widest.into_iter().flatten().map(|(name, _)| *name).collect();
+    let head: String = columns.iter().map(|name| format!("<th class=\"n\">{name}</th>")).collect();
+    let row = |(index, (run, facts)): (usize, (&RunFiles, &Facts))| {
+        let value =
+            |column: &&str| facts.iter().find(|(name, _)| name == column).map_or("–", |(_, value)| value);
+        let cells: String =
+            columns.iter().map(|column| format!("<td class=\"n\">{}</td>", escape(value(column)))).collect();
+        let name = escape(&run.name);
+        format!(
+            "<tr><td><ul class=\"legend\"><li class=\"c{}\"><i></i><b>{name}</b></li></ul></td>{cells}</tr>\n",
+            index % 6
+        )
+    };
+    let rows: String = runs.iter().zip(&of_runs).enumerate().map(row).collect();
+    format!(
+        "<div class=\"card scroll\"><table>\n<tr><th>run</th>{head}</tr>\n{rows}</table></div>\n<p></p>\n"
+    )
+}
+
+/// The charts that lay all runs over each other.
+fn curves(runs: &[RunFiles]) -> Vec<Chart> {
+    let series = |key: &str| -> Vec<Series> {
+        let of_run = |(style, run): (usize, &RunFiles)| Series {
+            label: run.name.clone(),
+            points: run.curve(key),
+            style,
+            is_dotted: false,
+        };
+        runs.iter().enumerate().map(of_run).collect()
+    };
+    let chart = |title: &str, key, unit, scale| {
+        let (title, series, lines) = (title.to_owned(), series(key), Vec::new());
+        Chart { title, along: "step", unit, scale, is_stacked: false, series, lines }
+    };
+    let mut loss = chart("Loss", "loss", Unit::Number, Scale::Around);
+    loss.series.extend(runs.iter().enumerate().map(|(style, run)| Series {
+        label: format!("{}, held out", run.name),
+        points: run.evaluation_curve("eval_loss"),
+        // Dots of a colour that no curve beside them has.
+        style: if runs.len() == 1 { 1 } else { style },
+        is_dotted: true,
+    }));
+    vec![
+        loss,
+        chart("Tokens per second", "tokens_per_second", Unit::Number, Scale::FromZero),
+        chart("Tokens with labels per second", "label_tokens_per_second", Unit::Number, Scale::FromZero),
+        chart("Gradient norm, before clipping", "grad_norm", Unit::Number, Scale::FromZero),
+        chart("Learning rate", "lr", Unit::Number, Scale::FromZero),
+        chart("GEMM share", "gemm_share", Unit::Percent, Scale::FromZero),
+        chart("Memory of rank 0 after a step", "memory_bytes", Unit::Bytes, Scale::FromZero),
+    ]
+}
+
+/// Seconds as people say them.
+pub(super) fn duration(seconds: f64) -> String {
+    match seconds {
+        short if short < 120.0 => format!("{} s", text(short, Unit::Number)),
+        medium if medium < 7200.0 => format!("{:.0} min", medium / 60.0),
+        long => format!("{:.1} h", long / 3600.0),
+    }
+}
+
+/// The text of a JSON value, strings without quotes.
+pub(super) fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}

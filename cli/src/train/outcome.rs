@@ -1,0 +1,92 @@
+//! The end of a run: its record, its summary, and the exit code.
+
+use super::rank::RankOutcome;
+use super::reporter::Reported;
+use super::{Run, record};
+use crate::{Failure, OrFail, print};
+use anyhow::{Context, anyhow};
+use ulysses::checkpoint::{BEST, Evaluated, Evaluations, step_name};
+use ulysses::comm::CollectiveOp;
+use ulysses::device::DeviceKind;
+use ulysses::monitor::{CommsTable, RankComms, RunSummary};
+
+/// Completes `run.json` in the process that `is_first`, and prints the summary, with the tables of all ranks where it
+/// `is_verbose`. A run that was stopped or trained nothing is a failure.
+pub(super) fn report(
+    run: &Run,
+    ranks: Vec<RankOutcome>,
+    is_first: bool,
+    is_verbose: bool,
+) -> Result<(), Failure> {
+    let first = ranks.first().context("a mesh has a rank").or_run()?;
+    let RankOutcome { steps: step, last_step, stopped, .. } = *first;
+    let Some(Reported { totals, mut record }) = first.reported.clone() else {
+        let early = first.stopped_early.as_ref();
+        let reason =
+            early.map_or_else(String::new, |reason| format!(", and the run stopped early: {reason}"));
+        return print(format_args!("nothing to do: step {step} of {last_step} is done{reason}\n"));
+    };
+    if is_first {
+        record::finish(run, &mut record, &ranks);
+        record::write(&run.output, &record).or_run()?;
+    }
+    let (steps, nothing_trained) = (totals.steps, totals.last_loss.is_none());
+    let summary = RunSummary { totals, ranks: ranks.iter().map(|rank| rank.summary.clone()).collect() };
+    if is_verbose {
+        print(summary.verbose())?
+    } else {
+        print(&summary)?
+    }
+    print_comms(run, &ranks)?;
+    if is_verbose || run.config.monitoring.comms_logger.enabled {
+        print("\n")?;
+    }
+    print_evaluations(run, first.evaluations)?;
+    print_places(run, first.checkpoint.as_deref())?;
+    if let Some(reason) = &first.stopped_early {
+        print(format_args!("\nstopped early after step {step}: {reason}\n"))?;
+    }
+    if stopped {
+        return Err(Failure::Stopped { step, is_saved: run.config.checkpoint.is_some() });
+    }
+    if nothing_trained {
+        let message = format!("all {steps} steps were skipped, as said above: nothing was trained");
+        return Err(Failure::Run(anyhow!(message)));
+    }
+    Ok(())
+}
+
+/// Where the results are.
+fn print_places(run: &Run, checkpoint: Option<&str>) -> Result<(), Failure> {
+    if run.device != DeviceKind::Cpu {
+        print("memory      that of the host: the allocator does not count GPU memory\n")?;
+    }
+    if let Some(checkpoint) = checkpoint {
+        print(format_args!("checkpoint  {checkpoint}\n"))?;
+    }
+    let output = run.output.display();
+    print(format_args!(
+        "output      {output}: metrics in {output}/metrics.jsonl, `ulysses report {output}` makes a page of them\n"
+    ))
+}
+
+/// The best step by evaluation loss, if there is one, and the checkpoint that stays for it.
+fn print_evaluations(run: &Run, evaluations: Evaluations) -> Result<(), Failure> {
+    let Some(Evaluated { step, loss }) = evaluations.best else { return Ok(()) };
+    let checkpoint = evaluations.best_checkpoint.map_or_else(String::new, |best| {
+        let (path, output) = (run.output.join(step_name(best.step)), run.output.display());
+        format!("; {} is the best checkpoint, and {output}/{BEST} names it", path.display())
+    });
+    print(format_args!("evaluation  lowest loss {loss:.4} at step {step}{checkpoint}\n"))
+}
+
+/// The table that `comms_logger` asks for.
+fn print_comms(run: &Run, ranks: &[RankOutcome]) -> Result<(), Failure> {
+    let logger = &run.config.monitoring.comms_logger;
+    if !logger.enabled {
+        return Ok(());
+    }
+    let ranks: Vec<RankComms> = ranks.iter().map(|rank| rank.comms.clone()).collect();
+    let tells = |op: CollectiveOp| logger.tells(&op.to_string());
+    print(format_args!("\n{}", CommsTable { ranks: &ranks, groups: &record::groups(run), tells: &tells }))
+}

@@ -1,0 +1,105 @@
+//! The output directory of a run.
+
+use super::made::MadeDirectories;
+use super::{Run, record};
+use crate::note;
+use anyhow::{Context, ensure};
+use record::Earlier;
+use serde_json::Value;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use ulysses::checkpoint::OutputLock;
+use ulysses::config::Config;
+
+/// Makes the output directory. What is in it stays as it is: the ranks find out whether there is anything to do.
+pub(super) fn make(
+    config_path: &Path,
+    config: &Config,
+    made: &mut MadeDirectories,
+) -> anyhow::Result<PathBuf> {
+    let output = match &config.output {
+        Some(output) => PathBuf::from(output),
+        None => {
+            let name = config_path.file_stem().unwrap_or_default().to_string_lossy();
+            free(|n| PathBuf::from("runs").join(format!("{name}-{n}")), |path| !path.exists())
+        }
+    };
+    ensure!(!output.is_file(), "--output {}: this is a file, a directory is needed", output.display());
+    made.make(&output).with_context(|| format!("cannot create the output directory {}", output.display()))?;
+    Ok(output)
+}
+
+/// Takes the output directory for this job.
+pub(super) fn lock(output: &Path, config_path: &Path) -> anyhow::Result<OutputLock> {
+    Ok(OutputLock::acquire(output, &job(config_path))?)
+}
+
+/// Makes the files in the output directory those of the run called `run_id`, which has done `first_step` steps before:
+/// keeps what another run left there under other names, and writes the resolved config and `run.json`, which it
+/// returns. A run that goes on goes on with the metrics.
+pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<Value> {
+    let output = &run.output;
+    let is_new_here = run.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
+    let earlier = if first_step > 0 { Earlier::read(output, run_id, is_new_here)? } else { Earlier::Another };
+    let kept: &[(&str, &str)] = match earlier {
+        Earlier::Parts(_) => &[("config", "json")],
+        Earlier::Damaged => &[("config", "json"), ("run", "json")],
+        Earlier::Another => &[("config", "json"), ("run", "json"), ("metrics", "jsonl")],
+    };
+    keep(output, kept)?;
+    let path = output.join("config.json");
+    let json = serde_json::to_string_pretty(&run.config)?;
+    std::fs::write(&path, json).with_context(|| format!("cannot write {}", path.display()))?;
+    let record = record::of_part(run, run_id, first_step, earlier);
+    record::write(output, &record)?;
+    Ok(record)
+}
+
+/// Whether a file can be written, before there is anything to write. What is in it stays.
+pub(super) fn check_writable(path: &Path) -> std::io::Result<()> {
+    let is_new = !path.exists();
+    File::options().append(true).create(true).open(path)?;
+    if is_new {
+        // An empty file would look like an answer; one that stays does no harm.
+        let _ = std::fs::remove_file(path);
+    }
+    Ok(())
+}
+
+/// What another job is told that wants the same directory.
+fn job(config_path: &Path) -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = if host.trim().is_empty() { "this host" } else { host.trim() };
+    format!("`ulysses train {}`, process {} on {host}", config_path.display(), std::process::id())
+}
+
+/// Renames files, given by stem and extension, all with the same number.
+fn keep(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
+    let names = |n: u32| -> Vec<PathBuf> {
+        ["metrics.N.jsonl", "config.N.json", "run.N.json"]
+            .map(|name| output.join(name.replace('N', &n.to_string())))
+            .into()
+    };
+    let number = free(|n| n, |n| names(*n).iter().all(|path| !path.exists()));
+    for (stem, extension) in files {
+        let path = output.join(format!("{stem}.{extension}"));
+        if path.exists() {
+            let kept = output.join(format!("{stem}.{number}.{extension}"));
+            std::fs::rename(&path, &kept).with_context(|| format!("cannot rename {}", path.display()))?;
+            note(format_args!("the earlier {stem}.{extension} is kept as {}", kept.display()));
+        }
+    }
+    Ok(())
+}
+
+/// The first numbered name that is free.
+fn free<T>(name: impl Fn(u32) -> T, is_free: impl Fn(&T) -> bool) -> T {
+    let mut number = 1;
+    loop {
+        let candidate = name(number);
+        if is_free(&candidate) {
+            return candidate;
+        }
+        number += 1;
+    }
+}

@@ -1,0 +1,43 @@
+//! The command line as its users meet it: the real binary, its files and its messages.
+
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod bench;
+mod checkpoint;
+mod config;
+mod data;
+mod datasets;
+#[cfg(unix)]
+mod disk;
+mod doctor;
+mod evaluations;
+#[cfg(unix)]
+mod launch;
+#[cfg(unix)]
+mod limits;
+mod manual;
+mod mesh;
+mod monitors;
+mod parts;
+mod plan;
+mod plan_times;
+mod refused_arguments;
+mod refused_batches;
+mod refused_files;
+mod refused_models;
+mod report;
+mod resume;
+mod trace;
+mod train;
+mod verify;
+
+use std::path::PathBuf;
+
+/// A file of a fixture that PyTorch computed.
+fn golden(fixture: &str, file: &str) -> String {
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/golden");
+    root.join(fixture).join(file).display().to_string()
+}

@@ -1,0 +1,197 @@
+//! The commands that users are told to run are run, each document's in one directory and in order.
+//!
+//! What shows a form rather than a command (`DIR`, `[--json]`) and what is listed here with its reason is parsed
+//! only, by `cli/src/documented.rs`. What needs MPI is run by a build that has it.
+
+use crate::documented::{Documented, all_blocks, documents};
+use crate::{book, root};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// Beginnings of all commands that are not run, and why.
+const NOT_RUN: [(&str, &str); 13] = [
+    ("cargo install --path .", "minutes; CI builds the same"),
+    ("cargo test --release", "it is what runs this"),
+    (
+        "cargo run --release --example train_long_sequence",
+        "a minute; the test below looks whether it is there",
+    ),
+    ("just bench-peer", "installs PyTorch and DeepSpeed, gigabytes, and measures for minutes"),
+    ("just gpu-build", "builds for GPUs: minutes, and needs CUDA's compilers"),
+    ("scp ", "needs a machine with GPUs"),
+    ("ssh ", "needs a machine with GPUs"),
+    ("cargo build --release --features mpi", "minutes; CI builds the same"),
+    ("ulysses launch --nproc 8 -- train config.json --mesh ulysses --backend nccl", "needs eight GPUs"),
+    (
+        "mpirun --host n0:8,n1:8 ",
+        "needs two machines; cli/tests/mpi/hosts.rs has hosts as network namespaces",
+    ),
+    ("sbatch ", "needs SLURM; cli/tests/mpi/slurm.rs submits the batch file"),
+    ("torchrun ", "needs two machines with GPUs, and PyTorch"),
+    ("RANK=3 WORLD_SIZE=4 ", "needs four GPUs"),
+];
+
+/// Beginnings of commands that only a build with MPI takes: `cargo test --features mpi --test docs` runs them.
+const UNDER_MPI: [&str; 3] = [
+    "ulysses launch --nproc 4 -- train config.json --mesh 2x2 --backend mpi",
+    "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --output run",
+    "mpirun -np 2 ulysses train configs/sp2.json",
+];
+
+/// What the text takes for granted in a directory: a config and data of the user's.
+const CONFIG: &str = r#"{
+    "train_batch_size": 4, "checkpoint": { "interval": 100 },
+    "ulysses": { "model": "nano", "data": "text.txt", "seq_len": 32, "steps": 100, "output": "out" }
+}"#;
+
+/// Whether it is a synopsis: words of capitals such as `DIR`, optional parts, alternatives.
+fn is_synopsis(documented: &Documented) -> bool {
+    let is_placeholder = |word: &str| {
+        let name = word.rsplit('=').next().unwrap_or(word).split('.').next().unwrap_or(word);
+        name.len() > 1 && name.chars().all(|c| c.is_ascii_uppercase() || c == '_')
+            || name == "DPxSP"
+            || name == "N"
+    };
+    documented.command.contains(['[', '|']) || documented.command.split_whitespace().any(is_placeholder)
+}
+
+fn is_under_mpi(documented: &Documented) -> bool {
+    UNDER_MPI.iter().any(|start| documented.command.starts_with(start))
+}
+
+pub(super) fn is_run(documented: &Documented) -> bool {
+    let is_listed = NOT_RUN.iter().any(|(start, _)| documented.command.starts_with(start));
+    !is_listed && !is_synopsis(documented) && (!is_under_mpi(documented) || cfg!(feature = "mpi"))
+}
+
+/// A directory with what a clone has that commands name, and with files of a user's own.
+pub(super) fn workplace() -> tempfile::TempDir {
+    let place = tempfile::tempdir().unwrap();
+    let at = |name: &str| place.path().join(name);
+    fs::create_dir_all(at("configs")).unwrap();
+    for entry in fs::read_dir(root().join("configs")).unwrap() {
+        let entry = entry.unwrap();
+        // Manifests for clusters lie in a folder of their own, and no command names them.
+        if entry.file_type().unwrap().is_dir() {
+            continue;
+        }
+        fs::copy(entry.path(), at("configs").join(entry.file_name())).unwrap();
+    }
+    fs::create_dir(at("configs/machines")).unwrap();
+    for entry in fs::read_dir(root().join("configs/machines")).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), at("configs/machines").join(entry.file_name())).unwrap();
+    }
+    let fixture = "tests/fixtures/golden/tiny_strong";
+    fs::create_dir_all(at(fixture)).unwrap();
+    for file in ["config.json", "model.safetensors", "inputs.safetensors"] {
+        fs::copy(root().join(fixture).join(file), at(fixture).join(file)).unwrap();
+    }
+    fs::copy(root().join("README.md"), at("README.md")).unwrap();
+    fs::write(at("text.txt"), "the quick brown fox jumps over the lazy dog. ".repeat(100)).unwrap();
+    for name in ["c.json", "config.json"] {
+        fs::write(at(name), CONFIG).unwrap();
+    }
+    fs::write(
+        at("check.sh"),
+        "#!/bin/sh\ntest \"$RANK\" -lt \"$WORLD_SIZE\" && test \"$*\" = 'some arguments'\n",
+    )
+    .unwrap();
+    fs::set_permissions(at("check.sh"), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::write(at("ds_config.json"), r#"{ "train_batch_size": 8, "zero_optimization": { "stage": 3 } }"#)
+        .unwrap();
+    place
+}
+
+/// Runs the commands of a block by a shell, which ends at the first that fails; what they print.
+pub(super) fn run(block: &[&Documented], place: &Path) -> String {
+    let script: Vec<&str> = block.iter().map(|documented| documented.command.as_str()).collect();
+    let binary = Path::new(env!("CARGO_BIN_EXE_ulysses"));
+    let path = std::env::join_paths(
+        [binary.parent().unwrap().to_owned()]
+            .into_iter()
+            .chain(std::env::split_paths(&std::env::var_os("PATH").unwrap())),
+    );
+    let mut shell = Command::new("sh");
+    shell.args(["-eux", "-c", &script.join("\n")]).current_dir(place).env("PATH", path.unwrap());
+    // As root and on few cores, as in containers, Open MPI wants to be asked for it.
+    for variable in ["ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM", "MCA_rmaps_base_oversubscribe"] {
+        shell.env(format!("OMPI_{variable}"), "1");
+    }
+    let outcome = shell.env_remove("RUST_LOG").stdin(Stdio::null()).output().unwrap();
+    let stderr = String::from_utf8_lossy(&outcome.stderr);
+    assert!(outcome.status.success(), "{}:{}: {stderr}", block[0].file, block[0].line);
+    String::from_utf8(outcome.stdout).unwrap()
+}
+
+#[test]
+fn the_commands_of_readme_and_book_run_as_they_are_written() {
+    let blocks = all_blocks(root());
+    let mut places: Vec<(String, tempfile::TempDir)> = Vec::new();
+    let mut num_run = 0;
+    for block in &blocks {
+        let block: Vec<&Documented> = block.iter().filter(|documented| is_run(documented)).collect();
+        let Some(first) = block.first() else { continue };
+        if places.last().is_none_or(|(file, _)| *file != first.file) {
+            places.push((first.file.clone(), workplace()));
+        }
+        run(&block, places.last().unwrap().1.path());
+        num_run += block.len();
+    }
+    assert!(num_run >= 20, "{num_run} commands were run");
+}
+
+#[test]
+fn what_is_not_run_is_there_and_has_a_reason_that_still_holds() {
+    let commands: Vec<Documented> = all_blocks(root()).into_iter().flatten().collect();
+    for start in NOT_RUN.iter().map(|(start, _)| start).chain(&UNDER_MPI) {
+        assert!(
+            commands.iter().any(|documented| documented.command.starts_with(start)),
+            "{start}: nothing says so"
+        );
+    }
+    for documented in &commands {
+        let example =
+            documented.command.split("--example ").nth(1).map(|rest| rest.split(' ').next().unwrap());
+        if let Some(example) = example {
+            assert!(root().join(format!("examples/{example}.rs")).exists(), "{documented:?}");
+        }
+    }
+}
+
+/// What a shell would run must not stand where nobody runs it.
+#[test]
+fn every_command_stands_in_a_block_that_is_looked_at() {
+    let read = documents(root());
+    for path in book::documents() {
+        let text = fs::read_to_string(&path).unwrap();
+        let document = path.strip_prefix(root()).unwrap().display().to_string();
+        let mut language = None;
+        for (index, line) in text.lines().enumerate() {
+            let place = format!("{document}:{}", index + 1);
+            match (line.strip_prefix("```"), language) {
+                (Some(opened), None) => {
+                    assert!(
+                        !["sh", "bash", "shell", "zsh"].contains(&opened),
+                        "{place}: write `console` and `$ `"
+                    );
+                    assert!(
+                        opened != "console" || read.contains(&document),
+                        "{place}: nothing reads this file"
+                    );
+                    language = Some(opened);
+                }
+                (Some(_), Some(_)) => language = None,
+                (None, Some(language)) => {
+                    assert!(
+                        language == "console" || !line.starts_with("$ "),
+                        "{place}: not in a `console` block"
+                    );
+                }
+                (None, None) => {}
+            }
+        }
+    }
+}

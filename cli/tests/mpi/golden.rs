@@ -1,0 +1,71 @@
+//! What PyTorch computed, on meshes of processes.
+
+use crate::job::Job;
+use crate::support::cli::Workplace;
+use crate::support::compare::{assert_all_close, assert_close, values};
+use crate::support::reference::load_tensors;
+use crate::trial;
+use libtest_mimic::Trial;
+use std::path::{Path, PathBuf};
+
+const TOLERANCE: f64 = 1e-5;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    let golden = |fixture: &'static str, mesh: &'static str, stage: &'static str| {
+        let name = format!("{fixture}_on_{mesh}_at_stage_{stage}_is_pytorch_s");
+        trial(name, move || is_pytorch_s(fixture, mesh, stage))
+    };
+    vec![
+        golden("tiny_strong", "2x2", "3"),
+        golden("tiny_strong", "1x3", "0"),
+        golden("packed_strong", "1x4", "1"),
+        golden("packed_strong", "2x2", "2"),
+        trial("a_mesh_of_processes_is_compared_with_a_single_rank", a_mesh_is_compared_with_a_single_rank),
+    ]
+}
+
+fn file(fixture: &str, name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/golden").join(fixture).join(name)
+}
+
+fn verify(
+    place: &Workplace,
+    fixture: &str,
+    processes: usize,
+    flags: &[&str],
+) -> crate::support::cli::Outcome {
+    let (model, batch) = (file(fixture, ""), file(fixture, "inputs.safetensors"));
+    let paths = [model.to_str().unwrap(), batch.to_str().unwrap()];
+    let command = ["verify", "--backend", "mpi", "--model", paths[0], "--batch", paths[1]];
+    let arguments = [&command[..], flags].concat();
+    Job::new(processes, Path::new(env!("CARGO_BIN_EXE_ulysses")), &arguments).within(&place.path(".")).run()
+}
+
+fn is_pytorch_s(fixture: &str, mesh: &str, stage: &str) {
+    let place = Workplace::new();
+    let processes = mesh.split('x').map(|size| size.parse::<usize>().unwrap()).product();
+    let flags = ["--mesh", mesh, "--zero-stage", stage, "--output", "out.safetensors"];
+    let outcome = verify(&place, fixture, processes, &flags);
+    assert_eq!(outcome.assert_done().stdout.matches("out.safetensors").count(), 1, "one writes: {outcome:?}");
+    let written = load_tensors(&place.path("out.safetensors")).unwrap();
+    let expected = load_tensors(&file(fixture, "outputs.safetensors")).unwrap();
+    for name in ["loss", "logits"] {
+        assert_close(name, &values(&written[name]), &expected[name], TOLERANCE);
+    }
+    let gradients = written.iter().filter_map(|(name, tensor)| Some((name.strip_prefix("grad.")?, tensor)));
+    let gradients = gradients.map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
+    let expected = load_tensors(&file(fixture, "grads.safetensors")).unwrap();
+    assert_all_close("gradient", &gradients, &expected, TOLERANCE);
+}
+
+fn a_mesh_is_compared_with_a_single_rank() {
+    let place = Workplace::new();
+    let outcome = verify(&place, "tiny_strong", 2, &["--mesh", "1x2", "--steps", "2", "--tolerance", "5e-5"]);
+    assert_eq!(
+        outcome.assert_done().stdout.matches("within the tolerance of 5.00e-5").count(),
+        1,
+        "{outcome:?}"
+    );
+    let refused = verify(&place, "tiny_strong", 2, &["--mesh", "2x2"]);
+    refused.assert_refused(2, &["4 rank(s) were asked for, but MPI has started 2", "mpirun -np 4"]);
+}

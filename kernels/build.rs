@@ -1,0 +1,49 @@
+//! Compiles the CUDA kernels for the host, with the feature `kernel-emulation`; else does nothing.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    #[cfg(feature = "kernel-emulation")]
+    emulation::build();
+}
+
+#[cfg(feature = "kernel-emulation")]
+mod emulation {
+    use std::path::{Path, PathBuf};
+
+    pub(super) fn build() {
+        println!("cargo:rerun-if-changed=cuda");
+        let mut kernels = sources(Path::new("cuda"), "cu");
+        kernels.sort();
+        let mut build = cc::Build::new();
+        build.cpp(true).std("c++17").opt_level(2).warnings_into_errors(true);
+        // The scheduler jumps between stacks, which a fortified longjmp refuses.
+        build.flag("-U_FORTIFY_SOURCE").flag("-Wno-unknown-pragmas");
+        // Kernels register themselves at start: no symbol of theirs is referenced by name.
+        build.link_lib_modifier("+whole-archive");
+        build.file("cuda/emulation/emulation.cpp");
+        for kernel in &kernels {
+            build.file(as_cpp(kernel));
+        }
+        build.include("cuda").compile("ulysses_kernels");
+    }
+
+    fn sources(folder: &Path, extension: &str) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(folder).expect("the folder `cuda` is part of the package");
+        let paths = entries.map(|entry| entry.expect("a readable folder").path());
+        paths.filter(|path| path.extension().is_some_and(|found| found == extension)).collect()
+    }
+
+    /// A C++ file that is the kernel with the emulation before it: compilers tell languages by file names.
+    fn as_cpp(kernel: &Path) -> PathBuf {
+        let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+        let root = std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
+        let stem = kernel.file_stem().expect("a file").to_string_lossy();
+        let cpp = out.join(format!("{stem}.cpp"));
+        let text = format!(
+            "#include \"{root}/cuda/emulation/emulation.h\"\n#include \"{root}/{}\"\n",
+            kernel.display()
+        );
+        std::fs::write(&cpp, text).expect("a writable OUT_DIR");
+        cpp
+    }
+}

@@ -1,0 +1,97 @@
+// Softmax and cross-entropy of a tile of logits, between the matrix products (`src/lm_head_loss`).
+//
+// The logits are f32 whatever the elements are: their rounding would be the largest error of the loss. Rows lie
+// `row_stride` columns apart, a multiple of 8, so that every row begins at a 16-byte boundary.
+
+#include "common.cuh"
+
+namespace {
+
+constexpr i64 kIgnored = -100;
+// 16-byte loads that a thread has in flight.
+constexpr u32 kUnroll = 4;
+
+// What to subtract before exponentiating; finite where no logit is above −∞, so that −∞ − shift is no NaN.
+__device__ __forceinline__ float shift_of(float max) { return max == kNegativeInfinity ? 0.0f : max; }
+
+// gradient = softmax − one-hot of the label for N neighbouring columns; 0 for an ignored token. `gradient` may
+// lie where the logits do: a thread has read its columns before it writes them.
+template <typename T>
+__device__ void gradient_of_columns(T *gradient, const float *logits, const float *lse, const i64 *labels,
+                                    u32 vocab_size, u32 row_stride) {
+    constexpr u32 N = kPack<T>;
+    const u64 row = blockIdx.x;
+    const u32 column = (blockIdx.y * blockDim.x + threadIdx.x) * N;
+    if (column >= vocab_size) return;
+    const i64 label = labels[row];
+    const u64 offset = row * row_stride + column;
+    Pack<T, N> result;
+    if (label == kIgnored) {
+        for (u32 j = 0; j < N; ++j) result.at[j] = round_to<T>(0.0f);
+    } else {
+        const float normaliser = lse[row];
+        for (u32 begin = 0; begin < N; begin += 4) {
+            const auto some = *reinterpret_cast<const Pack<float, 4> *>(logits + offset + begin);
+            for (u32 j = 0; j < 4; ++j) {
+                const float hit = static_cast<i64>(column + begin + j) == label ? 1.0f : 0.0f;
+                result.at[begin + j] = round_to<T>(expf(some.at[j] - normaliser) - hit);
+            }
+        }
+    }
+    *reinterpret_cast<Pack<T, N> *>(gradient + offset) = result;
+}
+
+template <typename T> __device__ void clear(T *rows, u64 len) {
+    for (u64 i = global_thread(); i < len; i += global_threads()) rows[i] = round_to<T>(0.0f);
+}
+
+}  // namespace
+
+// One block per token: logsumexp of its logits and its loss, logsumexp − logit of the label; both 0 where the
+// label is ignored. The maximum is kept along the way, so the logits are read once (Milakov & Gimelshein 2018).
+KERNEL(lm_head_loss_forward, float *lse, float *losses, const float *logits, const i64 *labels, u32 vocab_size,
+       u32 row_stride) {
+    __shared__ float scratch[kWarp];
+    const u64 row = blockIdx.x;
+    const i64 label = labels[row];
+    if (label == kIgnored) {
+        if (threadIdx.x == 0) lse[row] = losses[row] = 0.0f;
+        return;
+    }
+    logits += row * row_stride;
+    float max = kNegativeInfinity, sum = 0.0f;
+    const u32 packs = (vocab_size + 3) / 4;
+    for (u32 first = threadIdx.x; first < packs; first += kUnroll * blockDim.x) {
+        float values[kUnroll * 4];
+#pragma unroll
+        for (u32 u = 0; u < kUnroll; ++u) {
+            const u32 column = (first + u * blockDim.x) * 4;
+            Pack<float, 4> some = {};
+            if (column < vocab_size) some = *reinterpret_cast<const Pack<float, 4> *>(logits + column);
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) values[u * 4 + j] = column + j < vocab_size ? some.at[j] : kNegativeInfinity;
+        }
+        float larger = max;
+#pragma unroll
+        for (u32 i = 0; i < kUnroll * 4; ++i) larger = fmaxf(larger, values[i]);
+        const float shift = shift_of(larger);
+        sum *= expf(max - shift);
+#pragma unroll
+        for (u32 i = 0; i < kUnroll * 4; ++i) sum += expf(values[i] - shift);
+        max = larger;
+    }
+    const float shift = shift_of(block_reduce<Max>(max, scratch));
+    sum = block_reduce<Sum>(sum * expf(max - shift), scratch);
+    if (threadIdx.x == 0) {
+        lse[row] = shift + logf(sum);
+        losses[row] = logf(sum) + (shift - logits[label]);
+    }
+}
+
+#define INSTANTIATE(T, suffix)                                                                                \
+    KERNEL(lm_head_loss_gradient_##suffix, T *gradient, const float *logits, const float *lse,               \
+           const i64 *labels, u32 vocab_size, u32 row_stride) {                                               \
+        gradient_of_columns<T>(gradient, logits, lse, labels, vocab_size, row_stride);                        \
+    }                                                                                                         \
+    KERNEL(lm_head_loss_clear_##suffix, T *rows, u64 len) { clear<T>(rows, len); }
+FOR_EACH_FLOAT(INSTANTIATE)

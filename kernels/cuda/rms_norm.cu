@@ -1,0 +1,119 @@
+// RMS normalization, forward and backward (`src/rms_norm`).
+
+#include "common.cuh"
+
+namespace {
+
+// One block per row: y = w · x / sqrt(mean(x²) + eps); rstd keeps the reciprocal root.
+template <typename T>
+__device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *weight, u32 d, float eps) {
+    constexpr int N = kPack<T>;
+    __shared__ float scratch[kWarp];
+    const bool aligned = d % N == 0 && is_aligned(y, x, weight);
+    const u64 row = blockIdx.x;
+    x += row * d;
+    y += row * d;
+    float squares = 0.0f;
+    for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+        const auto value = load_in_row<N>(x, i, d, aligned);
+        for (int k = 0; k < N; ++k) squares += value.at[k] * value.at[k];
+    }
+    const float scale = rsqrtf(block_reduce<Sum>(squares, scratch) / static_cast<float>(d) + eps);
+    if (threadIdx.x == 0) rstd[row] = scale;
+    for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+        const auto value = load_in_row<N>(x, i, d, aligned), w = load_in_row<N>(weight, i, d, aligned);
+        Pack<float, N> normed;
+        for (int k = 0; k < N; ++k) normed.at[k] = w.at[k] * (value.at[k] * scale);
+        store_in_row(y, i, d, aligned, normed);
+    }
+}
+
+// One block per row: dx = rstd · (w · dy − x · rstd² · mean(w · dy · x)), added to dx with `accumulate`.
+template <typename T>
+__device__ __forceinline__ void backward_input(T *dx, const T *dy, const T *x, const T *weight, const float *rstd,
+                                               u32 d, u32 accumulate) {
+    constexpr int N = kPack<T>;
+    __shared__ float scratch[kWarp];
+    const bool aligned = d % N == 0 && is_aligned(dx, dy, x, weight);
+    const u64 row = blockIdx.x;
+    x += row * d;
+    dy += row * d;
+    dx += row * d;
+    const float scale = rstd[row];
+    float dot = 0.0f;
+    for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+        const auto w = load_in_row<N>(weight, i, d, aligned), gradient = load_in_row<N>(dy, i, d, aligned);
+        const auto value = load_in_row<N>(x, i, d, aligned);
+        for (int k = 0; k < N; ++k) dot += w.at[k] * gradient.at[k] * value.at[k];
+    }
+    const float mean = block_reduce<Sum>(dot, scratch) / static_cast<float>(d);
+    const float shift = scale * scale * mean;
+    for (u32 i = threadIdx.x * N; i < d; i += blockDim.x * N) {
+        const auto w = load_in_row<N>(weight, i, d, aligned), gradient = load_in_row<N>(dy, i, d, aligned);
+        const auto value = load_in_row<N>(x, i, d, aligned);
+        Pack<float, N> result = {};
+        if (accumulate) result = load_in_row<N>(dx, i, d, aligned);
+        for (int k = 0; k < N; ++k) {
+            result.at[k] += scale * (w.at[k] * gradient.at[k] - value.at[k] * shift);
+        }
+        store_in_row(dx, i, d, aligned, result);
+    }
+}
+
+// A block sums a chunk of the rows for 32 packs of columns: 8 rows at a time, one pack per lane.
+// partial[chunk, i] = Σ over the chunk's rows of dy · x · rstd.
+template <typename T>
+__device__ __forceinline__ void backward_weight(float *partial, const T *dy, const T *x, const float *rstd, u64 rows,
+                                                u32 rows_per_chunk, u32 d) {
+    constexpr int N = kPack<T>;
+    constexpr u32 kWarps = kThreads / kWarp, kColumns = kWarp * N;
+    __shared__ float sums[kWarps][kColumns];
+    const bool aligned = d % N == 0 && is_aligned(dy, x);
+    const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const u32 first = blockIdx.x * kColumns, column = first + lane * N;
+    const u64 begin = static_cast<u64>(blockIdx.y) * rows_per_chunk;
+    const u64 end = begin + rows_per_chunk < rows ? begin + rows_per_chunk : rows;
+    Pack<float, N> sum = {};
+    if (column < d) {
+        for (u64 row = begin + warp; row < end; row += kWarps) {
+            const auto gradient = load_in_row<N>(dy + row * d, column, d, aligned);
+            const auto value = load_in_row<N>(x + row * d, column, d, aligned);
+            const float scale = rstd[row];
+            for (int k = 0; k < N; ++k) sum.at[k] += gradient.at[k] * (value.at[k] * scale);
+        }
+    }
+    for (int k = 0; k < N; ++k) sums[warp][lane * N + k] = sum.at[k];
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < kColumns && first + i < d; i += kThreads) {
+        float total = 0.0f;
+        for (u32 other = 0; other < kWarps; ++other) total += sums[other][i];
+        partial[static_cast<u64>(blockIdx.y) * d + first + i] = total;
+    }
+}
+
+}  // namespace
+
+// dweight += Σ over the chunks, in order.
+KERNEL(rms_norm_sum_chunks, float *__restrict__ dweight, const float *__restrict__ partial, u32 chunks, u32 d) {
+    const u64 column = global_thread();
+    if (column >= d) return;
+    float sum = 0.0f;
+    for (u32 chunk = 0; chunk < chunks; ++chunk) sum += partial[static_cast<u64>(chunk) * d + column];
+    dweight[column] += sum;
+}
+
+#define INSTANTIATE(T, suffix)                                                                                 \
+    KERNEL(rms_norm_forward_##suffix, T *__restrict__ y, float *__restrict__ rstd, const T *__restrict__ x,    \
+           const T *__restrict__ weight, u32 d, float eps) {                                                   \
+        forward(y, rstd, x, weight, d, eps);                                                                   \
+    }                                                                                                          \
+    KERNEL(rms_norm_backward_input_##suffix, T *__restrict__ dx, const T *__restrict__ dy,                     \
+           const T *__restrict__ x, const T *__restrict__ weight, const float *__restrict__ rstd, u32 d,       \
+           u32 accumulate) {                                                                                   \
+        backward_input(dx, dy, x, weight, rstd, d, accumulate);                                                \
+    }                                                                                                          \
+    KERNEL(rms_norm_backward_weight_##suffix, float *__restrict__ partial, const T *__restrict__ dy,           \
+           const T *__restrict__ x, const float *__restrict__ rstd, u64 rows, u32 rows_per_chunk, u32 d) {     \
+        backward_weight(partial, dy, x, rstd, rows, rows_per_chunk, d);                                        \
+    }
+FOR_EACH_FLOAT(INSTANTIATE)

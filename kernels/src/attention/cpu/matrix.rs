@@ -1,0 +1,282 @@
+//! Strided matrix views of `[batch, tokens, heads, head_dim]` tensors, and their products.
+
+use crate::cast::{Float, copy_rows};
+use crate::gemm::transposed::transpose_rows;
+use crate::gemm::unpacked::{Product, multiply, multiply_pairs};
+use std::{marker::PhantomData, ops::Range};
+
+/// A read-only matrix within a slice; one of its strides is 1.
+#[derive(Clone, Copy)]
+pub(in crate::attention) struct Mat<'a, T = f32> {
+    data: &'a [T],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a, T> Mat<'a, T> {
+    /// Rows of `cols` elements, `row_stride` apart, from the start of `data`.
+    pub(super) fn new(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its slice");
+        Self { data, rows, cols, row_stride, col_stride: 1 }
+    }
+
+    pub(super) fn num_cols(&self) -> usize {
+        self.cols
+    }
+
+    /// A view of some of the rows; not for transposed views.
+    pub(super) fn rows(self, rows: Range<usize>) -> Self {
+        assert_eq!(self.col_stride, 1);
+        Self::new(&self.data[rows.start * self.row_stride..], rows.len(), self.cols, self.row_stride)
+    }
+
+    /// A view of some of the columns.
+    pub(super) fn columns(self, columns: Range<usize>) -> Self {
+        assert!(columns.end <= self.cols);
+        Self { data: &self.data[columns.start * self.col_stride..], cols: columns.len(), ..self }
+    }
+
+    /// The transposed view.
+    pub(super) fn t(self) -> Self {
+        let Self { data, rows, cols, row_stride, col_stride } = self;
+        Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
+    }
+
+    /// The elements, the numbers of rows and columns, and the distances between them.
+    pub(super) fn parts(self) -> (&'a [T], [usize; 2], [usize; 2]) {
+        (self.data, [self.rows, self.cols], [self.row_stride, self.col_stride])
+    }
+}
+
+/// A matrix to write to; each row is contiguous.
+///
+/// Not a slice, because several threads hold the interleaved rows of one tensor.
+pub(in crate::attention) struct MatMut<'a, T = f32> {
+    data: *mut T,
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    _borrowed: PhantomData<&'a mut [T]>,
+}
+
+impl<'a, T> MatMut<'a, T> {
+    /// Rows of `cols` elements, `row_stride` apart, from the start of `data`.
+    pub(super) fn new(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(fits(data.len(), rows, cols, row_stride), "matrix exceeds its slice");
+        Self { data: data.as_mut_ptr(), rows, cols, row_stride, _borrowed: PhantomData }
+    }
+
+    #[inline(always)]
+    pub(super) fn row(&mut self, row: usize) -> &mut [T] {
+        assert!(row < self.rows);
+        // SAFETY: the view's rows are in bounds and, while it lives, nobody else's.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.row_stride), self.cols) }
+    }
+
+    /// The matrix must have the shape of `lhs * rhs`.
+    pub(super) fn expect_product<U>(&self, lhs: &Mat<'_, U>, rhs: &Mat<'_, U>) {
+        assert_eq!((self.rows, self.cols, lhs.cols), (lhs.rows, rhs.cols, rhs.rows));
+    }
+}
+
+impl<T: Float> MatMut<'_, T> {
+    /// Overwrites the matrix with values, rounded, whose rows lie one behind the other.
+    pub(super) fn round_from(&mut self, values: &[f32]) {
+        for (index, values) in values.chunks(self.cols).take(self.rows).enumerate() {
+            T::round(values, self.row(index));
+        }
+    }
+}
+
+impl MatMut<'_> {
+    pub(super) fn fill(&mut self, value: f32) {
+        for row in 0..self.rows {
+            self.row(row).fill(value);
+        }
+    }
+}
+
+fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
+    cols <= row_stride && (rows == 0 || (rows - 1) * row_stride + cols <= len)
+}
+
+/// Whether a product replaces its destination or adds to it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::attention) enum Store {
+    Overwrite,
+    Add,
+}
+
+/// `dst (+)= factor * lhs * rhs` on the calling thread.
+pub(super) fn multiply_f32(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
+    let product = product_of(&dst, store, factor, lhs, rhs);
+    // SAFETY: as `product_of` says.
+    unsafe { multiply(product) }
+}
+
+/// As [`multiply_f32`], of operands with two terms of bf16 in each element.
+pub(super) fn multiply_words(
+    dst: MatMut<'_>,
+    store: Store,
+    factor: f32,
+    lhs: Mat<'_, u32>,
+    rhs: Mat<'_, u32>,
+) {
+    let product = product_of(&dst, store, factor, lhs, rhs);
+    // SAFETY: as `product_of` says.
+    unsafe { multiply_pairs(product) }
+}
+
+/// What may be multiplied as long as the views live: they are in bounds of live slices (checked where they are made), the
+/// shapes agree, and `dst` is the only way to its elements.
+fn product_of<T>(
+    dst: &MatMut<'_>,
+    store: Store,
+    factor: f32,
+    lhs: Mat<'_, T>,
+    rhs: Mat<'_, T>,
+) -> Product<T> {
+    dst.expect_product(&lhs, &rhs);
+    assert_eq!(rhs.col_stride, 1, "rows of the right operand are read as vectors");
+    Product {
+        rows: dst.rows,
+        cols: dst.cols,
+        terms: lhs.cols,
+        dst: dst.data,
+        dst_stride: dst.row_stride,
+        lhs: lhs.data.as_ptr(),
+        lhs_strides: [lhs.row_stride, lhs.col_stride],
+        rhs: rhs.data.as_ptr(),
+        rhs_stride: rhs.row_stride,
+        factor,
+        add: store == Store::Add,
+    }
+}
+
+/// A tensor `[batch, tokens, heads, head_dim]` to read.
+#[derive(Clone, Copy)]
+pub(in crate::attention) struct Heads<'a, T = f32> {
+    data: &'a [T],
+    tokens: usize,
+    heads: usize,
+    head_dim: usize,
+}
+
+impl<'a, T: Copy> Heads<'a, T> {
+    pub(in crate::attention) fn new(data: &'a [T], tokens: usize, heads: usize, head_dim: usize) -> Self {
+        Self { data, tokens, heads, head_dim }
+    }
+
+    pub(super) fn num_tokens(&self) -> usize {
+        self.tokens
+    }
+
+    pub(super) fn num_heads(&self) -> usize {
+        self.heads
+    }
+
+    pub(super) fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// A copy without gaps of [`Self::head`], in `into`.
+    ///
+    /// Rows of a head are a power of two apart as a rule, so they share few cache sets: a tile that reads them again and
+    /// again copies them together once.
+    pub(super) fn gather<'b>(
+        &self,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        into: &'b mut [T],
+    ) -> Mat<'b, T> {
+        let Mat { data, rows, cols, row_stride, .. } = self.head(at, tokens);
+        copy_rows(data, row_stride, into, cols, [rows, cols]);
+        Mat::new(into, rows, cols, cols)
+    }
+
+    /// One head of a batch row from its first element on, rows of `head_dim` [`Self::row_stride`] apart.
+    pub(super) fn head_slice(&self, (row, head): (usize, usize)) -> &'a [T] {
+        &self.data[(row * self.tokens * self.heads + head) * self.head_dim..]
+    }
+
+    /// Distance between two tokens of a head.
+    pub(super) fn row_stride(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Some tokens of one head, `[tokens, head_dim]`.
+    pub(super) fn head(&self, (row, head): (usize, usize), tokens: &Range<usize>) -> Mat<'a, T> {
+        assert!(head < self.heads && tokens.end <= self.tokens);
+        let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
+        Mat::new(&self.data[start..], tokens.len(), self.head_dim, self.row_stride())
+    }
+}
+
+impl<'a, T: Float> Heads<'a, T> {
+    /// As [`Self::gather`], in f32.
+    pub(super) fn gather_f32<'b>(
+        &self,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        into: &'b mut [f32],
+    ) -> Mat<'b> {
+        let Mat { data, rows, cols, row_stride, .. } = self.head(at, tokens);
+        T::widen_rows(data, row_stride, into, cols, [rows, cols]);
+        Mat::new(into, rows, cols, cols)
+    }
+
+    /// As [`Self::gather_f32`], transposed: `[head_dim, tokens]` with rows `stride` apart, a multiple of
+    /// [`TILE`](crate::gemm::tile::TILE).
+    pub(super) fn gather_transposed<'b>(
+        &self,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        stride: usize,
+        into: &'b mut [f32],
+    ) -> Mat<'b> {
+        let Mat { data, rows, row_stride, .. } = self.head(at, tokens);
+        transpose_rows(data, (rows, row_stride), self.head_dim, into, stride);
+        Mat::new(into, self.head_dim, tokens.len(), stride)
+    }
+
+    /// The same, if the elements are f32.
+    pub(super) fn as_f32(&self) -> Option<Heads<'a>> {
+        let Self { data, tokens, heads, head_dim } = *self;
+        T::as_f32(data).map(|data| Heads { data, tokens, heads, head_dim })
+    }
+}
+
+/// A tensor `[batch, tokens, heads, head_dim]` of which each thread writes its own heads and tokens.
+pub(super) struct HeadsMut<'a, T = f32> {
+    data: *mut T,
+    len: usize,
+    tokens: usize,
+    heads: usize,
+    head_dim: usize,
+    _borrowed: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: elements are reached through `head` only, whose callers promise not to overlap.
+unsafe impl<T: Send> Sync for HeadsMut<'_, T> {}
+
+impl<'a, T> HeadsMut<'a, T> {
+    pub(super) fn new(data: &'a mut [T], tokens: usize, heads: usize, head_dim: usize) -> Self {
+        Self { data: data.as_mut_ptr(), len: data.len(), tokens, heads, head_dim, _borrowed: PhantomData }
+    }
+
+    /// Some tokens of one head, `[tokens, head_dim]`.
+    ///
+    /// # Safety
+    /// While the view lives, no other view of the same row and head may share a token with it.
+    pub(super) unsafe fn head(&self, (row, head): (usize, usize), tokens: &Range<usize>) -> MatMut<'_, T> {
+        assert!(head < self.heads && tokens.end <= self.tokens);
+        let row_stride = self.heads * self.head_dim;
+        let start = ((row * self.tokens + tokens.start) * self.heads + head) * self.head_dim;
+        assert!(start <= self.len && fits(self.len - start, tokens.len(), self.head_dim, row_stride));
+        // SAFETY: in bounds, as just checked.
+        let data = unsafe { self.data.add(start) };
+        MatMut { data, rows: tokens.len(), cols: self.head_dim, row_stride, _borrowed: PhantomData }
+    }
+}

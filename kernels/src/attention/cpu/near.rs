@@ -1,0 +1,122 @@
+//! The blocks of queries and keys that a backward task copies together.
+
+use super::backward::Upstream;
+use super::matrix::{Mat, MatMut};
+use super::tiles::{KEY_BLOCK, Span, within};
+use super::{Operand, Problem};
+use crate::attention::blocks::blocks;
+use std::ops::Range;
+
+/// `q` and `dout` of a block of one query head, copied for products over `head_dim`.
+pub(super) struct QueryBlock<'a, T: Operand> {
+    pub(super) queries: Range<usize>,
+    q: Mat<'a, T::Tile>,
+    dout: Mat<'a, T::Tile>,
+}
+
+/// The same, copied for products over the queries.
+pub(super) struct QueryTerms<'a, T: Operand> {
+    q: Mat<'a, T::Tile>,
+    dout: Mat<'a, T::Tile>,
+}
+
+impl<'a, T: Operand> QueryBlock<'a, T> {
+    pub(super) fn gather(
+        problem: &Problem<'_, T>,
+        upstream: &Upstream<'_, T>,
+        at: (usize, usize),
+        queries: Range<usize>,
+        [of_q, of_dout]: [&'a mut [f32]; 2],
+    ) -> Self {
+        let q = T::gather(&problem.q, at, &queries, of_q);
+        let dout = T::gather(&upstream.dout, at, &queries, of_dout);
+        Self { queries, q, dout }
+    }
+
+    pub(super) fn gather_both(
+        problem: &Problem<'_, T>,
+        upstream: &Upstream<'_, T>,
+        at: (usize, usize),
+        queries: Range<usize>,
+        [of_q, of_dout]: [&'a mut [f32]; 2],
+    ) -> (Self, QueryTerms<'a, T>) {
+        let [q, q_terms] = T::gather_both(&problem.q, at, &queries, of_q);
+        let [dout, dout_terms] = T::gather_both(&upstream.dout, at, &queries, of_dout);
+        (Self { queries, q, dout }, QueryTerms { q: q_terms, dout: dout_terms })
+    }
+
+    /// The rectangle's rows of `q` and `dout`.
+    pub(super) fn of(&self, span: &Span) -> [Mat<'a, T::Tile>; 2] {
+        [self.q, self.dout].map(|matrix| matrix.rows(within(&span.queries, &self.queries)))
+    }
+}
+
+impl<'a, T: Operand> QueryTerms<'a, T> {
+    /// The rectangle's queries, of the block of those.
+    pub(super) fn of(&self, span: &Span, block: &QueryBlock<'_, T>) -> [Mat<'a, T::Tile>; 2] {
+        let terms = T::terms(within(&span.queries, &block.queries));
+        [self.q, self.dout].map(|matrix| matrix.rows(terms.clone()))
+    }
+}
+
+/// A block of one KV head: as terms of products over the keys, and transposed for those over `head_dim`.
+pub(super) struct KeyBlock<'a, T: Operand> {
+    pub(super) keys: Range<usize>,
+    k: Mat<'a, T::Tile>,
+    k_t: Mat<'a, T::Tile>,
+    v_t: Mat<'a, T::Tile>,
+}
+
+impl<'a, T: Operand> KeyBlock<'a, T> {
+    pub(super) fn gather(
+        problem: &Problem<'_, T>,
+        at: (usize, usize),
+        keys: Range<usize>,
+        [of_k, of_k_t, of_v_t]: [&'a mut [f32]; 3],
+    ) -> Self {
+        let Problem { k, v, .. } = problem;
+        let k_t = T::gather_transposed(k, at, &keys, of_k_t);
+        let v_t = T::gather_transposed(v, at, &keys, of_v_t);
+        Self { k: T::gather_terms(k, at, &keys, of_k), k_t, v_t, keys }
+    }
+
+    /// The rectangle's keys, for products over them.
+    pub(super) fn terms_of(&self, span: &Span) -> Mat<'a, T::Tile> {
+        self.k.rows(T::terms(within(&span.keys, &self.keys)))
+    }
+
+    /// The rectangle's columns of the transposed `k` and `v`.
+    pub(super) fn transposed_of(&self, span: &Span) -> [Mat<'a, T::Tile>; 2] {
+        [self.k_t, self.v_t].map(|matrix| matrix.columns(within(&span.keys, &self.keys)))
+    }
+
+    /// The rows of the block's gradient that belong to the rectangle's keys.
+    pub(super) fn rows_of<'g>(&self, span: &Span, gradient: &'g mut [f32]) -> MatMut<'g> {
+        let head_dim = self.k.num_cols();
+        let rows = &mut gradient[within(&span.keys, &self.keys).start * head_dim..];
+        MatMut::new(rows, span.keys.len(), head_dim, head_dim)
+    }
+}
+
+/// A block of keys, and where its gradients `dk` and `dv` are summed.
+pub(super) type WithGradients<'a, T> = (KeyBlock<'a, T>, [&'a mut [f32]; 2]);
+
+/// Each block of `keys`, with its part of the gradients.
+pub(super) fn gather_blocks<'a, T: Operand>(
+    problem: &Problem<'_, T>,
+    at: (usize, usize),
+    keys: &Range<usize>,
+    [of_k, of_k_t, of_v_t]: [&'a mut [f32]; 3],
+    [dk, dv]: [&'a mut [f32]; 2],
+) -> Vec<WithGradients<'a, T>> {
+    let head_dim = problem.dims.head_dim;
+    let [dk, dv] = [dk, dv].map(|buffer| buffer.chunks_mut(KEY_BLOCK * head_dim));
+    let [of_k_t, of_v_t] = [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(T::room_for_columns(head_dim)));
+    let of_k = of_k.chunks_mut(T::room_for_terms(KEY_BLOCK, head_dim));
+    let buffers = of_k.zip(of_k_t).zip(of_v_t).zip(dk.zip(dv));
+    let blocks = blocks(keys.clone(), keys.end, KEY_BLOCK).zip(buffers);
+    let gather = |(keys, (((of_k, of_k_t), of_v_t), (dk, dv)))| {
+        (KeyBlock::gather(problem, at, keys, [of_k, of_k_t, of_v_t]), [dk, dv])
+    };
+    blocks.map(gather).collect()
+}

@@ -1,0 +1,298 @@
+//! What the products are computed in: f32, or bf16 with f32 sums where the processor multiplies bf16 faster.
+//!
+//! Scores, probabilities and their gradients are f32 tiles either way. As operands of a product with bf16 they are
+//! rounded to bf16, as FlashAttention does (Dao 2023, `P` and `dS` are converted before the second product).
+
+use super::matrix::{Heads, Mat, MatMut, Store, multiply_f32};
+use super::softmax::ROW_STRIDE;
+use crate::cast::Float;
+use crate::gemm::bf16::{Block, Kernel, multiply_on_caller, packed_bytes};
+use crate::gemm::lines::Lines;
+use crate::simd::simd_kernel;
+use half::bf16;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// How the products of attention are computed.
+///
+/// A product's left operand is read element by element, its right one row by row. An element of an operand may hold
+/// several terms, so the same numbers can need another copy as the left than as the right operand, or where the terms
+/// are tokens than where they are of `head_dim`. Where one copy will do for all, the defaults are right.
+pub(in crate::attention) trait Operand: Sync + 'static {
+    /// Of the tensors.
+    type Element: Float;
+
+    /// Of the operands of products.
+    type Tile: Copy + Send + Sync;
+
+    /// What computes the products.
+    type Kernel: Copy + Send + Sync;
+
+    /// Most queries of a rectangle whose scores forward computes together.
+    const STRIP: usize;
+
+    /// And backward.
+    const BACKWARD_STRIP: usize;
+
+    /// Terms in an element. Rectangles begin at multiples of it: of keys as [`spans`](super::tiles::spans) cuts them, of
+    /// queries because what these are cut by are multiples.
+    const TERMS: usize = 1;
+
+    /// f32 elements of working memory for [`Self::gather`].
+    fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
+        tokens * head_dim
+    }
+
+    /// For [`Self::gather_terms`].
+    fn room_for_terms(tokens: usize, head_dim: usize) -> usize {
+        Self::room_for_rows(tokens, head_dim)
+    }
+
+    /// For [`Self::gather_both`].
+    fn room_for_both(tokens: usize, head_dim: usize) -> usize {
+        Self::room_for_rows(tokens, head_dim)
+    }
+
+    /// For [`Self::gather_transposed`] of a block of keys.
+    fn room_for_columns(head_dim: usize) -> usize {
+        ROW_STRIDE * head_dim
+    }
+
+    /// For [`Self::from_tile`] or [`Self::from_tile_transposed`] of a tile of so many rows.
+    fn room_for_tile(rows: usize) -> usize;
+
+    /// For [`Self::from_tile_both`].
+    fn room_for_both_tiles(rows: usize) -> usize {
+        Self::room_for_tile(rows)
+    }
+
+    /// Bytes that a thread keeps once it has multiplied tiles of `queries` by `keys`.
+    fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
+
+    /// Some tokens of one head, `[tokens, head_dim]`, copied to `memory`: the left operand of a product over `head_dim`.
+    fn gather<'b>(
+        heads: &Heads<'_, Self::Element>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self::Tile>;
+
+    /// The right operand of a product over the tokens: `[tokens / TERMS, head_dim]`.
+    fn gather_terms<'b>(
+        heads: &Heads<'_, Self::Element>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self::Tile> {
+        Self::gather(heads, at, tokens, memory)
+    }
+
+    /// [`gather`](Self::gather) and [`gather_terms`](Self::gather_terms).
+    fn gather_both<'b>(
+        heads: &Heads<'_, Self::Element>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> [Mat<'b, Self::Tile>; 2] {
+        [Self::gather(heads, at, tokens, memory); 2]
+    }
+
+    /// The right operand of a product over `head_dim`: `[head_dim / TERMS, tokens]`.
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, Self::Element>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, Self::Tile>;
+
+    /// Where these tokens are in what [`gather_terms`](Self::gather_terms) makes of a block that begins with token 0.
+    fn terms(tokens: Range<usize>) -> Range<usize> {
+        tokens.start / Self::TERMS..tokens.end.div_ceil(Self::TERMS)
+    }
+
+    /// A tile of f32 values as the left operand of a product over its columns, in `room` if they have to be converted:
+    /// `[rows, cols / TERMS]`.
+    ///
+    /// # Shapes
+    /// `tile` has rows of `cols` values [`ROW_STRIDE`] apart.
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self::Tile>;
+
+    /// The left operand of a product over its rows: `[cols, rows / TERMS]`.
+    fn from_tile_transposed<'a>(
+        tile: &'a [f32],
+        rows: usize,
+        cols: usize,
+        room: &'a mut [f32],
+    ) -> Mat<'a, Self::Tile> {
+        Self::from_tile(tile, rows, cols, room).t()
+    }
+
+    /// [`from_tile`](Self::from_tile) and [`from_tile_transposed`](Self::from_tile_transposed).
+    fn from_tile_both<'a>(
+        tile: &'a [f32],
+        rows: usize,
+        cols: usize,
+        room: &'a mut [f32],
+    ) -> [Mat<'a, Self::Tile>; 2] {
+        let tile = Self::from_tile(tile, rows, cols, room);
+        [tile, tile.t()]
+    }
+
+    /// `dst (+)= factor * lhs * rhs` on the calling thread.
+    fn multiply(
+        kernel: Self::Kernel,
+        dst: MatMut<'_>,
+        store: Store,
+        factor: f32,
+        lhs: Mat<'_, Self::Tile>,
+        rhs: Mat<'_, Self::Tile>,
+    );
+}
+
+/// Products in f32 of elements of any type.
+pub(in crate::attention) struct InF32<E>(PhantomData<E>);
+
+impl<E: Float> Operand for InF32<E> {
+    type Element = E;
+    type Tile = f32;
+    type Kernel = ();
+
+    /// Their scores of a block of keys stay in the first cache between the two products, and all heights of the
+    /// products' tiles divide it.
+    const STRIP: usize = 24;
+
+    /// A strip adds to the gradients of all its keys: fewer and longer ones do that less often.
+    const BACKWARD_STRIP: usize = 48;
+
+    fn room_for_tile(_: usize) -> usize {
+        0
+    }
+
+    fn packed_bytes(_: usize, _: usize, _: usize) -> usize {
+        0
+    }
+
+    fn gather<'b>(
+        heads: &Heads<'_, E>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b> {
+        heads.gather_f32(at, tokens, memory)
+    }
+
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, E>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b> {
+        heads.gather_transposed(at, tokens, ROW_STRIDE, memory)
+    }
+
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, _: &'a mut [f32]) -> Mat<'a> {
+        Mat::new(tile, rows, cols, ROW_STRIDE)
+    }
+
+    fn multiply((): (), dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
+        multiply_f32(dst, store, factor, lhs, rhs);
+    }
+}
+
+/// Products of bf16 with f32 sums, of packed operands: AMX's.
+pub(in crate::attention) struct InBf16;
+
+impl Operand for InBf16 {
+    type Element = bf16;
+    type Tile = bf16;
+    type Kernel = Kernel;
+
+    /// A product packs both its operands, which pays for large ones.
+    const STRIP: usize = 240;
+
+    const BACKWARD_STRIP: usize = 240;
+
+    fn room_for_tile(rows: usize) -> usize {
+        (rows * ROW_STRIDE).div_ceil(2)
+    }
+
+    fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize {
+        packed_bytes([queries, keys.max(head_dim), keys.max(head_dim)])
+    }
+
+    fn gather<'b>(
+        heads: &Heads<'_, bf16>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, bf16> {
+        heads.gather(at, tokens, room_as_bf16(memory))
+    }
+
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, bf16>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, bf16> {
+        Self::gather(heads, at, tokens, memory).t()
+    }
+
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, bf16> {
+        let rounded = room_as_bf16(room);
+        round_rows(tile, rows, cols, rounded);
+        Mat::new(rounded, rows, cols, ROW_STRIDE)
+    }
+
+    fn multiply(
+        kernel: Kernel,
+        mut dst: MatMut<'_>,
+        store: Store,
+        factor: f32,
+        lhs: Mat<'_, bf16>,
+        rhs: Mat<'_, bf16>,
+    ) {
+        dst.expect_product(&lhs, &rhs);
+        let (lhs, rhs) = (lines_of(lhs), lines_of(rhs.t()));
+        let add = store == Store::Add;
+        multiply_on_caller(kernel, &lhs, &rhs, |row, column, sums| {
+            store_scaled(&mut dst, (row, column), sums, factor, add);
+        });
+    }
+}
+
+/// Working memory for twice as many elements.
+fn room_as_bf16(memory: &mut [f32]) -> &mut [bf16] {
+    let elems = 2 * memory.len();
+    // SAFETY: the same bytes, borrowed for as long. bf16 has half the size and alignment of f32, and any bits are a
+    // value of either.
+    unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast(), elems) }
+}
+
+fn lines_of(matrix: Mat<'_, bf16>) -> Lines<'_, bf16> {
+    let (data, sizes, strides) = matrix.parts();
+    Lines::strided(data, sizes, strides).expect("a `Mat` lies within its slice and has a stride of 1")
+}
+
+simd_kernel! {
+    fn round_rows<S>(tile: &[f32], rows: usize, cols: usize, rounded: &mut [bf16]) {
+        let rounded = rounded.chunks_mut(ROW_STRIDE);
+        for (values, rounded) in tile.chunks(ROW_STRIDE).zip(rounded).take(rows) {
+            for (value, rounded) in values[..cols].iter().zip(&mut rounded[..cols]) {
+                *rounded = bf16::from_f32(*value);
+            }
+        }
+    }
+}
+
+simd_kernel! {
+    fn store_scaled<S>(dst: &mut MatMut<'_>, at: (usize, usize), sums: Block<'_>, factor: f32, add: bool) {
+        let ((first_row, column), Block { rows, width }) = (at, sums);
+        for (row, sums) in (first_row..).zip(rows) {
+            for (element, sum) in dst.row(row)[column..column + width].iter_mut().zip(sums) {
+                let old = if add { *element } else { 0.0 };
+                *element = S::mul_add(factor, *sum, old);
+            }
+        }
+    }
+}

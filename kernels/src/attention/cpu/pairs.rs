@@ -1,0 +1,201 @@
+//! Products of bf16 by instructions that multiply pairs of terms and add both to an f32 sum, read where they are.
+//!
+//! A word of an operand holds two terms. Where these are of `head_dim` they are neighbours in a row of the tensor,
+//! where they are tokens they come from two rows; so a tile is copied once for each kind of product, which is little
+//! beside packing it anew for every product.
+
+use super::matrix::{Heads, Mat, MatMut, Store, multiply_words};
+use super::operand::Operand;
+use super::softmax::ROW_STRIDE;
+use crate::gemm::tile::{TILE, pairs_of, transpose, word_of};
+use crate::gemm::unpacked::{round_neighbours, round_rows};
+use crate::simd::simd_kernel;
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use std::ops::Range;
+
+/// Products of pairs of bf16, with f32 sums.
+pub(in crate::attention) struct InPairs;
+
+impl Operand for InPairs {
+    type Element = bf16;
+    type Tile = u32;
+    type Kernel = ();
+
+    /// As in f32, whose instructions read and write in the same way.
+    const STRIP: usize = 24;
+
+    const BACKWARD_STRIP: usize = 48;
+
+    const TERMS: usize = 2;
+
+    fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
+        tokens * pairs(head_dim)
+    }
+
+    fn room_for_terms(tokens: usize, head_dim: usize) -> usize {
+        pairs(tokens) * head_dim
+    }
+
+    fn room_for_both(tokens: usize, head_dim: usize) -> usize {
+        Self::room_for_rows(tokens, head_dim) + Self::room_for_terms(tokens, head_dim)
+    }
+
+    fn room_for_columns(head_dim: usize) -> usize {
+        ROW_STRIDE * pairs(head_dim)
+    }
+
+    fn room_for_tile(rows: usize) -> usize {
+        pairs(rows) * ROW_STRIDE
+    }
+
+    fn room_for_both_tiles(rows: usize) -> usize {
+        2 * Self::room_for_tile(rows)
+    }
+
+    fn packed_bytes(_: usize, _: usize, _: usize) -> usize {
+        0
+    }
+
+    fn gather<'b>(
+        heads: &Heads<'_, bf16>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, u32> {
+        let (bits, [rows, cols], [stride, _]) = heads.head(at, tokens).parts();
+        let words = words_in(memory);
+        pairs_of_rows(bits.reinterpret_cast(), stride, (rows, cols), words);
+        Mat::new(words, rows, pairs(cols), pairs(cols))
+    }
+
+    fn gather_terms<'b>(
+        heads: &Heads<'_, bf16>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, u32> {
+        let (bits, [rows, cols], [stride, _]) = heads.head(at, tokens).parts();
+        let words = words_in(memory);
+        rows_of_pairs(bits.reinterpret_cast(), stride, (rows, cols), words);
+        Mat::new(words, pairs(rows), cols, cols)
+    }
+
+    fn gather_both<'b>(
+        heads: &Heads<'_, bf16>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> [Mat<'b, u32>; 2] {
+        let of_rows = Self::room_for_rows(tokens.len(), heads.head_dim());
+        let (memory, of_terms) = memory.split_at_mut(of_rows);
+        [Self::gather(heads, at, tokens, memory), Self::gather_terms(heads, at, tokens, of_terms)]
+    }
+
+    fn gather_transposed<'b>(
+        heads: &Heads<'_, bf16>,
+        at: (usize, usize),
+        tokens: &Range<usize>,
+        memory: &'b mut [f32],
+    ) -> Mat<'b, u32> {
+        let (bits, [rows, cols], [stride, _]) = heads.head(at, tokens).parts();
+        let words = words_in(memory);
+        columns_of_pairs(bits.reinterpret_cast(), stride, (rows, cols), words);
+        Mat::new(words, pairs(cols), rows, ROW_STRIDE)
+    }
+
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, u32> {
+        let words = words_in(room);
+        round_neighbours((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE / 2));
+        Mat::new(words, rows, pairs(cols), ROW_STRIDE / 2)
+    }
+
+    fn from_tile_transposed<'a>(
+        tile: &'a [f32],
+        rows: usize,
+        cols: usize,
+        room: &'a mut [f32],
+    ) -> Mat<'a, u32> {
+        let words = words_in(room);
+        round_rows((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE));
+        Mat::new(words, pairs(rows), cols, ROW_STRIDE).t()
+    }
+
+    fn from_tile_both<'a>(
+        tile: &'a [f32],
+        rows: usize,
+        cols: usize,
+        room: &'a mut [f32],
+    ) -> [Mat<'a, u32>; 2] {
+        let (room, transposed) = room.split_at_mut(Self::room_for_tile(rows));
+        [Self::from_tile(tile, rows, cols, room), Self::from_tile_transposed(tile, rows, cols, transposed)]
+    }
+
+    fn multiply((): (), dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_, u32>, rhs: Mat<'_, u32>) {
+        multiply_words(dst, store, factor, lhs, rhs);
+    }
+}
+
+/// Words that hold so many terms.
+fn pairs(terms: usize) -> usize {
+    terms.div_ceil(2)
+}
+
+fn words_in(memory: &mut [f32]) -> &mut [u32] {
+    bytemuck::cast_slice_mut(memory)
+}
+
+simd_kernel! {
+    /// Neighbours in a row become a word.
+    fn pairs_of_rows<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
+        let (rows, cols) = sizes;
+        for (row, words) in words.chunks_exact_mut(cols.div_ceil(2)).take(rows).enumerate() {
+            let row = &bits[row * stride..][..cols];
+            for (words, bits) in words.chunks_mut(TILE).zip(row.chunks(2 * TILE)) {
+                let pairs = pairs_of(bits);
+                match words.first_chunk_mut::<TILE>() {
+                    Some(whole) => *whole = pairs,
+                    None => words.copy_from_slice(&pairs[..words.len()]),
+                }
+            }
+        }
+    }
+}
+
+simd_kernel! {
+    /// An element and the one below it become a word; below the last row are zeros.
+    fn rows_of_pairs<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
+        let (rows, cols) = sizes;
+        for (row, words) in (0..rows).step_by(2).zip(words.chunks_exact_mut(cols)) {
+            let above = &bits[row * stride..][..cols];
+            if row + 1 < rows {
+                let below = &bits[(row + 1) * stride..][..cols];
+                for ((word, above), below) in words.iter_mut().zip(above).zip(below) {
+                    *word = word_of(*above, *below);
+                }
+            } else {
+                for (word, above) in words.iter_mut().zip(above) {
+                    *word = word_of(*above, 0);
+                }
+            }
+        }
+    }
+}
+
+simd_kernel! {
+    /// As [`pairs_of_rows`], written as columns of words [`ROW_STRIDE`] apart.
+    fn columns_of_pairs<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
+        let (rows, cols) = sizes;
+        for first_row in (0..rows).step_by(TILE) {
+            for first_col in (0..cols).step_by(2 * TILE) {
+                let mut tile = [[0; TILE]; TILE];
+                for (row, pairs) in (first_row..rows).zip(&mut tile) {
+                    *pairs = pairs_of(&bits[row * stride + first_col..][..(2 * TILE).min(cols - first_col)]);
+                }
+                for (pair, tokens) in (first_col / 2..cols.div_ceil(2)).zip(&transpose(tile)) {
+                    words[pair * ROW_STRIDE + first_row..][..TILE].copy_from_slice(tokens);
+                }
+            }
+        }
+    }
+}

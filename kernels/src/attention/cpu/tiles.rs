@@ -1,0 +1,169 @@
+//! Cutting the visible (query, key) pairs into rectangles.
+
+use crate::attention::{
+    VisibleRanges,
+    blocks::{blocks, intersect},
+};
+use std::ops::Range;
+
+/// Queries per tile. A multiple of what every kind of [`Operand`](super::Operand) takes at a
+/// time.
+pub(super) const QUERY_BLOCK: usize = 480;
+/// Keys per tile.
+pub(super) const KEY_BLOCK: usize = 256;
+/// Most elements of a head that a task copies together, if that is more than a tile's: whatever it fetches from farther
+/// away to go with them, it fetches once for all of them, as long as they stay in the second cache.
+const NEAR_ELEMENTS: usize = 1 << 17;
+/// Queries per rectangle where a tile is only partly visible.
+const PANEL: usize = 48;
+/// A tile's fully visible keys become a rectangle of their own from this many on.
+const MIN_DENSE_KEYS: usize = 64;
+
+/// Whether the blocks of keys, and the queries of every rectangle within their block, begin at a multiple of `terms`.
+pub(super) const fn begin_at_multiples(terms: usize) -> bool {
+    KEY_BLOCK.is_multiple_of(terms) && QUERY_BLOCK.is_multiple_of(terms) && PANEL.is_multiple_of(terms)
+}
+
+/// Tokens of as many tiles of `tile` tokens as a task keeps near.
+pub(super) fn near_tokens(tile: usize, head_dim: usize) -> usize {
+    tile * (NEAR_ELEMENTS / (tile * head_dim.max(1))).max(1)
+}
+
+/// A rectangle of (query, key) pairs, computed as a whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) queries: Range<usize>,
+    pub(super) keys: Range<usize>,
+}
+
+/// The rectangles cut into strips of at most `rows` queries.
+pub(super) fn strips(spans: impl Iterator<Item = Span>, rows: usize) -> impl Iterator<Item = Span> {
+    spans.flat_map(move |Span { queries, keys }| {
+        let end = queries.end;
+        queries
+            .step_by(rows)
+            .map(move |start| Span { queries: start..end.min(start + rows), keys: keys.clone() })
+    })
+}
+
+/// `part`, counted from the start of `whole`.
+pub(super) fn within(part: &Range<usize>, whole: &Range<usize>) -> Range<usize> {
+    part.start - whole.start..part.end - whole.start
+}
+
+/// Rectangles that cover what `queries` see of `keys`, each pair once.
+///
+/// The keys that all of the queries see make one rectangle. What is left on either side (the diagonal, the
+/// edges of documents and of the window) is cut into panels of few queries, each with the keys it needs.
+/// All begin at a multiple of `group` keys, as `keys` must, and end at one or with `keys`.
+pub(super) fn spans(
+    visible: &VisibleRanges,
+    queries: Range<usize>,
+    keys: Range<usize>,
+    group: usize,
+) -> impl Iterator<Item = Span> {
+    let seen = intersect(&visible.hull(&queries), &keys);
+    let hull = whole_groups(&seen, &keys, group);
+    let common = intersect(&visible.common(&queries), &seen);
+    let start = if common.start == seen.start { hull.start } else { common.start.next_multiple_of(group) };
+    let end = if common.end == seen.end { hull.end } else { common.end / group * group };
+    let mut dense = start..end.max(start);
+    if dense.len() < MIN_DENSE_KEYS && common != seen {
+        dense = hull.start..hull.start;
+    }
+    let sides = [hull.start..dense.start, dense.end..hull.end];
+    let panels = blocks(queries.clone(), queries.end, PANEL).flat_map(move |panel| {
+        let seen = visible.hull(&panel);
+        sides.clone().map(|side| Span {
+            keys: whole_groups(&intersect(&seen, &side), &side, group),
+            queries: panel.clone(),
+        })
+    });
+    std::iter::once(Span { queries, keys: dense }).chain(panels).filter(|span| !span.keys.is_empty())
+}
+
+/// The groups of `whole` that `part` touches.
+fn whole_groups(part: &Range<usize>, whole: &Range<usize>, group: usize) -> Range<usize> {
+    if part.is_empty() {
+        return part.clone();
+    }
+    part.start / group * group..part.end.next_multiple_of(group).min(whole.end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::{AttentionError, Geometry, reference};
+
+    fn packed(length: u32, boundaries: Vec<u32>, window: Option<usize>) -> Result<Geometry, AttentionError> {
+        let positions: Vec<u32> = (0..length).collect();
+        Geometry::new(positions.clone(), positions, vec![boundaries], vec![0], window)
+    }
+
+    fn all_spans(geometry: &Geometry, group: usize) -> Vec<Span> {
+        let visible = geometry.visible(0);
+        let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+        blocks(0..num_queries, num_queries, QUERY_BLOCK)
+            .flat_map(|queries| {
+                blocks(visible.hull(&queries), num_keys, KEY_BLOCK)
+                    .flat_map(move |keys| spans(visible, queries.clone(), keys, group))
+            })
+            .collect()
+    }
+
+    fn area(spans: &[Span]) -> usize {
+        spans.iter().map(|span| span.queries.len() * span.keys.len()).sum()
+    }
+
+    #[test]
+    fn every_visible_pair_lies_in_exactly_one_span() -> Result<(), AttentionError> {
+        let even: Vec<u32> = (0..700).map(|index| 2 * index).collect();
+        let late: Vec<u32> = (300..1400).collect();
+        let thirds: Vec<u32> = (0..333).map(|index| 3 * index).collect();
+        let geometries = [
+            packed(700, vec![0, 700], None)?,
+            packed(700, vec![0, 1, 90, 91, 400, 700], None)?,
+            packed(700, vec![0, 500, 700], Some(33))?,
+            packed(900, vec![0, 900], Some(300))?,
+            Geometry::new(even.clone(), late.clone(), vec![vec![0, 800, 1400]], vec![0], None)?,
+            Geometry::new(late, even, vec![vec![0, 350, 1400]], vec![0], Some(500))?,
+            packed(601, vec![0, 37, 90, 91, 601], Some(301))?,
+            Geometry::new(thirds.clone(), thirds, vec![vec![0, 400, 1000]], vec![0], None)?,
+        ];
+        let cases = geometries.iter().enumerate().flat_map(|case| [(case, 1), (case, 2)]);
+        for ((case, geometry), group) in cases {
+            let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+            let mut covered = vec![0u8; num_queries * num_keys];
+            for span in all_spans(geometry, group) {
+                let end = span.keys.end;
+                assert!(span.keys.start.is_multiple_of(group), "case {case}: {span:?}");
+                assert!(end.is_multiple_of(group) || end == num_keys, "case {case}: {span:?}");
+                for query in span.queries {
+                    for key in span.keys.clone() {
+                        covered[query * num_keys + key] += 1;
+                    }
+                }
+            }
+            for (pair, count) in covered.into_iter().enumerate() {
+                let (query, key) = (pair / num_keys, pair % num_keys);
+                let visible = reference::is_visible(geometry, 0, query, key);
+                assert!(
+                    count <= 1 && (count == 1 || !visible),
+                    "case {case}, groups of {group}: ({query}, {key}) {count} times"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn the_diagonal_wastes_little_and_documents_cost_their_own_squares() -> Result<(), AttentionError> {
+        let whole = all_spans(&packed(4096, vec![0, 4096], None)?, 1);
+        let visible = 4096 * 4097 / 2;
+        assert!(area(&whole) * 50 < visible * 51, "{} for {visible} visible pairs", area(&whole));
+        let boundaries: Vec<u32> = (0..=16).map(|document| document * 256).collect();
+        let documents = all_spans(&packed(4096, boundaries, None)?, 1);
+        assert!(area(&documents) * 12 < area(&whole), "{} of {}", area(&documents), area(&whole));
+        Ok(())
+    }
+}

@@ -1,0 +1,214 @@
+//! Backward: recomputes the probabilities from the log-denominators, tile by tile.
+//!
+//! `p = exp(scale q k^T - lse)`, `ds = p * (dout v^T - delta)`, then `dv += p^T dout`, `dk += scale ds^T q` and
+//! `dq += scale ds k`. `dk` and `dv` are summed in f32 over all queries, and over the query heads that share a KV
+//! head by the same products; `dq` is summed in f32 over the keys for which these sums have room, and over more than
+//! that in the tensor itself.
+
+use super::{
+    Problem, Tiling,
+    pass::{Pass, QueryBlock, Room, align, scratch, sizes},
+    tiling::{HeadChunk, Tile},
+};
+use crate::attention::{Gradients, Upstream, blocks::blocks, dims::Dims};
+use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, MatrixAt, sources::ATTENTION};
+use candle_core::DType;
+use std::ops::Range;
+
+/// Writes the gradients.
+pub(in crate::attention) fn backward(
+    launcher: &Launcher,
+    problem: &Problem<'_>,
+    upstream: &Upstream<'_>,
+    gradients: &Gradients<'_>,
+    tiling: &Tiling,
+) -> Result<(), DeviceError> {
+    let Problem { q, k, v, dims, dtype, scale, geometry } = *problem;
+    let Upstream { dout, lse, delta } = *upstream;
+    let Gradients { dq, dk, dv } = *gradients;
+    let (ranges, heads) = (geometry.ranges_on(q.device())?, geometry.heads_by_kv_head_on(q.device())?);
+    let chunks = tiling.head_chunks(geometry.q_to_kv(), &dims, tiling.max_kv_heads(&dims));
+    let stride = tiling.score_stride(&dims);
+    let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), q.device())?;
+    let [packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums] = scratch.each_ref();
+    let outputs = [dq, dk, dv, packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums];
+    let inputs = [q, k, v, dout, lse, delta, &ranges, &heads];
+    launcher.open(outputs, inputs, |[dq, dk, dv, scratch @ ..], inputs| {
+        let [q, k, v, dout, lse, delta, ranges, heads] = inputs;
+        let [packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums] = scratch.map(align);
+        let in_place = dtype == DType::F32;
+        let pass = Backward {
+            pass: Pass::new(launcher, problem, stride, [ranges, heads])?,
+            tiling,
+            scale,
+            inputs: Inputs { q, k, v, dout, lse, delta },
+            outputs: [dq, dk, dv],
+            packed_q,
+            packed_dout,
+            scores,
+            dscores,
+            p: if in_place { scores } else { p },
+            ds: if in_place { dscores } else { ds },
+            dq_sums,
+            kv_sums,
+            zero: Kernel::new(&ATTENTION, "attention_zero"),
+            softmax: Kernel::of_dtype(&ATTENTION, "attention_softmax_backward", dtype)?,
+        };
+        for row in 0..dims.batch {
+            for chunk in &chunks {
+                for keys in tiling.sum_blocks(&dims, chunk) {
+                    pass.sum_block(row, chunk, &keys)?;
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The working memory of [`Backward`], in its order, for the largest of the chunks.
+pub(super) fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 8] {
+    let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads()).max();
+    let keys = chunks.iter().map(|chunk| {
+        let first = tiling.sum_blocks(dims, chunk).next();
+        first.map_or(0, |keys| keys.len() * chunk.num_kv_heads)
+    });
+    let packed = rows.unwrap_or(0) * dims.head_dim;
+    let tile = rows.unwrap_or(0) * tiling.score_stride(dims);
+    // f32 probabilities and gradients of scores take the place of what they are made of.
+    let rounded = if dtype == DType::F32 { 0 } else { tile };
+    let sums = 2 * keys.max().unwrap_or(0) * dims.head_dim;
+    [
+        (packed, dtype),
+        (packed, dtype),
+        (tile, DType::F32),
+        (tile, DType::F32),
+        (rounded, dtype),
+        (rounded, dtype),
+        (packed, DType::F32),
+        (sums, DType::F32),
+    ]
+}
+
+struct Inputs {
+    q: Address,
+    k: Address,
+    v: Address,
+    dout: Address,
+    lse: Address,
+    delta: Address,
+}
+
+struct Backward<'a> {
+    pass: Pass<'a>,
+    tiling: &'a Tiling,
+    scale: f32,
+    inputs: Inputs,
+    /// `dq`, `dk`, `dv`.
+    outputs: [Address; 3],
+    packed_q: Address,
+    packed_dout: Address,
+    scores: Address,
+    /// Gradients of the probabilities.
+    dscores: Address,
+    p: Address,
+    ds: Address,
+    /// A query block's `dq`.
+    dq_sums: Address,
+    /// A block of keys' `dk`, and behind it their `dv`.
+    kv_sums: Address,
+    zero: Kernel,
+    softmax: Kernel,
+}
+
+/// The keys whose gradients are being summed, `[kv head, key, d]`.
+struct KeySums<'a> {
+    keys: &'a Range<usize>,
+    dk: Address,
+    dv: Address,
+}
+
+impl Backward<'_> {
+    /// `dk` and `dv` of some keys of a chunk of heads, and their part of its `dq`.
+    fn sum_block(&self, row: usize, chunk: &HeadChunk, keys: &Range<usize>) -> Result<(), DeviceError> {
+        let Self { pass, .. } = self;
+        let [_, dk, dv] = self.outputs;
+        let num_queries = pass.dims.num_queries;
+        let len = chunk.num_kv_heads * keys.len() * pass.dims.head_dim;
+        let sums = KeySums { keys, dk: self.kv_sums, dv: self.kv_sums.offset(len) };
+        self.zero(self.kv_sums, 2 * len)?;
+        if chunk.group > 0 {
+            // The first keys' part overwrites `dq`, for all queries.
+            let seeing = pass.geometry.visible(row).queries_of(keys);
+            let queries = if keys.start == 0 { 0..num_queries } else { seeing };
+            for queries in blocks(queries, num_queries, self.tiling.query_block(&pass.dims, chunk)) {
+                self.query_block(&QueryBlock { row, chunk: *chunk, queries }, &sums)?;
+            }
+        }
+        pass.scatter_keys(dk, sums.dk, row, chunk, keys)?;
+        pass.scatter_keys(dv, sums.dv, row, chunk, keys)
+    }
+
+    fn query_block(&self, block: &QueryBlock, sums: &KeySums<'_>) -> Result<(), DeviceError> {
+        let Self { pass, .. } = self;
+        let [dq, ..] = self.outputs;
+        pass.gather(self.packed_q, self.inputs.q, block)?;
+        pass.gather(self.packed_dout, self.inputs.dout, block)?;
+        self.zero(self.dq_sums, block.num_rows() * pass.dims.head_dim)?;
+        for tile in self.tiling.tiles(pass.geometry.visible(block.row), block.queries.clone(), sums.keys) {
+            self.tile(block, &tile, sums)?;
+        }
+        pass.scatter_queries(dq, self.dq_sums, block, sums.keys.start > 0)
+    }
+
+    fn tile(&self, block: &QueryBlock, tile: &Tile, sums: &KeySums<'_>) -> Result<(), DeviceError> {
+        let Self { pass, scale, .. } = self;
+        let scores_of = |address| pass.scores(address, block, tile);
+        let (q, dout) = (pass.rows(self.packed_q, block, tile), pass.rows(self.packed_dout, block, tile));
+        let (k, v) = (pass.keys(self.inputs.k, block, tile), pass.keys(self.inputs.v, block, tile));
+        pass.multiply(block, *scale, [q, k.transposed()], 0.0, scores_of(self.scores))?;
+        pass.multiply(block, 1.0, [dout, v.transposed()], 0.0, scores_of(self.dscores))?;
+        self.softmax(block, tile)?;
+        let (p, ds) = (scores_of(self.p), scores_of(self.ds));
+        pass.multiply(block, 1.0, [p.transposed(), dout], 1.0, self.sums_of(sums.dv, sums, tile))?;
+        pass.multiply(block, *scale, [ds.transposed(), q], 1.0, self.sums_of(sums.dk, sums, tile))?;
+        pass.multiply(block, *scale, [ds, k], 1.0, pass.rows(self.dq_sums, block, tile))
+    }
+
+    /// The tile's keys among those that are summed.
+    fn sums_of(&self, address: Address, sums: &KeySums<'_>, tile: &Tile) -> MatrixAt {
+        let head_dim = self.pass.dims.head_dim;
+        let address = address.offset((tile.keys.start - sums.keys.start) * head_dim);
+        MatrixAt::row_major(address, tile.keys.len(), head_dim, head_dim).batched(sums.keys.len() * head_dim)
+    }
+
+    fn softmax(&self, block: &QueryBlock, tile: &Tile) -> Result<(), DeviceError> {
+        let Self { pass, inputs, .. } = self;
+        let addresses = [
+            self.p.into(),
+            self.ds.into(),
+            self.scores.into(),
+            self.dscores.into(),
+            pass.row_term_at(inputs.lse, block.row, tile.queries.start).into(),
+            pass.row_term_at(inputs.delta, block.row, tile.queries.start).into(),
+            pass.heads(&block.chunk).into(),
+            pass.ranges_of(block, tile).into(),
+        ];
+        let sizes = sizes([
+            block.rows_of(tile).len(),
+            block.chunk.group,
+            pass.dims.num_queries,
+            tile.keys.start,
+            tile.keys.len(),
+            pass.score_stride(),
+        ]);
+        let args = [&addresses[..], &sizes].concat();
+        // SAFETY: the tile's scores are within the scratch, its queries within `lse`, `delta` and the ranges.
+        unsafe { pass.launch_on_tile(&self.softmax, block, tile, &args) }
+    }
+
+    fn zero(&self, sums: Address, elements: usize) -> Result<(), DeviceError> {
+        let args = [sums.into(), (elements as u64).into()];
+        // SAFETY: the callers' sums are within the scratch.
+        unsafe { self.pass.launcher.launch(&self.zero, Grid::threads(elements.div_ceil(4)), &args) }
+    }
+}

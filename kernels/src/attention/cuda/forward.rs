@@ -1,0 +1,184 @@
+//! Forward: for each block of queries, tile after tile of keys, with a running softmax.
+
+use super::{
+    Problem, Tiling,
+    pass::{Pass, QueryBlock, Room, align, scratch, sizes},
+    tiling::{HeadChunk, Tile},
+};
+use crate::attention::{blocks::blocks, dims::Dims};
+use crate::device::{Address, DeviceError, Kernel, Launcher, sources::ATTENTION};
+use candle_core::{DType, Tensor};
+
+/// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
+pub(in crate::attention) fn forward(
+    launcher: &Launcher,
+    problem: &Problem<'_>,
+    [o, lse]: [&Tensor; 2],
+    tiling: &Tiling,
+) -> Result<(), DeviceError> {
+    let Problem { q, k, v, dims, dtype, scale, geometry } = *problem;
+    let device = q.device();
+    let (ranges, heads) = (geometry.ranges_on(device)?, geometry.heads_by_kv_head_on(device)?);
+    let chunks = tiling.head_chunks(geometry.q_to_kv(), &dims, dims.num_kv_heads);
+    let rows = max_rows(&dims, &chunks, tiling);
+    let stride = tiling.score_stride(&dims);
+    let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), device)?;
+    let [packed_q, scores, probabilities, acc, state] = scratch.each_ref();
+    let outputs = [o, lse, packed_q, scores, probabilities, acc, state];
+    launcher.open(outputs, [q, k, v, &ranges, &heads], |outputs, [q, k, v, ranges, heads]| {
+        let [o, lse, packed_q, scores, probabilities, acc, state] = outputs;
+        let scores = align(scores);
+        let pass = Forward {
+            pass: Pass::new(launcher, problem, stride, [ranges, heads])?,
+            scale,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            packed_q: align(packed_q),
+            scores,
+            probabilities: if dtype == DType::F32 { scores } else { align(probabilities) },
+            acc: align(acc),
+            maxima: state,
+            sums: state.offset(rows),
+            begin: Kernel::new(&ATTENTION, "attention_begin"),
+            softmax: Kernel::of_dtype(&ATTENTION, "attention_softmax", dtype)?,
+            finish: Kernel::of_dtype(&ATTENTION, "attention_finish", dtype)?,
+        };
+        for row in 0..dims.batch {
+            for &chunk in chunks.iter().filter(|chunk| chunk.group > 0) {
+                let size = tiling.query_block(&dims, &chunk);
+                for queries in blocks(0..dims.num_queries, dims.num_queries, size) {
+                    pass.query_block(&QueryBlock { row, chunk, queries }, tiling)?;
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Rows of the largest block of queries.
+fn max_rows(dims: &Dims, chunks: &[HeadChunk], tiling: &Tiling) -> usize {
+    let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads());
+    rows.max().unwrap_or(0)
+}
+
+/// Packed queries, scores, probabilities, their sums with the values, and the rows' largest scores and sums.
+pub(super) fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 5] {
+    let rows = max_rows(dims, chunks, tiling);
+    let (packed, tile) = (rows * dims.head_dim, rows * tiling.score_stride(dims));
+    // f32 probabilities take the place of the scores.
+    let probabilities = if dtype == DType::F32 { 0 } else { tile };
+    [
+        (packed, dtype),
+        (tile, DType::F32),
+        (probabilities, dtype),
+        (packed, DType::F32),
+        (2 * rows, DType::F32),
+    ]
+}
+
+struct Forward<'a> {
+    pass: Pass<'a>,
+    scale: f32,
+    q: Address,
+    k: Address,
+    v: Address,
+    o: Address,
+    lse: Address,
+    packed_q: Address,
+    scores: Address,
+    probabilities: Address,
+    /// A block's sums of `p v`, in f32 until all keys are added.
+    acc: Address,
+    /// Each packed row's largest score so far.
+    maxima: Address,
+    /// Each packed row's sum of `exp(score - maximum)` so far.
+    sums: Address,
+    begin: Kernel,
+    softmax: Kernel,
+    finish: Kernel,
+}
+
+impl Forward<'_> {
+    fn query_block(&self, block: &QueryBlock, tiling: &Tiling) -> Result<(), DeviceError> {
+        let Self { pass, .. } = self;
+        pass.gather(self.packed_q, self.q, block)?;
+        self.begin(block)?;
+        let visible = pass.geometry.visible(block.row);
+        for tile in tiling.tiles(visible, block.queries.clone(), &(0..pass.dims.num_keys)) {
+            self.tile(block, &tile)?;
+        }
+        self.finish(block)
+    }
+
+    /// acc = 0, sums = 0, maxima = -inf.
+    fn begin(&self, block: &QueryBlock) -> Result<(), DeviceError> {
+        let (rows, head_dim) = (block.num_rows() as u32, self.pass.dims.head_dim as u32);
+        let args = [self.acc.into(), self.maxima.into(), self.sums.into(), rows.into(), head_dim.into()];
+        // SAFETY: the block's rows are within all three.
+        unsafe { self.pass.launcher.launch(&self.begin, self.pass.elements_grid(block.num_rows()), &args) }
+    }
+
+    fn tile(&self, block: &QueryBlock, tile: &Tile) -> Result<(), DeviceError> {
+        let Self { pass, .. } = self;
+        let q = pass.rows(self.packed_q, block, tile);
+        let k = pass.keys(self.k, block, tile).transposed();
+        pass.multiply(block, self.scale, [q, k], 0.0, pass.scores(self.scores, block, tile))?;
+        self.softmax(block, tile)?;
+        let p = pass.scores(self.probabilities, block, tile);
+        let v = pass.keys(self.v, block, tile);
+        pass.multiply(block, 1.0, [p, v], 1.0, pass.rows(self.acc, block, tile))
+    }
+
+    fn softmax(&self, block: &QueryBlock, tile: &Tile) -> Result<(), DeviceError> {
+        let Self { pass, .. } = self;
+        let (rows, head_dim) = (block.rows_of(tile), pass.dims.head_dim);
+        let addresses = [
+            self.probabilities.into(),
+            self.maxima.offset(rows.start).into(),
+            self.sums.offset(rows.start).into(),
+            self.acc.offset(rows.start * head_dim).into(),
+            self.scores.into(),
+            pass.ranges_of(block, tile).into(),
+        ];
+        let sizes = sizes([
+            rows.len(),
+            block.rows_per_kv_head(),
+            block.chunk.group,
+            tile.keys.start,
+            tile.keys.len(),
+            pass.score_stride(),
+            head_dim,
+        ]);
+        let args = [&addresses[..], &sizes].concat();
+        // SAFETY: the tile's scores and rows are within the scratch, its queries within the ranges.
+        unsafe { pass.launch_on_tile(&self.softmax, block, tile, &args) }
+    }
+
+    /// o = acc / sums, lse = maxima + ln(sums).
+    fn finish(&self, block: &QueryBlock) -> Result<(), DeviceError> {
+        let Self { pass, .. } = self;
+        let dims = &pass.dims;
+        let addresses = [
+            pass.queries_at(self.o, block).into(),
+            pass.row_term_at(self.lse, block.row, block.queries.start).into(),
+            self.acc.into(),
+            self.maxima.into(),
+            self.sums.into(),
+            pass.heads(&block.chunk).into(),
+        ];
+        let sizes = sizes([
+            block.num_rows(),
+            block.queries.len(),
+            block.chunk.group,
+            dims.num_heads,
+            dims.num_queries,
+            dims.head_dim,
+        ]);
+        let args = [&addresses[..], &sizes].concat();
+        // SAFETY: the block's rows are within the scratch, its queries and heads within `o` and `lse`.
+        unsafe { pass.launcher.launch(&self.finish, pass.elements_grid(block.num_rows()), &args) }
+    }
+}

@@ -1,0 +1,66 @@
+//! Attention on a device: the products are its matrix library's, what stands between them `cuda/attention.cu`.
+
+mod backward;
+mod forward;
+mod pass;
+mod tiling;
+
+pub(super) use backward::backward;
+pub(super) use forward::forward;
+pub(super) use tiling::Tiling;
+
+use super::{Geometry, dims::Dims};
+use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION};
+use candle_core::{DType, Tensor};
+
+/// What both directions read; checked by the caller.
+pub(super) struct Problem<'a> {
+    pub(super) q: &'a Tensor,
+    pub(super) k: &'a Tensor,
+    pub(super) v: &'a Tensor,
+    pub(super) dims: Dims,
+    /// Of `q`, `k`, `v` and all that has their shapes.
+    pub(super) dtype: DType,
+    pub(super) scale: f32,
+    pub(super) geometry: &'a Geometry,
+}
+
+/// Bytes of working memory of a forward (or, with `is_backward`, a backward) pass.
+pub(super) fn scratch_bytes(dims: &Dims, q_to_kv: &[usize], dtype: DType, is_backward: bool) -> usize {
+    if is_backward {
+        let tiling = &Tiling::BACKWARD;
+        let chunks = tiling.head_chunks(q_to_kv, dims, tiling.max_kv_heads(dims));
+        pass::scratch_bytes(&backward::rooms(dims, dtype, &chunks, tiling))
+    } else {
+        let tiling = &Tiling::FORWARD;
+        let chunks = tiling.head_chunks(q_to_kv, dims, dims.num_kv_heads);
+        pass::scratch_bytes(&forward::rooms(dims, dtype, &chunks, tiling))
+    }
+}
+
+/// Writes `delta [b, hq, sq] = rowsum(o * dout)` for `o, dout [b, sq, hq, d]`.
+pub(super) fn delta(
+    launcher: &Launcher,
+    dtype: DType,
+    [o, dout, delta]: [&Tensor; 3],
+    [batch, tokens, heads, head_dim]: [usize; 4],
+) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&ATTENTION, "attention_delta", dtype)?;
+    let rows = batch * tokens * heads;
+    // Enough lanes to read a row in one go, 16 bytes each.
+    let width = (head_dim * dtype.size_in_bytes()).div_ceil(16).next_power_of_two().min(32);
+    launcher.open([delta], [o, dout], |[delta], [o, dout]| {
+        let args = [
+            delta.into(),
+            o.into(),
+            dout.into(),
+            (rows as u64).into(),
+            (tokens as u32).into(),
+            (heads as u32).into(),
+            (head_dim as u32).into(),
+            (width as u32).into(),
+        ];
+        // SAFETY: `o` and `dout` have `rows` rows of `head_dim` elements, `delta` one element for each.
+        unsafe { launcher.launch(&kernel, Grid::threads(rows * width), &args) }
+    })
+}

@@ -1,0 +1,245 @@
+//! What the tiles of both directions have in common: packed queries, and the matrices that products see.
+
+use super::{
+    Problem,
+    tiling::{HeadChunk, Tile},
+};
+use crate::attention::{Geometry, dims::Dims};
+use crate::device::{
+    Address, Arg, DeviceError, Grid, Kernel, Launcher, MatrixAt, Product, sources::ATTENTION,
+};
+use candle_core::{DType, Device, Tensor};
+use std::ops::Range;
+
+/// Warps of a block: rows of a tile that it works on.
+const WARPS: usize = Grid::THREADS as usize / 32;
+
+/// The queries of one batch row that a chunk of heads works on at a time, in packed form: rows
+/// `[kv head, query, member]` of `head_dim` elements.
+pub(super) struct QueryBlock {
+    pub(super) row: usize,
+    pub(super) chunk: HeadChunk,
+    pub(super) queries: Range<usize>,
+}
+
+impl QueryBlock {
+    pub(super) fn num_rows(&self) -> usize {
+        self.chunk.num_kv_heads * self.rows_per_kv_head()
+    }
+
+    pub(super) fn rows_per_kv_head(&self) -> usize {
+        self.queries.len() * self.chunk.group
+    }
+
+    /// The rows of a tile, counted within each KV head.
+    pub(super) fn rows_of(&self, tile: &Tile) -> Range<usize> {
+        let row = |query: usize| (query - self.queries.start) * self.chunk.group;
+        row(tile.queries.start)..row(tile.queries.end)
+    }
+}
+
+/// One call: its sizes, kernels and tables.
+///
+/// Invariant: the tables are those of the geometry, and the addresses that methods take are of tensors and scratch
+/// whose sizes follow from `dims` and the tiling.
+pub(super) struct Pass<'a> {
+    pub(super) launcher: &'a Launcher,
+    pub(super) dims: Dims,
+    pub(super) geometry: &'a Geometry,
+    dtype: DType,
+    /// Elements from one row of scores to the next.
+    score_stride: usize,
+    ranges: Address,
+    heads: Address,
+    gather: Kernel,
+    scatter: Kernel,
+}
+
+impl<'a> Pass<'a> {
+    pub(super) fn new(
+        launcher: &'a Launcher,
+        problem: &Problem<'a>,
+        score_stride: usize,
+        [ranges, heads]: [Address; 2],
+    ) -> Result<Self, DeviceError> {
+        Ok(Self {
+            launcher,
+            dims: problem.dims,
+            geometry: problem.geometry,
+            dtype: problem.dtype,
+            score_stride,
+            ranges,
+            heads,
+            gather: Kernel::of_dtype(&ATTENTION, "attention_gather", problem.dtype)?,
+            scatter: Kernel::of_dtype(&ATTENTION, "attention_scatter", problem.dtype)?,
+        })
+    }
+
+    /// The query heads of a chunk.
+    pub(super) fn heads(&self, chunk: &HeadChunk) -> Address {
+        self.heads.offset(chunk.first_head)
+    }
+
+    /// The block's first element of a tensor `[b, sq, hq, d]`.
+    pub(super) fn queries_at(&self, tensor: Address, block: &QueryBlock) -> Address {
+        let Dims { num_queries, num_heads, head_dim, .. } = self.dims;
+        tensor.offset((block.row * num_queries + block.queries.start) * num_heads * head_dim)
+    }
+
+    /// A query's element for the first head of a tensor `[b, hq, sq]`.
+    pub(super) fn row_term_at(&self, tensor: Address, row: usize, query: usize) -> Address {
+        tensor.offset(row * self.dims.num_heads * self.dims.num_queries + query)
+    }
+
+    /// Packs the block's queries of a tensor `[b, sq, hq, d]`.
+    pub(super) fn gather(&self, packed: Address, x: Address, block: &QueryBlock) -> Result<(), DeviceError> {
+        let placing =
+            self.placing(block.num_rows(), block.queries.len(), block.chunk.group, self.dims.num_heads);
+        let addresses = [packed.into(), self.queries_at(x, block).into(), self.heads(&block.chunk).into()];
+        let args = [&addresses[..], &placing].concat();
+        // SAFETY: the block's rows are within `packed`, its queries and heads within `x`.
+        unsafe { self.launcher.launch(&self.gather, self.elements_grid(block.num_rows()), &args) }
+    }
+
+    /// Writes the packed sums of the block's queries to a tensor `[b, sq, hq, d]`, or adds them to it.
+    pub(super) fn scatter_queries(
+        &self,
+        x: Address,
+        sums: Address,
+        block: &QueryBlock,
+        accumulate: bool,
+    ) -> Result<(), DeviceError> {
+        let placing =
+            self.placing(block.num_rows(), block.queries.len(), block.chunk.group, self.dims.num_heads);
+        let addresses = [self.queries_at(x, block).into(), sums.into(), self.heads(&block.chunk).into()];
+        let args = [&addresses[..], &placing, &[accumulate.into()]].concat();
+        // SAFETY: the block's rows are within `sums`, its queries and heads within `x`.
+        unsafe { self.launcher.launch(&self.scatter, self.elements_grid(block.num_rows()), &args) }
+    }
+
+    /// Writes sums `[kv head, key, d]` to a tensor `[b, skv, hkv, d]`.
+    pub(super) fn scatter_keys(
+        &self,
+        x: Address,
+        sums: Address,
+        row: usize,
+        chunk: &HeadChunk,
+        keys: &Range<usize>,
+    ) -> Result<(), DeviceError> {
+        let rows = chunk.num_kv_heads * keys.len();
+        let placing = self.placing(rows, keys.len(), 1, self.dims.num_kv_heads);
+        let x = self.keys_at(x, row, chunk, keys.start);
+        let addresses = [x.into(), sums.into(), Address::null(DType::U32).into()];
+        let args = [&addresses[..], &placing, &[false.into()]].concat();
+        // SAFETY: the keys' rows are within `sums`, the keys and heads within `x`.
+        unsafe { self.launcher.launch(&self.scatter, self.elements_grid(rows), &args) }
+    }
+
+    /// Starts a kernel that has a warp for each row of a tile.
+    ///
+    /// # Safety
+    /// As [`Launcher::launch`].
+    pub(super) unsafe fn launch_on_tile(
+        &self,
+        kernel: &Kernel,
+        block: &QueryBlock,
+        tile: &Tile,
+        args: &[Arg<'_>],
+    ) -> Result<(), DeviceError> {
+        let rows = block.rows_of(tile).len();
+        let grid = Grid { blocks: [rows.div_ceil(WARPS), block.chunk.num_kv_heads, 1], ..Grid::blocks(0) };
+        // SAFETY: the caller's promise.
+        unsafe { self.launcher.launch(kernel, grid, args) }
+    }
+
+    /// The ranges of keys that the tile's queries see, from the first of them on.
+    pub(super) fn ranges_of(&self, block: &QueryBlock, tile: &Tile) -> Address {
+        self.ranges.offset(2 * (block.row * self.dims.num_queries + tile.queries.start))
+    }
+
+    /// Elements from one row of scores to the next.
+    pub(super) fn score_stride(&self) -> usize {
+        self.score_stride
+    }
+
+    /// The tile's scores, or what has their shape.
+    pub(super) fn scores(&self, scores: Address, block: &QueryBlock, tile: &Tile) -> MatrixAt {
+        let rows = block.rows_of(tile).len();
+        let scores = MatrixAt::row_major(scores, rows, tile.keys.len(), self.score_stride);
+        scores.batched(rows * self.score_stride)
+    }
+
+    /// The tile's packed rows.
+    pub(super) fn rows(&self, packed: Address, block: &QueryBlock, tile: &Tile) -> MatrixAt {
+        let (rows, head_dim) = (block.rows_of(tile), self.dims.head_dim);
+        let packed =
+            MatrixAt::row_major(packed.offset(rows.start * head_dim), rows.len(), head_dim, head_dim);
+        packed.batched(block.rows_per_kv_head() * head_dim)
+    }
+
+    /// The tile's keys of a tensor `[b, skv, hkv, d]`, where they lie.
+    pub(super) fn keys(&self, tensor: Address, block: &QueryBlock, tile: &Tile) -> MatrixAt {
+        let Dims { num_kv_heads, head_dim, .. } = self.dims;
+        let address = self.keys_at(tensor, block.row, &block.chunk, tile.keys.start);
+        MatrixAt::row_major(address, tile.keys.len(), head_dim, num_kv_heads * head_dim).batched(head_dim)
+    }
+
+    /// c = alpha · a·b + beta · c for each KV head of the block.
+    pub(super) fn multiply(
+        &self,
+        block: &QueryBlock,
+        alpha: f32,
+        [a, b]: [MatrixAt; 2],
+        beta: f32,
+        c: MatrixAt,
+    ) -> Result<(), DeviceError> {
+        let batch = block.chunk.num_kv_heads;
+        // SAFETY: the matrices are within their tensors (the invariant), and `c` is of a scratch of its own.
+        unsafe { self.launcher.gemm(&Product { alpha, a, b, beta, c, batch }) }
+    }
+
+    fn keys_at(&self, tensor: Address, row: usize, chunk: &HeadChunk, key: usize) -> Address {
+        let Dims { num_keys, num_kv_heads, head_dim, .. } = self.dims;
+        tensor.offset(((row * num_keys + key) * num_kv_heads + chunk.first_kv_head) * head_dim)
+    }
+
+    /// The parameters that say where packed rows belong.
+    fn placing(&self, rows: usize, tokens: usize, group: usize, num_heads: usize) -> [Arg<'static>; 5] {
+        sizes([rows, tokens, group, num_heads, self.dims.head_dim])
+    }
+
+    /// A thread for every 16 bytes of the rows.
+    pub(super) fn elements_grid(&self, rows: usize) -> Grid {
+        Grid::threads((rows * self.dims.head_dim * self.dtype.size_in_bytes()).div_ceil(16))
+    }
+}
+
+/// Sizes as a kernel's parameters.
+pub(super) fn sizes<const N: usize>(sizes: [usize; N]) -> [Arg<'static>; N] {
+    sizes.map(|size| (size as u32).into())
+}
+
+/// A tensor of working memory: how many elements it has room for, and of what type.
+pub(super) type Room = (usize, DType);
+
+/// Working memory, to be used from [`align`] on.
+pub(super) fn scratch<const N: usize>(rooms: [Room; N], device: &Device) -> candle_core::Result<[Tensor; N]> {
+    let tensor = |room| Tensor::zeros(elements(room), room.1, device);
+    let tensors: Vec<Tensor> = rooms.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
+    Ok(tensors.try_into().unwrap_or_else(|_| unreachable!("one tensor for each")))
+}
+
+/// Bytes of what [`scratch`] makes.
+pub(super) fn scratch_bytes(rooms: &[Room]) -> usize {
+    rooms.iter().map(|&room| elements(room) * room.1.size_in_bytes()).sum()
+}
+
+fn elements((elements, dtype): Room) -> usize {
+    elements + 16 / dtype.size_in_bytes()
+}
+
+/// The first address of a [`scratch`] that may be read 16 bytes at a time.
+pub(super) fn align(scratch: Address) -> Address {
+    let candidates = (0..8).map(|elements| scratch.offset(elements));
+    candidates.into_iter().find(|address| address.is_aligned_to(16)).unwrap_or(scratch)
+}

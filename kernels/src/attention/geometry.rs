@@ -1,0 +1,351 @@
+//! Which keys each query may see, as one contiguous range per query.
+
+use super::AttentionError;
+use crate::device_table::DeviceTable;
+use candle_core::{Device, Tensor};
+use std::{ops::Range, sync::Arc};
+
+/// Which keys each query may see; shared by all heads.
+///
+/// A key is visible to a query of the same batch row iff it is not later (`kv_pos <= q_pos`), belongs to the
+/// same document, and lies within the sliding window (`q_pos - kv_pos < window`), if there is one.
+///
+/// Queries and keys may be different parts of a row (the KV shard of another rank, a zigzag shard with gaps).
+/// Since both lists of positions ascend, what a query sees is always one contiguous range of key indices, and
+/// the ranges' ends never move backwards from one query to the next. Kernels use nothing but these
+/// [`VisibleRanges`], which are computed once, here.
+///
+/// Cloning copies pointers only.
+#[derive(Debug, Clone)]
+pub struct Geometry {
+    q_positions: Arc<[u32]>,
+    kv_positions: Arc<[u32]>,
+    cu_seqlens: Arc<Vec<Vec<u32>>>,
+    q_to_kv: Arc<[usize]>,
+    window: Option<usize>,
+    visible: Arc<[VisibleRanges]>,
+    ranges_on_device: DeviceTable,
+    heads_on_device: DeviceTable,
+}
+
+impl Geometry {
+    /// Describes any part of a batch of packed rows.
+    ///
+    /// * `q_positions`, `kv_positions`: index within the row of each local token, strictly ascending.
+    /// * `cu_seqlens`: per batch row, the document boundaries over the *whole* row: starts with 0, ends with
+    ///   the row's length, the same for all rows. Repeated boundaries (empty documents) are allowed.
+    /// * `q_to_kv`: for each local query head, the local KV head it uses; no particular order or group size.
+    /// * `window`: how many positions back a query sees, itself included; `None` for all.
+    ///
+    /// # Errors
+    /// When positions do not ascend or lie outside the row, when boundaries do not cover it, when there are
+    /// no rows, and when the window is 0.
+    pub fn new(
+        q_positions: impl Into<Arc<[u32]>>,
+        kv_positions: impl Into<Arc<[u32]>>,
+        cu_seqlens: impl Into<Arc<Vec<Vec<u32>>>>,
+        q_to_kv: impl Into<Arc<[usize]>>,
+        window: Option<usize>,
+    ) -> Result<Self, AttentionError> {
+        let (q_positions, kv_positions) = (q_positions.into(), kv_positions.into());
+        let cu_seqlens = cu_seqlens.into();
+        let seq_len = check_boundaries(&cu_seqlens)?;
+        check_positions("q", &q_positions, seq_len)?;
+        check_positions("kv", &kv_positions, seq_len)?;
+        if window == Some(0) {
+            return Err(AttentionError::EmptyWindow);
+        }
+        let visible = cu_seqlens
+            .iter()
+            .map(|boundaries| VisibleRanges::new(&q_positions, &kv_positions, boundaries, window))
+            .collect();
+        Ok(Self {
+            q_positions,
+            kv_positions,
+            cu_seqlens,
+            q_to_kv: q_to_kv.into(),
+            window,
+            visible,
+            ranges_on_device: DeviceTable::default(),
+            heads_on_device: DeviceTable::default(),
+        })
+    }
+
+    /// Whole rows of one document each: plain causal attention.
+    ///
+    /// # Errors
+    /// When `batch` is 0.
+    pub fn causal(
+        batch: usize,
+        seq_len: u32,
+        q_to_kv: impl Into<Arc<[usize]>>,
+    ) -> Result<Self, AttentionError> {
+        let positions: Arc<[u32]> = (0..seq_len).collect();
+        Self::new(positions.clone(), positions, vec![vec![0, seq_len]; batch], q_to_kv, None)
+    }
+
+    /// The same tokens for another set of heads.
+    #[must_use]
+    pub fn with_heads(&self, q_to_kv: impl Into<Arc<[usize]>>) -> Self {
+        Self { q_to_kv: q_to_kv.into(), heads_on_device: DeviceTable::default(), ..self.clone() }
+    }
+
+    /// Number of batch rows.
+    pub fn batch(&self) -> usize {
+        self.cu_seqlens.len()
+    }
+
+    /// Index within the row of each local query token.
+    pub fn q_positions(&self) -> &Arc<[u32]> {
+        &self.q_positions
+    }
+
+    /// Index within the row of each local key.
+    pub fn kv_positions(&self) -> &Arc<[u32]> {
+        &self.kv_positions
+    }
+
+    /// Per batch row, the document boundaries over the whole row.
+    pub fn cu_seqlens(&self) -> &Arc<Vec<Vec<u32>>> {
+        &self.cu_seqlens
+    }
+
+    /// For each local query head, the local KV head it uses.
+    pub fn q_to_kv(&self) -> &Arc<[usize]> {
+        &self.q_to_kv
+    }
+
+    /// How many positions back a query sees, itself included.
+    pub fn window(&self) -> Option<usize> {
+        self.window
+    }
+
+    /// What the queries of one batch row see, or `None` when there is no such row.
+    pub fn visible_ranges(&self, row: usize) -> Option<&VisibleRanges> {
+        self.visible.get(row)
+    }
+
+    /// Pairs of a query and a key it sees, over all rows, for one query head. Attention costs
+    /// `4 * head_dim` floating-point operations per pair forward and `10 * head_dim` backward.
+    pub fn num_visible_pairs(&self) -> u64 {
+        self.visible.iter().map(VisibleRanges::num_pairs).sum()
+    }
+
+    /// What the queries of one batch row see, for kernels that have checked the batch size.
+    pub(super) fn visible(&self, row: usize) -> &VisibleRanges {
+        &self.visible[row]
+    }
+
+    /// For kernels on a device, the range of keys of every query: `[batch, queries, 2]`, start and end.
+    pub(super) fn ranges_on(&self, device: &Device) -> candle_core::Result<Tensor> {
+        self.ranges_on_device.on(device, || {
+            let rows = self.visible.iter();
+            rows.flat_map(|row| row.start.iter().zip(&row.end))
+                .flat_map(|(start, end)| [*start, *end])
+                .collect::<Vec<u32>>()
+        })
+    }
+
+    /// For kernels on a device, the query heads: those of the first KV head, those of the second, and so on, each in
+    /// ascending order.
+    pub(super) fn heads_by_kv_head_on(&self, device: &Device) -> candle_core::Result<Tensor> {
+        self.heads_on_device.on(device, || {
+            let mut heads: Vec<u32> = (0..self.q_to_kv.len() as u32).collect();
+            heads.sort_by_key(|head| self.q_to_kv[*head as usize]);
+            heads
+        })
+    }
+}
+
+/// Per query of one row, the range of key indices it sees; both ends never decrease.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VisibleRanges {
+    start: Vec<u32>,
+    end: Vec<u32>,
+}
+
+impl VisibleRanges {
+    /// One merge over queries, keys and documents: O(queries + keys + documents).
+    fn new(q_positions: &[u32], kv_positions: &[u32], boundaries: &[u32], window: Option<usize>) -> Self {
+        let (mut start, mut end) =
+            (Vec::with_capacity(q_positions.len()), Vec::with_capacity(q_positions.len()));
+        let (mut document, mut first, mut past) = (0, 0, 0);
+        for &position in q_positions {
+            while boundaries[document + 1] <= position {
+                document += 1;
+            }
+            let reach = window.map_or(0, |window| (position as usize + 1).saturating_sub(window));
+            let earliest = reach.max(boundaries[document] as usize);
+            while first < kv_positions.len() && (kv_positions[first] as usize) < earliest {
+                first += 1;
+            }
+            while past < kv_positions.len() && kv_positions[past] <= position {
+                past += 1;
+            }
+            start.push(first as u32);
+            end.push(past as u32);
+        }
+        Self { start, end }
+    }
+
+    /// Number of queries.
+    pub fn len(&self) -> usize {
+        self.start.len()
+    }
+
+    /// Whether there are no queries.
+    pub fn is_empty(&self) -> bool {
+        self.start.is_empty()
+    }
+
+    /// The key indices that a query sees.
+    ///
+    /// # Panics
+    /// When there is no such query.
+    pub fn of(&self, query: usize) -> Range<usize> {
+        self.start[query] as usize..self.end[query] as usize
+    }
+
+    fn num_pairs(&self) -> u64 {
+        self.start.iter().zip(&self.end).map(|(start, end)| u64::from(end - start)).sum()
+    }
+
+    /// The keys that at least one of the (one or more) queries may see.
+    pub(super) fn hull(&self, queries: &Range<usize>) -> Range<usize> {
+        self.of(queries.start).start..self.of(queries.end - 1).end
+    }
+
+    /// The keys that all of the (one or more) queries see; `start > end` when there are none.
+    pub(super) fn common(&self, queries: &Range<usize>) -> Range<usize> {
+        self.of(queries.end - 1).start..self.of(queries.start).end
+    }
+
+    /// The queries that may see at least one of `keys`.
+    pub(super) fn queries_of(&self, keys: &Range<usize>) -> Range<usize> {
+        let first = self.end.partition_point(|&end| end as usize <= keys.start);
+        let past = self.start.partition_point(|&start| (start as usize) < keys.end);
+        first..past.max(first)
+    }
+}
+
+fn check_boundaries(cu_seqlens: &[Vec<u32>]) -> Result<u32, AttentionError> {
+    let first = cu_seqlens.first().ok_or(AttentionError::NoRows)?;
+    let seq_len = first.last().copied().unwrap_or(0);
+    for (row, boundaries) in cu_seqlens.iter().enumerate() {
+        let covers = boundaries.first() == Some(&0) && boundaries.last() == Some(&seq_len);
+        if !covers || !boundaries.is_sorted() {
+            return Err(AttentionError::Boundaries { row, seq_len, boundaries: boundaries.clone() });
+        }
+    }
+    Ok(seq_len)
+}
+
+fn check_positions(which: &'static str, positions: &[u32], seq_len: u32) -> Result<(), AttentionError> {
+    for (index, pair) in positions.windows(2).enumerate() {
+        if pair[0] >= pair[1] {
+            let (previous, position) = (pair[0], pair[1]);
+            return Err(AttentionError::PositionsNotAscending {
+                which,
+                index: index + 1,
+                previous,
+                position,
+            });
+        }
+    }
+    match positions.last() {
+        Some(&position) if position >= seq_len => {
+            Err(AttentionError::PositionOutsideRow { which, position, seq_len })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The KV head of each query head where every KV head serves equally many neighbours (MHA, GQA, MQA):
+/// `h * num_kv_heads / num_heads`.
+#[must_use]
+pub fn grouped_heads(num_heads: usize, num_kv_heads: usize) -> Vec<usize> {
+    (0..num_heads).map(|head| head * num_kv_heads / num_heads).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranges(geometry: &Geometry, row: usize) -> Vec<Range<usize>> {
+        let visible = geometry.visible(row);
+        (0..visible.len()).map(|query| visible.of(query)).collect()
+    }
+
+    #[test]
+    fn causal_queries_see_themselves_and_all_before() -> Result<(), AttentionError> {
+        let geometry = Geometry::causal(2, 4, vec![0])?;
+        for row in 0..2 {
+            assert_eq!(ranges(&geometry, row), [0..1, 0..2, 0..3, 0..4]);
+        }
+        assert_eq!(geometry.num_visible_pairs(), 20);
+        assert!(geometry.visible_ranges(2).is_none());
+        Ok(())
+    }
+
+    #[test]
+    fn documents_and_the_window_cut_what_is_seen() -> Result<(), AttentionError> {
+        let positions: Vec<u32> = (0..7).collect();
+        let rows = vec![vec![0, 2, 2, 7], vec![0, 7]];
+        let geometry = Geometry::new(positions.clone(), positions, rows, vec![0], Some(3))?;
+        assert_eq!(ranges(&geometry, 0), [0..1, 0..2, 2..3, 2..4, 2..5, 3..6, 4..7]);
+        assert_eq!(ranges(&geometry, 1), [0..1, 0..2, 0..3, 1..4, 2..5, 3..6, 4..7]);
+        Ok(())
+    }
+
+    #[test]
+    fn shards_with_gaps_see_the_keys_that_are_not_later() -> Result<(), AttentionError> {
+        let rows = vec![vec![0, 3, 8]];
+        let geometry = Geometry::new(vec![0, 1, 6, 7], vec![2, 3, 4, 5], rows.clone(), vec![0], None)?;
+        assert_eq!(ranges(&geometry, 0), [0..0, 0..0, 1..4, 1..4], "key 2 is of the first document");
+        let later = Geometry::new(vec![0, 1], vec![6, 7], rows, vec![0], None)?;
+        assert_eq!(ranges(&later, 0), [0..0, 0..0]);
+        Ok(())
+    }
+
+    #[test]
+    fn queries_of_inverts_hull() -> Result<(), AttentionError> {
+        let positions: Vec<u32> = (0..40).collect();
+        let geometry =
+            Geometry::new(positions.clone(), positions, vec![vec![0, 11, 12, 30, 40]], vec![0], Some(9))?;
+        let visible = geometry.visible(0);
+        for start in 0..40 {
+            for end in start + 1..=40 {
+                let sees = |query: &usize| visible.of(*query).start < end && start < visible.of(*query).end;
+                let seeing: Vec<usize> = (0..40).filter(sees).collect();
+                assert_eq!(
+                    visible.queries_of(&(start..end)).collect::<Vec<_>>(),
+                    seeing,
+                    "keys {start}..{end}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn bad_geometries_are_refused_by_name() {
+        let build = |q: &[u32], rows: &[&[u32]], window| {
+            let rows: Vec<Vec<u32>> = rows.iter().map(|row| row.to_vec()).collect();
+            Geometry::new(q, [0, 1].as_slice(), rows, vec![0], window).expect_err("invalid")
+        };
+        assert!(matches!(
+            build(&[0, 2, 2], &[&[0, 4]], None),
+            AttentionError::PositionsNotAscending { which: "q", index: 2, previous: 2, position: 2 }
+        ));
+        assert!(matches!(
+            build(&[4], &[&[0, 4]], None),
+            AttentionError::PositionOutsideRow { which: "q", position: 4, seq_len: 4 }
+        ));
+        assert!(matches!(build(&[0], &[], None), AttentionError::NoRows));
+        assert!(matches!(build(&[0], &[&[0, 4]], Some(0)), AttentionError::EmptyWindow));
+        for bad in [&[1, 4][..], &[0, 3], &[0, 3, 2, 4], &[]] {
+            let error = build(&[0], &[&[0, 4], bad], None);
+            assert!(matches!(error, AttentionError::Boundaries { row: 1, seq_len: 4, .. }), "{error}");
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! The tensor-level entry points: check the operands, then run the kernels of their device.
+
+use super::{
+    AttentionError, Geometry,
+    cuda::{self, Tiling},
+    dims::Dims,
+    on_cpu,
+};
+use crate::call::Call;
+use crate::device::Target;
+use crate::gemm::bf16::Kernel;
+use candle_core::{DType, Tensor};
+
+/// What both directions read.
+#[derive(Debug, Clone, Copy)]
+pub struct Operands<'a> {
+    /// Queries `[b, sq, hq, d]`.
+    pub q: &'a Tensor,
+    /// Keys `[b, skv, hkv, d]`.
+    pub k: &'a Tensor,
+    /// Values `[b, skv, hkv, d]`.
+    pub v: &'a Tensor,
+    /// Factor on the logits, usually `1 / sqrt(d)`.
+    pub scale: f32,
+    /// Which keys each query sees, and which KV head each query head uses.
+    pub geometry: &'a Geometry,
+}
+
+/// What backward reads besides. `lse` and `delta` may cover more keys than the operands do: with those of the
+/// whole row, the gradients of a row's key shards sum to the gradients of the row (ring attention).
+#[derive(Debug, Clone, Copy)]
+pub struct Upstream<'a> {
+    /// Gradient of the output, `[b, sq, hq, d]`.
+    pub dout: &'a Tensor,
+    /// Logarithm of each query's softmax denominator, `[b, hq, sq]`.
+    pub lse: &'a Tensor,
+    /// Row sums of `o * dout`, `[b, hq, sq]`; see [`delta`].
+    pub delta: &'a Tensor,
+}
+
+/// Where backward writes; what was there is overwritten.
+#[derive(Debug, Clone, Copy)]
+pub struct Gradients<'a> {
+    /// Gradient of the queries, `[b, sq, hq, d]`.
+    pub dq: &'a Tensor,
+    /// Gradient of the keys, summed over the query heads that share a KV head, `[b, skv, hkv, d]`.
+    pub dk: &'a Tensor,
+    /// Gradient of the values, likewise.
+    pub dv: &'a Tensor,
+}
+
+/// Writes `o = softmax(scale * q k^T) v` over the visible keys, and the softmax's log-denominators.
+///
+/// A query that sees no key gets `o = 0` and `lse = -inf`.
+///
+/// # Shapes
+/// [`Operands`] to `o [b, sq, hq, d]` and `lse [b, hq, sq]`. All have the element type of `q`, but `lse` is f32.
+///
+/// # Errors
+/// When a tensor is not a contiguous one of the expected shape and element type on the device of the others, when
+/// `q_to_kv` names a KV head that is not there, when an output shares storage with another operand, and when the
+/// device fails.
+pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), AttentionError> {
+    let call = Call::new("attention::forward");
+    let Operands { q, k, v, scale, geometry } = *operands;
+    let dims = dims_of(&call, operands)?;
+    expect(&call, ("o", o), &dims.q_shape())?;
+    expect(&call, ("lse", lse), &dims.row_shape())?;
+    let inputs = [("q", q), ("k", k), ("v", v)];
+    let target = call.target(&[("o", o), ("lse", lse)], &inputs)?;
+    let dtype = call.element_type(&[("q", q), ("k", k), ("v", v), ("o", o)], &[("lse", lse)])?;
+    match target {
+        Target::Cpu => on_cpu::forward(bf16_kernel(dtype, &dims), &call, &dims, operands, [o, lse])?,
+        Target::Kernels(launcher) => {
+            let problem = cuda::Problem { q, k, v, dims, dtype, scale, geometry };
+            call.kernels(cuda::forward(&launcher, &problem, [o, lse], &Tiling::FORWARD))?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes `delta = rowsum(o * dout)`, the term of the softmax's derivative that a query's keys share.
+///
+/// # Shapes
+/// `o, dout [b, sq, hq, d]` of one element type to `delta [b, hq, sq]` in f32.
+///
+/// # Errors
+/// As [`forward`].
+pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionError> {
+    let call = Call::new("attention::delta");
+    let (b, sq, hq, d) = o.dims4()?;
+    expect(&call, ("o", o), &[b, sq, hq, d.max(1)])?;
+    expect(&call, ("dout", dout), &[b, sq, hq, d])?;
+    expect(&call, ("delta", delta), &[b, hq, sq])?;
+    let target = call.target(&[("delta", delta)], &[("o", o), ("dout", dout)])?;
+    let dtype = call.element_type(&[("o", o), ("dout", dout)], &[("delta", delta)])?;
+    match target {
+        Target::Cpu => on_cpu::delta([o, dout, delta], &call, [sq, hq, d])?,
+        Target::Kernels(launcher) => {
+            call.kernels(cuda::delta(&launcher, dtype, [o, dout, delta], [b, sq, hq, d]))?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes the gradients of `q`, `k` and `v`.
+///
+/// The same bits whatever the number of threads. A query that sees no key gets a zero gradient, and so does a
+/// key that no query sees.
+///
+/// # Shapes
+/// [`Operands`] and [`Upstream`] to [`Gradients`]. All have the element type of `q`, but `lse` and `delta` are f32.
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward(
+    operands: &Operands<'_>,
+    upstream: &Upstream<'_>,
+    gradients: &Gradients<'_>,
+) -> Result<(), AttentionError> {
+    let call = Call::new("attention::backward");
+    let Operands { q, k, v, scale, geometry } = *operands;
+    let Upstream { dout, lse, delta } = *upstream;
+    let Gradients { dq, dk, dv } = *gradients;
+    let dims = dims_of(&call, operands)?;
+    expect(&call, ("dout", dout), &dims.q_shape())?;
+    expect(&call, ("lse", lse), &dims.row_shape())?;
+    expect(&call, ("delta", delta), &dims.row_shape())?;
+    expect(&call, ("dq", dq), &dims.q_shape())?;
+    expect(&call, ("dk", dk), &dims.kv_shape())?;
+    expect(&call, ("dv", dv), &dims.kv_shape())?;
+    let outputs = [("dq", dq), ("dk", dk), ("dv", dv)];
+    let elements = [("q", q), ("k", k), ("v", v), ("dout", dout)];
+    let sums = [("lse", lse), ("delta", delta)];
+    let target = call.target(&outputs, &[&elements[..], &sums].concat())?;
+    let dtype = call.element_type(&[&elements[..], &outputs].concat(), &sums)?;
+    match target {
+        Target::Cpu => {
+            on_cpu::backward(bf16_kernel(dtype, &dims), &call, &dims, operands, upstream, gradients)?;
+        }
+        Target::Kernels(launcher) => {
+            let problem = cuda::Problem { q, k, v, dims, dtype, scale, geometry };
+            call.kernels(cuda::backward(&launcher, &problem, upstream, gradients, &Tiling::BACKWARD))?;
+        }
+    }
+    Ok(())
+}
+
+fn bf16_kernel(dtype: DType, dims: &Dims) -> Option<Kernel> {
+    on_cpu::bf16_kernel(dtype, dims.num_queries, dims.num_keys, dims.head_dim)
+}
+
+/// The sizes of a call whose `q`, `k` and `v` fit each other and the geometry.
+pub(super) fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, AttentionError> {
+    let Operands { q, k, v, geometry, .. } = *operands;
+    let (_, _, num_kv_heads, _) = k.dims4()?;
+    let (_, _, _, head_dim) = q.dims4()?;
+    let dims = Dims {
+        batch: geometry.batch(),
+        num_queries: geometry.q_positions().len(),
+        num_keys: geometry.kv_positions().len(),
+        num_heads: geometry.q_to_kv().len(),
+        num_kv_heads,
+        head_dim: head_dim.max(1),
+    };
+    expect(call, ("q", q), &dims.q_shape())?;
+    expect(call, ("k", k), &dims.kv_shape())?;
+    expect(call, ("v", v), &dims.kv_shape())?;
+    for (q_head, &kv_head) in geometry.q_to_kv().iter().enumerate() {
+        if kv_head >= num_kv_heads {
+            return Err(AttentionError::NoSuchKvHead { op: call.op, q_head, kv_head, num_kv_heads });
+        }
+    }
+    Ok(dims)
+}
+
+/// The tensor must have exactly this shape.
+fn expect(
+    call: &Call,
+    (name, tensor): (&'static str, &Tensor),
+    expected: &[usize],
+) -> Result<(), AttentionError> {
+    if tensor.dims() == expected {
+        return Ok(());
+    }
+    Err(AttentionError::Shape {
+        op: call.op,
+        tensor: name,
+        expected: expected.to_vec(),
+        got: tensor.dims().to_vec(),
+    })
+}

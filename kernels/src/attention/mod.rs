@@ -1,0 +1,182 @@
+//! Causal attention over packed rows, forward and backward, in memory linear in the sequence length.
+//!
+//! * [`Geometry`] says which keys each query sees: causal, per document, optionally within a sliding window,
+//!   for any part of a row.
+//! * [`Attention`] is what layers call; [`FlashAttention`] computes it on this rank alone, and sequence
+//!   parallelism wraps it in another implementation.
+//! * [`forward`], [`delta`] and [`backward`] are the kernels, writing to outputs of the caller's.
+//! * [`mod@reference`] is the slow, obvious version that the tests hold the kernels against.
+//!
+//! The algorithm is explained in the `README.md` beside this file.
+//!
+//! # Shapes
+//! `b` batch rows, `sq` local queries, `skv` local keys, `hq` query heads, `hkv` KV heads, `d` head dimension:
+//! `q`, `o` are `[b, sq, hq, d]`, `k`, `v` are `[b, skv, hkv, d]`, `lse` and `delta` are `[b, hq, sq]`, and a
+//! gradient has the shape of what it is the gradient of.
+
+mod blocks;
+mod cpu;
+mod cuda;
+mod dims;
+mod error;
+mod geometry;
+mod kernels;
+mod on_cpu;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+pub use error::AttentionError;
+pub use geometry::{Geometry, VisibleRanges, grouped_heads};
+pub use kernels::{Gradients, Operands, Upstream, backward, delta, forward};
+
+use crate::Workspace;
+use crate::memory::{Category, counted_as};
+use candle_core::{DType, Tensor};
+
+/// Attention of a layer's queries over its keys, with a hand-written backward.
+///
+/// Implementations differ in where heads and tokens live, not in what they compute.
+pub trait Attention: Send + Sync {
+    /// Returns `o` and what [`Attention::backward`] needs.
+    ///
+    /// `q`, `k` and `v` are the implementation's to keep or to overwrite: candle tensors share their storage,
+    /// so a clone that the caller holds on to may change. Results come from the `workspace`.
+    ///
+    /// # Shapes
+    /// `q [b, sq, hq, d]`, `k, v [b, skv, hkv, d]` to `o [b, sq, hq, d]`.
+    ///
+    /// # Errors
+    /// When the tensors do not fit the geometry, or when the implementation's communication fails.
+    fn forward(
+        &self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        geometry: &Geometry,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, SavedAttention), AttentionError>;
+
+    /// Returns `(dq, dk, dv)` for the gradient `dout` of the loss with respect to `o`. They come from the
+    /// `workspace`, to which `saved` goes: nobody else may use its tensors any more.
+    ///
+    /// # Shapes
+    /// `dout [b, sq, hq, d]` to the shapes of `q`, `k` and `v`.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    fn backward(
+        &self,
+        saved: SavedAttention,
+        dout: &Tensor,
+        geometry: &Geometry,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
+}
+
+/// What a forward pass keeps for its backward pass.
+#[derive(Debug, Clone)]
+pub struct SavedAttention {
+    /// Queries `[b, sq, hq, d]`.
+    pub q: Tensor,
+    /// Keys `[b, skv, hkv, d]`.
+    pub k: Tensor,
+    /// Values `[b, skv, hkv, d]`.
+    pub v: Tensor,
+    /// Output `[b, sq, hq, d]`.
+    pub o: Tensor,
+    /// Logarithm of each query's softmax denominator, `[b, hq, sq]`; -inf for a query that sees nothing.
+    pub lse: Tensor,
+}
+
+impl SavedAttention {
+    /// Bytes of all its tensors, whoever else may hold them as well.
+    pub fn bytes(&self) -> usize {
+        [&self.q, &self.k, &self.v, &self.o, &self.lse]
+            .iter()
+            .map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes())
+            .sum()
+    }
+}
+
+/// Bytes of working memory that each CPU thread keeps once it has computed a forward (or, with `backward`, a
+/// backward) pass over rows of `num_tokens` tokens of these elements.
+#[must_use]
+pub fn scratch_bytes(num_tokens: usize, head_dim: usize, dtype: DType, backward: bool) -> usize {
+    on_cpu::scratch_bytes(num_tokens, head_dim, dtype, backward)
+}
+
+/// Bytes that a forward (or, with `is_backward`, a backward) pass over rows of `num_tokens` tokens of such heads allocates on a
+/// GPU while it runs.
+#[must_use]
+pub fn device_scratch_bytes(
+    num_tokens: usize,
+    q_to_kv: &[usize],
+    head_dim: usize,
+    dtype: DType,
+    is_backward: bool,
+) -> usize {
+    let num_kv_heads = q_to_kv.iter().max().map_or(0, |last| last + 1);
+    let (num_queries, num_keys, num_heads) = (num_tokens, num_tokens, q_to_kv.len());
+    let dims = dims::Dims { batch: 1, num_queries, num_keys, num_heads, num_kv_heads, head_dim };
+    cuda::scratch_bytes(&dims, q_to_kv, dtype, is_backward)
+}
+
+/// Bytes that a backward pass allocates on a CPU while it runs, with queries of `elems` elements: the gradients of 16-bit
+/// ones are summed in f32.
+#[must_use]
+pub fn backward_bytes(elems: usize, dtype: DType) -> usize {
+    if dtype == DType::F32 { 0 } else { elems * size_of::<f32>() }
+}
+
+/// Attention on this rank alone, with `scale = 1 / sqrt(head_dim)`.
+///
+/// Runs on the tensors' device, on a CPU in the current rayon pool; the results do not depend on its number of
+/// threads.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FlashAttention;
+
+impl FlashAttention {
+    /// The factor on the logits for a `q [b, sq, hq, d]`.
+    fn scale(q: &Tensor) -> Result<f32, AttentionError> {
+        let (_, _, _, head_dim) = q.dims4()?;
+        Ok((1.0 / (head_dim as f64).sqrt()) as f32)
+    }
+}
+
+impl Attention for FlashAttention {
+    fn forward(
+        &self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        geometry: &Geometry,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, SavedAttention), AttentionError> {
+        let (b, sq, hq, _) = q.dims4()?;
+        let (o, lse) = (workspace.take(q.dims())?, workspace.take_f32((b, hq, sq))?);
+        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
+        counted_as(Category::Other, || forward(&operands, &o, &lse))?;
+        Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
+    }
+
+    fn backward(
+        &self,
+        saved: SavedAttention,
+        dout: &Tensor,
+        geometry: &Geometry,
+        workspace: &Workspace,
+    ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
+        let SavedAttention { q, k, v, o, lse } = saved;
+        let delta_of_rows = workspace.take_f32(lse.dims())?;
+        counted_as(Category::Other, || delta(&o, dout, &delta_of_rows))?;
+        workspace.give(o);
+        let (dq, dk, dv) = (workspace.take(q.dims())?, workspace.take(k.dims())?, workspace.take(v.dims())?);
+        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
+        let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
+        let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
+        counted_as(Category::Other, || backward(&operands, &upstream, &gradients))?;
+        [q, k, v, lse, delta_of_rows].into_iter().for_each(|tensor| workspace.give(tensor));
+        Ok((dq, dk, dv))
+    }
+}

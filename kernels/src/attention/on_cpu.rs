@@ -1,0 +1,137 @@
+//! A call on CPU tensors: chooses what the products are computed in, and runs the kernels.
+
+use super::cpu::{self, Heads, InBf16, InF32, InPairs, Operand, Problem};
+use super::dims::Dims;
+use super::{AttentionError, Geometry, Gradients, Operands, Upstream};
+use crate::call::Call;
+use crate::cast::{Float, convert, with_element_type};
+use crate::gemm::bf16::{Kernel, kernel_for};
+use candle_core::{DType, Tensor};
+
+type Result<T> = std::result::Result<T, AttentionError>;
+
+/// With products of bf16 elements by `kernel`, or of all elements in f32.
+pub(super) fn forward(
+    kernel: Option<Kernel>,
+    call: &Call,
+    dims: &Dims,
+    operands: &Operands<'_>,
+    outputs: [&Tensor; 2],
+) -> Result<()> {
+    match kernel {
+        Some(Kernel::Avx512) => forward_with::<InPairs>((), call, dims, operands, outputs),
+        Some(kernel) => forward_with::<InBf16>(kernel, call, dims, operands, outputs),
+        None => with_element_type!(operands.q.dtype(), E => {
+            forward_with::<InF32<E>>((), call, dims, operands, outputs)
+        }),
+    }
+}
+
+/// As [`forward`].
+pub(super) fn backward(
+    kernel: Option<Kernel>,
+    call: &Call,
+    dims: &Dims,
+    operands: &Operands<'_>,
+    upstream: &Upstream<'_>,
+    gradients: &Gradients<'_>,
+) -> Result<()> {
+    match kernel {
+        Some(Kernel::Avx512) => backward_with::<InPairs>((), call, dims, operands, upstream, gradients),
+        Some(kernel) => backward_with::<InBf16>(kernel, call, dims, operands, upstream, gradients),
+        None => with_element_type!(operands.q.dtype(), E => {
+            backward_with::<InF32<E>>((), call, dims, operands, upstream, gradients)
+        }),
+    }
+}
+
+/// See [`super::delta`].
+pub(super) fn delta([o, dout, delta]: [&Tensor; 3], call: &Call, [sq, hq, d]: [usize; 3]) -> Result<()> {
+    with_element_type!(o.dtype(), E => call.on_cpu([o, dout], [], |[o, dout]: [&[E]; 2], []| {
+        call.on_cpu([], [delta], |[], [delta]| {
+            cpu::delta(&Heads::new(o, sq, hq, d), &Heads::new(dout, sq, hq, d), delta);
+        })
+    })?)?;
+    Ok(())
+}
+
+fn forward_with<T: Operand>(
+    kernel: T::Kernel,
+    call: &Call,
+    dims: &Dims,
+    operands: &Operands<'_>,
+    [o, lse]: [&Tensor; 2],
+) -> Result<()> {
+    let Operands { q, k, v, scale, geometry } = *operands;
+    call.on_cpu([q, k, v], [o], |qkv: [&[T::Element]; 3], [o]| {
+        let problem = problem::<T>(dims, kernel, qkv, scale, geometry);
+        call.on_cpu([], [lse], |[], [lse]| cpu::forward(&problem, o, lse))
+    })??;
+    Ok(())
+}
+
+fn backward_with<T: Operand>(
+    kernel: T::Kernel,
+    call: &Call,
+    dims: &Dims,
+    operands: &Operands<'_>,
+    upstream: &Upstream<'_>,
+    gradients: &Gradients<'_>,
+) -> Result<()> {
+    let Operands { q, k, v, scale, geometry } = *operands;
+    let Upstream { dout, lse, delta } = *upstream;
+    let Gradients { dq, dk, dv } = *gradients;
+    call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T::Element]; 4], [dq, dk, dv]| {
+        let problem = problem::<T>(dims, kernel, [q, k, v], scale, geometry);
+        call.on_cpu([lse, delta], [], |[lse, delta], []| {
+            let upstream = cpu::Upstream { dout: queries(dims, dout), lse, delta };
+            in_f32(dq, |dq| cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv }));
+        })
+    })??;
+    Ok(())
+}
+
+/// Calls `write` with the elements, or with f32 ones that are rounded to them afterwards.
+fn in_f32<E: Float>(elements: &mut [E], write: impl FnOnce(&mut [f32])) {
+    if let Some(elements) = E::as_f32_mut(elements) {
+        return write(elements);
+    }
+    let mut values = vec![0.0; elements.len()];
+    write(&mut values);
+    convert(&values, elements);
+}
+
+/// What multiplies the elements as they are, if they are not widened to f32. That depends on the whole row, so it is
+/// the same on every mesh.
+pub(super) fn bf16_kernel(
+    dtype: DType,
+    num_queries: usize,
+    num_keys: usize,
+    head_dim: usize,
+) -> Option<Kernel> {
+    if dtype == DType::BF16 { kernel_for([num_queries, num_keys, head_dim]) } else { None }
+}
+
+/// See [`super::scratch_bytes`].
+pub(super) fn scratch_bytes(num_tokens: usize, head_dim: usize, dtype: DType, backward: bool) -> usize {
+    match bf16_kernel(dtype, num_tokens, num_tokens, head_dim) {
+        Some(Kernel::Avx512) => cpu::scratch_bytes::<InPairs>(num_tokens, head_dim, backward),
+        Some(_) => cpu::scratch_bytes::<InBf16>(num_tokens, head_dim, backward),
+        None => cpu::scratch_bytes::<InF32<f32>>(num_tokens, head_dim, backward),
+    }
+}
+
+fn problem<'a, T: Operand>(
+    dims: &Dims,
+    kernel: T::Kernel,
+    [q, k, v]: [&'a [T::Element]; 3],
+    scale: f32,
+    geometry: &'a Geometry,
+) -> Problem<'a, T> {
+    let keys = |elements| Heads::new(elements, dims.num_keys, dims.num_kv_heads, dims.head_dim);
+    Problem { kernel, q: queries(dims, q), k: keys(k), v: keys(v), dims: *dims, scale, geometry }
+}
+
+fn queries<'a, E: Copy>(dims: &Dims, elements: &'a [E]) -> Heads<'a, E> {
+    Heads::new(elements, dims.num_queries, dims.num_heads, dims.head_dim)
+}

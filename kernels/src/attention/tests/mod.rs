@@ -1,0 +1,204 @@
+//! Cases that the tests share, and how outputs are compared.
+
+mod parity;
+mod precision;
+mod properties;
+#[cfg(feature = "kernel-emulation")]
+mod tilings;
+
+use super::{
+    Attention, AttentionError, FlashAttention, Geometry, Gradients, Operands, Upstream, backward, delta,
+    forward, reference,
+};
+use crate::OpError;
+use crate::tensor::to_vec;
+use crate::testing::{self, read};
+use candle_core::{DType, Device, Tensor};
+
+type Result<T> = std::result::Result<T, AttentionError>;
+
+/// Uniform in -1..1, the same for the same seed.
+fn random(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+fn tensor(data: Vec<f32>, shape: [usize; 4]) -> Result<Tensor> {
+    Ok(Tensor::from_vec(data, &shape, &Device::Cpu)?)
+}
+
+/// Runs a test on the CPU's kernels and, where they are built in, on the emulated ones.
+fn on_every_target(run: impl Fn(&str) -> Result<()>) -> Result<()> {
+    run("CPU")?;
+    #[cfg(feature = "kernel-emulation")]
+    crate::device::emulate(|| run("emulated kernels"))?;
+    Ok(())
+}
+
+/// An output of `like`'s shape and element type that holds NaN, at an odd offset if `like` is at one.
+fn dirty(like: &Tensor) -> Result<Tensor> {
+    let (_, layout) = like.storage_and_layout();
+    Ok(match like.dtype() {
+        DType::F32 => testing::output(like.dims()),
+        dtype if layout.start_offset() > 0 => {
+            testing::rounded(dtype, &vec![f32::NAN; like.elem_count()], like.dims()).0
+        }
+        dtype => Tensor::full(f32::NAN, layout.shape(), like.device())?.to_dtype(dtype)?,
+    })
+}
+
+/// Inputs of both directions, in f32 at odd offsets. Values beyond 1 make the softmax peaked, so that its running
+/// maximum moves.
+#[derive(Clone)]
+struct Case {
+    geometry: Geometry,
+    num_kv_heads: usize,
+    head_dim: usize,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+}
+
+/// `[o, lse, dq, dk, dv]`
+type Outputs = [Vec<f32>; 5];
+const NAMES: [&str; 5] = ["o", "lse", "dq", "dk", "dv"];
+
+impl Case {
+    fn new(geometry: Geometry, num_kv_heads: usize, head_dim: usize) -> Result<Self> {
+        let (b, hq) = (geometry.batch(), geometry.q_to_kv().len());
+        let q_shape = [b, geometry.q_positions().len(), hq, head_dim];
+        let kv_shape = [b, geometry.kv_positions().len(), num_kv_heads, head_dim];
+        let draw = |seed, factor: f32, shape: [usize; 4]| {
+            let data: Vec<f32> = random(seed, shape.iter().product());
+            testing::tensor(&data.into_iter().map(|x| factor * x).collect::<Vec<_>>(), &shape)
+        };
+        let (q, k) = (draw(1, 4.0, q_shape), draw(2, 2.0, kv_shape));
+        let (v, dout) = (draw(3, 1.0, kv_shape), draw(4, 1.0, q_shape));
+        Ok(Self { geometry, num_kv_heads, head_dim, q, k, v, dout })
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+
+    fn operands(&self) -> Operands<'_> {
+        Operands { q: &self.q, k: &self.k, v: &self.v, scale: self.scale(), geometry: &self.geometry }
+    }
+
+    /// Runs the ops.
+    fn run(&self) -> Result<Outputs> {
+        self.run_with(
+            |[o, lse]| forward(&self.operands(), o, lse),
+            |upstream, gradients| backward(&self.operands(), upstream, gradients),
+        )
+    }
+
+    /// Runs both directions on outputs that hold NaN before.
+    fn run_with(
+        &self,
+        forward: impl Fn([&Tensor; 2]) -> Result<()>,
+        backward: impl Fn(&Upstream<'_>, &Gradients<'_>) -> Result<()>,
+    ) -> Result<Outputs> {
+        let (b, sq, hq, _) = self.q.dims4()?;
+        let (o, lse) = (dirty(&self.q)?, testing::output(&[b, hq, sq]));
+        forward([&o, &lse])?;
+        let row_terms = dirty(&lse)?;
+        delta(&o, &self.dout, &row_terms)?;
+        let (dq, dk, dv) = (dirty(&self.q)?, dirty(&self.k)?, dirty(&self.v)?);
+        let upstream = Upstream { dout: &self.dout, lse: &lse, delta: &row_terms };
+        backward(&upstream, &Gradients { dq: &dq, dk: &dk, dv: &dv })?;
+        Ok([&o, &lse, &dq, &dk, &dv].map(read))
+    }
+
+    fn run_with_threads(&self, num_threads: usize) -> Result<Outputs> {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(num_threads).build();
+        pool.map_err(AttentionError::other)?.install(|| self.run())
+    }
+
+    fn reference<T: reference::Real>(&self) -> Result<[Vec<T>; 5]> {
+        let numbers = |tensor| -> Vec<T> { read(tensor).into_iter().map(T::from).collect() };
+        let (q, k, v) = (numbers(&self.q), numbers(&self.k), numbers(&self.v));
+        let problem = reference::Problem {
+            q: &q,
+            k: &k,
+            v: &v,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            scale: T::from(self.scale()),
+            geometry: &self.geometry,
+        };
+        let (o, lse) = reference::forward(&problem);
+        let (dq, dk, dv) = reference::backward(&problem, &numbers(&self.dout));
+        Ok([o, lse, dq, dk, dv])
+    }
+
+    fn check(&self, name: &str) -> Result<()> {
+        self.check_within(2e-6, name)
+    }
+
+    /// The error of each output is at most `tolerance` of its largest element, or twice that of the naive f32
+    /// way. Gradients are differences of terms of order 1, so a smaller one counts as 1.
+    fn check_within(&self, tolerance: f64, name: &str) -> Result<()> {
+        self.check_outputs(&self.run()?, tolerance, name)
+    }
+
+    fn check_outputs(&self, got: &Outputs, tolerance: f64, name: &str) -> Result<()> {
+        let (truth, naive) = (self.reference::<f64>()?, self.reference::<f32>()?);
+        for (index, output) in NAMES.iter().enumerate() {
+            let truth = &truth[index];
+            let (error, naive) = (max_error(&got[index], truth), max_error(&naive[index], truth));
+            let size = truth.iter().filter(|x| x.is_finite()).fold(1.0, |a: f64, b| a.max(b.abs()));
+            assert!(
+                error <= (tolerance * size).max(2.0 * naive),
+                "{name}: {output} is off by {error:e}, the naive way by {naive:e}, of {size}"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The largest difference; equal infinities do not differ, and NaN differs infinitely.
+fn max_error(got: &[f32], truth: &[f64]) -> f64 {
+    assert_eq!(got.len(), truth.len());
+    let difference = |(got, truth): (&f32, &f64)| match f64::from(*got) {
+        got if got == *truth => 0.0,
+        got if (got - truth).is_nan() => f64::INFINITY,
+        got => (got - truth).abs(),
+    };
+    got.iter().zip(truth).map(difference).fold(0.0, f64::max)
+}
+
+fn bits(outputs: &Outputs) -> Vec<Vec<u32>> {
+    outputs.iter().map(|output| output.iter().map(|x| x.to_bits()).collect()).collect()
+}
+
+/// Whole rows of packed documents.
+fn packed(cu_seqlens: &[&[u32]], q_to_kv: &[usize], window: Option<usize>) -> Result<Geometry> {
+    let seq_len = cu_seqlens[0].last().copied().unwrap_or(0);
+    let positions: Vec<u32> = (0..seq_len).collect();
+    let rows: Vec<Vec<u32>> = cu_seqlens.iter().map(|row| row.to_vec()).collect();
+    Geometry::new(positions.clone(), positions, rows, q_to_kv, window)
+}
+
+fn causal(
+    batch: usize,
+    seq_len: u32,
+    q_to_kv: &[usize],
+    num_kv_heads: usize,
+    head_dim: usize,
+) -> Result<Case> {
+    Case::new(Geometry::causal(batch, seq_len, q_to_kv)?, num_kv_heads, head_dim)
+}
+
+/// Parts of two packed rows of 700 tokens.
+fn shards(q: impl IntoIterator<Item = u32>, kv: impl IntoIterator<Item = u32>) -> Result<Geometry> {
+    let (q, kv): (Vec<u32>, Vec<u32>) = (q.into_iter().collect(), kv.into_iter().collect());
+    Geometry::new(q, kv, vec![vec![0, 700], vec![0, 130, 410, 700]], vec![0, 1, 1], None)
+}

@@ -1,0 +1,159 @@
+//! The launcher on NVIDIA GPUs.
+//!
+//! Everything goes to the stream of the tensors' candle device, so calls run in order and nothing here waits for
+//! the GPU. Tensors of another stream of the same GPU (a peer rank's) are waited for by events, which cudarc keeps
+//! with every allocation: opening a tensor makes this stream wait for whoever wrote it. cudarc remembers one reader
+//! only; where several ranks read a tensor, [`Fence`](super::Fence)s order the next write after all of them.
+
+mod copies;
+mod module;
+mod product;
+mod upload;
+
+pub(crate) use copies::CudaCopies;
+pub(super) use product::gemm;
+pub(crate) use upload::upload;
+
+use super::{Arg, DeviceError, Grid, Kernel};
+use candle_core::cuda::CudaStorageSlice;
+use candle_core::cuda::cudarc::driver::{
+    CudaContext, CudaStream, DevicePtr, DevicePtrMut, DriverError, result, sys,
+};
+use candle_core::{CudaDevice, CudaStorage, Device};
+
+/// Dynamic shared memory that a kernel may use without asking.
+const DEFAULT_SHARED_BYTES: usize = 48 * 1024;
+
+/// Runs `$body` with `$slice` standing for the storage's elements.
+macro_rules! for_slice {
+    ($storage:expr, $slice:ident => $body:expr) => {
+        match $storage {
+            CudaStorageSlice::F32($slice) => $body,
+            CudaStorageSlice::F64($slice) => $body,
+            CudaStorageSlice::BF16($slice) => $body,
+            CudaStorageSlice::F16($slice) => $body,
+            CudaStorageSlice::U32($slice) => $body,
+            CudaStorageSlice::I64($slice) => $body,
+            CudaStorageSlice::U8($slice) => $body,
+            _ => Err(DeviceError::Candle(candle_core::Error::Msg(
+                "kernels do not take this element type".to_owned(),
+            ))),
+        }
+    };
+}
+
+/// Calls `run` with the address of a storage that is read on `stream` meanwhile.
+pub(super) fn with_pointer<R>(
+    storage: &CudaStorage,
+    stream: &CudaStream,
+    run: impl FnOnce(u64) -> Result<R, DeviceError>,
+) -> Result<R, DeviceError> {
+    for_slice!(&storage.slice, slice => {
+        // The guard records the read when it is dropped, after the launches of `run`.
+        let (pointer, _recorded) = slice.device_ptr(stream);
+        run(pointer)
+    })
+}
+
+/// As [`with_pointer`], for a storage that is written.
+pub(super) fn with_pointer_mut<R>(
+    storage: &mut CudaStorage,
+    stream: &CudaStream,
+    run: impl FnOnce(u64) -> Result<R, DeviceError>,
+) -> Result<R, DeviceError> {
+    for_slice!(&mut storage.slice, slice => {
+        let (pointer, _recorded) = slice.device_ptr_mut(stream);
+        run(pointer)
+    })
+}
+
+/// Starts a kernel on the device's stream.
+///
+/// # Safety
+/// As [`Launcher::launch`](super::Launcher::launch).
+pub(super) unsafe fn launch(
+    device: &CudaDevice,
+    kernel: &Kernel,
+    [x, y, z]: [u32; 3],
+    grid: Grid,
+    args: &[Arg<'_>],
+) -> Result<(), DeviceError> {
+    let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
+    let stream = device.cuda_stream();
+    // First of all: what follows is for the context of this thread.
+    stream.context().bind_to_thread().map_err(|failure| error(failure.to_string()))?;
+    let function = module::function(stream.context(), kernel)?;
+    if grid.shared_bytes > DEFAULT_SHARED_BYTES {
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: a function that is loaded.
+        unsafe { result::function::set_function_attribute(function.0, attribute, grid.shared_bytes as i32) }
+            .map_err(|failure| error(format!("{} bytes of shared memory: {failure}", grid.shared_bytes)))?;
+    }
+    let mut parameters: Vec<_> = args.iter().map(Arg::pointer).collect();
+    // SAFETY: the parameters live until the call returns, which has copied them; they are the kernel's by the
+    // caller's promise.
+    unsafe {
+        result::launch_kernel(
+            function.0,
+            (x, y, z),
+            (grid.threads, 1, 1),
+            grid.shared_bytes as u32,
+            stream.cu_stream(),
+            &mut parameters,
+        )
+    }
+    .map_err(|failure| error(failure.to_string()))
+}
+
+/// The GPU of a rank, which ranks share where there are more of them than GPUs.
+pub(super) fn open_shared(local_rank: usize) -> Result<Device, DeviceError> {
+    open(shared_ordinal(local_rank)?)
+}
+
+/// The name of that GPU. Nothing is started on it.
+pub(super) fn name_of(local_rank: usize) -> Result<String, DeviceError> {
+    let ordinal = shared_ordinal(local_rank)?;
+    let name = result::device::get(ordinal as i32).and_then(result::device::get_name);
+    name.map_err(no_gpu)
+}
+
+fn shared_ordinal(local_rank: usize) -> Result<usize, DeviceError> {
+    match CudaContext::device_count().map_err(no_gpu)? {
+        gpus if gpus > 0 => Ok(local_rank % gpus as usize),
+        _ => Err(DeviceError::NoGpu { message: "the driver finds none".to_owned() }),
+    }
+}
+
+fn no_gpu(failure: DriverError) -> DeviceError {
+    DeviceError::NoGpu { message: failure.to_string() }
+}
+
+/// A GPU with a stream of its own, which neither waits for the default stream nor is waited for by it, and with all
+/// kernels loaded.
+pub fn open(ordinal: usize) -> Result<Device, DeviceError> {
+    let device = CudaDevice::new_with_stream(ordinal)?;
+    let stream = device.cuda_stream();
+    keep_freed_memory(stream.context()).map_err(no_gpu)?;
+    module::functions(stream.context()).map_err(|message| DeviceError::NoGpu { message })?;
+    Ok(Device::Cuda(device))
+}
+
+/// Lets freed memory stay with the GPU's pool. By default it goes back to the driver whenever the host waits for the
+/// GPU, once a step, and the next step asks for all of it anew.
+fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
+    if !context.has_async_alloc() {
+        return Ok(());
+    }
+    let mut all = u64::MAX;
+    let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: a GPU that was opened, and the attribute's value is 64 bits that outlive the call.
+    unsafe {
+        let pool = result::device::get_mem_pool(context.cu_device())?;
+        result::mem_pool::set_attribute(pool, threshold, (&raw mut all).cast())
+    }
+}
+
+/// Elements of a whole storage; 0 for an element type that kernels do not take.
+pub(crate) fn elements(storage: &CudaStorage) -> usize {
+    for_slice!(&storage.slice, slice => Ok(slice.len())).unwrap_or(0)
+}

@@ -1,0 +1,170 @@
+//! Kernel files compiled by NVRTC, once per architecture, and loaded, once per GPU.
+//!
+//! All of a GPU's kernels are loaded together, when it is opened. To load one later may make the driver wait for the
+//! GPU, which may wait for another rank; and that rank, a thread of this process, for the lock of the loading.
+//!
+//! What was compiled is kept in `$XDG_CACHE_HOME/ulysses` (or `~/.cache/ulysses`) under a name that holds the hash
+//! of the source and the architecture. A cache that cannot be read or written costs some seconds at start, no more.
+
+use crate::device::kernel::{Source, sources};
+use crate::device::{DeviceError, Kernel};
+use candle_core::cuda::cudarc::driver::{self, CudaContext};
+use candle_core::cuda::cudarc::nvrtc::{result, sys};
+use std::collections::HashMap;
+use std::ffi::{CStr, CString};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+
+/// A kernel's handle.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Function(pub(super) driver::sys::CUfunction);
+
+// SAFETY: handles that the driver takes from any thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// All kernels of a GPU by name. They stay loaded to the end of the process, and so does the context.
+#[derive(Debug)]
+pub(super) struct Functions {
+    by_name: HashMap<String, Function>,
+    _context: Arc<CudaContext>,
+}
+
+/// By GPU. All contexts of a GPU are its primary one.
+static LOADED: LazyLock<RwLock<HashMap<usize, Arc<Functions>>>> = LazyLock::new(RwLock::default);
+
+/// The kernel. The first of a GPU that was not opened here loads them all.
+pub(super) fn function(context: &Arc<CudaContext>, kernel: &Kernel) -> Result<Function, DeviceError> {
+    let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
+    let functions = functions(context).map_err(error)?;
+    let found = functions.by_name.get(&kernel.name).copied();
+    found.ok_or_else(|| error(format!("kernels/cuda/{}.cu has no kernel of this name", kernel.source.name)))
+}
+
+/// All kernels of a GPU, loaded where they are not yet.
+pub(super) fn functions(context: &Arc<CudaContext>) -> Result<Arc<Functions>, String> {
+    let gpu = context.ordinal();
+    if let Some(functions) = LOADED.read().unwrap_or_else(PoisonError::into_inner).get(&gpu) {
+        return Ok(functions.clone());
+    }
+    // The ranks of a GPU wait here for the first of them.
+    let mut loaded = LOADED.write().unwrap_or_else(PoisonError::into_inner);
+    if let Some(functions) = loaded.get(&gpu) {
+        return Ok(functions.clone());
+    }
+    let functions = Arc::new(Functions { by_name: load_all(context)?, _context: context.clone() });
+    loaded.insert(gpu, functions.clone());
+    Ok(functions)
+}
+
+/// The files side by side: the first time, each is compiled.
+fn load_all(context: &Arc<CudaContext>) -> Result<HashMap<String, Function>, String> {
+    std::thread::scope(|scope| {
+        let load = |source: &'static Source| scope.spawn(move || load(context, source));
+        let files: Vec<_> = sources::ALL.iter().copied().map(load).collect();
+        let mut functions = HashMap::new();
+        for file in files {
+            functions.extend(file.join().map_err(|_| "the loading of a kernel panicked".to_owned())??);
+        }
+        Ok(functions)
+    })
+}
+
+fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Function)>, String> {
+    context.bind_to_thread().map_err(|failure| failure.to_string())?;
+    let (major, minor) = context.compute_capability().map_err(|failure| failure.to_string())?;
+    let architecture = format!("sm_{major}{minor}");
+    let text = whole_text(source);
+    let cache = cache_path(source.name, &text, &architecture);
+    let cached = cache.as_deref().and_then(|path| std::fs::read(path).ok());
+    if let Some(functions) = cached.and_then(|cubin| entry_points(&cubin).ok()) {
+        return Ok(functions);
+    }
+    let cubin = compile(&text, &architecture).map_err(|failure| {
+        format!("NVRTC refused kernels/cuda/{}.cu for {architecture}: {failure}", source.name)
+    })?;
+    if let Some(path) = &cache
+        && let Err(failure) = store(path, &cubin)
+    {
+        tracing::debug!(path = %path.display(), %failure, "compiled kernels are not cached");
+    }
+    entry_points(&cubin)
+        .map_err(|failure| format!("the driver refused kernels/cuda/{}.cu: {failure}", source.name))
+}
+
+/// Loads a module and every kernel of it, which the driver else puts off to the first use of each.
+fn entry_points(cubin: &[u8]) -> Result<Vec<(String, Function)>, driver::DriverError> {
+    let mut count = 0;
+    // SAFETY: an image that NVRTC has made, or what the driver finds not to be one; the context is this thread's.
+    // The module is never unloaded, so neither its functions nor their names go away.
+    unsafe {
+        let module = driver::result::module::load_data(cubin.as_ptr().cast())?;
+        driver::sys::cuModuleGetFunctionCount(&raw mut count, module).result()?;
+        let mut functions = vec![std::ptr::null_mut(); count as usize];
+        driver::sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module).result()?;
+        let named = |function| {
+            let mut name = std::ptr::null();
+            driver::sys::cuFuncGetName(&raw mut name, function).result()?;
+            driver::sys::cuFuncLoad(function).result()?;
+            Ok((CStr::from_ptr(name).to_string_lossy().into_owned(), Function(function)))
+        };
+        functions.into_iter().map(named).collect()
+    }
+}
+
+/// Compiles to machine code. PTX would do for any GPU, but a driver refuses that of a newer toolkit.
+fn compile(text: &str, architecture: &str) -> Result<Vec<u8>, String> {
+    let text = CString::new(text).map_err(|nul| nul.to_string())?;
+    let program = Program(result::create_program(&text, None).map_err(|failure| failure.to_string())?);
+    let options = [format!("--gpu-architecture={architecture}"), "--std=c++17".to_owned()];
+    // SAFETY: the program was just created and lives to the end of this function.
+    unsafe { result::compile_program(program.0, &options) }.map_err(|failure| {
+        // SAFETY: as above.
+        let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
+        let log: Vec<u8> = log.into_iter().map(|byte| byte as u8).collect();
+        format!("{failure}: {}", String::from_utf8_lossy(&log).trim_end_matches('\0'))
+    })?;
+    let mut len = 0;
+    // SAFETY: as above; the second call fills as many bytes as the first one has asked for.
+    unsafe {
+        sys::nvrtcGetCUBINSize(program.0, &raw mut len).result().map_err(|failure| failure.to_string())?;
+        let mut cubin = vec![0u8; len];
+        sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast())
+            .result()
+            .map_err(|failure| failure.to_string())?;
+        Ok(cubin)
+    }
+}
+
+/// A program of NVRTC's, destroyed on the way out.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: created by `compile`, which is done with it. A failure to destroy it would leak it, no more.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+/// The file with the one header it includes in its place: at run time there is no folder to find it in.
+fn whole_text(source: &Source) -> String {
+    source.text.replace("#include \"common.cuh\"", include_str!("../../../cuda/common.cuh"))
+}
+
+fn cache_path(name: &str, text: &str, architecture: &str) -> Option<PathBuf> {
+    let home = || std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache"));
+    let folder = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home)?.join("ulysses");
+    let mut hasher = DefaultHasher::new();
+    (text, architecture, env!("CARGO_PKG_VERSION")).hash(&mut hasher);
+    Some(folder.join(format!("{name}-{architecture}-{:016x}.cubin", hasher.finish())))
+}
+
+/// Whoever reads the file finds all of it or none: ranks start at the same time.
+fn store(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
+    let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
+    std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
+    std::fs::write(&unfinished, cubin)?;
+    std::fs::rename(&unfinished, path)
+}

@@ -1,0 +1,216 @@
+//! The kernels, compiled for the host and run on CPU tensors: how machines without a GPU test them.
+
+use super::{Arg, DeviceError, Grid, Kernel, MatrixAt, Product};
+use candle_core::DType;
+use half::{bf16, f16};
+use std::cell::Cell;
+use std::ffi::{CStr, CString, c_char, c_void};
+
+thread_local! {
+    static IS_ACTIVE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `run` with all ops of this thread on emulated kernels instead of the CPU's own.
+///
+/// Each rank is a thread, so a rank's closure calls this itself. What it tests is the kernels' indexing and
+/// arithmetic and the ops' host code; not speed, and not what `cuda/emulation/emulation.h` says a host cannot show.
+pub fn emulate<R>(run: impl FnOnce() -> R) -> R {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            IS_ACTIVE.set(self.0);
+        }
+    }
+    let _restore = Restore(IS_ACTIVE.replace(true));
+    run()
+}
+
+/// Whether this thread is within [`emulate`].
+pub(super) fn is_active() -> bool {
+    IS_ACTIVE.get()
+}
+
+// SAFETY: the functions of `cuda/emulation/emulation.cpp`, which the build script links in.
+unsafe extern "C" {
+    fn ulysses_emulation_signature(name: *const c_char) -> *const c_char;
+    fn ulysses_emulation_launch(
+        name: *const c_char,
+        grid: *const u32,
+        threads: u32,
+        shared_bytes: usize,
+        arguments: *mut *mut c_void,
+    ) -> *const c_char;
+}
+
+/// Runs a kernel to its end.
+///
+/// # Safety
+/// As [`Launcher::launch`](super::Launcher::launch).
+pub(super) unsafe fn launch(
+    kernel: &Kernel,
+    blocks: [u32; 3],
+    grid: Grid,
+    args: &[Arg<'_>],
+) -> Result<(), DeviceError> {
+    let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
+    let name = CString::new(kernel.name.as_str()).map_err(|nul| error(nul.to_string()))?;
+    // SAFETY: `name` ends in a nul; the text that is returned lives as long as the program.
+    let signature = unsafe { text(ulysses_emulation_signature(name.as_ptr())) };
+    let signature = signature.ok_or_else(|| error("there is no kernel of this name".to_owned()))?;
+    let given: Vec<_> = args.iter().map(describe).collect();
+    // A null pointer stands for any type that the kernel may be given instead.
+    let agrees = signature.split(' ').count() == given.len()
+        && signature.split(' ').zip(&given).all(|(expected, given)| is_same_parameter(expected, given));
+    if !agrees {
+        return Err(error(format!("its parameters are {signature}, it was given {}", given.join(" "))));
+    }
+    let mut pointers: Vec<_> = args.iter().map(Arg::pointer).collect();
+    // SAFETY: as many pointers as the kernel has parameters, each to a value of the right size; that what lies
+    // behind the addresses may be accessed is the caller's promise.
+    let failure = unsafe {
+        text(ulysses_emulation_launch(
+            name.as_ptr(),
+            blocks.as_ptr(),
+            grid.threads,
+            grid.shared_bytes,
+            pointers.as_mut_ptr(),
+        ))
+    };
+    failure.map_or(Ok(()), |message| Err(error(message.to_owned())))
+}
+
+/// # Safety
+/// `pointer` is null or a nul-terminated text that lives as long as the program.
+unsafe fn text(pointer: *const c_char) -> Option<&'static str> {
+    // SAFETY: the caller's promise.
+    (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) }.to_str().unwrap_or("not a text"))
+}
+
+/// The parameter as `emulation.h` describes those of a kernel.
+fn describe(arg: &Arg<'_>) -> String {
+    match arg {
+        Arg::Address(address) => {
+            let access = if address.is_writable { 'W' } else { 'R' };
+            format!("{access}{}", address.dtype.size_in_bytes())
+        }
+        Arg::U32(_) => "u4".to_owned(),
+        Arg::U64(_) => "U8".to_owned(),
+        Arg::F32(_) => "f4".to_owned(),
+        Arg::Struct(bytes) => format!("s{}", bytes.len()),
+    }
+}
+
+/// What is open for writing may be read.
+fn is_same_parameter(expected: &str, given: &str) -> bool {
+    expected == given || (expected.starts_with('R') && given.starts_with('W') && expected[1..] == given[1..])
+}
+
+/// Multiplies with the `gemm` crate, 16-bit elements by way of f32.
+///
+/// # Safety
+/// As [`Launcher::gemm`](super::Launcher::gemm).
+pub(super) unsafe fn gemm(product: &Product) -> Result<(), DeviceError> {
+    for index in 0..product.batch {
+        let nth = |matrix: MatrixAt| MatrixAt {
+            address: matrix.address.offset(index * matrix.batch_stride),
+            ..matrix
+        };
+        // SAFETY: the matrices of one product of the batch, which the caller vouches for.
+        unsafe {
+            gemm_one(&Product { a: nth(product.a), b: nth(product.b), c: nth(product.c), ..*product })?
+        };
+    }
+    Ok(())
+}
+
+/// # Safety
+/// As [`gemm`], for one product.
+unsafe fn gemm_one(product: &Product) -> Result<(), DeviceError> {
+    let Product { alpha, a, b, beta, c, .. } = *product;
+    // SAFETY: the caller vouches for every element of the three matrices.
+    let (left, right) = unsafe { (read(&a)?, read(&b)?) };
+    let mut result = if beta == 0.0 {
+        vec![0.0; c.rows * c.cols]
+    } else {
+        // SAFETY: as above.
+        unsafe { read(&c)? }
+    };
+    let (m, n, k) = (c.rows, c.cols, a.cols);
+    // SAFETY: three dense row-major matrices of these sizes.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            result.as_mut_ptr(),
+            1,
+            n as isize,
+            beta != 0.0,
+            left.as_ptr(),
+            1,
+            k as isize,
+            right.as_ptr(),
+            1,
+            n as isize,
+            beta,
+            alpha,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+        write(&c, &result)
+    }
+}
+
+/// The elements of a matrix, row by row, as f32.
+///
+/// # Safety
+/// They may be read.
+unsafe fn read(matrix: &MatrixAt) -> Result<Vec<f32>, DeviceError> {
+    let places = places(matrix);
+    let address = matrix.address.pointer as usize;
+    // SAFETY: the caller's promise, for each of the three element types.
+    unsafe {
+        Ok(match matrix.address.dtype {
+            DType::F32 => {
+                places.map(|at| std::ptr::with_exposed_provenance::<f32>(address).add(at).read()).collect()
+            }
+            DType::BF16 => places
+                .map(|at| std::ptr::with_exposed_provenance::<bf16>(address).add(at).read().to_f32())
+                .collect(),
+            DType::F16 => places
+                .map(|at| std::ptr::with_exposed_provenance::<f16>(address).add(at).read().to_f32())
+                .collect(),
+            dtype => return Err(DeviceError::NoKernel { kernel: "gemm", dtype }),
+        })
+    }
+}
+
+/// # Safety
+/// The matrix's elements may be written.
+unsafe fn write(matrix: &MatrixAt, values: &[f32]) -> Result<(), DeviceError> {
+    let address = matrix.address.pointer as usize;
+    for (at, value) in places(matrix).zip(values) {
+        // SAFETY: the caller's promise, for each of the three element types.
+        unsafe {
+            match matrix.address.dtype {
+                DType::F32 => std::ptr::with_exposed_provenance_mut::<f32>(address).add(at).write(*value),
+                DType::BF16 => std::ptr::with_exposed_provenance_mut::<bf16>(address)
+                    .add(at)
+                    .write(bf16::from_f32(*value)),
+                DType::F16 => {
+                    std::ptr::with_exposed_provenance_mut::<f16>(address).add(at).write(f16::from_f32(*value))
+                }
+                dtype => return Err(DeviceError::NoKernel { kernel: "gemm", dtype }),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Offsets of a matrix's elements, row by row.
+fn places(matrix: &MatrixAt) -> impl Iterator<Item = usize> + use<> {
+    let MatrixAt { rows, cols, row_stride, col_stride, .. } = *matrix;
+    (0..rows).flat_map(move |row| (0..cols).map(move |col| row * row_stride + col * col_stride))
+}

@@ -1,0 +1,50 @@
+//! Order between the streams of a GPU.
+
+use super::DeviceError;
+use candle_core::Device;
+
+/// A point in the order of a device's work, for work that is given to it elsewhere to come after.
+///
+/// Ranks that share a GPU have a candle device each, and so a stream each. cudarc orders the uses of an allocation
+/// by two events, one for its last write and one for its last *read*: of several streams that read it, only one is
+/// remembered. So ranks that read one another's tensors order their streams themselves. The host never waits.
+#[derive(Debug, Clone)]
+pub struct Fence {
+    #[cfg(feature = "cuda")]
+    event: std::sync::Arc<candle_core::cuda::cudarc::driver::CudaEvent>,
+}
+
+impl Fence {
+    /// The point after all that `device` was given so far. `None` on the CPU, where work is done when the call that
+    /// gave it returns.
+    ///
+    /// # Errors
+    /// When the driver does not record the point.
+    pub fn after(device: &Device) -> Result<Option<Self>, DeviceError> {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => {
+                let event = device.cuda_stream().record_event(None).map_err(failed)?;
+                Ok(Some(Self { event: std::sync::Arc::new(event) }))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Lets all that `device` is given from now on wait for the point.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn hold(&self, device: &Device) -> Result<(), DeviceError> {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => device.cuda_stream().wait(&self.event).map_err(failed),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn failed(error: candle_core::cuda::cudarc::driver::DriverError) -> DeviceError {
+    DeviceError::Candle(candle_core::Error::wrap(error))
+}

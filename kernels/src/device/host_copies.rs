@@ -1,0 +1,116 @@
+//! Copies between the tensors of a device and memory of the host, beside the device's other work.
+
+use super::DeviceError;
+use candle_core::Tensor;
+
+/// Starts copies of one device's tensors. The host waits for none of them.
+pub(crate) trait HostCopies: Send + Sync {
+    /// Memory of the host. Copies to it and from it are done in the order in which they were started.
+    type Memory: Send;
+
+    /// A copy that was started.
+    type Copy: Send;
+
+    /// Memory for so many bytes.
+    ///
+    /// # Errors
+    /// When the driver has no more.
+    fn allocate(&self, bytes: usize) -> Result<Self::Memory, DeviceError>;
+
+    /// Starts to copy a contiguous tensor, as all that its device was given so far leaves it.
+    ///
+    /// # Errors
+    /// A tensor of another device, or a driver that refuses.
+    fn store(&self, tensor: &Tensor, memory: &mut Self::Memory) -> Result<Self::Copy, DeviceError>;
+
+    /// Starts to overwrite a contiguous tensor, once all is done that its device was given so far.
+    ///
+    /// # Errors
+    /// As [`store`](Self::store).
+    fn load(&self, memory: &mut Self::Memory, tensor: &Tensor) -> Result<Self::Copy, DeviceError>;
+
+    /// Lets all that the device is given from now on come after a copy.
+    ///
+    /// # Errors
+    /// When the driver refuses, or a copy failed.
+    fn hold(&self, copy: &Self::Copy) -> Result<(), DeviceError>;
+}
+
+pub(crate) use late::LateCopies;
+
+mod late {
+    use super::{DeviceError, HostCopies};
+    use crate::tensor::{with_bytes, with_bytes_mut};
+    use candle_core::Tensor;
+    use parking_lot::Mutex;
+    use std::collections::VecDeque;
+    use std::sync::Arc;
+
+    /// Copies of tensors on the CPU, each as late as is allowed: when it is waited for. So whoever uses a result, or
+    /// overwrites a source, without waiting is wrong at once, which on a GPU depends on chance.
+    #[derive(Debug, Default)]
+    pub(crate) struct LateCopies(Mutex<Queue>);
+
+    #[derive(Debug, Default)]
+    struct Queue {
+        done: u64,
+        waiting: VecDeque<Job>,
+    }
+
+    #[derive(Debug)]
+    enum Job {
+        Store(Tensor, Memory),
+        Load(Memory, Tensor),
+    }
+
+    type Memory = Arc<Mutex<Vec<u8>>>;
+
+    impl LateCopies {
+        fn start(&self, job: Job) -> u64 {
+            let mut queue = self.0.lock();
+            queue.waiting.push_back(job);
+            queue.done + queue.waiting.len() as u64
+        }
+    }
+
+    impl HostCopies for LateCopies {
+        type Memory = Memory;
+        type Copy = u64;
+
+        fn allocate(&self, bytes: usize) -> Result<Memory, DeviceError> {
+            Ok(Arc::new(Mutex::new(vec![0; bytes])))
+        }
+
+        fn store(&self, tensor: &Tensor, memory: &mut Memory) -> Result<u64, DeviceError> {
+            Ok(self.start(Job::Store(tensor.clone(), memory.clone())))
+        }
+
+        fn load(&self, memory: &mut Memory, tensor: &Tensor) -> Result<u64, DeviceError> {
+            Ok(self.start(Job::Load(memory.clone(), tensor.clone())))
+        }
+
+        fn hold(&self, copy: &u64) -> Result<(), DeviceError> {
+            let mut queue = self.0.lock();
+            while queue.done < *copy
+                && let Some(job) = queue.waiting.pop_front()
+            {
+                job.run()?;
+                queue.done += 1;
+            }
+            Ok(())
+        }
+    }
+
+    impl Job {
+        fn run(self) -> candle_core::Result<()> {
+            match self {
+                Self::Store(tensor, memory) => {
+                    with_bytes(&tensor, |bytes| memory.lock().copy_from_slice(bytes))
+                }
+                Self::Load(memory, tensor) => {
+                    with_bytes_mut(&tensor, |bytes| bytes.copy_from_slice(&memory.lock()))
+                }
+            }
+        }
+    }
+}

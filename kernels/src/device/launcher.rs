@@ -1,0 +1,125 @@
+//! The launcher: what the ops' host code is written against.
+
+use super::address::Opener;
+use super::{Address, Arg, DeviceError, Grid, Kernel, Product};
+use candle_core::Tensor;
+
+/// Runs kernels and products on one device, in the order of the calls.
+#[derive(Debug, Clone)]
+pub enum Launcher {
+    /// On the host, for tests.
+    #[cfg(feature = "kernel-emulation")]
+    Emulated,
+    /// On a GPU, on the device's stream.
+    #[cfg(feature = "cuda")]
+    Cuda(candle_core::CudaDevice),
+}
+
+impl Launcher {
+    /// Calls `run` with the addresses of `outputs` and `inputs`. An output shares its storage with no other tensor
+    /// of the call; it may be read as well, where the kernel is in place.
+    ///
+    /// # Errors
+    /// A tensor that is not contiguous, of another device or of an element type without kernels; what `run` returns.
+    pub fn open<const O: usize, const I: usize>(
+        &self,
+        outputs: [&Tensor; O],
+        inputs: [&Tensor; I],
+        run: impl FnOnce([Address; O], [Address; I]) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.open_slices(&outputs, &inputs, |addresses| {
+            let (outputs, inputs) = addresses.split_at(O);
+            let outputs = std::array::from_fn(|i| outputs[i]);
+            run(outputs, std::array::from_fn(|i| inputs[i]))
+        })
+    }
+
+    /// As [`open`](Self::open), for any number of tensors: the addresses are those of `outputs`, then of `inputs`.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_slices(
+        &self,
+        outputs: &[&Tensor],
+        inputs: &[&Tensor],
+        run: impl FnOnce(&[Address]) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let outputs = outputs.iter().map(|tensor| (true, *tensor));
+        let tensors: Vec<_> = outputs.chain(inputs.iter().map(|tensor| (false, *tensor))).collect();
+        let mut run = Some(run);
+        self.opener().open_all(&tensors, &mut Vec::new(), &mut |addresses| match run.take() {
+            Some(run) => run(addresses),
+            None => Ok(()),
+        })
+    }
+
+    /// Starts a kernel. An empty grid does nothing.
+    ///
+    /// # Safety
+    /// The arguments are the kernel's parameters in order, and what it accesses through their addresses lies within
+    /// the tensors that these were opened from, for reading or for writing.
+    ///
+    /// # Errors
+    /// A kernel that does not compile or a launch that the driver refuses.
+    pub(crate) unsafe fn launch(
+        &self,
+        kernel: &Kernel,
+        grid: Grid,
+        args: &[Arg<'_>],
+    ) -> Result<(), DeviceError> {
+        let Some(blocks) = grid.checked(kernel)? else { return Ok(()) };
+        match self {
+            #[cfg(feature = "kernel-emulation")]
+            // SAFETY: the caller's promise is the callee's.
+            Self::Emulated => unsafe { super::emulation::launch(kernel, blocks, grid, args) },
+            #[cfg(feature = "cuda")]
+            // SAFETY: the caller's promise is the callee's.
+            Self::Cuda(device) => unsafe { super::cuda::launch(device, kernel, blocks, grid, args) },
+            #[cfg(not(any(feature = "kernel-emulation", feature = "cuda")))]
+            _ => unreachable!("no launcher exists in this build, {blocks:?} and {args:?} were for none"),
+        }
+    }
+
+    /// Starts a batch of matrix products. Nothing to do for a batch of none or an empty result.
+    ///
+    /// # Safety
+    /// All elements that the product reads or writes lie within the tensors that its addresses were opened from,
+    /// and `c`'s, opened for writing, overlap neither each other nor an operand.
+    ///
+    /// # Errors
+    /// Matrices that do not fit, element types that no library multiplies, or a failed call.
+    pub(crate) unsafe fn gemm(&self, product: &Product) -> Result<(), DeviceError> {
+        let Product { a, b, c, batch, .. } = product;
+        if *batch == 0 || c.rows == 0 || c.cols == 0 {
+            return Ok(());
+        }
+        if a.rows != c.rows || b.cols != c.cols || a.cols != b.rows {
+            let message = format!("the result has {} rows and {} columns", c.rows, c.cols);
+            return Err(DeviceError::Product { a: [a.rows, a.cols], b: [b.rows, b.cols], message });
+        }
+        match self {
+            #[cfg(feature = "kernel-emulation")]
+            // SAFETY: the caller's promise is the callee's.
+            Self::Emulated => unsafe { super::emulation::gemm(product) },
+            #[cfg(feature = "cuda")]
+            // SAFETY: the caller's promise is the callee's.
+            Self::Cuda(device) => unsafe { super::cuda::gemm(device, product) },
+            #[cfg(not(any(feature = "kernel-emulation", feature = "cuda")))]
+            _ => unreachable!("no launcher exists in this build"),
+        }
+    }
+
+    fn opener(&self) -> Opener {
+        match self {
+            #[cfg(feature = "kernel-emulation")]
+            Self::Emulated => Opener {
+                #[cfg(feature = "cuda")]
+                stream: None,
+            },
+            #[cfg(feature = "cuda")]
+            Self::Cuda(device) => Opener { stream: Some(device.cuda_stream()) },
+            #[cfg(not(any(feature = "kernel-emulation", feature = "cuda")))]
+            _ => unreachable!("no launcher exists in this build"),
+        }
+    }
+}

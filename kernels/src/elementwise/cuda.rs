@@ -1,0 +1,116 @@
+//! The launches of `cuda/elementwise.cu`.
+
+use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher, sources::ELEMENTWISE};
+use candle_core::{DType, Device, Tensor};
+use std::ops::Range;
+
+/// Blocks of a reduction, at most: as many as an H100 runs at once. A constant, because the order of a sum must not
+/// depend on the GPU.
+const MAX_BLOCKS: usize = 1024;
+
+/// The sums of all tensors' blocks come to the host together, which waits once, and are added there in order.
+pub(super) fn sums_of_squares(launcher: &Launcher, tensors: &[&Tensor]) -> Result<Vec<f64>, DeviceError> {
+    let blocks: Vec<usize> = tensors.iter().map(|x| blocks(x)).collect();
+    let results = results(blocks.iter().sum(), DType::F64, tensors)?;
+    let mut first = 0;
+    for (&x, &blocks) in tensors.iter().zip(&blocks) {
+        reduce_blocks(launcher, "elementwise_sum_of_squares", x, &results, first..first + blocks)?;
+        first += blocks;
+    }
+    let mut sums = results.to_vec1::<f64>()?.into_iter();
+    Ok(blocks.iter().map(|&blocks| sums.by_ref().take(blocks).sum()).collect())
+}
+
+/// One flag of each block comes to the host, which waits for them.
+pub(super) fn all_finite(launcher: &Launcher, x: &Tensor) -> Result<bool, DeviceError> {
+    let blocks = blocks(x);
+    let found = results(blocks, DType::F32, &[x])?;
+    reduce_blocks(launcher, "elementwise_find_non_finite", x, &found, 0..blocks)?;
+    Ok(found.to_vec1::<f32>()?.into_iter().all(|found| found == 0.0))
+}
+
+/// Blocks of a reduction over `x`.
+fn blocks(x: &Tensor) -> usize {
+    x.elem_count().div_ceil(Grid::TILE).min(MAX_BLOCKS)
+}
+
+/// Room for the results of `blocks` blocks, beside the tensors. One 0 for none: CUDA does not allocate nothing.
+fn results(blocks: usize, dtype: DType, tensors: &[&Tensor]) -> candle_core::Result<Tensor> {
+    let device = tensors.first().map_or(&Device::Cpu, |x| x.device());
+    Tensor::zeros(blocks.max(1), dtype, device)
+}
+
+/// Writes what the blocks of a reduction over `x` make of their tiles to these elements of `results`.
+fn reduce_blocks(
+    launcher: &Launcher,
+    kernel: &'static str,
+    x: &Tensor,
+    results: &Tensor,
+    of_blocks: Range<usize>,
+) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&ELEMENTWISE, kernel, x.dtype())?;
+    let size = x.elem_count();
+    launcher.open([results], [x], |[results], [x]| {
+        let args = [results.offset(of_blocks.start).into(), x.into(), (size as u64).into()];
+        // SAFETY: `x` has `size` elements, `results` one of the kernel's type for every block.
+        unsafe { launcher.launch(&kernel, Grid::blocks(of_blocks.len()), &args) }
+    })
+}
+
+/// dst += src, where `dst` has the element type of `src` or is f32.
+pub(super) fn accumulate(launcher: &Launcher, dst: &Tensor, src: &Tensor) -> Result<(), DeviceError> {
+    let name =
+        if dst.dtype() == src.dtype() { "elementwise_accumulate" } else { "elementwise_accumulate_in_f32" };
+    let kernel = Kernel::of_dtype(&ELEMENTWISE, name, src.dtype())?;
+    two_tensors(launcher, &kernel, dst, src)
+}
+
+pub(super) fn copy(launcher: &Launcher, dst: &Tensor, src: &Tensor) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&ELEMENTWISE, "elementwise_copy", dst.dtype())?;
+    two_tensors(launcher, &kernel, dst, src)
+}
+
+fn two_tensors(launcher: &Launcher, kernel: &Kernel, dst: &Tensor, src: &Tensor) -> Result<(), DeviceError> {
+    launcher.open([dst], [src], |[dst_at], [src]| {
+        // SAFETY: both tensors have as many elements, and the element types of the kernel.
+        unsafe { over_tiles(launcher, kernel, dst, dst_at, src.into()) }
+    })
+}
+
+pub(super) fn scale(launcher: &Launcher, dst: &Tensor, factor: f32) -> Result<(), DeviceError> {
+    one_tensor(launcher, "elementwise_scale", dst, factor)
+}
+
+pub(super) fn fill(launcher: &Launcher, dst: &Tensor, value: f32) -> Result<(), DeviceError> {
+    one_tensor(launcher, "elementwise_fill", dst, value)
+}
+
+fn one_tensor(
+    launcher: &Launcher,
+    kernel: &'static str,
+    dst: &Tensor,
+    value: f32,
+) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&ELEMENTWISE, kernel, dst.dtype())?;
+    launcher.open([dst], [], |[dst_at], []| {
+        // SAFETY: the kernel accesses the elements of `dst` only.
+        unsafe { over_tiles(launcher, &kernel, dst, dst_at, value.into()) }
+    })
+}
+
+/// Launches `kernel(dst, second, size)` over the tiles of `dst`, which has been opened at `dst_at`.
+///
+/// # Safety
+/// `second` is the kernel's second parameter, and an address of no fewer elements than `dst` has.
+unsafe fn over_tiles(
+    launcher: &Launcher,
+    kernel: &Kernel,
+    dst: &Tensor,
+    dst_at: Address,
+    second: Arg<'_>,
+) -> Result<(), DeviceError> {
+    let size = dst.elem_count();
+    let args = [dst_at.into(), second, (size as u64).into()];
+    // SAFETY: the caller's promise; `dst` has `size` elements.
+    unsafe { launcher.launch(kernel, Grid::tiles(size), &args) }
+}

@@ -1,0 +1,127 @@
+//! Whole-tensor reductions and the elementwise arithmetic of gradient buffers.
+
+mod cpu;
+mod cuda;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+use super::OpError;
+use super::call::Call;
+use super::cast::with_element_type;
+use crate::device::Target;
+use candle_core::{DType, Tensor};
+
+/// Σ x², accumulated in f64 in an order that depends on the number of elements only.
+///
+/// On a GPU this waits until all work before it is done, and reads at most 1024 partial sums.
+///
+/// # Errors
+/// When the dtype, device or layout does not fit.
+pub fn sum_of_squares(x: &Tensor) -> Result<f64, OpError> {
+    Ok(sums_of_squares(&[x])?.into_iter().sum())
+}
+
+/// [`sum_of_squares`] of each tensor, to the same bits. On a GPU this waits once for all of them.
+///
+/// # Errors
+/// As [`sum_of_squares`]; tensors on several devices.
+pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
+    let call = Call::new("elementwise::sum_of_squares");
+    let arguments: Vec<_> = tensors.iter().map(|&x| ("x", x)).collect();
+    match call.target(&[], &arguments)? {
+        Target::Cpu => tensors
+            .iter()
+            .map(|x| {
+                with_element_type!(x.dtype(), T => call.on_cpu([x], [], |[x], []| cpu::sum_of_squares::<T>(x)))
+            })
+            .collect(),
+        Target::Kernels(launcher) => call.kernels(cuda::sums_of_squares(&launcher, tensors)),
+    }
+}
+
+/// Whether no element is infinite or NaN. On a GPU this waits as [`sum_of_squares`] does.
+///
+/// # Errors
+/// When the dtype, device or layout does not fit.
+pub fn all_finite(x: &Tensor) -> Result<bool, OpError> {
+    let call = Call::new("elementwise::all_finite");
+    match call.target(&[], &[("x", x)])? {
+        Target::Cpu => {
+            with_element_type!(x.dtype(), T => call.on_cpu([x], [], |[x], []| cpu::all_finite::<T>(x)))
+        }
+        Target::Kernels(launcher) => call.kernels(cuda::all_finite(&launcher, x)),
+    }
+}
+
+/// dst += src. The sum of 16-bit elements may go into an f32 `dst`.
+///
+/// # Shapes
+/// dst and src hold the same number of elements.
+///
+/// # Errors
+/// When shapes, dtypes, devices or layouts do not fit, or the tensors share storage.
+pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
+    let call = Call::new("elementwise::accumulate");
+    call.expect(("src", src), &[dst.elem_count()])?;
+    let target = call.target(&[("dst", dst)], &[("src", src)])?;
+    if dst.dtype() != DType::F32 {
+        call.element_type(&[("dst", dst), ("src", src)], &[])?;
+    }
+    match target {
+        Target::Cpu => with_element_type!(src.dtype(), S => call.on_cpu([src], [], |[src], []| {
+            with_element_type!(dst.dtype(), D => {
+                call.on_cpu([], [dst], |[], [dst]| cpu::accumulate::<D, S>(dst, src))
+            })
+        }))?,
+        Target::Kernels(launcher) => call.kernels(cuda::accumulate(&launcher, dst, src)),
+    }
+}
+
+/// dst *= factor.
+///
+/// # Errors
+/// When the dtype, device or layout does not fit.
+pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
+    let call = Call::new("elementwise::scale");
+    match call.target(&[("dst", dst)], &[])? {
+        Target::Cpu => with_element_type!(dst.dtype(), T => {
+            call.on_cpu([], [dst], |[], [dst]| cpu::scale::<T>(dst, factor))
+        }),
+        Target::Kernels(launcher) => call.kernels(cuda::scale(&launcher, dst, factor)),
+    }
+}
+
+/// Sets every element to `value`.
+///
+/// # Errors
+/// When the dtype, device or layout does not fit.
+pub fn fill(dst: &Tensor, value: f32) -> Result<(), OpError> {
+    let call = Call::new("elementwise::fill");
+    match call.target(&[("dst", dst)], &[])? {
+        Target::Cpu => with_element_type!(dst.dtype(), T => {
+            call.on_cpu([], [dst], |[], [dst]| cpu::fill::<T>(dst, value))
+        }),
+        Target::Kernels(launcher) => call.kernels(cuda::fill(&launcher, dst, value)),
+    }
+}
+
+/// dst = src, element for element in memory order.
+///
+/// # Shapes
+/// dst and src hold the same number of elements.
+///
+/// # Errors
+/// As [`accumulate`].
+pub fn copy(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
+    let call = Call::new("elementwise::copy");
+    call.expect(("src", src), &[dst.elem_count()])?;
+    let target = call.target(&[("dst", dst)], &[("src", src)])?;
+    call.element_type(&[("dst", dst), ("src", src)], &[])?;
+    match target {
+        Target::Cpu => with_element_type!(src.dtype(), T => {
+            call.on_cpu([src], [dst], |[src], [dst]| cpu::copy::<T>(dst, src))
+        }),
+        Target::Kernels(launcher) => call.kernels(cuda::copy(&launcher, dst, src)),
+    }
+}

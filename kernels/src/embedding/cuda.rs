@@ -1,0 +1,60 @@
+//! The launches of `cuda/embedding.cu`.
+
+use super::ids::{DeviceIds, Ids};
+use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::EMBEDDING};
+use candle_core::{DType, Tensor};
+
+/// `kColumns` and `kColumnThreads` of the kernels: columns and threads of a block that adds a segment.
+const COLUMNS: usize = 512;
+const COLUMN_THREADS: u32 = 128;
+
+pub(super) fn forward(
+    launcher: &Launcher,
+    dtype: DType,
+    ids: &Ids,
+    [weight, y]: [&Tensor; 2],
+    d: usize,
+) -> Result<(), DeviceError> {
+    if ids.is_empty() {
+        return Ok(());
+    }
+    let kernel = Kernel::of_dtype(&EMBEDDING, "embedding_forward", dtype)?;
+    let rows = ids.len();
+    let tables = ids.on(y.device())?.tables;
+    launcher.open([y], [weight, &tables], |[y], [weight, ids]| {
+        let args = [y.into(), weight.into(), ids.into(), (rows as u64).into(), (d as u32).into()];
+        // SAFETY: `y` has `rows` rows of d elements, and `weight` has more of them than any of the `rows` ids says.
+        unsafe { launcher.launch(&kernel, Grid::threads(rows * 32), &args) }
+    })
+}
+
+/// Adds in the order of the [plan](super::plan::Plan). `[dy, dweight]` have rows of `d` elements.
+pub(super) fn backward(
+    launcher: &Launcher,
+    dtype: DType,
+    ids: &Ids,
+    [dy, dweight]: [&Tensor; 2],
+    d: usize,
+) -> Result<(), DeviceError> {
+    if ids.is_empty() {
+        return Ok(());
+    }
+    let add_segments = Kernel::of_dtype(&EMBEDDING, "embedding_add_segments", dtype)?;
+    let add_partials = Kernel::new(&EMBEDDING, "embedding_add_partials");
+    let plan = ids.on(dy.device())?;
+    let DeviceIds { tokens_at, segments_at, sums_at, .. } = plan;
+    // CUDA does not allocate nothing, which is what most batches would need.
+    let partial = Tensor::zeros((plan.partials.max(1), d), DType::F32, dy.device())?;
+    launcher.open([dweight, &partial], [dy, &plan.tables], |[dweight, partial], [dy, tables]| {
+        let [tokens, segments, sums] = [tokens_at, segments_at, sums_at].map(|at| tables.offset(at));
+        let columns = d.div_ceil(COLUMNS);
+        let grid = |rows| Grid { blocks: [rows, columns, 1], ..Grid::blocks(0) }.of_threads(COLUMN_THREADS);
+        let d = d as u32;
+        let args = [dweight.into(), partial.into(), dy.into(), tokens.into(), segments.into(), d.into()];
+        // SAFETY: the plan names rows of `dweight` and `partial`, no row twice, and tokens, which are rows of `dy`.
+        unsafe { launcher.launch(&add_segments, grid(plan.segments), &args)? };
+        let args = [dweight.into(), partial.into(), sums.into(), d.into()];
+        // SAFETY: as above.
+        unsafe { launcher.launch(&add_partials, grid(plan.sums), &args) }
+    })
+}

@@ -1,0 +1,111 @@
+//! How a backward pass on a device shares out its sums.
+
+/// Tokens that one block adds at most. An id may be that of every other token, and one block would take as long for
+/// it as all others together.
+const SEGMENT_TOKENS: usize = 128;
+
+/// The tokens of each id, and who adds their gradients to what: a segment's to the id's row of dweight, or to a row of
+/// partial sums where the id has several segments; these are then added in order. All orders follow from `ids` alone.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Plan {
+    /// Token numbers, those of one id behind each other and in order.
+    pub(super) tokens: Vec<u32>,
+    /// {begin, end, row, is_partial} over `tokens`: `Segment` of `cuda/embedding.cu`.
+    pub(super) segments: Vec<[u32; 4]>,
+    /// {row, begin, end} over the partial sums, for each id that has any.
+    pub(super) sums: Vec<[u32; 3]>,
+    /// Rows of partial sums.
+    pub(super) partials: usize,
+}
+
+impl Plan {
+    /// The plan for `ids`, whatever the size of the vocabulary that they are from.
+    pub(super) fn new(ids: &[u32]) -> Self {
+        let ends = ends_of_ids(ids);
+        let mut plan = Self { tokens: sorted_tokens(ids, &ends), ..Self::default() };
+        let mut begin = 0;
+        for (id, &end) in ends.iter().enumerate() {
+            plan.add(id as u32, begin, end);
+            begin = end;
+        }
+        plan
+    }
+
+    fn add(&mut self, id: u32, begin: u32, end: u32) {
+        let segments = ((end - begin) as usize).div_ceil(SEGMENT_TOKENS);
+        let first_partial = self.partials as u32;
+        for nth in 0..segments {
+            let begin = begin + (nth * SEGMENT_TOKENS) as u32;
+            let end = end.min(begin + SEGMENT_TOKENS as u32);
+            let (row, is_partial) = if segments == 1 { (id, 0) } else { (first_partial + nth as u32, 1) };
+            self.segments.push([begin, end, row, is_partial]);
+        }
+        if segments > 1 {
+            self.partials += segments;
+            self.sums.push([id, first_partial, self.partials as u32]);
+        }
+    }
+}
+
+/// For each id up to the largest, the number of tokens with this one or a smaller one.
+fn ends_of_ids(ids: &[u32]) -> Vec<u32> {
+    let mut ends = vec![0; ids.iter().max().map_or(0, |largest| *largest as usize + 1)];
+    for &id in ids {
+        ends[id as usize] += 1;
+    }
+    let mut total = 0;
+    for end in &mut ends {
+        total += *end;
+        *end = total;
+    }
+    ends
+}
+
+/// Token numbers sorted by id, those of one id in order.
+fn sorted_tokens(ids: &[u32], ends: &[u32]) -> Vec<u32> {
+    let mut ends = ends.to_vec();
+    let mut tokens = vec![0; ids.len()];
+    for (token, &id) in ids.iter().enumerate().rev() {
+        let place = &mut ends[id as usize];
+        *place -= 1;
+        tokens[*place as usize] = token as u32;
+    }
+    tokens
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_sorted_by_id_and_each_id_has_its_segment() {
+        let plan = Plan::new(&[3, 0, 3, 1, 3]);
+        assert_eq!(plan.tokens, [1, 3, 0, 2, 4]);
+        assert_eq!(plan.segments, [[0, 1, 0, 0], [1, 2, 1, 0], [2, 5, 3, 0]]);
+        assert_eq!((plan.sums.len(), plan.partials), (0, 0));
+    }
+
+    #[test]
+    fn an_id_of_many_tokens_is_split_into_partial_sums() {
+        let mut ids = vec![2; 300];
+        ids.extend([1; 129]);
+        ids.extend([0; 128]);
+        let plan = Plan::new(&ids);
+        let expected = [
+            [0, 128, 0, 0],
+            [128, 256, 0, 1],
+            [256, 257, 1, 1],
+            [257, 385, 2, 1],
+            [385, 513, 3, 1],
+            [513, 557, 4, 1],
+        ];
+        assert_eq!(plan.segments, expected);
+        assert_eq!(plan.sums, [[1, 0, 2], [2, 2, 5]]);
+        assert_eq!(plan.partials, 5);
+    }
+
+    #[test]
+    fn no_tokens_need_no_plan() {
+        assert_eq!(Plan::new(&[]), Plan::default());
+    }
+}

@@ -1,0 +1,173 @@
+//! Products of packed panels: 32 rows of A by 32 columns of B, all in f32 sums.
+
+#[cfg(test)]
+use super::pack::PAIRS;
+use super::pack::TILE_WORDS;
+use crate::OpError;
+use std::sync::OnceLock;
+
+/// Rows and columns of a block that a kernel computes at once: two tiles of 16 each way.
+pub(super) const BLOCK: usize = 32;
+
+/// The environment variable that says what multiplies bf16 matrices: `f32`, or `auto` for the fastest.
+const VARIABLE: &str = "ULYSSES_BF16_PRODUCTS";
+
+/// The sums of a block, row by row.
+#[repr(align(64))]
+pub(super) struct Sums(pub(super) [[f32; BLOCK]; BLOCK]);
+
+/// What computes a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kernel {
+    /// AMX's tile registers (`TDPBF16PS`): Intel from Sapphire Rapids on.
+    Amx,
+    /// AVX512-BF16 (`VDPBF16PS`): AMD from Zen 4 on. Intel's processors have it too.
+    Avx512,
+    /// Plain loops, for tests on any machine: slower than f32.
+    #[cfg(test)]
+    Portable,
+}
+
+impl Kernel {
+    /// The fastest that this machine has, if it is faster than f32 and [`VARIABLE`] does not ask for f32.
+    pub(crate) fn detect() -> Option<Self> {
+        static KERNEL: OnceLock<Option<Kernel>> = OnceLock::new();
+        *KERNEL.get_or_init(|| match products_in_f32() {
+            Ok(true) => None,
+            // What has no meaning is `checked`'s to tell.
+            Ok(false) | Err(_) => Self::fastest(Self::all(), is_intel()),
+        })
+    }
+
+    /// As [`detect`](Self::detect).
+    ///
+    /// # Errors
+    /// When [`VARIABLE`] has a value without a meaning.
+    pub(crate) fn checked() -> Result<Option<Self>, OpError> {
+        products_in_f32()?;
+        Ok(Self::detect())
+    }
+
+    /// Of the kernels of a machine. Intel's processors have `VDPBF16PS` too, but nobody has seen it faster than f32
+    /// there: it was measured with an earlier kernel only, which was slow everywhere.
+    fn fastest(mut found: impl Iterator<Item = Self>, is_intel: bool) -> Option<Self> {
+        found.find(|kernel| *kernel != Self::Avx512 || !is_intel)
+    }
+
+    /// What its products are called.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Amx => "AMX",
+            Self::Avx512 => "AVX512-BF16",
+            #[cfg(test)]
+            Self::Portable => "portable",
+        }
+    }
+
+    /// All that this machine has, fastest first.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        let amx = super::amx::is_available().then_some(Self::Amx);
+        amx.into_iter().chain(super::avx512::is_available().then_some(Self::Avx512))
+    }
+
+    /// All that this machine has, fastest first.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        std::iter::empty()
+    }
+
+    /// Calls `work` with the thread set up for [`block`](Self::block).
+    pub(super) fn ready<R>(self, work: impl FnOnce() -> R) -> R {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => super::amx::with_tiles(work),
+            _ => work(),
+        }
+    }
+
+    /// The product of two panels of A with two of B, which have equally many tiles. On a thread that is
+    /// [`ready`](Self::ready).
+    pub(super) fn block(self, a: [&[u32]; 2], b: [&[u32]; 2], sums: &mut Sums) {
+        let tiles = a[0].len() / TILE_WORDS;
+        assert!(a.iter().chain(&b).all(|panel| panel.len() == tiles * TILE_WORDS));
+        match self {
+            // SAFETY: `detect` and `all` found the instructions, `ready` has configured the tiles, and the panels
+            // have `tiles` tiles each, as just checked.
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => unsafe { super::amx::block(a, b, tiles, sums) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => unsafe { super::avx512::block(a, b, tiles, sums) },
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Amx | Self::Avx512 => unreachable!("`all` has none of x86-64's"),
+            #[cfg(test)]
+            Self::Portable => portable(a, b, tiles, sums),
+        }
+    }
+}
+
+/// Whether the environment asks for f32.
+fn products_in_f32() -> Result<bool, OpError> {
+    match std::env::var_os(VARIABLE) {
+        None => Ok(false),
+        Some(value) if value == "auto" => Ok(false),
+        Some(value) if value == "f32" => Ok(true),
+        Some(value) => Err(OpError::Environment {
+            variable: VARIABLE,
+            value: value.to_string_lossy().into_owned(),
+            expected: "`f32` or `auto`",
+        }),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn is_intel() -> bool {
+    // SAFETY: every x86-64 processor has `cpuid`.
+    #[allow(unused_unsafe, reason = "newer Rust has it as a safe function")]
+    let leaf = unsafe { std::arch::x86_64::__cpuid(0) };
+    [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn is_intel() -> bool {
+    false
+}
+
+#[cfg(test)]
+fn portable(a: [&[u32]; 2], b: [&[u32]; 2], tiles: usize, sums: &mut Sums) {
+    let term = |word: u32, high: bool| f32::from_bits(if high { word & 0xffff_0000 } else { word << 16 });
+    for (row, column) in (0..BLOCK).flat_map(|row| (0..BLOCK).map(move |column| (row, column))) {
+        sums.0[row][column] = (0..tiles * PAIRS)
+            .map(|pair| {
+                let tile = pair / PAIRS * TILE_WORDS;
+                let a = a[row / 16][tile + row % 16 * PAIRS + pair % PAIRS];
+                let b = b[column / 16][tile + pair % PAIRS * 16 + column % 16];
+                term(a, false) * term(b, false) + term(a, true) * term(b, true)
+            })
+            .sum();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Kernel::{Amx, Avx512};
+    use super::*;
+
+    #[test]
+    fn the_fastest_is_taken_and_on_intel_s_processors_only_amx() {
+        let fastest = |found: &[Kernel], is_intel| Kernel::fastest(found.iter().copied(), is_intel);
+        assert_eq!(fastest(&[Amx, Avx512], true), Some(Amx));
+        assert_eq!(fastest(&[Avx512], true), None);
+        assert_eq!(fastest(&[Avx512], false), Some(Avx512));
+        assert_eq!(fastest(&[], false), None);
+    }
+
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    #[test]
+    fn the_vendor_is_that_which_the_system_reads() {
+        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+        let vendor = cpuinfo.lines().find_map(|line| line.strip_prefix("vendor_id")).unwrap();
+        assert_eq!(is_intel(), vendor.contains("GenuineIntel"), "{vendor}");
+    }
+}

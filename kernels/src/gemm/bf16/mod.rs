@@ -1,0 +1,252 @@
+//! Products of bf16 matrices with f32 sums, on processors that have instructions for them.
+//!
+//! Others, and small products, of which packing would be the larger part, are products of f32 copies, made block by
+//! block ([`widened`](super::widened)). A product packs its operands into the order in which the instructions read ([`pack`]), computes
+//! blocks of 32 × 32 ([`kernel`]) and rounds or adds each where it belongs. Terms are summed in an order that
+//! neither the number of threads nor the block changes.
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod kernel;
+mod pack;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use kernel::Kernel;
+
+use super::SMALL_PRODUCT;
+use super::lines::Lines;
+use crate::cast::Float;
+use crate::simd::simd_kernel;
+use half::{bf16, f16};
+use kernel::{BLOCK, Sums};
+use pack::{LINES, Order, panel_words};
+use rayon::prelude::*;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// Rows of the destination that a task computes.
+const ROWS_PER_TASK: usize = 4 * BLOCK;
+
+/// Terms that are packed and summed at a time where the sums are kept in f32: what a task reads then stays in its
+/// cache, and no chain of additions is longer.
+const TERMS_AT_A_TIME: usize = 2048;
+
+/// Rows of sums, of which so many are of the product.
+#[derive(Clone, Copy)]
+pub(crate) struct Block<'a> {
+    pub(crate) rows: &'a [[f32; BLOCK]],
+    pub(crate) width: usize,
+}
+
+/// Elements of a destination.
+pub(crate) trait Stored: Float {
+    /// Whether the sums of parts of the terms may be added up in the destination.
+    const ADDS_EXACTLY: bool;
+
+    /// Writes the sums of a block, or adds them. `elements` starts with the block's first and has its rows `stride`
+    /// apart.
+    fn store(elements: &mut [Self], stride: usize, sums: Block<'_>, add: bool);
+}
+
+impl Stored for f32 {
+    const ADDS_EXACTLY: bool = true;
+
+    fn store(elements: &mut [Self], stride: usize, sums: Block<'_>, add: bool) {
+        store_f32(elements, stride, sums, add);
+    }
+}
+
+impl Stored for bf16 {
+    const ADDS_EXACTLY: bool = false;
+
+    fn store(elements: &mut [Self], stride: usize, sums: Block<'_>, add: bool) {
+        store_bf16(elements, stride, sums, add);
+    }
+}
+
+/// For the sake of whoever multiplies elements of any type: no kernel has this one's products.
+impl Stored for f16 {
+    const ADDS_EXACTLY: bool = false;
+
+    fn store(elements: &mut [Self], stride: usize, Block { rows, width }: Block<'_>, add: bool) {
+        for (row, sums) in elements.chunks_mut(stride).zip(rows) {
+            for (element, sum) in row[..width].iter_mut().zip(sums) {
+                *element = f16::from_f32(if add { element.to_f32() + sum } else { *sum });
+            }
+        }
+    }
+}
+
+simd_kernel! {
+    fn store_f32<S>(elements: &mut [f32], stride: usize, sums: Block<'_>, add: bool) {
+        let Block { rows, width } = sums;
+        for (row, sums) in elements.chunks_mut(stride).zip(rows) {
+            for (element, sum) in row[..width].iter_mut().zip(sums) {
+                *element = if add { *element + sum } else { *sum };
+            }
+        }
+    }
+}
+
+simd_kernel! {
+    fn store_bf16<S>(elements: &mut [bf16], stride: usize, sums: Block<'_>, add: bool) {
+        let Block { rows, width } = sums;
+        for (row, sums) in elements.chunks_mut(stride).zip(rows) {
+            for (element, sum) in row[..width].iter_mut().zip(sums) {
+                let old = if add { element.to_f32() } else { 0.0 };
+                *element = bf16::from_f32(old + sum);
+            }
+        }
+    }
+}
+
+thread_local! {
+    /// Packed panels of B, by the thread that starts a product.
+    static PACKED_B: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+    /// Packed panels of a task's rows of A.
+    static PACKED_A: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What should compute a product of `[m, k]` and `[k, n]` bf16 matrices, if the f32 product should not.
+pub(crate) fn kernel_for([m, n, k]: [usize; 3]) -> Option<Kernel> {
+    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_PRODUCT;
+    if is_small { None } else { Kernel::detect() }
+}
+
+/// `c = a·b`, or `c += a·b` with `add`. Lines of `a` are its rows, lines of `b` its columns.
+///
+/// # Shapes
+/// `a: [m, k], b: [k, n], c: [m, n]` row-major without gaps
+///
+/// # Panics
+/// When the shapes do not fit together.
+pub(crate) fn multiply<C: Stored>(
+    kernel: Kernel,
+    a: Lines<'_, bf16>,
+    b: Lines<'_, bf16>,
+    c: &mut [C],
+    add: bool,
+) {
+    assert_eq!((a.terms, a.lines * b.lines), (b.terms, c.len()));
+    if c.is_empty() {
+        return;
+    }
+    let terms_at_a_time = if C::ADDS_EXACTLY { TERMS_AT_A_TIME } else { a.terms.max(1) };
+    for first in (0..a.terms.max(1)).step_by(terms_at_a_time) {
+        let (a, b) = (a.terms(first, terms_at_a_time), b.terms(first, terms_at_a_time));
+        with_words(&PACKED_B, panels_of(b.lines) * b.panel_words(), |packed| {
+            b.pack_in_parallel(Order::LinesOfPair, packed);
+            let packed = &*packed;
+            c.par_chunks_mut(ROWS_PER_TASK * b.lines).enumerate().for_each(|(task, c)| {
+                multiply_rows(kernel, &a, task * ROWS_PER_TASK, (&b, packed), c, add || first > 0);
+            });
+        });
+    }
+}
+
+/// Some rows of the destination, from `first_row` on.
+fn multiply_rows<C: Stored>(
+    kernel: Kernel,
+    a: &Lines<'_, bf16>,
+    first_row: usize,
+    (b, packed_b): (&Lines<'_, bf16>, &[u32]),
+    c: &mut [C],
+    add: bool,
+) {
+    let columns = b.lines;
+    let rows = c.len() / columns;
+    multiply_packed(kernel, a, first_row..first_row + rows, (b, packed_b), |row, column, sums| {
+        C::store(&mut c[row * columns + column..], columns, sums, add);
+    });
+}
+
+/// Calls `store(row, column, sums)` with the blocks of `a·b` and where each starts. On the calling thread alone;
+/// lines of `a` are its rows, lines of `b` its columns.
+///
+/// # Shapes
+/// `a: [m, k], b: [k, n]`
+///
+/// # Panics
+/// When the shapes do not fit together.
+pub(crate) fn multiply_on_caller(
+    kernel: Kernel,
+    a: &Lines<'_, bf16>,
+    b: &Lines<'_, bf16>,
+    store: impl FnMut(usize, usize, Block<'_>),
+) {
+    assert_eq!(a.terms, b.terms);
+    with_words(&PACKED_B, panels_of(b.lines) * b.panel_words(), |packed| {
+        b.pack(0, Order::LinesOfPair, packed);
+        multiply_packed(kernel, a, 0..a.lines, (b, packed), store);
+    });
+}
+
+/// As [`multiply_on_caller`] for some rows of `a`, which count from 0 in `store`, and a packed `b`.
+fn multiply_packed(
+    kernel: Kernel,
+    a: &Lines<'_, bf16>,
+    rows: Range<usize>,
+    (b, packed_b): (&Lines<'_, bf16>, &[u32]),
+    mut store: impl FnMut(usize, usize, Block<'_>),
+) {
+    let panel_words = a.panel_words();
+    with_words(&PACKED_A, panels_of(rows.len()) * panel_words, |packed_a| {
+        a.pack(rows.start / LINES, Order::PairsOfLine, packed_a);
+        let packed_a = &*packed_a;
+        let mut sums = Sums([[0.0; BLOCK]; BLOCK]);
+        kernel.ready(|| {
+            for column in (0..b.lines).step_by(BLOCK) {
+                let b_panels = two_panels(packed_b, column / LINES, panel_words);
+                let width = BLOCK.min(b.lines - column);
+                for row in (0..rows.len()).step_by(BLOCK) {
+                    kernel.block(two_panels(packed_a, row / LINES, panel_words), b_panels, &mut sums);
+                    store(row, column, Block { rows: &sums.0[..BLOCK.min(rows.len() - row)], width });
+                }
+            }
+        });
+    });
+}
+
+/// Bytes of the panels that a thread keeps once it has done a product of these sizes `[m, n, k]` by itself.
+pub(crate) fn packed_bytes([m, n, k]: [usize; 3]) -> usize {
+    (panels_of(m) + panels_of(n)) * panel_words(k) * size_of::<u32>()
+}
+
+/// Bytes of the panels that `threads` threads keep once they have done [`multiply`].
+pub(crate) fn packed_bytes_of_threads([m, n, k]: [usize; 3], adds_exactly: bool, threads: usize) -> usize {
+    let terms = if adds_exactly { k.min(TERMS_AT_A_TIME) } else { k };
+    let task = packed_bytes([m.min(ROWS_PER_TASK), 0, terms]);
+    threads * task + packed_bytes([0, n, terms])
+}
+
+/// Panels of so many lines, an even number.
+fn panels_of(lines: usize) -> usize {
+    lines.div_ceil(BLOCK) * 2
+}
+
+fn two_panels(packed: &[u32], first: usize, panel_words: usize) -> [&[u32]; 2] {
+    [first, first + 1].map(|panel| &packed[panel * panel_words..][..panel_words])
+}
+
+/// Calls `work` with that many words that the thread keeps, contents undefined. The thread may take on other work
+/// meanwhile, so they are out of their place.
+fn with_words<R>(
+    kept: &'static std::thread::LocalKey<RefCell<Vec<u32>>>,
+    len: usize,
+    work: impl FnOnce(&mut [u32]) -> R,
+) -> R {
+    let mut words = kept.take();
+    if words.len() < len {
+        drop(words);
+        words = vec![0; len];
+    }
+    // NaN twice: what reads before it writes shows itself.
+    #[cfg(test)]
+    words.fill(0x7fc0_7fc0);
+    let result = work(&mut words[..len]);
+    kept.set(words);
+    result
+}

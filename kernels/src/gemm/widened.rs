@@ -1,0 +1,237 @@
+//! Products of matrices of any elements in f32, without f32 copies of whole matrices.
+//!
+//! A task copies what it multiplies into the cache as f32, a block at a time, and rounds the sums once, when they have
+//! all their terms. So a product of 16-bit matrices moves half the bytes of one in f32 and takes about as long. Sums have
+//! the same order however many threads and tasks there are.
+
+use super::lines::Lines;
+use super::transposed::transpose_rows;
+use super::unpacked::{self, Product};
+use crate::cast::Float;
+use crate::scratch::{Scratch, total, with_scratch};
+use crate::simd::simd_kernel;
+use rayon::prelude::*;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Terms that are copied and summed at a time: a block of `b` then stays in the first-level cache.
+const TERMS: usize = 128;
+/// Columns of `b` that are copied together.
+const BLOCK_COLUMNS: usize = 64;
+/// What the rows of a task are a multiple of, as of the heights of the product's tiles.
+const ROW_STEP: usize = 24;
+/// Most rows of a task.
+const MAX_ROWS: usize = 44 * ROW_STEP;
+/// Most columns of a task.
+const MAX_COLUMNS: usize = 16 * BLOCK_COLUMNS;
+/// Most sums of a task, which go through the second-level cache once for every [`TERMS`].
+const MAX_SUMS: usize = MAX_ROWS * MAX_COLUMNS / 2;
+/// Multiply-adds in the time in which an element is copied.
+const COPY_COST: usize = 24;
+/// Of how many numbers of pieces, from the fewest on, the best is taken.
+const MAX_SPLITS: usize = 16;
+
+thread_local! {
+    static SCRATCH: Scratch = const { Scratch::new(Vec::new()) };
+}
+
+/// `c = a·b`, or `c += a·b` with `add`. Lines of `a` are its rows, lines of `b` its columns.
+///
+/// # Shapes
+/// `a: [m, k], b: [k, n], c: [m, n]` row-major without gaps
+///
+/// # Panics
+/// When the shapes do not fit together.
+pub(crate) fn multiply<A: Float, B: Float, C: Float>(
+    a: Lines<'_, A>,
+    b: Lines<'_, B>,
+    c: &mut [C],
+    add: bool,
+) {
+    assert_eq!((a.terms, a.lines.checked_mul(b.lines)), (b.terms, Some(c.len())));
+    let sizes = [a.lines, b.lines];
+    let tasks = tasks_of(sizes, task_sizes(sizes, rayon::current_num_threads()));
+    let c = Destination { elements: c.as_mut_ptr(), columns: b.lines, _borrowed: PhantomData };
+    tasks.into_par_iter().for_each(|task| task.run(&a, &b, &c, add));
+}
+
+/// Bytes that `threads` threads keep once they have done a product of these sizes `[m, n, k]`, or smaller ones.
+pub(crate) fn kept_bytes(sizes: [usize; 3], threads: usize) -> usize {
+    threads * total(lengths(sizes)) * size_of::<f32>()
+}
+
+/// Lengths of the buffers of any task of a product: sums, rows of `a`, columns of `b`.
+fn lengths([m, n, k]: [usize; 3]) -> [usize; 3] {
+    let terms = k.min(TERMS);
+    [m.saturating_mul(n).min(MAX_SUMS), m.min(MAX_ROWS) * terms, terms * BLOCK_COLUMNS]
+}
+
+/// Rows and columns of a task, so that the last task is done soonest: few copy little, many share the work evenly.
+fn task_sizes([m, n]: [usize; 2], threads: usize) -> [usize; 2] {
+    let pieces = |whole: usize, most: usize| {
+        let fewest = whole.div_ceil(most).max(1);
+        fewest..fewest + threads.clamp(2, MAX_SPLITS)
+    };
+    let splits =
+        pieces(m, MAX_ROWS).flat_map(|down| pieces(n, MAX_COLUMNS).map(move |across| [down, across]));
+    let of_split = |[down, across]: [usize; 2]| {
+        let rows = m.div_ceil(down).next_multiple_of(ROW_STEP).max(ROW_STEP);
+        let columns = n.div_ceil(across).next_multiple_of(BLOCK_COLUMNS).max(BLOCK_COLUMNS);
+        let cost_of_task = rows * columns + COPY_COST * (rows + columns);
+        ([rows, columns], (down * across).div_ceil(threads) * cost_of_task)
+    };
+    let fitting = splits.map(of_split).filter(|([rows, columns], _)| rows * columns <= MAX_SUMS);
+    fitting.min_by_key(|(_, cost)| *cost).map_or([MAX_ROWS / 2, MAX_COLUMNS], |(sizes, _)| sizes)
+}
+
+fn tasks_of([m, n]: [usize; 2], [rows, columns]: [usize; 2]) -> Vec<Task> {
+    let pieces =
+        |whole: usize, step: usize| (0..whole).step_by(step).map(move |start| start..whole.min(start + step));
+    let rows = pieces(m, rows);
+    rows.flat_map(|rows| pieces(n, columns).map(move |columns| Task { rows: rows.clone(), columns }))
+        .collect()
+}
+
+/// A rectangle of the destination.
+struct Task {
+    rows: Range<usize>,
+    columns: Range<usize>,
+}
+
+impl Task {
+    fn run<A: Float, B: Float, C: Float>(
+        &self,
+        a: &Lines<'_, A>,
+        b: &Lines<'_, B>,
+        c: &Destination<'_, C>,
+        add: bool,
+    ) {
+        let (rows, columns) = (self.rows.len(), self.columns.len());
+        let lengths = lengths([a.lines, b.lines, a.terms]);
+        let (a, b) = (a.lines(self.rows.start, rows), b.lines(self.columns.start, columns));
+        with_scratch(&SCRATCH, lengths, |[sums, of_a, of_b]| {
+            let sums = &mut sums[..rows * columns];
+            for first in (0..a.terms.max(1)).step_by(TERMS) {
+                let (a, b) = (a.terms(first, TERMS), b.terms(first, TERMS));
+                let left = Left::of(&a, of_a);
+                for column in (0..columns).step_by(BLOCK_COLUMNS) {
+                    let b = b.lines(column, BLOCK_COLUMNS);
+                    copy_as_rows(&b, of_b);
+                    left.multiply(of_b, [rows, b.lines], &mut sums[column..], columns, first > 0);
+                }
+            }
+            for (row, sums) in sums.chunks_exact(columns).enumerate() {
+                // SAFETY: the rows and columns lie in `c`, whose length `multiply` has checked, and no other task has them.
+                store(sums, unsafe { c.row(self.rows.start + row, &self.columns) }, add);
+            }
+        });
+    }
+}
+
+/// Some rows and terms of a left operand in f32.
+struct Left<'a> {
+    elements: &'a [f32],
+    terms: usize,
+    strides: [usize; 2],
+}
+
+impl<'a> Left<'a> {
+    /// A copy of `a` in `room`.
+    fn of<A: Float>(a: &Lines<'_, A>, room: &'a mut [f32]) -> Self {
+        let Lines { data, lines, terms, line_stride, term_stride } = *a;
+        let strides = if term_stride == 1 {
+            A::widen_rows(data, line_stride, room, terms, [lines, terms]);
+            [terms, 1]
+        } else {
+            A::widen_rows(data, term_stride, room, lines, [terms, lines]);
+            [1, lines]
+        };
+        Self { elements: room, terms, strides }
+    }
+
+    /// Writes the product with `right`, whose rows are [`BLOCK_COLUMNS`] apart, or adds it.
+    fn multiply(&self, right: &[f32], [rows, cols]: [usize; 2], sums: &mut [f32], stride: usize, add: bool) {
+        let [row_stride, term_stride] = self.strides;
+        assert!(
+            rows == 0 || self.terms == 0 || {
+                let last = (rows - 1) * row_stride + (self.terms - 1) * term_stride;
+                last < self.elements.len() && right.len() >= (self.terms - 1) * BLOCK_COLUMNS + cols
+            }
+        );
+        assert!(rows == 0 || sums.len() >= (rows - 1) * stride + cols);
+        let product = Product {
+            rows,
+            cols,
+            terms: self.terms,
+            dst: sums.as_mut_ptr(),
+            dst_stride: stride,
+            lhs: self.elements.as_ptr(),
+            lhs_strides: self.strides,
+            rhs: right.as_ptr(),
+            rhs_stride: BLOCK_COLUMNS,
+            factor: 1.0,
+            add,
+        };
+        // SAFETY: the last elements of all three are in bounds, as just checked, and `sums` is borrowed for writing.
+        unsafe { unpacked::multiply(product) }
+    }
+}
+
+/// Copies columns `b` to rows of f32, one for each term and [`BLOCK_COLUMNS`] apart.
+fn copy_as_rows<B: Float>(b: &Lines<'_, B>, rows: &mut [f32]) {
+    let Lines { data, lines, terms, line_stride, term_stride } = *b;
+    if line_stride == 1 {
+        B::widen_rows(data, term_stride, rows, BLOCK_COLUMNS, [terms, lines]);
+    } else {
+        transpose_rows(data, (lines, line_stride), terms, rows, BLOCK_COLUMNS);
+    }
+}
+
+/// Rounds `sums` to `elements`, or adds them before.
+fn store<C: Float>(sums: &[f32], elements: &mut [C], add: bool) {
+    if !add {
+        return C::round(sums, elements);
+    }
+    if let Some(elements) = C::as_f32_mut(elements) {
+        return add_to(elements, sums);
+    }
+    let mut values = [0.0; MAX_COLUMNS];
+    let values = &mut values[..elements.len()];
+    C::widen(elements, values);
+    add_to(values, sums);
+    C::round(values, elements);
+}
+
+simd_kernel! {
+    fn add_to<S>(values: &mut [f32], sums: &[f32]) {
+        for (value, sum) in values.iter_mut().zip(sums) {
+            *value += *sum;
+        }
+    }
+}
+
+/// A matrix of which each task writes its own rectangle.
+struct Destination<'a, C> {
+    elements: *mut C,
+    columns: usize,
+    _borrowed: PhantomData<&'a mut [C]>,
+}
+
+// SAFETY: elements are reached through `row` only, whose callers promise not to overlap.
+unsafe impl<C: Send> Sync for Destination<'_, C> {}
+
+impl<C> Destination<'_, C> {
+    /// # Safety
+    /// The row and the columns exist, and nothing else reaches these elements while the slice lives.
+    #[expect(clippy::mut_from_ref, reason = "the callers' rectangles are disjoint")]
+    unsafe fn row(&self, row: usize, columns: &Range<usize>) -> &mut [C] {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let start = self.elements.add(row * self.columns + columns.start);
+            std::slice::from_raw_parts_mut(start, columns.len())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

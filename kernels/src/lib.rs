@@ -1,0 +1,74 @@
+//! Fused tensor operations with hand-written gradients: what the layers are made of.
+//!
+//! | op | computes | gradient |
+//! |---|---|---|
+//! | [`linear`] | x·Wᵀ | input; weight added straight into the flat gradient |
+//! | [`rms_norm`] | w · x / √(mean(x²) + ε) | input, weight |
+//! | [`rope`] | rotary position embedding, in place | the inverse rotation, in place |
+//! | [`swiglu`] | silu(gate) · up | both |
+//! | [`embedding`] | rows of a table | summed per row |
+//! | [`lm_head_loss`] | language-model head and loss, tiled over tokens | input, head weight |
+//! | [`optimizer`] | one step of AdamW, SGD, Lion or Adagrad on flat tensors | – |
+//! | [`optimizer::lamb`] | the same in two calls, with norms per parameter tensor between them | – |
+//! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
+//! | [`cast`] | conversion between f32, bf16 and f16 | – |
+//! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | itself, the other way |
+//! | [`rank_reduce`] | sums, maxima and minima over ranks, in rank order | – |
+//! | [`elementwise`] | norms, finiteness, sums and fills of flat tensors | – |
+//!
+//! Each op is a folder: `mod.rs` checks arguments and dispatches on the device, `cpu.rs` holds the kernel on
+//! slices, `reference.rs` the same in slow, readable f64, and `tests.rs` compares the two and checks the
+//! reference's gradient against finite differences. ([`attention`] is larger: its kernels are the folders
+//! `cpu/` and `cuda/`, and a README explains them.) [`gemm`] is the matrix product that ops build on, [`simd`] the
+//! instruction sets that kernels are compiled for, [`Workspace`] recycles the tensors between them.
+//!
+//! # Conventions
+//! - All tensors are contiguous; views into a larger flat buffer (`narrow`) are fine. Elements are f32, bf16 or
+//!   f16, arithmetic and statistics are f32.
+//! - Outputs are allocated by the caller and written in place. An output shares storage with no other
+//!   argument (an error otherwise); where an op is in place by nature its documentation says so.
+//! - Outputs are overwritten whatever they held, except weight gradients and arguments under an
+//!   `accumulate` flag, which are added to.
+//! - Only the last dimension has a meaning where a shape begins with n; the leading ones are multiplied.
+//! - Results do not depend on the number of threads. Work is shared among the current rayon pool.
+//!
+//! # Shapes
+//! | letter | means |
+//! |---|---|
+//! | B, S | batch, sequence |
+//! | n | tokens here: B · S of this rank's shard |
+//! | H, D | heads, `head_dim` |
+//! | d, f | model width, feed-forward width |
+//! | vocab | rows of the embedding or head |
+
+pub mod attention;
+mod call;
+pub mod cast;
+pub mod device;
+mod device_table;
+mod element;
+pub mod elementwise;
+pub mod embedding;
+mod error;
+pub mod gemm;
+pub mod linear;
+pub mod lm_head_loss;
+pub mod memory;
+pub mod offload;
+pub mod optimizer;
+mod parallel;
+pub mod rank_reduce;
+pub mod rms_norm;
+pub mod rope;
+mod scratch;
+pub mod simd;
+pub mod strided_copy;
+pub mod swiglu;
+pub mod tensor;
+#[cfg(test)]
+mod testing;
+mod workspace;
+
+pub use element::{DTYPE_NAMES, DTYPES};
+pub use error::OpError;
+pub use workspace::Workspace;

@@ -1,0 +1,174 @@
+//! Tiled linear + cross-entropy on slices. Labels have been checked. Logits and their gradients are f32, whatever the
+//! elements of tokens and weight.
+
+use super::{IGNORED, LossSum, Sizes, all_ignored};
+use crate::OpError;
+use crate::gemm::bf16::Stored;
+use crate::gemm::lines::Lines;
+use crate::gemm::product::multiply;
+use crate::parallel::rows_per_block;
+use crate::simd::{Isa, LANES, Lanes, exp, max_lanes, max_of_lanes, padded, simd_kernel, sum_of_lanes};
+use rayon::prelude::*;
+
+/// With room for the `logits` of a tile.
+pub(super) fn forward<T: Stored>(
+    sizes: Sizes,
+    [x, weight]: [&[T]; 2],
+    labels: &[i64],
+    lse: &mut [f32],
+    logits: &mut [f32],
+) -> Result<LossSum, OpError> {
+    let Sizes { dim, vocab_size, .. } = sizes;
+    let mut loss = LossSum::default();
+    for tokens in sizes.tiles() {
+        let (labels, lse) = (&labels[tokens.clone()], &mut lse[tokens.clone()]);
+        if all_ignored(labels) {
+            lse.fill(0.0);
+            continue;
+        }
+        let logits = &mut logits[..tokens.len() * vocab_size];
+        logits_of_tile(sizes, [&x[tokens.start * dim..tokens.end * dim], weight], logits)?;
+
+        let rows = rows_per_block(labels.len(), vocab_size);
+        (logits.par_chunks(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks_mut(rows))
+            .into_par_iter()
+            .for_each(|(logits, labels, lse)| lse_rows(logits, vocab_size, labels, lse));
+
+        let rows = logits.chunks_exact(vocab_size).zip(labels).zip(lse);
+        for ((logits, label), lse) in rows.filter(|((_, label), _)| **label != IGNORED) {
+            loss.sum += f64::from(*lse) - f64::from(logits[*label as usize]);
+            loss.valid_tokens += 1;
+        }
+    }
+    Ok(loss)
+}
+
+/// What the backward pass reads.
+#[derive(Clone, Copy)]
+pub(super) struct BackwardInputs<'a, T> {
+    pub(super) x: &'a [T],
+    pub(super) weight: &'a [T],
+    pub(super) labels: &'a [i64],
+    pub(super) lse: &'a [f32],
+    pub(super) scale: f32,
+}
+
+/// With room for the `logits` of a tile.
+pub(super) fn backward<T: Stored>(
+    sizes: Sizes,
+    inputs: BackwardInputs<'_, T>,
+    dx: &mut [T],
+    mut dweight: Option<&mut [f32]>,
+    logits: &mut [f32],
+) -> Result<(), OpError> {
+    let Sizes { dim, vocab_size, .. } = sizes;
+    let BackwardInputs { x, weight, labels, lse, scale } = inputs;
+    for tokens in sizes.tiles() {
+        let rows_of_x = tokens.start * dim..tokens.end * dim;
+        let (labels, lse) = (&labels[tokens.clone()], &lse[tokens.clone()]);
+        let dx = &mut dx[rows_of_x.clone()];
+        if all_ignored(labels) {
+            dx.fill(T::zero());
+            continue;
+        }
+        let n = tokens.len();
+        let tile = &mut logits[..n * vocab_size];
+        let x = &x[rows_of_x];
+        logits_of_tile(sizes, [x, weight], tile)?;
+
+        let rows = rows_per_block(n, vocab_size);
+        (tile.par_chunks_mut(rows * vocab_size), labels.par_chunks(rows), lse.par_chunks(rows))
+            .into_par_iter()
+            .for_each(|(tile, labels, lse)| gradient_rows(tile, vocab_size, labels, lse, scale));
+
+        multiply(
+            Lines::contiguous(tile, n, vocab_size)?,
+            Lines::interleaved(weight, dim, vocab_size)?,
+            dx,
+            false,
+        )?;
+        if let Some(dweight) = dweight.as_deref_mut() {
+            multiply(
+                Lines::interleaved(tile, vocab_size, n)?,
+                Lines::interleaved(x, dim, n)?,
+                dweight,
+                true,
+            )?;
+        }
+    }
+    Ok(())
+}
+
+/// The logits of a tile's tokens `x`.
+fn logits_of_tile<T: Stored>(
+    Sizes { dim, vocab_size, .. }: Sizes,
+    [x, weight]: [&[T]; 2],
+    logits: &mut [f32],
+) -> Result<(), OpError> {
+    let x = Lines::contiguous(x, x.len().checked_div(dim).unwrap_or(0), dim)?;
+    multiply(x, Lines::contiguous(weight, vocab_size, dim)?, logits, false)
+}
+
+simd_kernel! {
+    fn lse_rows<S>(logits: &[f32], vocab_size: usize, labels: &[i64], lse: &mut [f32]) {
+        for ((logits, label), lse) in logits.chunks_exact(vocab_size).zip(labels).zip(lse) {
+            *lse = if *label == IGNORED { 0.0 } else { log_sum_exp::<S>(logits) };
+        }
+    }
+}
+
+#[inline(always)]
+fn log_sum_exp<S: Isa>(logits: &[f32]) -> f32 {
+    /// Elements summed in f32 before they join the f64 total: keeps the error of a large vocabulary small.
+    const SEGMENT: usize = 4096;
+
+    let max = max_of(logits);
+    let mut total = 0.0f64;
+    for segment in logits.chunks(SEGMENT) {
+        let (chunks, tail) = segment.as_chunks::<LANES>();
+        let mut sums = [0.0; LANES];
+        for chunk in chunks {
+            sums = add_exp::<S>(sums, chunk, max);
+        }
+        if !tail.is_empty() {
+            sums = add_exp::<S>(sums, &padded(tail, f32::NEG_INFINITY), max);
+        }
+        total += f64::from(sum_of_lanes(sums));
+    }
+    (f64::from(max) + total.ln()) as f32
+}
+
+#[inline(always)]
+fn add_exp<S: Isa>(mut sums: Lanes, logits: &Lanes, max: f32) -> Lanes {
+    for lane in 0..LANES {
+        sums[lane] += exp::<S>(logits[lane] - max);
+    }
+    sums
+}
+
+/// The largest element; NaN elements are passed over here and show in the sum.
+#[inline(always)]
+fn max_of(values: &[f32]) -> f32 {
+    let (chunks, tail) = values.as_chunks::<LANES>();
+    let mut max = padded(tail, f32::NEG_INFINITY);
+    for chunk in chunks {
+        max = max_lanes(&max, chunk);
+    }
+    max_of_lanes(max)
+}
+
+simd_kernel! {
+    /// Turns logits into scale · (softmax − one-hot of the label), rows of ignored tokens into zeros.
+    fn gradient_rows<S>(tile: &mut [f32], vocab_size: usize, labels: &[i64], lse: &[f32], scale: f32) {
+        for ((row, label), lse) in tile.chunks_exact_mut(vocab_size).zip(labels).zip(lse) {
+            if *label == IGNORED {
+                row.fill(0.0);
+                continue;
+            }
+            for value in row.iter_mut() {
+                *value = exp::<S>(*value - lse) * scale;
+            }
+            row[*label as usize] -= scale;
+        }
+    }
+}

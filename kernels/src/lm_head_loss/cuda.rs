@@ -1,0 +1,210 @@
+//! The products of a tile through the device's matrix library, and the launches of `cuda/lm_head_loss.cu`
+//! between them.
+
+use super::{Labels, LossSum, Losses, Sizes, all_ignored};
+use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, MatrixAt, Product, sources::LM_HEAD_LOSS};
+use candle_core::{DType, Tensor};
+use std::ops::Range;
+
+/// Rows of logits are padded to whole 16 bytes of the smallest elements.
+const ROW_ALIGNMENT: usize = 8;
+
+/// Threads of a block that reduces a row of logits.
+const ROW_THREADS: u32 = 512;
+
+/// The loss of each token stays on the device until its sum is asked for.
+pub(super) fn forward(
+    launcher: &Launcher,
+    sizes: Sizes,
+    [x, weight, lse]: [&Tensor; 3],
+    labels: &Labels,
+) -> Result<Losses, DeviceError> {
+    if sizes.tokens == 0 {
+        return Ok(Losses::summed(LossSum::default()));
+    }
+    let device = x.device();
+    let logits = Tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
+    let losses = Tensor::zeros(sizes.tokens, DType::F32, device)?;
+    let device_labels = labels.on(device)?;
+    let kernel = Kernel::new(&LM_HEAD_LOSS, "lm_head_loss_forward");
+    launcher.open(
+        [lse, &losses, &logits],
+        [x, weight, &device_labels],
+        |[lse, losses, logits], [x, weight, device_labels]| {
+            for tokens in sizes.tiles() {
+                if !all_ignored(&labels[tokens.clone()]) {
+                    // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::forward` checked.
+                    unsafe { logits_of_tile(launcher, sizes, [x, weight, logits], &tokens)? };
+                }
+                let args = [
+                    lse.offset(tokens.start).into(),
+                    losses.offset(tokens.start).into(),
+                    logits.into(),
+                    device_labels.offset(tokens.start).into(),
+                    (sizes.vocab_size as u32).into(),
+                    (row_stride(sizes) as u32).into(),
+                ];
+                let grid = Grid::blocks(tokens.len()).of_threads(ROW_THREADS);
+                // SAFETY: a tile has at most `tile_tokens` rows of logits; labels, losses and lse have one
+                // element for each token; every label that is not ignored is a column.
+                unsafe { launcher.launch(&kernel, grid, &args)? };
+            }
+            Ok(())
+        },
+    )?;
+    let valid_tokens = labels.iter().filter(|label| **label != super::IGNORED).count() as u64;
+    Ok(Losses::on_device(losses, valid_tokens))
+}
+
+/// The tensors of a backward pass, as `lm_head_loss::backward` names them.
+pub(super) struct Backward<'a> {
+    pub(super) x: &'a Tensor,
+    pub(super) weight: &'a Tensor,
+    pub(super) lse: &'a Tensor,
+    pub(super) dx: &'a Tensor,
+    pub(super) dweight: Option<&'a Tensor>,
+}
+
+pub(super) fn backward(
+    launcher: &Launcher,
+    dtype: DType,
+    sizes: Sizes,
+    tensors: &Backward<'_>,
+    labels: &Labels,
+    scale: f32,
+) -> Result<(), DeviceError> {
+    if sizes.tokens == 0 {
+        return Ok(());
+    }
+    let Backward { x, weight, lse, dx, dweight } = *tensors;
+    let device = x.device();
+    let logits = Tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
+    // f32 gradients take the place of their logits.
+    let narrow = (dtype != DType::F32)
+        .then(|| Tensor::zeros((sizes.tile_tokens, row_stride(sizes)), dtype, device))
+        .transpose()?;
+    let device_labels = labels.on(device)?;
+    let outputs: Vec<_> = [dx, &logits].into_iter().chain(dweight).chain(&narrow).collect();
+    launcher.open_slices(&outputs, &[x, weight, lse, &device_labels], |addresses| {
+        let (outputs, inputs) = addresses.split_at(outputs.len());
+        let [dx, logits] = std::array::from_fn(|i| outputs[i]);
+        let dweight = dweight.map(|_| outputs[2]);
+        let gradient = if narrow.is_some() { outputs[outputs.len() - 1] } else { logits };
+        let [x, weight, lse, device_labels] = std::array::from_fn(|i| inputs[i]);
+        for tokens in sizes.tiles() {
+            let dx = dx.offset(tokens.start * sizes.dim);
+            if all_ignored(&labels[tokens.clone()]) {
+                // SAFETY: the rows of dx that belong to the tile.
+                unsafe { clear(launcher, dx, tokens.len() * sizes.dim)? };
+                continue;
+            }
+            let of_rows = [lse.offset(tokens.start), device_labels.offset(tokens.start)];
+            let x_of_tile = x.offset(tokens.start * sizes.dim);
+            // SAFETY: the addresses of tensors of the shapes that `lm_head_loss::backward` checked; `logits`
+            // and `gradient` have room for a tile.
+            unsafe {
+                logits_of_tile(launcher, sizes, [x, weight, logits], &tokens)?;
+                gradient_of_tile(launcher, sizes, [gradient, logits], of_rows, tokens.len())?;
+                let factors = [gradient, x_of_tile, weight];
+                gradient_products(launcher, sizes, factors, (dx, dweight), scale, tokens.len())?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Bytes of a tile's logits and, in backward, of their gradient where it does not take their place.
+pub(super) fn scratch_bytes(sizes: Sizes, dtype: DType, is_backward: bool) -> usize {
+    let is_apart = is_backward && dtype != DType::F32;
+    let gradient = if is_apart { dtype.size_in_bytes() } else { 0 };
+    sizes.tile_tokens * row_stride(sizes) * (size_of::<f32>() + gradient)
+}
+
+fn row_stride(sizes: Sizes) -> usize {
+    sizes.vocab_size.next_multiple_of(ROW_ALIGNMENT)
+}
+
+/// logits = x·weightᵀ for the tile's tokens.
+///
+/// # Safety
+/// `x` and `weight` are tensors of these `sizes`, `logits` has room for the tile.
+unsafe fn logits_of_tile(
+    launcher: &Launcher,
+    sizes: Sizes,
+    [x, weight, logits]: [Address; 3],
+    tokens: &Range<usize>,
+) -> Result<(), DeviceError> {
+    let Sizes { dim, vocab_size, .. } = sizes;
+    let x = MatrixAt::row_major(x.offset(tokens.start * dim), tokens.len(), dim, dim);
+    let weight = MatrixAt::row_major(weight, vocab_size, dim, dim);
+    let logits = MatrixAt::row_major(logits, tokens.len(), vocab_size, row_stride(sizes));
+    // SAFETY: the caller's promise.
+    unsafe { launcher.gemm(&product(1.0, x, weight.transposed(), 0.0, logits)) }
+}
+
+/// gradient = softmax(logits) − one-hot. The upstream gradient is left to the products, in whose f32 arithmetic
+/// a small one cannot underflow.
+///
+/// # Safety
+/// `gradient` and `logits` have room for `rows` rows, `lse` and `labels` have as many elements.
+unsafe fn gradient_of_tile(
+    launcher: &Launcher,
+    sizes: Sizes,
+    [gradient, logits]: [Address; 2],
+    [lse, labels]: [Address; 2],
+    rows: usize,
+) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&LM_HEAD_LOSS, "lm_head_loss_gradient", gradient.dtype())?;
+    let columns_of_block = Grid::THREADS as usize * (16 / gradient.dtype().size_in_bytes());
+    let blocks = [rows, sizes.vocab_size.div_ceil(columns_of_block), 1];
+    let args = [
+        gradient.into(),
+        logits.into(),
+        lse.into(),
+        labels.into(),
+        (sizes.vocab_size as u32).into(),
+        (row_stride(sizes) as u32).into(),
+    ];
+    // SAFETY: the caller's promise.
+    unsafe { launcher.launch(&kernel, Grid { blocks, ..Grid::blocks(rows) }, &args) }
+}
+
+/// dx = scale · gradient·weight, and dweight += scale · gradientᵀ·x where there is one.
+///
+/// # Safety
+/// `gradient`, `x` and `dx` have `rows` rows, `weight` and `dweight` are tensors of these `sizes`.
+unsafe fn gradient_products(
+    launcher: &Launcher,
+    sizes: Sizes,
+    [gradient, x, weight]: [Address; 3],
+    (dx, dweight): (Address, Option<Address>),
+    scale: f32,
+    rows: usize,
+) -> Result<(), DeviceError> {
+    let Sizes { dim, vocab_size, .. } = sizes;
+    let gradient = MatrixAt::row_major(gradient, rows, vocab_size, row_stride(sizes));
+    let [x, dx] = [x, dx].map(|address| MatrixAt::row_major(address, rows, dim, dim));
+    let of_weight = |address| MatrixAt::row_major(address, vocab_size, dim, dim);
+    // SAFETY: the caller's promise.
+    unsafe { launcher.gemm(&product(scale, gradient, of_weight(weight), 0.0, dx))? };
+    match dweight {
+        // SAFETY: as above.
+        Some(dweight) => unsafe {
+            launcher.gemm(&product(scale, gradient.transposed(), x, 1.0, of_weight(dweight)))
+        },
+        None => Ok(()),
+    }
+}
+
+fn product(alpha: f32, a: MatrixAt, b: MatrixAt, beta: f32, c: MatrixAt) -> Product {
+    Product { alpha, a, b, beta, c, batch: 1 }
+}
+
+/// # Safety
+/// `elements` elements from `rows` on may be written.
+unsafe fn clear(launcher: &Launcher, rows: Address, elements: usize) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&LM_HEAD_LOSS, "lm_head_loss_clear", rows.dtype())?;
+    let args = [rows.into(), (elements as u64).into()];
+    // SAFETY: the caller's promise.
+    unsafe { launcher.launch(&kernel, Grid::threads(elements), &args) }
+}

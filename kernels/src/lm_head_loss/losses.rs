@@ -1,0 +1,54 @@
+//! The losses of a forward pass.
+
+use super::LossSum;
+use crate::OpError;
+use candle_core::Tensor;
+
+/// The token losses of a micro batch, which a GPU may still be computing.
+#[derive(Debug)]
+pub struct Losses(Values);
+
+#[derive(Debug)]
+enum Values {
+    Summed(LossSum),
+    /// f32, `[n]`; 0 for tokens without a label.
+    OnDevice {
+        losses: Tensor,
+        valid_tokens: u64,
+    },
+}
+
+impl Losses {
+    pub(super) fn summed(sum: LossSum) -> Self {
+        Self(Values::Summed(sum))
+    }
+
+    pub(super) fn on_device(losses: Tensor, valid_tokens: u64) -> Self {
+        Self(Values::OnDevice { losses, valid_tokens })
+    }
+
+    /// How many tokens have a label.
+    #[must_use]
+    pub fn valid_tokens(&self) -> u64 {
+        match &self.0 {
+            Values::Summed(sum) => sum.valid_tokens,
+            Values::OnDevice { valid_tokens, .. } => *valid_tokens,
+        }
+    }
+
+    /// Their sum. Those of a GPU are waited for, and summed on the host in f64, in token order.
+    ///
+    /// # Errors
+    /// A GPU that failed.
+    pub fn sum(&self) -> Result<LossSum, OpError> {
+        match &self.0 {
+            Values::Summed(sum) => Ok(*sum),
+            Values::OnDevice { losses, valid_tokens } => {
+                let op = "lm_head_loss::Losses::sum";
+                let losses = losses.to_vec1::<f32>().map_err(|source| OpError::Candle { op, source })?;
+                let sum = losses.into_iter().map(f64::from).sum();
+                Ok(LossSum { sum, valid_tokens: *valid_tokens })
+            }
+        }
+    }
+}

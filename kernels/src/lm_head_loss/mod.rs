@@ -1,0 +1,219 @@
+//! The language-model head and its loss in one op: `logits = x·Wᵀ` and
+//! `loss = Σ (logsumexp(logits) − logits[label])`.
+//!
+//! Tokens are processed in tiles, so at most `tile_tokens × vocab` logits exist at any time (the idea of
+//! Liger's fused linear cross-entropy and of DeepSpeed's tiled logits loss). [`backward`] recomputes each
+//! tile's logits from the `lse` that [`forward`] kept, which costs one product more than storing them.
+//!
+//! A label of [`IGNORED`] takes its token out: no loss, zero gradient, and an `lse` of 0. A tile without
+//! any other label is skipped. All sums over tokens run in token order.
+
+mod cpu;
+mod cuda;
+mod labels;
+mod losses;
+pub mod reference;
+#[cfg(test)]
+mod tests;
+
+pub use labels::Labels;
+pub use losses::Losses;
+
+use super::call::Call;
+use super::cast::with_element_type;
+use super::gemm::product::ProductMemory;
+use super::{OpError, Workspace, linear};
+use crate::device::Target;
+use candle_core::{DType, Tensor};
+use std::ops::Range;
+
+/// The label of a token that has no loss (PyTorch's `ignore_index`).
+pub const IGNORED: i64 = -100;
+
+/// A sum of token losses, and over how many tokens. Sums of shards and micro batches add up.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LossSum {
+    /// Σ of the losses of the tokens that have a label.
+    pub sum: f64,
+    /// How many these are.
+    pub valid_tokens: u64,
+}
+
+/// The losses; writes each token's logsumexp for [`backward`]. No GPU is waited for before their sum is asked for. On a
+/// CPU the `workspace`, which must be one of CPU tensors, lends a tile's logits.
+///
+/// # Shapes
+/// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
+///
+/// # Errors
+/// When a label is neither [`IGNORED`] nor in 0..vocab, `tile_tokens` is 0, shapes, dtypes, devices or
+/// layouts do not fit, or `lse_out` shares storage with an input.
+pub fn forward(
+    x: &Tensor,
+    weight: &Tensor,
+    labels: &Labels,
+    tile_tokens: usize,
+    lse_out: &Tensor,
+    workspace: &Workspace,
+) -> Result<Losses, OpError> {
+    let call = Call::new("lm_head_loss::forward");
+    let shape = check(call, x, weight, labels, tile_tokens)?;
+    call.expect(("lse_out", lse_out), &[shape.tokens])?;
+    let target = call.target(&[("lse_out", lse_out)], &[("x", x), ("weight", weight)])?;
+    call.element_type(&[("x", x), ("weight", weight)], &[("lse_out", lse_out)])?;
+    match target {
+        Target::Cpu => {
+            let sum = with_element_type!(x.dtype(), T => with_room(call, shape, workspace, |logits| {
+                call.write(lse_out, |lse| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
+                    cpu::forward(shape, operands, labels, lse, logits)
+                })?)
+            }))?;
+            Ok(Losses::summed(sum))
+        }
+        Target::Kernels(launcher) => {
+            call.kernels(cuda::forward(&launcher, shape, [x, weight, lse_out], labels))
+        }
+    }
+}
+
+/// Gradients of `scale` · [`forward`]'s sum: dx is overwritten, dweight is added to, where there is one.
+///
+/// # Shapes
+/// `x, dx: [n, d], weight, dweight: [vocab, d], labels: [n], lse: [n]`
+///
+/// # Errors
+/// As [`forward`].
+#[expect(clippy::too_many_arguments, reason = "three inputs and what forward left, two outputs")]
+pub fn backward<'a>(
+    x: &Tensor,
+    weight: &Tensor,
+    labels: &Labels,
+    lse: &Tensor,
+    scale: f32,
+    dx: &Tensor,
+    dweight: impl Into<Option<&'a Tensor>>,
+    tile_tokens: usize,
+    workspace: &Workspace,
+) -> Result<(), OpError> {
+    let dweight = dweight.into();
+    let call = Call::new("lm_head_loss::backward");
+    let shape = check(call, x, weight, labels, tile_tokens)?;
+    call.expect(("lse", lse), &[shape.tokens])?;
+    call.expect(("dx", dx), &[shape.tokens, shape.dim])?;
+    let dweight_argument = dweight.map(|dweight| ("dweight", dweight));
+    dweight_argument.map_or(Ok(()), |argument| call.expect(argument, &[shape.vocab_size, shape.dim]))?;
+    let with_dweight = |argument| -> Vec<_> { [argument].into_iter().chain(dweight_argument).collect() };
+    let inputs = [("x", x), ("weight", weight), ("lse", lse)];
+    let target = call.target(&with_dweight(("dx", dx)), &inputs)?;
+    let elements = [("x", x), ("weight", weight), ("dx", dx)];
+    let dtype = call.element_type(&elements, &with_dweight(("lse", lse)))?;
+    match target {
+        Target::Cpu => {
+            let lse = call.read(lse)?;
+            with_element_type!(dtype, T => with_room(call, shape, workspace, |logits| {
+                call.on_cpu([x, weight], [dx], |[x, weight], [dx]| {
+                    let inputs = cpu::BackwardInputs::<T> { x, weight, labels, lse: &lse, scale };
+                    match dweight {
+                        Some(dweight) => call.write(dweight, |dweight| {
+                            cpu::backward(shape, inputs, dx, Some(dweight), logits)
+                        }),
+                        None => cpu::backward(shape, inputs, dx, None, logits),
+                    }
+                })?
+            }))
+        }
+        Target::Kernels(launcher) => {
+            let tensors = cuda::Backward { x, weight, lse, dx, dweight };
+            call.kernels(cuda::backward(&launcher, dtype, shape, &tensors, labels, scale))
+        }
+    }
+}
+
+/// Calls `work` with room for a tile's logits, which the workspace lends.
+fn with_room<R>(
+    call: Call,
+    shape: Sizes,
+    workspace: &Workspace,
+    work: impl FnOnce(&mut [f32]) -> Result<R, OpError>,
+) -> Result<R, OpError> {
+    let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
+    let result = call.on_cpu([], [&logits], |[], [logits]| work(logits))??;
+    workspace.give(logits);
+    Ok(result)
+}
+
+/// All logits at once, for callers that want to see them.
+///
+/// # Shapes
+/// `x: [n, d], weight: [vocab, d], out: [n, vocab]`
+///
+/// # Errors
+/// As [`linear::forward`].
+pub fn logits(x: &Tensor, weight: &Tensor, out: &Tensor) -> Result<(), OpError> {
+    linear::forward(x, weight, out, false)
+}
+
+/// The memory of the products with a weight `[vocab_size, dim]` of `dtype` on a CPU, in tiles of `tile_tokens` tokens: of
+/// [`forward`], of the tokens' gradient and of the weight's.
+#[must_use]
+pub fn product_memory(
+    dtype: DType,
+    [tile_tokens, dim, vocab_size]: [usize; 3],
+    threads: usize,
+) -> [ProductMemory; 3] {
+    let f32 = DType::F32;
+    [
+        ProductMemory::of([dtype, dtype, f32], [tile_tokens, vocab_size, dim], threads),
+        ProductMemory::of([f32, dtype, dtype], [tile_tokens, dim, vocab_size], threads),
+        ProductMemory::of([f32, dtype, f32], [vocab_size, dim, tile_tokens], threads),
+    ]
+}
+
+/// Bytes that [`forward`] (or, with `is_backward`, [`backward`]) allocates on a GPU while it runs, with `dtype` tensors and
+/// tiles of `tile_tokens` tokens.
+#[must_use]
+pub fn device_scratch_bytes(tile_tokens: usize, vocab_size: usize, dtype: DType, is_backward: bool) -> usize {
+    cuda::scratch_bytes(Sizes { tokens: tile_tokens, dim: 0, vocab_size, tile_tokens }, dtype, is_backward)
+}
+
+/// The sizes of one call.
+#[derive(Clone, Copy)]
+struct Sizes {
+    tokens: usize,
+    dim: usize,
+    vocab_size: usize,
+    tile_tokens: usize,
+}
+
+impl Sizes {
+    /// The tokens of each tile.
+    fn tiles(self) -> impl Iterator<Item = Range<usize>> {
+        let Self { tokens, tile_tokens, .. } = self;
+        (0..tokens).step_by(tile_tokens).map(move |start| start..(start + tile_tokens).min(tokens))
+    }
+}
+
+fn all_ignored(labels: &[i64]) -> bool {
+    labels.iter().all(|label| *label == IGNORED)
+}
+
+fn check(
+    call: Call,
+    x: &Tensor,
+    weight: &Tensor,
+    labels: &[i64],
+    tile_tokens: usize,
+) -> Result<Sizes, OpError> {
+    let (tokens, dim) = call.rows(("x", x))?;
+    let (vocab_size, _) = call.rows(("weight", weight))?;
+    call.expect(("weight", weight), &[vocab_size, dim])?;
+    call.expect_tokens("labels", labels.len(), tokens)?;
+    call.expect_value("tile_tokens", tile_tokens as f64, tile_tokens > 0, "at least 1")?;
+    let valid = |label: i64| label == IGNORED || usize::try_from(label).is_ok_and(|l| l < vocab_size);
+    if let Some((position, &value)) = labels.iter().enumerate().find(|(_, label)| !valid(**label)) {
+        let (op, argument, also_valid) = (call.op, "labels", " and -100 (ignored)");
+        return Err(OpError::IdOutOfRange { op, argument, position, value, vocab_size, also_valid });
+    }
+    // A tile larger than the input would only be a larger scratch buffer.
+    Ok(Sizes { tokens, dim, vocab_size, tile_tokens: tile_tokens.min(tokens.max(1)) })
+}

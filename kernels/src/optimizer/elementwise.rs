@@ -1,0 +1,135 @@
+//! The driver of all rules: checks tensors, divides the elements, and applies a rule to each of them.
+
+use crate::OpError;
+use crate::call::{Argument, Call};
+use crate::device::{Arg, DeviceError, Grid, Kernel, Launcher, Target, sources::OPTIMIZER};
+use crate::parallel::rows_per_block;
+use crate::simd::{Isa, LANES, SimdKernel, dispatch, padded};
+use bytemuck::NoUninit;
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+/// An optimizer that treats every element alone. A step updates `T` tensors: the parameters and `T − 1` of state.
+pub(super) trait Rule<const T: usize>: Copy {
+    /// The function that errors name.
+    const OP: &'static str;
+    /// The entry point in `cuda/optimizer.cu`.
+    const KERNEL: &'static str;
+    /// The names of the updated tensors, parameters first.
+    const TENSORS: [&'static str; T];
+    /// The constants of one step, computed in f64 and rounded once. The kernel takes the same struct.
+    type Constants: NoUninit + Send + Sync;
+
+    /// Refuses hyper-parameters outside of their range.
+    fn check(&self, call: Call) -> Result<(), OpError>;
+
+    fn constants(&self) -> Self::Constants;
+
+    /// Updates one element of each tensor; called in vectorized loops, so `#[inline(always)]`.
+    fn update<S: Isa>(constants: &Self::Constants, element: &mut [f32; T], grad: f32);
+}
+
+/// One step of a rule on `tensors`, parameters first.
+pub(super) fn step<R: Rule<T>, const T: usize>(
+    rule: &R,
+    tensors: [&Tensor; T],
+    grad: &Tensor,
+) -> Result<(), OpError> {
+    let call = Call::new(R::OP);
+    rule.check(call)?;
+    let updated: [Argument<'_>; T] = std::array::from_fn(|t| (R::TENSORS[t], tensors[t]));
+    for argument in [("grad", grad)].iter().chain(&updated[1..]) {
+        call.expect(*argument, &[tensors[0].elem_count()])?;
+    }
+    let target = call.target(&updated, &[("grad", grad)])?;
+    call.element_type(&[], &[&updated[..], &[("grad", grad)]].concat())?;
+    match target {
+        Target::Cpu => call.on_cpu([grad], tensors, |[grad], tensors| on_cpu(rule, tensors, grad)),
+        Target::Kernels(launcher) => call.kernels(launch(&launcher, rule, tensors, grad)),
+    }
+}
+
+fn on_cpu<R: Rule<T>, const T: usize>(rule: &R, mut tensors: [&mut [f32]; T], grad: &[f32]) {
+    let constants = rule.constants();
+    let block_elems = rows_per_block(grad.len(), 1);
+    let mut block = |grad: &'_ [f32]| tensors.each_mut().map(|rest| split_off(rest, grad.len()));
+    let blocks: Vec<_> = grad.chunks(block_elems).map(|grad| (block(grad), grad)).collect();
+    blocks.into_par_iter().for_each(|(tensors, grad)| {
+        dispatch(Block::<R, T> { tensors, grad, constants });
+    });
+}
+
+fn split_off<'a>(rest: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
+    let (block, after) = std::mem::take(rest).split_at_mut(len);
+    *rest = after;
+    block
+}
+
+/// Elements that one task updates: slices of equal length.
+struct Block<'a, R: Rule<T>, const T: usize> {
+    tensors: [&'a mut [f32]; T],
+    grad: &'a [f32],
+    constants: R::Constants,
+}
+
+impl<R: Rule<T>, const T: usize> SimdKernel for Block<'_, R, T> {
+    #[inline(always)]
+    fn run<S: Isa>(self) {
+        let Self { tensors, grad, constants } = self;
+        let (chunks, tail) = grad.as_chunks::<LANES>();
+        for (chunk, grad) in chunks.iter().enumerate() {
+            let start = chunk * LANES;
+            let mut lanes = [[0.0; LANES]; T];
+            for t in 0..T {
+                lanes[t].copy_from_slice(&tensors[t][start..start + LANES]);
+            }
+            update_lanes::<R, S, T>(&constants, &mut lanes, grad);
+            for t in 0..T {
+                tensors[t][start..start + LANES].copy_from_slice(&lanes[t]);
+            }
+        }
+        let start = grad.len() - tail.len();
+        let mut lanes = [[0.0; LANES]; T];
+        for t in 0..T {
+            lanes[t] = padded(&tensors[t][start..], 0.0);
+        }
+        update_lanes::<R, S, T>(&constants, &mut lanes, &padded(tail, 0.0));
+        for t in 0..T {
+            tensors[t][start..].copy_from_slice(&lanes[t][..tail.len()]);
+        }
+    }
+}
+
+#[inline(always)]
+fn update_lanes<R: Rule<T>, S: Isa, const T: usize>(
+    constants: &R::Constants,
+    lanes: &mut [[f32; LANES]; T],
+    grad: &[f32; LANES],
+) {
+    for lane in 0..LANES {
+        let mut element = [0.0; T];
+        for t in 0..T {
+            element[t] = lanes[t][lane];
+        }
+        R::update::<S>(constants, &mut element, grad[lane]);
+        for t in 0..T {
+            lanes[t][lane] = element[t];
+        }
+    }
+}
+
+fn launch<R: Rule<T>, const T: usize>(
+    launcher: &Launcher,
+    rule: &R,
+    tensors: [&Tensor; T],
+    grad: &Tensor,
+) -> Result<(), DeviceError> {
+    let (kernel, len) = (Kernel::new(&OPTIMIZER, R::KERNEL), grad.elem_count());
+    let constants = rule.constants();
+    launcher.open(tensors, [grad], |tensors, [grad]| {
+        let scalars = [(len as u64).into(), Arg::Struct(bytemuck::bytes_of(&constants))];
+        let args = [&tensors.map(Arg::from)[..], &[grad.into()], &scalars].concat();
+        // SAFETY: all tensors have `len` elements, and the kernel's last parameter is this struct.
+        unsafe { launcher.launch(&kernel, Grid::tiles(len), &args) }
+    })
+}

@@ -1,0 +1,131 @@
+//! Which elements of a flat tensor belong to which parameter tensor.
+
+use crate::OpError;
+use crate::call::Call;
+use candle_core::{Device, Tensor};
+use std::ops::{AddAssign, Range};
+
+/// Elements that are summed together, by one task or one block. Chunks end at multiples of it, so that all but a
+/// segment's first and last begin where vectors do.
+const CHUNK_ELEMS: usize = 16 * 1024;
+
+/// Σ p² and Σ u² over the elements of a parameter tensor, or over a part of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SquaredNorms {
+    /// Of the parameters before the step.
+    pub param: f64,
+    /// Of the direction of the step.
+    pub direction: f64,
+}
+
+impl AddAssign for SquaredNorms {
+    fn add_assign(&mut self, other: Self) {
+        self.param += other.param;
+        self.direction += other.direction;
+    }
+}
+
+/// Where the parameter tensors lie in a flat tensor: made once, used in every step.
+#[derive(Clone, Debug)]
+pub struct Segments {
+    ranges: Vec<Range<usize>>,
+    chunks: Vec<Chunk>,
+    /// The chunks' ends on the device: `[chunks, 2]`, i64. None where there is no chunk.
+    table: Option<Tensor>,
+}
+
+/// Elements of one segment that are summed together.
+#[derive(Clone, Debug)]
+pub(super) struct Chunk {
+    pub(super) segment: usize,
+    pub(super) elems: Range<usize>,
+}
+
+impl Segments {
+    /// The elements of each parameter tensor, in ascending order; gaps between them and empty ones are fine.
+    /// `device` is that of the tensors.
+    ///
+    /// # Errors
+    /// When a segment begins before the end of the one before, or the device refuses the table.
+    pub fn new(ranges: Vec<Range<usize>>, device: &Device) -> Result<Self, OpError> {
+        let call = Call::new("lamb::Segments::new");
+        let mut end = 0;
+        for range in &ranges {
+            let is_next = end <= range.start;
+            call.expect_value(
+                "ranges",
+                range.start as f64,
+                is_next,
+                "at or after the end of the one before",
+            )?;
+            let is_range = range.start <= range.end;
+            call.expect_value("ranges", range.end as f64, is_range, "an end at or after its start")?;
+            end = range.end;
+        }
+        let chunks: Vec<_> = ranges
+            .iter()
+            .enumerate()
+            .flat_map(|(segment, range)| chunks_of(range).map(move |elems| Chunk { segment, elems }))
+            .collect();
+        let ends: Vec<_> =
+            chunks.iter().flat_map(|chunk| [chunk.elems.start as i64, chunk.elems.end as i64]).collect();
+        let table =
+            (!chunks.is_empty()).then(|| Tensor::from_vec(ends, (chunks.len(), 2), device)).transpose();
+        let table = table.map_err(|source| OpError::Candle { op: call.op, source })?;
+        Ok(Self { ranges, chunks, table })
+    }
+
+    /// The number of segments.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.ranges.len()
+    }
+
+    /// Whether there is no segment.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    pub(super) fn chunks(&self) -> &[Chunk] {
+        &self.chunks
+    }
+
+    pub(super) fn table(&self) -> Option<&Tensor> {
+        self.table.as_ref()
+    }
+
+    pub(super) fn expect_within(&self, call: Call, param: &Tensor) -> Result<(), OpError> {
+        let end = self.ranges.last().map_or(0, |range| range.end);
+        let fits = end <= param.elem_count();
+        call.expect_value("segments", end as f64, fits, "an end within the elements of `param`")
+    }
+
+    /// The chunks' sums, added up for each segment in order.
+    pub(super) fn sum(&self, of_chunks: impl IntoIterator<Item = SquaredNorms>) -> Vec<SquaredNorms> {
+        let mut norms = vec![SquaredNorms::default(); self.ranges.len()];
+        for (chunk, of_chunk) in self.chunks.iter().zip(of_chunks) {
+            norms[chunk.segment] += of_chunk;
+        }
+        norms
+    }
+
+    /// The elements of each chunk.
+    pub(super) fn split_mut<'a>(&self, mut rest: &'a mut [f32]) -> Vec<&'a mut [f32]> {
+        let mut at = 0;
+        let mut parts = Vec::with_capacity(self.chunks.len());
+        for Chunk { elems, .. } in &self.chunks {
+            let (part, after) = rest.split_at_mut(elems.start - at).1.split_at_mut(elems.len());
+            parts.push(part);
+            (rest, at) = (after, elems.end);
+        }
+        parts
+    }
+}
+
+fn chunks_of(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    let Range { start, end } = *range;
+    let first = start / CHUNK_ELEMS;
+    let nth = move |i: usize| (i * CHUNK_ELEMS).max(start)..((i + 1) * CHUNK_ELEMS).min(end);
+    (first..end.div_ceil(CHUNK_ELEMS)).map(nth).filter(|elems| !elems.is_empty())
+}

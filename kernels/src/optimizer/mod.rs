@@ -1,0 +1,39 @@
+//! Optimizers as rules for one element: a step reads a gradient and updates a parameter and its state.
+//!
+//! | rule | state per element | decay |
+//! |---|---|---|
+//! | [`adamw`] | `exp_avg`, `exp_avg_sq` | decoupled (AdamW) or added to the gradient (Adam) |
+//! | [`sgd`] | `momentum_buffer`, or none | added to the gradient |
+//! | [`lion`] | `exp_avg` | decoupled |
+//! | [`adagrad`] | `state_sum` | added to the gradient |
+//!
+//! The driver in `elementwise.rs` checks the tensors, shares the elements among threads or CUDA blocks, and
+//! vectorizes. A new rule is a file with its hyper-parameters, the constants of a step and the update of one
+//! element; a struct of the same constants with the same update in `cuda/optimizer.cu`; and its formula in f64
+//! in `reference.rs`. LAMB, whose step depends on the norms of whole parameter tensors, is [`lamb`].
+
+pub mod adagrad;
+pub mod adamw;
+mod elementwise;
+pub mod lamb;
+pub mod lion;
+pub mod reference;
+pub mod sgd;
+#[cfg(test)]
+mod tests;
+
+use crate::OpError;
+use crate::call::Call;
+
+/// Steps are counted from 1.
+fn check_step(call: Call, step: u64) -> Result<(), OpError> {
+    call.expect_value("step", step as f64, step > 0, "at least 1")
+}
+
+/// Decay rates of moving averages.
+fn check_betas(call: Call, beta1: f64, beta2: f64) -> Result<(), OpError> {
+    for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
+        call.expect_value(name, beta, (0.0..1.0).contains(&beta), "at least 0 and below 1")?;
+    }
+    Ok(())
+}

@@ -1,0 +1,153 @@
+//! RMS normalisation on slices: each row is read twice, the second time from the cache.
+
+use crate::cast::{Before, Pieces, rows_per_piece};
+use crate::parallel::{MIN_BLOCK_ELEMS, rows_per_block};
+use crate::simd::{self, simd_kernel};
+use rayon::prelude::*;
+
+/// The rows are cut into at most this many blocks, each with its own partial weight gradient.
+const MAX_WEIGHT_BLOCKS: usize = 64;
+
+/// A weight block has at least this many rows, so that summing the partials stays cheap.
+const MIN_WEIGHT_BLOCK_ROWS: usize = 16;
+
+pub(super) fn forward<T: Pieces>(x: &[T], weight: &[f32], eps: f64, y: &mut [T], rstd: &mut [f32]) {
+    let d = weight.len();
+    let (rows, piece) = (rows_per_block(rstd.len(), d), rows_per_piece(d));
+    (x.par_chunks(rows * d), y.par_chunks_mut(rows * d), rstd.par_chunks_mut(rows))
+        .into_par_iter()
+        .for_each_init(Default::default, |[a, b]: &mut [Vec<f32>; 2], (x, y, rstd)| {
+            let outputs = y.chunks_mut(piece * d).zip(rstd.chunks_mut(piece));
+            for (x, (y, rstd)) in x.chunks(piece * d).zip(outputs) {
+                let x = T::read(x, a);
+                T::update(y, Before::Garbage, b, |y| forward_rows(x, weight, eps, y, rstd));
+            }
+        });
+}
+
+simd_kernel! {
+    fn forward_rows<S>(x: &[f32], weight: &[f32], eps: f64, y: &mut [f32], rstd: &mut [f32]) {
+        let d = weight.len();
+        for ((x, y), rstd) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(rstd) {
+            let mean_square = f64::from(simd::dot::<S>(x, x)) / d as f64;
+            let r = (1.0 / (mean_square + eps).sqrt()) as f32;
+            *rstd = r;
+            for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+                *y = w * (x * r);
+            }
+        }
+    }
+}
+
+/// Rows of a block that has a partial weight gradient. The cut must not depend on the number of threads: it fixes
+/// the order of the sum over rows.
+fn weight_block_rows(num_rows: usize) -> usize {
+    num_rows.div_ceil(MAX_WEIGHT_BLOCKS).max(MIN_WEIGHT_BLOCK_ROWS)
+}
+
+/// Bytes of the partial weight gradients of `num_rows` rows of `d` elements, and of their sum.
+pub(super) fn backward_scratch_bytes(num_rows: usize, d: usize) -> usize {
+    num_rows.div_ceil(weight_block_rows(num_rows)) * d * size_of::<f32>() + d * size_of::<f64>()
+}
+
+/// What the backward pass reads.
+#[derive(Clone, Copy)]
+pub(super) struct BackwardInputs<'a, T = f32> {
+    pub(super) dy: &'a [T],
+    pub(super) x: &'a [T],
+    pub(super) weight: &'a [f32],
+    pub(super) rstd: &'a [f32],
+}
+
+/// Writes dx and returns the weight gradient's partial sums, for [`add_partials`]: they are made in the same pass.
+pub(super) fn backward<T: Pieces>(
+    inputs: BackwardInputs<'_, T>,
+    dx: &mut [T],
+    accumulate_dx: bool,
+) -> Vec<f32> {
+    let BackwardInputs { dy, x, weight, rstd } = inputs;
+    let d = weight.len();
+    let rows = weight_block_rows(rstd.len());
+    let mut partials = vec![0.0; rstd.len().div_ceil(rows) * d];
+
+    let blocks = (
+        dy.par_chunks(rows * d),
+        x.par_chunks(rows * d),
+        rstd.par_chunks(rows),
+        dx.par_chunks_mut(rows * d),
+        partials.par_chunks_mut(d),
+    );
+    let blocks = blocks.into_par_iter().with_min_len(MIN_BLOCK_ELEMS.div_ceil(rows * d));
+    blocks.for_each_init(Default::default, |buffers: &mut [Vec<f32>; 3], (dy, x, rstd, dx, partial)| {
+        let inputs = BackwardInputs { dy, x, weight, rstd };
+        backward_pieces(inputs, dx, accumulate_dx, partial, buffers);
+    });
+    partials
+}
+
+fn backward_pieces<T: Pieces>(
+    inputs: BackwardInputs<'_, T>,
+    dx: &mut [T],
+    accumulate_dx: bool,
+    partial: &mut [f32],
+    [a, b, c]: &mut [Vec<f32>; 3],
+) {
+    let BackwardInputs { dy, x, weight, rstd } = inputs;
+    let (d, piece) = (weight.len(), rows_per_piece(weight.len()));
+    let before = if accumulate_dx { Before::Values } else { Before::Garbage };
+    let inputs = dy.chunks(piece * d).zip(x.chunks(piece * d)).zip(rstd.chunks(piece));
+    for (((dy, x), rstd), dx) in inputs.zip(dx.chunks_mut(piece * d)) {
+        let inputs = BackwardInputs { dy: T::read(dy, a), x: T::read(x, b), weight, rstd };
+        T::update(dx, before, c, |dx| match accumulate_dx {
+            true => backward_rows_accumulating(inputs, dx, partial),
+            false => backward_rows(inputs, dx, partial),
+        });
+    }
+}
+
+simd_kernel! {
+    fn backward_rows<S>(inputs: BackwardInputs<'_>, dx: &mut [f32], dweight: &mut [f32]) {
+        backward_rows_with::<S, false>(inputs, dx, dweight);
+    }
+}
+
+simd_kernel! {
+    fn backward_rows_accumulating<S>(inputs: BackwardInputs<'_>, dx: &mut [f32], dweight: &mut [f32]) {
+        backward_rows_with::<S, true>(inputs, dx, dweight);
+    }
+}
+
+/// With x̂ = x·rstd and g = dy·weight: dx = rstd·(g − x̂·mean(g·x̂)) and dweight += dy·x̂.
+#[inline(always)]
+fn backward_rows_with<S: simd::Isa, const ACCUMULATE: bool>(
+    inputs: BackwardInputs<'_>,
+    dx: &mut [f32],
+    dweight: &mut [f32],
+) {
+    let weight = inputs.weight;
+    let d = weight.len();
+    let dweight = &mut dweight[..d];
+    let rows = inputs.dy.chunks_exact(d).zip(inputs.x.chunks_exact(d)).zip(inputs.rstd);
+    for (((dy, x), &r), dx) in rows.zip(dx.chunks_exact_mut(d)) {
+        let mean = simd::dot3::<S>(dy, weight, x) * r / d as f32;
+        for i in 0..d {
+            let x_hat = x[i] * r;
+            let gradient = r * S::mul_add(x_hat, -mean, dy[i] * weight[i]);
+            dx[i] = if ACCUMULATE { dx[i] + gradient } else { gradient };
+            dweight[i] = S::mul_add(dy[i], x_hat, dweight[i]);
+        }
+    }
+}
+
+/// dweight += Σ partials, block by block in f64.
+pub(super) fn add_partials(partials: &[f32], dweight: &mut [f32]) {
+    let mut sums = vec![0.0f64; dweight.len()];
+    for partial in partials.chunks_exact(dweight.len()) {
+        for (sum, value) in sums.iter_mut().zip(partial) {
+            *sum += f64::from(*value);
+        }
+    }
+    for (dweight, sum) in dweight.iter_mut().zip(sums) {
+        *dweight += sum as f32;
+    }
+}

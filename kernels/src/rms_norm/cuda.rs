@@ -1,0 +1,110 @@
+//! The launches of `cuda/rms_norm.cu`.
+
+use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::RMS_NORM};
+use candle_core::{DType, Tensor};
+
+/// Rows that one block sums for the weight's gradient: enough blocks to fill a GPU, few enough partial sums.
+const ROWS_PER_CHUNK: usize = 128;
+
+/// Elements in the kernels' accesses of 16 bytes.
+fn pack(dtype: DType) -> usize {
+    16 / dtype.size_in_bytes()
+}
+
+/// A block for each row, of no more threads than the row has packs: a wider row takes several rounds.
+fn row_blocks(rows: usize, d: usize, dtype: DType) -> Grid {
+    let threads = d.div_ceil(pack(dtype)).next_multiple_of(32).min(Grid::THREADS as usize);
+    Grid::blocks(rows).of_threads(threads as u32)
+}
+
+pub(super) fn forward(
+    launcher: &Launcher,
+    dtype: DType,
+    [x, weight, y, rstd]: [&Tensor; 4],
+    eps: f64,
+    (rows, d): (usize, usize),
+) -> Result<(), DeviceError> {
+    let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_forward", dtype)?;
+    launcher.open([y, rstd], [x, weight], |[y, rstd], [x, weight]| {
+        let args = [y.into(), rstd.into(), x.into(), weight.into(), (d as u32).into(), (eps as f32).into()];
+        // SAFETY: `x` and `y` have `rows` rows of `d` elements, `rstd` one element a row and `weight` d.
+        unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }
+    })
+}
+
+/// The tensors of a backward pass, as `rms_norm::backward` names them.
+pub(super) struct Backward<'a> {
+    pub(super) dy: &'a Tensor,
+    pub(super) x: &'a Tensor,
+    pub(super) weight: &'a Tensor,
+    pub(super) rstd: &'a Tensor,
+    pub(super) dx: &'a Tensor,
+    pub(super) dweight: Option<&'a Tensor>,
+}
+
+pub(super) fn backward(
+    launcher: &Launcher,
+    dtype: DType,
+    tensors: &Backward<'_>,
+    accumulate_dx: bool,
+    (rows, d): (usize, usize),
+) -> Result<(), DeviceError> {
+    let Backward { dy, x, weight, rstd, dx, dweight } = *tensors;
+    let kernel = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_input", dtype)?;
+    launcher.open([dx], [dy, x, weight, rstd], |[dx], [dy, x, weight, rstd]| {
+        let args = [
+            dx.into(),
+            dy.into(),
+            x.into(),
+            weight.into(),
+            rstd.into(),
+            (d as u32).into(),
+            accumulate_dx.into(),
+        ];
+        // SAFETY: `dy`, `x` and `dx` have `rows` rows of `d` elements, `rstd` one element a row and `weight` d.
+        unsafe { launcher.launch(&kernel, row_blocks(rows, d, dtype), &args) }
+    })?;
+    match dweight {
+        Some(dweight) => backward_weight(launcher, dtype, [dy, x, rstd, dweight], (rows, d)),
+        None => Ok(()),
+    }
+}
+
+/// Bytes of the sums of the chunks of `rows` rows.
+pub(super) fn backward_scratch_bytes(rows: usize, d: usize) -> usize {
+    rows.div_ceil(ROWS_PER_CHUNK) * d * size_of::<f32>()
+}
+
+/// Sums chunks of the rows, then the chunks, both in order.
+fn backward_weight(
+    launcher: &Launcher,
+    dtype: DType,
+    [dy, x, rstd, dweight]: [&Tensor; 4],
+    (rows, d): (usize, usize),
+) -> Result<(), DeviceError> {
+    if rows == 0 {
+        return Ok(());
+    }
+    let chunks = rows.div_ceil(ROWS_PER_CHUNK);
+    let partial = Tensor::zeros((chunks, d), DType::F32, x.device())?;
+    let sum_rows = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_weight", dtype)?;
+    let sum_chunks = Kernel::new(&RMS_NORM, "rms_norm_sum_chunks");
+    launcher.open([&partial, dweight], [dy, x, rstd], |[partial, dweight], [dy, x, rstd]| {
+        let grid = Grid { blocks: [d.div_ceil(32 * pack(dtype)), chunks, 1], ..Grid::blocks(0) };
+        let (rows, rows_per_chunk) = (rows as u64, ROWS_PER_CHUNK as u32);
+        let args = [
+            partial.into(),
+            dy.into(),
+            x.into(),
+            rstd.into(),
+            rows.into(),
+            rows_per_chunk.into(),
+            (d as u32).into(),
+        ];
+        // SAFETY: `dy` and `x` have `rows` rows of `d` elements, `rstd` one a row, `partial` d for every chunk.
+        unsafe { launcher.launch(&sum_rows, grid, &args)? };
+        let args = [dweight.into(), partial.into(), (chunks as u32).into(), (d as u32).into()];
+        // SAFETY: as above, and `dweight` has d elements.
+        unsafe { launcher.launch(&sum_chunks, Grid::threads(d), &args) }
+    })
+}

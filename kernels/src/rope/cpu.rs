@@ -1,0 +1,108 @@
+//! The rotation on slices.
+
+use super::{Direction, Rope};
+use crate::cast::{Before, Pieces, rows_per_piece};
+use crate::parallel::rows_per_block;
+use crate::simd::{Isa, simd_kernel};
+use rayon::prelude::*;
+
+/// What each pair of each token turns by per position.
+pub(super) struct Frequencies {
+    /// [head_dim/2] each; one for all tokens unless documents of several lengths differ.
+    by_len: Vec<Vec<f64>>,
+    /// Which of them a token uses; empty when there is one.
+    of_token: Vec<usize>,
+}
+
+impl Frequencies {
+    pub(super) fn new(rope: &Rope, head_dim: usize, document_lens: &[u32]) -> Self {
+        let scaled_lens: Vec<u32> = document_lens.iter().map(|len| rope.scaled_len(*len)).collect();
+        let mut lens = scaled_lens.clone();
+        lens.sort_unstable();
+        lens.dedup();
+        if lens.len() <= 1 {
+            let len = lens.first().copied().unwrap_or(0);
+            return Self { by_len: vec![rope.frequencies(head_dim, len)], of_token: Vec::new() };
+        }
+        let of_token = scaled_lens.iter().map(|len| lens.partition_point(|known| known < len)).collect();
+        Self { by_len: lens.iter().map(|len| rope.frequencies(head_dim, *len)).collect(), of_token }
+    }
+
+    fn half(&self) -> usize {
+        self.by_len[0].len()
+    }
+
+    fn of(&self, token: usize) -> &[f64] {
+        &self.by_len[self.of_token.get(token).copied().unwrap_or(0)]
+    }
+}
+
+/// (cos, sin), each [n, head_dim/2], times `amplitude`.
+pub(super) fn table(position_ids: &[u32], frequencies: &Frequencies, amplitude: f64) -> (Vec<f32>, Vec<f32>) {
+    let half = frequencies.half();
+    let (mut cos, mut sin) = (vec![0.0; position_ids.len() * half], vec![0.0; position_ids.len() * half]);
+    let rows = rows_per_block(position_ids.len(), half);
+    (position_ids.par_chunks(rows), cos.par_chunks_mut(rows * half), sin.par_chunks_mut(rows * half))
+        .into_par_iter()
+        .enumerate()
+        .for_each(|(block, (position_ids, cos, sin))| {
+            let tokens = position_ids.iter().zip(block * rows..);
+            let angles = tokens.flat_map(|(position, token)| {
+                frequencies.of(token).iter().map(move |frequency| f64::from(*position) * frequency)
+            });
+            for ((angle, cos), sin) in angles.zip(cos).zip(sin) {
+                let (sin_f64, cos_f64) = angle.sin_cos();
+                (*sin, *cos) = ((amplitude * sin_f64) as f32, (amplitude * cos_f64) as f32);
+            }
+        });
+    (cos, sin)
+}
+
+/// `row_elems` = heads · head_dim, the elements of one token.
+pub(super) fn apply<T: Pieces>(
+    x: &mut [T],
+    cos: &[f32],
+    sin: &[f32],
+    row_elems: usize,
+    direction: Direction,
+) {
+    if x.is_empty() {
+        return;
+    }
+    let tokens = x.len() / row_elems;
+    let half = cos.len() / tokens;
+    let rows = rows_per_block(tokens, row_elems);
+    let sign = match direction {
+        Direction::Forward => 1.0,
+        Direction::Backward => -1.0,
+    };
+    let piece = rows_per_piece(row_elems);
+    (x.par_chunks_mut(rows * row_elems), cos.par_chunks(rows * half), sin.par_chunks(rows * half))
+        .into_par_iter()
+        .for_each_init(Vec::new, |buffer, (x, cos, sin)| {
+            let angles = cos.chunks(piece * half).zip(sin.chunks(piece * half));
+            for (x, (cos, sin)) in x.chunks_mut(piece * row_elems).zip(angles) {
+                T::update(x, Before::Values, buffer, |x| rotate_rows(x, row_elems, half, cos, sin, sign));
+            }
+        });
+}
+
+simd_kernel! {
+    fn rotate_rows<S>(x: &mut [f32], row_elems: usize, half: usize, cos: &[f32], sin: &[f32], sign: f32) {
+        let rows = x.chunks_exact_mut(row_elems).zip(cos.chunks_exact(half)).zip(sin.chunks_exact(half));
+        for ((x, cos), sin) in rows {
+            for head in x.chunks_exact_mut(2 * half) {
+                let (first, second) = head.split_at_mut(half);
+                rotate_head::<S>(first, second, cos, sin, sign);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn rotate_head<S: Isa>(first: &mut [f32], second: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
+    for (((a, b), c), s) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+        let s = s * sign;
+        (*a, *b) = (S::mul_add(*a, *c, -(*b * s)), S::mul_add(*b, *c, *a * s));
+    }
+}

@@ -1,0 +1,44 @@
+//! The launch of `cuda/rope.cu`.
+
+use super::{Direction, Table};
+use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ROPE};
+use candle_core::{DType, Tensor};
+
+/// Elements that a block turns, as far as whole tokens allow: some accesses for each of its threads.
+const ELEMS_PER_BLOCK: usize = 8192;
+
+/// `heads` of each token of `x` are turned.
+pub(super) fn apply(
+    launcher: &Launcher,
+    dtype: DType,
+    x: &Tensor,
+    heads: usize,
+    table: &Table,
+    direction: Direction,
+) -> Result<(), DeviceError> {
+    if x.elem_count() == 0 {
+        return Ok(());
+    }
+    let kernel = Kernel::of_dtype(&ROPE, "rope_apply", dtype)?;
+    let [cos, sin] = table.on(x.device())?;
+    let (tokens, half) = (table.tokens, table.head_dim / 2);
+    let tokens_per_block = (ELEMS_PER_BLOCK / (heads * table.head_dim)).max(1);
+    let sign: f32 = match direction {
+        Direction::Forward => 1.0,
+        Direction::Backward => -1.0,
+    };
+    launcher.open([x], [&cos, &sin], |[x], [cos, sin]| {
+        let args = [
+            x.into(),
+            cos.into(),
+            sin.into(),
+            (tokens as u64).into(),
+            (tokens_per_block as u32).into(),
+            (heads as u32).into(),
+            (half as u32).into(),
+            sign.into(),
+        ];
+        // SAFETY: `x` has `tokens` · `heads` · 2 · `half` elements, the tables have `tokens` · `half` each.
+        unsafe { launcher.launch(&kernel, Grid::blocks(tokens.div_ceil(tokens_per_block)), &args) }
+    })
+}

@@ -1,0 +1,219 @@
+//! What the ops' tests share.
+
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::cell::{Cell, RefCell};
+
+/// Row counts and widths that meet every remainder of the vector widths.
+pub(super) const SHAPES: [(usize, usize); 7] = [(1, 1), (3, 1), (1, 7), (5, 7), (4, 64), (3, 100), (17, 131)];
+
+/// Uniform in [−2, 2).
+pub(super) fn random(seed: u64, len: usize) -> Vec<f32> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    (0..len).map(|_| rng.random_range(-2.0..2.0)).collect()
+}
+
+thread_local! {
+    /// Elements before and after those of a test's tensor, all NaN.
+    static PADDING: Cell<(usize, usize)> = const { Cell::new(ODD) };
+
+    /// Where tensors are made.
+    static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
+}
+
+/// At an odd offset, where kernels must not access 16 bytes at once.
+const ODD: (usize, usize) = (3, 2);
+
+/// At a multiple of 16 bytes, whatever the element type.
+#[cfg(feature = "kernel-emulation")]
+const ALIGNED: (usize, usize) = (8, 2);
+
+/// A tensor of `data` that begins in the middle of a larger buffer, at an odd offset unless the test runs
+/// [`at_every_alignment`].
+pub(super) fn tensor(data: &[f32], shape: &[usize]) -> Tensor {
+    let (before, after) = PADDING.get();
+    let mut padded = vec![f32::NAN; before];
+    padded.extend_from_slice(data);
+    padded.resize(padded.len() + after, f32::NAN);
+    let len = padded.len();
+    let flat = DEVICE.with_borrow(|device| Tensor::from_vec(padded, len, device)).unwrap();
+    flat.narrow(0, before, data.len()).unwrap().reshape(shape).unwrap()
+}
+
+/// An output whose old content must not matter: NaN throughout.
+pub(super) fn output(shape: &[usize]) -> Tensor {
+    tensor(&vec![f32::NAN; shape.iter().product()], shape)
+}
+
+/// A tensor's elements. Around them, nothing may have been written.
+#[track_caller]
+pub(super) fn read(tensor: &Tensor) -> Vec<f32> {
+    let elements: Vec<f32> = crate::tensor::to_vec(&tensor.to_dtype(DType::F32).unwrap()).unwrap();
+    let (storage, _) = tensor.storage_and_layout();
+    // What lies around a tensor on a GPU is out of reach; the emulated kernels are the same.
+    let Storage::Cpu(storage) = &*storage else { return elements };
+    let whole: Vec<f32> = match storage {
+        CpuStorage::F32(whole) => whole.clone(),
+        CpuStorage::BF16(whole) => whole.iter().map(|x| x.to_f32()).collect(),
+        CpuStorage::F16(whole) => whole.iter().map(|x| x.to_f32()).collect(),
+        other => panic!("{other:?}"),
+    };
+    let (before, after) = PADDING.get();
+    if whole.len() == before + elements.len() + after {
+        let padding = whole[..before].iter().chain(&whole[whole.len() - after..]);
+        assert!(padding.copied().all(f32::is_nan), "written outside of the tensor");
+    }
+    elements
+}
+
+/// Runs a test with every instruction set of the CPU and, where they are built in, with the emulated kernels; or
+/// with `ULYSSES_TEST_DEVICE=cuda` on a GPU.
+pub(super) fn on_every_target(run: impl Fn(&str)) {
+    if std::env::var("ULYSSES_TEST_DEVICE").is_ok_and(|device| device == "cuda") {
+        let gpu = crate::device::DeviceKind::Cuda.open(0).expect("a GPU, as ULYSSES_TEST_DEVICE asks for");
+        DEVICE.set(gpu);
+        run("cuda");
+        return DEVICE.set(Device::Cpu);
+    }
+    crate::simd::at_every_level(|level| run(&format!("{level:?}")));
+    #[cfg(feature = "kernel-emulation")]
+    crate::device::emulate(|| at_every_alignment(|alignment| run(&format!("emulated kernels, {alignment}"))));
+}
+
+/// Runs a test with its tensors at odd offsets, and again with all of them aligned to 16 bytes.
+#[cfg(feature = "kernel-emulation")]
+pub(super) fn at_every_alignment(run: impl Fn(&str)) {
+    for (padding, alignment) in [(ALIGNED, "aligned"), (ODD, "not aligned")] {
+        PADDING.set(padding);
+        let address = tensor_address(&tensor(&[0.0; 8], &[8]));
+        assert_eq!(address.is_multiple_of(16), padding == ALIGNED, "the allocator aligns to 16 bytes");
+        run(alignment);
+    }
+}
+
+#[cfg(feature = "kernel-emulation")]
+fn tensor_address(tensor: &Tensor) -> usize {
+    crate::tensor::with_slice(tensor, |elements: &[f32]| elements.as_ptr().addr()).unwrap()
+}
+
+/// Runs a test on the emulated kernels for every element type, with the relative error of one rounding to it.
+#[cfg(feature = "kernel-emulation")]
+pub(super) fn for_every_dtype(run: impl Fn(DType, f64)) {
+    crate::device::emulate(|| {
+        for (dtype, bits) in [(DType::F32, 24), (DType::BF16, 8), (DType::F16, 11)] {
+            at_every_alignment(|_| run(dtype, f64::from(bits).exp2().recip()));
+        }
+    });
+}
+
+/// Runs `run` on emulated kernels, on f32 tensors of `data` that begin at a 16-byte boundary and on such that do not.
+/// The same bits must be in them afterwards, and around them nothing may have changed: here stand finite numbers,
+/// because an update in place leaves a NaN a NaN.
+#[cfg(feature = "kernel-emulation")]
+#[track_caller]
+pub(super) fn assert_same_at_any_alignment(data: &[Vec<f32>], run: impl Fn(&[Tensor])) {
+    const AROUND: f32 = 7.0;
+    let place = |data: &Vec<f32>, offset: usize| {
+        let flat = Tensor::full(AROUND, data.len() + 12, &Device::Cpu).unwrap();
+        let address = crate::tensor::with_slice(&flat, |flat: &[f32]| flat.as_ptr().addr()).unwrap();
+        let boundary = (address + 16).next_multiple_of(16);
+        let tensor = flat.narrow(0, (boundary - address) / 4 + offset, data.len()).unwrap();
+        crate::tensor::with_slice_mut(&tensor, |elements| elements.copy_from_slice(data)).unwrap();
+        (flat, tensor)
+    };
+    let bits_at = |offset: usize| -> Vec<Vec<f32>> {
+        let (flats, tensors): (Vec<_>, Vec<_>) = data.iter().map(|data| place(data, offset)).unzip();
+        run(&tensors);
+        for (flat, tensor) in flats.iter().zip(&tensors) {
+            let start = tensor.layout().start_offset();
+            let flat = flat.to_vec1::<f32>().unwrap();
+            let around = flat[..start].iter().chain(&flat[start + tensor.elem_count()..]);
+            assert!(around.copied().all(|x| x == AROUND), "written outside of the tensor, offset {offset}");
+        }
+        tensors.iter().map(|tensor| tensor.to_vec1().unwrap()).collect()
+    };
+    crate::device::emulate(|| {
+        let aligned = bits_at(0);
+        for offset in 1..4 {
+            assert!(bits_at(offset) == aligned, "{offset} elements after a boundary give other bits");
+        }
+    });
+}
+
+/// As [`tensor`], of an element type; and what its elements are after they were rounded to it.
+pub(super) fn rounded(dtype: DType, data: &[f32], shape: &[usize]) -> (Tensor, Vec<f64>) {
+    let (before, _) = PADDING.get();
+    let flat = tensor(data, &[data.len()]);
+    // The whole padded buffer is converted, so that the result lies in the middle of one again.
+    let (storage, _) = flat.storage_and_layout();
+    let Storage::Cpu(CpuStorage::F32(whole)) = &*storage else { panic!("an f32 tensor on the CPU") };
+    let whole = Tensor::from_slice(whole, whole.len(), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    let tensor = whole.narrow(0, before, data.len()).unwrap().reshape(shape).unwrap();
+    let values = to_f64(&read(&tensor));
+    (tensor, values)
+}
+
+pub(super) fn to_f64(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|v| f64::from(*v)).collect()
+}
+
+/// Every element within `relative` of its own expected value plus `relative` of the largest one: a sum of
+/// terms that cancel is only as exact as its terms.
+#[track_caller]
+pub(super) fn assert_close(what: &str, got: &[f32], expected: &[f64], relative: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}: length");
+    let largest = expected.iter().fold(0.0f64, |max, e| max.max(e.abs()));
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let error = (f64::from(*got) - expected).abs();
+        let allowed = relative * (expected.abs() + largest);
+        assert!(
+            error <= allowed,
+            "{what}[{i}]: got {got}, expected {expected}, error {error:e} > {allowed:e}"
+        );
+    }
+}
+
+/// The gradient of `f` at `x` must equal `gradient`, by central differences in f64.
+#[track_caller]
+pub(super) fn assert_gradient(what: &str, f: impl Fn(&[f64]) -> f64, x: &[f64], gradient: &[f64]) {
+    const STEP: f64 = 1e-5;
+    assert_eq!(x.len(), gradient.len(), "{what}: length");
+    let largest = gradient.iter().fold(1e-3f64, |max, g| max.max(g.abs()));
+    let mut at = x.to_vec();
+    for i in 0..x.len() {
+        at[i] = x[i] + STEP;
+        let above = f(&at);
+        at[i] = x[i] - STEP;
+        let below = f(&at);
+        at[i] = x[i];
+        let numeric = (above - below) / (2.0 * STEP);
+        let error = (numeric - gradient[i]).abs();
+        assert!(error <= 1e-7 * largest, "{what}[{i}]: numeric {numeric}, analytic {}", gradient[i]);
+    }
+}
+
+/// Σ cotangent · values: turns an op with many outputs into a function with one.
+pub(super) fn weighted_sum(values: &[f64], cotangent: &[f64]) -> f64 {
+    values.iter().zip(cotangent).map(|(v, c)| v * c).sum()
+}
+
+/// `run` in rayon pools of 1, 2 and 3 threads must return the same bits.
+#[track_caller]
+pub(super) fn assert_same_for_any_thread_count<T: PartialEq + std::fmt::Debug + Send>(
+    run: impl Fn() -> T + Sync,
+) {
+    let with = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(&run)
+    };
+    let expected = with(1);
+    for threads in [2, 3] {
+        assert!(with(threads) == expected, "{threads} threads differ from 1");
+    }
+}
+
+/// A tensor that no kernel exists for.
+pub(super) fn wrong_dtype(shape: &[usize]) -> Tensor {
+    Tensor::zeros(shape, DType::F64, &Device::Cpu).unwrap()
+}

@@ -1,0 +1,93 @@
+//! Errors of the exchange.
+
+use crate::comm::CommError;
+use ulysses_kernels::OpError;
+use ulysses_kernels::attention::AttentionError;
+
+/// What can go wrong around the Ulysses exchange.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum UlyssesError {
+    /// Some sp rank would get no attention head.
+    #[error(
+        "num_heads = {num_heads} cannot be shared by sp = {sp_size} ranks: every rank needs a head, \
+         so the largest valid sp is {num_heads}"
+    )]
+    TooFewHeads {
+        /// Query heads of the model.
+        num_heads: usize,
+        /// Ranks of the sp axis.
+        sp_size: usize,
+    },
+    /// Some sp rank would get no token.
+    #[error("seq_len = {seq_len} cannot be cut over sp = {sp_size} ranks: the largest valid sp is {seq_len}")]
+    SequenceTooShort {
+        /// Tokens in a row.
+        seq_len: usize,
+        /// Ranks of the sp axis.
+        sp_size: usize,
+    },
+    /// The plan was asked for from the view of a rank that does not exist.
+    #[error("sp rank {rank} does not exist: an sp axis of {sp_size} has ranks below that")]
+    NoSuchRank {
+        /// The rank that was asked for.
+        rank: usize,
+        /// Ranks of the sp axis.
+        sp_size: usize,
+    },
+    /// The map from query heads to KV heads cannot be split over ranks.
+    #[error(
+        "q_to_kv must map {num_heads} query heads to {num_kv_heads} KV heads in ascending order without gaps, \
+         got {q_to_kv:?}"
+    )]
+    HeadMap {
+        /// Query heads of the model.
+        num_heads: usize,
+        /// Key/value heads of the model.
+        num_kv_heads: usize,
+        /// The map that was given.
+        q_to_kv: Vec<usize>,
+    },
+    /// A tensor does not have the shape that the plan was made for.
+    #[error("{tensor}: expected [batch, seq, heads, head_dim] = {expected:?} on sp rank {rank}, got {got:?}")]
+    Shape {
+        /// Which tensor.
+        tensor: &'static str,
+        /// Rank within the sp group.
+        rank: usize,
+        /// Shape by the plan.
+        expected: Vec<usize>,
+        /// Shape that was given.
+        got: Vec<usize>,
+    },
+    /// The local tokens are not this rank's shard of the rows.
+    #[error(
+        "sp rank {rank} of {sp_size} holds tokens {expected:?} of a row of {seq_len}, \
+         but its geometry covers {}",
+        got.map_or("no position".into(), |(first, last)| format!("positions {first} to {last}"))
+    )]
+    Shard {
+        /// Rank within the sp group.
+        rank: usize,
+        /// Ranks of the sp axis.
+        sp_size: usize,
+        /// Tokens in a row.
+        seq_len: usize,
+        /// Tokens that this rank should hold.
+        expected: std::ops::Range<usize>,
+        /// First and last position of the geometry.
+        got: Option<(u32, u32)>,
+    },
+    /// A collective failed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// The local attention failed.
+    #[error(transparent)]
+    Attention(#[from] AttentionError),
+    /// Storage could not be had.
+    #[error(transparent)]
+    Op(#[from] OpError),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+}
