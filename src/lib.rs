@@ -78,6 +78,7 @@ pub mod mesh;
 pub mod model;
 pub mod monitor;
 pub mod regular_file;
+mod safetensors_file;
 pub mod sequence_parallel;
 pub mod zero;
 

@@ -41,8 +41,15 @@ const MAY_IMPORT: [(&str, &[&str]); 10] = [
 ];
 
 /// Modules that all others may import and that import none, and those of the kernels that stand for plain tensors.
-const LEAVES: [&str; 6] =
-    ["fnv1a", "regular_file", "kernels::device", "kernels::memory", "kernels::offload", "kernels::tensor"];
+const LEAVES: [&str; 7] = [
+    "fnv1a",
+    "regular_file",
+    "safetensors_file",
+    "kernels::device",
+    "kernels::memory",
+    "kernels::offload",
+    "kernels::tensor",
+];
 
 /// Where `unsafe` may stand.
 const MAY_BE_UNSAFE: [&str; 6] = [

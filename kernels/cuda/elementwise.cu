@@ -113,36 +113,23 @@ template <typename T> struct Fill {
     }
 };
 
-// dst = src, bit for bit
-template <typename T> struct Copy {
-    T *dst;
-    const T *src;
-
-    template <int N> __device__ __forceinline__ void at(u64 i) const {
-        *reinterpret_cast<Pack<T, N> *>(dst + i) = *reinterpret_cast<const Pack<T, N> *>(src + i);
-    }
-};
-
 }  // namespace
 
 #define INSTANTIATE(T, suffix)                                                                                 \
-    KERNEL(elementwise_sum_of_squares_##suffix, double *partial, const T *__restrict__ x, u64 size) {               \
+    KERNEL(elementwise_sum_of_squares_##suffix, double *partial, const T *__restrict__ x, u64 size) {          \
         sum_of_squares(partial, x, size);                                                                      \
     }                                                                                                          \
-    KERNEL(elementwise_find_non_finite_##suffix, float *found, const T *__restrict__ x, u64 size) {                 \
+    KERNEL(elementwise_find_non_finite_##suffix, float *found, const T *__restrict__ x, u64 size) {            \
         find_non_finite(found, x, size);                                                                       \
     }                                                                                                          \
-    KERNEL(elementwise_accumulate_##suffix, T *__restrict__ dst, const T *__restrict__ src, u64 size) {             \
+    KERNEL(elementwise_accumulate_##suffix, T *__restrict__ dst, const T *__restrict__ src, u64 size) {        \
         accumulate(dst, src, size);                                                                            \
     }                                                                                                          \
-    KERNEL(elementwise_scale_##suffix, T *__restrict__ dst, float factor, u64 size) {                               \
+    KERNEL(elementwise_scale_##suffix, T *__restrict__ dst, float factor, u64 size) {                          \
         for_each_pack<kPack<T>>(size, is_aligned(dst), Scale<T>{dst, factor});                                 \
     }                                                                                                          \
-    KERNEL(elementwise_fill_##suffix, T *__restrict__ dst, float value, u64 size) {                                 \
+    KERNEL(elementwise_fill_##suffix, T *__restrict__ dst, float value, u64 size) {                            \
         for_each_pack<kPack<T>>(size, is_aligned(dst), Fill<T>{dst, value});                                   \
-    }                                                                                                          \
-    KERNEL(elementwise_copy_##suffix, T *__restrict__ dst, const T *__restrict__ src, u64 size) {                   \
-        for_each_pack<kPack<T>>(size, is_aligned(dst, src), Copy<T>{dst, src});                                \
     }
 FOR_EACH_FLOAT(INSTANTIATE)
 

@@ -88,10 +88,10 @@ KERNEL(lm_head_loss_forward, float *lse, float *losses, const float *logits, con
     }
 }
 
-#define INSTANTIATE(T, suffix)                                                                                \
-    KERNEL(lm_head_loss_gradient_##suffix, T *gradient, const float *logits, const float *lse,               \
-           const i64 *labels, u32 vocab_size, u32 row_stride) {                                               \
-        gradient_of_columns<T>(gradient, logits, lse, labels, vocab_size, row_stride);                        \
-    }                                                                                                         \
+#define INSTANTIATE(T, suffix)                                                                                 \
+    KERNEL(lm_head_loss_gradient_##suffix, T *gradient, const float *logits, const float *lse,                 \
+           const i64 *labels, u32 vocab_size, u32 row_stride) {                                                \
+        gradient_of_columns<T>(gradient, logits, lse, labels, vocab_size, row_stride);                         \
+    }                                                                                                          \
     KERNEL(lm_head_loss_clear_##suffix, T *rows, u64 len) { clear<T>(rows, len); }
 FOR_EACH_FLOAT(INSTANTIATE)

@@ -121,9 +121,9 @@ template <typename Unit, typename Merge> __device__ __forceinline__ void move_ti
 }  // namespace
 
 // Plain copies know no element type: the unit is the widest that every address, stride and run allows.
-#define COPY(bytes, type, count)                            \
-    KERNEL(strided_copy_##bytes, BY_VALUE(Table) table) { \
-        move_tile<Pack<type, count>, Copy>(table);          \
+#define COPY(bytes, type, count)                                                                               \
+    KERNEL(strided_copy_##bytes, BY_VALUE(Table) table) {                                                      \
+        move_tile<Pack<type, count>, Copy>(table);                                                             \
     }
 COPY(16, u32, 4)
 COPY(8, u32, 2)
@@ -133,11 +133,11 @@ COPY(1, u8, 1)
 
 // Sums, in units of 16 bytes or of one element. Words wait for their turn to be added: a small element would take a
 // register of its own.
-#define ADD(T, suffix)                                             \
-    KERNEL(strided_copy_add_packs_##suffix, BY_VALUE(Table) table) {  \
-        move_tile<Pack<u32, 4>, Add<T>>(table);                    \
-    }                                                              \
-    KERNEL(strided_copy_add_##suffix, BY_VALUE(Table) table) {        \
-        move_tile<Pack<T, 1>, Add<T>>(table);                      \
+#define ADD(T, suffix)                                                                                         \
+    KERNEL(strided_copy_add_packs_##suffix, BY_VALUE(Table) table) {                                           \
+        move_tile<Pack<u32, 4>, Add<T>>(table);                                                                \
+    }                                                                                                          \
+    KERNEL(strided_copy_add_##suffix, BY_VALUE(Table) table) {                                                 \
+        move_tile<Pack<T, 1>, Add<T>>(table);                                                                  \
     }
 FOR_EACH_ELEMENT(ADD)

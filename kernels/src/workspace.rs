@@ -5,8 +5,8 @@ use super::call::storage_id;
 use crate::memory::{Category, counted_by_default_as};
 use crate::tensor::{TensorOptions, zeros};
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
+use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One rank's store of tensors that are out of use, by element type and count.
 ///
@@ -73,7 +73,7 @@ impl Workspace {
 
     fn take_dtype(&self, shape: Shape, dtype: DType) -> Result<Tensor, OpError> {
         let recycled = {
-            let mut shelves = self.shelves();
+            let mut shelves = self.shelves.lock();
             let shelf = shelves.entry((dtype, shape.elem_count())).or_default();
             shelf.taken += 1;
             shelf.free.pop()
@@ -97,7 +97,7 @@ impl Workspace {
         }
         // Detached, or a recycled tensor would keep the graph alive that computed it.
         let Ok(flat) = tensor.detach().flatten_all() else { return };
-        let mut shelves = self.shelves();
+        let mut shelves = self.shelves.lock();
         let key = (flat.dtype(), flat.elem_count());
         let Some(shelf) = shelves.get_mut(&key).filter(|shelf| shelf.taken > 0) else { return };
         if shelf.free.iter().any(|held| storage_id(held) == storage_id(&flat)) {
@@ -115,22 +115,17 @@ impl Workspace {
     pub fn bytes_held(&self) -> usize {
         let bytes_of =
             |(dtype, elems): &(DType, usize), shelf: &Shelf| elems * shelf.free.len() * dtype.size_in_bytes();
-        self.shelves().iter().map(|(key, shelf)| bytes_of(key, shelf)).sum()
+        self.shelves.lock().iter().map(|(key, shelf)| bytes_of(key, shelf)).sum()
     }
 
     /// Frees all tensors that wait here; those that are given back later are kept as before.
     pub fn trim(&self) {
-        self.shelves().values_mut().for_each(|shelf| shelf.free.clear());
+        self.shelves.lock().values_mut().for_each(|shelf| shelf.free.clear());
     }
 
     /// Frees all tensors that wait here, and forgets what was taken: what is given back later is freed.
     pub fn clear(&self) {
-        self.shelves().clear();
-    }
-
-    fn shelves(&self) -> MutexGuard<'_, HashMap<(DType, usize), Shelf>> {
-        // No operation under the lock leaves the map half-changed, so a panic elsewhere does not matter.
-        self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shelves.lock().clear();
     }
 }
 

@@ -1,6 +1,7 @@
 //! The header of a safetensors file: what a file must hold, and what it says that it holds.
 
 use super::CheckpointError;
+use crate::safetensors_file::{self, HeaderError};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::de::{MapAccess, Visitor};
@@ -8,15 +9,9 @@ use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Read, Seek};
 use std::ops::Range;
 use std::path::Path;
-
-/// Bytes of the number at a file's beginning that states the header's length.
-const LENGTH_BYTES: u64 = 8;
-
-/// Longest header that is read: that of the safetensors library.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Key of the free-form strings.
 const METADATA: &str = "__metadata__";
@@ -67,30 +62,21 @@ impl Header {
         Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
     }
 
-    /// Reads a file's header, and where its data begins. What the header claims is held
-    /// against `file_bytes` before anything is allocated for it.
+    /// Reads the header of a file of `file_bytes`, and where its data begins.
     pub(super) fn read(
         file: &mut (impl Read + Seek),
         file_bytes: u64,
         path: &Path,
     ) -> Result<(Self, u64), CheckpointError> {
         let invalid = |reason: String| CheckpointError::Header { path: path.to_owned(), reason };
-        let mut length = [0; LENGTH_BYTES as usize];
-        file.seek(SeekFrom::Start(0)).map_err(CheckpointError::io("read", path))?;
-        file.read_exact(&mut length).map_err(|_| invalid("too short for a safetensors header".into()))?;
-        let length = u64::from_le_bytes(length);
-        let available = file_bytes.saturating_sub(LENGTH_BYTES);
-        if length > available.min(MAX_HEADER_BYTES) {
-            return Err(invalid(format!(
-                "the header claims {length} bytes; the file has {available} more, and the longest header \
-                 that is read has {MAX_HEADER_BYTES}"
-            )));
-        }
-        let mut json = vec![0; length as usize];
-        file.read_exact(&mut json).map_err(CheckpointError::io("read", path))?;
+        let (json, data_start) =
+            safetensors_file::read_header(file, file_bytes).map_err(|error| match error {
+                HeaderError::Io(source) => CheckpointError::io("read", path)(source),
+                HeaderError::Invalid(reason) => invalid(reason),
+            })?;
         let header = serde_json::from_slice(&json)
             .map_err(|error| invalid(format!("not a safetensors header: {error}")))?;
-        Ok((header, LENGTH_BYTES + length))
+        Ok((header, data_start))
     }
 
     /// Refuses a header that differs from `expected` in anything; the tensor at fault is named.

@@ -4,6 +4,7 @@ use super::header::Header;
 use super::manifest::{FileEntry, Manifest, file_name};
 use super::{CheckpointError, Storage, StorageFile};
 use crate::regular_file;
+use crate::safetensors_file::{CHUNK_BYTES, read_elements};
 use crate::zero::{FlatLayout, KeptPart};
 use candle_core::Device;
 use safetensors::Dtype;
@@ -12,9 +13,6 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use ulysses_kernels::tensor::{to_vec, with_slice};
-
-/// Bytes that are encoded, hashed and written at a time; the same for reading. They stay in a core's cache meanwhile.
-const CHUNK_BYTES: usize = 1 << 18;
 
 /// A safetensors file that is being written, tensor after tensor, and hashed on the way.
 pub(super) struct TensorFile {
@@ -183,21 +181,12 @@ impl Shard {
             return Err(CheckpointError::Tensor { path: self.path.clone(), tensor: unit.to_owned(), reason });
         };
         let start = self.data_start + (tensor.start + range.start * SIZE) as u64;
-        let io = CheckpointError::io("read", &self.path);
-        read_f32(&mut self.file, start, out).map_err(io)
+        let read_at = |position, bytes: &mut [u8]| {
+            self.file.seek(SeekFrom::Start(position)).and_then(|_| self.file.read_exact(bytes))
+        };
+        read_elements(start, out, f32::from_le_bytes, read_at)
+            .map_err(CheckpointError::io("read", &self.path))
     }
-}
-
-fn read_f32(file: &mut File, start: u64, out: &mut [f32]) -> std::io::Result<()> {
-    file.seek(SeekFrom::Start(start))?;
-    let mut chunk = Vec::new();
-    for part in out.chunks_mut(CHUNK_BYTES / size_of::<f32>()) {
-        chunk.resize(size_of_val(part), 0);
-        file.read_exact(&mut chunk)?;
-        let (encoded, _) = chunk.as_chunks::<{ size_of::<f32>() }>();
-        part.iter_mut().zip(encoded).for_each(|(element, bytes)| *element = f32::from_le_bytes(*bytes));
-    }
-    Ok(())
 }
 
 /// Of the file's first `bytes`: it may be growing.

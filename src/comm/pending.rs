@@ -81,16 +81,17 @@ impl fmt::Debug for Pending {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::{Arc, Mutex};
+    use parking_lot::Mutex;
+    use std::sync::Arc;
 
     fn logging(log: &Arc<Mutex<Vec<&'static str>>>, result: Result<(), CommError>) -> Pending {
         let (completed, poisoned) = (log.clone(), log.clone());
         Pending::new(
             move || {
-                completed.lock().unwrap().push("complete");
+                completed.lock().push("complete");
                 result
             },
-            move |_| poisoned.lock().unwrap().push("poison"),
+            move |_| poisoned.lock().push("poison"),
         )
     }
 
@@ -99,26 +100,26 @@ mod tests {
         let log = Arc::new(Mutex::new(Vec::new()));
         let after = log.clone();
         let pending = logging(&log, Ok(())).then(move || {
-            after.lock().unwrap().push("then");
+            after.lock().push("then");
             Ok(())
         });
-        assert!(log.lock().unwrap().is_empty());
+        assert!(log.lock().is_empty());
         pending.wait().unwrap();
-        assert_eq!(*log.lock().unwrap(), ["complete", "then"]);
+        assert_eq!(*log.lock(), ["complete", "then"]);
     }
 
     #[test]
     fn dropping_completes_and_does_not_poison() {
         let log = Arc::new(Mutex::new(Vec::new()));
         drop(logging(&log, Ok(())));
-        assert_eq!(*log.lock().unwrap(), ["complete"]);
+        assert_eq!(*log.lock(), ["complete"]);
     }
 
     #[test]
     fn dropping_an_operation_whose_chained_work_fails_poisons() {
         let log = Arc::new(Mutex::new(Vec::new()));
         drop(logging(&log, Ok(())).then(|| Err(CommError::Tensor("unpack".into()))));
-        assert_eq!(*log.lock().unwrap(), ["complete", "poison"]);
+        assert_eq!(*log.lock(), ["complete", "poison"]);
     }
 
     #[test]
@@ -126,7 +127,7 @@ mod tests {
         let log = Arc::new(Mutex::new(Vec::new()));
         let error = logging(&log, Err(CommError::Tensor("x".into()))).wait().unwrap_err();
         assert_eq!(error, CommError::Tensor("x".into()));
-        assert_eq!(*log.lock().unwrap(), ["complete"]);
+        assert_eq!(*log.lock(), ["complete"]);
     }
 
     #[test]

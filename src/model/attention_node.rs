@@ -4,7 +4,8 @@
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Storage, Tensor, bail};
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, Geometry, SavedAttention};
 use ulysses_kernels::tensor::TensorOptions;
@@ -54,7 +55,7 @@ struct AttentionOp {
 
 impl AttentionOp {
     fn take_computed(&self) -> Result<Tensor> {
-        match self.computed.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        match self.computed.lock().take() {
             Some(out) => Ok(out),
             None => bail!("attention: a second forward through the same node"),
         }
@@ -109,7 +110,7 @@ impl CustomOp3 for AttentionOp {
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let saved = self.saved.lock().take();
         let Some(saved) = saved else { bail!("attention: a second backward through the same graph") };
         let dout = dout.detach().contiguous()?;
         let (dq, dk, dv) =

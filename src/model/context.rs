@@ -1,10 +1,11 @@
 //! What the layers of one micro batch share.
 
 use super::ModelError;
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::num::NonZero;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, Geometry, grouped_heads};
 use ulysses_kernels::rope::{self, Rope};
@@ -126,7 +127,7 @@ impl LayerContext {
     /// Which keys each query sees, for `num_heads` query heads in groups of
     /// `num_heads / num_kv_heads` to a KV head.
     pub fn geometry(&self, num_heads: usize, num_kv_heads: usize) -> Geometry {
-        let mut geometries = self.tokens.head_geometries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut geometries = self.tokens.head_geometries.lock();
         let make = || self.tokens.geometry.with_heads(grouped_heads(num_heads, num_kv_heads));
         geometries.entry((num_heads, num_kv_heads, None)).or_insert_with(make).clone()
     }
@@ -145,7 +146,7 @@ impl LayerContext {
         if window.is_none() {
             return Ok(self.geometry(num_heads, num_kv_heads));
         }
-        let mut geometries = self.tokens.head_geometries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut geometries = self.tokens.head_geometries.lock();
         let key = (num_heads, num_kv_heads, window);
         if let Some(geometry) = geometries.get(&key) {
             return Ok(geometry.clone());
@@ -164,7 +165,7 @@ impl LayerContext {
     /// A head dimension that rotary embedding cannot pair up, or a scaling without frequencies.
     pub fn rope(&self, head_dim: usize, rope: impl Into<Rope>) -> Result<Arc<rope::Table>, ModelError> {
         let rope = rope.into();
-        let mut tables = self.tokens.rope_tables.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tables = self.tokens.rope_tables.lock();
         let known = tables.iter().find(|(dim, known, _)| (*dim, *known) == (head_dim, rope));
         if let Some((.., table)) = known {
             return Ok(table.clone());

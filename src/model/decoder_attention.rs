@@ -13,7 +13,7 @@ use candle_core::Tensor;
 use ulysses_kernels::attention::{Geometry, SavedAttention};
 use ulysses_kernels::rope::Direction;
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
-use ulysses_kernels::{elementwise, linear, rms_norm, rope};
+use ulysses_kernels::{elementwise, linear, rms_norm, rope, strided_copy};
 
 /// Kept of one chunk, by the attention itself and of what is before and after it.
 pub(super) struct AttentionSaved {
@@ -34,7 +34,7 @@ impl DecoderLayer {
     ) -> Result<(Tensor, Vec<AttentionSaved>), ModelError> {
         let ws = ctx.workspace();
         let mid = ws.take(x.dims())?;
-        elementwise::copy(&mid, x)?;
+        strided_copy::copy(x, &mid)?;
         let rstd = ws.take_f32(token_dims(x))?;
         let mut kept = Vec::new();
         for chunk in self.head_chunks(ctx)? {

@@ -5,7 +5,7 @@ use super::decoder_weights::{Weights, add_weight_gradient};
 use super::{LayerContext, ModelError};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::{elementwise, linear, rms_norm, swiglu};
+use ulysses_kernels::{linear, rms_norm, strided_copy, swiglu};
 
 /// The MLP's two projections, of all tokens.
 pub(super) struct GateUp {
@@ -26,7 +26,7 @@ impl DecoderLayer {
         let ws = ctx.workspace();
         let keep = keep && ctx.tiling().tile_tokens.is_none();
         let y = ws.take(mid.dims())?;
-        elementwise::copy(&y, mid)?;
+        strided_copy::copy(mid, &y)?;
         let mut kept = None;
         for tile in ctx.token_tiles() {
             let GateUp { gate, up } = self.gate_up(weights, mid, &tile, ctx)?;

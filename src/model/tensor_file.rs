@@ -2,6 +2,7 @@
 
 use super::ModelError;
 use crate::regular_file;
+use crate::safetensors_file::{self, HeaderError};
 use half::{bf16, f16};
 use parking_lot::Mutex;
 use safetensors::Dtype;
@@ -11,15 +12,6 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-
-/// Bytes of the number at a file's beginning that states the header's length.
-const LENGTH_BYTES: u64 = 8;
-
-/// Longest header that is read: that of the safetensors library.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
-
-/// Bytes that are read and decoded at a time.
-const CHUNK_BYTES: usize = 1 << 20;
 
 /// An open file, of which only the header is in memory.
 pub(super) struct TensorFile {
@@ -91,23 +83,12 @@ impl TensorFile {
         out: &mut [f32],
         decode: impl Fn([u8; N]) -> f32,
     ) -> Result<(), ModelError> {
-        let mut chunk = vec![0; CHUNK_BYTES.min(out.len() * N)];
-        let mut position = start + (range.start * N) as u64;
-        for out in out.chunks_mut(CHUNK_BYTES / N) {
-            let bytes = &mut chunk[..out.len() * N];
-            self.read_bytes(position, bytes)?;
-            position += bytes.len() as u64;
-            let (encoded, _) = bytes.as_chunks::<N>();
-            out.iter_mut().zip(encoded).for_each(|(element, bytes)| *element = decode(*bytes));
-        }
-        Ok(())
-    }
-
-    /// Ranks share the file: it is theirs for one chunk at a time, and they decode side by side.
-    fn read_bytes(&self, position: u64, out: &mut [u8]) -> Result<(), ModelError> {
-        let mut file = self.file.lock();
-        file.seek(SeekFrom::Start(position))
-            .and_then(|_| file.read_exact(out))
+        // Ranks share the file: it is theirs for one chunk at a time, and they decode side by side.
+        let read_at = |position, bytes: &mut [u8]| {
+            let mut file = self.file.lock();
+            file.seek(SeekFrom::Start(position)).and_then(|_| file.read_exact(bytes))
+        };
+        safetensors_file::read_elements(start + (range.start * N) as u64, out, decode, read_at)
             .map_err(|source| ModelError::Io { path: self.path.clone(), source })
     }
 
@@ -120,30 +101,19 @@ impl TensorFile {
 /// data begins.
 fn read_header(file: &mut File, file_bytes: u64, path: &Path) -> Result<(Metadata, u64), ModelError> {
     let format = |reason: String| ModelError::Format { path: path.to_owned(), reason };
-    let io = |source| ModelError::Io { path: path.to_owned(), source };
-    let mut length = [0; LENGTH_BYTES as usize];
-    if file_bytes < LENGTH_BYTES {
-        return Err(format(format!("its {file_bytes} bytes are too few for a safetensors header")));
-    }
-    file.read_exact(&mut length).map_err(io)?;
-    let length = u64::from_le_bytes(length);
-    let available = file_bytes - LENGTH_BYTES;
-    if length > available.min(MAX_HEADER_BYTES) {
-        return Err(format(format!(
-            "the header claims {length} bytes; the file has {available} more, and the longest header that \
-             is read has {MAX_HEADER_BYTES}"
-        )));
-    }
-    let mut json = vec![0; length as usize];
-    file.read_exact(&mut json).map_err(io)?;
+    let (json, data_start) =
+        safetensors_file::read_header(file, file_bytes).map_err(|error| match error {
+            HeaderError::Io(source) => ModelError::Io { path: path.to_owned(), source },
+            HeaderError::Invalid(reason) => format(reason),
+        })?;
     let invalid = |error: &dyn std::fmt::Display| format(format!("not a safetensors header: {error}"));
     let parsed: Metadata = serde_json::from_slice(&json).map_err(|error| invalid(&error))?;
     let metadata = validated(&parsed).map_err(|error| invalid(&error))?;
-    let (claimed, held) = (metadata.data_len() as u64, available - length);
+    let (claimed, held) = (metadata.data_len() as u64, file_bytes - data_start);
     if claimed != held {
         return Err(format(format!("the header describes {claimed} bytes of tensors; the file has {held}")));
     }
-    Ok((metadata, LENGTH_BYTES + length))
+    Ok((metadata, data_start))
 }
 
 /// The same header, checked: tensors follow each other without holes or overlaps, and each has

@@ -3,9 +3,9 @@
 use super::step_line::{columns, cut, live_line, place, step_line};
 use super::{EvalMetrics, Metrics, escaped};
 use indicatif::{ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
 use std::io::Write;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 /// What is drawn at the bottom of the terminal, if anything is.
@@ -13,7 +13,7 @@ static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
 /// Lets `write` write to the terminal above the live line, which would garble it otherwise.
 pub fn above_progress<T>(write: impl FnOnce() -> T) -> T {
-    let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let shown = SHOWN.lock().clone();
     match shown {
         Some(bar) => bar.suspend(write),
         None => write(),
@@ -41,7 +41,7 @@ impl Progress {
             bar.set_style(style.progress_chars("━╸ "));
         }
         if !bar.is_hidden() {
-            *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
+            *SHOWN.lock() = Some(bar.clone());
         }
         Self { steps, steps_per_print: steps_per_print.max(1), start: Instant::now(), bar }
     }
@@ -89,7 +89,7 @@ impl Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        SHOWN.lock().unwrap_or_else(PoisonError::into_inner).take();
+        SHOWN.lock().take();
         self.bar.finish_and_clear();
     }
 }

@@ -9,12 +9,13 @@ mod memory;
 
 pub use memory::MemorySample;
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id};
@@ -124,7 +125,7 @@ impl Tracer {
     }
 
     fn lock(&self) -> MutexGuard<'_, Traced> {
-        self.traced.lock().unwrap_or_else(PoisonError::into_inner)
+        self.traced.lock()
     }
 
     fn microseconds(&self, at: Instant) -> f64 {

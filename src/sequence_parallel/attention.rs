@@ -4,7 +4,8 @@ use super::exchange::Qkv;
 use super::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded, UlyssesError};
 use crate::comm::ProcessGroup;
 use candle_core::Tensor;
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, AttentionError, Geometry, SavedAttention};
 use ulysses_kernels::memory::{Category, counted_as};
@@ -43,7 +44,7 @@ impl UlyssesAttention {
     /// Recognises the geometry of an earlier call by its shared parts, else plans anew and forgets
     /// those of other tokens.
     fn sharding(&self, geometry: &Geometry, shape: AttentionShape) -> Result<Arc<Sharding>, UlyssesError> {
-        let mut known = self.shardings.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.shardings.lock();
         let is_this = |known: &&Arc<Sharding>| {
             known.shape == shape
                 && shares_tokens(&known.sharded, geometry)

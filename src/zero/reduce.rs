@@ -6,8 +6,8 @@ use super::{ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroupExt, ReduceOp};
 use crate::config::ZeroStage;
 use candle_core::Tensor;
-use ulysses_kernels::elementwise;
 use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::{elementwise, strided_copy};
 
 /// A unit's reduction over dp that has been started. It completes when the next one
 /// starts, so that it overlaps one layer's backward.
@@ -61,7 +61,7 @@ pub(super) fn complete(reduction: Reduction, unit: &Unit, groups: &ZeroGroups) -
         (Some(Gradients::Whole(_)), Some(received)) => {
             sum_over_replicas(&received, groups)?;
             if let Some(partition) = unit.gradient_partition(unit.shard_rank)? {
-                elementwise::copy(&partition, &received)?;
+                strided_copy::copy(&received, &partition)?;
             }
         }
         (Some(Gradients::Partitioned { partition, .. }), Some(received)) => {

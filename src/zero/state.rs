@@ -5,7 +5,7 @@ use super::unit::Unit;
 use super::{ZeroError, ZeroOptimizer, rule};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::elementwise;
+use ulysses_kernels::strided_copy;
 
 /// Asked for elements `range` of the flat buffer of `(unit, kind)`, writes them to a slice of
 /// as many elements.
@@ -85,5 +85,5 @@ impl Unit {
 fn overwrite(tensor: &Tensor, start: usize, elements: Vec<f32>) -> Result<(), ZeroError> {
     let numel = elements.len();
     let source = Tensor::from_vec(elements, numel, tensor.device())?.to_dtype(tensor.dtype())?;
-    Ok(elementwise::copy(&tensor.narrow(0, start, numel)?, &source)?)
+    Ok(strided_copy::copy(&source, &tensor.narrow(0, start, numel)?)?)
 }

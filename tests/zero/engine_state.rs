@@ -115,7 +115,7 @@ impl Layer for Tanh {
         let dx = ctx.workspace().take(y.dims())?;
         ulysses::kernels::elementwise::fill(&dx, f32::NAN)?;
         let gradient = (dy * y.sqr()?.affine(-1.0, 1.0)?)?;
-        ulysses::kernels::elementwise::copy(&dx, &gradient)?;
+        ulysses::kernels::strided_copy::copy(&gradient, &dx)?;
         Ok(dx)
     }
 }

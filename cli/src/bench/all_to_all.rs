@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use serde_json::json;
 use ulysses::comm::RankContext;
 use ulysses::device::DeviceKind;
-use ulysses::kernels::{Workspace, elementwise};
+use ulysses::kernels::{Workspace, strided_copy};
 use ulysses::sequence_parallel::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded};
 use ulysses::tensor::TensorOptions;
 
@@ -83,7 +83,7 @@ fn measure(
     let copied = tokens.zeros_like()?;
     let heads = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
     let cases = vec![
-        Case::new(|| Ok(elementwise::copy(&copied, &tokens)?)),
+        Case::new(|| Ok(strided_copy::copy(&tokens, &copied)?)),
         Case::new(|| {
             let HeadSharded(heads) = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
             workspace.give(heads);

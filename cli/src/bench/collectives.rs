@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use serde_json::json;
 use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, ReduceOp};
 use ulysses::device::DeviceKind;
-use ulysses::kernels::elementwise;
+use ulysses::kernels::{elementwise, strided_copy};
 
 /// Ranks of one process; more is a typing error.
 const MAX_RANKS: i64 = 64;
@@ -98,7 +98,7 @@ fn measure(rank: &RankContext, device: DeviceKind, elems: usize, repeats: u32) -
     let (whole, other, part) = (ones(elems)?, ones(elems)?, ones(per_rank)?);
     let counts = vec![per_rank; rank.world_size];
     let cases = vec![
-        Case::new(|| Ok(elementwise::copy(&other, &whole)?)),
+        Case::new(|| Ok(strided_copy::copy(&whole, &other)?)),
         // In place: without a fresh start the sums would come to infinity.
         Case::new(|| Ok(group.all_reduce(&other, ReduceOp::Sum)?))
             .after(|| Ok(elementwise::fill(&other, 1.0)?)),

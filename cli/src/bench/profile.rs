@@ -15,7 +15,7 @@ use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
 use ulysses::kernels::attention::Geometry;
 use ulysses::kernels::optimizer::adamw::{self, AdamParams};
-use ulysses::kernels::{elementwise, rms_norm, swiglu};
+use ulysses::kernels::{rms_norm, strided_copy, swiglu};
 use ulysses::model::{LlamaConfig, preset};
 use ulysses::offload::{OffloadError, OffloadStore, Use};
 
@@ -262,7 +262,7 @@ impl Elementwise {
             (times * tensor.elem_count() * tensor.dtype().size_in_bytes()) as f64
         };
         [
-            (Case::new(|| Ok(elementwise::copy(y, x)?)), bytes(x, 2)),
+            (Case::new(|| Ok(strided_copy::copy(x, y)?)), bytes(x, 2)),
             (Case::new(|| Ok(rms_norm::forward(x, weight, 1e-5, y, rstd)?)), bytes(x, 2)),
             (Case::new(|| Ok(rms_norm::backward(y, x, weight, rstd, dx, false, None)?)), bytes(x, 3)),
             (Case::new(|| Ok(swiglu::forward(gate, up, product)?)), bytes(gate, 3)),

@@ -10,8 +10,8 @@ use std::path::Path;
 use std::process::Command;
 use ulysses::checkpoint::{LocalStorage, Storage};
 use ulysses::device::DeviceKind;
-use ulysses::kernels::elementwise;
 use ulysses::kernels::linear::bf16_products;
+use ulysses::kernels::strided_copy;
 
 /// Measured repetitions of a rate.
 pub(super) const REPEATS: u32 = 5;
@@ -135,7 +135,7 @@ pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
         let square = Square::new(DType::F32, &Device::Cpu)?;
         let ones = || Tensor::ones(bytes / size_of::<f32>(), DType::F32, &Device::Cpu);
         let (from, to) = (ones()?, ones()?);
-        let copy = Case::new(|| Ok(elementwise::copy(&to, &from)?));
+        let copy = Case::new(|| Ok(strided_copy::copy(&from, &to)?));
         let seconds = take_turns(&*rank.group, &Device::Cpu, REPEATS, vec![square.case(), copy])?;
         let work = [("square product, f32", square.flops()), ("copy", bytes as f64)];
         Ok(seconds

@@ -77,10 +77,3 @@ pub(super) fn fill<T: Pieces>(dst: &mut [T], value: f32) {
     T::round(&[value], &mut element);
     dst.par_chunks_mut(block).for_each(|dst| dst.fill(element[0]));
 }
-
-pub(super) fn copy<T: Pieces>(dst: &mut [T], src: &[T]) {
-    let block = rows_per_block(dst.len(), 1);
-    (dst.par_chunks_mut(block), src.par_chunks(block))
-        .into_par_iter()
-        .for_each(|(dst, src)| dst.copy_from_slice(src));
-}

@@ -65,11 +65,6 @@ pub(super) fn accumulate(launcher: &Launcher, dst: &Tensor, src: &Tensor) -> Res
     two_tensors(launcher, &kernel, dst, src)
 }
 
-pub(super) fn copy(launcher: &Launcher, dst: &Tensor, src: &Tensor) -> Result<(), DeviceError> {
-    let kernel = Kernel::of_dtype(&ELEMENTWISE, "elementwise_copy", dst.dtype())?;
-    two_tensors(launcher, &kernel, dst, src)
-}
-
 fn two_tensors(launcher: &Launcher, kernel: &Kernel, dst: &Tensor, src: &Tensor) -> Result<(), DeviceError> {
     launcher.open([dst], [src], |[dst_at], [src]| {
         // SAFETY: both tensors have as many elements, and the element types of the kernel.

@@ -105,23 +105,3 @@ pub fn fill(dst: &Tensor, value: f32) -> Result<(), OpError> {
         Target::Kernels(launcher) => call.kernels(cuda::fill(&launcher, dst, value)),
     }
 }
-
-/// dst = src, element for element in memory order.
-///
-/// # Shapes
-/// dst and src hold the same number of elements.
-///
-/// # Errors
-/// As [`accumulate`].
-pub fn copy(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
-    let call = Call::new("elementwise::copy");
-    call.expect(("src", src), &[dst.elem_count()])?;
-    let target = call.target(&[("dst", dst)], &[("src", src)])?;
-    call.element_type(&[("dst", dst), ("src", src)], &[])?;
-    match target {
-        Target::Cpu => with_element_type!(src.dtype(), T => {
-            call.on_cpu([src], [dst], |[src], [dst]| cpu::copy::<T>(dst, src))
-        }),
-        Target::Kernels(launcher) => call.kernels(cuda::copy(&launcher, dst, src)),
-    }
-}
