@@ -3,7 +3,7 @@
 use super::OpError;
 use super::cast::{Float, convert};
 use crate::device::{DeviceError, Target};
-use crate::tensor::{Element, with_slice_mut, with_slices};
+use crate::tensor::{Element, StorageId, with_slice_mut, with_slices};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use std::ops::{Deref, Range};
 
@@ -89,9 +89,9 @@ impl Call {
             }
         }
         for (i, &(output, tensor)) in outputs.iter().enumerate() {
-            let storage = storage_id(tensor);
+            let storage = StorageId::of(tensor);
             for &(other, tensor) in arguments().skip(i + 1) {
-                if storage_id(tensor) == storage {
+                if StorageId::of(tensor) == storage {
                     return Err(OpError::SharedStorage { op, output, other });
                 }
             }
@@ -179,11 +179,6 @@ fn widen<T: Float>(elements: &[T]) -> Vec<f32> {
     let mut wide = vec![0.0; elements.len()];
     convert(elements, &mut wide);
     wide
-}
-
-/// Identifies the storage behind a tensor: candle keeps it at one address for its whole life.
-pub(super) fn storage_id(tensor: &Tensor) -> usize {
-    std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0).addr()
 }
 
 /// The elements that one tensor covers.

@@ -1,9 +1,9 @@
 //! The element types that tensors travel between ranks in, and the arithmetic of their sums.
 
 use super::OpError;
-use super::call::{Call, storage_id};
+use super::call::Call;
 use crate::device::Target;
-use crate::tensor::Element;
+use crate::tensor::{Element, StorageId};
 use candle_core::{DType, Tensor};
 
 /// The element types that tensors may travel between ranks in.
@@ -145,8 +145,8 @@ impl Call {
                 return Err(OpError::DeviceMismatch { op, argument, expected: location, got });
             }
         }
-        let written: Vec<usize> = outputs.iter().map(|output| storage_id(output)).collect();
-        if inputs.iter().any(|input| written.contains(&storage_id(input))) {
+        let written: Vec<StorageId> = outputs.iter().map(|output| StorageId::of(output)).collect();
+        if inputs.iter().any(|input| written.contains(&StorageId::of(input))) {
             return Err(OpError::SharedStorage { op, output: "output", other: "input" });
         }
         Ok((target, dtype))

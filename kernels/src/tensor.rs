@@ -38,6 +38,17 @@ element! {
     half::bf16 => BF16, half::f16 => F16,
 }
 
+/// Identifies the storage that a tensor is a view of: candle keeps it at one address for its whole life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StorageId(usize);
+
+impl StorageId {
+    /// The storage behind `tensor`.
+    pub fn of(tensor: &Tensor) -> Self {
+        Self(std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0).addr())
+    }
+}
+
 /// Calls `read` with the elements of a contiguous CPU tensor.
 ///
 /// # Errors

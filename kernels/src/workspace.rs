@@ -1,9 +1,8 @@
 //! Recycled storage for intermediate tensors.
 
 use super::OpError;
-use super::call::storage_id;
 use crate::memory::{Category, counted_by_default_as};
-use crate::tensor::{TensorOptions, zeros};
+use crate::tensor::{StorageId, TensorOptions, zeros};
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -100,7 +99,7 @@ impl Workspace {
         let mut shelves = self.shelves.lock();
         let key = (flat.dtype(), flat.elem_count());
         let Some(shelf) = shelves.get_mut(&key).filter(|shelf| shelf.taken > 0) else { return };
-        if shelf.free.iter().any(|held| storage_id(held) == storage_id(&flat)) {
+        if shelf.free.iter().any(|held| StorageId::of(held) == StorageId::of(&flat)) {
             return;
         }
         if cfg!(debug_assertions) && super::elementwise::fill(&flat, f32::NAN).is_err() {

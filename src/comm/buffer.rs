@@ -5,6 +5,8 @@ use candle_core::Tensor;
 use ulysses_kernels::strided_copy;
 use ulysses_kernels::tensor::zeros;
 
+pub(super) use ulysses_kernels::tensor::StorageId;
+
 /// A copy of a contiguous tensor, on its device and in storage of its own.
 pub(super) fn copy_of(tensor: &Tensor) -> Result<Tensor, CommError> {
     match tensor.elem_count() {
@@ -18,17 +20,6 @@ pub(super) fn copy_of(tensor: &Tensor) -> Result<Tensor, CommError> {
 /// in different storages.
 pub(super) fn copy_into(source: &Tensor, target: &Tensor) -> Result<(), CommError> {
     Ok(strided_copy::copy(source, target)?)
-}
-
-/// Identifies the memory that a tensor is a view of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct StorageId(usize);
-
-impl StorageId {
-    pub(super) fn of(tensor: &Tensor) -> Self {
-        let (storage, _) = tensor.storage_and_layout();
-        StorageId(std::ptr::from_ref(&*storage).addr())
-    }
 }
 
 /// `input`, or a copy of it where it shares memory with an output of its call.

@@ -1,8 +1,8 @@
 //! The launches of `cuda/strided_copy.cu`.
 
 use super::{BlockCopy, StridedBlock};
-use crate::call::storage_id;
 use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher, sources::STRIDED_COPY};
+use crate::tensor::StorageId;
 use candle_core::{DType, Tensor};
 
 const MAX_BLOCKS: usize = 48;
@@ -93,7 +93,7 @@ impl<'a> Storages<'a> {
         let mut places = vec![None; tensors.len()];
         for index in used {
             let tensor = tensors[index];
-            let known = opened.iter().position(|other| storage_id(other) == storage_id(tensor));
+            let known = opened.iter().position(|other| StorageId::of(other) == StorageId::of(tensor));
             let storage = known.unwrap_or_else(|| {
                 opened.push(tensor);
                 opened.len() - 1
