@@ -1,7 +1,7 @@
 //! Products of matrices of any element types, each in the way that is fastest on this processor.
 
 use super::bf16::{self, Stored, kernel_for, packed_bytes_of_threads};
-use super::lines::Lines;
+use super::operand::MatmulOperand;
 use super::{MatrixMut, MatrixRef, Threads, gemm, widened};
 use crate::OpError;
 use crate::cast::Float;
@@ -15,8 +15,8 @@ use candle_core::DType;
 /// # Errors
 /// When the shapes do not fit together.
 pub(crate) fn multiply<A: Float, B: Float, C: Stored>(
-    a: Lines<'_, A>,
-    b: Lines<'_, B>,
+    a: MatmulOperand<'_, A>,
+    b: MatmulOperand<'_, B>,
     c: &mut [C],
     add: bool,
 ) -> Result<(), OpError> {
@@ -39,8 +39,8 @@ pub(crate) fn multiply<A: Float, B: Float, C: Stored>(
 }
 
 /// With lines as rows.
-fn matrix_of(lines: Lines<'_, f32>) -> Result<MatrixRef<'_>, OpError> {
-    let Lines { data, lines, terms, line_stride, term_stride } = lines;
+fn matrix_of(lines: MatmulOperand<'_, f32>) -> Result<MatrixRef<'_>, OpError> {
+    let MatmulOperand { data, lines, terms, line_stride, term_stride } = lines;
     MatrixRef::strided(data, lines, terms, line_stride, term_stride)
 }
 

@@ -43,7 +43,7 @@ pub(crate) struct Product<W = f32> {
 /// # Safety
 /// All elements of the matrices are in bounds of what the pointers point into, and nothing else reaches those of `dst`.
 pub(crate) unsafe fn multiply(product: Product) {
-    let promised = Promised(product);
+    let promised = CheckedProduct(product);
     let level = Level::current();
     #[cfg(target_arch = "x86_64")]
     {
@@ -69,9 +69,9 @@ pub(crate) unsafe fn multiply(product: Product) {
 }
 
 /// A product of which [`multiply`]'s caller has promised that its pointers may be followed.
-struct Promised(Product);
+struct CheckedProduct(Product);
 
-impl WithSimd for Promised {
+impl WithSimd for CheckedProduct {
     type Output = ();
 
     #[inline(always)]
@@ -98,7 +98,7 @@ impl<S: Simd> MulAdd<S> for Elements {
 
 /// Computes the product.
 #[inline(always)]
-fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, Promised(product): Promised, elements: M) {
+fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, CheckedProduct(product): CheckedProduct, elements: M) {
     // Sums take three quarters of the registers, the rest is for the operands.
     let most_vectors = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
     let mut col = 0;
@@ -122,7 +122,7 @@ fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, Promised(product): Promised, elem
     }
 }
 
-/// Some columns of a [`Promised`] product, the last vector of which may be partial.
+/// Some columns of a [`CheckedProduct`] product, the last vector of which may be partial.
 struct Columns<S: Simd, M> {
     simd: S,
     product: Product,

@@ -4,7 +4,7 @@
 //! all their terms. So a product of 16-bit matrices moves half the bytes of one in f32 and takes about as long. Sums have
 //! the same order however many threads and tasks there are.
 
-use super::lines::Lines;
+use super::operand::MatmulOperand;
 use super::transposed::transpose_rows;
 use super::unpacked::{self, Product};
 use crate::cast::Float;
@@ -43,8 +43,8 @@ thread_local! {
 /// # Panics
 /// When the shapes do not fit together.
 pub(crate) fn multiply<A: Float, B: Float, C: Float>(
-    a: Lines<'_, A>,
-    b: Lines<'_, B>,
+    a: MatmulOperand<'_, A>,
+    b: MatmulOperand<'_, B>,
     c: &mut [C],
     add: bool,
 ) {
@@ -101,8 +101,8 @@ struct Task {
 impl Task {
     fn run<A: Float, B: Float, C: Float>(
         &self,
-        a: &Lines<'_, A>,
-        b: &Lines<'_, B>,
+        a: &MatmulOperand<'_, A>,
+        b: &MatmulOperand<'_, B>,
         c: &Destination<'_, C>,
         add: bool,
     ) {
@@ -113,7 +113,7 @@ impl Task {
             let sums = &mut sums[..rows * columns];
             for first in (0..a.terms.max(1)).step_by(TERMS) {
                 let (a, b) = (a.terms(first, TERMS), b.terms(first, TERMS));
-                let left = Left::of(&a, of_a);
+                let left = LeftPanel::of(&a, of_a);
                 for column in (0..columns).step_by(BLOCK_COLUMNS) {
                     let b = b.lines(column, BLOCK_COLUMNS);
                     copy_as_rows(&b, of_b);
@@ -129,16 +129,16 @@ impl Task {
 }
 
 /// Some rows and terms of a left operand in f32.
-struct Left<'a> {
+struct LeftPanel<'a> {
     elements: &'a [f32],
     terms: usize,
     strides: [usize; 2],
 }
 
-impl<'a> Left<'a> {
+impl<'a> LeftPanel<'a> {
     /// A copy of `a` in `room`.
-    fn of<A: Float>(a: &Lines<'_, A>, room: &'a mut [f32]) -> Self {
-        let Lines { data, lines, terms, line_stride, term_stride } = *a;
+    fn of<A: Float>(a: &MatmulOperand<'_, A>, room: &'a mut [f32]) -> Self {
+        let MatmulOperand { data, lines, terms, line_stride, term_stride } = *a;
         let strides = if term_stride == 1 {
             A::widen_rows(data, line_stride, room, terms, [lines, terms]);
             [terms, 1]
@@ -178,8 +178,8 @@ impl<'a> Left<'a> {
 }
 
 /// Copies columns `b` to rows of f32, one for each term and [`BLOCK_COLUMNS`] apart.
-fn copy_as_rows<B: Float>(b: &Lines<'_, B>, rows: &mut [f32]) {
-    let Lines { data, lines, terms, line_stride, term_stride } = *b;
+fn copy_as_rows<B: Float>(b: &MatmulOperand<'_, B>, rows: &mut [f32]) {
+    let MatmulOperand { data, lines, terms, line_stride, term_stride } = *b;
     if line_stride == 1 {
         B::widen_rows(data, term_stride, rows, BLOCK_COLUMNS, [terms, lines]);
     } else {

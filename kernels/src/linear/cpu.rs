@@ -2,7 +2,7 @@
 
 use crate::OpError;
 use crate::gemm::bf16::Stored;
-use crate::gemm::lines::Lines;
+use crate::gemm::operand::MatmulOperand;
 use crate::gemm::product::multiply;
 
 pub(super) fn forward<T: Stored>(
@@ -11,7 +11,12 @@ pub(super) fn forward<T: Stored>(
     [n, inputs, outputs]: [usize; 3],
     accumulate: bool,
 ) -> Result<(), OpError> {
-    multiply(Lines::contiguous(x, n, inputs)?, Lines::contiguous(weight, outputs, inputs)?, y, accumulate)
+    multiply(
+        MatmulOperand::contiguous(x, n, inputs)?,
+        MatmulOperand::contiguous(weight, outputs, inputs)?,
+        y,
+        accumulate,
+    )
 }
 
 pub(super) fn backward_input<T: Stored>(
@@ -20,7 +25,12 @@ pub(super) fn backward_input<T: Stored>(
     [n, inputs, outputs]: [usize; 3],
     accumulate: bool,
 ) -> Result<(), OpError> {
-    multiply(Lines::contiguous(dy, n, outputs)?, Lines::interleaved(weight, inputs, outputs)?, dx, accumulate)
+    multiply(
+        MatmulOperand::contiguous(dy, n, outputs)?,
+        MatmulOperand::interleaved(weight, inputs, outputs)?,
+        dx,
+        accumulate,
+    )
 }
 
 pub(super) fn backward_weight<T: Stored>(
@@ -28,5 +38,10 @@ pub(super) fn backward_weight<T: Stored>(
     dweight: &mut [f32],
     [n, inputs, outputs]: [usize; 3],
 ) -> Result<(), OpError> {
-    multiply(Lines::interleaved(dy, outputs, n)?, Lines::interleaved(x, inputs, n)?, dweight, true)
+    multiply(
+        MatmulOperand::interleaved(dy, outputs, n)?,
+        MatmulOperand::interleaved(x, inputs, n)?,
+        dweight,
+        true,
+    )
 }

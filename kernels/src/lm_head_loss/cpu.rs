@@ -4,7 +4,7 @@
 use super::{IGNORED, LossSum, Sizes, all_ignored};
 use crate::OpError;
 use crate::gemm::bf16::Stored;
-use crate::gemm::lines::Lines;
+use crate::gemm::operand::MatmulOperand;
 use crate::gemm::product::multiply;
 use crate::parallel::rows_per_block;
 use crate::simd::{Isa, LANES, Lanes, exp, max_lanes, max_of_lanes, padded, simd_kernel, sum_of_lanes};
@@ -82,15 +82,15 @@ pub(super) fn backward<T: Stored>(
             .for_each(|(tile, labels, lse)| gradient_rows(tile, vocab_size, labels, lse, scale));
 
         multiply(
-            Lines::contiguous(tile, n, vocab_size)?,
-            Lines::interleaved(weight, dim, vocab_size)?,
+            MatmulOperand::contiguous(tile, n, vocab_size)?,
+            MatmulOperand::interleaved(weight, dim, vocab_size)?,
             dx,
             false,
         )?;
         if let Some(dweight) = dweight.as_deref_mut() {
             multiply(
-                Lines::interleaved(tile, vocab_size, n)?,
-                Lines::interleaved(x, dim, n)?,
+                MatmulOperand::interleaved(tile, vocab_size, n)?,
+                MatmulOperand::interleaved(x, dim, n)?,
                 dweight,
                 true,
             )?;
@@ -105,8 +105,8 @@ fn logits_of_tile<T: Stored>(
     [x, weight]: [&[T]; 2],
     logits: &mut [f32],
 ) -> Result<(), OpError> {
-    let x = Lines::contiguous(x, x.len().checked_div(dim).unwrap_or(0), dim)?;
-    multiply(x, Lines::contiguous(weight, vocab_size, dim)?, logits, false)
+    let x = MatmulOperand::contiguous(x, x.len().checked_div(dim).unwrap_or(0), dim)?;
+    multiply(x, MatmulOperand::contiguous(weight, vocab_size, dim)?, logits, false)
 }
 
 simd_kernel! {

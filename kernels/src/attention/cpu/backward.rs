@@ -5,8 +5,8 @@
 
 use super::{
     Operand, Problem,
+    gathered::{KeyBlock, QueryBlock, QueryTerms, gather_blocks},
     matrix::{Heads, HeadsMut, Mat, MatMut, Store},
-    near::{KeyBlock, QueryBlock, QueryTerms, gather_blocks},
     scratch::{dq_lengths, keys_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, softmax_backward},
     tiles::{KEY_BLOCK, QUERY_BLOCK, Span, begin_at_multiples, near_tokens, spans, strips},

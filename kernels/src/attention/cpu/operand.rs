@@ -7,7 +7,7 @@ use super::matrix::{Heads, Mat, MatMut, Store, multiply_f32};
 use super::softmax::ROW_STRIDE;
 use crate::cast::Float;
 use crate::gemm::bf16::{Block, Kernel, multiply_on_caller, packed_bytes};
-use crate::gemm::lines::Lines;
+use crate::gemm::operand::MatmulOperand;
 use crate::simd::simd_kernel;
 use half::bf16;
 use std::marker::PhantomData;
@@ -269,9 +269,9 @@ fn room_as_bf16(memory: &mut [f32]) -> &mut [bf16] {
     unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast(), elems) }
 }
 
-fn lines_of(matrix: Mat<'_, bf16>) -> Lines<'_, bf16> {
+fn lines_of(matrix: Mat<'_, bf16>) -> MatmulOperand<'_, bf16> {
     let (data, sizes, strides) = matrix.parts();
-    Lines::strided(data, sizes, strides).expect("a `Mat` lies within its slice and has a stride of 1")
+    MatmulOperand::strided(data, sizes, strides).expect("a `Mat` lies within its slice and has a stride of 1")
 }
 
 simd_kernel! {

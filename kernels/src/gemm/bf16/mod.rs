@@ -17,7 +17,7 @@ mod tests;
 pub(crate) use kernel::Kernel;
 
 use super::SMALL_PRODUCT;
-use super::lines::Lines;
+use super::operand::MatmulOperand;
 use crate::cast::Float;
 use crate::simd::simd_kernel;
 use half::{bf16, f16};
@@ -125,8 +125,8 @@ pub(crate) fn kernel_for([m, n, k]: [usize; 3]) -> Option<Kernel> {
 /// When the shapes do not fit together.
 pub(crate) fn multiply<C: Stored>(
     kernel: Kernel,
-    a: Lines<'_, bf16>,
-    b: Lines<'_, bf16>,
+    a: MatmulOperand<'_, bf16>,
+    b: MatmulOperand<'_, bf16>,
     c: &mut [C],
     add: bool,
 ) {
@@ -150,9 +150,9 @@ pub(crate) fn multiply<C: Stored>(
 /// Some rows of the destination, from `first_row` on.
 fn multiply_rows<C: Stored>(
     kernel: Kernel,
-    a: &Lines<'_, bf16>,
+    a: &MatmulOperand<'_, bf16>,
     first_row: usize,
-    (b, packed_b): (&Lines<'_, bf16>, &[u32]),
+    (b, packed_b): (&MatmulOperand<'_, bf16>, &[u32]),
     c: &mut [C],
     add: bool,
 ) {
@@ -173,8 +173,8 @@ fn multiply_rows<C: Stored>(
 /// When the shapes do not fit together.
 pub(crate) fn multiply_on_caller(
     kernel: Kernel,
-    a: &Lines<'_, bf16>,
-    b: &Lines<'_, bf16>,
+    a: &MatmulOperand<'_, bf16>,
+    b: &MatmulOperand<'_, bf16>,
     store: impl FnMut(usize, usize, Block<'_>),
 ) {
     assert_eq!(a.terms, b.terms);
@@ -187,9 +187,9 @@ pub(crate) fn multiply_on_caller(
 /// As [`multiply_on_caller`] for some rows of `a`, which count from 0 in `store`, and a packed `b`.
 fn multiply_packed(
     kernel: Kernel,
-    a: &Lines<'_, bf16>,
+    a: &MatmulOperand<'_, bf16>,
     rows: Range<usize>,
-    (b, packed_b): (&Lines<'_, bf16>, &[u32]),
+    (b, packed_b): (&MatmulOperand<'_, bf16>, &[u32]),
     mut store: impl FnMut(usize, usize, Block<'_>),
 ) {
     let panel_words = a.panel_words();

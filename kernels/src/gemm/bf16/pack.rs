@@ -3,7 +3,7 @@
 //! Lines are rows of A or columns of B, terms are what a product sums over. In A's tiles the pairs of a line are
 //! neighbours, in B's the lines of a pair. Lines and terms beyond the matrix are zeros.
 
-use crate::gemm::lines::Lines;
+use crate::gemm::operand::MatmulOperand;
 use crate::gemm::tile::{padded, pairs_of, transpose, word_of};
 use crate::simd::simd_kernel;
 use half::bf16;
@@ -28,7 +28,7 @@ pub(super) enum Order {
     LinesOfPair,
 }
 
-impl Lines<'_, bf16> {
+impl MatmulOperand<'_, bf16> {
     /// Words of a panel of 16 lines with all terms.
     pub(super) fn panel_words(&self) -> usize {
         panel_words(self.terms)

@@ -34,12 +34,12 @@ impl Operands {
         Self { sizes, a: both(m, k, element(1, m * k)), b: both(n, k, element(2, n * k)) }
     }
 
-    fn lines(&self, a_interleaved: bool, b_interleaved: bool) -> [Lines<'_, bf16>; 2] {
+    fn lines(&self, a_interleaved: bool, b_interleaved: bool) -> [MatmulOperand<'_, bf16>; 2] {
         let [m, n, k] = self.sizes;
         [(&self.a, m, a_interleaved), (&self.b, n, b_interleaved)].map(
             |([plain, other], lines, interleaved)| match interleaved {
-                false => Lines::contiguous(plain, lines, k).unwrap(),
-                true => Lines::interleaved(other, lines, k).unwrap(),
+                false => MatmulOperand::contiguous(plain, lines, k).unwrap(),
+                true => MatmulOperand::interleaved(other, lines, k).unwrap(),
             },
         )
     }
@@ -135,8 +135,8 @@ fn the_number_of_threads_changes_no_bit() {
 #[test]
 fn a_slice_of_another_length_than_the_matrix_is_refused() {
     let data = [bf16::ONE; 12];
-    assert!(Lines::contiguous(&data, 3, 4).is_ok());
-    assert!(Lines::contiguous(&data, 3, 5).is_err());
-    assert!(Lines::interleaved(&data, 2, 5).is_err());
-    assert!(Lines::interleaved(&data, usize::MAX, 2).is_err());
+    assert!(MatmulOperand::contiguous(&data, 3, 4).is_ok());
+    assert!(MatmulOperand::contiguous(&data, 3, 5).is_err());
+    assert!(MatmulOperand::interleaved(&data, 2, 5).is_err());
+    assert!(MatmulOperand::interleaved(&data, usize::MAX, 2).is_err());
 }

@@ -1,6 +1,6 @@
 //! Products of pairs of bf16: each word of an operand holds two terms, the first in its low half.
 
-use super::{MulAdd, Product, Promised, all_columns};
+use super::{CheckedProduct, MulAdd, Product, all_columns};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Level;
 use pulp::Scalar;
@@ -17,7 +17,7 @@ pub(crate) unsafe fn multiply_pairs(product: Product<u32>) {
         product;
     // Both have the size and alignment of f32, and are only ever copied from memory to registers as such.
     let (lhs, rhs) = (lhs.cast(), rhs.cast());
-    let promised = Promised(Product {
+    let promised = CheckedProduct(Product {
         rows,
         cols,
         terms,
@@ -52,7 +52,7 @@ pub(super) fn instructions_to_use() -> Option<V4> {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-fn by_instruction(simd: V4, promised: Promised) {
+fn by_instruction(simd: V4, promised: CheckedProduct) {
     all_columns(simd, promised, Instruction(()));
 }
 

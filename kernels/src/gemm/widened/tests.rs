@@ -47,11 +47,11 @@ impl<T: Float> Matrix<T> {
         Self { lines, terms, contiguous, interleaved }
     }
 
-    fn lines(&self, is_interleaved: bool) -> Lines<'_, T> {
+    fn lines(&self, is_interleaved: bool) -> MatmulOperand<'_, T> {
         if is_interleaved {
-            Lines::interleaved(&self.interleaved, self.lines, self.terms).unwrap()
+            MatmulOperand::interleaved(&self.interleaved, self.lines, self.terms).unwrap()
         } else {
-            Lines::contiguous(&self.contiguous, self.lines, self.terms).unwrap()
+            MatmulOperand::contiguous(&self.contiguous, self.lines, self.terms).unwrap()
         }
     }
 }

@@ -7,7 +7,7 @@ use half::bf16;
 /// A matrix of lines by terms. Lines are rows of a product's left operand or columns of its right one, terms are what
 /// the product sums over. One of the strides is 1.
 #[derive(Clone, Copy)]
-pub(crate) struct Lines<'a, T> {
+pub(crate) struct MatmulOperand<'a, T> {
     pub(super) data: &'a [T],
     pub(super) lines: usize,
     pub(super) terms: usize,
@@ -15,7 +15,7 @@ pub(crate) struct Lines<'a, T> {
     pub(super) term_stride: usize,
 }
 
-impl<'a, T> Lines<'a, T> {
+impl<'a, T> MatmulOperand<'a, T> {
     /// Lines one behind the other in `data`.
     ///
     /// # Errors
@@ -74,19 +74,19 @@ impl<'a, T> Lines<'a, T> {
     }
 }
 
-impl<'a, T: Float> Lines<'a, T> {
+impl<'a, T: Float> MatmulOperand<'a, T> {
     /// The same, if the elements are f32.
-    pub(super) fn as_f32(&self) -> Option<Lines<'a, f32>> {
+    pub(super) fn as_f32(&self) -> Option<MatmulOperand<'a, f32>> {
         T::as_f32(self.data).map(|data| self.with(data))
     }
 
     /// The same, if the elements are bf16.
-    pub(super) fn as_bf16(&self) -> Option<Lines<'a, bf16>> {
+    pub(super) fn as_bf16(&self) -> Option<MatmulOperand<'a, bf16>> {
         T::as_bf16(self.data).map(|data| self.with(data))
     }
 
-    fn with<U>(&self, data: &'a [U]) -> Lines<'a, U> {
+    fn with<U>(&self, data: &'a [U]) -> MatmulOperand<'a, U> {
         let Self { lines, terms, line_stride, term_stride, .. } = *self;
-        Lines { data, lines, terms, line_stride, term_stride }
+        MatmulOperand { data, lines, terms, line_stride, term_stride }
     }
 }
