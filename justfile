@@ -26,7 +26,7 @@ gpu-build:
 deny:
     cargo deny check
 
-# Trains: `just train configs/sp2.json --steps 10`.
+# Trains: `just train configs/sequence_parallel.json --steps 10`.
 train *args:
     cargo run --release -- train {{args}}
 

@@ -37,7 +37,7 @@ const NOT_RUN: [(&str, &str); 13] = [
 const UNDER_MPI: [&str; 3] = [
     "ulysses launch --nproc 4 -- train config.json --mesh 2x2 --backend mpi",
     "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --output run",
-    "mpirun -np 2 ulysses train configs/sp2.json",
+    "mpirun -np 2 ulysses train configs/sequence_parallel.json",
 ];
 
 /// What the text takes for granted in a directory: a config and data of the user's.

@@ -1,16 +1,16 @@
-//! Matrix products on CPUs. [`gemm()`] is a safe wrapper around the crate `gemm`, over strided views of f32 slices: a
+//! Matrix products on CPUs. `gemm` is a safe wrapper around the crate `gemm`, over strided views of f32 slices: a
 //! transpose is a swap of strides, and nothing is copied but the panels that the kernel packs for itself.
 //!
 //! Which code computes a product, by whose it is, the types of its operands, and the CPU:
 //!
 //! | products of | operands | CPU | computed by |
 //! |---|---|---|---|
-//! | `linear`, `lm_head_loss` ([`product::multiply`]) | f32 | any | [`gemm()`] |
-//! | the same, large ones | bf16 | with AMX, or AMD's with AVX512-BF16 | [`bf16`]: packed panels, f32 sums |
-//! | the same | other 16-bit types, or small | any | [`widened`]: blocks copied as f32, then [`gemm()`] |
-//! | `attention` | f32, or 16 bits copied as f32 | any | [`unpacked::multiply`] |
-//! | `attention` | bf16 | with AMX | [`bf16::multiply_on_caller`] |
-//! | `attention` | bf16 | AMD's with AVX512-BF16 | [`unpacked::multiply_pairs`] |
+//! | `linear`, `lm_head_loss` (`product::multiply`) | f32 | any | `gemm` |
+//! | the same, large ones | bf16 | with AMX, or AMD's with AVX512-BF16 | `bf16`: packed panels, f32 sums |
+//! | the same | other 16-bit types, or small | any | `widened`: blocks copied as f32, then `gemm` |
+//! | `attention` | f32, or 16 bits copied as f32 | any | `unpacked::multiply` |
+//! | `attention` | bf16 | with AMX | `bf16::multiply_on_caller` |
+//! | `attention` | bf16 | AMD's with AVX512-BF16 | `unpacked::multiply_pairs` |
 //!
 //! There is more than one because the crate has no bf16 products with f32 sums, and because packing its operands takes
 //! as long as multiplying them where a product sums over one head only, as attention's do.
