@@ -27,7 +27,7 @@ fn every_file_is_valid_complete_and_without_remarks() {
             num_files += 1;
         }
     }
-    assert_eq!(num_files, 12);
+    assert_eq!(num_files, 6);
 }
 
 #[test]

@@ -37,7 +37,7 @@ fn the_schema_is_what_the_code_writes() {
 #[test]
 fn the_schema_takes_every_ready_config() {
     let (schema, files) = (json_schema(), json_files("configs"));
-    assert!(files.len() >= 9, "{files:?}");
+    assert!(files.len() >= 6, "{files:?}");
     for path in files {
         assert_eq!(faults(&schema, &read_json(&path), ""), Vec::<String>::new(), "{}", path.display());
     }
