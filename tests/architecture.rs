@@ -4,6 +4,8 @@
 //! Every checker takes paths and texts, so the second half of this file runs it on made-up
 //! sources that break its rule.
 
+#[path = "support/file_graph.rs"]
+mod file_graph;
 #[path = "support/source_tree.rs"]
 mod source_tree;
 
@@ -219,6 +221,24 @@ fn hard_folders_are_explained_and_kernels_belong_to_ops() {
     assert!(files.contains(&"src/lib.rs".to_owned()));
     assert_none(&check_readmes(&files));
     assert_none(&check_kernels(&files));
+}
+
+#[test]
+fn files_take_names_from_one_another_in_one_direction() {
+    let sources = read_rust_files(root(), &["kernels/src", "src", "cli/src"]);
+    for root in ["kernels/src/", "src/", "cli/src/"] {
+        let graph = file_graph::Crate::read(root, &sources);
+        let arrows = graph.arrows();
+        eprintln!("{root}: {} arrows", arrows.len());
+        for circle in file_graph::circles(&arrows) {
+            eprintln!("{circle:?}");
+            for (from, to) in &arrows {
+                if circle.contains(from) && circle.contains(to) {
+                    eprintln!("    {from} -> {to}");
+                }
+            }
+        }
+    }
 }
 
 // The checkers on made-up sources.

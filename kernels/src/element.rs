@@ -3,18 +3,11 @@
 use super::OpError;
 use super::call::Call;
 use crate::device::Target;
-use crate::tensor::{Element, StorageId};
+use crate::tensor::{DTYPES, Element, StorageId};
 use candle_core::{DType, Tensor};
 
-/// The element types that tensors may travel between ranks in.
-pub const DTYPES: [DType; 7] =
-    [DType::F32, DType::F64, DType::BF16, DType::F16, DType::I64, DType::U32, DType::U8];
-
-/// The names of [`DTYPES`], for error messages.
-pub const DTYPE_NAMES: &str = "f32, f64, bf16, f16, i64, u32 or u8";
-
 /// Runs `$body` with `$element` standing for the Rust type of `$dtype`, or `$otherwise` for one that is not
-/// among [`DTYPES`](crate::DTYPES).
+/// among [`DTYPES`](crate::tensor::DTYPES).
 #[macro_export]
 macro_rules! for_dtype {
     ($dtype:expr, $element:ident => $body:expr, else $otherwise:expr) => {{

@@ -1,8 +1,8 @@
 //! The error of every op.
 
-use super::element::DTYPE_NAMES;
 use super::strided_copy::StridedBlock;
 use crate::device::DeviceError;
+use crate::tensor::DTYPE_NAMES;
 use candle_core::{DType, DeviceLocation};
 
 /// Why an op refused its arguments. No output has been touched when one is returned,

@@ -69,6 +69,5 @@ pub mod tensor;
 mod testing;
 mod workspace;
 
-pub use element::{DTYPE_NAMES, DTYPES};
 pub use error::OpError;
 pub use workspace::Workspace;

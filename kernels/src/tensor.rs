@@ -38,6 +38,13 @@ element! {
     half::bf16 => BF16, half::f16 => F16,
 }
 
+/// The element types that tensors may travel between ranks in.
+pub const DTYPES: [DType; 7] =
+    [DType::F32, DType::F64, DType::BF16, DType::F16, DType::I64, DType::U32, DType::U8];
+
+/// The names of [`DTYPES`], for error messages.
+pub const DTYPE_NAMES: &str = "f32, f64, bf16, f16, i64, u32 or u8";
+
 /// Identifies the storage that a tensor is a view of: candle keeps it at one address for its whole life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StorageId(usize);

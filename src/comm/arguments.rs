@@ -3,7 +3,7 @@
 use super::{CollectiveOp, CommError};
 use candle_core::{DType, Tensor};
 use ulysses_kernels::device::Target;
-use ulysses_kernels::{DTYPE_NAMES, DTYPES};
+use ulysses_kernels::tensor::{DTYPE_NAMES, DTYPES};
 
 /// One call, to be named in errors.
 #[derive(Clone, Copy)]

@@ -138,7 +138,7 @@ pub(crate) fn imports(sources: &[Source]) -> Vec<Import> {
 }
 
 /// `src/comm/thread/mod.rs` is `[comm, thread]`; the crate's root is empty.
-fn module_path(path: &str) -> Vec<&str> {
+pub(crate) fn module_path(path: &str) -> Vec<&str> {
     let path = path.strip_prefix("src/").unwrap_or(path);
     let mut parts: Vec<&str> = path.strip_suffix(".rs").unwrap_or(path).split('/').collect();
     if ["mod", "lib", "main"].contains(&parts[parts.len() - 1]) {
@@ -204,7 +204,7 @@ fn names_at(tokens: &[Token]) -> Vec<(String, usize)> {
 }
 
 /// The tokens without items under `#[cfg(test)]`, and the names of the modules among those.
-fn without_test_code(tokens: Vec<Token>) -> (Vec<Token>, Vec<String>) {
+pub(crate) fn without_test_code(tokens: Vec<Token>) -> (Vec<Token>, Vec<String>) {
     const ATTRIBUTE: [&str; 7] = ["#", "[", "cfg", "(", "test", ")", "]"];
     let (mut kept, mut test_modules) = (Vec::new(), Vec::new());
     let mut rest = &tokens[..];

@@ -22,13 +22,15 @@ mod error;
 mod geometry;
 mod kernels;
 mod on_cpu;
+mod operands;
 pub mod reference;
 #[cfg(test)]
 mod tests;
 
 pub use error::AttentionError;
 pub use geometry::{Geometry, VisibleRanges, grouped_heads};
-pub use kernels::{Gradients, Operands, Upstream, backward, delta, forward};
+pub use kernels::{backward, delta, forward};
+pub use operands::{Gradients, Operands, Upstream};
 
 use crate::Workspace;
 use crate::memory::{Category, counted_as};

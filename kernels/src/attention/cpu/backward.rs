@@ -4,9 +4,9 @@
 //! `dq += scale ds k`.
 
 use super::{
-    Operand, Problem,
+    Operand, Problem, Upstream,
     gathered::{KeyBlock, QueryBlock, QueryTerms, gather_blocks},
-    matrix::{Heads, HeadsMut, Mat, MatMut, Store},
+    matrix::{HeadsMut, Mat, MatMut, Store},
     scratch::{dq_lengths, keys_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, softmax_backward},
     tiles::{KEY_BLOCK, QUERY_BLOCK, Span, begin_at_multiples, near_tokens, spans, strips},
@@ -15,16 +15,6 @@ use crate::attention::blocks::blocks;
 use crate::cast::Float;
 use rayon::prelude::*;
 use std::ops::Range;
-
-/// What backward reads besides the [`Problem`].
-pub(in crate::attention) struct Upstream<'a, T: Operand> {
-    /// `[b, sq, hq, d]`
-    pub(in crate::attention) dout: Heads<'a, T::Element>,
-    /// `[b, hq, sq]`
-    pub(in crate::attention) lse: &'a [f32],
-    /// `[b, hq, sq]`
-    pub(in crate::attention) delta: &'a [f32],
-}
 
 /// Where backward writes.
 pub(in crate::attention) struct Gradients<'a, E> {

@@ -1,9 +1,8 @@
 //! The blocks of queries and keys that a backward task copies together.
 
-use super::backward::Upstream;
 use super::matrix::{Mat, MatMut};
 use super::tiles::{KEY_BLOCK, Span, within};
-use super::{Operand, Problem};
+use super::{Operand, Problem, Upstream};
 use crate::attention::blocks::blocks;
 use std::ops::Range;
 

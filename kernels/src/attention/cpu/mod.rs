@@ -12,7 +12,7 @@ mod scratch;
 mod softmax;
 mod tiles;
 
-pub(super) use backward::{Gradients, Upstream, backward};
+pub(super) use backward::{Gradients, backward};
 pub(super) use delta::delta;
 pub(super) use forward::forward;
 pub(super) use matrix::Heads;
@@ -31,4 +31,14 @@ pub(super) struct Problem<'a, T: Operand> {
     pub(super) dims: Dims,
     pub(super) scale: f32,
     pub(super) geometry: &'a Geometry,
+}
+
+/// What backward reads besides the [`Problem`].
+pub(super) struct Upstream<'a, T: Operand> {
+    /// `[b, sq, hq, d]`
+    pub(super) dout: Heads<'a, T::Element>,
+    /// `[b, hq, sq]`
+    pub(super) lse: &'a [f32],
+    /// `[b, hq, sq]`
+    pub(super) delta: &'a [f32],
 }

@@ -1,6 +1,6 @@
 //! AMX through inline assembly: its intrinsics are not in stable Rust.
 
-use super::kernel::Sums;
+use super::Sums;
 use super::pack::TILE_WORDS;
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;

@@ -1,7 +1,7 @@
 //! AVX512-BF16: the same panels, a row of pairs of A against 16 columns of B at a time.
 
-use super::kernel::{BLOCK, Sums};
 use super::pack::{PAIRS, TILE_WORDS};
+use super::{BLOCK, Sums};
 use crate::gemm::unpacked::instructions_for_pairs;
 use std::arch::x86_64::*;
 

@@ -1,20 +1,16 @@
 //! Products of packed panels: 32 rows of A by 32 columns of B, all in f32 sums.
 
 #[cfg(test)]
+use super::BLOCK;
+use super::Sums;
+#[cfg(test)]
 use super::pack::PAIRS;
 use super::pack::TILE_WORDS;
 use crate::OpError;
 use std::sync::OnceLock;
 
-/// Rows and columns of a block that a kernel computes at once: two tiles of 16 each way.
-pub(super) const BLOCK: usize = 32;
-
 /// The environment variable that says what multiplies bf16 matrices: `f32`, or `auto` for the fastest.
 const VARIABLE: &str = "ULYSSES_BF16_PRODUCTS";
-
-/// The sums of a block, row by row.
-#[repr(align(64))]
-pub(super) struct Sums(pub(super) [[f32; BLOCK]; BLOCK]);
 
 /// What computes a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -21,11 +21,17 @@ use super::operand::MatmulOperand;
 use crate::cast::Float;
 use crate::simd::simd_kernel;
 use half::{bf16, f16};
-use kernel::{BLOCK, Sums};
 use pack::{LINES, Order, panel_words};
 use rayon::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
+
+/// Rows and columns of a block that a kernel computes at once: two tiles of 16 each way.
+const BLOCK: usize = 32;
+
+/// The sums of a block, row by row.
+#[repr(align(64))]
+struct Sums([[f32; BLOCK]; BLOCK]);
 
 /// Rows of the destination that a task computes.
 const ROWS_PER_TASK: usize = 4 * BLOCK;

@@ -1,0 +1,218 @@
+//! Which file of a crate takes names from which other, and the circles in that.
+
+use crate::source_tree::{Source, Token, module_path, without_test_code};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// A module's names: what it imports or hands on, by the name that it has here.
+type Imports = HashMap<String, Vec<String>>;
+
+/// The files of one crate as modules.
+pub(crate) struct Crate {
+    /// A module's file and tokens, by its path from the crate's root.
+    modules: BTreeMap<Vec<String>, Module>,
+}
+
+struct Module {
+    file: String,
+    tokens: Vec<Token>,
+    imports: Imports,
+}
+
+impl Crate {
+    /// The crate whose root lies in `root`, such as `src/`; test modules are left out.
+    pub(crate) fn read(root: &str, sources: &[Source]) -> Self {
+        let mut modules = BTreeMap::new();
+        let mut test_modules = BTreeSet::new();
+        for source in sources {
+            let Some(path) = source.path.strip_prefix(root) else { continue };
+            let path: Vec<String> = module_path(path).into_iter().map(str::to_owned).collect();
+            let (tokens, tests) = without_test_code(crate::source_tree::tokens(source));
+            test_modules.extend(tests.into_iter().map(|name| [path.clone(), vec![name]].concat()));
+            modules.insert(path, Module { file: source.path.clone(), tokens, imports: Imports::new() });
+        }
+        modules.retain(|path, _| !(1..=path.len()).any(|depth| test_modules.contains(&path[..depth])));
+        let imports: Vec<_> =
+            modules.iter().map(|(path, module)| (path.clone(), imports(path, &module.tokens))).collect();
+        for (path, found) in imports {
+            modules.get_mut(&path).unwrap().imports = found;
+        }
+        Self { modules }
+    }
+
+    /// Pairs of files, the second of which the first takes a name from. A folder's `mod.rs` and what lies in the
+    /// folder are one idea: what passes between them is no pair.
+    pub(crate) fn arrows(&self) -> BTreeSet<(&str, &str)> {
+        let mut arrows = BTreeSet::new();
+        for (from, module) in &self.modules {
+            for path in self.paths(from, module) {
+                if let Some(to) = self.resolve(&path, 0)
+                    && !(to.starts_with(from) || from.starts_with(to))
+                {
+                    arrows.insert((module.file.as_str(), self.modules[to].file.as_str()));
+                }
+            }
+        }
+        arrows
+    }
+
+    /// Full paths of all names that a module uses: of its imports, and in place.
+    fn paths(&self, from: &[String], module: &Module) -> Vec<Vec<String>> {
+        let mut paths: Vec<Vec<String>> = module.imports.values().cloned().collect();
+        let mut index = 0;
+        while index < module.tokens.len() {
+            let (segments, next) = path_at(&module.tokens, index);
+            index = next;
+            if segments.len() < 2 {
+                continue;
+            }
+            match segments[0].as_str() {
+                "crate" | "super" | "self" => paths.extend(absolute(from, &segments)),
+                first => match module.imports.get(first) {
+                    Some(imported) => paths.push([imported, &segments[1..]].concat()),
+                    None => paths.push([from, &segments].concat()),
+                },
+            }
+        }
+        paths
+    }
+
+    /// The module that defines what a path names, through modules that hand it on.
+    fn resolve(&self, path: &[String], hops: usize) -> Option<&[String]> {
+        let depth = (0..=path.len()).rev().find(|&depth| self.modules.contains_key(&path[..depth]))?;
+        let (found, module) = self.modules.get_key_value(&path[..depth])?;
+        let item = path.get(depth);
+        let handed_on = item.and_then(|item| module.imports.get(item)).filter(|_| hops < 8);
+        match handed_on {
+            Some(to) if to.as_slice() != path => self.resolve(to, hops + 1),
+            // A path from outside of the crate resolves to its root, where nothing has that name.
+            _ => (depth > 0 || module.declares(item?)).then_some(found),
+        }
+    }
+}
+
+impl Module {
+    fn declares(&self, item: &str) -> bool {
+        let kinds = ["fn", "struct", "enum", "trait", "type", "const", "static"];
+        self.tokens.windows(2).any(|pair| kinds.contains(&pair[0].text.as_str()) && pair[1].text == item)
+    }
+}
+
+/// The names of a path that begins at a token, and the index behind it.
+fn path_at(tokens: &[Token], start: usize) -> (Vec<String>, usize) {
+    let is_name = |index: usize| {
+        tokens.get(index).is_some_and(|token| token.text.starts_with(|c: char| c.is_alphabetic() || c == '_'))
+    };
+    let is_separator =
+        |index: usize| (index..index + 2).all(|i| tokens.get(i).is_some_and(|t| t.text == ":"));
+    if !is_name(start) {
+        return (Vec::new(), start + 1);
+    }
+    let mut segments = vec![tokens[start].text.clone()];
+    let mut index = start + 1;
+    while is_separator(index) && is_name(index + 2) {
+        segments.push(tokens[index + 2].text.clone());
+        index += 3;
+    }
+    (segments, index)
+}
+
+/// A path from the crate's root; `None` for one of another crate.
+fn absolute(module: &[String], segments: &[String]) -> Option<Vec<String>> {
+    let mut base = match segments[0].as_str() {
+        "crate" => Vec::new(),
+        "self" | "super" => module.to_vec(),
+        _ => return None,
+    };
+    let supers = segments.iter().take_while(|segment| *segment == "super").count();
+    base.truncate(base.len().saturating_sub(supers));
+    Some([&base[..], &segments[supers.max(1)..]].concat())
+}
+
+/// What the `use` declarations of a module bring.
+fn imports(module: &[String], tokens: &[Token]) -> Imports {
+    let mut found = Imports::new();
+    let uses = tokens.iter().enumerate().filter(|(_, token)| token.text == "use");
+    for (index, _) in uses {
+        let end = tokens[index..]
+            .iter()
+            .position(|token| token.text == ";")
+            .map_or(tokens.len(), |len| index + len);
+        use_tree(&[], &tokens[index + 1..end], &mut |path| {
+            let (name, path) = match path.iter().position(|segment| segment == "as") {
+                Some(at) => (path[at + 1].clone(), &path[..at]),
+                None => (path[path.len() - 1].clone(), path),
+            };
+            let path = path.strip_suffix(&["self".to_owned()]).unwrap_or(path);
+            let name = if name == "self" { path[path.len() - 1].clone() } else { name };
+            // A child of this module, where it is no crate.
+            let full = absolute(module, path).unwrap_or_else(|| [module, path].concat());
+            found.insert(name, full);
+        });
+    }
+    found
+}
+
+/// Calls `each` with every path of a `use` tree.
+fn use_tree(prefix: &[String], tokens: &[Token], each: &mut dyn FnMut(&[String])) {
+    let mut path = prefix.to_vec();
+    for (index, token) in tokens.iter().enumerate() {
+        match token.text.as_str() {
+            ":" | "*" => {}
+            "{" => {
+                let (mut depth, mut start) = (0, index + 1);
+                for (at, token) in tokens.iter().enumerate().skip(index) {
+                    match token.text.as_str() {
+                        "{" => depth += 1,
+                        "}" => depth -= 1,
+                        _ => {}
+                    }
+                    let ends = depth == 0 || (depth == 1 && token.text == ",");
+                    if ends && at > start {
+                        use_tree(&path, &tokens[start..at], each);
+                    }
+                    if ends {
+                        start = at + 1;
+                    }
+                    if depth == 0 {
+                        return;
+                    }
+                }
+            }
+            name => path.push(name.to_owned()),
+        }
+    }
+    if path.len() > prefix.len() {
+        each(&path);
+    }
+}
+
+/// Groups of files that lead to one another, each sorted.
+pub(crate) fn circles<'a>(arrows: &BTreeSet<(&'a str, &'a str)>) -> Vec<Vec<&'a str>> {
+    let files: BTreeSet<&str> = arrows.iter().flat_map(|&(from, to)| [from, to]).collect();
+    let reached: BTreeMap<&str, BTreeSet<&str>> =
+        files.iter().map(|&file| (file, reached(file, arrows))).collect();
+    let mut circles: BTreeSet<Vec<&str>> = BTreeSet::new();
+    for &file in files.iter().filter(|&&file| reached[file].contains(file)) {
+        circles.insert(
+            files
+                .iter()
+                .copied()
+                .filter(|other| reached[file].contains(other) && reached[other].contains(file))
+                .collect(),
+        );
+    }
+    circles.into_iter().collect()
+}
+
+fn reached<'a>(from: &str, arrows: &BTreeSet<(&'a str, &'a str)>) -> BTreeSet<&'a str> {
+    let mut found = BTreeSet::new();
+    let mut next = vec![from];
+    while let Some(file) = next.pop() {
+        for &(_, to) in arrows.iter().filter(|(from, _)| *from == file) {
+            if found.insert(to) {
+                next.push(to);
+            }
+        }
+    }
+    found
+}
