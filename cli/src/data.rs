@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use ulysses::config::{Config, DataSource, HeldOut, Packing};
 use ulysses::data::{
-    self, Corpus, Dataset, Documents, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
+    self, Corpus, DataError, Dataset, Documents, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
 };
 
 /// Documents that were read, before they are packed.
@@ -131,6 +131,18 @@ impl Sources {
         let rows = self.held_out.iter().map(pack).collect::<Result<Vec<_>, _>>()?;
         Ok(Some(Dataset::concatenated(rows)?))
     }
+}
+
+/// Whether what is asked for or what was found is at fault.
+pub(super) fn failure(error: DataError) -> Failure {
+    let is_usage = matches!(
+        error,
+        DataError::Missing { .. }
+            | DataError::Pattern { .. }
+            | DataError::OutputExists { .. }
+            | DataError::OtherPreparation { .. }
+    );
+    if is_usage { Failure::Usage(error.into()) } else { Failure::Run(error.into()) }
 }
 
 /// Some token must have a next one.

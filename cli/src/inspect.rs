@@ -1,7 +1,7 @@
 //! `ulysses data inspect` of text and conversations: the rendered text, and the tokens that have labels.
 
+use super::data::failure;
 use super::data::{packing, parse_packing};
-use super::tokens::failure;
 use super::{Failure, OrFail, print};
 use std::fmt::Write;
 use std::ops::Range;

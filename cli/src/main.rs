@@ -17,6 +17,7 @@ mod doctor;
 mod documented;
 mod eval;
 mod evaluation;
+mod html;
 mod inspect;
 #[cfg(unix)]
 mod launch;

@@ -1,5 +1,6 @@
 //! `ulysses data`.
 
+use super::data::failure;
 use super::inspect::{InspectArgs, inspect_text};
 use super::{Failure, OrFail, note, print};
 use anyhow::anyhow;
@@ -78,18 +79,6 @@ fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
         output.display(),
         display.rate(&prepared.progress),
     ))
-}
-
-/// Whether what is asked for or what was found is at fault.
-pub(super) fn failure(error: DataError) -> Failure {
-    let is_usage = matches!(
-        error,
-        DataError::Missing { .. }
-            | DataError::Pattern { .. }
-            | DataError::OutputExists { .. }
-            | DataError::OtherPreparation { .. }
-    );
-    if is_usage { Failure::Usage(error.into()) } else { Failure::Run(error.into()) }
 }
 
 /// A bar on a terminal, a line every now and then in a log.

@@ -60,6 +60,9 @@ impl Crate {
         let mut paths: Vec<Vec<String>> = module.imports.values().cloned().collect();
         let mut index = 0;
         while index < module.tokens.len() {
+            if module.tokens[index].text == "use" {
+                index += module.tokens[index..].iter().take_while(|token| token.text != ";").count();
+            }
             let (segments, next) = path_at(&module.tokens, index);
             index = next;
             if segments.len() < 2 {

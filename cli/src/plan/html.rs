@@ -3,8 +3,8 @@
 use super::choices::Choices;
 use super::table::seconds;
 use super::{Report, choices, pictures};
-use crate::report::chart::{Unit, text};
-use crate::report::page;
+use crate::html::chart::{Unit, text};
+use crate::html::{escape, html, table, tiles};
 use ulysses::engine::plan::{MomentMemory, StepTime};
 
 pub(super) fn page_of(report: &Report) -> String {
@@ -34,7 +34,7 @@ pub(super) fn page_of(report: &Report) -> String {
     }
     let body = format!(
         "{}<section class=\"grid-of-charts\">\n{}</section>\n{}",
-        page::tiles(&facts),
+        tiles(&facts),
         pictures::memory(&rank.timeline, &[]).figure() + &pictures::scaling(&report.scaling).figure(),
         [
             report.step_time.as_ref().map_or(String::new(), time),
@@ -44,11 +44,7 @@ pub(super) fn page_of(report: &Report) -> String {
         ]
         .concat()
     );
-    page::html(
-        &title,
-        &body,
-        "<code>ulysses plan</code>: a prediction of what <code>ulysses train</code> does",
-    )
+    html(&title, &body, "<code>ulysses plan</code>: a prediction of what <code>ulysses train</code> does")
 }
 
 /// A table of alternatives; what stands beside its rows is a last column.
@@ -57,9 +53,8 @@ fn card(title: &str, Choices { mut head, mut rows, remarks, note }: Choices) -> 
         head.push("");
         rows.iter_mut().zip(remarks).for_each(|(row, remark)| row.push(remark.unwrap_or_default()));
     }
-    let note =
-        note.map_or(String::new(), |note| format!("<p></p><p class=\"faint\">{}</p>", page::escape(&note)));
-    format!("<div class=\"card\"><h3>{title}</h3>\n{}{note}</div>\n", page::table(&head, rows.into_iter()))
+    let note = note.map_or(String::new(), |note| format!("<p></p><p class=\"faint\">{}</p>", escape(&note)));
+    format!("<div class=\"card\"><h3>{title}</h3>\n{}{note}</div>\n", table(&head, rows.into_iter()))
 }
 
 /// Where the time of a step goes.
@@ -77,7 +72,7 @@ fn time(time: &StepTime) -> String {
          <tr><th>what</th><th class=\"n\">time</th><th class=\"n\">share</th></tr>\n{rows}</table>\n\
          <p></p><p class=\"faint\">{} of it is arithmetic that is done twice. Communication beside arithmetic, not in it: \
          {}.</p></div>\n",
-        page::escape(&time.machine),
+        escape(&time.machine),
         seconds(time.recompute_seconds),
         seconds(time.hidden_seconds)
     )
@@ -86,7 +81,7 @@ fn time(time: &StepTime) -> String {
 /// What the numbers of the parts mean.
 fn parts(timeline: &[MomentMemory]) -> String {
     let row = |(part, moment): (usize, &MomentMemory)| {
-        let (at, held) = (page::escape(&moment.at.to_string()), text(moment.bytes as f64, Unit::Bytes));
+        let (at, held) = (escape(&moment.at.to_string()), text(moment.bytes as f64, Unit::Bytes));
         format!("<tr><td>{}</td><td>{at}</td><td class=\"n\">{held}</td></tr>\n", part + 1)
     };
     let rows: String = timeline.iter().enumerate().map(row).collect();

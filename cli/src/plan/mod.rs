@@ -11,7 +11,7 @@ use super::arguments::at_least_1;
 use super::config_flags::ConfigFlags;
 use super::model::{check_config, check_exchange, describe};
 use super::{DeviceArg, Failure, OrFail, note, print, training_shape};
-use crate::report::chart::drawing;
+use crate::html::chart::drawing;
 use anyhow::{Context, anyhow};
 use serde::Serialize;
 use std::num::NonZero;

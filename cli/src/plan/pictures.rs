@@ -1,7 +1,7 @@
 //! What a plan looks like: memory over a step, and how traffic grows with the ranks. `ulysses report` shows the same
 //! of runs.
 
-use crate::report::chart::{Chart, INK, Scale, Series, Unit};
+use crate::html::chart::{Chart, INK, Scale, Series, Unit};
 use ulysses::engine::plan::MomentMemory;
 use ulysses::engine::plan::scaling::{ModelScaling, Point};
 use ulysses::engine::schedule::Category;
@@ -89,7 +89,7 @@ pub(crate) fn scaling(model: &ModelScaling) -> Chart {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::chart::drawing;
+    use crate::html::chart::drawing;
     use ulysses::engine::plan::scaling::study;
 
     #[test]

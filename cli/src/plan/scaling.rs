@@ -2,7 +2,7 @@
 
 use super::table::{bytes, row, write_table};
 use super::{pictures, write_drawing};
-use crate::report::chart::{Chart, drawing};
+use crate::html::chart::{Chart, drawing};
 use crate::{Failure, OrFail, print};
 use std::fmt::{self, Display, Formatter};
 use std::path::Path;

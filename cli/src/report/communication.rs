@@ -1,8 +1,8 @@
 //! What the ranks communicated, over all parts of a run.
 
-use super::chart::{Unit, text};
-use super::page::table;
 use super::run::RunFiles;
+use crate::html::chart::{Unit, text};
+use crate::html::table;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use ulysses::comm::CallTimes;

@@ -1,9 +1,8 @@
 //! `ulysses report`: runs as one page of HTML that needs nothing else.
 
-pub(super) mod chart;
 mod communication;
 mod metrics;
-pub(super) mod page;
+mod page;
 mod parts;
 mod plan;
 mod ranks;

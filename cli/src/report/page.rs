@@ -1,16 +1,9 @@
 //! The page: head, overview, curves of all runs over each other, and a section for each run.
 
-use super::chart::{Chart, Scale, Series, Unit, text};
 use super::run::RunFiles;
 use super::sections;
-use serde_json::Value;
-
-const STYLE: &str = concat!(include_str!("chart.css"), include_str!("style.css"));
-
-/// Text as it may stand in HTML, attributes included.
-pub(crate) fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}
+use crate::html::chart::{Chart, Scale, Series, Unit, text};
+use crate::html::{duration, escape, html, tiles};
 
 /// The whole file, which needs no other.
 pub(super) fn page(runs: &[RunFiles]) -> String {
@@ -29,17 +22,6 @@ pub(super) fn page(runs: &[RunFiles]) -> String {
         &names,
         &body,
         "<code>ulysses report</code>; <code>docs/monitoring.md</code> tells what the keys mean",
-    )
-}
-
-/// A page around `body`, which like `made_by` is HTML.
-pub(crate) fn html(title: &str, body: &str, made_by: &str) -> String {
-    let (title, version) = (escape(title), env!("CARGO_PKG_VERSION"));
-    format!(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <title>{title}: ulysses</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n{body}\
-         <footer>ulysses {version}, {made_by}</footer>\n</main>\n</body>\n</html>\n"
     )
 }
 
@@ -78,26 +60,6 @@ fn facts(run: &RunFiles) -> Facts {
         ("state", state.to_owned()),
     ]);
     facts
-}
-
-/// Facts with their names, side by side.
-pub(crate) fn tiles(facts: &[(&str, String)]) -> String {
-    let tile =
-        |(name, value): &(&str, String)| format!("<li><span>{name}</span><b>{}</b></li>\n", escape(value));
-    format!("<ul class=\"tiles\">\n{}</ul>\n", facts.iter().map(tile).collect::<String>())
-}
-
-/// The first column is text, the others are numbers.
-pub(crate) fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
-    let class = |index: usize| if index == 0 { "" } else { " class=\"n\"" };
-    let cells = |tag: &str, cells: &[String]| -> String {
-        let cell =
-            |(index, cell): (usize, &String)| format!("<{tag}{}>{}</{tag}>", class(index), escape(cell));
-        cells.iter().enumerate().map(cell).collect()
-    };
-    let head = cells("th", &head.iter().map(|&name| name.to_owned()).collect::<Vec<_>>());
-    let rows: String = rows.map(|row| format!("<tr>{}</tr>\n", cells("td", &row))).collect();
-    format!("<div class=\"scroll\"><table>\n<tr>{head}</tr>\n{rows}</table></div>\n")
 }
 
 /// A row for each run; the columns are those that any run has.
@@ -155,18 +117,4 @@ fn curves(runs: &[RunFiles]) -> Vec<Chart> {
         chart("GEMM share", "gemm_share", Unit::Percent, Scale::FromZero),
         chart("Memory of rank 0 after a step", "memory_bytes", Unit::Bytes, Scale::FromZero),
     ]
-}
-
-/// Seconds as people say them.
-pub(super) fn duration(seconds: f64) -> String {
-    match seconds {
-        short if short < 120.0 => format!("{} s", text(short, Unit::Number)),
-        medium if medium < 7200.0 => format!("{:.0} min", medium / 60.0),
-        long => format!("{:.1} h", long / 3600.0),
-    }
-}
-
-/// The text of a JSON value, strings without quotes.
-pub(super) fn plain(value: &Value) -> String {
-    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }

@@ -1,8 +1,8 @@
 //! The parts of a run that was resumed.
 
-use super::chart::{Unit, text};
-use super::page::{duration, plain, table};
 use super::run::RunFiles;
+use crate::html::chart::{Unit, text};
+use crate::html::{duration, plain, table};
 use serde_json::Value;
 
 /// A row for each part; nothing where there is only one.

@@ -1,8 +1,8 @@
 //! What the plan says of a run, beside what was measured.
 
-use super::chart::{Chart, Unit, text};
-use super::page::table;
 use super::run::RunFiles;
+use crate::html::chart::{Chart, Unit, text};
+use crate::html::table;
 use crate::plan::{longest_rows, pictures, scaling_of};
 use serde_json::Value;
 use ulysses::device::DeviceKind;

@@ -1,8 +1,8 @@
 //! Per-rank tables: bytes stored, at the peak and sent, next to the formulas.
 
-use super::chart::{Unit, text};
-use super::page::{plain, table};
 use super::run::RunFiles;
+use crate::html::chart::{Unit, text};
+use crate::html::{plain, table};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use ulysses::memory::Category;

@@ -1,9 +1,9 @@
 //! What is told of each run by itself: time, memory, mesh, communication, config, environment.
 
-use super::chart::{Chart, Scale, Series, Unit, text};
-use super::page::{escape, plain};
 use super::run::RunFiles;
 use super::{communication, parts, plan, ranks, settings};
+use crate::html::chart::{Chart, Scale, Series, Unit, text};
+use crate::html::{escape, plain};
 use serde_json::Value;
 use std::fmt::Write;
 

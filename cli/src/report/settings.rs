@@ -1,7 +1,7 @@
 //! The settings of a run, each with where it came from.
 
-use super::page::{escape, plain};
 use super::run::RunFiles;
+use crate::html::{escape, plain};
 use serde_json::Value;
 use std::collections::BTreeSet;
 

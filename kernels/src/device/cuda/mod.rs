@@ -7,65 +7,22 @@
 
 mod copies;
 mod module;
+mod pointer;
 mod product;
 mod upload;
 
 pub(crate) use copies::CudaCopies;
+pub(crate) use pointer::elements;
+pub(super) use pointer::{with_pointer, with_pointer_mut};
 pub(super) use product::gemm;
 pub(crate) use upload::upload;
 
 use super::{Arg, DeviceError, Grid, Kernel};
-use candle_core::cuda::CudaStorageSlice;
-use candle_core::cuda::cudarc::driver::{
-    CudaContext, CudaStream, DevicePtr, DevicePtrMut, DriverError, result, sys,
-};
-use candle_core::{CudaDevice, CudaStorage, Device};
+use candle_core::cuda::cudarc::driver::{CudaContext, DriverError, result, sys};
+use candle_core::{CudaDevice, Device};
 
 /// Dynamic shared memory that a kernel may use without asking.
 const DEFAULT_SHARED_BYTES: usize = 48 * 1024;
-
-/// Runs `$body` with `$slice` standing for the storage's elements.
-macro_rules! for_slice {
-    ($storage:expr, $slice:ident => $body:expr) => {
-        match $storage {
-            CudaStorageSlice::F32($slice) => $body,
-            CudaStorageSlice::F64($slice) => $body,
-            CudaStorageSlice::BF16($slice) => $body,
-            CudaStorageSlice::F16($slice) => $body,
-            CudaStorageSlice::U32($slice) => $body,
-            CudaStorageSlice::I64($slice) => $body,
-            CudaStorageSlice::U8($slice) => $body,
-            _ => Err(DeviceError::Candle(candle_core::Error::Msg(
-                "kernels do not take this element type".to_owned(),
-            ))),
-        }
-    };
-}
-
-/// Calls `run` with the address of a storage that is read on `stream` meanwhile.
-pub(super) fn with_pointer<R>(
-    storage: &CudaStorage,
-    stream: &CudaStream,
-    run: impl FnOnce(u64) -> Result<R, DeviceError>,
-) -> Result<R, DeviceError> {
-    for_slice!(&storage.slice, slice => {
-        // The guard records the read when it is dropped, after the launches of `run`.
-        let (pointer, _recorded) = slice.device_ptr(stream);
-        run(pointer)
-    })
-}
-
-/// As [`with_pointer`], for a storage that is written.
-pub(super) fn with_pointer_mut<R>(
-    storage: &mut CudaStorage,
-    stream: &CudaStream,
-    run: impl FnOnce(u64) -> Result<R, DeviceError>,
-) -> Result<R, DeviceError> {
-    for_slice!(&mut storage.slice, slice => {
-        let (pointer, _recorded) = slice.device_ptr_mut(stream);
-        run(pointer)
-    })
-}
 
 /// Starts a kernel on the device's stream.
 ///
@@ -151,9 +108,4 @@ fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
         let pool = result::device::get_mem_pool(context.cu_device())?;
         result::mem_pool::set_attribute(pool, threshold, (&raw mut all).cast())
     }
-}
-
-/// Elements of a whole storage; 0 for an element type that kernels do not take.
-pub(crate) fn elements(storage: &CudaStorage) -> usize {
-    for_slice!(&storage.slice, slice => Ok(slice.len())).unwrap_or(0)
 }

@@ -7,7 +7,7 @@ mod units;
 pub(crate) use drawing::drawing;
 pub(crate) use units::{Unit, text};
 
-use super::page::escape;
+use super::escape;
 use frame::Frame;
 use std::fmt::Write;
 
