@@ -79,8 +79,10 @@ pub mod model;
 pub mod monitor;
 pub mod regular_file;
 pub mod sequence_parallel;
+pub mod trainer;
 pub mod zero;
 
+pub use candle_core as candle;
 pub use ulysses_kernels as kernels;
 pub use ulysses_kernels::{device, memory, offload, tensor};
 

@@ -16,7 +16,6 @@ mod doctor;
 #[cfg(test)]
 mod documented;
 mod eval;
-mod evaluation;
 mod inspect;
 #[cfg(unix)]
 mod launch;
@@ -223,6 +222,11 @@ fn note(line: impl Display) {
         let line = line.to_string();
         let _ = above_progress(|| writeln!(std::io::stderr(), "{}", escaped(&line)));
     }
+}
+
+/// As [`note`], for the library's log.
+fn log(line: &str) {
+    note(line);
 }
 
 /// The error and its causes in one line, without what a cause only repeats.
