@@ -12,7 +12,7 @@ test *args:
 
 # Formats the code.
 fmt:
-    cargo fmt
+    cargo fmt --all
 
 # Compiles the CUDA kernels and checks their registers; `--write` puts the table into docs/gpu.md.
 kernels-check *args:

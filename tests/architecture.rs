@@ -10,78 +10,76 @@ mod source_tree;
 use source_tree::{Source, Violation, imports, read_rust_files, repository_files, tokens};
 use std::path::Path;
 
-/// What each module of `src/` may import besides itself and the leaves. `CONTRIBUTING.md` has
+/// What each module of `src/` may import besides itself and the leaves; `kernels` is the crate below. That
+/// `kernels/` knows nothing of `src/`, nor `src/` of `cli/`, is Cargo's own rule. `CONTRIBUTING.md` has
 /// the same table, with what the modules hold.
-const MAY_IMPORT: [(&str, &[&str]); 12] = [
+const MAY_IMPORT: [(&str, &[&str]); 10] = [
     ("mesh", &[]),
-    ("comm", &["mesh", "ops"]),
+    ("comm", &["mesh", "kernels"]),
     ("config", &["mesh"]),
-    ("ops", &[]),
-    ("ulysses", &["mesh", "comm", "ops"]),
-    ("model", &["ops"]),
-    ("zero", &["comm", "config", "ops"]),
+    ("sequence_parallel", &["mesh", "comm", "kernels"]),
+    ("model", &["kernels"]),
+    ("zero", &["comm", "config", "kernels"]),
     ("data", &["mesh"]),
     ("checkpoint", &["mesh", "comm", "model", "zero"]),
     ("monitor", &["comm"]),
     (
         "engine",
-        &["mesh", "comm", "config", "ops", "ulysses", "model", "zero", "data", "checkpoint", "monitor"],
-    ),
-    (
-        "cli",
         &[
             "mesh",
             "comm",
             "config",
-            "ops",
-            "ulysses",
+            "kernels",
+            "sequence_parallel",
             "model",
             "zero",
             "data",
             "checkpoint",
             "monitor",
-            "engine",
         ],
     ),
 ];
 
-/// Modules that all others may import and that import none.
-const LEAVES: [&str; 6] = ["tensor", "memory", "device", "offload", "fnv1a", "regular_file"];
+/// Modules that all others may import and that import none, and those of the kernels that stand for plain tensors.
+const LEAVES: [&str; 6] =
+    ["fnv1a", "regular_file", "kernels::device", "kernels::memory", "kernels::offload", "kernels::tensor"];
 
-/// Where `unsafe` may stand in `src/` and `examples/`.
-const MAY_BE_UNSAFE: [&str; 8] = [
-    "src/device/",
-    "src/ops/",
+/// Where `unsafe` may stand.
+const MAY_BE_UNSAFE: [&str; 6] = [
+    "kernels/",
     "src/comm/thread/",
     "src/comm/nccl/",
     "src/comm/mpi/",
-    "src/memory.rs",
-    "src/cli/settings.rs",
-    "src/main.rs",
+    "cli/src/allocator.rs",
+    "cli/src/settings.rs",
 ];
 
 /// Folders that hide something hard, and so explain it.
 const NEEDS_README: [&str; 6] =
-    ["src/checkpoint", "src/comm", "src/data", "src/ops/attention", "src/ulysses", "src/zero"];
+    ["kernels/src/attention", "src/checkpoint", "src/comm", "src/data", "src/sequence_parallel", "src/zero"];
 
 const MAX_LINES: usize = 500;
-const RUST_FOLDERS: [&str; 4] = ["src", "tests", "examples", "benches"];
+const RUST_FOLDERS: [&str; 6] = ["kernels", "src", "cli", "tests", "examples", "benches"];
 
 fn may_import(module: &str) -> Option<&'static [&'static str]> {
     let of_leaf = LEAVES.contains(&module).then_some(&[][..]);
     of_leaf.or_else(|| MAY_IMPORT.iter().find(|(name, _)| *name == module).map(|(_, imports)| *imports))
 }
 
-/// Modules import only what the table allows. `lib.rs` and `main.rs` stand above the modules.
+/// Modules import only what the table allows. `lib.rs` stands above the modules.
 fn check_imports(sources: &[Source]) -> Vec<Violation> {
     let mut violations = Vec::new();
     for import in imports(sources) {
+        let to = match import.to.split_once("::") {
+            Some((of_kernels, _)) if !LEAVES.contains(&import.to.as_str()) => of_kernels,
+            _ => &import.to,
+        };
         let rule = match may_import(&import.from) {
             None => format!("`{}` has no row in the table of imports", import.from),
-            Some(_) if import.to == import.from || LEAVES.contains(&import.to.as_str()) => continue,
-            Some(allowed) if allowed.contains(&import.to.as_str()) => continue,
+            Some(_) if to == import.from || LEAVES.contains(&to) => continue,
+            Some(allowed) if allowed.contains(&to) => continue,
             Some(allowed) => {
-                format!("`{}` must not import `{}`; it may import {allowed:?}", import.from, import.to)
+                format!("`{}` must not import `{to}`; it may import {allowed:?}", import.from)
             }
         };
         violations.push(Violation { path: import.path, line: import.line, rule });
@@ -90,7 +88,8 @@ fn check_imports(sources: &[Source]) -> Vec<Violation> {
 }
 
 fn check_unsafe(sources: &[Source]) -> Vec<Violation> {
-    let guarded = |source: &&Source| source.path.starts_with("src/") || source.path.starts_with("examples/");
+    let folders = ["kernels/src/", "src/", "cli/src/", "examples/"];
+    let guarded = |source: &&Source| folders.iter().any(|folder| source.path.starts_with(folder));
     let forbidden = |source: &&Source| !MAY_BE_UNSAFE.iter().any(|allowed| source.path.starts_with(allowed));
     let mut violations = Vec::new();
     for source in sources.iter().filter(guarded).filter(forbidden) {
@@ -124,20 +123,21 @@ fn check_length(sources: &[Source]) -> Vec<Violation> {
     sources.iter().filter(long).map(violation).collect()
 }
 
-/// A CUDA kernel belongs to the op of the same name: `kernels/rope.cu` to `src/ops/rope`.
+/// A CUDA kernel belongs to the op of the same name: `kernels/cuda/rope.cu` to `kernels/src/rope`, and
+/// `kernels/cuda/lamb.cu` to `kernels/src/optimizer/lamb`.
 fn check_kernels(files: &[String]) -> Vec<Violation> {
     let has_op = |stem: &str| {
-        let (folder, file) = (format!("src/ops/{stem}/"), format!("src/ops/{stem}.rs"));
-        files.iter().any(|path| path.starts_with(&folder) || *path == file)
+        let of_op = files.iter().filter_map(|path| path.strip_prefix("kernels/src/"));
+        of_op.flat_map(|path| path.split('/')).any(|part| part.strip_suffix(".rs").unwrap_or(part) == stem)
     };
-    let kernels = files.iter().filter_map(|path| Some((path, path.strip_prefix("kernels/")?)));
+    let kernels = files.iter().filter_map(|path| Some((path, path.strip_prefix("kernels/cuda/")?)));
     let stems = kernels.filter_map(|(path, name)| Some((path, name.strip_suffix(".cu")?)));
     stems
         .filter(|(_, stem)| !has_op(stem))
         .map(|(path, stem)| Violation {
             path: path.clone(),
             line: 1,
-            rule: format!("a kernel has an op of the same name: there is no src/ops/{stem}"),
+            rule: format!("a kernel has an op of the same name: there is no {stem} in kernels/src"),
         })
         .collect()
 }
@@ -179,7 +179,7 @@ fn root() -> &'static Path {
 fn modules_import_only_what_the_table_allows() {
     let sources = read_rust_files(root(), &["src"]);
     assert_none(&check_imports(&sources));
-    for (module, _) in MAY_IMPORT.iter().filter(|(module, _)| !["cli", "mesh", "config"].contains(module)) {
+    for (module, _) in MAY_IMPORT.iter().filter(|(module, _)| !["mesh", "config"].contains(module)) {
         let found = imports(&sources).iter().any(|import| import.from == *module);
         assert!(found, "no import found in `{module}`: is the table stale, or the scanner blind?");
     }
@@ -194,7 +194,7 @@ fn the_table_of_contributing_is_the_one_that_is_checked() {
 fn unsafe_code_stays_in_kernels_and_backends() {
     let sources = read_rust_files(root(), &RUST_FOLDERS);
     assert_none(&check_unsafe(&sources));
-    let kernel = sources.iter().find(|source| source.path == "src/ops/gemm.rs").unwrap();
+    let kernel = sources.iter().find(|source| source.path == "kernels/src/gemm.rs").unwrap();
     assert!(tokens(kernel).iter().any(|token| token.text == "unsafe"), "the scanner must see it where it is");
 }
 
@@ -227,9 +227,9 @@ fn lines(violations: &[Violation]) -> Vec<(&str, usize)> {
 #[test]
 fn an_import_that_the_table_forbids_is_named_with_its_file_and_line() {
     let made_up = sources(&[
-        ("src/model/mod.rs", "//! Docs.\nuse crate::ops;\nuse crate::comm::ProcessGroup;\n"),
-        ("src/ops/mod.rs", "fn f() {\n    crate::mesh::shard_range(1, 1, 0);\n}\n"),
-        ("src/mesh/mod.rs", "use crate::{tensor, zero::Layout};"),
+        ("src/model/mod.rs", "//! Docs.\nuse ulysses_kernels::rope;\nuse crate::comm::ProcessGroup;\n"),
+        ("src/data/mod.rs", "fn f() {\n    ulysses_kernels::rope::forward();\n}\n"),
+        ("src/mesh/mod.rs", "use crate::{fnv1a, zero::Layout};\nuse ulysses_kernels::memory;"),
         ("src/comm/thread/group.rs", "use super::super::super::model::Layer;"),
     ]);
     let violations = check_imports(&made_up);
@@ -237,21 +237,24 @@ fn an_import_that_the_table_forbids_is_named_with_its_file_and_line() {
         lines(&violations),
         [
             ("src/model/mod.rs", 3),
-            ("src/ops/mod.rs", 2),
+            ("src/data/mod.rs", 2),
             ("src/mesh/mod.rs", 1),
             ("src/comm/thread/group.rs", 1)
         ]
     );
     assert_eq!(
         violations[0].to_string(),
-        "src/model/mod.rs:3: `model` must not import `comm`; it may import [\"ops\"]"
+        "src/model/mod.rs:3: `model` must not import `comm`; it may import [\"kernels\"]"
     );
 }
 
 #[test]
 fn what_the_table_allows_and_what_is_no_import_passes() {
     let made_up = sources(&[
-        ("src/zero/mod.rs", "use crate::{comm::{Pending, mesh}, memory, ops};\npub(crate) fn f() {}"),
+        (
+            "src/zero/mod.rs",
+            "use crate::comm::{Pending, mesh};\nuse ulysses_kernels::{gemm, memory};\nfn f() {}",
+        ),
         ("src/zero/unit.rs", "use super::{FlatLayout, comm};\n/// [`Model`](crate::model::Model)\nstruct A;"),
         ("src/mesh/mod.rs", "// use crate::zero;\nconst TEXT: &str = \"crate::zero::x\";"),
         ("src/lib.rs", "pub use crate::engine::initialize;"),
@@ -285,7 +288,7 @@ fn unsafe_is_found_in_code_and_not_in_prose() {
     let made_up = sources(&[
         ("src/engine/step.rs", "// unsafe\n#![deny(unsafe_code)]\nfn f() {\n    unsafe { g() }\n}\n"),
         ("src/zero/unit.rs", "fn f() { vec![unsafe { g() }]; }"),
-        ("src/ops/simd.rs", "unsafe fn f() {}"),
+        ("kernels/src/simd.rs", "unsafe fn f() {}"),
         ("tests/comm_memory.rs", "unsafe impl Send for A {}"),
     ]);
     assert_eq!(lines(&check_unsafe(&made_up)), [("src/engine/step.rs", 4), ("src/zero/unit.rs", 1)]);
@@ -307,22 +310,26 @@ fn stubs_and_long_files_are_named() {
 
 #[test]
 fn a_kernel_without_an_op_and_a_folder_without_a_readme_are_named() {
-    let files = ["kernels/rope.cu", "kernels/gemm.cu", "kernels/orphan.cu", "kernels/README.md"];
-    let ops = ["src/ops/rope/mod.rs", "src/ops/gemm.rs", "src/comm/README.md", "src/zero/README.md"];
-    let checkpoint = ["src/checkpoint/README.md", "src/data/README.md"];
-    let files: Vec<String> =
-        files.iter().chain(&ops).chain(&checkpoint).map(|path| (*path).to_owned()).collect();
-    assert_eq!(lines(&check_kernels(&files)), [("kernels/orphan.cu", 1)]);
-    let missing = [("src/ops/attention/README.md", 1), ("src/ulysses/README.md", 1)];
+    let cuda = ["rope.cu", "lamb.cu", "gemm.cu", "orphan.cu", "README.md"]
+        .map(|name| format!("kernels/cuda/{name}"));
+    let ops = ["rope/mod.rs", "optimizer/lamb/mod.rs", "gemm.rs"].map(|name| format!("kernels/src/{name}"));
+    let readmes = ["checkpoint", "comm", "data", "zero"].map(|name| format!("src/{name}/README.md"));
+    let files = [&cuda[..], &ops, &readmes].concat();
+    assert_eq!(lines(&check_kernels(&files)), [("kernels/cuda/orphan.cu", 1)]);
+    let missing = [("kernels/src/attention/README.md", 1), ("src/sequence_parallel/README.md", 1)];
     assert_eq!(lines(&check_readmes(&files)), missing);
 }
 
 #[test]
 fn a_table_that_says_something_else_is_named() {
     let text = std::fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap();
-    let changed = text.replace("| comm, config, ops |", "| comm, config, ops, model |");
+    let changed = text.replace("| comm, config, kernels |", "| comm, config, kernels, model |");
     let violations = check_contributing(&changed);
     assert_eq!(violations.len(), 1);
-    assert!(violations[0].rule.starts_with("`zero` may import comm, config, ops, but"), "{}", violations[0]);
+    assert!(
+        violations[0].rule.starts_with("`zero` may import comm, config, kernels, but"),
+        "{}",
+        violations[0]
+    );
     assert_eq!(check_contributing("").len(), MAY_IMPORT.len());
 }

@@ -101,7 +101,7 @@ fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
     }
 }
 
-/// One module of `src/` naming another.
+/// One module of `src/` naming another, or one of the crate `ulysses_kernels`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Import {
     pub(crate) path: String,
@@ -153,7 +153,7 @@ fn child(path: &str, name: &str) -> String {
 }
 
 /// What follows `crate::`, or a chain of `super::` that leads to the crate's root from a file
-/// `depth` modules deep.
+/// `depth` modules deep, and what follows `ulysses_kernels::`, as `kernels::…`.
 fn imported(tokens: &[Token], depth: usize) -> impl Iterator<Item = (String, usize)> {
     let mut found = Vec::new();
     let mut index = 0;
@@ -165,6 +165,9 @@ fn imported(tokens: &[Token], depth: usize) -> impl Iterator<Item = (String, usi
         }
         if tokens[start].text == "crate" && is_path_separator(tokens, start + 1) {
             found.extend(names_at(&tokens[start + 3..]));
+        } else if tokens[start].text == "ulysses_kernels" && is_path_separator(tokens, start + 1) {
+            let names = names_at(&tokens[start + 3..]).into_iter();
+            found.extend(names.map(|(name, line)| (format!("kernels::{name}"), line)));
         } else if supers >= depth && supers > 0 {
             found.extend(names_at(&tokens[index..]));
         }
