@@ -24,6 +24,7 @@ mod mesh;
 mod model;
 mod plan;
 mod process;
+mod progress;
 mod ranks;
 mod report;
 mod settings;
@@ -37,6 +38,7 @@ use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 use device::DeviceArg;
 use mimalloc::MiMalloc;
+use progress::above_progress;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
@@ -45,7 +47,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::kernels::linear::bf16_products;
 use ulysses::memory::CountingAllocator;
 use ulysses::mesh::{DeviceMesh, MeshError, TrainingShape};
-use ulysses::monitor::{Tracer, above_progress, escaped};
+use ulysses::monitor::{Tracer, escaped};
 
 /// Counts what every rank's thread holds. mimalloc returns freed blocks to the next
 /// allocation without giving their pages back, which glibc does above 32 MiB.

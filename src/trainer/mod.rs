@@ -8,8 +8,8 @@
 //!
 //! - [`Trainer`]: one rank's loop. Every rank of the mesh has one.
 //! - [`TrainingData`]: datasets of a run by sequence length; [`DataStream`]: one rank's micro batches of them.
-//! - [`Observer`]: hooks for whatever follows the run. [`MetricsFiles`], [`MemoryWatch`] and
-//!   [`RunTotals`](crate::monitor::RunTotals) are observers.
+//! - [`Observer`]: hooks for whatever follows the run. [`MetricsFiles`], [`MemoryWatch`],
+//!   [`Progress`](crate::monitor::Progress) and [`RunTotals`](crate::monitor::RunTotals) are observers.
 //! - [`Resume`]: where a run goes on from.
 //! - [`evaluate`]: the loss of held-out data.
 //!

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::Saved;
 use crate::engine::{Engine, StepTimes};
-use crate::monitor::{EvalMetrics, Metrics, RunTotals};
+use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
 use std::error::Error;
 
 /// Whatever an observer fails with. It ends the run.
@@ -90,6 +90,18 @@ impl<T: Observer + ?Sized> Observer for &mut T {
 impl Observer for RunTotals {
     fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
         self.record(&step.metrics);
+        Ok(())
+    }
+}
+
+impl Observer for Progress {
+    fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
+        self.report(&step.metrics);
+        Ok(())
+    }
+
+    fn on_evaluate(&mut self, metrics: &EvalMetrics) -> Result<(), ObserverError> {
+        self.report_evaluation(metrics);
         Ok(())
     }
 }

@@ -2,9 +2,9 @@
 
 mod args;
 mod available;
+mod flop_rate;
 mod gemm_peak;
 mod host;
-mod observers;
 mod outcome;
 mod output;
 mod overrides;

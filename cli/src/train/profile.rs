@@ -2,6 +2,7 @@
 
 use super::prepare::Prepared;
 use super::writable::check_writable;
+use crate::progress::above_progress;
 use crate::{Failure, OrFail, note};
 use anyhow::Context;
 use std::fmt::{self, Display, Formatter};
@@ -12,7 +13,7 @@ use ulysses::config::{Config, FlopsProfilerConfig};
 use ulysses::engine::plan::RankStep;
 use ulysses::engine::schedule::{Pass, Piece};
 use ulysses::engine::{Engine, PartTimes, StepTimes};
-use ulysses::monitor::{Metrics, above_progress, escaped};
+use ulysses::monitor::{Metrics, escaped};
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
 /// Whether the file that the profile goes to can be written, before there is anything to write.

@@ -1,6 +1,6 @@
 //! One rank, from its engine to its outcome.
 
-use super::observers::{FlopRate, ProgressLines};
+use super::flop_rate::FlopRate;
 use super::planned_memory::{explain_out_of_memory, note_first_step};
 use super::prepare::Prepared;
 use super::profile::Profiler;
@@ -8,6 +8,7 @@ use super::rank_outcome::{RankOutcome, Reported};
 use super::run::Run;
 use super::{gemm_peak, output};
 use crate::log;
+use crate::progress::LiveProgress;
 use candle_core::Device;
 use ulysses::comm::{MeshGroups, RankContext};
 use ulysses::config::Config;
@@ -37,7 +38,7 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
         note_first_step(config, &model.config, mesh, trainer.data().phase().data.seq_len(), peak_flops);
         trainer.observe(FlopRate::new(&run.prepared, peak_flops));
         trainer.observe(&mut totals);
-        trainer.observe(ProgressLines::new(steps.clone(), config));
+        trainer.observe(LiveProgress::new(steps.clone(), config));
         trainer.observe(Profiler::new(&run.prepared, &steps));
         trainer.observe(files);
     }

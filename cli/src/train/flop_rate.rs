@@ -1,11 +1,9 @@
-//! Rank 0's observers of a run, for its log.
+//! The model's FLOP rate in the metrics.
 
 use super::prepare::Prepared;
-use std::ops::Range;
 use ulysses::config::Config;
 use ulysses::engine::Engine;
 use ulysses::engine::plan::model_flops;
-use ulysses::monitor::{EvalMetrics, Progress, breakdown};
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
 /// Adds the model's FLOP rate to the metrics, and its share of the GEMM rate.
@@ -53,34 +51,6 @@ impl StepFlops {
                 flops
             }
         }
-    }
-}
-
-/// Prints progress, and where the time of a step goes if the config asks for it.
-pub(super) struct ProgressLines {
-    progress: Progress,
-    has_breakdown: bool,
-}
-
-impl ProgressLines {
-    pub(super) fn new(steps: Range<u64>, config: &Config) -> Self {
-        let progress = Progress::new(steps, config.steps_per_print);
-        Self { progress, has_breakdown: config.monitoring.wall_clock_breakdown }
-    }
-}
-
-impl Observer for ProgressLines {
-    fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
-        self.progress.report(&step.metrics);
-        if self.has_breakdown && self.progress.is_due(step.metrics.step) {
-            self.progress.print(&breakdown(&step.metrics));
-        }
-        Ok(())
-    }
-
-    fn on_evaluate(&mut self, metrics: &EvalMetrics) -> Result<(), ObserverError> {
-        self.progress.report_evaluation(metrics);
-        Ok(())
     }
 }
 
