@@ -6,13 +6,15 @@ use crate::comm::ProcessGroup;
 use crate::config::{CheckpointConfig, MemoryConfig, OnSaveError};
 use crate::device::DeviceKind;
 use crate::engine::{Engine, EngineError, RunRecord};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// One rank's part in the checkpoints of a run.
 pub(super) struct Checkpoints {
     config: CheckpointConfig,
     saver: Saver,
+    /// The last one that was published.
+    newest: Option<PathBuf>,
 }
 
 /// The outcome of a save.
@@ -49,12 +51,17 @@ impl Checkpoints {
         let background = config.background && !is_moved.contains(&true);
         let keep_last = Some(config.keep_last).filter(|keep| *keep > 0);
         let saver = engine.saver(group.clone(), output, SaveOptions { keep_last, background })?;
-        Ok(Some(Self { config: CheckpointConfig { background, ..config }, saver }))
+        Ok(Some(Self { config: CheckpointConfig { background, ..config }, saver, newest: None }))
     }
 
     /// Whether the config's interval asks for a checkpoint after a step.
     pub(super) fn is_due(&self, step: u64) -> bool {
         self.config.interval.is_some_and(|interval| step.is_multiple_of(interval))
+    }
+
+    /// The newest checkpoint that this run has published.
+    pub(super) fn newest(&self) -> Option<PathBuf> {
+        self.newest.clone()
     }
 
     /// Whether a checkpoint is being written in the background.
@@ -84,7 +91,7 @@ impl Checkpoints {
     }
 
     fn outcome(
-        &self,
+        &mut self,
         saved: Result<Option<Saved>, EngineError>,
         is_last: bool,
     ) -> Result<Option<SaveOutcome>, TrainerError> {
@@ -93,7 +100,11 @@ impl Checkpoints {
             Err(TrainerError::Checkpoint(error @ CheckpointError::NotSaved { step, .. })) if goes_on => {
                 Ok(Some(SaveOutcome::Failed { step, error }))
             }
-            saved => Ok(saved?.map(SaveOutcome::Saved)),
+            saved => {
+                let saved = saved?;
+                self.newest = saved.as_ref().map(|saved| saved.path.clone()).or(self.newest.take());
+                Ok(saved.map(SaveOutcome::Saved))
+            }
         }
     }
 

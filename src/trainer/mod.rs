@@ -27,8 +27,11 @@ mod event_files;
 mod memory_watch;
 mod metrics_files;
 mod observer;
+mod options;
 mod resume;
 mod stragglers;
+#[cfg(test)]
+mod tests;
 mod train;
 
 pub use created_dirs::CreatedDirs;
@@ -39,5 +42,6 @@ pub use event_files::check_event_files;
 pub use memory_watch::{MemoryWatch, PartMemory, StepMemory};
 pub use metrics_files::MetricsFiles;
 pub use observer::{Observer, ObserverError, StepEnd};
+pub use options::{TrainReport, TrainerOptions, check_config};
 pub use resume::{Resume, is_same_dir};
-pub use train::{TrainReport, Trainer, TrainerOptions, check_config};
+pub use train::Trainer;

@@ -2,25 +2,22 @@
 
 use super::agreement::check_agreement;
 use super::checkpoints::{Checkpoints, SaveOutcome};
-use super::data_stream::{DataStream, TrainingData, check_limit};
+use super::data_stream::{DataStream, TrainingData};
 use super::error::TrainerError;
 use super::evaluate::{agreed_loss, evaluate, of_first};
 use super::evaluation_tracker::EvaluationTracker;
 use super::observer::{Observer, ObserverError, StepEnd};
-use super::resume::{Resume, Resumption};
+use super::options::{TrainReport, TrainerOptions, check_config};
+use super::resume::Resumption;
 use super::stragglers::Stragglers;
-use crate::checkpoint::{Evaluated, Evaluations, step_directories};
+use crate::checkpoint::{Evaluated, step_directories};
 use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
-use crate::config::Config;
 use crate::engine::{Engine, RunRecord};
-use crate::model::HfSource;
 use crate::monitor::{EvalMetrics, Metrics};
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// One rank's training run: every rank of the mesh has one, and all call its methods alike.
@@ -36,73 +33,6 @@ pub struct Trainer<'a> {
     run_id: String,
     /// Steps that were done when the run began, and when it will be done.
     steps: Range<u64>,
-    /// The newest checkpoint that the run has saved.
-    newest: Option<PathBuf>,
-}
-
-/// What the config does not state about a run.
-#[derive(Debug, Clone)]
-pub struct TrainerOptions {
-    /// Directory of the checkpoints; the config's `output` where there is none.
-    pub output: Option<PathBuf>,
-    /// Where the run goes on from.
-    pub resume: Option<Resume>,
-    /// Begins data that is not the checkpoint's from its beginning, instead of refusing it.
-    pub reset_data: bool,
-    /// The model in the vocabulary of Hugging Face's `config.json`, which exports need; null for models that have no
-    /// such description.
-    pub model: Value,
-    /// The files that an export keeps, if the run started from a model directory.
-    pub source: Option<HfSource>,
-    /// Set by a signal handler of the program's, for one: all ranks end after the step, and save.
-    pub stop: Arc<AtomicBool>,
-    /// Takes lines about the run, on the first rank. By default they are `tracing` events.
-    pub log: fn(&str),
-}
-
-impl Default for TrainerOptions {
-    fn default() -> Self {
-        Self {
-            output: None,
-            resume: None,
-            reset_data: false,
-            model: Value::Null,
-            source: None,
-            stop: Arc::default(),
-            log: |line| tracing::info!("{line}"),
-        }
-    }
-}
-
-/// The end of a run.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct TrainReport {
-    /// Steps that were done, with those before a resumption.
-    pub steps: u64,
-    /// The number of the last step that there was to do.
-    pub last_step: u64,
-    /// Whether [`TrainerOptions::stop`] ended it.
-    pub stopped: bool,
-    /// Why early stopping ended it, if it did.
-    pub stopped_early: Option<String>,
-    /// The newest checkpoint that it has saved.
-    pub checkpoint: Option<PathBuf>,
-    /// All evaluations.
-    pub evaluations: Evaluations,
-}
-
-/// Refuses a config that does not state when the run ends, or asks for the best checkpoint by an evaluation that there
-/// is not.
-///
-/// # Errors
-/// What is missing.
-pub fn check_config(config: &Config) -> Result<(), TrainerError> {
-    check_limit(config)?;
-    let keeps_best = config.checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.keep_best);
-    if keeps_best && config.validation.is_none() {
-        return Err(TrainerError::KeepBestWithoutValidation);
-    }
-    Ok(())
 }
 
 impl<'a> Trainer<'a> {
@@ -152,18 +82,7 @@ impl<'a> Trainer<'a> {
         let steps = first_step..data.last_step(first_step);
         check_agreement(&mut engine, data.data(), &options.model, steps.end)?;
         let observers: Vec<Box<dyn Observer + 'a>> = vec![Box::new(Stragglers::new(groups)?)];
-        Ok(Self {
-            engine,
-            data,
-            checkpoints,
-            evaluations,
-            observers,
-            group,
-            options,
-            run_id,
-            steps,
-            newest: None,
-        })
+        Ok(Self { engine, data, checkpoints, evaluations, observers, group, options, run_id, steps })
     }
 
     /// Lets an observer follow the run, after those that were added before. It may be a `&mut` to one that the caller
@@ -234,7 +153,7 @@ impl<'a> Trainer<'a> {
             last_step: self.steps.end,
             stopped,
             stopped_early: self.evaluations.stops_early().then(|| self.evaluations.reason()),
-            checkpoint: self.newest.clone(),
+            checkpoint: self.checkpoints.as_ref().and_then(Checkpoints::newest),
             evaluations: self.evaluations.state,
         })
     }
@@ -341,15 +260,16 @@ impl<'a> Trainer<'a> {
         let Some(outcome) = outcome else { return Ok(()) };
         outcome.lines(step).iter().for_each(|line| (self.options.log)(line));
         match outcome {
-            SaveOutcome::Writing => {}
-            SaveOutcome::Failed { step, .. } => self.evaluations.not_saved(step),
+            SaveOutcome::Writing => Ok(()),
+            SaveOutcome::Failed { step, .. } => {
+                self.evaluations.not_saved(step);
+                Ok(())
+            }
             SaveOutcome::Saved(saved) => {
                 self.evaluations.saved(saved.step);
-                self.notify(|observer, _| observer.on_save(&saved))?;
-                self.newest = Some(saved.path);
+                self.notify(|observer, _| observer.on_save(&saved))
             }
         }
-        Ok(())
     }
 }
 
