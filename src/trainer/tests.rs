@@ -123,7 +123,7 @@ fn what_a_run_lacks_is_named_before_the_first_step() {
     assert!(error(&config(2, json!({})), true, &TrainerOptions::default()).contains("give `ulysses.output`"));
     let keep_best = json!({ "checkpoint": { "keep_best": true }, "ulysses": { "steps": 2 } });
     assert!(error(&config(2, keep_best), true, &new).contains("`checkpoint.keep_best` needs"));
-    let longer = json!({ "ulysses": { "steps": 9, "seq_len": 32, "seq_len_schedule": [{ "step": 4, "seq_len": 64 }] } });
+    let longer = json!({ "ulysses": { "steps": 9, "seq_len": 32, "seq_len_schedule": [[4, 64]] } });
     assert!(error(&config(2, longer), true, &new).contains("has 1 phase(s)"));
     run(&config(2, json!({})), true, &new).unwrap();
     assert!(error(&config(4, json!({})), true, &new).contains("holds checkpoints of an earlier run"));
