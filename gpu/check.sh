@@ -29,14 +29,14 @@ run_checks() {
     # Test binaries: NAME BINARY FILTER… runs the tests whose names contain a filter.
     tests kernels_and_ops kernels
     tests library ulysses
-    tests comm_conformance_threads comm_conformance threads
+    tests comm_conformance_threads comm conformance::threads
     nccl_tests 1
     nccl_tests 2
-    tests golden golden
-    tests mesh_invariance mesh_invariance
-    tests precision_16_bits precision
-    tests zero_parity zero_parity
-    tests exchange_volume exchange_volume
+    tests golden parity golden::
+    tests mesh_invariance parity mesh_invariance::
+    tests precision_16_bits parity precision::
+    tests zero_parity zero stages::
+    tests exchange_volume comm exchange_volume::
 
     check main_job bin/ulysses train configs/long_sequence.json --device cuda --data text --output "$results/main_job"
 
@@ -132,13 +132,13 @@ nccl_tests() {
     elif (($1 > gpus)) && ! at_least 2.30 "$version"; then
         record "$name" "not run" "$1 ranks on $gpus GPU need NCCL 2.30, here is $version" 0 ""
     else
-        check "$name" env ULYSSES_TEST_NCCL_RANKS="$1" NCCL_MULTI_RANK_GPU_ENABLE=1 bin/test_comm_conformance nccl
+        check "$name" env ULYSSES_TEST_NCCL_RANKS="$1" NCCL_MULTI_RANK_GPU_ENABLE=1 bin/test_comm conformance::nccl
     fi
 }
 
 nccl_version() {
     local file
-    file=$({ ldd bin/test_comm_conformance 2>/dev/null || true; } | sed -n 's/.*libnccl\.so\.2 => \([^ ]*\) .*/\1/p')
+    file=$({ ldd bin/test_comm 2>/dev/null || true; } | sed -n 's/.*libnccl\.so\.2 => \([^ ]*\) .*/\1/p')
     [[ ! -f $file ]] || grep -ao 'NCCL version [0-9][0-9.]*' "$file" | head -n 1 | grep -o '[0-9.]*$' || true
 }
 

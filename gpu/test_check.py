@@ -23,7 +23,7 @@ int cuLaunchKernel(void *, ...);
 int main(int argc, char **argv) {
     (void)argv;
     void *context;
-    if (cuDevicePrimaryCtxRetain(&context, argc > 1)) return 0;
+    if (cuDevicePrimaryCtxRetain(&context, argc > 2)) return 0;
     for (int i = 0; i < 3; ++i) cuLaunchKernel(0, 1, 1, 1, 1, 1, 1, 0, (void *)0, (void **)0, (void **)0);
 }
 """
@@ -88,7 +88,7 @@ class Check(unittest.TestCase):
 
     def test_what_passes_fails_and_was_not_built_is_told_apart(self):
         self.binary("test_kernels", PASSES)
-        self.binary("test_golden", 'echo "panicked at \\"x\\"\t\\ end"; exit 101')
+        self.binary("test_parity", 'echo "panicked at \\"x\\"\t\\ end"; exit 101')
         code, checks = self.run_with_gpu()
         self.assertEqual(code, 1)
         self.assertEqual(checks["kernels_and_ops"]["status"], "passed")
@@ -98,8 +98,7 @@ class Check(unittest.TestCase):
         self.assertIn("not built", checks["zero_parity"]["reason"])
 
     def test_a_filter_that_no_test_matches_is_not_a_pass(self):
-        self.binary("test_golden", PASSES)
-        self.binary("test_precision", 'echo "running 0 tests"')
+        self.binary("test_parity", f'case "$1" in precision::) echo "running 0 tests" ;; *) {PASSES} ;; esac')
         code, checks = self.run_with_gpu()
         self.assertEqual((code, checks["golden"]["status"]), (0, "passed"))
         self.assertEqual(checks["precision_16_bits"]["status"], "not run")
@@ -111,8 +110,8 @@ class Check(unittest.TestCase):
 
     def test_what_passes_without_using_a_gpu_was_not_run(self):
         cc(self.folder / "lib/libcuda.so.1", DRIVER, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1")
-        cc(self.folder / "bin/test_golden", PROGRAM, str(self.folder / "lib/libcuda.so.1"))
-        self.binary("test_zero_parity", "true")
+        cc(self.folder / "bin/test_parity", PROGRAM, str(self.folder / "lib/libcuda.so.1"))
+        self.binary("test_zero", "true")
         _, checks = self.run_with_gpu()
         status = {name: (checks[name]["status"], checks[name]["kernel_launches"]) for name in checks}
         self.assertEqual(status["golden"], ("passed", 3))
@@ -122,7 +121,7 @@ class Check(unittest.TestCase):
     def test_two_nccl_ranks_on_one_gpu_run_where_the_version_allows_it(self):
         library = self.machine / "libnccl.so.2"
         self.script(self.machine / "ldd", f"echo 'libnccl.so.2 => {library} (0x0)'")
-        self.binary("test_comm_conformance", f'echo "ranks ${{ULYSSES_TEST_NCCL_RANKS:-}}"; {PASSES}')
+        self.binary("test_comm", f'echo "ranks ${{ULYSSES_TEST_NCCL_RANKS:-}}"; {PASSES}')
         for version, status in (("2.28.9", "not run"), ("2.30.3", "passed")):
             library.write_bytes(b"\x00NCCL version %d\x00NCCL version " + version.encode() + b"+cuda13.0\x00")
             _, checks = self.run_with_gpu()
@@ -130,7 +129,7 @@ class Check(unittest.TestCase):
             self.assertEqual(checks["comm_conformance_nccl_2_ranks"]["status"], status, version)
 
     def test_without_nccl_its_checks_are_not_run(self):
-        self.binary("test_comm_conformance", PASSES)
+        self.binary("test_comm", PASSES)
         _, checks = self.run_with_gpu()
         self.assertEqual(checks["comm_conformance_threads"]["status"], "passed")
         self.assertIn("libnccl.so.2", checks["comm_conformance_nccl_1_ranks"]["reason"])

@@ -290,7 +290,7 @@ fn unsafe_is_found_in_code_and_not_in_prose() {
         ("src/engine/step.rs", "// unsafe\n#![deny(unsafe_code)]\nfn f() {\n    unsafe { g() }\n}\n"),
         ("src/zero/unit.rs", "fn f() { vec![unsafe { g() }]; }"),
         ("kernels/src/simd.rs", "unsafe fn f() {}"),
-        ("tests/comm_memory.rs", "unsafe impl Send for A {}"),
+        ("tests/comm/memory.rs", "unsafe impl Send for A {}"),
     ]);
     assert_eq!(lines(&check_unsafe(&made_up)), [("src/engine/step.rs", 4), ("src/zero/unit.rs", 1)]);
 }

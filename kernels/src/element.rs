@@ -14,7 +14,8 @@ pub const DTYPES: [DType; 7] =
 pub const DTYPE_NAMES: &str = "f32, f64, bf16, f16, i64, u32 or u8";
 
 /// Runs `$body` with `$element` standing for the Rust type of `$dtype`, or `$otherwise` for one that is not
-/// among [`DTYPES`].
+/// among [`DTYPES`](crate::DTYPES).
+#[macro_export]
 macro_rules! for_dtype {
     ($dtype:expr, $element:ident => $body:expr, else $otherwise:expr) => {{
         use candle_core::DType;

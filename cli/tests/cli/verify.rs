@@ -117,7 +117,7 @@ fn rows_that_pad_the_batch_are_not_written() {
 }
 
 /// AdamW divides a gradient by its size: where PyTorch's f32 gradient is mere rounding, the
-/// step's direction is too. `tests/golden.rs` tells these entries by the f64 gradient; here
+/// step's direction is too. `tests/parity/golden.rs` tells these entries by the f64 gradient; here
 /// they are counted: a handful of 63 000, each off by a step per step at most.
 fn assert_trained_as_by_pytorch(label: &str, actual: &Tensors, expected: &Tensors, lr: f64, steps: f64) {
     let names = |tensors: &Tensors| tensors.keys().cloned().collect::<Vec<_>>();

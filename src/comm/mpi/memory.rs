@@ -2,7 +2,7 @@
 
 use crate::comm::CommError;
 use candle_core::Tensor;
-use ulysses_kernels::element::for_dtype;
+use ulysses_kernels::for_dtype;
 use ulysses_kernels::tensor::{bytes, with_slice, with_slice_mut};
 
 /// The first byte and the number of bytes of a contiguous CPU tensor, for reading. Valid while the

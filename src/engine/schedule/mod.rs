@@ -7,7 +7,7 @@
 //! ZeRO's order of gathers and reductions, `layer` the decoder layer with its halves `heads` and `mlp`, `attention` the
 //! exchange with the attention, `checkpoints` what layers leave for their backward pass, `ledger` the workspace, and `kernels`
 //! has what the ops take beside their operands. `steady` counts micro batches that repeat, for sums over a step.
-//! `tests/schedule.rs` compares it event for event with what real ranks do, `tests/plan_memory.rs` its memory with the
+//! `tests/memory/schedule.rs` compares it event for event with what real ranks do, `tests/memory/plan.rs` its memory with the
 //! allocator's count.
 //!
 //! A change of what the engine allocates or communicates is made here as well; the tests say where.

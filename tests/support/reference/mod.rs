@@ -3,7 +3,7 @@
 //! A Llama-style decoder in f64, composed of plain candle ops and
 //! differentiated by candle's autograd. It has no batch dimension, no cache, no
 //! fused op and no parallelism, and takes nothing from the library, so a mistake
-//! there cannot hide in a mistake here. `tests/reference.rs` holds it against
+//! there cannot hide in a mistake here. `tests/parity/reference.rs` holds it against
 //! tensors that PyTorch and Hugging Face transformers computed.
 //!
 //! Reading order: [`weights`] (configuration, names, shapes), [`batch`],

@@ -1,0 +1,117 @@
+//! The conformance suite of `ProcessGroup`, over every backend that this machine runs.
+
+#[cfg(feature = "kernel-emulation")]
+use crate::support::comm::Emulated;
+#[cfg(feature = "nccl")]
+use crate::support::comm::Nccl;
+#[cfg(feature = "cuda")]
+use crate::support::comm::OnOneGpu;
+use crate::support::comm::cases::every_case;
+use crate::support::comm::{Defaults, Threads};
+
+/// One `#[test]` for each case, which is a function of `support::comm`.
+macro_rules! cases {
+    ($backend:expr; $($file:ident: $($case:ident),+ $(,)?;)+) => {
+        $($(
+            #[test]
+            fn $case() {
+                crate::support::comm::$file::$case(&$backend);
+            }
+        )+)+
+    };
+}
+
+macro_rules! suite {
+    ($name:ident, $backend:expr) => {
+        mod $name {
+            use super::*;
+
+            every_case!(cases! $backend);
+        }
+    };
+}
+
+suite!(threads, Threads { threads_per_rank: 1 });
+suite!(threads_with_pools, Threads { threads_per_rank: 2 });
+suite!(default_methods, Defaults);
+#[cfg(feature = "kernel-emulation")]
+suite!(threads_on_emulated_kernels, Emulated(Threads { threads_per_rank: 1 }));
+#[cfg(feature = "kernel-emulation")]
+suite!(default_methods_on_emulated_kernels, Emulated(Defaults));
+
+/// Every operation once, in groups of the given sizes.
+macro_rules! whole {
+    ($name:ident, $backend:expr, $ranks:expr) => {
+        mod $name {
+            use super::*;
+
+            #[test]
+            fn sums_gathers_and_broadcasts() {
+                $ranks
+                    .into_iter()
+                    .for_each(|n| crate::support::comm::whole::sums_gathers_and_broadcasts(&$backend, n));
+            }
+
+            #[test]
+            fn exchanges_messages_and_sub_groups() {
+                $ranks.into_iter().for_each(|n| {
+                    crate::support::comm::whole::exchanges_messages_and_sub_groups(&$backend, n)
+                });
+            }
+        }
+    };
+}
+
+whole!(threads_one_to_four, Threads { threads_per_rank: 1 }, [1, 2, 3, 4]);
+
+// What follows needs GPUs.
+
+#[cfg(feature = "cuda")]
+suite!(threads_on_one_cuda_gpu, OnOneGpu(Threads { threads_per_rank: 1 }));
+#[cfg(feature = "cuda")]
+suite!(threads_on_one_cuda_gpu_with_default_methods, OnOneGpu(Defaults));
+
+// `ULYSSES_TEST_NCCL_RANKS` of them, 1 if it is not set; ranks beyond the GPUs share them.
+#[cfg(feature = "nccl")]
+whole!(nccl, Nccl, [crate::support::comm::nccl_ranks()]);
+
+/// NCCL, without the cases that it cannot fulfil: it adds in an order of its own, and does not compare calls.
+#[cfg(feature = "nccl")]
+mod on_eight_gpus {
+    use super::*;
+
+    whole!(all_at_once, Nccl, [8]);
+    cases! {
+        Nccl;
+        reduce:
+            all_reduce_sums_every_dtype_at_every_size,
+            all_reduce_finds_max_and_min,
+            reduce_scatter_may_write_over_its_own_input;
+        gather:
+            all_gather_concatenates_in_rank_order,
+            all_gather_of_a_part_of_its_own_output_works_in_place,
+            broadcast_reaches_all_ranks_from_every_root,
+            values_are_reduced_and_gathered,
+            varied_lengths_are_gathered_including_none;
+        exchange:
+            all_to_all_moves_uneven_counts_and_none,
+            strided_exchange_turns_sequence_shards_into_head_shards_and_back,
+            strided_exchange_accumulates_in_rank_order,
+            strided_exchange_may_write_into_the_storage_it_reads,
+            plans_that_leave_their_tensors_are_refused;
+        point_to_point:
+            a_ring_passes_tensors_on,
+            messages_between_a_pair_keep_their_order;
+        groups:
+            split_orders_members_by_key_then_rank,
+            ranks_without_a_color_join_no_group,
+            groups_can_be_split_again_and_work_side_by_side;
+        pending:
+            operations_can_be_waited_for_in_any_order,
+            a_dropped_operation_still_completes,
+            inputs_may_be_overwritten_once_waited_for;
+        failures:
+            a_panic_reaches_the_others_at_once,
+            wrong_arguments_are_typed_errors_and_leave_the_group_usable;
+    }
+}

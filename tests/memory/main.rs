@@ -1,0 +1,17 @@
+//! What ranks hold, by the allocator: against formulas, against the plan, and of single ops.
+
+#![allow(clippy::unwrap_used)]
+
+mod engine;
+mod features;
+mod ops;
+mod plan;
+mod schedule;
+#[path = "../support/mod.rs"]
+mod support;
+
+use std::alloc::System;
+use ulysses::memory::CountingAllocator;
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);

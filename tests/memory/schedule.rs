@@ -1,0 +1,389 @@
+//! The schedule of a step against what real ranks do in one: every collective in its order, with its bytes.
+
+use crate::support::device::test_device;
+use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
+use crate::support::recorded::{Log, Recorded, Started};
+use crate::support::reference::Batch;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use ulysses::comm::fake::FakeGroup;
+use ulysses::comm::thread::LaunchOptions;
+use ulysses::comm::{CollectiveOp, ProcessGroup, ProcessGroupExt};
+use ulysses::config::Config;
+use ulysses::data::DataError;
+use ulysses::engine::Engine;
+use ulysses::engine::schedule::{Event, Purpose, Schedule, Transfer, schedule};
+use ulysses::kernels::attention::FlashAttention;
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::{LlamaConfig, Model, RandomWeights, preset, shape};
+use ulysses::zero::ZeroGroups;
+
+/// Bytes sent and received, by axis and operation.
+type Moved = BTreeMap<(&'static str, CollectiveOp), (u64, u64)>;
+
+/// A model, a mesh and what else a config says.
+struct Case {
+    label: &'static str,
+    model: LlamaConfig,
+    mesh: (usize, usize),
+    seq_len: usize,
+    config: Value,
+}
+
+fn tiny(num_heads: usize, num_kv_heads: usize) -> LlamaConfig {
+    LlamaConfig {
+        hidden_size: 8 * num_heads,
+        intermediate_size: 40,
+        num_heads,
+        num_kv_heads,
+        head_dim: 8,
+        vocab_size: 96,
+        num_layers: 3,
+        ..preset("nano").unwrap()
+    }
+}
+
+fn tied(model: LlamaConfig) -> LlamaConfig {
+    LlamaConfig { tie_word_embeddings: true, ..model }
+}
+
+fn case(
+    label: &'static str,
+    model: LlamaConfig,
+    mesh: (usize, usize),
+    seq_len: usize,
+    config: Value,
+) -> Case {
+    Case { label, model, mesh, seq_len, config }
+}
+
+/// Every stage, with sequences and heads that do not divide, accumulation, recomputation, 16 bits.
+fn cases() -> Vec<Case> {
+    let stage = |stage: usize| json!({ "zero_optimization": { "stage": stage } });
+    let with = |stage: usize, extra: Value| {
+        let mut config = json!({ "zero_optimization": { "stage": stage } });
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    let recompute = json!({ "ulysses": { "activation_checkpointing": true } });
+    let twice = json!({ "gradient_accumulation_steps": 2 });
+    let mean = json!({
+        "loss_normalization": "micro_batch", "ulysses": { "activation_checkpointing": true },
+    });
+    vec![
+        case("alone", tiny(4, 2), (1, 1), 24, stage(0)),
+        case("sp 2", tiny(8, 8), (1, 2), 24, stage(0)),
+        case("sp 2, tied, stage 3 of one", tied(tiny(8, 4)), (1, 2), 25, stage(3)),
+        case("dp 2, stage 1", tiny(4, 2), (2, 1), 24, stage(1)),
+        case("dp 2, stage 3, tied", tied(tiny(4, 2)), (2, 1), 24, with(3, recompute.clone())),
+        case("sp 3, uneven", tiny(8, 4), (1, 3), 25, with(2, recompute.clone())),
+        case("dp 3, stage 2, twice", tiny(8, 2), (3, 1), 16, with(2, twice.clone())),
+        case("dp 3, LAMB", tiny(8, 2), (3, 1), 16, with(1, json!({ "optimizer": { "type": "Lamb" } }))),
+        case("2 x 2, stage 0, twice", tiny(8, 4), (2, 2), 22, with(0, twice.clone())),
+        case("2 x 2, stage 1, bf16", tiny(8, 1), (2, 2), 23, with(1, json!({ "bf16": { "enabled": true } }))),
+        case("2 x 2, stage 3, means", tiny(6, 3), (2, 2), 22, with(3, mean)),
+        case("2 x 3, stage 3", tiny(8, 4), (2, 3), 26, with(3, twice.clone())),
+        case("3 x 2, stage 2", tied(tiny(8, 4)), (3, 2), 21, with(2, recompute.clone())),
+        case("1 x 6, GQA beyond its KV heads", tiny(8, 2), (1, 6), 26, stage(1)),
+        case("2 x 4, stage 3", tiny(8, 2), (2, 4), 30, with(3, recompute)),
+        case("4 x 2, stage 1", tiny(8, 8), (4, 2), 18, with(1, twice)),
+        case("3 x 3, stage 3", tiny(8, 4), (3, 3), 16, with(3, json!({}))),
+        case("3 x 2, stage 3, uneven", tiny(7, 7), (3, 2), 23, stage(3)),
+        case("2 x 3, stage 1, GQA", tiny(6, 2), (2, 3), 25, stage(1)),
+        case("1 x 8", tiny(8, 2), (1, 8), 37, stage(0)),
+        case("8 x 1, stage 2", tied(tiny(4, 4)), (8, 1), 12, stage(2)),
+    ]
+    .into_iter()
+    .chain(memory_cases())
+    .chain(hybrid_cases())
+    .collect()
+}
+
+/// Replicas of ZeRO's partitions along dp.
+fn hybrid_cases() -> Vec<Case> {
+    let of = |stage: usize, shard_size: usize, extra: Value| {
+        let mut config = json!({ "zero_optimization": { "stage": stage, "mics_shard_size": shard_size } });
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    let (once, twice) = (json!({}), json!({ "gradient_accumulation_steps": 2 }));
+    let lamb = json!({ "optimizer": { "type": "Lamb" } });
+    vec![
+        case("4 x 2, 2 replicas, stage 3", tiny(8, 4), (4, 2), 22, of(3, 2, twice.clone())),
+        case("4 x 1, 2 replicas, stage 2", tiny(4, 2), (4, 1), 16, of(2, 2, twice)),
+        case("6 x 1, 2 replicas, LAMB", tied(tiny(4, 2)), (6, 1), 16, of(1, 3, lamb)),
+        case("2 x 3, 2 replicas, stage 0", tiny(6, 3), (2, 3), 22, of(0, 1, once.clone())),
+        case("2 x 2, 2 replicas of the whole", tiny(6, 3), (2, 2), 22, of(3, 1, once.clone())),
+        case("3 x 3, stage 3", tiny(6, 3), (3, 3), 25, of(3, 3, once)),
+    ]
+}
+
+/// What bounds a step's memory: intervals, tiles, chunks of heads, offload, frozen parameters.
+fn memory_cases() -> Vec<Case> {
+    let with =
+        |stage: usize, ulysses: Value| json!({ "zero_optimization": { "stage": stage }, "ulysses": ulysses });
+    let every_other = json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 2 });
+    let chunks = |chunks: usize, checkpointing: bool| json!({ "head_chunks": chunks, "activation_checkpointing": checkpointing });
+    let tiles = json!({ "tile_tokens": 5, "activation_checkpointing": true });
+    let mut offload = with(3, json!({ "head_chunks": 2, "activation_checkpointing": true }));
+    offload["activation_checkpointing"] = json!({ "cpu_checkpointing": true });
+    let frozen = |patterns: &[&str]| {
+        let groups: Vec<_> = patterns.iter().map(|name| json!({ "match": name, "frozen": true })).collect();
+        json!({ "parameter_groups": groups })
+    };
+    // All of the first layer, parts of the others, and the embedding.
+    let lower = frozen(&["embed_tokens", "layers.0.", "mlp"]);
+    let lamb = json!({
+        "optimizer": { "type": "Lamb" }, "zero_optimization": { "stage": 1 }, "ulysses": frozen(&["_proj"]),
+    });
+    let in_files = |optimizer: &str| {
+        let file = json!({ "device": "nvme" });
+        let zero = json!({ "stage": 3, "offload_optimizer": file, "offload_param": file });
+        json!({ "zero_optimization": zero, "optimizer": { "type": optimizer }, "ulysses": chunks(1, true) })
+    };
+    let mut twice = with(3, lower.clone());
+    twice["gradient_accumulation_steps"] = json!(2);
+    vec![
+        case("every other layer", tiny(8, 4), (2, 2), 22, with(3, every_other)),
+        case("tiles, sp 2", tiny(8, 4), (1, 2), 25, with(0, tiles)),
+        case("2 chunks, sp 2", tiny(8, 4), (1, 2), 25, with(0, chunks(2, false))),
+        case("3 chunks, uneven, sp 2", tiny(8, 4), (1, 2), 25, with(2, chunks(3, true))),
+        case("4 chunks, 2 x 2", tiny(8, 4), (2, 2), 22, with(3, chunks(4, true))),
+        case("offload, 2 x 2", tiny(8, 4), (2, 2), 22, offload),
+        case("state and parameters in files, 2 x 2", tiny(8, 4), (2, 2), 22, in_files("AdamW")),
+        case("state and parameters in files, LAMB", tied(tiny(8, 4)), (3, 1), 16, in_files("Lamb")),
+        case("frozen below, 2 x 2, stage 0", tiny(8, 4), (2, 2), 22, with(0, lower.clone())),
+        case("frozen below, 2 x 2, stage 1", tiny(8, 4), (2, 2), 22, with(1, lower.clone())),
+        case("frozen below, 2 x 2, stage 2", tiny(8, 4), (2, 2), 22, with(2, lower)),
+        case("frozen below, 2 x 2, stage 3, twice", tiny(8, 4), (2, 2), 22, twice),
+        case("frozen matrices, LAMB", tied(tiny(8, 4)), (3, 1), 16, lamb),
+    ]
+}
+
+impl Case {
+    fn config(&self) -> Config {
+        let (dp, sp) = self.mesh;
+        let mut config = self.config.clone();
+        config["mesh_param"] = json!([dp, sp]);
+        config["train_micro_batch_size_per_gpu"] = json!(2);
+        config["ulysses"]["seq_len"] = json!(self.seq_len);
+        Config::from_json_str(&config.to_string(), "test.json").unwrap()
+    }
+
+    /// What each rank starts and moves in a step.
+    fn run(&self) -> Vec<(Vec<Started>, Moved)> {
+        let config = self.config();
+        let rows = config.train_batch_size;
+        let batch = global_batch(&Batch::random(self.model.vocab_size, rows, self.seq_len, 3)).unwrap();
+        let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+            let log = Log::default();
+            let recorded = Recorded::groups(&groups, &log);
+            let model = Model::llama(&self.model)?;
+            let (attention, device) = (Arc::new(FlashAttention), test_device());
+            let weights = RandomWeights { seed: 1 };
+            let mut engine = Engine::with_attention(model, &weights, &config, recorded, attention, &device)?;
+            let mut micro_batches = micro_batches(&batch, &engine)?.into_iter();
+            log.lock().unwrap().clear();
+            let before = moved(&groups)?;
+            engine.train_batch(|| Ok::<_, DataError>(micro_batches.next().unwrap()))?;
+            let mut after = moved(&groups)?;
+            for (key, (sent, received)) in before {
+                let entry = after.get_mut(&key).unwrap();
+                *entry = (entry.0 - sent, entry.1 - received);
+            }
+            after.retain(|_, bytes| *bytes != (0, 0));
+            let log = std::mem::take(&mut *log.lock().unwrap());
+            Ok((log, after))
+        });
+        ranks.unwrap()
+    }
+
+    /// The same by the schedule.
+    fn scheduled(&self, rank: usize) -> (Vec<Started>, Moved) {
+        let transfers = self.transfers(rank);
+        let started = |transfer: &Transfer| Started {
+            op: transfer.op,
+            axis: transfer.axis.name(),
+            input_bytes: transfer.input_bytes,
+        };
+        let mut moved = Moved::new();
+        for transfer in &transfers {
+            let entry = moved.entry((transfer.axis.name(), transfer.op)).or_default();
+            *entry = (entry.0 + transfer.sent_bytes(), entry.1 + transfer.received_bytes);
+        }
+        (transfers.iter().map(started).collect(), moved)
+    }
+
+    fn transfers(&self, rank: usize) -> Vec<Transfer> {
+        let mesh = DeviceMesh::dp_sp(self.mesh.0, self.mesh.1).unwrap();
+        let events = schedule(&self.config(), &self.model, &mesh, rank).unwrap();
+        let transfer = |event| if let Event::Collective(transfer) = event { Some(transfer) } else { None };
+        events.filter_map(transfer).collect()
+    }
+}
+
+/// What a rank has moved, once its peers have taken all that it sent.
+fn moved(groups: &ZeroGroups) -> anyhow::Result<Moved> {
+    let mut moved = Moved::new();
+    for (axis, group) in groups.by_axis() {
+        group.barrier()?;
+        let ops = group.stats().ops.into_iter();
+        moved.extend(ops.map(|(op, stats)| ((axis, op), (stats.bytes_sent, stats.bytes_received))));
+    }
+    Ok(moved)
+}
+
+#[test]
+fn the_schedule_is_the_log_of_real_ranks_event_for_event() {
+    for case in cases() {
+        for (rank, (started, moved)) in case.run().into_iter().enumerate() {
+            let (expected, expected_moved) = case.scheduled(rank);
+            let differs = started.iter().zip(&expected).position(|(started, expected)| started != expected);
+            let at = differs.unwrap_or(started.len().min(expected.len()));
+            let (label, real, told) = (case.label, started.get(at), expected.get(at));
+            assert!(
+                started == expected,
+                "{label}, rank {rank}, event {at}: {real:?} is scheduled as {told:?}"
+            );
+            assert_eq!(moved, expected_moved, "{label}, rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn what_is_started_is_awaited_once_and_in_order() {
+    for case in cases() {
+        let mesh = DeviceMesh::dp_sp(case.mesh.0, case.mesh.1).unwrap();
+        let mut under_way: BTreeMap<Purpose, i64> = BTreeMap::new();
+        for event in schedule(&case.config(), &case.model, &mesh, 0).unwrap() {
+            match event {
+                Event::Collective(transfer) if !transfer.is_awaited_at_once() => {
+                    *under_way.entry(transfer.purpose).or_default() += 1;
+                }
+                Event::Wait(purpose) => {
+                    let left = under_way.entry(purpose).or_default();
+                    *left -= 1;
+                    assert!(*left >= 0, "{}: nobody has started to {purpose}", case.label);
+                }
+                _ => {}
+            }
+            // A layer's parts and the next one's; a reduction and the one before it.
+            assert!(under_way.values().all(|count| *count <= 4), "{}: {under_way:?}", case.label);
+        }
+        assert!(under_way.values().all(|count| *count == 0), "{}: {under_way:?}", case.label);
+    }
+}
+
+#[test]
+fn what_a_rank_sends_to_another_is_what_that_one_receives() {
+    for case in cases() {
+        let (dp, sp) = case.mesh;
+        let shard = case.config().zero_world_size();
+        let all: Vec<_> = (0..dp * sp).map(|rank| case.transfers(rank)).collect();
+        for (rank, transfers) in all.iter().enumerate() {
+            for (index, transfer) in transfers.iter().enumerate() {
+                let (own_dp, own_sp) = (rank / sp, rank % sp);
+                let members: Vec<usize> = match transfer.axis.name() {
+                    "dp" => (0..dp).map(|peer| peer * sp + own_sp).collect(),
+                    "sp" => (0..sp).map(|peer| own_dp * sp + peer).collect(),
+                    "dp_shard" => {
+                        (0..shard).map(|peer| (own_dp / shard * shard + peer) * sp + own_sp).collect()
+                    }
+                    "replicas" => {
+                        let same = (own_dp % shard..dp).step_by(shard);
+                        same.flat_map(|dp| (0..sp).map(move |peer| dp * sp + peer)).collect()
+                    }
+                    other => panic!("no axis is called {other}"),
+                };
+                let place = members.iter().position(|member| *member == rank).unwrap();
+                let from_all: u64 = members.iter().map(|peer| all[*peer][index].sent_to[place]).sum();
+                assert_eq!(from_all, transfer.received_bytes, "{}, rank {rank}, {transfer:?}", case.label);
+            }
+        }
+    }
+}
+
+#[test]
+fn thousands_of_ranks_cost_a_loop() {
+    let (model, mesh) = (shape("llama3-405b").unwrap(), DeviceMesh::dp_sp(32, 128).unwrap());
+    let config = json!({
+        "train_micro_batch_size_per_gpu": 1, "mesh_param": [32, 128], "bf16": { "enabled": true },
+        "zero_optimization": { "stage": 3 }, "ulysses": { "seq_len": 1 << 20, "activation_checkpointing": true },
+    });
+    let config = Config::from_json_str(&config.to_string(), "test.json").unwrap();
+    let mut peaks = Vec::new();
+    for rank in [0, 127, 128, 4095] {
+        let (mut held, mut peak) = (0, 0);
+        for event in schedule(&config, &model, &mesh, rank).unwrap() {
+            if let Event::Memory { bytes, .. } = event {
+                held += bytes;
+                peak = peak.max(held);
+            }
+        }
+        peaks.push(peak);
+    }
+    assert!(peaks.iter().all(|peak| *peak == peaks[0]), "all ranks have as many tokens and heads: {peaks:?}");
+}
+
+#[test]
+fn the_arithmetic_of_the_measured_model_is_that_of_the_literature() {
+    // 4 layers, 256 wide, 8 heads, 2048 tokens: 31.9 MFLOP per token, forward and backward.
+    let model = preset("small").unwrap();
+    let flops = |sp: usize, documents: Option<usize>, recompute: bool| -> f64 {
+        let config = json!({
+            "train_batch_size": 1, "mesh_param": [1, sp],
+            "ulysses": { "seq_len": 2048, "activation_checkpointing": recompute },
+        });
+        let config = Config::from_json_str(&config.to_string(), "test.json").unwrap();
+        let mesh = DeviceMesh::dp_sp(1, sp).unwrap();
+        let of_rank = |rank| {
+            let events = Schedule::new(&config, &model, &mesh, rank, documents).unwrap();
+            let work = |event| if let Event::Compute(work) = event { Some(work) } else { None };
+            events.filter_map(work).map(|work| work.flops)
+        };
+        (0..sp).flat_map(of_rank).sum::<f64>() / 2048.0
+    };
+    let whole = flops(1, None, false);
+    assert!((whole / 1e6 - 31.95).abs() < 0.05, "{whole}");
+    for sp in [2, 3, 4, 8] {
+        assert!(
+            (flops(sp, None, false) / whole - 1.0).abs() < 1e-9,
+            "sp {sp} changes who computes, not what"
+        );
+    }
+    assert!(flops(1, Some(256), false) < 0.75 * whole, "documents see themselves only");
+    let recomputed = flops(1, None, true) / whole;
+    // A forward more, but for the head and the product that gives the layer's output, which nobody needs.
+    assert!((1.28..1.29).contains(&recomputed), "{recomputed}");
+}
+
+#[test]
+fn one_real_rank_of_a_pretended_world_counts_what_the_schedule_says() {
+    // 64 ranks, of which this machine runs one at a time.
+    let config =
+        json!({ "zero_optimization": { "stage": 3 }, "ulysses": { "activation_checkpointing": true } });
+    let case = case("8 x 8", tiny(16, 2), (8, 8), 66, config);
+    let mesh = DeviceMesh::dp_sp(8, 8).unwrap();
+    for rank in [0, 9, 63] {
+        let fake = |axis: &str| -> Arc<dyn ProcessGroup> {
+            let place = mesh.coordinate_on(axis, rank).unwrap();
+            Arc::new(FakeGroup::new(axis, mesh.group_of(axis, rank).unwrap(), place).unwrap())
+        };
+        let (config, log) = (case.config(), Log::default());
+        let groups = ZeroGroups { dp: fake("dp"), sp: fake("sp"), hybrid: None };
+        let batch = global_batch(&Batch::random(case.model.vocab_size, 16, 66, 3)).unwrap();
+        let (model, attention) = (Model::llama(&case.model).unwrap(), Arc::new(FlashAttention));
+        let recorded = Recorded::groups(&groups, &log);
+        let weights = RandomWeights { seed: 1 };
+        let mut engine =
+            Engine::with_attention(model, &weights, &config, recorded, attention, &test_device()).unwrap();
+        let mut micro_batches = micro_batches(&batch, &engine).unwrap().into_iter();
+        let report = engine.train_batch(|| Ok::<_, DataError>(micro_batches.next().unwrap())).unwrap();
+        let (expected, expected_moved) = case.scheduled(rank);
+        assert_eq!(*log.lock().unwrap(), expected, "rank {rank}");
+        assert_eq!(moved(&groups).unwrap(), expected_moved, "rank {rank}");
+        assert_eq!(report.comm_bytes, expected_moved.values().map(|(sent, _)| sent).sum::<u64>());
+        assert!(report.loss.is_finite() && groups.sp.split("x", Some(0), 0).is_err());
+    }
+}

@@ -1,0 +1,113 @@
+//! Blocks written with candle ops, alone and mixed with the library's own layers: the mesh
+//! changes nothing about them either.
+
+#[path = "../../examples/05_own_candle_block.rs"]
+#[allow(dead_code, reason = "the example's main")]
+mod example;
+
+use crate::support::compare::{assert_all_close, assert_scalar_close};
+use crate::support::device::test_device;
+use crate::support::llama_block::autograd_decoder_layer;
+use crate::support::mesh_run::{
+    Layout, Problem, Rule, assert_matches, by_name, global_batch, layout, llama, llama_config, on_mesh,
+};
+use crate::support::problems::{CONFIG, main_problem, packed_batch};
+use crate::support::reference::{Batch, ReferenceConfig};
+use std::sync::Arc;
+use ulysses::comm::thread::LaunchOptions;
+use ulysses::engine::{BatchOutcome, Engine};
+use ulysses::kernels::attention::FlashAttention;
+use ulysses::model::{DecoderLayer, LlamaConfig, Model, RandomWeights};
+
+const TOLERANCE: f64 = 2e-5;
+
+fn layouts() -> impl Iterator<Item = Layout> {
+    let meshes = [(1, 1), (1, 2), (2, 2), (1, 3)];
+    meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)))
+}
+
+/// Three clipped SGD steps of `model` on four packed rows.
+fn run(layout: Layout, model: fn() -> Model) -> BatchOutcome {
+    let rows: [&[usize]; 4] = [&[22], &[9, 13], &[1, 4, 17], &[11, 11]];
+    let global = global_batch(&Batch::packed(example::VOCAB_SIZE, &rows, 11)).unwrap();
+    let problem = main_problem(Rule::Sgd { lr: 0.1 }, Some(0.5));
+    let config = problem.json_config(layout, rows.len()).unwrap();
+    let outcomes = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+        let (weights, attention) = (RandomWeights { seed: 3 }, Arc::new(FlashAttention));
+        let mut engine =
+            Engine::with_attention(model(), &weights, &config, groups, attention, &test_device())?;
+        let outcome = engine.run_global_batch(&global, 3)?;
+        engine.check_replicas()?;
+        Ok(outcome)
+    });
+    outcomes.unwrap().remove(0)
+}
+
+/// Every layout against the single rank.
+fn check(model: fn() -> Model) {
+    let expected = run(layout(1, 1, 0), model);
+    assert!(expected.gradients.iter().all(|(_, gradient)| {
+        gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap() > 0.0
+    }));
+    for layout in layouts() {
+        let outcome = run(layout, model);
+        for (report, expected) in outcome.reports.iter().zip(&expected.reports) {
+            assert_scalar_close(&format!("{layout:?}: loss"), report.loss, expected.loss, TOLERANCE);
+            let (norm, expected) = (report.grad_norm, expected.grad_norm);
+            assert_scalar_close(&format!("{layout:?}: norm"), norm, expected, TOLERANCE);
+        }
+        for (what, actual, expected) in [
+            ("gradient", &outcome.gradients, &expected.gradients),
+            ("parameter", &outcome.parameters, &expected.parameters),
+        ] {
+            let label = format!("{layout:?}: {what}");
+            assert_all_close(&label, &by_name(actual), &by_name(expected), TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn the_example_s_block_is_the_same_on_every_mesh() {
+    check(example::model);
+}
+
+/// A block of the example's, a decoder layer of the same width, another block.
+fn mixed() -> Model {
+    let config = LlamaConfig {
+        vocab_size: example::VOCAB_SIZE,
+        hidden_size: example::HIDDEN,
+        ..llama_config(&CONFIG)
+    };
+    let decoder = Box::new(DecoderLayer::new(&config, 1));
+    Model { layers: vec![example::layer(0), decoder, example::layer(2)], ..example::model() }
+}
+
+#[test]
+fn autograd_and_fused_layers_mix() {
+    check(mixed);
+}
+
+/// A Llama model whose first layer is under candle's autograd.
+fn half_autograd(config: &LlamaConfig) -> Model {
+    let mut model = llama(config);
+    model.layers[0] = autograd_decoder_layer(config, 0);
+    model
+}
+
+#[test]
+fn a_llama_with_a_layer_under_autograd_is_the_reference_s_on_every_mesh() {
+    for (num_heads, num_kv_heads, checkpointing) in [(8, 4, false), (4, 1, true)] {
+        let config = ReferenceConfig { num_heads, num_kv_heads, ..CONFIG };
+        let extra = serde_json::json!({ "ulysses": { "activation_checkpointing": checkpointing } });
+        let problem = Problem {
+            model: half_autograd,
+            extra,
+            ..crate::support::problems::problem(config, packed_batch())
+        };
+        let expected = problem.reference().unwrap();
+        for layout in layouts() {
+            let outcome = problem.run(layout).unwrap();
+            assert_matches(&outcome, &expected, TOLERANCE, &format!("{layout:?}"));
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! The mesh never changes the math: training against PyTorch, an independent f64 decoder and itself.
+
+#![allow(clippy::unwrap_used)]
+
+mod custom_block;
+mod documents;
+mod fault_injection;
+mod golden;
+mod loss_normalization;
+mod lr_schedules;
+mod mesh_invariance;
+mod optimizers;
+mod parameter_groups;
+mod precision;
+mod reference;
+#[path = "../support/mod.rs"]
+mod support;
+
+use std::alloc::System;
+use ulysses::memory::CountingAllocator;
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);

@@ -1,0 +1,155 @@
+//! The mesh never changes the maths: every layout against an independent f64 reference.
+
+use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
+use crate::support::problems::{ADAMW, CONFIG, SEQ_LEN, main_problem, packed_batch, problem};
+use crate::support::reference::{Batch, ReferenceConfig, RopeScaling};
+
+/// dp × sp × stage × accumulation: 1, 2, 4 × 1, 2, 3, 4 × 0..=3 × 1, 2.
+fn full_grid() -> impl Iterator<Item = Layout> {
+    let meshes = [1, 2, 4].into_iter().flat_map(|dp| (1..=4).map(move |sp| (dp, sp)));
+    let stages = meshes.flat_map(|(dp, sp)| (0..=3).map(move |stage| (dp, sp, stage)));
+    stages.flat_map(|(dp, sp, stage)| {
+        [1, 2].into_iter().map(move |accumulation| Layout { accumulation, ..layout(dp, sp, stage) })
+    })
+}
+
+/// Meshes with every kind of unevenness, at the two extreme stages.
+fn small_grid() -> impl Iterator<Item = Layout> {
+    let meshes = [(1, 1), (1, 2), (2, 1), (1, 3), (2, 3), (1, 4), (4, 2)];
+    meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)))
+}
+
+fn check(problem: &Problem, layouts: impl Iterator<Item = Layout>, tolerance: f64) {
+    let expected = problem.reference().unwrap();
+    for layout in layouts {
+        let outcome = problem.run(layout).unwrap();
+        assert_matches(&outcome, &expected, tolerance, &format!("{layout:?}"));
+    }
+}
+
+#[test]
+fn sgd_is_the_same_on_every_mesh_stage_and_accumulation() {
+    check(&main_problem(Rule::Sgd { lr: 0.1 }, None), full_grid(), 2e-5);
+}
+
+#[test]
+fn clipped_sgd_is_the_same_on_every_mesh_stage_and_accumulation() {
+    let problem = main_problem(Rule::Sgd { lr: 0.1 }, Some(0.25));
+    let unclipped = problem.reference().unwrap().steps[0].grad_norm;
+    assert!(unclipped > 0.5, "clipping must bite: norm {unclipped}");
+    check(&problem, full_grid(), 2e-5);
+}
+
+#[test]
+fn adamw_is_the_same_on_every_mesh_stage_and_accumulation() {
+    check(&main_problem(Rule::AdamW(ADAMW), None), full_grid(), 5e-5);
+}
+
+#[test]
+fn activation_checkpointing_changes_nothing() {
+    let mut problem = main_problem(Rule::Sgd { lr: 0.1 }, None);
+    problem.extra = serde_json::json!({ "ulysses": { "activation_checkpointing": true } });
+    check(&problem, small_grid(), 2e-5);
+}
+
+#[test]
+fn loss_tiles_need_not_divide_the_tokens() {
+    let mut problem = main_problem(Rule::Sgd { lr: 0.1 }, None);
+    problem.extra = serde_json::json!({ "ulysses": { "loss_tile_tokens": 5 } });
+    check(&problem, small_grid(), 2e-5);
+}
+
+#[test]
+fn any_number_of_kv_heads_works() {
+    for (num_heads, num_kv_heads) in [(8, 1), (8, 2), (6, 3), (8, 8), (5, 5), (4, 1)] {
+        let config = ReferenceConfig { num_heads, num_kv_heads, ..CONFIG };
+        check(&problem(config, packed_batch()), small_grid(), 2e-5);
+    }
+}
+
+#[test]
+fn a_tied_head_is_one_unit_that_is_reduced_once() {
+    let config = ReferenceConfig { tie_word_embeddings: true, ..CONFIG };
+    let problem = problem(config, packed_batch());
+    let accumulated = small_grid().map(|layout| Layout { accumulation: 2, ..layout });
+    check(&problem, small_grid().chain(accumulated), 2e-5);
+}
+
+#[test]
+fn a_shard_whose_labels_are_all_masked_contributes_zero() {
+    // Over sp 3 the shards are 0..8, 8..15 and 15..22; over sp 2 0..11 and 11..22.
+    for masked in [0..8, 8..15, 11..22] {
+        check(&problem(CONFIG, packed_batch().mask_tokens(masked)), small_grid(), 2e-5);
+    }
+}
+
+#[test]
+fn rows_that_dp_does_not_divide_are_padded_with_masked_ones() {
+    for rows in [1, 3] {
+        check(&problem(CONFIG, packed_batch().rows(0..rows)), small_grid(), 2e-5);
+    }
+}
+
+#[test]
+fn a_dp_rank_whose_rows_are_all_masked_contributes_zero() {
+    check(&problem(CONFIG, packed_batch().mask_rows(4..8)), small_grid(), 2e-5);
+}
+
+#[test]
+fn unpacked_rows_of_every_length_down_to_one_token_per_rank_work() {
+    for seq_len in [4, 5, SEQ_LEN + 3] {
+        check(&problem(CONFIG, Batch::random(CONFIG.vocab_size, 4, seq_len, 3)), small_grid(), 2e-5);
+    }
+}
+
+#[test]
+fn a_batch_without_any_label_is_skipped_and_changes_nothing() {
+    let problem = problem(CONFIG, packed_batch().mask_rows(0..8));
+    for layout in small_grid() {
+        let outcome = problem.run(layout).unwrap();
+        assert!(outcome.reports.iter().all(|report| report.skipped && report.loss == 0.0), "{layout:?}");
+        let before = crate::support::reference::as_tensors(&problem.weights);
+        let after = crate::support::mesh_run::by_name(&outcome.parameters);
+        crate::support::compare::assert_all_close("parameter", &after, &before, 0.0);
+    }
+}
+
+/// Checks a family on packed documents, with and without recomputation.
+fn check_family(config: ReferenceConfig) {
+    let mut problem = problem(config, packed_batch());
+    check(&problem, small_grid(), 2e-5);
+    problem.extra = serde_json::json!({ "ulysses": { "activation_checkpointing": true } });
+    check(&problem, [layout(2, 3, 3)].into_iter(), 2e-5);
+}
+
+#[test]
+fn biases_on_queries_keys_and_values_are_the_same_on_every_mesh() {
+    check_family(ReferenceConfig { qkv_bias: true, ..CONFIG });
+}
+
+#[test]
+fn norms_over_the_heads_of_queries_and_keys_are_the_same_on_every_mesh() {
+    check_family(ReferenceConfig { qk_norm: true, ..CONFIG });
+}
+
+#[test]
+fn sliding_windows_are_the_same_on_every_mesh() {
+    for window in [1, 5, SEQ_LEN] {
+        check_family(ReferenceConfig { sliding_window: Some(window), ..CONFIG });
+    }
+}
+
+#[test]
+fn scaled_rotary_embeddings_are_the_same_on_every_mesh() {
+    for rope_scaling in [
+        RopeScaling::Linear { factor: 4.0 },
+        // Documents of up to 6 tokens are not scaled, longer ones by their own length.
+        RopeScaling::Dynamic { factor: 2.0, max_position_embeddings: 6 },
+        RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original: 32 },
+        RopeScaling::Yarn { factor: 4.0, original: 200 },
+    ] {
+        // Pairs of every kind: kept, between, divided.
+        let config = ReferenceConfig { head_dim: 8, rope_theta: 100.0, rope_scaling, ..CONFIG };
+        check(&problem(config, packed_batch()), small_grid(), 2e-5);
+    }
+}

@@ -1,0 +1,88 @@
+//! Every optimizer against its formula in f64, on meshes and at stages that cut its tensors in every way.
+
+use crate::support::compare::assert_all_close;
+use crate::support::compare::{max_rel_error, values};
+use crate::support::mesh_run::{Layout, Rule, assert_matches, bits, by_name, layout};
+use crate::support::problems::{ADAGRAD, LAMB, LION, main_problem};
+use crate::support::reference::{LambConfig, as_tensors};
+use serde_json::json;
+
+/// Tight bounds, which norms and large matrices run into from both sides.
+const BOUNDED_LAMB: LambConfig = LambConfig { coefficients: (0.2, 0.5), ..LAMB };
+
+const RULES: [Rule; 4] =
+    [Rule::Lion(LION), Rule::Adagrad(ADAGRAD), Rule::Lamb(LAMB), Rule::Lamb(BOUNDED_LAMB)];
+
+/// Meshes whose partitions cut tensors, and shards of equal and unequal length.
+const MESHES: [(usize, usize); 6] = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (4, 2)];
+
+fn layouts() -> impl Iterator<Item = Layout> {
+    MESHES.into_iter().flat_map(|(dp, sp)| (0..=3).map(move |stage| layout(dp, sp, stage)))
+}
+
+#[test]
+fn three_steps_are_those_of_the_formula_on_every_mesh_and_stage() {
+    for rule in RULES {
+        for clip in [None, Some(0.25)] {
+            let problem = main_problem(rule, clip);
+            let expected = problem.reference().unwrap();
+            let before = as_tensors(&problem.weights);
+            for (name, after) in as_tensors(&expected.weights) {
+                let moved = max_rel_error(&values(&after), &before[&name]);
+                assert!(moved > 1e-3, "{rule:?}: three steps must be seen in {name}, {moved}");
+            }
+            for layout in layouts() {
+                let outcome = problem.run(layout).unwrap();
+                assert_matches(&outcome, &expected, 5e-5, &format!("{rule:?} clip {clip:?} {layout:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn all_four_stages_give_the_same_bits() {
+    for rule in RULES {
+        let problem = main_problem(rule, None);
+        for (dp, sp) in MESHES {
+            let [zero, others @ ..] = [0, 1, 2, 3].map(|stage| problem.run(layout(dp, sp, stage)).unwrap());
+            for (stage, other) in (1..).zip(others) {
+                assert!(bits(&other).unwrap() == bits(&zero).unwrap(), "{rule:?} {dp}x{sp} stage {stage}");
+            }
+        }
+    }
+}
+
+#[test]
+fn with_accumulation_stages_differ_by_rounding_only() {
+    // Not Lion: the sign of a direction that is all but 0 is a matter of rounding.
+    for rule in [Rule::Adagrad(ADAGRAD), Rule::Lamb(LAMB)] {
+        let problem = main_problem(rule, None);
+        for (dp, sp) in MESHES {
+            let runs = [0, 1, 2, 3].map(|stage| {
+                by_name(&problem.run(Layout { accumulation: 2, ..layout(dp, sp, stage) }).unwrap().parameters)
+            });
+            for stage in 1..=3 {
+                let label = format!("{rule:?} {dp}x{sp} stage {stage}: parameter");
+                assert_all_close(&label, &runs[stage], &runs[0], 1e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn in_bf16_the_master_copy_is_updated_and_all_stages_give_the_same_bits() {
+    for rule in RULES {
+        let mut problem = main_problem(rule, None);
+        problem.extra = json!({ "bf16": { "enabled": true } });
+        let expected = as_tensors(&problem.reference().unwrap().weights);
+        for (dp, sp) in [(1, 1), (2, 2), (3, 1)] {
+            let [zero, others @ ..] = [0, 1, 2, 3].map(|stage| problem.run(layout(dp, sp, stage)).unwrap());
+            for (stage, other) in (1..).zip(others) {
+                assert!(bits(&other).unwrap() == bits(&zero).unwrap(), "{rule:?} {dp}x{sp} stage {stage}");
+            }
+            // Gradients of bf16 turn some of the smallest steps around: at most 2 · 3 steps of 1e-2.
+            let label = format!("{rule:?} {dp}x{sp}: parameter");
+            assert_all_close(&label, &by_name(&zero.parameters), &expected, 6e-2);
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Parameter groups: rates and weight decay by the names of parameters, on partitions that cut through groups.
+
+use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, bits, by_name, layout};
+use crate::support::problems::{ADAMW, main_problem};
+use crate::support::reference::{
+    AdagradConfig, AdamWConfig, LambConfig, LionConfig, Optimizer, Tensors, Weights, as_tensors,
+};
+use anyhow::Result;
+use serde_json::{Value, json};
+
+/// The head's own rate.
+const HEAD_LR: f64 = 3e-4;
+
+/// Norms have no decay; the first layer, the embedding and the head have rates of their own. The norms of the first
+/// layer are in the first group.
+fn groups() -> Value {
+    json!([
+        { "match": "norm", "weight_decay": 0.0 },
+        { "match": r"layers\.0\.", "lr_scale": 2.0, "weight_decay": 0.3 },
+        { "match": "^model.embed_tokens", "lr_scale": 0.25 },
+        { "match": "lm_head", "lr": HEAD_LR },
+    ])
+}
+
+/// The group of a parameter, worked out by hand, as (factor of the rate, weight decay).
+fn settings(name: &str, rule: Rule) -> (f64, f64) {
+    match name {
+        "lm_head.weight" => (HEAD_LR / lr(rule), 0.1),
+        _ if name.contains("norm") => (1.0, 0.0),
+        _ if name.contains("layers.0.") => (2.0, 0.3),
+        "model.embed_tokens.weight" => (0.25, 0.1),
+        _ => (1.0, 0.1),
+    }
+}
+
+fn lr(rule: Rule) -> f64 {
+    match rule {
+        Rule::Sgd { lr } => lr,
+        Rule::AdamW(config) => config.lr,
+        Rule::Lion(config) => config.lr,
+        Rule::Adagrad(config) => config.lr,
+        Rule::Lamb(config) => config.lr,
+    }
+}
+
+const RULES: [fn(f64, f64) -> Rule; 4] = [
+    |factor, weight_decay| Rule::AdamW(AdamWConfig { lr: factor * ADAMW.lr, weight_decay, ..ADAMW }),
+    |factor, weight_decay| Rule::Lion(LionConfig { lr: factor * 1e-3, betas: (0.9, 0.99), weight_decay }),
+    |factor, weight_decay| {
+        let (lr, initial_accumulator_value) = (factor * 1e-2, 1e-3);
+        Rule::Adagrad(AdagradConfig {
+            lr,
+            lr_decay: 0.5,
+            eps: 1e-10,
+            weight_decay,
+            initial_accumulator_value,
+        })
+    },
+    |factor, weight_decay| {
+        let (lr, coefficients) = (factor * 1e-2, (0.01, 10.0));
+        Rule::Lamb(LambConfig { lr, betas: (0.9, 0.95), eps: 1e-5, weight_decay, coefficients })
+    },
+];
+
+/// One of the reference's optimizers for each parameter.
+struct Grouped {
+    rule: fn(f64, f64) -> Rule,
+    optimizers: std::collections::BTreeMap<String, Box<dyn Optimizer>>,
+}
+
+impl Optimizer for Grouped {
+    fn step(&mut self, weights: &mut Weights, grads: &Tensors) -> Result<()> {
+        for (name, weight) in weights {
+            let (factor, weight_decay) = settings(name, (self.rule)(1.0, 0.1));
+            let new = || (self.rule)(factor, weight_decay).reference();
+            let optimizer = self.optimizers.entry(name.clone()).or_insert_with(new);
+            let mut alone: Weights = [(name.clone(), weight.clone())].into();
+            optimizer.step(&mut alone, grads)?;
+            *weight = alone.remove(name).unwrap();
+        }
+        Ok(())
+    }
+}
+
+fn grouped_problem(rule: fn(f64, f64) -> Rule) -> Problem {
+    let mut problem = main_problem(rule(1.0, 0.1), None);
+    problem.extra = json!({ "ulysses": { "parameter_groups": groups() } });
+    problem
+}
+
+const MESHES: [(usize, usize); 4] = [(1, 1), (2, 2), (3, 1), (4, 2)];
+
+fn layouts() -> impl Iterator<Item = Layout> {
+    MESHES.into_iter().flat_map(|(dp, sp)| (0..=3).map(move |stage| layout(dp, sp, stage)))
+}
+
+#[test]
+fn each_parameter_is_trained_with_the_settings_of_its_first_group() {
+    for rule in RULES {
+        let problem = grouped_problem(rule);
+        let expected = problem.reference_with(&mut Grouped { rule, optimizers: Default::default() }).unwrap();
+        for layout in layouts() {
+            let label = format!("{:?} {layout:?}", problem.rule);
+            assert_matches(&problem.run(layout).unwrap(), &expected, 5e-5, &label);
+        }
+    }
+}
+
+#[test]
+fn all_four_stages_give_the_same_bits() {
+    for rule in RULES {
+        let problem = grouped_problem(rule);
+        for (dp, sp) in MESHES {
+            let [zero, others @ ..] = [0, 1, 2, 3].map(|stage| problem.run(layout(dp, sp, stage)).unwrap());
+            for (stage, other) in (1..).zip(others) {
+                let label = format!("{:?} {dp}x{sp} stage {stage}", problem.rule);
+                assert!(bits(&other).unwrap() == bits(&zero).unwrap(), "{label}");
+            }
+        }
+    }
+}
+
+/// As in PyTorch, where a `LambdaLR` multiplies every group's rate by the same number.
+#[test]
+fn a_schedule_scales_a_group_s_own_rate_as_it_does_the_optimizer_s() {
+    let run = |group: Value| {
+        let mut problem = main_problem(Rule::AdamW(ADAMW), None);
+        problem.extra = json!({
+            "ulysses": { "parameter_groups": [group] },
+            "scheduler": { "type": "WarmupLR", "params": {
+                "warmup_min_lr": 1e-4, "warmup_max_lr": 5e-4, "warmup_num_steps": 3, "warmup_type": "linear" } },
+        });
+        bits(&problem.run(layout(2, 1, 3)).unwrap()).unwrap()
+    };
+    // A power of two: both ways of writing it are the same number.
+    let scaled = run(json!({ "match": "lm_head", "lr_scale": 0.5 }));
+    assert!(run(json!({ "match": "lm_head", "lr": 0.5 * ADAMW.lr })) == scaled);
+    assert!(run(json!({ "match": "lm_head", "lr": 0.25 * ADAMW.lr })) != scaled);
+}
+
+#[test]
+fn a_rate_of_zero_leaves_a_group_as_it_is() {
+    let mut problem = main_problem(Rule::AdamW(ADAMW), None);
+    problem.extra =
+        json!({ "ulysses": { "parameter_groups": [{ "match": "q_proj|norm", "lr_scale": 0.0 }] } });
+    let before = as_tensors(&problem.weights);
+    for layout in [layout(1, 1, 0), layout(3, 1, 3)] {
+        for (name, after) in by_name(&problem.run(layout).unwrap().parameters) {
+            let is_same =
+                crate::support::compare::values(&after) == crate::support::compare::values(&before[&name]);
+            assert_eq!(is_same, name.contains("q_proj") || name.contains("norm"), "{name} {layout:?}");
+        }
+    }
+}
+
+#[test]
+fn a_pattern_that_matches_nothing_is_an_error_with_names_that_are_like_it() {
+    let mut problem = main_problem(Rule::AdamW(ADAMW), None);
+    let groups = json!([{ "match": "norm" }, { "match": "model.embed_token.weight" }]);
+    problem.extra = json!({ "ulysses": { "parameter_groups": groups } });
+    let error = format!("{:#}", problem.run(layout(1, 1, 0)).unwrap_err());
+    let expected = "`ulysses.parameter_groups[1].match`: no parameter has a name that matches \
+                    \"model.embed_token.weight\"; there is, for example, model.embed_tokens.weight";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn a_group_that_earlier_ones_leave_nothing_to_is_an_error() {
+    let mut problem = main_problem(Rule::AdamW(ADAMW), None);
+    let groups = json!([{ "match": "norm" }, { "match": "." }, { "match": "mlp", "lr_scale": 0.5 }]);
+    problem.extra = json!({ "ulysses": { "parameter_groups": groups } });
+    let error = format!("{:#}", problem.run(layout(1, 1, 0)).unwrap_err());
+    let expected = "`ulysses.parameter_groups[2].match`: every parameter with a name that matches \"mlp\" is in an \
+                    earlier group";
+    assert!(error.contains(expected), "{error}");
+}

@@ -1,0 +1,373 @@
+//! What an engine keeps between calls: recycled storage, micro batches of many lengths, and
+//! errors half-way.
+
+use crate::support::device::test_device;
+use crate::support::doubles::{Fault, FaultyGroup};
+use crate::support::mesh_run::{
+    Layout, Problem, Rule, by_name, global_batch, layout, llama, llama_config, micro_batches, on_mesh,
+};
+use crate::support::problems::{ADAMW, CONFIG, main_problem, packed_batch};
+use crate::support::reference::Batch;
+use anyhow::Result;
+use candle_core::Tensor;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use ulysses::comm::LaunchOptions;
+use ulysses::config::Config;
+use ulysses::data::MicroBatch;
+use ulysses::engine::{Engine, EngineError};
+use ulysses::kernels::attention::FlashAttention;
+use ulysses::model::{
+    AutogradLayer, BlockContext, Init, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
+    RandomWeights, Saved,
+};
+use ulysses::tensor::with_slice_mut;
+use ulysses::zero::ZeroGroups;
+
+const ROWS: usize = 8;
+
+fn problem() -> Problem {
+    main_problem(Rule::Sgd { lr: 0.1 }, None)
+}
+
+/// Runs `work` on every rank, with the rank's engine and micro batches.
+fn on_ranks<T: Send>(
+    problem: &Problem,
+    layout: Layout,
+    work: impl Fn(&mut Engine, &[MicroBatch]) -> Result<T> + Sync,
+) -> Vec<T> {
+    let config = problem.json_config(layout, ROWS).unwrap();
+    let global = global_batch(&problem.batch).unwrap();
+    let run = |_: usize, groups| {
+        let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+        let batches = micro_batches(&global, &engine)?;
+        work(&mut engine, &batches)
+    };
+    on_mesh(&config, &LaunchOptions::default(), run).unwrap()
+}
+
+fn micro_step(engine: &mut Engine, batch: &MicroBatch) -> Result<()> {
+    let loss = engine.forward(batch)?;
+    Ok(engine.backward(loss)?)
+}
+
+/// A Llama between a block under autograd and a layer that keeps what it returns.
+fn mixed_model(config: &LlamaConfig) -> Model {
+    let mut model = llama(config);
+    let double = |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x + x.sin()?;
+    model.layers.insert(0, Box::new(AutogradLayer::new("sine", vec![], double)));
+    model.layers.push(Box::new(Tanh));
+    model
+}
+
+#[test]
+fn recycled_storage_does_not_grow_from_step_to_step() {
+    let checkpointing = serde_json::json!({ "ulysses": { "activation_checkpointing": true } });
+    for extra in [serde_json::json!({}), checkpointing] {
+        for model in [llama, mixed_model] {
+            let problem = Problem { model, extra: extra.clone(), ..problem() };
+            for layout in [layout(1, 1, 0), layout(1, 2, 0), layout(2, 2, 3)] {
+                on_ranks(&problem, layout, |engine, batches| {
+                    let mut held = Vec::new();
+                    for _ in 0..8 {
+                        micro_step(engine, &batches[0])?;
+                        engine.step()?;
+                        held.push(engine.workspace().bytes_held());
+                    }
+                    assert!(held[0] > 0);
+                    assert_eq!(held[2..], [held[2]; 6], "{layout:?}");
+                    engine.evaluate(&batches[0])?;
+                    assert_eq!(engine.workspace().bytes_held(), held[2], "{layout:?}, after an evaluation");
+                    Ok(())
+                });
+            }
+        }
+    }
+}
+
+/// `y = tanh(x)`, whose gradient needs `y` only: it keeps the very tensor that it returns,
+/// and takes its own result from the workspace.
+struct Tanh;
+
+impl Layer for Tanh {
+    fn name(&self) -> &str {
+        "tanh"
+    }
+
+    fn parameters(&self) -> &[ParameterSpec] {
+        &[]
+    }
+
+    fn forward(&self, _: &[Tensor], x: &Tensor, _: &LayerContext) -> Result<(Tensor, Saved), ModelError> {
+        let y = x.tanh()?;
+        Ok((y.clone(), Saved::new(y, 0)))
+    }
+
+    fn backward(
+        &self,
+        _: &[Tensor],
+        saved: Saved,
+        dy: Tensor,
+        _: &[Option<Tensor>],
+        ctx: &LayerContext,
+    ) -> Result<Tensor, ModelError> {
+        let y: Tensor = saved.downcast("tanh")?;
+        let dx = ctx.workspace().take(y.dims())?;
+        ulysses::kernels::elementwise::fill(&dx, f32::NAN)?;
+        let gradient = (dy * y.sqr()?.affine(-1.0, 1.0)?)?;
+        ulysses::kernels::elementwise::copy(&dx, &gradient)?;
+        Ok(dx)
+    }
+}
+
+#[test]
+fn a_layer_may_keep_its_own_output() {
+    let models: [fn(&LlamaConfig) -> Model; 2] = [
+        |config| with_tanh_layers(config, || Box::new(Tanh)),
+        |config| with_tanh_layers(config, autograd_tanh),
+    ];
+    for checkpointing in [false, true] {
+        let extra = serde_json::json!({ "ulysses": { "activation_checkpointing": checkpointing } });
+        let [got, expected] = models.map(|model| {
+            let problem = Problem { extra: extra.clone(), model, ..problem() };
+            problem.run(layout(1, 2, 0)).unwrap()
+        });
+        let (got, expected) = (by_name(&got.gradients), by_name(&expected.gradients));
+        crate::support::compare::assert_all_close("gradient", &got, &expected, 1e-5);
+    }
+}
+
+fn with_tanh_layers(config: &LlamaConfig, tanh: fn() -> Box<dyn Layer>) -> Model {
+    let mut model = llama(config);
+    model.layers.insert(1, tanh());
+    model.layers.push(tanh());
+    model
+}
+
+fn autograd_tanh() -> Box<dyn Layer> {
+    Box::new(AutogradLayer::new("tanh", vec![], |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.tanh()))
+}
+
+#[test]
+fn micro_batches_of_different_lengths_weigh_by_their_tokens() {
+    // Rows of 16 and of 22 tokens: as two micro steps in either order, and on two dp ranks.
+    let lengths = [16, 22];
+    let rows = lengths.map(|seq_len| Batch::random(CONFIG.vocab_size, 1, seq_len, seq_len as u64));
+    let problem = problem();
+    let run = |layout: Layout, order: [usize; 2]| {
+        let config: Config = problem.json_config(layout, 2).unwrap();
+        let reports = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+            let dp_rank = groups.dp.rank();
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            let mine = if layout.dp == 2 { vec![order[dp_rank]] } else { order.to_vec() };
+            for row in mine {
+                micro_step(&mut engine, &global_batch(&rows[row])?.micro_batch(0..1, 1, 0)?)?;
+            }
+            let report = engine.step()?.unwrap();
+            engine.check_replicas()?;
+            Ok((report.loss, report.grad_norm, report.label_tokens))
+        });
+        reports.unwrap()
+    };
+    let accumulated = Layout { accumulation: 2, ..layout(1, 1, 0) };
+    let expected = run(accumulated, [0, 1])[0];
+    assert_eq!(expected.2, 16 + 22);
+    let others = [run(accumulated, [1, 0]), run(layout(2, 1, 0), [0, 1]), run(layout(2, 1, 3), [1, 0])];
+    for (loss, norm, tokens) in others.concat() {
+        assert!((loss / expected.0 - 1.0).abs() < 1e-6 && (norm / expected.1 - 1.0).abs() < 1e-6);
+        assert_eq!(tokens, expected.2);
+    }
+}
+
+/// Fails in its first backward.
+struct FailsOnce(AtomicBool);
+
+impl Layer for FailsOnce {
+    fn name(&self) -> &str {
+        "fails-once"
+    }
+
+    fn parameters(&self) -> &[ParameterSpec] {
+        &[]
+    }
+
+    fn forward(&self, _: &[Tensor], x: &Tensor, _: &LayerContext) -> Result<(Tensor, Saved), ModelError> {
+        Ok((x.copy()?, Saved::new((), 0)))
+    }
+
+    fn backward(
+        &self,
+        _: &[Tensor],
+        _: Saved,
+        dy: Tensor,
+        _: &[Option<Tensor>],
+        _: &LayerContext,
+    ) -> Result<Tensor, ModelError> {
+        if self.0.swap(true, Ordering::Relaxed) {
+            return Ok(dy);
+        }
+        Err(candle_core::Error::Msg("once".into()).into())
+    }
+}
+
+#[test]
+fn after_a_failed_backward_nothing_trains_on_half_a_gradient() {
+    let model = |config: &LlamaConfig| {
+        let mut model = llama(config);
+        model.layers.insert(1, Box::new(FailsOnce(AtomicBool::new(false))));
+        model
+    };
+    for stage in 0..=3 {
+        on_ranks(&Problem { model, ..problem() }, layout(1, 1, stage), |engine, batches| {
+            assert!(micro_step(engine, &batches[0]).unwrap_err().to_string().contains("once"));
+            assert!(matches!(engine.forward(&batches[0]).err(), Some(EngineError::Broken)));
+            assert!(matches!(engine.step(), Err(EngineError::Broken)));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_loss_does_not_outlive_the_parameters_that_made_it() {
+    on_ranks(&problem(), layout(1, 1, 0), |engine, batches| {
+        let (first, second) = (engine.forward(&batches[0])?, engine.forward(&batches[0])?);
+        engine.backward(first)?;
+        engine.step()?;
+        let error = engine.backward(second).unwrap_err();
+        assert!(matches!(error, EngineError::StaleLoss { made: 0, now: 1 }), "{error}");
+        // The engine itself is fine.
+        micro_step(engine, &batches[0])?;
+        assert_eq!(engine.step()?.unwrap().step, 2);
+        Ok(())
+    });
+}
+
+#[test]
+fn looking_at_a_batch_without_stepping_leaves_nothing_behind() {
+    let global = global_batch(&packed_batch()).unwrap();
+    on_ranks(&problem(), layout(2, 2, 3), |engine, _| {
+        let losses = [engine.run_global_batch(&global, 0)?.loss, engine.run_global_batch(&global, 0)?.loss];
+        assert_eq!(losses[0], losses[1]);
+        Ok(())
+    });
+}
+
+#[test]
+fn two_parameters_of_one_name_are_refused() {
+    let spec = ParameterSpec::new("block.weight", [CONFIG.hidden_size], Init::Ones);
+    let block = |p: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x.broadcast_mul(&p[0]);
+    let config = problem().json_config(layout(1, 1, 0), ROWS).unwrap();
+    on_mesh(&config, &LaunchOptions::default(), |_, groups| {
+        let mut model = llama(&llama_config(&CONFIG));
+        for _ in 0..2 {
+            model.layers.push(Box::new(AutogradLayer::new("block", vec![spec.clone()], block)));
+        }
+        let weights = RandomWeights { seed: 0 };
+        let engine = Engine::with_attention(
+            model,
+            &weights,
+            &config,
+            groups,
+            Arc::new(FlashAttention),
+            &test_device(),
+        );
+        let error = engine.err().unwrap().to_string();
+        assert!(error.contains("two parameters are named block.weight"), "{error}");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn evaluation_is_the_loss_over_the_whole_mesh_whatever_the_number_of_rows() {
+    let expected = problem().reference().unwrap().steps[0].loss;
+    let global = global_batch(&packed_batch()).unwrap();
+    for layout in [layout(1, 1, 0), layout(2, 3, 3), layout(4, 1, 2)] {
+        // Twice as many rows as a training micro batch has with accumulation 2.
+        let accumulated = Layout { accumulation: 2, ..layout };
+        on_ranks(&problem(), accumulated, |engine, _| {
+            let rows = ROWS / layout.dp;
+            let (dp, sp) = (engine.dp_group().rank(), engine.sp_group().clone());
+            let batch = global.micro_batch(dp * rows..(dp + 1) * rows, sp.world_size(), sp.rank())?;
+            let sum = engine.evaluate(&batch)?;
+            let loss = sum.sum / sum.valid_tokens as f64;
+            assert!((loss / expected - 1.0).abs() < 1e-6, "{layout:?}: {loss} for {expected}");
+            assert!(engine.forward(&batch).err().unwrap().to_string().contains("micro_batch_size"));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn document_boundaries_must_end_with_the_row() {
+    on_ranks(&problem(), layout(1, 1, 0), |engine, batches| {
+        let mut batch = batches[0].clone();
+        let mut boundaries = batch.cu_seqlens.to_vec();
+        boundaries.iter_mut().for_each(|row| *row.last_mut().unwrap() += 12);
+        batch.cu_seqlens = Arc::new(boundaries);
+        assert!(engine.forward(&batch).err().unwrap().to_string().contains("document boundaries"));
+        Ok(())
+    });
+}
+
+#[test]
+fn replicas_that_drift_apart_along_dp_are_noticed() {
+    let problem = problem();
+    let global = global_batch(&problem.batch).unwrap();
+    // At stage 0 each dp rank updates its own copy of everything: without the sum over dp the
+    // copies follow different gradients.
+    let config = problem.json_config(layout(2, 1, 0), ROWS).unwrap();
+    let check = |fault: Option<Fault>| {
+        let run = |_: usize, groups: ZeroGroups| {
+            let groups = match fault {
+                Some(fault) => ZeroGroups { dp: FaultyGroup::wrap(groups.dp, fault), ..groups },
+                None => groups,
+            };
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            for batch in micro_batches(&global, &engine)? {
+                micro_step(&mut engine, &batch)?;
+            }
+            engine.step()?;
+            Ok(engine.check_replicas().err())
+        };
+        on_mesh(&config, &LaunchOptions::default(), run).unwrap()
+    };
+    assert!(check(None).iter().all(Option::is_none));
+    for error in check(Some(Fault::SkipsTheSum)) {
+        let Some(EngineError::ReplicasDiffer { what: "parameters", axis: "dp", rank: 1, first: 0 }) = error
+        else {
+            panic!("{error:?}")
+        };
+    }
+}
+
+#[test]
+fn optimizer_state_that_drifts_apart_is_noticed_before_it_shows_in_parameters() {
+    let problem = main_problem(Rule::AdamW(ADAMW), None);
+    for (layout, expected_axis) in [(layout(1, 2, 2), "sp"), (layout(2, 1, 0), "dp")] {
+        let global = global_batch(&problem.batch).unwrap();
+        let config = problem.json_config(layout, ROWS).unwrap();
+        let run = |rank: usize, groups| {
+            let mut engine = problem.engine(&config, groups, Arc::new(FlashAttention))?;
+            for batch in micro_batches(&global, &engine)? {
+                micro_step(&mut engine, &batch)?;
+            }
+            engine.step()?;
+            engine.check_replicas()?;
+            if rank == 1 {
+                let kind = engine.zero().state_kinds().iter().position(|kind| *kind == "exp_avg_sq").unwrap();
+                let own = engine.zero().state_partition(1, kind)?.unwrap();
+                with_slice_mut(&own, |elements: &mut [f32]| elements[3] *= 1.0 + f32::EPSILON)?;
+            }
+            Ok(engine.check_replicas().err())
+        };
+        for error in on_mesh(&config, &LaunchOptions::default(), run).unwrap() {
+            let Some(EngineError::ReplicasDiffer { what: "optimizer state", axis, rank: 1, first: 0 }) =
+                error
+            else {
+                panic!("{error:?}")
+            };
+            assert_eq!(axis, expected_axis);
+        }
+    }
+}
