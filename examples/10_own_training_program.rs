@@ -52,7 +52,7 @@ struct Printer;
 
 impl Observer for Printer {
     fn on_step_end(&mut self, _: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
-        if step.metrics.step % 10 == 0 {
+        if step.metrics.step.is_multiple_of(10) {
             println!("step {:3}  loss {:.4}", step.metrics.step, step.metrics.loss);
         }
         Ok(())

@@ -34,7 +34,6 @@ pub trait Observer {
     }
 
     /// After a step, before its evaluation and its checkpoint.
-    #[allow(clippy::missing_errors_doc, reason = "as `on_step_begin`")]
     fn on_step_end(&mut self, _engine: &mut Engine, _step: &mut StepEnd) -> Result<(), ObserverError> {
         Ok(())
     }
