@@ -4,8 +4,8 @@ use super::error::TrainerError;
 use crate::checkpoint::{CheckpointError, SaveOptions, Saved, Saver};
 use crate::comm::ProcessGroup;
 use crate::config::{CheckpointConfig, MemoryConfig, OnSaveError};
-use crate::device::DeviceKind;
 use crate::engine::{Engine, EngineError, RunRecord};
+use crate::kernels::device::DeviceKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

@@ -3,7 +3,7 @@
 use super::observer::{Observer, ObserverError, StepEnd};
 use crate::engine::schedule::Moment;
 use crate::engine::{Engine, HeldInPart};
-use crate::memory::ByCategory;
+use crate::kernels::memory::ByCategory;
 use crate::monitor::Tracer;
 use serde::{Deserialize, Serialize};
 
