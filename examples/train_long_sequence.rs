@@ -6,20 +6,20 @@
 //! cargo run --release --example train_long_sequence [-- CONFIG.json]
 //! ```
 //!
-//! Read it as a tour: config, data, mesh, ranks, engine, summary. `ulysses train` is the same
+//! Read it as a tour: config, data, mesh, ranks, trainer, summary. `ulysses train` is the same
 //! with flags.
 
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
 use ulysses::data::{Corpus, PackedRows, Tokenizer, unigram_entropy_nats};
-use ulysses::engine::{Passes, initialize};
+use ulysses::engine::initialize;
 use ulysses::mesh::{DeviceMesh, draw};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 use ulysses::monitor::{Progress, RankSummary, RunSummary, RunTotals};
+use ulysses::trainer::{Trainer, TrainerOptions, TrainingData};
 
 /// Counts what each rank holds, and keeps freed blocks for the next allocation.
 #[global_allocator]
@@ -27,14 +27,6 @@ static ALLOCATOR: ulysses::memory::CountingAllocator<mimalloc::MiMalloc> =
     ulysses::memory::CountingAllocator(mimalloc::MiMalloc);
 
 const REPOSITORY: &str = env!("CARGO_MANIFEST_DIR");
-
-/// What all ranks share.
-struct Run {
-    config: Config,
-    mesh: DeviceMesh,
-    model: LlamaConfig,
-    rows: Arc<PackedRows>,
-}
 
 fn main() -> Result<()> {
     // 1. The config: DeepSpeed's vocabulary, and a section of our own for model and data.
@@ -66,8 +58,9 @@ fn main() -> Result<()> {
     let cores = std::thread::available_parallelism()?.get();
     let threads_per_rank = config.threads_per_rank.unwrap_or((cores / mesh.world_size()).max(1));
     let options = LaunchOptions { threads_per_rank, ..LaunchOptions::default() };
-    let run = Run { config, mesh, model, rows };
-    let results = launch(run.mesh.world_size(), &options, |rank| run.train(&rank))?;
+    let data = TrainingData::new(rows, None)?;
+    let results =
+        launch(mesh.world_size(), &options, |rank| train(&rank, &config, &mesh, &model, data.clone()))?;
 
     // 5. The summary: what was learnt, moved and held, against the formulas.
     let (totals, ranks): (Vec<RunTotals>, Vec<RankSummary>) = results.into_iter().unzip();
@@ -81,31 +74,24 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-impl Run {
-    /// One rank's run: its part of the model and of every batch.
-    fn train(&self, rank: &RankContext) -> Result<(RunTotals, RankSummary)> {
-        let config = &self.config;
-        let groups = MeshGroups::new(&self.mesh, rank.group.clone())?;
-        let weights = RandomWeights { seed: config.seed };
-        let mut engine = initialize(Model::llama(&self.model)?, &weights, config, &groups)?;
-        let mut loader = engine.data_loader(self.rows.clone())?;
-
-        let steps = config.require_steps()?;
-        let progress = Progress::new(0..steps, config.steps_per_print);
-        let mut totals = RunTotals::default();
-        for _ in 0..steps {
-            let start = Instant::now();
-            let report = engine.train_batch(|| loader.next_micro_batch())?;
-            let metrics = report.metrics(start.elapsed().as_secs_f64());
-            totals.record(&metrics);
-            if rank.rank == 0 {
-                progress.report(&metrics);
-            }
-        }
-        engine.check_replicas()?;
-        let micro_batches = steps * config.gradient_accumulation_steps as u64;
-        let passes = Passes { seq_len: self.rows.seq_len(), trained: micro_batches, evaluated: 0 };
-        let summary = engine.summary(&self.model, &[passes])?;
-        Ok((totals, summary))
+/// One rank's run: its part of the model and of every batch.
+fn train(
+    rank: &RankContext,
+    config: &Config,
+    mesh: &DeviceMesh,
+    model: &LlamaConfig,
+    data: TrainingData,
+) -> Result<(RunTotals, RankSummary)> {
+    let groups = MeshGroups::new(mesh, rank.group.clone())?;
+    let engine = initialize(Model::llama(model)?, &RandomWeights { seed: config.seed }, config, &groups)?;
+    let mut totals = RunTotals::default();
+    let mut trainer = Trainer::new(engine, &groups, data, TrainerOptions::default())?;
+    trainer.observe(&mut totals);
+    if rank.rank == 0 {
+        trainer.observe(Progress::new(trainer.steps(), config.steps_per_print));
     }
+    trainer.train()?;
+    let summary = trainer.engine().summary(model, trainer.data().passes())?;
+    drop(trainer);
+    Ok((totals, summary))
 }

@@ -23,6 +23,7 @@
 //!    - normalise, clip, update the own partition.
 //! 6. [`checkpoint`]: the state that outlives the run, for any other mesh to go on from.
 //! 7. [`monitor`]: what the user sees of it.
+//! 8. [`trainer`]: the loop around the engine, with evaluations, checkpoints and observers.
 //!
 //! [`tensor`] (candle tensors as slices) and [`memory`] (bytes held per thread) serve all of them.
 //!
@@ -80,10 +81,37 @@ pub mod monitor;
 pub mod regular_file;
 mod safetensors_file;
 pub mod sequence_parallel;
+pub mod trainer;
 pub mod zero;
 
+pub use candle_core as candle;
 pub use ulysses_kernels as kernels;
 pub use ulysses_kernels::{device, memory, offload, tensor};
+
+pub use comm::launch;
+pub use config::Config;
+pub use engine::{Engine, initialize};
+pub use mesh::DeviceMesh;
+pub use trainer::Trainer;
+
+/// What a training program needs: `use ulysses::prelude::*;`.
+pub mod prelude {
+    pub use crate::candle::{Device, Tensor};
+    pub use crate::checkpoint::Saved;
+    pub use crate::comm::{LaunchOptions, MeshGroups, ProcessGroup, RankContext, launch};
+    pub use crate::config::Config;
+    pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedRows, Tokenizer};
+    pub use crate::engine::{Engine, initialize};
+    pub use crate::mesh::DeviceMesh;
+    pub use crate::model::{
+        AutogradLayer, BlockContext, Embedding, HfModel, Init, Layer, LlamaConfig, LossHead, Model,
+        ParameterSpec, RandomWeights, WeightSource, preset,
+    };
+    pub use crate::monitor::{EvalMetrics, Metrics, Progress, RunTotals};
+    pub use crate::trainer::{
+        Observer, ObserverError, Resume, StepEnd, TrainReport, Trainer, TrainerOptions, TrainingData,
+    };
+}
 
 /// Runs the example of the front page.
 #[cfg(doctest)]

@@ -170,3 +170,21 @@ fn needles_in_other_shards_are_found_by_attention_over_whole_rows_only() {
         "{svg}"
     );
 }
+
+#[test]
+fn an_own_program_trains_evaluates_saves_exports_and_goes_on() {
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("run").display().to_string();
+    let text = self::output("10_own_training_program", &[&output]);
+    let losses = numbers_after(&text, "  loss ");
+    assert!(losses.len() == 4 && losses[3][0] < 0.7 * losses[0][0], "{text}");
+    assert_eq!(numbers_after(&text, "held-out loss ").len(), 2, "{text}");
+    for file in ["step_00000040/manifest.json", "model/model.safetensors"] {
+        assert!(place.path().join("run").join(file).exists(), "{file}");
+    }
+    assert!(!place.path().join("run/model/config.json").exists(), "nobody has described the model");
+    std::fs::remove_dir_all(place.path().join("run/step_00000040")).unwrap();
+    std::fs::remove_dir_all(place.path().join("run/model")).unwrap();
+    let resumed = self::output("10_own_training_program", &[&output]);
+    assert_eq!(numbers_after(&resumed, "  loss "), losses[2..], "{resumed}");
+}

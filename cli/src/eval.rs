@@ -1,17 +1,17 @@
 //! `ulysses eval`: what a model makes of data, without training.
 
 use super::data::{Sources, open_tokenizer, parse_packing};
-use super::evaluation::{Evaluation, evaluate};
 use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
 use anyhow::{Context, anyhow};
 use serde_json::json;
 use std::path::Path;
 use ulysses::comm::{MeshGroups, launch};
 use ulysses::config::{Config, DataSource, Overrides, Packing, RawConfig};
-use ulysses::data::{self, Dataset, Placement, predicted_text_bytes};
+use ulysses::data::{self, Dataset, predicted_text_bytes};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::Model;
+use ulysses::trainer::{Evaluation, evaluate};
 
 #[derive(clap::Args)]
 pub(super) struct EvalArgs {
@@ -60,7 +60,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let results = launch(mesh.world_size(), &options, |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device.open(rank.rank)?);
         let mut engine = initialize(Model::llama(&source.config)?, &*source.weights, &config, &groups)?;
-        evaluate(&mut engine, &data, Placement::of(&mesh, rank.rank)?, None)
+        Ok::<_, anyhow::Error>(evaluate(&mut engine, &data, None)?)
     });
     let evaluation = results.or_run()?.into_iter().next().context("a mesh has a rank").or_run()?;
     let bytes = text_bytes(&config, &data, &evaluation).or_run()?;

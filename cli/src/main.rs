@@ -16,7 +16,6 @@ mod doctor;
 #[cfg(test)]
 mod documented;
 mod eval;
-mod evaluation;
 mod html;
 mod inspect;
 #[cfg(unix)]
@@ -26,6 +25,7 @@ mod mesh;
 mod model;
 mod plan;
 mod process;
+mod progress;
 mod ranks;
 mod report;
 mod settings;
@@ -39,6 +39,7 @@ use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 use device::DeviceArg;
 use mimalloc::MiMalloc;
+use progress::above_progress;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
@@ -47,7 +48,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ulysses::kernels::linear::bf16_products;
 use ulysses::memory::CountingAllocator;
 use ulysses::mesh::{DeviceMesh, MeshError, TrainingShape};
-use ulysses::monitor::{Tracer, above_progress, escaped};
+use ulysses::monitor::{Tracer, escaped};
 
 /// Counts what every rank's thread holds. mimalloc returns freed blocks to the next
 /// allocation without giving their pages back, which glibc does above 32 MiB.
@@ -224,6 +225,11 @@ fn note(line: impl Display) {
         let line = line.to_string();
         let _ = above_progress(|| writeln!(std::io::stderr(), "{}", escaped(&line)));
     }
+}
+
+/// As [`note`], for the library's log.
+fn log(line: &str) {
+    note(line);
 }
 
 /// The error and its causes in one line, without what a cause only repeats.

@@ -1,6 +1,7 @@
 //! Settings of the process, and what it can bear.
 
 use super::Failure;
+use super::progress::above_progress;
 use anyhow::anyhow;
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
@@ -14,7 +15,7 @@ use ulysses::comm::thread::LaunchOptions;
 use ulysses::config::{Config, ParameterGroup};
 use ulysses::device::DeviceKind;
 use ulysses::model::LlamaConfig;
-use ulysses::monitor::{Tracer, above_progress};
+use ulysses::monitor::Tracer;
 
 /// Most threads of all ranks together. More is a typing error that would keep the machine
 /// busy for minutes before it fails.

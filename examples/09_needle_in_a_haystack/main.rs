@@ -88,8 +88,9 @@ fn accuracies(sees_all: bool) -> Result<[f64; BINS]> {
         let llama = LlamaConfig { num_layers: 1, initializer_range: 0.1, rope_theta: 1e5, ..preset("nano")? };
         let mut engine = initialize(Model::llama(&llama)?, &RandomWeights { seed: 1 }, &config, &groups)?;
         for step in 0..STEPS {
-            let shard = || haystack(step, sees_all)?.batch.micro_batch(0..ROWS, SP, rank.rank);
-            let report = engine.train_batch(shard)?;
+            // This rank's tokens of every sequence, for each micro step.
+            let mut shards = engine.shard(&haystack(step, sees_all)?.batch)?.into_iter();
+            let report = engine.train_batch(|| shards.next().context("a step has one micro batch"))?;
             if rank.rank == 0 && report.step % 100 == 0 {
                 println!("  step {:3}  loss {:.4}", report.step, report.loss);
             }
@@ -98,7 +99,7 @@ fn accuracies(sees_all: bool) -> Result<[f64; BINS]> {
         for seed in 0..20 {
             // Rows that were not trained on.
             let Haystack { batch, distances } = haystack(u64::MAX - seed, sees_all)?;
-            let shard = batch.micro_batch(0..ROWS, SP, rank.rank)?;
+            let shard = engine.shard(&batch)?.swap_remove(0);
             let predicted = engine.logits(&shard)?.argmax(D::Minus1)?.flatten_all()?.to_vec1::<u32>()?;
             let is_question = |(_, label): &(&u32, &i64)| **label != IGNORED_LABEL;
             let answers = predicted.iter().zip(&shard.labels).filter(is_question);

@@ -61,11 +61,11 @@ type Place = (usize, usize, u64);
 
 /// Writes `output`, which must not exist: `config.json`, `model.safetensors` (or numbered files
 /// and their index), the tokenizer. Of the model that the run started from, `config.json` keeps every field but the
-/// dtype, and `generation_config.json` is the same. It appears complete or not at all. One parameter is in
+/// dtype, and `generation_config.json` is the same. A model without a description has no `config.json`. It appears complete or not at all. One parameter is in
 /// memory at a time.
 ///
 /// # Errors
-/// A checkpoint without a model description, one that cannot be read, a parameter that is beyond the
+/// A checkpoint whose model description is no JSON object, one that cannot be read, a parameter that is beyond the
 /// dtype's range, or a file that cannot be written.
 pub fn export(
     checkpoint: &Checkpoint,
@@ -83,11 +83,12 @@ pub fn export(
     // What an export that was killed left; nobody else has such a name.
     let _ = storage.remove_dir_all(&unfinished);
     storage.create_dir(&unfinished).map_err(CheckpointError::io("create", &unfinished))?;
-    let written = write_all(checkpoint, &unfinished, options, &config, storage).and_then(|exported| {
-        storage.sync_dir(&unfinished).map_err(CheckpointError::io("fsync", &unfinished))?;
-        storage.rename(&unfinished, output).map_err(CheckpointError::io("rename", &unfinished))?;
-        Ok(exported)
-    });
+    let written =
+        write_all(checkpoint, &unfinished, options, config.as_ref(), storage).and_then(|exported| {
+            storage.sync_dir(&unfinished).map_err(CheckpointError::io("fsync", &unfinished))?;
+            storage.rename(&unfinished, output).map_err(CheckpointError::io("rename", &unfinished))?;
+            Ok(exported)
+        });
     match written {
         Ok(Exported { files, bytes }) => {
             Ok(Exported { files: files.iter().map(|file| output.join(file)).collect(), bytes })
@@ -104,7 +105,7 @@ fn write_all(
     checkpoint: &Checkpoint,
     dir: &Path,
     options: ExportOptions<'_>,
-    config: &Value,
+    config: Option<&Value>,
     storage: &dyn Storage,
 ) -> Result<Exported, CheckpointError> {
     let groups = group_by_size(places(checkpoint, options.dtype), options.max_file_bytes);
@@ -126,7 +127,9 @@ fn write_all(
         let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
         write_text(storage, &dir.join("model.safetensors.index.json"), &index)?;
     }
-    write_text(storage, &dir.join("config.json"), config)?;
+    if let Some(config) = config {
+        write_text(storage, &dir.join("config.json"), config)?;
+    }
     if let Some(tokenizer) = options.tokenizer {
         copy(tokenizer, &dir.join("tokenizer.json"))?;
         for companion in TOKENIZER_COMPANIONS {
@@ -234,11 +237,15 @@ fn group_by_size(places: Vec<Place>, max_bytes: u64) -> Vec<Vec<Place>> {
     groups
 }
 
-fn config_json(checkpoint: &Checkpoint, dtype: ExportDtype) -> Result<Value, CheckpointError> {
+/// None of a model that has no description: a program's own.
+fn config_json(checkpoint: &Checkpoint, dtype: ExportDtype) -> Result<Option<Value>, CheckpointError> {
     const TIED: &str = "tie_word_embeddings";
     let manifest = checkpoint.manifest();
+    if manifest.model.is_null() {
+        return Ok(None);
+    }
     let Value::Object(mut config) = manifest.model.clone() else {
-        let reason = "it has no description of the model in Hugging Face's vocabulary".to_owned();
+        let reason = "its description of the model is no JSON object".to_owned();
         return Err(CheckpointError::Manifest { path: checkpoint.dir().join(super::MANIFEST), reason });
     };
     if let Some(Value::Object(of_source)) = manifest.source.as_ref().map(|source| &source.config) {
@@ -255,7 +262,7 @@ fn config_json(checkpoint: &Checkpoint, dtype: ExportDtype) -> Result<Value, Che
     }
     // The longest rows that it has seen; some programs refuse longer ones.
     config.entry("max_position_embeddings").or_insert(json!(manifest.progress.data.seq_len));
-    Ok(Value::Object(config))
+    Ok(Some(Value::Object(config)))
 }
 
 fn write_text(storage: &dyn Storage, path: &Path, value: &Value) -> Result<(), CheckpointError> {

@@ -2,7 +2,7 @@
 
 use super::times::StepPhase;
 use super::{Engine, EngineError, StepReport};
-use crate::data::{DataError, DataLoader, Dataset, LoaderOptions, MicroBatch, Placement};
+use crate::data::{DataError, DataLoader, Dataset, GlobalBatch, LoaderOptions, MicroBatch, Placement};
 use std::error::Error;
 
 impl Engine {
@@ -12,19 +12,49 @@ impl Engine {
     /// # Errors
     /// Rows of fewer tokens than there are sp ranks.
     pub fn data_loader(&self, data: impl Into<Dataset>) -> Result<DataLoader, DataError> {
-        let (dp, sp) = (&self.groups.dp, &self.groups.sp);
         let options = LoaderOptions {
             seed: self.config.seed,
             micro_batch: self.config.micro_batch_size,
             accumulation: self.config.gradient_accumulation_steps,
-            placement: Placement {
-                dp_size: dp.world_size(),
-                dp_rank: dp.rank(),
-                sp_size: sp.world_size(),
-                sp_rank: sp.rank(),
-            },
+            placement: self.placement(),
         };
         DataLoader::new(data, options)
+    }
+
+    /// This rank's place on the mesh, for the data.
+    pub fn placement(&self) -> Placement {
+        let (dp, sp) = (&self.groups.dp, &self.groups.sp);
+        Placement {
+            dp_size: dp.world_size(),
+            dp_rank: dp.rank(),
+            sp_size: sp.world_size(),
+            sp_rank: sp.rank(),
+        }
+    }
+
+    /// This rank's part of a global batch: its tokens of its sequences, one micro batch for each micro step. Micro step
+    /// `a` of dp rank `d` takes the sequences from `(a·dp + d)·micro_batch` on.
+    ///
+    /// ```text
+    /// let mut parts = engine.shard(&batch)?.into_iter();
+    /// engine.train_batch(|| parts.next().ok_or("the batch has all micro batches of a step"))?;
+    /// ```
+    ///
+    /// # Errors
+    /// A batch that does not have the config's `train_batch_size` sequences, or fewer tokens than sp ranks.
+    pub fn shard(&self, batch: &GlobalBatch) -> Result<Vec<MicroBatch>, EngineError> {
+        let (got, expected) = (batch.batch(), self.config.train_batch_size);
+        if got != expected {
+            let what = "the number of rows of its global batch";
+            return Err(EngineError::MicroBatch { what, got, expected });
+        }
+        let Placement { dp_size, dp_rank, sp_size, sp_rank } = self.placement();
+        let size = self.config.micro_batch_size;
+        let part = |micro_step: usize| {
+            let first = (micro_step * dp_size + dp_rank) * size;
+            Ok(batch.micro_batch(first..first + size, sp_size, sp_rank)?)
+        };
+        (0..self.config.gradient_accumulation_steps).map(part).collect()
     }
 
     /// Trains on one global batch: `gradient_accumulation_steps` micro batches from

@@ -30,7 +30,7 @@ impl Engine {
         batch: &GlobalBatch,
         steps: usize,
     ) -> Result<BatchOutcome, EngineError> {
-        let micro_batches = self.micro_batches(batch)?;
+        let micro_batches = self.shard(batch)?;
         let mut logits = Vec::new();
         for micro_batch in &micro_batches {
             let local = self.logits(micro_batch)?;
@@ -58,24 +58,5 @@ impl Engine {
             self.backward(loss)?;
         }
         Ok(())
-    }
-
-    /// This rank's shards: micro step `a` of dp rank `d` takes rows `(a·dp + d)·micro_batch` on.
-    fn micro_batches(&self, batch: &GlobalBatch) -> Result<Vec<MicroBatch>, EngineError> {
-        let (got, expected) = (batch.batch(), self.config.train_batch_size);
-        if got != expected {
-            return Err(EngineError::MicroBatch {
-                what: "the number of rows of its global batch",
-                got,
-                expected,
-            });
-        }
-        let rows = self.config.micro_batch_size;
-        let (sp_size, sp_rank) = (self.groups.sp.world_size(), self.groups.sp.rank());
-        let take = |micro_step: usize| {
-            let first = (micro_step * self.config.dp_size + self.groups.dp.rank()) * rows;
-            Ok(batch.micro_batch(first..first + rows, sp_size, sp_rank)?)
-        };
-        (0..self.config.gradient_accumulation_steps).map(take).collect()
     }
 }

@@ -32,13 +32,34 @@ pub(super) fn step_line(metrics: &Metrics, last_step: u64, columns: usize) -> St
     first_that_fits(once(aligned).chain(shorter), columns).trim_end().to_owned()
 }
 
-/// The same for the live display, where the step is shown elsewhere.
-pub(super) fn live_line(metrics: &Metrics, columns: usize) -> String {
+/// Two lines for a live display, where the step is shown elsewhere: loss and rates, and where the time of the step went,
+/// if the engine timed it.
+pub fn live_lines(metrics: &Metrics) -> String {
+    let columns = columns();
+    format!("{}\n{}", live_line(metrics, columns), cut(&times(metrics), columns))
+}
+
+fn live_line(metrics: &Metrics, columns: usize) -> String {
     let fields = match metrics.skipped {
         true => once("skipped".to_owned()).chain(machine(metrics)).collect(),
         false => fields(metrics, false),
     };
     cut(&fields, columns)
+}
+
+/// What the time of the step went into, if the engine timed it.
+fn times(metrics: &Metrics) -> Vec<String> {
+    let Metrics { time, step_seconds, data_seconds, .. } = metrics;
+    if time.forward_seconds == 0.0 {
+        return Vec::new();
+    }
+    let parts = [
+        ("compute", time.compute_seconds),
+        ("all-to-all", time.all_to_all_seconds),
+        ("other comm", time.other_comm_seconds()),
+        ("data", *data_seconds),
+    ];
+    parts.map(|(what, seconds)| format!("{what} {:.0} %", 100.0 * seconds / step_seconds)).into()
 }
 
 /// Where a run is, in as many columns for every step.
@@ -48,7 +69,7 @@ pub(super) fn place(step: u64, last_step: u64) -> String {
 }
 
 /// As many of the first fields as fit, at least one.
-pub(super) fn cut(fields: &[String], columns: usize) -> String {
+fn cut(fields: &[String], columns: usize) -> String {
     first_that_fits((1..=fields.len()).rev().map(|count| fields[..count].join(", ")), columns)
 }
 
@@ -112,6 +133,7 @@ fn fixed(value: f64, decimals: usize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::TimeShares;
     use super::*;
 
     fn metrics() -> Metrics {
@@ -135,6 +157,21 @@ mod tests {
         assert!(step_line(&on_gpus, 200, MAX_COLUMNS).ends_with("1.50 GiB  125.0 TFLOP/s"));
         let unknown = Metrics { memory_bytes: 0, gemm_share: None, ..metrics() };
         assert!(step_line(&unknown, 200, MAX_COLUMNS).ends_with("27749 tokens/s"));
+    }
+
+    #[test]
+    fn the_shares_of_the_time_are_shown_where_the_engine_timed_the_step() {
+        let time = TimeShares {
+            forward_seconds: 1.0,
+            all_to_all_seconds: 0.5,
+            dp_comm_seconds: 0.1,
+            sp_comm_seconds: 0.1,
+            compute_seconds: 1.2,
+            ..TimeShares::default()
+        };
+        let metrics = Metrics { time, step_seconds: 2.0, data_seconds: 0.1, ..Metrics::default() };
+        assert_eq!(times(&metrics).join(", "), "compute 60 %, all-to-all 25 %, other comm 10 %, data 5 %");
+        assert_eq!(times(&Metrics::default()), [""; 0]);
     }
 
     #[test]

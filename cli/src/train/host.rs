@@ -1,14 +1,14 @@
 //! Where a run's ranks are: threads of this process, or processes of a job, of which this is one.
 
-use super::prepare::{lacks_backend, resolve};
-use super::{RankOutcome, Run, failure};
+use super::overrides::{lacks_backend, resolve};
 use crate::process::{Place, Process, WorldArgs, exchange};
 use crate::ranks::mpi_takes_no_gpu;
 use crate::{Failure, OrFail, silence};
 use anyhow::{Context, anyhow};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
-use ulysses::comm::{CommError, LaunchError, LaunchOptions};
+use ulysses::checkpoint::CheckpointError;
+use ulysses::comm::{CommError, LaunchError, LaunchOptions, RankContext, launch};
 use ulysses::config::{Backend, Config, ConfigError, Overrides, RawConfig};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::Cluster;
@@ -144,18 +144,57 @@ impl Host {
         process.tell_all(&own)?.into_iter().next().context("a job has a process").or_run()
     }
 
-    /// Trains on all ranks; every process gets to know how each of them ended.
-    pub(super) fn launch(&mut self, run: &Run) -> Result<Vec<RankOutcome>, Failure> {
-        let Some(process) = &mut self.process else { return run.launch() };
+    /// Runs `train` on all ranks; every process gets to know how each of them ended.
+    pub(super) fn launch<T: Serialize + DeserializeOwned + Send>(
+        &mut self,
+        config: &Config,
+        device: DeviceKind,
+        options: &LaunchOptions,
+        train: impl Fn(&RankContext, Device) -> anyhow::Result<T> + Sync,
+    ) -> Result<Vec<T>, Failure> {
+        let Some(process) = &mut self.process else {
+            return launch_threads(config, device, options, train).map_err(failure);
+        };
         let (own, backend) = (process.rank(), process.backend());
-        let outcomes = process.run(&run.launch, |rank| {
+        let outcomes = process.run(options, |rank| {
             let device = if backend == Backend::Mpi { Device::Cpu } else { rank.group.value_device() };
-            exchange(&*rank.group, &run.train(rank, device)?)
+            exchange(&*rank.group, &train(rank, device)?)
         });
         outcomes.map_err(|error| {
             silence(speaker(&error, own) != own);
             failure(error)
         })
+    }
+}
+
+/// Runs ranks that are threads of this process.
+fn launch_threads<T: Send>(
+    config: &Config,
+    device: DeviceKind,
+    options: &LaunchOptions,
+    train: impl Fn(&RankContext, Device) -> anyhow::Result<T> + Sync,
+) -> Result<Vec<T>, LaunchError> {
+    let world_size = config.world_size();
+    match config.backend {
+        #[cfg(feature = "nccl")]
+        Backend::Nccl => {
+            let gpus: Vec<usize> = (0..world_size).collect();
+            ulysses::comm::nccl::launch(&gpus, options, |rank| train(&rank, rank.group.value_device()))
+        }
+        _ => launch(world_size, options, |rank| train(&rank, device.open(rank.rank)?)),
+    }
+}
+
+/// Whose fault it is: a checkpoint that the config does not fit is the caller's.
+fn failure(error: LaunchError) -> Failure {
+    let error = anyhow::Error::from(error);
+    let is_mismatch = |cause: &(dyn std::error::Error + 'static)| {
+        matches!(cause.downcast_ref(), Some(CheckpointError::Mismatch { .. }))
+    };
+    match error.chain().find(|cause| is_mismatch(*cause)) {
+        // All ranks say so, and the cause matters more than that they cannot resume.
+        Some(mismatch) => Failure::Usage(anyhow!("{mismatch}")),
+        None => Failure::Run(error),
     }
 }
 

@@ -1,14 +1,16 @@
 //! The end of a run: its record, its summary, and the exit code.
 
-use super::rank::RankOutcome;
-use super::reporter::Reported;
-use super::{Run, record};
+use super::rank_outcome::{RankOutcome, Reported};
+use super::record;
+use super::run::Run;
 use crate::{Failure, OrFail, print};
 use anyhow::{Context, anyhow};
+use std::path::Path;
 use ulysses::checkpoint::{BEST, Evaluated, Evaluations, step_name};
 use ulysses::comm::CollectiveOp;
 use ulysses::device::DeviceKind;
 use ulysses::monitor::{CommsTable, RankComms, RunSummary};
+use ulysses::trainer::TrainReport;
 
 /// Completes `run.json` in the process that `is_first`, and prints the summary, with the tables of all ranks where it
 /// `is_verbose`. A run that was stopped or trained nothing is a failure.
@@ -19,15 +21,16 @@ pub(super) fn report(
     is_verbose: bool,
 ) -> Result<(), Failure> {
     let first = ranks.first().context("a mesh has a rank").or_run()?;
-    let RankOutcome { steps: step, last_step, stopped, .. } = *first;
+    let TrainReport { steps: step, last_step, stopped, evaluations, checkpoint, stopped_early } =
+        &first.train;
     let Some(Reported { totals, mut record }) = first.reported.clone() else {
-        let early = first.stopped_early.as_ref();
-        let reason =
-            early.map_or_else(String::new, |reason| format!(", and the run stopped early: {reason}"));
+        let reason = stopped_early
+            .as_ref()
+            .map_or_else(String::new, |reason| format!(", and the run stopped early: {reason}"));
         return print(format_args!("nothing to do: step {step} of {last_step} is done{reason}\n"));
     };
     if is_first {
-        record::finish(run, &mut record, &ranks);
+        record::finish(&run.prepared, &mut record, &ranks);
         record::write(&run.output, &record).or_run()?;
     }
     let (steps, nothing_trained) = (totals.steps, totals.last_loss.is_none());
@@ -38,16 +41,16 @@ pub(super) fn report(
         print(&summary)?
     }
     print_comms(run, &ranks)?;
-    if is_verbose || run.config.monitoring.comms_logger.enabled {
+    if is_verbose || run.prepared.config.monitoring.comms_logger.enabled {
         print("\n")?;
     }
-    print_evaluations(run, first.evaluations)?;
-    print_places(run, first.checkpoint.as_deref())?;
-    if let Some(reason) = &first.stopped_early {
+    print_evaluations(run, *evaluations)?;
+    print_places(run, checkpoint.as_deref())?;
+    if let Some(reason) = stopped_early {
         print(format_args!("\nstopped early after step {step}: {reason}\n"))?;
     }
-    if stopped {
-        return Err(Failure::Stopped { step, is_saved: run.config.checkpoint.is_some() });
+    if *stopped {
+        return Err(Failure::Stopped { step: *step, is_saved: run.prepared.config.checkpoint.is_some() });
     }
     if nothing_trained {
         let message = format!("all {steps} steps were skipped, as said above: nothing was trained");
@@ -57,12 +60,12 @@ pub(super) fn report(
 }
 
 /// Where the results are.
-fn print_places(run: &Run, checkpoint: Option<&str>) -> Result<(), Failure> {
-    if run.device != DeviceKind::Cpu {
+fn print_places(run: &Run, checkpoint: Option<&Path>) -> Result<(), Failure> {
+    if run.prepared.device != DeviceKind::Cpu {
         print("memory      that of the host: the allocator does not count GPU memory\n")?;
     }
     if let Some(checkpoint) = checkpoint {
-        print(format_args!("checkpoint  {checkpoint}\n"))?;
+        print(format_args!("checkpoint  {}\n", checkpoint.display()))?;
     }
     let output = run.output.display();
     print(format_args!(
@@ -82,11 +85,14 @@ fn print_evaluations(run: &Run, evaluations: Evaluations) -> Result<(), Failure>
 
 /// The table that `comms_logger` asks for.
 fn print_comms(run: &Run, ranks: &[RankOutcome]) -> Result<(), Failure> {
-    let logger = &run.config.monitoring.comms_logger;
+    let logger = &run.prepared.config.monitoring.comms_logger;
     if !logger.enabled {
         return Ok(());
     }
     let ranks: Vec<RankComms> = ranks.iter().map(|rank| rank.comms.clone()).collect();
     let tells = |op: CollectiveOp| logger.tells(&op.to_string());
-    print(format_args!("\n{}", CommsTable { ranks: &ranks, groups: &record::groups(run), tells: &tells }))
+    print(format_args!(
+        "\n{}",
+        CommsTable { ranks: &ranks, groups: &record::groups(&run.prepared), tells: &tells }
+    ))
 }

@@ -1,22 +1,36 @@
 //! The output directory of a run.
 
-use super::made::MadeDirectories;
-use super::{Run, record};
-use crate::note;
+use super::record::{self, Earlier};
+use super::run::Run;
+use super::{profile, trace};
+use crate::{Failure, OrFail, note};
 use anyhow::{Context, ensure};
-use record::Earlier;
 use serde_json::Value;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::OutputLock;
 use ulysses::config::Config;
+use ulysses::trainer::{CreatedDirs, check_event_files};
 
-/// Makes the output directory. What is in it stays as it is: the ranks find out whether there is anything to do.
-pub(super) fn make(
+/// Sees that everything can be written that the run writes, and takes the output directory for this job. A run that is
+/// refused leaves nothing.
+pub(super) fn take(
     config_path: &Path,
     config: &Config,
-    made: &mut MadeDirectories,
-) -> anyhow::Result<PathBuf> {
+    trace: Option<&Path>,
+) -> Result<(PathBuf, OutputLock), Failure> {
+    trace.map_or(Ok(()), trace::check)?;
+    profile::check(&config.monitoring.flops_profiler)?;
+    let mut created = CreatedDirs::default();
+    let output = create(config_path, config, &mut created).or_run()?;
+    check_event_files(&config.monitoring, &output, &mut created).or_usage()?;
+    // The lock comes last: its file stays.
+    let lock = OutputLock::acquire(&output, &job(config_path)).or_run()?;
+    created.keep();
+    Ok((output, lock))
+}
+
+/// Creates the output directory. What is in it stays as it is: the ranks find out whether there is anything to do.
+fn create(config_path: &Path, config: &Config, created: &mut CreatedDirs) -> anyhow::Result<PathBuf> {
     let output = match &config.output {
         Some(output) => PathBuf::from(output),
         None => {
@@ -25,13 +39,9 @@ pub(super) fn make(
         }
     };
     ensure!(!output.is_file(), "--output {}: this is a file, a directory is needed", output.display());
-    made.make(&output).with_context(|| format!("cannot create the output directory {}", output.display()))?;
+    let made = created.create(&output);
+    made.with_context(|| format!("cannot create the output directory {}", output.display()))?;
     Ok(output)
-}
-
-/// Takes the output directory for this job.
-pub(super) fn lock(output: &Path, config_path: &Path) -> anyhow::Result<OutputLock> {
-    Ok(OutputLock::acquire(output, &job(config_path))?)
 }
 
 /// Makes the files in the output directory those of the run called `run_id`, which has done `first_step` steps before:
@@ -39,7 +49,7 @@ pub(super) fn lock(output: &Path, config_path: &Path) -> anyhow::Result<OutputLo
 /// returns. A run that goes on goes on with the metrics.
 pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<Value> {
     let output = &run.output;
-    let is_new_here = run.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
+    let is_new_here = run.prepared.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
     let earlier = if first_step > 0 { Earlier::read(output, run_id, is_new_here)? } else { Earlier::Another };
     let kept: &[(&str, &str)] = match earlier {
         Earlier::Parts(_) => &[("config", "json")],
@@ -48,22 +58,11 @@ pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<
     };
     keep(output, kept)?;
     let path = output.join("config.json");
-    let json = serde_json::to_string_pretty(&run.config)?;
+    let json = serde_json::to_string_pretty(&run.prepared.config)?;
     std::fs::write(&path, json).with_context(|| format!("cannot write {}", path.display()))?;
     let record = record::of_part(run, run_id, first_step, earlier);
     record::write(output, &record)?;
     Ok(record)
-}
-
-/// Whether a file can be written, before there is anything to write. What is in it stays.
-pub(super) fn check_writable(path: &Path) -> std::io::Result<()> {
-    let is_new = !path.exists();
-    File::options().append(true).create(true).open(path)?;
-    if is_new {
-        // An empty file would look like an answer; one that stays does no harm.
-        let _ = std::fs::remove_file(path);
-    }
-    Ok(())
 }
 
 /// What another job is told that wants the same directory.

@@ -1,35 +1,61 @@
 //! The profile of a step that `flops_profiler` asks for.
 
-use super::Run;
+use super::prepare::Prepared;
+use super::writable::check_writable;
+use crate::progress::above_progress;
 use crate::{Failure, OrFail, note};
 use anyhow::Context;
 use std::fmt::{self, Display, Formatter};
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
-use ulysses::config::FlopsProfilerConfig;
+use ulysses::config::{Config, FlopsProfilerConfig};
 use ulysses::engine::plan::RankStep;
 use ulysses::engine::schedule::{Pass, Piece};
-use ulysses::engine::{PartTimes, StepTimes};
-use ulysses::monitor::{Metrics, above_progress, escaped};
+use ulysses::engine::{Engine, PartTimes, StepTimes};
+use ulysses::monitor::{Metrics, escaped};
+use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
 /// Whether the file that the profile goes to can be written, before there is anything to write.
 pub(super) fn check(profiler: &FlopsProfilerConfig) -> Result<(), Failure> {
     let Some(path) = profiler.output_file.as_deref().map(Path::new).filter(|_| profiler.enabled) else {
         return Ok(());
     };
-    super::output::check_writable(path).with_context(|| cannot_write(path)).or_usage()
+    check_writable(path).with_context(|| cannot_write(path)).or_usage()
 }
 
-/// Tells who waits for the profile of a step that is not among the steps that a run does after `steps.start`, up to
-/// `steps.end`.
-pub(super) fn remark(profiler: &FlopsProfilerConfig, steps: &Range<u64>) {
-    let (step, Range { start, end }) = (profiler.profile_step, steps);
-    if profiler.enabled && !(start + 1..=*end).contains(&step) {
-        note(format_args!(
-            "note: there will be no profile: `flops_profiler.profile_step` is {step}, and the steps to do are {} to {end}",
-            start + 1
-        ));
+/// Profiles the step that `flops_profiler` names. An observer of rank 0.
+pub(super) struct Profiler<'a> {
+    run: &'a Prepared,
+}
+
+impl<'a> Profiler<'a> {
+    /// Tells who waits for the profile of a step that is not among the steps that a run does after `steps.start`, up to
+    /// `steps.end`.
+    pub(super) fn new(run: &'a Prepared, steps: &Range<u64>) -> Self {
+        let profiler = &run.config.monitoring.flops_profiler;
+        let (step, Range { start, end }) = (profiler.profile_step, steps);
+        if profiler.enabled && !(start + 1..=*end).contains(&step) {
+            note(format_args!(
+                "note: there will be no profile: `flops_profiler.profile_step` is {step}, and the steps to do are {} to {end}",
+                start + 1
+            ));
+        }
+        Self { run }
+    }
+}
+
+impl Observer for Profiler<'_> {
+    fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
+        let Prepared { config, model, mesh, .. } = self.run;
+        let profiler = &config.monitoring.flops_profiler;
+        if !profiler.enabled || step.metrics.step != profiler.profile_step {
+            return Ok(());
+        }
+        let config = Config { seq_len: Some(step.seq_len), ..config.clone() };
+        let planned = RankStep::of(&config, &model.config, mesh, 0)?;
+        let profile = Profile { run: self.run, metrics: &step.metrics, times: &step.times, planned };
+        Ok(profile.write(profiler.output_file.as_deref().map(Path::new))?)
     }
 }
 
@@ -38,16 +64,16 @@ fn cannot_write(path: &Path) -> String {
 }
 
 /// Rank 0's arithmetic by the schedule of the step, beside the time that it took.
-pub(super) struct Profile<'a> {
-    pub(super) run: &'a Run,
-    pub(super) metrics: &'a Metrics,
-    pub(super) times: &'a StepTimes,
-    pub(super) planned: RankStep,
+struct Profile<'a> {
+    run: &'a Prepared,
+    metrics: &'a Metrics,
+    times: &'a StepTimes,
+    planned: RankStep,
 }
 
 impl Profile<'_> {
     /// Writes it to the file, or prints it.
-    pub(super) fn write(&self, file: Option<&Path>) -> anyhow::Result<()> {
+    fn write(&self, file: Option<&Path>) -> anyhow::Result<()> {
         let Some(path) = file else {
             // The run goes on when nobody reads what it prints any more.
             let text = self.to_string();
@@ -70,7 +96,7 @@ impl Profile<'_> {
     /// A forward and a backward row for each layer, and for the head.
     fn parts(&self, f: &mut Formatter<'_>) -> fmt::Result {
         const LAYER: &[Piece] = &[Piece::Projections, Piece::Attention, Piece::Mlp];
-        let num_layers = self.run.llama.num_layers;
+        let num_layers = self.run.model.config.num_layers;
         writeln!(
             f,
             "  without gathers and reductions, which run along; a layer's share of the FLOPs is even"
@@ -98,7 +124,7 @@ impl Display for Profile<'_> {
         writeln!(
             f,
             "  parameters                  {:>12.3} M",
-            self.run.llama.num_parameters() as f64 / 1e6
+            self.run.model.config.num_parameters() as f64 / 1e6
         )?;
         writeln!(f, "  rows per rank and pass      {:>12}", config.micro_batch_size)?;
         writeln!(f, "  passes per step             {:>12}", config.gradient_accumulation_steps)?;

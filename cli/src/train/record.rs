@@ -1,7 +1,8 @@
 //! `run.json`: what a run was and what it came to, beside its metrics; `ulysses report` reads it.
 
-use super::memory::StepMemory;
-use super::{RankOutcome, Run};
+use super::prepare::Prepared;
+use super::rank_outcome::RankOutcome;
+use super::run::Run;
 use crate::{note, settings};
 use anyhow::Context;
 use serde_json::{Map, Value, json};
@@ -10,6 +11,7 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 use ulysses::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use ulysses::monitor::{Groups, RankComms, straggling, volumes};
+use ulysses::trainer::StepMemory;
 
 const FILE: &str = "run.json";
 
@@ -68,22 +70,25 @@ impl Earlier {
     }
 }
 
-/// What is known before the ranks start. `given` is the config file as it was written.
-pub(super) fn begin(run: &Run, given: &str) -> Value {
+/// What is known before the ranks start.
+pub(super) fn begin(prepared: &Prepared, config_path: &Path) -> Value {
+    let Prepared { config, mesh, model, .. } = prepared;
     let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    // As it was written.
+    let given = std::fs::read_to_string(config_path).unwrap_or_default();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "command": std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>(),
         "started_unix_seconds": started.as_secs(),
-        "environment": environment(run),
+        "environment": environment(prepared),
         "mesh": {
-            "axes": run.mesh.axis_names(),
-            "shape": run.mesh.shape(),
-            "ranks": run.mesh.ranks(),
-            "shard_size": run.config.zero_shard_size,
+            "axes": mesh.axis_names(),
+            "shape": mesh.shape(),
+            "ranks": mesh.ranks(),
+            "shard_size": config.zero_shard_size,
         },
-        "model": { "parameters": run.llama.num_parameters(), "config": run.llama.to_hf_json() },
-        "given_config": serde_json::from_str::<Value>(given).unwrap_or(Value::Null),
+        "model": { "parameters": model.config.num_parameters(), "config": model.config.to_hf_json() },
+        "given_config": serde_json::from_str::<Value>(&given).unwrap_or(Value::Null),
     })
 }
 
@@ -99,12 +104,12 @@ pub(super) fn of_part(run: &Run, run_id: &str, first_step: u64, earlier: Earlier
 }
 
 /// The same with what the ranks came to.
-pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
+pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOutcome]) {
     let comms: Vec<RankComms> = outcomes.iter().map(|outcome| outcome.comms.clone()).collect();
     let first = outcomes.first();
     record["totals"] =
         json!(first.and_then(|outcome| outcome.reported.as_ref()).map(|reported| &reported.totals));
-    if let Some(best) = first.and_then(|outcome| outcome.evaluations.best) {
+    if let Some(best) = first.and_then(|outcome| outcome.train.evaluations.best) {
         record["best_evaluation"] = json!({ "step": best.step, "eval_loss": best.loss });
     }
     record["peak_flops"] = json!(first.and_then(|outcome| outcome.peak_flops));
@@ -130,22 +135,23 @@ pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
     };
     record["ranks"] = outcomes.iter().map(rank).collect();
     // Those of the first sp group: the plan looks at one of them, and others hold as much.
-    let watched = outcomes.iter().take(run.config.sp_size).filter_map(|outcome| {
+    let watched = outcomes.iter().take(prepared.config.sp_size).filter_map(|outcome| {
         let StepMemory { step, seq_len, parts } = outcome.step_memory.as_ref()?;
         Some(json!({ "rank": outcome.summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))
     });
     record["memory_over_step"] = watched.collect();
     record["communication"] = json!({
         "calls": comms.first().map(|comms| &comms.calls),
-        "straggling": straggling(&comms, &groups(run)),
+        "straggling": straggling(&comms, &groups(prepared)),
         "volumes": volumes(&comms),
     });
 }
 
 /// Which ranks share an axis.
-pub(super) fn groups(run: &Run) -> Groups {
-    let hybrid = run.config.zero_shard_size.and_then(|size| run.mesh.hybrid_sharded(size).ok());
-    let of_mesh = run.mesh.axis_names().iter().map(|axis| (&run.mesh, axis.as_str()));
+pub(super) fn groups(prepared: &Prepared) -> Groups {
+    let Prepared { config, mesh, .. } = prepared;
+    let hybrid = config.zero_shard_size.and_then(|size| mesh.hybrid_sharded(size).ok());
+    let of_mesh = mesh.axis_names().iter().map(|axis| (mesh, axis.as_str()));
     let of_zero = hybrid.iter().flat_map(|mesh| [SHARD_AXIS, REPLICAS_AXIS].map(|axis| (mesh, axis)));
     let all = of_mesh.chain(of_zero);
     all.map(|(mesh, axis)| (axis.to_owned(), mesh.all_groups(axis).unwrap_or_default())).collect()
@@ -159,7 +165,7 @@ pub(super) fn write(output: &Path, record: &Value) -> anyhow::Result<()> {
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-fn environment(run: &Run) -> Value {
+fn environment(run: &Prepared) -> Value {
     let of_file = |path: &str| std::fs::read_to_string(path).ok();
     let field = |text: Option<String>, name: &str| {
         let line = text?.lines().find(|line| line.starts_with(name))?.to_owned();

@@ -1,6 +1,7 @@
 //! The file of `--trace`.
 
-use super::RankOutcome;
+use super::rank_outcome::RankOutcome;
+use super::writable::check_writable;
 use crate::{Failure, OrFail, note};
 use anyhow::Context;
 use std::fs::File;
@@ -11,9 +12,7 @@ use ulysses::monitor::{Traced, Tracer, write_trace};
 
 /// Whether the file can be written, before there is anything to write.
 pub(super) fn check(path: &Path) -> Result<(), Failure> {
-    super::output::check_writable(path)
-        .with_context(|| format!("--trace: cannot write {}", path.display()))
-        .or_usage()
+    check_writable(path).with_context(|| format!("--trace: cannot write {}", path.display())).or_usage()
 }
 
 /// Writes what ranks have brought, and what those of this process have left that did not come to their end.

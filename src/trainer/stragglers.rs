@@ -1,9 +1,11 @@
 //! Which rank the others wait for.
 
+use super::observer::{Observer, ObserverError, StepEnd};
+use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt};
+use crate::engine::Engine;
 use std::sync::Arc;
-use ulysses::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt};
 
-/// Compares how long the ranks work in a step.
+/// Compares how long the ranks work in a step. An observer of every rank.
 pub(super) struct Stragglers {
     /// Of all ranks, for this alone: its traffic is not that of a step. None where there is one rank.
     group: Option<Arc<dyn ProcessGroup>>,
@@ -11,9 +13,9 @@ pub(super) struct Stragglers {
 
 /// The rank that worked longest, and its time relative to the mean of all.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Slowest {
-    pub(super) rank: usize,
-    pub(super) ratio: f64,
+struct Slowest {
+    rank: usize,
+    ratio: f64,
 }
 
 impl Stragglers {
@@ -24,12 +26,20 @@ impl Stragglers {
         Ok(Self { group })
     }
 
-    /// What the ranks come to in a step in which this one worked for so many seconds, and else waited for data or for
+    /// The slowest rank of a step in which this one worked for so many seconds, and else waited for data or for
     /// others. Collective.
-    pub(super) fn slowest(&self, compute_seconds: f64) -> Result<Slowest, CommError> {
+    fn slowest(&self, compute_seconds: f64) -> Result<Slowest, CommError> {
         let Some(group) = &self.group else { return Ok(Slowest { rank: 0, ratio: 1.0 }) };
         let slowest = slowest_of(&group.all_gather_values(&[compute_seconds])?);
         Ok(Slowest { rank: group.global_ranks()[slowest.rank], ..slowest })
+    }
+}
+
+impl Observer for Stragglers {
+    fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
+        let Slowest { rank, ratio } = self.slowest(step.metrics.time.compute_seconds)?;
+        (step.metrics.slowest_rank, step.metrics.slowest_rank_ratio) = (rank, ratio);
+        Ok(())
     }
 }
 
@@ -43,8 +53,8 @@ fn slowest_of(seconds: &[f64]) -> Slowest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ulysses::comm::{LaunchError, LaunchOptions, launch};
-    use ulysses::mesh::DeviceMesh;
+    use crate::comm::{LaunchError, LaunchOptions, launch};
+    use crate::mesh::DeviceMesh;
 
     #[test]
     fn the_rank_that_works_longest_is_told_with_its_share() {

@@ -1,10 +1,7 @@
 //! Decisions after an evaluation: the best checkpoint, and early stopping.
 
-use crate::Failure;
-use anyhow::anyhow;
-use ulysses::checkpoint::{Evaluated, Evaluations};
-use ulysses::comm::{CommError, ProcessGroup, ProcessGroupExt, ReduceOp};
-use ulysses::config::Config;
+use crate::checkpoint::{Evaluated, Evaluations};
+use crate::config::Config;
 
 /// The same on all ranks: all judge the same losses.
 pub(super) struct EvaluationTracker {
@@ -16,18 +13,6 @@ pub(super) struct EvaluationTracker {
     saved_best: Option<Evaluated>,
     /// Better ones, each better than the one before, whose saves have not ended.
     unsaved: Vec<Evaluated>,
-}
-
-/// Refuses a config that asks for the best checkpoint by an evaluation that there is not.
-pub(super) fn check(config: &Config) -> Result<(), Failure> {
-    let keeps_best = config.checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.keep_best);
-    if keeps_best && config.validation.is_none() {
-        return Err(Failure::Usage(anyhow!(
-            "`checkpoint.keep_best` needs the section `ulysses.validation`: the best checkpoint is the one with the lowest \
-             evaluation loss"
-        )));
-    }
-    Ok(())
 }
 
 impl EvaluationTracker {
@@ -106,12 +91,6 @@ impl EvaluationTracker {
             self.state.without_improvement, self.threshold
         )
     }
-}
-
-/// The first rank's loss, on all ranks: what they decide by it must not differ in a bit. Collective.
-pub(super) fn agreed(group: &dyn ProcessGroup, loss: f64) -> Result<f64, CommError> {
-    let bits = if group.rank() == 0 { loss.to_bits().cast_signed() } else { i64::MIN };
-    Ok(f64::from_bits(group.all_reduce_values(&[bits], ReduceOp::Max)?[0].cast_unsigned()))
 }
 
 #[cfg(test)]

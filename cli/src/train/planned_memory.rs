@@ -2,7 +2,6 @@
 //! long.
 
 use super::available::{Available, in_process, on_machine};
-use super::{Host, Run};
 use crate::note;
 use crate::plan::longest_rows;
 use crate::plan::table::{bytes, flops};
@@ -11,6 +10,8 @@ use ulysses::device::DeviceKind;
 use ulysses::engine::EngineError;
 use ulysses::engine::plan::{RankPlan, RankStep, Workload};
 use ulysses::engine::schedule::Moment;
+use ulysses::mesh::DeviceMesh;
+use ulysses::model::LlamaConfig;
 
 /// A first step that takes longer than this is announced.
 const LONG_SECONDS: f64 = 10.0;
@@ -25,18 +26,22 @@ pub(super) struct PlannedMemory {
 }
 
 impl PlannedMemory {
-    /// Of the longest sequences of a run; nothing where the plan does not cover the model.
+    /// Of the longest sequences of a run, whose ranks have so many threads and `local_ranks` share this machine;
+    /// nothing where the plan does not cover the model.
     ///
     /// # Errors
     /// A step that is too large to count.
-    pub(super) fn of(run: &Run, local_ranks: usize) -> Result<Option<Self>, EngineError> {
-        let mut config = Config {
-            // As the ranks are started, whoever chose it.
-            threads_per_rank: Some(run.launch.threads_per_rank),
-            ..run.config.clone()
-        };
+    pub(super) fn of(
+        config: &Config,
+        model: &LlamaConfig,
+        device: DeviceKind,
+        threads_per_rank: usize,
+        local_ranks: usize,
+    ) -> Result<Option<Self>, EngineError> {
+        // As the ranks are started, whoever chose it.
+        let mut config = Config { threads_per_rank: Some(threads_per_rank), ..config.clone() };
         longest_rows(&mut config);
-        let (model, device) = (run.llama.clone(), run.device);
+        let model = model.clone();
         let workload = Workload { config, model, document_len: None, ranks_per_node: local_ranks, device };
         match workload.plan() {
             Ok(plan) => Ok(Some(Self { plan, device })),
@@ -53,14 +58,11 @@ impl PlannedMemory {
         }
     }
 
-    /// Compares it with the memory that is available to the ranks of this machine, and to those of this process.
-    pub(super) fn note(&self, host: &Host, run: &Run) {
-        let (on_machine, in_process) = (on_machine(), in_process());
+    /// Compares it with the memory that is available: to the ranks of this machine, and to those of this process.
+    pub(super) fn note(&self, ranks: [usize; 2]) {
         // Only the first run of a process trains.
         let _ = crate::settings::PLANNED_PEAK.set(self.clause());
-        let world_size = run.mesh.world_size();
-        let ranks = [host.local_ranks(world_size), host.ranks_in_process(world_size)];
-        self.lines(ranks, [on_machine, in_process]).into_iter().for_each(note);
+        self.lines(ranks, [on_machine(), in_process()]).into_iter().for_each(note);
     }
 
     /// The planned peak, to go on an error of memory with.
@@ -100,27 +102,35 @@ impl PlannedMemory {
     }
 }
 
-impl Run {
-    /// How long the first step takes, where that is long: of sequences of `seq_len` tokens, on ranks that reach `peak_flops`
-    /// together.
-    pub(super) fn note_first_step(&self, seq_len: usize, peak_flops: Option<f64>) {
-        let Some(peak) = peak_flops else { return };
-        let config = Config { seq_len: Some(seq_len), ..self.config.clone() };
-        // Ranks differ by few tokens or heads.
-        let Ok(step) = RankStep::of(&config, &self.llama, &self.mesh, 0) else { return };
-        let work = self.mesh.world_size() as f64 * step.flops.values().sum::<f64>();
-        first_step(work, peak).into_iter().for_each(note);
-    }
+/// How long the first step takes, where that is long: of sequences of `seq_len` tokens, on ranks that reach `peak_flops`
+/// together.
+pub(super) fn note_first_step(
+    config: &Config,
+    model: &LlamaConfig,
+    mesh: &DeviceMesh,
+    seq_len: usize,
+    peak_flops: Option<f64>,
+) {
+    let Some(peak) = peak_flops else { return };
+    let config = Config { seq_len: Some(seq_len), ..config.clone() };
+    // Ranks differ by few tokens or heads.
+    let Ok(step) = RankStep::of(&config, model, mesh, 0) else { return };
+    let work = mesh.world_size() as f64 * step.flops.values().sum::<f64>();
+    first_step(work, peak).into_iter().for_each(note);
+}
 
-    /// An error of memory that ran out, with the part of the step and the plan.
-    pub(super) fn with_plan(&self, error: anyhow::Error, part: Option<Moment>) -> anyhow::Error {
-        if !is_out_of_memory(&error) {
-            return error;
-        }
-        let part = part.map_or_else(|| "before the first step".to_owned(), |part| format!("during {part}"));
-        let planned = self.planned.as_ref().map_or_else(String::new, PlannedMemory::clause);
-        error.context(format!("out of memory {part}{planned}"))
+/// An error of memory that ran out, with the part of the step and the plan.
+pub(super) fn explain_out_of_memory(
+    error: anyhow::Error,
+    part: Option<Moment>,
+    planned: Option<&PlannedMemory>,
+) -> anyhow::Error {
+    if !is_out_of_memory(&error) {
+        return error;
     }
+    let part = part.map_or_else(|| "before the first step".to_owned(), |part| format!("during {part}"));
+    let planned = planned.map_or_else(String::new, PlannedMemory::clause);
+    error.context(format!("out of memory {part}{planned}"))
 }
 
 fn first_step(work: f64, peak: f64) -> Option<String> {

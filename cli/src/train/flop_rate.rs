@@ -1,0 +1,73 @@
+//! The model's FLOP rate in the metrics.
+
+use super::prepare::Prepared;
+use ulysses::config::Config;
+use ulysses::engine::Engine;
+use ulysses::engine::plan::model_flops;
+use ulysses::trainer::{Observer, ObserverError, StepEnd};
+
+/// Adds the model's FLOP rate to the metrics, and its share of the GEMM rate.
+pub(super) struct FlopRate<'a> {
+    run: &'a Prepared,
+    /// Of all ranks together, where it is known.
+    peak_flops: Option<f64>,
+    step_flops: StepFlops,
+}
+
+impl<'a> FlopRate<'a> {
+    pub(super) fn new(run: &'a Prepared, peak_flops: Option<f64>) -> Self {
+        Self { run, peak_flops, step_flops: StepFlops::default() }
+    }
+}
+
+impl Observer for FlopRate<'_> {
+    fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
+        let Prepared { config, model, mesh, .. } = self.run;
+        let flops = self.step_flops.of_length(step.seq_len, || {
+            let config = Config { seq_len: Some(step.seq_len), ..config.clone() };
+            model_flops(&config, &model.config, mesh).ok()
+        });
+        let rate = flops.map(|flops| flops / step.metrics.step_seconds);
+        step.metrics.model_flops_per_second = rate;
+        step.metrics.gemm_share = rate.zip(self.peak_flops).map(|(rate, peak)| rate / peak);
+        Ok(())
+    }
+}
+
+/// FLOPs of a step on all ranks, where it can be planned: of the sequence length that was asked for last.
+#[derive(Default)]
+struct StepFlops {
+    known: Option<(usize, Option<f64>)>,
+}
+
+impl StepFlops {
+    /// What is planned is planned once, and so is what cannot be.
+    fn of_length(&mut self, seq_len: usize, plan: impl FnOnce() -> Option<f64>) -> Option<f64> {
+        match self.known {
+            Some((known, flops)) if known == seq_len => flops,
+            _ => {
+                let flops = plan();
+                self.known = Some((seq_len, flops));
+                flops
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_length_is_planned_once_whether_or_not_it_can_be() {
+        let (mut flops, mut planned) = (StepFlops::default(), Vec::new());
+        for (seq_len, answer) in [(64, None), (64, None), (128, Some(2.0)), (128, Some(3.0)), (64, None)] {
+            let told = flops.of_length(seq_len, || {
+                planned.push(seq_len);
+                answer
+            });
+            assert_eq!(told, (seq_len == 128).then_some(2.0));
+        }
+        assert_eq!(planned, [64, 128, 64]);
+    }
+}

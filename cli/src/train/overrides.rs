@@ -1,0 +1,103 @@
+//! The config of a run: what the flags say to what the file says.
+
+use super::args::TrainArgs;
+use crate::{Failure, OrFail, training_shape};
+use anyhow::{Context, anyhow};
+use std::path::Path;
+use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig, sizes_of};
+use ulysses::device::DeviceKind;
+use ulysses::mesh::{Cluster, Preset, TrainingShape};
+
+/// A backend that this build does not have.
+pub(super) fn lacks_backend(name: &str, by_flag: bool) -> Failure {
+    let place =
+        if by_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
+    Failure::Usage(anyhow!("{place}: this build lacks the feature `{name}`; `thread` is valid"))
+}
+
+/// The config of a run. A mesh whose size nobody states fills the job; one that does not fill it is refused later, with
+/// what would be valid.
+pub(super) fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, Failure> {
+    let unfilled = || Overrides { world_size: None, ..overrides.clone() };
+    raw.resolve(overrides).or_else(|error| raw.resolve(&unfilled()).map_err(|_| error)).or_usage()
+}
+
+#[cfg(unix)]
+impl TrainArgs {
+    /// The config of the run, as one of so many processes will have it, and the backend that file or flag states.
+    pub(crate) fn for_launch(&self, num_processes: usize) -> Result<(Config, Option<Backend>), Failure> {
+        let raw = RawConfig::from_file_with(self.config(), &self.flags.settings()).or_usage()?;
+        let cluster = Cluster { nodes: 1, ranks_per_node: num_processes };
+        let backend = self.backend.map(Backend::from).or(raw.backend());
+        let overrides = overrides(self.clone(), &raw, Some(cluster), self.rank_device(backend))?;
+        Ok((resolve(&raw, &overrides)?, backend))
+    }
+}
+
+/// What the flags say to what the file says, in a job of so many processes, if it is one. `device` is where the ranks'
+/// tensors will be.
+pub(super) fn overrides(
+    args: TrainArgs,
+    raw: &RawConfig,
+    cluster: Option<Cluster>,
+    device: DeviceKind,
+) -> Result<Overrides, Failure> {
+    let shape = args.mesh.as_deref().map(|mesh| mesh_shape(mesh, cluster)).transpose()?;
+    let preset = args.mesh.as_deref().and_then(Preset::named);
+    let mesh_selector = mesh_selector(args.mesh_selector.clone(), raw, args.config(), device)?;
+    let TrainArgs { model, tokenizer, seq_len, steps, epochs, threads_per_rank, output, seed, .. } = args;
+    let data = args.data.into_iter().map(DataSource::from).collect();
+    let packing = args.packing;
+    Ok(Overrides {
+        mesh: shape.map(|shape| (shape.dp, shape.sp)),
+        preset,
+        shard_size: shape.and_then(|shape| shape.shard_size),
+        mesh_selector,
+        world_size: cluster.map(Cluster::world_size),
+        ranks_per_node: cluster.map(|cluster| cluster.ranks_per_node),
+        seq_len,
+        steps,
+        epochs,
+        seed,
+        threads_per_rank,
+        model,
+        data,
+        packing,
+        tokenizer,
+        output,
+        backend: None,
+    })
+}
+
+/// The sizes of `--mesh`, which may be a preset, or leave one to the number of processes.
+fn mesh_shape(notation: &str, cluster: Option<Cluster>) -> Result<TrainingShape, Failure> {
+    if cluster.is_none() && Preset::named(notation).is_none() {
+        return training_shape(notation);
+    }
+    sizes_of(notation, cluster).with_context(|| format!("--mesh {notation}")).or_usage()
+}
+
+/// What the rules of the config are matched with, if it has any.
+fn mesh_selector(
+    given: Option<String>,
+    raw: &RawConfig,
+    file: &Path,
+    device: DeviceKind,
+) -> Result<Option<String>, Failure> {
+    match given {
+        Some(selector) if !raw.has_mesh_rules() => Err(Failure::Usage(anyhow!(
+            "--mesh-selector {selector}: {} has no `ulysses.mesh_rules` to choose from: give it some, or leave the flag \
+             out",
+            file.display()
+        ))),
+        None if raw.has_mesh_rules() => Ok(Some(machine(device))),
+        given => Ok(given),
+    }
+}
+
+/// How rules see this machine. A GPU that cannot be asked for its name is refused when it is opened.
+fn machine(device: DeviceKind) -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let device = device.describe(0).unwrap_or_else(|_| "cuda".to_owned());
+    format!("{}/{device}", host.trim())
+}

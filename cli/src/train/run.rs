@@ -1,0 +1,44 @@
+//! A run that every process can start.
+
+use super::prepare::Prepared;
+use serde_json::Value;
+use std::fmt::{self, Display, Formatter};
+use std::path::PathBuf;
+use ulysses::config::{Config, ParameterGroup};
+use ulysses::model::LlamaConfig;
+use ulysses::monitor::Tracer;
+
+/// Everything that the ranks share.
+pub(super) struct Run {
+    pub(super) prepared: Prepared,
+    pub(super) output: PathBuf,
+    pub(super) tracer: Option<Tracer>,
+    /// What `run.json` states about the run before it starts.
+    pub(super) record: Value,
+}
+
+impl Display for Run {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Prepared { config, model, data, launch, .. } = &self.prepared;
+        let (llama, data): (&LlamaConfig, _) = (&model.config, &data.phases()[0].data);
+        let Config { dp_size, sp_size, zero_stage, parameter_groups, .. } = config;
+        let replicas = config.zero_shard_size.map_or_else(String::new, |size| {
+            format!(" in {} replicas of {size} partition(s)", dp_size / size)
+        });
+        let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
+        let frozen = match llama.num_parameters_where(is_frozen) {
+            0 => String::new(),
+            frozen => format!(" ({:.2} M of them frozen)", frozen as f64 / 1e6),
+        };
+        write!(
+            f,
+            "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} rows of {} tokens, \
+             {} thread(s) per rank",
+            u8::from(*zero_stage),
+            llama.num_parameters() as f64 / 1e6,
+            data.num_rows(),
+            data.seq_len(),
+            launch.threads_per_rank,
+        )
+    }
+}

@@ -1,0 +1,41 @@
+//! What all ranks of a run must have alike: processes on several machines each read their own files.
+
+use super::data_stream::TrainingData;
+use crate::config::{Config, HeldOut};
+use crate::engine::{Engine, EngineError};
+use serde_json::{Value, json};
+
+/// Compares data, config, model and the run's last step with those of the other ranks. Collective.
+pub(super) fn check_agreement(
+    engine: &mut Engine,
+    data: &TrainingData,
+    model: &Value,
+    last_step: u64,
+) -> Result<(), EngineError> {
+    let config = hash_of(&json!([shared_settings(engine.config()), model]));
+    let [data, held_out] = data.hashes().map(|hashes| hash_of(&hashes.into()));
+    engine.check_agreement(&[
+        ("the config", config),
+        ("the hash of the data", data),
+        ("the hash of the held-out data", held_out),
+        ("the run's last step", last_step),
+    ])
+}
+
+/// The settings, less what each machine may have its own: paths and threads.
+fn shared_settings(config: &Config) -> Config {
+    let mut settings =
+        Config { model: None, tokenizer: None, output: None, threads_per_rank: None, ..config.clone() };
+    settings.memory.offload_path = None;
+    settings.data.iter_mut().for_each(|source| source.path.clear());
+    if let Some(HeldOut::Path(path)) = settings.validation.as_mut().map(|validation| &mut validation.data) {
+        path.clear();
+    }
+    settings
+}
+
+fn hash_of(value: &Value) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&blake3::hash(value.to_string().as_bytes()).as_bytes()[..8]);
+    u64::from_le_bytes(word)
+}

@@ -1,0 +1,142 @@
+//! When a run saves its state.
+
+use super::error::TrainerError;
+use crate::checkpoint::{CheckpointError, SaveOptions, Saved, Saver};
+use crate::comm::ProcessGroup;
+use crate::config::{CheckpointConfig, MemoryConfig, OnSaveError};
+use crate::engine::{Engine, EngineError, RunRecord};
+use crate::kernels::device::DeviceKind;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// One rank's part in the checkpoints of a run.
+pub(super) struct Checkpoints {
+    config: CheckpointConfig,
+    saver: Saver,
+    /// The last one that was published.
+    newest: Option<PathBuf>,
+}
+
+/// The outcome of a save.
+pub(super) enum SaveOutcome {
+    /// It is published.
+    Saved(Saved),
+    /// It failed, and the config asks to train on.
+    Failed {
+        /// The step that was not saved.
+        step: u64,
+        /// Why.
+        error: CheckpointError,
+    },
+    /// It is being written in the background.
+    Writing,
+}
+
+impl Checkpoints {
+    /// Makes checkpoints in `output` as the engine's config asks for, if it does. `group` holds all ranks. Collective.
+    pub(super) fn new(
+        engine: &Engine,
+        group: &Arc<dyn ProcessGroup>,
+        output: Option<&Path>,
+    ) -> Result<Option<Self>, TrainerError> {
+        let Some(config) = engine.config().checkpoint.clone() else { return Ok(None) };
+        let output = output.ok_or(TrainerError::NoOutput)?;
+        // A save in the background writes from a copy beside the state, where what waits elsewhere has no room.
+        let device = match engine.workspace().options().device.is_cpu() {
+            true => DeviceKind::Cpu,
+            false => DeviceKind::Cuda,
+        };
+        let MemoryConfig { offload_optimizer, offload_parameters, .. } = &engine.config().memory;
+        let is_moved = [offload_optimizer, offload_parameters].map(|state| state.is_moved_from(device));
+        let background = config.background && !is_moved.contains(&true);
+        let keep_last = Some(config.keep_last).filter(|keep| *keep > 0);
+        let saver = engine.saver(group.clone(), output, SaveOptions { keep_last, background })?;
+        Ok(Some(Self { config: CheckpointConfig { background, ..config }, saver, newest: None }))
+    }
+
+    /// Whether the config's interval asks for a checkpoint after a step.
+    pub(super) fn is_due(&self, step: u64) -> bool {
+        self.config.interval.is_some_and(|interval| step.is_multiple_of(interval))
+    }
+
+    /// The newest checkpoint that this run has published.
+    pub(super) fn newest(&self) -> Option<PathBuf> {
+        self.newest.clone()
+    }
+
+    /// Whether a checkpoint is being written in the background.
+    pub(super) fn is_saving(&self) -> bool {
+        self.saver.is_pending()
+    }
+
+    /// The outcome of the save before, if it is known by now; `waits` until it is. Collective.
+    pub(super) fn settle(&mut self, waits: bool) -> Result<Option<SaveOutcome>, TrainerError> {
+        let saved = if waits { self.saver.finish() } else { self.saver.poll() };
+        self.outcome(saved.map_err(EngineError::from), false)
+    }
+
+    /// Saves the engine, or begins to. A failure of the run's last save is an error. Collective.
+    pub(super) fn save(
+        &mut self,
+        engine: &mut Engine,
+        record: RunRecord,
+        is_last: bool,
+    ) -> Result<Option<SaveOutcome>, TrainerError> {
+        let begun = engine.save_checkpoint(&mut self.saver, record);
+        if begun.is_ok() && self.config.background && self.saver.is_pending() && !is_last {
+            return Ok(Some(SaveOutcome::Writing));
+        }
+        let saved = begun.and_then(|_| Ok(self.saver.finish()?));
+        self.outcome(saved, is_last)
+    }
+
+    fn outcome(
+        &mut self,
+        saved: Result<Option<Saved>, EngineError>,
+        is_last: bool,
+    ) -> Result<Option<SaveOutcome>, TrainerError> {
+        let goes_on = self.config.on_error == OnSaveError::Continue && !is_last;
+        match saved.map_err(TrainerError::from) {
+            Err(TrainerError::Checkpoint(error @ CheckpointError::NotSaved { step, .. })) if goes_on => {
+                Ok(Some(SaveOutcome::Failed { step, error }))
+            }
+            saved => {
+                let saved = saved?;
+                self.newest = saved.as_ref().map(|saved| saved.path.clone()).or(self.newest.take());
+                Ok(saved.map(SaveOutcome::Saved))
+            }
+        }
+    }
+
+    /// When checkpoints are saved, and which of them stay.
+    pub(super) fn describe(&self) -> String {
+        let CheckpointConfig { interval, keep_last, keep_best, .. } = self.config;
+        let every = interval.map_or_else(String::new, |interval| format!("every {interval} steps and "));
+        let stay = match keep_last {
+            0 => "all of them stay".to_owned(),
+            keep => format!("the last {keep} stay"),
+        };
+        let best = match keep_best {
+            true => ", and the one with the lowest evaluation loss (`checkpoint.keep_best`)",
+            false => "",
+        };
+        format!("checkpoints: {every}after the last step; {stay} (`checkpoint.keep_last`, 0 keeps all){best}")
+    }
+}
+
+impl SaveOutcome {
+    /// Lines for the log.
+    pub(super) fn lines(&self, step: u64) -> Vec<String> {
+        match self {
+            Self::Writing => vec![format!("checkpoint: writing step {step} in the background")],
+            Self::Failed { error, .. } => vec![format!("{error}; training goes on")],
+            Self::Saved(saved) => {
+                let (path, megabytes) = (saved.path.display(), saved.bytes as f64 / 1e6);
+                let line = format!("checkpoint: {path}, {megabytes:.1} MB in {:.2} s", saved.seconds);
+                let remarks =
+                    saved.remarks.iter().map(|remark| format!("the checkpoint is safe, but {remark}"));
+                std::iter::once(line).chain(remarks).collect()
+            }
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! What a rank held in each part of a step: for `run.json`, and for traces.
+
+use super::observer::{Observer, ObserverError, StepEnd};
+use crate::engine::schedule::Moment;
+use crate::engine::{Engine, HeldInPart};
+use crate::kernels::memory::ByCategory;
+use crate::monitor::Tracer;
+use serde::{Deserialize, Serialize};
+
+/// Steps of each sequence length that are watched: what a step allocates it keeps for the next, so the second is the
+/// first that is like all others.
+const WATCHED_STEPS: u64 = 2;
+
+/// Watches the memory of one rank in a few steps, and in those that are traced.
+#[derive(Debug)]
+pub struct MemoryWatch {
+    /// Memory of a GPU is not what the allocator counts.
+    is_on_host: bool,
+    tracer: Option<Tracer>,
+    rank: u64,
+    /// Steps that this process has done.
+    done: u64,
+    /// The sequence length, and the steps that have been done with it.
+    of_length: (usize, u64),
+    /// Of the longest sequences.
+    longest: Option<StepMemory>,
+}
+
+/// What a rank held over a step: the most in each part of its last micro batch, and in the update.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepMemory {
+    /// The step, from 1.
+    pub step: u64,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// The parts in their order.
+    pub parts: Vec<PartMemory>,
+}
+
+/// The most that a rank held in a part of a step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PartMemory {
+    /// The part, in the words of the plan.
+    pub at: String,
+    /// All bytes.
+    pub bytes: u64,
+    /// The same by what they are for.
+    pub by_category: ByCategory,
+}
+
+impl MemoryWatch {
+    /// For a global rank, whose tensors are in the host's memory or not.
+    pub fn new(tracer: Option<Tracer>, rank: usize, is_on_host: bool) -> Self {
+        Self { is_on_host, tracer, rank: rank as u64, done: 0, of_length: (0, 0), longest: None }
+    }
+
+    /// A step with the longest sequences so far.
+    pub fn longest(self) -> Option<StepMemory> {
+        self.longest
+    }
+}
+
+impl Observer for MemoryWatch {
+    fn on_step_begin(&mut self, engine: &mut Engine, seq_len: usize) -> Result<(), ObserverError> {
+        if self.of_length.0 != seq_len {
+            self.of_length = (seq_len, 0);
+        }
+        let is_traced = self.tracer.as_ref().is_some_and(|tracer| tracer.traces(self.done));
+        if self.is_on_host && is_traced {
+            engine.watch_memory();
+        } else if self.is_on_host && self.of_length.1 < WATCHED_STEPS {
+            engine.watch_last_micro_batch();
+        }
+        Ok(())
+    }
+
+    fn on_step_end(&mut self, engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
+        let parts = engine.take_memory();
+        let tracer = self.tracer.as_ref();
+        if let Some(tracer) = tracer.filter(|tracer| tracer.traces(self.done) && !parts.is_empty()) {
+            let held = parts.iter().map(|part| (part.begun, part.peak.bytes, part.peak.by_category));
+            tracer.note_memory(self.rank, held);
+        }
+        let seq_len = step.seq_len;
+        let is_longest = self.longest.as_ref().is_none_or(|longest| seq_len >= longest.seq_len);
+        if is_longest && !parts.is_empty() {
+            let parts = last_micro_batch(&parts);
+            self.longest = Some(StepMemory { step: step.metrics.step, seq_len, parts });
+        }
+        self.done += 1;
+        self.of_length.1 += 1;
+        Ok(())
+    }
+}
+
+fn last_micro_batch(parts: &[HeldInPart]) -> Vec<PartMemory> {
+    let first = parts.iter().rposition(|part| part.at == Moment::Embedding).unwrap_or(0);
+    let part = |part: &HeldInPart| PartMemory {
+        at: part.at.to_string(),
+        bytes: part.peak.bytes,
+        by_category: part.peak.by_category,
+    };
+    parts[first..].iter().map(part).collect()
+}

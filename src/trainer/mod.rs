@@ -1,0 +1,47 @@
+//! The training loop: data, evaluations, checkpoints and observers around an [`Engine`](crate::engine::Engine).
+//!
+//! ```text
+//! let mut trainer = Trainer::new(engine, &groups, data, TrainerOptions::default())?; // resumes, if asked to
+//! trainer.observe(&mut observer);
+//! let report = trainer.train()?;   // step, evaluate, save, until the last step
+//! ```
+//!
+//! - [`Trainer`]: one rank's loop. Every rank of the mesh has one.
+//! - [`TrainingData`]: datasets of a run by sequence length; [`DataStream`]: one rank's micro batches of them.
+//! - [`Observer`]: hooks for whatever follows the run. [`MetricsFiles`], [`MemoryWatch`],
+//!   [`Progress`](crate::monitor::Progress) and [`RunTotals`](crate::monitor::RunTotals) are observers.
+//! - [`Resume`]: where a run goes on from.
+//! - [`evaluate`]: the loss of held-out data.
+//!
+//! Everything that the config states about a run is taken from the engine's config: steps or epochs, seed, evaluations,
+//! early stopping, checkpoints.
+
+mod agreement;
+mod checkpoints;
+mod created_dirs;
+mod data_stream;
+mod error;
+mod evaluate;
+mod evaluation_tracker;
+mod event_files;
+mod memory_watch;
+mod metrics_files;
+mod observer;
+mod options;
+mod resume;
+mod stragglers;
+#[cfg(test)]
+mod tests;
+mod train;
+
+pub use created_dirs::CreatedDirs;
+pub use data_stream::{DataStream, Phase, TrainingData};
+pub use error::TrainerError;
+pub use evaluate::{Evaluation, evaluate};
+pub use event_files::check_event_files;
+pub use memory_watch::{MemoryWatch, PartMemory, StepMemory};
+pub use metrics_files::MetricsFiles;
+pub use observer::{Observer, ObserverError, StepEnd};
+pub use options::{TrainReport, TrainerOptions, check_config};
+pub use resume::{Resume, is_same_dir};
+pub use train::Trainer;

@@ -1,0 +1,305 @@
+//! [`Trainer`]: one rank's training loop.
+
+use super::agreement::check_agreement;
+use super::checkpoints::{Checkpoints, SaveOutcome};
+use super::data_stream::{DataStream, TrainingData};
+use super::error::TrainerError;
+use super::evaluate::{agreed_loss, evaluate, of_first};
+use super::evaluation_tracker::EvaluationTracker;
+use super::observer::{Observer, ObserverError, StepEnd};
+use super::options::{TrainReport, TrainerOptions, check_config};
+use super::resume::Resumption;
+use super::stragglers::Stragglers;
+use crate::checkpoint::{Evaluated, step_directories};
+use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
+use crate::engine::{Engine, RunRecord};
+use crate::monitor::{EvalMetrics, Metrics};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// One rank's training run: every rank of the mesh has one, and all call its methods alike.
+pub struct Trainer<'a> {
+    engine: Engine,
+    data: DataStream,
+    checkpoints: Option<Checkpoints>,
+    evaluations: EvaluationTracker,
+    observers: Vec<Box<dyn Observer + 'a>>,
+    /// All ranks, for what is not part of a step: its traffic is not that of a step.
+    group: Arc<dyn ProcessGroup>,
+    options: TrainerOptions,
+    run_id: String,
+    /// Steps that were done when the run began, and when it will be done.
+    steps: Range<u64>,
+}
+
+impl<'a> Trainer<'a> {
+    /// Makes the run of `engine` on `data` ready, and goes on where [`TrainerOptions::resume`] asks to. `groups` are
+    /// those that the engine was made on. Collective.
+    ///
+    /// # Errors
+    /// A config that [`check_config`] refuses, data that does not fit it, a checkpoint that cannot be resumed, or ranks
+    /// that do not have the same config and data.
+    pub fn new(
+        mut engine: Engine,
+        groups: &MeshGroups,
+        data: TrainingData,
+        mut options: TrainerOptions,
+    ) -> Result<Self, TrainerError> {
+        check_config(engine.config())?;
+        let all = groups.whole()?;
+        let group = all.split("checkpoint", Some(0), all.rank())?.unwrap_or(all);
+        if group.rank() != 0 {
+            options.log = |_| ();
+        }
+        if options.output.is_none() {
+            options.output = engine.config().output.as_ref().map(PathBuf::from);
+        }
+        let has_held_out = data.phases().iter().all(|phase| phase.held_out.is_some());
+        if engine.config().validation.is_some() && !has_held_out {
+            return Err(TrainerError::NoHeldOutData);
+        }
+        let mut evaluations = EvaluationTracker::new(engine.config(), data.held_out_hash());
+        let mut data = DataStream::new(data, engine.config(), engine.placement())?;
+        prepare_output(&engine, &*group, &options)?;
+        let checkpoints = Checkpoints::new(&engine, &group, options.output.as_deref())?;
+        let mut run_id = format!("{:016x}", of_first(&*group, new_run_id())?);
+        if let Some(resume) = &options.resume {
+            let resumption = Resumption {
+                engine: &mut engine,
+                data: &mut data,
+                evaluations: &mut evaluations,
+                group: &*group,
+                output: options.output.as_deref(),
+                reset_data: options.reset_data,
+                log: options.log,
+            };
+            run_id = resumption.restore(resume)?.unwrap_or(run_id);
+        }
+        let first_step = engine.attempted_steps();
+        let steps = first_step..data.last_step(first_step);
+        check_agreement(&mut engine, data.data(), &options.model, steps.end)?;
+        let observers: Vec<Box<dyn Observer + 'a>> = vec![Box::new(Stragglers::new(groups)?)];
+        Ok(Self { engine, data, checkpoints, evaluations, observers, group, options, run_id, steps })
+    }
+
+    /// Lets an observer follow the run, after those that were added before. It may be a `&mut` to one that the caller
+    /// goes on with.
+    pub fn observe(&mut self, observer: impl Observer + 'a) {
+        self.observers.push(Box::new(observer));
+    }
+
+    /// The model in training.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// The model, to go on with.
+    pub fn into_engine(self) -> Engine {
+        self.engine
+    }
+
+    /// The data.
+    pub fn data(&self) -> &DataStream {
+        &self.data
+    }
+
+    /// All ranks, for what is not part of a step.
+    pub fn group(&self) -> &dyn ProcessGroup {
+        &*self.group
+    }
+
+    /// What tells the run from others, through all that resume it.
+    pub fn run_id(&self) -> &str {
+        &self.run_id
+    }
+
+    /// Steps that were done when the run began, and when it will be done.
+    pub fn steps(&self) -> Range<u64> {
+        self.steps.clone()
+    }
+
+    /// Whether there is no step left to do.
+    pub fn is_done(&self) -> bool {
+        self.engine.attempted_steps() >= self.steps.end || self.evaluations.stops_early()
+    }
+
+    /// Trains to the last step: steps, evaluations and checkpoints as the config asks for. Collective.
+    ///
+    /// # Errors
+    /// A step, an evaluation, a save or an observer that failed.
+    pub fn train(&mut self) -> Result<TrainReport, TrainerError> {
+        if !self.is_done() {
+            self.checkpoints.iter().for_each(|checkpoints| (self.options.log)(&checkpoints.describe()));
+        }
+        if !self.is_done() && self.steps.start == 0 {
+            self.evaluate_if_due(0)?;
+        }
+        let mut stopped = false;
+        while !self.is_done() && !stopped {
+            let step = self.step()?;
+            self.evaluate_if_due(step)?;
+            stopped = self.stop_is_asked()?;
+            self.save_if_due(step, stopped || self.is_done())?;
+            let is_saving = self.checkpoints.as_ref().is_some_and(Checkpoints::is_saving);
+            self.notify(|observer, _| observer.after_step(is_saving))?;
+        }
+        self.engine.check_replicas()?;
+        self.notify(|observer, _| observer.on_train_end())?;
+        Ok(TrainReport {
+            steps: self.engine.attempted_steps(),
+            last_step: self.steps.end,
+            stopped,
+            stopped_early: self.evaluations.stops_early().then(|| self.evaluations.reason()),
+            checkpoint: self.checkpoints.as_ref().and_then(Checkpoints::newest),
+            evaluations: self.evaluations.state,
+        })
+    }
+
+    /// One step; its number.
+    fn step(&mut self) -> Result<u64, TrainerError> {
+        let done = self.engine.attempted_steps();
+        let _step = tracing::debug_span!("step", step = done + 1, done = done - self.steps.start).entered();
+        let start = Instant::now();
+        if self.data.begin_step(done)? {
+            // Nothing of the old length is asked for again.
+            self.engine.workspace().clear();
+        }
+        let phase = self.data.phase();
+        let (seq_len, padding_share) = (phase.data.seq_len(), phase.data.padding_share());
+        self.notify(|observer, engine| observer.on_step_begin(engine, seq_len))?;
+        let report = self.engine.train_batch(|| self.data.next_micro_batch())?;
+        let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_waited());
+        let times = self.engine.take_times();
+        let time = times.shares(step_seconds, data_seconds);
+        let metrics = Metrics { data_seconds, padding_share, time, ..report.metrics(step_seconds) };
+        let mut step = StepEnd { metrics, times, seq_len };
+        self.notify(|observer, engine| observer.on_step_end(engine, &mut step))?;
+        Ok(report.step)
+    }
+
+    fn notify(
+        &mut self,
+        mut hook: impl FnMut(&mut dyn Observer, &mut Engine) -> Result<(), ObserverError>,
+    ) -> Result<(), TrainerError> {
+        let mut observers = self.observers.iter_mut();
+        observers
+            .try_for_each(|observer| hook(&mut **observer, &mut self.engine))
+            .map_err(TrainerError::Observer)
+    }
+
+    /// Evaluates the held-out data after `step` steps, where the config asks for it. Collective.
+    fn evaluate_if_due(&mut self, step: u64) -> Result<(), TrainerError> {
+        let config = self.engine.config();
+        let (Some(validation), Some(held_out)) = (&config.validation, &self.data.phase().held_out) else {
+            return Ok(());
+        };
+        let is_due = match step {
+            0 => validation.eval_on_start,
+            _ => {
+                step == self.steps.end
+                    || validation.interval.is_some_and(|interval| step.is_multiple_of(interval))
+            }
+        };
+        if !is_due {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let max_rows =
+            validation.batches.map(|batches| batches.saturating_mul(config.train_batch_size as u64));
+        let evaluation = evaluate(&mut self.engine, held_out, max_rows)?;
+        self.data.add_evaluated(evaluation.micro_batches);
+        let eval_loss = agreed_loss(&*self.group, evaluation.loss())?;
+        self.evaluations.record(Evaluated { step, loss: eval_loss });
+        let metrics = EvalMetrics {
+            step,
+            eval_loss,
+            eval_perplexity: eval_loss.exp(),
+            eval_tokens: evaluation.sum.valid_tokens,
+            eval_seconds: start.elapsed().as_secs_f64(),
+        };
+        self.notify(|observer, _| observer.on_evaluate(&metrics))
+    }
+
+    /// Whether any rank was asked to stop. Collective.
+    fn stop_is_asked(&self) -> Result<bool, CommError> {
+        let own = i64::from(self.options.stop.load(Ordering::Relaxed));
+        Ok(self.group.all_reduce_values(&[own], ReduceOp::Max)?[0] == 1)
+    }
+
+    /// Saves what is due after `step`. Collective.
+    fn save_if_due(&mut self, step: u64, is_last: bool) -> Result<(), TrainerError> {
+        let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
+        let is_due = is_last || checkpoints.is_due(step) || self.evaluations.is_best_checkpoint(step);
+        // That an earlier save failed must not keep this one from being tried.
+        let earlier = checkpoints.settle(is_due)?;
+        self.record_save(step, earlier)?;
+        let record = self.run_record();
+        match &mut self.checkpoints {
+            Some(checkpoints) if is_due => {
+                let outcome = checkpoints.save(&mut self.engine, record, is_last)?;
+                self.record_save(step, outcome)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn run_record(&self) -> RunRecord {
+        RunRecord {
+            run_id: self.run_id.clone(),
+            model: self.options.model.clone(),
+            source: self.options.source.clone(),
+            data: self.data.cursor(),
+            evaluations: self.evaluations.state,
+        }
+    }
+
+    fn record_save(&mut self, step: u64, outcome: Option<SaveOutcome>) -> Result<(), TrainerError> {
+        let Some(outcome) = outcome else { return Ok(()) };
+        outcome.lines(step).iter().for_each(|line| (self.options.log)(line));
+        match outcome {
+            SaveOutcome::Writing => Ok(()),
+            SaveOutcome::Failed { step, .. } => {
+                self.evaluations.not_saved(step);
+                Ok(())
+            }
+            SaveOutcome::Saved(saved) => {
+                self.evaluations.saved(saved.step);
+                self.notify(|observer, _| observer.on_save(&saved))
+            }
+        }
+    }
+}
+
+/// Creates the output directory of a run that saves, and refuses one that holds another run's checkpoints.
+fn prepare_output(
+    engine: &Engine,
+    group: &dyn ProcessGroup,
+    options: &TrainerOptions,
+) -> Result<(), TrainerError> {
+    let Some(output) = options.output.as_deref().filter(|_| engine.config().checkpoint.is_some()) else {
+        return Ok(());
+    };
+    if group.rank() != 0 {
+        return Ok(());
+    }
+    let create = |source| TrainerError::Io { what: format!("cannot create {}", output.display()), source };
+    std::fs::create_dir_all(output).map_err(create)?;
+    match step_directories(output)?.into_iter().next() {
+        Some(newest) if options.resume.is_none() => {
+            Err(TrainerError::OutputInUse { output: output.to_owned(), newest: newest.name })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Tells runs apart; no two processes start at one moment with one number.
+fn new_run_id() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let hash = blake3::hash(format!("{} {}", now.as_nanos(), std::process::id()).as_bytes());
+    let mut word = [0; 8];
+    word.copy_from_slice(&hash.as_bytes()[..8]);
+    u64::from_be_bytes(word)
+}
