@@ -1,12 +1,12 @@
 //! Progress on standard error: a live line on a terminal, besides the plain lines.
 
 use indicatif::{ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 use ulysses::config::Config;
 use ulysses::engine::Engine;
-use ulysses::monitor::{EvalMetrics, Metrics, Progress, breakdown, live_lines};
+use ulysses::monitor::{EvalMetrics, MAX_COLUMNS, Metrics, Progress, breakdown, live_lines};
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
 /// What is drawn at the bottom of the terminal, if anything is.
@@ -14,11 +14,18 @@ static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
 /// Lets `write` write to the terminal above the live line, which would garble it otherwise.
 pub(crate) fn above_progress<T>(write: impl FnOnce() -> T) -> T {
-    let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let shown = SHOWN.lock().clone();
     match shown {
         Some(bar) => bar.suspend(write),
         None => write(),
     }
+}
+
+/// Columns of standard error: those of the terminal, or [`MAX_COLUMNS`] where it is none.
+fn columns() -> usize {
+    let terminal = console::Term::stderr().size_checked().map(|(_, columns)| usize::from(columns));
+    // Some pseudo-terminals have no size.
+    terminal.filter(|columns| *columns > 0).map_or(MAX_COLUMNS, |columns| columns.min(MAX_COLUMNS))
 }
 
 /// Prints the lines of [`Progress`], and where the time of a step goes if the config asks for it. On a terminal the last
@@ -41,9 +48,9 @@ impl LiveProgress {
             bar.set_style(style.progress_chars("━╸ "));
         }
         if !bar.is_hidden() {
-            *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
+            *SHOWN.lock() = Some(bar.clone());
         }
-        let lines = Progress::new(steps.clone(), config.steps_per_print);
+        let lines = Progress::new(steps.clone(), config.steps_per_print).in_columns(columns);
         let has_breakdown = config.monitoring.wall_clock_breakdown;
         Self { lines, has_breakdown, steps, start: Instant::now(), bar }
     }
@@ -53,7 +60,7 @@ impl LiveProgress {
         let left = seconds_left(&self.steps, metrics.step, self.start.elapsed().as_secs_f64());
         self.bar.set_position(metrics.step.saturating_sub(start));
         self.bar.set_prefix(format!("step {}/{end}, {} left", metrics.step, duration(left)));
-        self.bar.set_message(live_lines(metrics));
+        self.bar.set_message(live_lines(metrics, columns()));
     }
 }
 
@@ -79,7 +86,7 @@ impl Observer for LiveProgress {
 
 impl Drop for LiveProgress {
     fn drop(&mut self) {
-        SHOWN.lock().unwrap_or_else(PoisonError::into_inner).take();
+        SHOWN.lock().take();
         self.bar.finish_and_clear();
     }
 }

@@ -24,7 +24,7 @@ pub use escape::escaped;
 pub use event_files::EventFile;
 pub use metrics::{EvalMetrics, Metrics, MetricsWriter, TimeShares};
 pub use progress::Progress;
-pub use step_line::live_lines;
+pub use step_line::{MAX_COLUMNS, live_lines};
 pub use summary::{RankSummary, RunSummary, RunTotals, VerboseSummary};
 pub use table::bytes as grouped_bytes;
 pub use trace::{MemorySample, Slice, Traced, Tracer, write_trace};

@@ -1,6 +1,6 @@
 //! Progress lines on standard error.
 
-use super::step_line::{columns, place, step_line};
+use super::step_line::{MAX_COLUMNS, place, step_line};
 use super::{EvalMetrics, Metrics, escaped};
 use std::io::Write;
 use std::ops::Range;
@@ -11,12 +11,19 @@ pub struct Progress {
     /// Steps done before, and steps when the run is done.
     steps: Range<u64>,
     steps_per_print: u64,
+    columns: fn() -> usize,
 }
 
 impl Progress {
     /// Of a run that has done `steps.start` steps before and ends with step `steps.end`.
     pub fn new(steps: Range<u64>, steps_per_print: u64) -> Self {
-        Self { steps, steps_per_print: steps_per_print.max(1) }
+        Self { steps, steps_per_print: steps_per_print.max(1), columns: || MAX_COLUMNS }
+    }
+
+    /// Lines of at most so many columns, which may change as the run goes on; [`MAX_COLUMNS`] without it.
+    #[must_use]
+    pub fn in_columns(self, columns: fn() -> usize) -> Self {
+        Self { columns, ..self }
     }
 
     /// Whether the turn of a step has come: the first, every `steps_per_print`-th, and the last.
@@ -27,7 +34,7 @@ impl Progress {
     /// Prints a step if its turn has come or it was skipped.
     pub fn report(&self, metrics: &Metrics) {
         if self.is_due(metrics.step) || metrics.skipped {
-            self.print(&step_line(metrics, self.steps.end, columns()));
+            self.print(&step_line(metrics, self.steps.end, (self.columns)()));
         }
     }
 

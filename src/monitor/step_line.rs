@@ -1,18 +1,11 @@
-//! The line of a step, in the columns of the terminal.
+//! The line of a step, in so many columns.
 
 use super::Metrics;
 use super::table::memory;
 use std::iter::once;
 
 /// Lines are no longer, however wide the terminal.
-const MAX_COLUMNS: usize = 100;
-
-/// Columns of standard error: those of the terminal, or [`MAX_COLUMNS`] where it is none.
-pub(super) fn columns() -> usize {
-    let terminal = console::Term::stderr().size_checked().map(|(_, columns)| usize::from(columns));
-    // Some pseudo-terminals have no size.
-    terminal.filter(|columns| *columns > 0).map_or(MAX_COLUMNS, |columns| columns.min(MAX_COLUMNS))
-}
+pub const MAX_COLUMNS: usize = 100;
 
 /// The line of a step in `columns` columns. What does not fit is left out: first the alignment, then the number of the
 /// last step, then the last fields.
@@ -34,8 +27,7 @@ pub(super) fn step_line(metrics: &Metrics, last_step: u64, columns: usize) -> St
 
 /// Two lines for a live display, where the step is shown elsewhere: loss and rates, and where the time of the step went,
 /// if the engine timed it.
-pub fn live_lines(metrics: &Metrics) -> String {
-    let columns = columns();
+pub fn live_lines(metrics: &Metrics, columns: usize) -> String {
     format!("{}\n{}", live_line(metrics, columns), cut(&times(metrics), columns))
 }
 

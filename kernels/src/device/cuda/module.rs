@@ -10,11 +10,12 @@ use crate::device::kernel::{Source, sources};
 use crate::device::{DeviceError, Kernel};
 use candle_core::cuda::cudarc::driver::{self, CudaContext};
 use candle_core::cuda::cudarc::nvrtc::{result, sys};
+use parking_lot::RwLock;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock};
 
 /// A kernel's handle.
 #[derive(Debug, Clone, Copy)]
@@ -46,11 +47,11 @@ pub(super) fn function(context: &Arc<CudaContext>, kernel: &Kernel) -> Result<Fu
 /// All kernels of a GPU, loaded where they are not yet.
 pub(super) fn functions(context: &Arc<CudaContext>) -> Result<Arc<Functions>, String> {
     let gpu = context.ordinal();
-    if let Some(functions) = LOADED.read().unwrap_or_else(PoisonError::into_inner).get(&gpu) {
+    if let Some(functions) = LOADED.read().get(&gpu) {
         return Ok(functions.clone());
     }
     // The ranks of a GPU wait here for the first of them.
-    let mut loaded = LOADED.write().unwrap_or_else(PoisonError::into_inner);
+    let mut loaded = LOADED.write();
     if let Some(functions) = loaded.get(&gpu) {
         return Ok(functions.clone());
     }
