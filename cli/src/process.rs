@@ -8,7 +8,7 @@ use ulysses::comm::mpi;
 #[cfg(feature = "nccl")]
 use ulysses::comm::nccl;
 use ulysses::comm::{
-    LaunchError, LaunchOptions, Launcher, ProcessGroup, ProcessGroupExt, RankContext, World, WorldFlags,
+    LaunchError, LaunchOptions, Launcher, ProcessFlags, ProcessGroup, ProcessGroupExt, ProcessInfo, RankContext,
 };
 use ulysses::config::Backend;
 
@@ -27,8 +27,8 @@ pub(super) struct WorldArgs {
 }
 
 impl WorldArgs {
-    pub(super) fn flags(self) -> WorldFlags {
-        WorldFlags { rank: self.rank, world_size: self.world_size, local_rank: self.local_rank }
+    pub(super) fn flags(self) -> ProcessFlags {
+        ProcessFlags { rank: self.rank, world_size: self.world_size, local_rank: self.local_rank }
     }
 }
 
@@ -38,8 +38,8 @@ pub(super) struct Place {
         not(feature = "nccl"),
         allow(dead_code, reason = "NCCL's processes meet by the variables again")
     )]
-    flags: WorldFlags,
-    world: World,
+    flags: ProcessFlags,
+    world: ProcessInfo,
 }
 
 /// A rank of a job. Without the features for such backends there is none.
@@ -53,7 +53,7 @@ pub(super) enum Process {
 impl Place {
     pub(super) fn discover(args: WorldArgs) -> Result<Self, Failure> {
         let flags = args.flags();
-        let world = World::discover(&flags, |name| std::env::var(name).ok()).or_usage()?;
+        let world = ProcessInfo::discover(&flags, |name| std::env::var(name).ok()).or_usage()?;
         Ok(Self { flags, world })
     }
 
@@ -76,7 +76,7 @@ impl Place {
         if is_there {
             return Ok(());
         }
-        let World { launcher, world_size, .. } = &self.world;
+        let ProcessInfo { launcher, world_size, .. } = &self.world;
         Err(Failure::Usage(anyhow!(
             "{launcher} has started {world_size} processes, but this build lacks the feature `{feature}`, which would \
              connect them: build with it, or let each process train for itself with --backend thread"
@@ -110,7 +110,7 @@ impl Place {
     /// not, Open MPI ends them at its start, with advice on how it should have been built.
     #[cfg(feature = "mpi")]
     fn check_srun(&self) -> Result<(), Failure> {
-        let World { launcher, world_size, rank, .. } = &self.world;
+        let ProcessInfo { launcher, world_size, rank, .. } = &self.world;
         // Of PMI_RANK, PMIX_RANK and their like.
         let is_of_plugin =
             |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.starts_with("PMI"));
@@ -127,7 +127,7 @@ impl Place {
 
     /// The launcher and the library must have counted the same processes.
     fn check_size(&self, process: &Process) -> Result<(), Failure> {
-        let World { launcher, world_size, rank, .. } = &self.world;
+        let ProcessInfo { launcher, world_size, rank, .. } = &self.world;
         let found = (process.rank(), process.world_size());
         if *launcher == Launcher::None || found == (*rank, *world_size) {
             return Ok(());

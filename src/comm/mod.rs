@@ -14,7 +14,7 @@
 //! 7. [`MeshGroups`]: the groups along the axes of a device mesh.
 //! 8. [`GroupWrapper`]: a group around another one; [`CommTimer`]: such a one, which tells what a
 //!    rank's calls cost it in time.
-//! 9. [`World`]: which process this is, by flags and launchers.
+//! 9. [`ProcessInfo`]: which process this is, by flags and launchers.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};
@@ -27,34 +27,26 @@
 //! # Ok::<(), ulysses::comm::LaunchError>(())
 //! ```
 
-mod arguments;
+mod arg_check;
+mod args;
 mod buffer;
-mod call;
-mod cause;
-#[cfg_attr(
-    not(feature = "nccl"),
-    allow(dead_code, reason = "the other backends compare calls by themselves")
-)]
-mod checked;
+mod call_signature;
+mod diagnostics;
 mod discovery;
 mod error;
 mod ext;
 pub mod fake;
 mod group;
-mod history;
-mod lane;
 mod launch;
 mod mesh_groups;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod nccl;
-#[cfg_attr(
-    not(any(feature = "mpi", feature = "nccl")),
-    allow(dead_code, reason = "threads share what they know")
-)]
-mod notice;
+mod ordered_channel;
 mod pending;
 mod plan;
+pub mod reduce;
+mod serde_arc;
 mod stats;
 mod strided;
 pub mod thread;
@@ -63,7 +55,8 @@ pub mod traffic;
 mod wrapper;
 
 pub use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
-pub use discovery::{DiscoveryError, Launcher, Stated, World, WorldFlags};
+pub use args::CollectiveArgs;
+pub use discovery::{DiscoveryError, Launcher, ProcessFlags, ProcessInfo, Stated};
 pub use error::CommError;
 pub use ext::ProcessGroupExt;
 pub use group::ProcessGroup;
@@ -71,9 +64,10 @@ pub use launch::{LaunchError, LaunchOptions, RankContext};
 pub use mesh_groups::MeshGroups;
 pub use pending::Pending;
 pub use plan::{RecvBlock, StridedBlock, StridedPlan};
+pub use reduce::ReduceOp;
 pub use stats::{CollectiveOp, GroupStats, OpStats};
+pub use strided::pack_exchange_unpack;
 pub use thread::launch;
 pub use timed::{CallTimes, CommSeconds, CommTimer, EachCall};
 pub use traffic::Traffic;
-pub use ulysses_kernels::rank_reduce::ReduceOp;
-pub use wrapper::{GroupWrapper, StartCall};
+pub use wrapper::GroupWrapper;

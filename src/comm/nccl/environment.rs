@@ -3,7 +3,7 @@
 use super::rendezvous::MeetingPoint;
 use super::secret::JobSecret;
 use crate::comm::discovery::first_host;
-use crate::comm::{CommError, Launcher, World, WorldFlags};
+use crate::comm::{CommError, Launcher, ProcessFlags, ProcessInfo};
 
 /// The first NCCL that lets two ranks share a GPU, as `ncclGetVersion` counts.
 const MULTI_RANK_VERSION: i32 = 23_000;
@@ -37,18 +37,18 @@ impl Environment {
     /// # Errors
     /// [`CommError::Start`] naming the variable that is missing or wrong.
     pub(super) fn read(
-        flags: &WorldFlags,
+        flags: &ProcessFlags,
         lookup: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, CommError> {
         let refuse = |reason: String| CommError::Start { library: "NCCL", rank: None, reason };
-        let world = World::discover(flags, &lookup).map_err(|error| refuse(error.to_string()))?;
-        let World { rank, world_size, local_world_size, launcher, .. } = world;
+        let info = ProcessInfo::discover(flags, &lookup).map_err(|error| refuse(error.to_string()))?;
+        let ProcessInfo { rank, world_size, local_world_size, launcher, .. } = info;
         if launcher == Launcher::None {
             return Err(refuse(
                 "RANK is not set; a launcher sets RANK, WORLD_SIZE and LOCAL_RANK".to_owned(),
             ));
         }
-        let local_rank = world.local_rank.ok_or_else(|| {
+        let local_rank = info.local_rank.ok_or_else(|| {
             refuse(format!("{launcher} does not say which GPU is rank {rank}'s: set LOCAL_RANK"))
         })?;
         let host = || match launcher {
@@ -130,7 +130,7 @@ mod tests {
 
     fn read(variables: &[(&str, &str)]) -> Result<Environment, CommError> {
         let find = |name: &str| variables.iter().find(|(known, _)| *known == name);
-        Environment::read(&WorldFlags::default(), |name| find(name).map(|(_, value)| (*value).to_owned()))
+        Environment::read(&ProcessFlags::default(), |name| find(name).map(|(_, value)| (*value).to_owned()))
     }
 
     fn point(host: &str, port: u16) -> MeetingPoint {

@@ -1,16 +1,16 @@
 //! The ways to start ranks with NCCL between them.
 
 use super::communicator::{Communicator, unique_id, version};
+use super::control_plane::ControlPlane;
 use super::environment::{Environment, Meeting, check_places};
 use super::group::NcclGroup;
 use super::notices::Notices;
-use super::operation::Farewell;
+use super::operation::ShutdownGuard;
+use super::rank::NcclRank;
 use super::rendezvous::{ID_BYTES, Id, fetch, hand_out};
-use super::roll_call::RollCall;
-use super::world::World;
-use crate::comm::checked::Checked;
+use crate::comm::diagnostics::DesyncCheck;
 use crate::comm::{
-    CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, RankContext, WorldFlags, thread,
+    CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, RankContext, ProcessFlags, thread,
 };
 use candle_core::Device;
 use std::collections::BTreeMap;
@@ -35,8 +35,8 @@ where
 {
     thread::launch(gpus.len(), options, |context| -> Result<T, Box<dyn Error + Send + Sync>> {
         let device = gpu(gpus[context.rank], context.rank)?;
-        let (world, group) = meet_over(context.group.clone(), &device, options.timeout)?;
-        let group = if options.check { checked(&world, group)? } else { group };
+        let (own, group) = meet_over(context.group.clone(), &device, options.timeout)?;
+        let group = if options.check { checked(&own, group)? } else { group };
         run(RankContext { group, ..context }).map_err(Into::into)
     })
 }
@@ -55,23 +55,23 @@ pub fn over(
 }
 
 /// A rank, and its handle of the group of all.
-type Met = (Arc<World>, Arc<dyn ProcessGroup>);
+type Met = (Arc<NcclRank>, Arc<dyn ProcessGroup>);
 
 /// The same group, whose ranks compare their calls. Collective.
 pub(super) fn checked(
-    world: &Arc<World>,
+    own: &Arc<NcclRank>,
     group: Arc<dyn ProcessGroup>,
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    world.set_checked();
-    Checked::over(group, world.clone())
+    own.set_checked();
+    DesyncCheck::over(group, own.clone())
 }
 
 fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duration) -> Result<Met, CommError> {
     let rank = bootstrap.global_ranks()[bootstrap.rank()];
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
-    let world = World::new(rank, device, timeout, Some(bootstrap.clone()))?;
+    let own_rank = NcclRank::new(rank, device, timeout, Some(bootstrap.clone()))?;
     // A GPU is known by its uuid, which is the same for all processes.
-    let uuid = world.compute.context().uuid().map_err(|error| refuse(error.to_string()))?;
+    let uuid = own_rank.compute.context().uuid().map_err(|error| refuse(error.to_string()))?;
     let place = uuid.bytes.map(|byte| byte as u8);
     let places = bootstrap.all_gather_values(&place)?;
     let places: Vec<&[u8]> = places.chunks(place.len()).collect();
@@ -82,13 +82,13 @@ fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duratio
     let mut id = own;
     id.copy_from_slice(&ids[..ID_BYTES]);
     let (name, ranks) = (bootstrap.name().to_owned(), bootstrap.global_ranks().to_vec());
-    let group = join(&world, &id, name, bootstrap.rank(), ranks)?;
-    Ok((world, group))
+    let group = join(&own_rank, &id, name, bootstrap.rank(), ranks)?;
+    Ok((own_rank, group))
 }
 
 /// The group of all processes of a job in which every process drives one GPU.
 ///
-/// Who this process is, [`comm::World::discover`](crate::comm::World::discover) says; the local rank is the GPU's
+/// Who this process is, [`comm::ProcessInfo::discover`](crate::comm::ProcessInfo::discover) says; the local rank is the GPU's
 /// ordinal. NCCL_COMM_ID (`host:port`, the same everywhere) or MASTER_ADDR says where the host of rank 0 is; SLURM's
 /// tasks know it. The ranks meet there at ULYSSES_MASTER_PORT, or else at MASTER_PORT + 1: torchrun's own store
 /// listens on MASTER_PORT. Rank 0 listens on the address that MASTER_ADDR is (ULYSSES_MASTER_BIND names another), and
@@ -96,15 +96,15 @@ fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duratio
 ///
 /// # Errors
 /// [`CommError::Start`] naming the variable that is missing or wrong, or why NCCL or the GPU cannot be used.
-pub fn from_env(flags: &WorldFlags, timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
+pub fn from_env(flags: &ProcessFlags, timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
     meet_from_env(flags, timeout).map(|(_, group)| group)
 }
 
-pub(super) fn meet_from_env(flags: &WorldFlags, timeout: Duration) -> Result<Met, CommError> {
+pub(super) fn meet_from_env(flags: &ProcessFlags, timeout: Duration) -> Result<Met, CommError> {
     let environment = Environment::read(flags, |name| std::env::var(name).ok())?;
     let Environment { rank, world_size, local_rank, meeting } = environment;
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
-    let world = World::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
+    let own_rank = NcclRank::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
     let (id, connections) = match meeting {
         Meeting::Nccl => (unique_id().map_err(refuse)?, None),
         Meeting::At(point) if rank == 0 => {
@@ -119,10 +119,10 @@ pub(super) fn meet_from_env(flags: &WorldFlags, timeout: Duration) -> Result<Met
     };
     if let Some(connections) = connections {
         let notices = Notices::new(rank, connections).map_err(|error| refuse(error.to_string()))?;
-        world.set_roll_call(RollCall::new(rank, world_size, notices));
+        own_rank.set_control(ControlPlane::new(rank, world_size, notices));
     }
-    let group = join(&world, &id, "world".to_owned(), rank, (0..world_size).collect())?;
-    Ok((world, group))
+    let group = join(&own_rank, &id, "world".to_owned(), rank, (0..world_size).collect())?;
+    Ok((own_rank, group))
 }
 
 fn gpu(ordinal: usize, rank: usize) -> Result<Device, CommError> {
@@ -134,16 +134,16 @@ fn gpu(ordinal: usize, rank: usize) -> Result<Device, CommError> {
 }
 
 fn join(
-    world: &Arc<World>,
+    own: &Arc<NcclRank>,
     id: &Id,
     name: String,
     rank: usize,
     global_ranks: Vec<usize>,
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    let refuse = |reason| world.fail(CommError::Start { library: "NCCL", rank: Some(world.rank), reason });
+    let refuse = |reason| own.fail(CommError::Start { library: "NCCL", rank: Some(own.rank), reason });
     let communicator = Communicator::join(id, rank, global_ranks.len()).map_err(refuse)?;
     // From here on a failure elsewhere ends the wait for the others.
-    world.adopt(&communicator)?;
-    communicator.settle(world.deadline()).map_err(refuse)?;
-    Ok(Arc::new(NcclGroup::new(Arc::new(Farewell(world.clone())), communicator, name, rank, global_ranks)))
+    own.adopt(&communicator)?;
+    communicator.settle(own.deadline()).map_err(refuse)?;
+    Ok(Arc::new(NcclGroup::new(Arc::new(ShutdownGuard(own.clone())), communicator, name, rank, global_ranks)))
 }

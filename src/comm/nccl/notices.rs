@@ -3,7 +3,7 @@
 
 use super::line::{Ear, Line, MAX_BYTES, framed};
 use crate::comm::CommError;
-use crate::comm::notice::Notice;
+use crate::comm::diagnostics::ControlMessage;
 use std::collections::BTreeMap;
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Heard {
     /// A notice of its own.
-    Notice(Notice),
+    Notice(ControlMessage),
     /// Its process has ended without a last word.
     Gone,
 }
@@ -46,11 +46,11 @@ impl Notices {
 
     /// Tells all other ranks, as far as they can be reached. What a rank does not read in time goes out later, when
     /// this one listens.
-    pub(super) fn tell(&mut self, notice: &Notice) {
+    pub(super) fn tell(&mut self, notice: &ControlMessage) {
         self.tell_until(self.deadline(), notice);
     }
 
-    fn tell_until(&mut self, deadline: Instant, notice: &Notice) {
+    fn tell_until(&mut self, deadline: Instant, notice: &ControlMessage) {
         match fitting(self.rank, notice) {
             Ok(text) => self.pass_on(&framed(&text), self.rank),
             Err(reason) => tracing::error!("rank {} cannot tell the others: {reason}", self.rank),
@@ -89,7 +89,7 @@ impl Notices {
     /// others until rank 0 has read that nothing follows.
     pub(super) fn end(&mut self) {
         let deadline = self.deadline();
-        self.tell_until(deadline, &Notice::Ended);
+        self.tell_until(deadline, &ControlMessage::Ended);
         while !self.lines.is_empty() && Instant::now() < deadline {
             if self.rank != 0 {
                 self.lines.values_mut().for_each(Line::finish);
@@ -121,9 +121,9 @@ impl Notices {
             line.write();
             let (texts, ear) = line.listen();
             for text in texts {
-                let Ok((from, notice)) = serde_json::from_slice::<(usize, Notice)>(&text) else { continue };
+                let Ok((from, notice)) = serde_json::from_slice::<(usize, ControlMessage)>(&text) else { continue };
                 if let Some(line) =
-                    self.lines.get_mut(&peer).filter(|_| notice == Notice::Ended && from == peer)
+                    self.lines.get_mut(&peer).filter(|_| notice == ControlMessage::Ended && from == peer)
                 {
                     line.has_ended = true;
                 }
@@ -150,7 +150,7 @@ impl Notices {
 }
 
 /// A notice in the words that go out: shortened, if those are more than a rank takes.
-fn fitting(rank: usize, notice: &Notice) -> Result<Vec<u8>, String> {
+fn fitting(rank: usize, notice: &ControlMessage) -> Result<Vec<u8>, String> {
     let text = serde_json::to_vec(&(rank, notice)).map_err(|error| error.to_string())?;
     if 4 + text.len() <= MAX_BYTES {
         return Ok(text);
@@ -162,16 +162,16 @@ fn fitting(rank: usize, notice: &Notice) -> Result<Vec<u8>, String> {
 }
 
 /// The newer half of many calls, the beginning of a long reason.
-fn shortened(rank: usize, notice: &Notice) -> Option<Notice> {
+fn shortened(rank: usize, notice: &ControlMessage) -> Option<ControlMessage> {
     match notice {
-        Notice::Called { calls, wait } if calls.len() > 1 => {
-            Some(Notice::Called { calls: calls[calls.len() / 2..].to_vec(), wait: wait.clone() })
+        ControlMessage::Called { calls, wait } if calls.len() > 1 => {
+            Some(ControlMessage::Called { calls: calls[calls.len() / 2..].to_vec(), wait: wait.clone() })
         }
-        Notice::Failed(error) => {
+        ControlMessage::Failed(error) => {
             let reason = error.to_string();
             let (end, _) = reason.char_indices().nth(MAX_REASON_CHARS)?;
             let reason = format!("{} … ({} bytes)", &reason[..end], reason.len());
-            Some(Notice::Failed(CommError::PeerFailed { rank, reason }))
+            Some(ControlMessage::Failed(CommError::PeerFailed { rank, reason }))
         }
         _ => None,
     }

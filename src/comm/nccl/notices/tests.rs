@@ -1,7 +1,8 @@
 //! Ends that are connected on this machine.
 
 use super::*;
-use crate::comm::history::{History, Label, Record};
+use crate::comm::call_signature::CallSignature;
+use crate::comm::diagnostics::{Entry, FlightRecorder, GroupLabel};
 use std::net::TcpListener;
 
 /// The ends of a world that has met.
@@ -33,8 +34,8 @@ fn hear(ends: &mut [Notices], rank: usize, count: usize) -> Vec<(usize, Heard)> 
     come
 }
 
-fn failed(rank: usize, reason: &str) -> Notice {
-    Notice::Failed(CommError::PeerFailed { rank, reason: reason.into() })
+fn failed(rank: usize, reason: &str) -> ControlMessage {
+    ControlMessage::Failed(CommError::PeerFailed { rank, reason: reason.into() })
 }
 
 #[test]
@@ -47,7 +48,7 @@ fn what_a_rank_tells_reaches_all_others_and_not_itself() {
         let (first, second) = others.split_at_mut(1);
         scope.spawn(|| {
             first[0].tell(&long);
-            first[0].tell(&Notice::Ended);
+            first[0].tell(&ControlMessage::Ended);
             assert_eq!(first[0].poll(), [], "it does not hear itself");
         });
         let mut come = (Vec::new(), Vec::new());
@@ -56,7 +57,7 @@ fn what_a_rank_tells_reaches_all_others_and_not_itself() {
             come.0.extend(root[0].poll());
             come.1.extend(second[0].poll());
         }
-        let expected = [(1, Heard::Notice(long.clone())), (1, Heard::Notice(Notice::Ended))];
+        let expected = [(1, Heard::Notice(long.clone())), (1, Heard::Notice(ControlMessage::Ended))];
         assert_eq!((&come.0[..], &come.1[..]), (&expected[..], &expected[..]));
     });
     ends[0].tell(&failed(0, "told to"));
@@ -68,12 +69,12 @@ fn what_a_rank_tells_reaches_all_others_and_not_itself() {
 #[test]
 fn a_process_that_ends_is_missed_unless_it_has_said_so() {
     let mut ends = connected(3);
-    ends[1].tell(&Notice::Ended);
+    ends[1].tell(&ControlMessage::Ended);
     let (second, first) = (ends.pop(), ends.pop());
     drop((first, second));
     let mut heard = hear(&mut ends, 0, 2);
     heard.sort_by_key(|(rank, _)| *rank);
-    assert_eq!(heard, [(1, Heard::Notice(Notice::Ended)), (2, Heard::Gone)]);
+    assert_eq!(heard, [(1, Heard::Notice(ControlMessage::Ended)), (2, Heard::Gone)]);
     assert_eq!(ends[0].poll(), [], "told once");
 }
 
@@ -123,7 +124,7 @@ fn the_last_word_arrives_though_much_is_on_its_way_and_something_was_not_read() 
         }
     });
     assert_eq!(come.len(), sent + 1);
-    assert_eq!(come.last(), Some(&(1, Heard::Notice(Notice::Ended))));
+    assert_eq!(come.last(), Some(&(1, Heard::Notice(ControlMessage::Ended))));
 }
 
 #[test]
@@ -140,7 +141,7 @@ fn rank_0_passes_on_what_is_told_until_all_have_ended() {
             }
             assert_eq!(come, expected);
         };
-        hear(&[(0, Heard::Notice(Notice::Ended))]);
+        hear(&[(0, Heard::Notice(ControlMessage::Ended))]);
         first.tell(&failed(1, "late"));
         hear(&[(1, Heard::Notice(failed(1, "late")))]);
         first.end();
@@ -160,7 +161,7 @@ fn a_notice_that_a_slow_rank_took_in_part_is_finished_before_the_next_one() {
     let mut root = impatient(ends.remove(0));
     // Far more than the system keeps for one who does not read.
     let long = failed(0, &"x".repeat(MAX_BYTES - 200));
-    let told: Vec<Notice> = (0..24).map(|_| long.clone()).chain([Notice::Ended]).collect();
+    let told: Vec<ControlMessage> = (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
     told.iter().for_each(|notice| root.tell(notice));
     assert!(root.lines[&1].is_late(), "the other side has not read");
     let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
@@ -182,14 +183,14 @@ fn a_rank_that_does_not_read_keeps_nothing_from_the_others() {
         root.lines.get_mut(&1).unwrap().send(&frame);
     }
     std::thread::scope(|scope| {
-        scope.spawn(|| root.tell(&Notice::Ended));
+        scope.spawn(|| root.tell(&ControlMessage::Ended));
         let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
         while come.is_empty() && Instant::now() < deadline {
             come = ends[0].poll();
         }
         // Or the teller would wait for it all day.
         drop(silent);
-        assert_eq!(come, [(0, Heard::Notice(Notice::Ended))]);
+        assert_eq!(come, [(0, Heard::Notice(ControlMessage::Ended))]);
     });
 }
 
@@ -197,18 +198,19 @@ fn a_rank_that_does_not_read_keeps_nothing_from_the_others() {
 fn a_notice_that_is_too_long_is_told_in_short() {
     let mut ends = connected(2);
     ends[1].tell(&failed(1, &"ü".repeat(MAX_BYTES)));
-    let group = Arc::new(Label { name: "world".into(), members: vec![0, 1] });
-    let mut history = History::default();
+    let group = Arc::new(GroupLabel { name: "world".into(), members: vec![0, 1] });
+    let mut recorder = FlightRecorder::default();
     for id in 0..64 {
-        let call = format!("all_to_all({id}, {})", "1, ".repeat(10_000));
-        history.add(Record { id, group: group.clone(), sequence: id, is_collective: true, call });
+        let counts: Arc<[usize]> = [1; 5_000].into();
+        let call = CallSignature::AllToAll { dtype: candle_core::DType::F32, send: counts.clone(), recv: counts };
+        recorder.record(Entry { id, group: group.clone(), sequence: id, call, is_complete: false });
     }
-    let calls = history.tell();
-    ends[1].tell(&Notice::Called { calls: calls.clone(), wait: None });
+    let calls = recorder.report();
+    ends[1].tell(&ControlMessage::Called { calls: calls.clone(), wait: None });
     let heard = hear(&mut ends, 0, 2);
     let [
-        (1, Heard::Notice(Notice::Failed(error))),
-        (1, Heard::Notice(Notice::Called { calls: newest, wait: None })),
+        (1, Heard::Notice(ControlMessage::Failed(error))),
+        (1, Heard::Notice(ControlMessage::Called { calls: newest, wait: None })),
     ] = &heard[..]
     else {
         panic!("{} notices came", heard.len());

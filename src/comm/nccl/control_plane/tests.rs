@@ -3,7 +3,8 @@
 use super::super::notices::tests::{connected, impatient};
 use super::*;
 use crate::comm::CollectiveOp;
-use crate::comm::history::{History, Label, Record};
+use crate::comm::diagnostics::GroupLabel;
+use crate::comm::diagnostics::tests::{issued, label};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -12,41 +13,28 @@ fn ends_of(ranks: usize) -> Vec<Notices> {
     connected(ranks).into_iter().map(impatient).collect()
 }
 
-type Call = (Arc<Label>, u64, &'static str);
+type Call = (Arc<GroupLabel>, u64, &'static str);
 
-fn label(name: &str, members: &[usize]) -> Arc<Label> {
-    Arc::new(Label { name: name.into(), members: members.to_vec() })
-}
-
-fn world() -> Arc<Label> {
+fn world() -> Arc<GroupLabel> {
     label("world", &[0, 1, 2])
 }
 
-fn issued(calls: &[Call]) -> History<&'static str> {
-    let mut history = History::default();
-    for (id, (group, sequence, call)) in (0..).zip(calls.iter().cloned()) {
-        history.add(Record { id, group, sequence, is_collective: true, call });
-    }
-    history
-}
-
-/// What a rank tells that has called these; all are under way, one behind the other.
-fn under_way(calls: &[Call]) -> (Vec<Told>, Option<Wait>) {
-    let history = issued(calls);
+/// What a rank reports that has called these; all are under way, one behind the other.
+fn under_way(calls: &[Call]) -> (Vec<EntryReport>, Option<Wait>) {
     let wait = calls.first().map(|(group, sequence, _)| wait(group, *sequence));
-    (history.tell(), wait)
+    (issued(calls).report(), wait)
 }
 
-fn wait(group: &Arc<Label>, sequence: u64) -> Wait {
+fn wait(group: &Arc<GroupLabel>, sequence: u64) -> Wait {
     Wait { group: group.clone(), op: CollectiveOp::AllReduce, sequence, missing: Vec::new() }
 }
 
 /// What a rank has called of all ranks; only the last is under way.
-fn called(calls: &[&'static str]) -> Vec<Told> {
+fn called(calls: &[&'static str]) -> Vec<EntryReport> {
     let calls: Vec<Call> = (0..).zip(calls).map(|(sequence, call)| (world(), sequence, *call)).collect();
     let mut history = issued(&calls);
     history.complete_before_newest();
-    history.tell()
+    history.report()
 }
 
 fn stuck_at(sequence: u64) -> Stuck {
@@ -54,9 +42,9 @@ fn stuck_at(sequence: u64) -> Stuck {
 }
 
 /// Rank 0 finds itself stuck; the others tell these when they are asked.
-fn roll(told: Vec<(Vec<Told>, Option<Wait>)>, stuck: &Stuck) -> (Option<CommError>, Option<String>) {
+fn roll(told: Vec<(Vec<EntryReport>, Option<Wait>)>, stuck: &Stuck) -> (Option<CommError>, Option<String>) {
     let ends = ends_of(told.len()).into_iter().enumerate();
-    let mut ranks: Vec<_> = ends.map(|(rank, end)| RollCall::new(rank, told.len(), end)).collect();
+    let mut ranks: Vec<_> = ends.map(|(rank, end)| ControlPlane::new(rank, told.len(), end)).collect();
     let others = ranks.split_off(1);
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -101,7 +89,7 @@ fn the_rank_with_another_call_is_named() {
     let Some(CommError::Desync { rank, called, others, others_called, .. }) = found else {
         panic!("{found:?}")
     };
-    assert_eq!((rank, called.as_str(), others_called.as_str()), (1, "broadcast(3)", "all_reduce(3)"));
+    assert_eq!((rank, called.as_str(), others_called.as_str()), (1, "broadcast(3 × f32 from rank 0 of the group)", "all_reduce(Sum, 3 × f32)"));
     assert_eq!(others, [0, 2]);
 }
 
@@ -113,7 +101,7 @@ fn ranks_that_all_have_come_are_not_blamed() {
 
 /// A mesh dp 2 × sp 2: rank 0 waits along sp for rank 1, which has issued that too, but behind what it waits for along
 /// dp.
-fn mesh() -> [Arc<Label>; 2] {
+fn mesh() -> [Arc<GroupLabel>; 2] {
     [label("sp", &[0, 1]), label("dp", &[1, 3])]
 }
 
@@ -158,13 +146,13 @@ fn ranks_that_call_different_things_keep_those_behind_them() {
 #[test]
 fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
     let mut ends = ends_of(3);
-    let mut last = RollCall::new(2, 3, ends.pop().unwrap());
+    let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
     // Below the roll call, which would say goodbye.
     drop(ends.pop());
-    let mut first = RollCall::new(0, 3, ends.pop().unwrap());
+    let mut first = ControlPlane::new(0, 3, ends.pop().unwrap());
     let deadline = Instant::now() + Duration::from_secs(20);
-    let failure_at = |roll_call: &mut RollCall| loop {
-        match roll_call.listen(Default::default) {
+    let failure_at = |control: &mut ControlPlane| loop {
+        match control.listen(Default::default) {
             Err(CommError::PeerFailed { rank, .. }) => break rank,
             other => assert!(Instant::now() < deadline, "{other:?}"),
         }
@@ -178,14 +166,14 @@ fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
 fn who_does_not_answer_is_missing_and_who_failed_is_the_reason() {
     let mut ends = ends_of(3);
     let mut silent = ends.pop().unwrap();
-    let mut first = RollCall::new(0, 3, ends.remove(0));
+    let mut first = ControlPlane::new(0, 3, ends.remove(0));
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
     // Rank 2 never looks; rank 1 has not failed yet.
     let history = &["barrier", "all_reduce"];
-    ends[0].tell(&Notice::Called { calls: called(history), wait: None });
+    ends[0].tell(&ControlMessage::Called { calls: called(history), wait: None });
     let found = first.find_missing(&stuck_at(1), called(history));
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [2]), "{found:?}");
-    ends[0].tell(&Notice::Failed(error.clone()));
+    ends[0].tell(&ControlMessage::Failed(error.clone()));
     let deadline = Instant::now() + Duration::from_secs(20);
     let mut outcome = Ok(());
     while outcome.is_ok() && Instant::now() < deadline {
@@ -198,10 +186,10 @@ fn who_does_not_answer_is_missing_and_who_failed_is_the_reason() {
 #[test]
 fn where_rank_0_does_not_answer_it_alone_is_blamed() {
     let mut ends = ends_of(3);
-    let mut last = RollCall::new(2, 3, ends.pop().unwrap());
+    let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
     // Rank 1 answers, to rank 0, which lives but never looks: it passes nothing on.
     let history = &["barrier", "all_reduce"];
-    ends[1].tell(&Notice::Called { calls: called(history), wait: None });
+    ends[1].tell(&ControlMessage::Called { calls: called(history), wait: None });
     let found = last.find_missing(&stuck_at(1), called(history));
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [0]), "{found:?}");
     let parting = last.parting(found.as_ref().unwrap());
@@ -209,10 +197,10 @@ fn where_rank_0_does_not_answer_it_alone_is_blamed() {
 }
 
 /// What rank 0 hears of rank 1, which ends in some way.
-fn heard_of(end: impl FnOnce(RollCall) + Send) -> Result<(), CommError> {
+fn heard_of(end: impl FnOnce(ControlPlane) + Send) -> Result<(), CommError> {
     let mut ends = connected(2);
-    let other = RollCall::new(1, 2, ends.pop().unwrap());
-    let mut first = RollCall::new(0, 2, ends.pop().unwrap());
+    let other = ControlPlane::new(1, 2, ends.pop().unwrap());
+    let mut first = ControlPlane::new(0, 2, ends.pop().unwrap());
     std::thread::scope(|scope| {
         // Its panic is not the test's.
         scope.spawn(|| catch_unwind(AssertUnwindSafe(|| end(other))));
@@ -230,9 +218,9 @@ fn heard_of(end: impl FnOnce(RollCall) + Send) -> Result<(), CommError> {
 fn the_end_of_a_rank_is_no_failure_to_others_unless_it_is_one() {
     assert_eq!(heard_of(drop), Ok(()), "done with its groups");
     let silent = |end: Result<(), CommError>| matches!(end, Err(CommError::PeerFailed { rank: 1, .. }));
-    assert!(silent(heard_of(|_roll_call| panic!("as a rank may"))));
-    let elsewhere = |mut roll_call: RollCall| roll_call.forgo_end();
+    assert!(silent(heard_of(|_control| panic!("as a rank may"))));
+    let elsewhere = |mut control: ControlPlane| control.forgo_end();
     assert!(silent(heard_of(elsewhere)), "the rank's thread has panicked, and another one drops the rest");
-    let twice = |mut roll_call: RollCall| roll_call.tell_end();
+    let twice = |mut control: ControlPlane| control.tell_end();
     assert_eq!(heard_of(twice), Ok(()));
 }

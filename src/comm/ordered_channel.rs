@@ -1,22 +1,22 @@
 //! The orders that the operations of a group keep.
 
-/// Operations of one lane complete in the order in which they were issued; those of different lanes are
-/// independent. A group has a lane for its collectives and two for each peer.
+/// Operations of one channel complete in the order in which they were issued; those of different channels are
+/// independent. A group has a channel for its collectives and two for each peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Lane {
+pub(super) struct OrderedChannel {
     /// Address of what the members share, or of a rank's list of them: it tells the rank's groups apart.
     pub(super) group: usize,
-    pub(super) kind: LaneKind,
+    pub(super) kind: ChannelKind,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LaneKind {
+pub(super) enum ChannelKind {
     Collectives,
     SendTo(usize),
     RecvFrom(usize),
 }
 
-/// The next number of each lane of a group.
+/// The next number of each channel of a group.
 #[derive(Debug)]
 pub(super) struct Sequences {
     pub(super) collective: u64,
@@ -31,11 +31,11 @@ impl Sequences {
     }
 
     /// The number of an operation that is issued now.
-    pub(super) fn next(&mut self, kind: LaneKind) -> u64 {
+    pub(super) fn next(&mut self, kind: ChannelKind) -> u64 {
         let counter = match kind {
-            LaneKind::Collectives => &mut self.collective,
-            LaneKind::SendTo(peer) => &mut self.sends[peer],
-            LaneKind::RecvFrom(peer) => &mut self.recvs[peer],
+            ChannelKind::Collectives => &mut self.collective,
+            ChannelKind::SendTo(peer) => &mut self.sends[peer],
+            ChannelKind::RecvFrom(peer) => &mut self.recvs[peer],
         };
         *counter += 1;
         *counter - 1

@@ -4,12 +4,11 @@
 //! every group, as far as they can go. Otherwise two ranks that wait for the same two
 //! operations in opposite orders would each wait for the other's copy.
 
-use super::world::World;
+use super::world::ThreadWorld;
+use crate::comm::CommError;
 use crate::comm::buffer::StorageId;
-use crate::comm::cause::{Wait, cause};
-use crate::comm::history::Record;
-use crate::comm::lane::Lane;
-use crate::comm::{CollectiveOp, CommError};
+use crate::comm::diagnostics::{Entry, Wait};
+use crate::comm::ordered_channel::OrderedChannel;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,12 +20,12 @@ const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 #[derive(Debug)]
 pub(super) struct RankState {
     pub(super) global_rank: usize,
-    pub(super) world: Arc<World>,
-    engine: Mutex<Engine>,
+    pub(super) world: Arc<ThreadWorld>,
+    engine: Mutex<ProgressEngine>,
 }
 
 #[derive(Debug, Default)]
-struct Engine {
+struct ProgressEngine {
     next_id: u64,
     /// In the order of issue.
     in_flight: Vec<InFlight>,
@@ -35,7 +34,7 @@ struct Engine {
 #[derive(Debug)]
 struct InFlight {
     id: u64,
-    lane: Lane,
+    channel: OrderedChannel,
     operation: Box<dyn Operation>,
 }
 
@@ -51,14 +50,14 @@ pub(super) trait Operation: Send + std::fmt::Debug {
     /// What it waits for.
     fn wait(&self) -> Wait;
 
-    /// What to remember it by, with this number.
-    fn record(&self, id: u64) -> Record<CollectiveOp>;
+    /// What the flight recorder stores of it, with this number.
+    fn entry(&self, id: u64) -> Entry;
 }
 
 /// How far an operation has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// This rank has yet to move its data: later operations of the lane wait.
+    /// This rank has yet to move its data: later operations of the channel wait.
     Blocked,
     /// This rank has moved its data; peers have yet to read this rank's.
     Settling,
@@ -67,19 +66,19 @@ pub(super) enum Step {
 }
 
 impl RankState {
-    pub(super) fn new(global_rank: usize, world: Arc<World>) -> Self {
+    pub(super) fn new(global_rank: usize, world: Arc<ThreadWorld>) -> Self {
         Self { global_rank, world, engine: Mutex::default() }
     }
 
     /// Queues an operation that `issue` publishes; nothing else of this rank is issued
     /// meanwhile, so queue and sequence numbers agree.
-    pub(super) fn issue(&self, lane: Lane, issue: impl FnOnce() -> Box<dyn Operation>) -> u64 {
+    pub(super) fn issue(&self, channel: OrderedChannel, issue: impl FnOnce() -> Box<dyn Operation>) -> u64 {
         let mut engine = self.engine.lock();
         let id = engine.next_id;
         engine.next_id += 1;
         let operation = issue();
-        self.world.remember(self.global_rank, operation.record(id));
-        engine.in_flight.push(InFlight { id, lane, operation });
+        self.world.record(self.global_rank, operation.entry(id));
+        engine.in_flight.push(InFlight { id, channel, operation });
         id
     }
 
@@ -119,11 +118,11 @@ impl RankState {
 
     /// Fails the world: a wait has lasted too long.
     fn time_out(&self, wait: Wait, waited: Duration) -> CommError {
-        let waits = self.world.waits();
-        let timeout = cause(wait, &waits).timed_out(waited);
-        // Others may be waiting too: one of them tells.
+        let report = self.world.hang_report();
+        let timeout = report.root_blocker(wait).timed_out(waited);
+        // Others may be waiting too: one of them logs.
         if self.world.failure().is_none() {
-            self.world.tell_histories(&timeout, &waits);
+            report.log(&timeout);
         }
         self.fail(timeout)
     }
@@ -150,27 +149,27 @@ impl RankState {
         let Some(waiting) = engine.in_flight.iter().find(|operation| operation.id == id) else {
             return Ok(None);
         };
-        // An earlier operation of the lane may be what holds it up.
+        // An earlier operation of the channel may be what holds it up.
         let head =
-            engine.in_flight.iter().find(|operation| operation.lane == waiting.lane).unwrap_or(waiting);
+            engine.in_flight.iter().find(|operation| operation.channel == waiting.channel).unwrap_or(waiting);
         Ok(Some(head.operation.wait()))
     }
 }
 
-impl Engine {
+impl ProgressEngine {
     fn advance(&mut self, complete: impl Fn(u64)) -> Result<(), CommError> {
-        let mut blocked: Vec<Lane> = Vec::new();
+        let mut blocked: Vec<OrderedChannel> = Vec::new();
         let mut index = 0;
         while index < self.in_flight.len() {
-            let lane = self.in_flight[index].lane;
-            let step = if blocked.contains(&lane) {
+            let channel = self.in_flight[index].channel;
+            let step = if blocked.contains(&channel) {
                 Step::Blocked
             } else {
                 let lent = self.lent_by_others(index);
                 self.in_flight[index].operation.advance(&lent)?
             };
             match step {
-                Step::Blocked => blocked.push(lane),
+                Step::Blocked => blocked.push(channel),
                 Step::Settling => {}
                 Step::Complete => {
                     complete(self.in_flight.remove(index).id);

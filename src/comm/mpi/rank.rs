@@ -3,15 +3,13 @@
 //! While a rank waits for *any* operation it moves *all* of its operations on, in every group,
 //! since MPI moves messages only while it is called.
 
+use super::backoff::{Backoff, CpuContention};
+use super::control::ControlMessages;
 use super::library::Communicator;
-use super::notices::Notices;
 use super::operation::Operation;
-use super::pause::{Crowd, Pause};
-use super::roll_call::RollCall;
-use crate::comm::cause::Wait;
-use crate::comm::history::History;
-use crate::comm::lane::Lane;
-use crate::comm::notice::Notice;
+use crate::comm::call_signature::CallSignature;
+use crate::comm::diagnostics::{ControlMessage, FlightRecorder, HangReport, Wait, lines};
+use crate::comm::ordered_channel::OrderedChannel;
 use crate::comm::{CommError, LaunchOptions};
 use parking_lot::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -22,19 +20,19 @@ const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// by other ways.
 const GRACE: Duration = Duration::from_millis(100);
 /// How long the ranks may take to tell what they wait for. Who waits does so at its next look; who computes is silent.
-const ROLL_CALL: Duration = Duration::from_secs(2);
+const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a failed world waits for ranks that have not heard of it.
-const FAREWELL: Duration = Duration::from_secs(10);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One rank; shared by all its groups. All calls of MPI are made under its lock.
 #[derive(Debug)]
-pub(super) struct World {
+pub(super) struct MpiRank {
     /// The rank among all.
     pub(super) rank: usize,
     /// Compare calls before data moves.
     pub(super) check: bool,
     timeout: Duration,
-    crowd: Crowd,
+    contention: CpuContention,
     state: Mutex<State>,
 }
 
@@ -46,15 +44,17 @@ struct State {
     next_id: u64,
     /// In the order of issue.
     in_flight: Vec<(u64, Operation)>,
-    history: History<String>,
-    roll_call: RollCall,
-    notices: Notices,
+    recorder: FlightRecorder,
+    report: HangReport,
+    /// When this rank has reported its calls to the others.
+    reported: Option<Instant>,
+    control: ControlMessages,
     /// When each rank's last word came; the own entry stays empty.
     ended: Vec<Option<Instant>>,
     communicators: Vec<Communicator>,
 }
 
-impl World {
+impl MpiRank {
     /// The rank within `communicator`, which becomes the world's.
     pub(super) fn new(
         communicator: Communicator,
@@ -67,14 +67,15 @@ impl World {
             is_closed: false,
             next_id: 0,
             in_flight: Vec::new(),
-            history: History::default(),
-            roll_call: RollCall::default(),
-            notices: Notices::new(communicator, rank, ranks),
+            recorder: FlightRecorder::default(),
+            report: HangReport::default(),
+            reported: None,
+            control: ControlMessages::new(communicator, rank, ranks),
             ended: vec![None; ranks],
             communicators: vec![communicator],
         };
-        let (check, timeout, crowd) = (options.check, options.timeout, Crowd::default());
-        Self { rank, check, timeout, crowd, state: Mutex::new(state) }
+        let (check, timeout, contention) = (options.check, options.timeout, CpuContention::default());
+        Self { rank, check, timeout, contention, state: Mutex::new(state) }
     }
 
     /// The error that counts, once there is one.
@@ -82,43 +83,39 @@ impl World {
         self.state.lock().check()
     }
 
-    /// Begins an operation that `describe` puts into words; returns its number.
-    pub(super) fn issue(
-        &self,
-        operation: Operation,
-        describe: impl FnOnce() -> String,
-    ) -> Result<u64, CommError> {
+    /// Begins an operation; returns its number.
+    pub(super) fn issue(&self, operation: Operation, call: CallSignature) -> Result<u64, CommError> {
         let mut state = self.state.lock();
         state.check()?;
         let id = state.next_id;
         state.next_id += 1;
-        state.history.add(operation.record(id, describe()));
+        state.recorder.record(operation.entry(id, call));
         state.in_flight.push((id, operation));
         // All of them: what was issued before may wait for no more than this look.
         state.advance().map_err(|error| self.fail_with(&mut state, error))?;
         Ok(id)
     }
 
-    /// Blocks until operation `id`, and those before it in its lane, are complete.
+    /// Blocks until operation `id`, and those before it in its channel, are complete.
     ///
     /// # Errors
     /// The world's failure, which this call may be the one to notice.
-    pub(super) fn complete(&self, lane: Lane, id: u64) -> Result<(), CommError> {
+    pub(super) fn complete(&self, channel: OrderedChannel, id: u64) -> Result<(), CommError> {
         let started = Instant::now();
         let deadline = started.checked_add(self.timeout).unwrap_or(started + FOR_EVER);
-        let mut pause = Pause::new(&self.crowd);
+        let mut backoff = Backoff::new(&self.contention);
         // Who is asked at the first look has come too late to have waited for anybody.
         let mut has_looked = false;
         loop {
             // Before looking: a peer that came at the last moment is no longer missing.
             let late = Instant::now() >= deadline;
             let mut state = self.state.lock();
-            if state.head(lane, id).is_none() {
+            if state.head(channel, id).is_none() {
                 return Ok(());
             }
             state.check()?;
             state.advance().map_err(|error| self.fail_with(&mut state, error))?;
-            let Some(head) = state.head(lane, id) else { return Ok(()) };
+            let Some(head) = state.head(channel, id) else { return Ok(()) };
             let wait = head.wait();
             self.listen(&mut state, has_looked.then_some(&wait));
             state.check()?;
@@ -130,38 +127,38 @@ impl World {
             }
             has_looked = true;
             drop(state);
-            pause.wait();
+            backoff.wait();
         }
     }
 
     /// Finds out who keeps the ranks waiting, and fails the world. What comes meanwhile has come too late: this rank
     /// moves none of its operations on.
     fn time_out(&self, state: &mut MutexGuard<'_, State>, wait: Wait, waited: Duration) -> CommError {
-        let told = self.tell_calls(state, Some(&wait));
-        let mut pause = Pause::new(&self.crowd);
-        while !state.all_have_told() && told.elapsed() < ROLL_CALL {
-            MutexGuard::unlocked(state, || pause.wait());
+        let reported = self.report_calls(state, Some(&wait));
+        let mut backoff = Backoff::new(&self.contention);
+        while !state.all_have_reported() && reported.elapsed() < REPORT_TIMEOUT {
+            MutexGuard::unlocked(state, || backoff.wait());
             self.listen(state, Some(&wait));
             if let Some(failure) = &state.failure {
                 return failure.clone();
             }
         }
-        let timeout = state.roll_call.cause(wait).timed_out(waited);
+        let timeout = state.report.root_blocker(wait).timed_out(waited);
         self.fail_with(state, timeout)
     }
 
-    /// Tells the others, once, what this rank has called and what it waits for. Returns when it has.
-    fn tell_calls(&self, state: &mut State, wait: Option<&Wait>) -> Instant {
-        if let Some(told) = state.roll_call.told {
-            return told;
+    /// Reports to the others, once, what this rank has called and what it waits for. Returns when it has.
+    fn report_calls(&self, state: &mut State, wait: Option<&Wait>) -> Instant {
+        if let Some(reported) = state.reported {
+            return reported;
         }
-        let (calls, wait) = (state.history.tell(), wait.cloned());
-        let notice = Notice::Called { calls: calls.clone(), wait: wait.clone() };
-        if let Err(reason) = state.notices.tell(&notice) {
+        let (calls, wait) = (state.recorder.report(), wait.cloned());
+        let message = ControlMessage::Called { calls: calls.clone(), wait: wait.clone() };
+        if let Err(reason) = state.control.send(&message) {
             tracing::error!("rank {} cannot tell the others what it called: {reason}", self.rank);
         }
-        state.roll_call.note(self.rank, calls, wait);
-        *state.roll_call.told.insert(Instant::now())
+        state.report.note(self.rank, calls, wait);
+        *state.reported.insert(Instant::now())
     }
 
     /// Fails the world, unless it has failed before; returns the error that counts.
@@ -178,7 +175,7 @@ impl World {
             CommError::Tensor(reason) => CommError::PeerFailed { rank: self.rank, reason },
             named => named,
         };
-        if let Err(reason) = state.notices.tell(&Notice::failed(self.rank, &error)) {
+        if let Err(reason) = state.control.send(&ControlMessage::failed(self.rank, &error)) {
             tracing::error!("rank {} cannot tell the others that it failed: {reason}", self.rank);
         }
         self.give_up(state, error.clone());
@@ -188,8 +185,8 @@ impl World {
     /// From here on every call returns `error`.
     fn give_up(&self, state: &mut State, error: CommError) {
         if let CommError::Timeout { .. } = error {
-            self.tell_calls(state, None);
-            let own = state.roll_call.calls_of(self.rank);
+            self.report_calls(state, None);
+            let own = lines(&state.recorder.report());
             tracing::error!("{error}; the last operations of rank {}:{own}", self.rank);
         }
         state.in_flight.clear();
@@ -199,28 +196,28 @@ impl World {
     /// Hears what other ranks have to tell. When the time of one is up this one tells of its calls too, and what it
     /// waits for.
     fn listen(&self, state: &mut State, wait: Option<&Wait>) {
-        let notices = state.notices.poll().unwrap_or_else(|reason| {
+        let messages = state.control.poll().unwrap_or_else(|reason| {
             let rank = self.rank;
             self.fail_with(state, CommError::PeerFailed { rank, reason: format!("MPI: {reason}") });
             Vec::new()
         });
-        for (rank, notice) in notices {
-            match notice {
-                Notice::Ended => state.ended[rank] = Some(Instant::now()),
-                Notice::Called { calls, wait: others_wait } => {
-                    state.roll_call.note(rank, calls, others_wait);
-                    self.tell_calls(state, wait);
+        for (rank, message) in messages {
+            match message {
+                ControlMessage::Ended => state.ended[rank] = Some(Instant::now()),
+                ControlMessage::Called { calls, wait: others_wait } => {
+                    state.report.note(rank, calls, others_wait);
+                    self.report_calls(state, wait);
                 }
-                Notice::Failed(error) if state.failure.is_none() => self.give_up(state, error),
-                Notice::Failed(_) => {}
+                ControlMessage::Failed(error) if state.failure.is_none() => self.give_up(state, error),
+                ControlMessage::Failed(_) => {}
             }
         }
     }
 
-    /// After a timeout: where the ranks part, by what they have told.
-    fn tell_divergence(&self, state: &mut State) {
+    /// After a timeout: where the ranks part, by what they have reported.
+    fn log_parting(&self, state: &mut State) {
         let Some(CommError::Timeout { missing, .. }) = &state.failure else { return };
-        if let Some(parting) = state.roll_call.parting(self.rank, missing) {
+        if let Some(parting) = state.report.parting(self.rank, missing) {
             tracing::error!("where the ranks part:{parting}");
         }
     }
@@ -239,28 +236,28 @@ impl World {
     /// Says that this rank issues nothing any more, and waits until all ranks have said so. `false`
     /// when some never did after a failure: MPI cannot be finalised then.
     pub(super) fn leave(&self) -> bool {
-        let mut pause = Pause::new(&self.crowd);
+        let mut backoff = Backoff::new(&self.contention);
         let mut state = self.state.lock();
         state.is_closed = true;
-        let told = state.notices.tell(&Notice::Ended).is_ok();
+        let told = state.control.send(&ControlMessage::Ended).is_ok();
         let mut deadline = None;
         loop {
             self.listen(&mut state, None);
             let has_failed = state.failure.is_some();
             let all = (0..state.ended.len()).all(|rank| rank == self.rank || state.ended[rank].is_some());
-            if all && state.notices.are_sent() {
-                self.tell_divergence(&mut state);
+            if all && state.control.are_sent() {
+                self.log_parting(&mut state);
                 if !has_failed {
                     state.free();
                 }
                 return told;
             }
             let now = Instant::now();
-            if has_failed && now > *deadline.get_or_insert(now + FAREWELL) {
-                self.tell_divergence(&mut state);
+            if has_failed && now > *deadline.get_or_insert(now + SHUTDOWN_TIMEOUT) {
+                self.log_parting(&mut state);
                 return false;
             }
-            MutexGuard::unlocked(&mut state, || pause.wait());
+            MutexGuard::unlocked(&mut state, || backoff.wait());
         }
     }
 }
@@ -276,10 +273,10 @@ impl State {
         }
     }
 
-    /// The first operation that is under way in a lane, up to `id`.
-    fn head(&self, lane: Lane, id: u64) -> Option<&Operation> {
+    /// The first operation that is under way in a channel, up to `id`.
+    fn head(&self, channel: OrderedChannel, id: u64) -> Option<&Operation> {
         let up_to = self.in_flight.iter().take_while(|(other, _)| *other <= id);
-        up_to.map(|(_, operation)| operation).find(|operation| operation.lane == lane)
+        up_to.map(|(_, operation)| operation).find(|operation| operation.channel == channel)
     }
 
     /// Moves every operation on; those that are complete go.
@@ -289,7 +286,7 @@ impl State {
             let (_, operation) = &mut self.in_flight[index];
             if operation.advance()? {
                 let (id, _) = self.in_flight.remove(index);
-                self.history.complete(id);
+                self.recorder.complete(id);
             } else {
                 index += 1;
             }
@@ -297,9 +294,9 @@ impl State {
         Ok(())
     }
 
-    /// Whether all ranks have told of their calls that still can.
-    fn all_have_told(&self) -> bool {
-        (0..self.ended.len()).all(|rank| self.ended[rank].is_some() || self.roll_call.has_told(rank))
+    /// Whether all ranks have reported their calls that still can.
+    fn all_have_reported(&self) -> bool {
+        (0..self.ended.len()).all(|rank| self.ended[rank].is_some() || self.report.has(rank))
     }
 
     fn has_long_ended(&self, rank: usize) -> bool {

@@ -1,25 +1,24 @@
-//! What ranks that are processes tell all others outside of any operation, whatever carries it.
+//! What ranks that are processes send all others outside of any operation, whatever carries it.
 
-use super::CommError;
-use super::cause::Wait;
-use super::history::Told;
+use super::{EntryReport, Wait};
+use crate::comm::CommError;
 use serde::{Deserialize, Serialize};
 
-/// A rank's word to all others.
+/// A message of one rank to all others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Notice {
+pub(in crate::comm) enum ControlMessage {
     /// The world has failed, and why.
     Failed(CommError),
     /// What the rank has called last, and what it waits for now. A rank whose time is up says so: it will fail, and asks
     /// the others for theirs.
-    Called { calls: Vec<Told>, wait: Option<Wait> },
+    Called { calls: Vec<EntryReport>, wait: Option<Wait> },
     /// The rank issues nothing any more. Its last word.
     Ended,
 }
 
-impl Notice {
+impl ControlMessage {
     /// That `rank` has failed. An error that does not travel is told as the rank's failure, in its words.
-    pub(super) fn failed(rank: usize, error: &CommError) -> Self {
+    pub(in crate::comm) fn failed(rank: usize, error: &CommError) -> Self {
         Self::Failed(match error {
             CommError::Mesh(_)
             | CommError::NotMember { .. }
@@ -54,8 +53,8 @@ mod tests {
             missing: vec![2],
         };
         for (error, says) in [(library, "unhandled system error"), (start, "no driver"), (timeout, "[2]")] {
-            let told = serde_json::to_vec(&Notice::failed(3, &error)).unwrap();
-            let Notice::Failed(heard) = serde_json::from_slice(&told).unwrap() else { panic!("{error}") };
+            let told = serde_json::to_vec(&ControlMessage::failed(3, &error)).unwrap();
+            let ControlMessage::Failed(heard) = serde_json::from_slice(&told).unwrap() else { panic!("{error}") };
             assert!(heard.to_string().contains(says), "{heard}");
         }
     }

@@ -5,15 +5,15 @@ use candle_core::{DType, Tensor};
 use ulysses_kernels::device::Target;
 use ulysses_kernels::{DTYPE_NAMES, DTYPES};
 
-/// One call, to be named in errors.
+/// The checks of one call, which errors name.
 #[derive(Clone, Copy)]
-pub(super) struct Arguments<'a> {
+pub(super) struct ArgCheck<'a> {
     pub(super) group: &'a str,
     pub(super) world_size: usize,
     pub(super) op: CollectiveOp,
 }
 
-impl Arguments<'_> {
+impl ArgCheck<'_> {
     pub(super) fn invalid(&self, reason: String) -> CommError {
         CommError::InvalidArgument { group: self.group.to_owned(), op: self.op, reason }
     }

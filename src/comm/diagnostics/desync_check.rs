@@ -1,11 +1,9 @@
 //! The comparison of calls for backends that have none of their own, such as NCCL.
 
-use super::arguments::Arguments;
-use super::call::{Call, compare};
-use super::history::Label;
-use super::strided::validate;
-use super::{
-    CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt, StartCall,
+use super::{GroupLabel, compare};
+use crate::comm::call_signature::CallSignature;
+use crate::comm::{
+    CollectiveArgs, CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt,
 };
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -17,19 +15,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// What the ranks tell travels in a group of its own, so that it is not in the statistics; every collective waits
 /// for it. First comes a fingerprint of fixed size; calls whose fingerprints say too little follow in full.
 #[derive(Debug)]
-pub(super) struct Checked {
+pub(in crate::comm) struct DesyncCheck {
     inner: Arc<dyn ProcessGroup>,
     /// The same ranks.
     side: Arc<dyn ProcessGroup>,
-    label: Arc<Label>,
+    label: Arc<GroupLabel>,
     sequence: AtomicU64,
-    memory: Arc<dyn Remember>,
+    log: Arc<dyn CallLog>,
 }
 
 /// Who remembers the calls of a rank, for when ranks wait for one another in vain.
-pub(super) trait Remember: Send + Sync + Debug {
+pub(in crate::comm) trait CallLog: Send + Sync + Debug {
     /// A call is about to be compared.
-    fn called(&self, group: &Arc<Label>, sequence: u64, call: &Call);
+    fn called(&self, group: &Arc<GroupLabel>, sequence: u64, call: &CallSignature);
 
     /// All ranks have come to the last call, which lets them know that those before are complete.
     fn agreed(&self);
@@ -38,33 +36,33 @@ pub(super) trait Remember: Send + Sync + Debug {
 /// A fingerprint: a hash of the call, and whether that is not enough to compare it.
 type Fingerprint = [u8; 33];
 
-fn fingerprint(call: &Call, text: &[u8]) -> Fingerprint {
+fn fingerprint(call: &CallSignature, text: &[u8]) -> Fingerprint {
     let mut fingerprint = [0; 33];
     fingerprint[..32].copy_from_slice(blake3::hash(text).as_bytes());
     // What a rank sends is what its peers expect, not what they send.
-    fingerprint[32] = u8::from(matches!(call, Call::AllToAll { .. } | Call::AllToAllStrided { .. }));
+    fingerprint[32] = u8::from(matches!(call, CallSignature::AllToAll { .. } | CallSignature::AllToAllStrided { .. }));
     fingerprint
 }
 
-impl Checked {
+impl DesyncCheck {
     /// Collective.
-    pub(super) fn over(
+    pub(in crate::comm) fn over(
         inner: Arc<dyn ProcessGroup>,
-        memory: Arc<dyn Remember>,
+        log: Arc<dyn CallLog>,
     ) -> Result<Arc<dyn ProcessGroup>, CommError> {
         let name = format!("{} (calls)", inner.name());
         let Some(side) = inner.split(&name, Some(0), inner.rank())? else { return Ok(inner) };
-        let label = Label { name: inner.name().to_owned(), members: inner.global_ranks().to_vec() };
-        Ok(Arc::new(Self { inner, side, label: Arc::new(label), sequence: AtomicU64::new(0), memory }))
+        let label = GroupLabel { name: inner.name().to_owned(), members: inner.global_ranks().to_vec() };
+        Ok(Arc::new(Self { inner, side, label: Arc::new(label), sequence: AtomicU64::new(0), log }))
     }
 
     /// Goes on where all ranks have made a call that fits this one.
-    fn agree(&self, call: &Call) -> Result<(), CommError> {
+    fn agree(&self, call: &CallSignature) -> Result<(), CommError> {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         if self.world_size() == 1 {
             return Ok(());
         }
-        self.memory.called(&self.label, sequence, call);
+        self.log.called(&self.label, sequence, call);
         let unreadable = |error: serde_json::Error| CommError::Tensor(format!("a rank's call: {error}"));
         let text = serde_json::to_vec(call).map_err(unreadable)?;
         let own = fingerprint(call, &text);
@@ -74,69 +72,32 @@ impl Checked {
         if !is_enough {
             let told = self.side.all_gather_varied(&text)?;
             let calls =
-                told.iter().map(|told| serde_json::from_slice(told)).collect::<Result<Vec<Call>, _>>();
+                told.iter().map(|told| serde_json::from_slice(told)).collect::<Result<Vec<CallSignature>, _>>();
             let calls = calls.map_err(unreadable)?;
             compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
-                let error = divergence.into_error(self.name(), sequence, self.global_ranks());
+                let error =
+                    divergence.with_global_ranks(self.global_ranks()).into_error(self.name(), sequence);
                 self.inner.abort(&error.to_string());
                 error
             })?;
         }
-        self.memory.agreed();
+        self.log.agreed();
         Ok(())
-    }
-
-    /// What a rank tells of a call; nothing of messages. Its arguments are valid: the ranks agree on calls that can be
-    /// made, and the comparison goes through the counts of all.
-    fn told(&self, call: StartCall<'_>) -> Result<Option<Call>, CommError> {
-        let (group, world_size) = (self.name(), self.world_size());
-        let arguments = Arguments { group, world_size, op: call.op() };
-        Ok(Some(match call {
-            StartCall::AllReduce { tensor, op } => {
-                let dtype = arguments.tensors(&[tensor])?;
-                Call::AllReduce { op, dtype, count: tensor.elem_count() }
-            }
-            StartCall::ReduceScatter { input, output, op } => {
-                let dtype = arguments.tensors(&[input, output])?;
-                arguments.chunks(("input", input), ("output", output))?;
-                Call::ReduceScatter { op, dtype, chunk: output.elem_count() }
-            }
-            StartCall::AllGather { input, output } => {
-                let dtype = arguments.tensors(&[input, output])?;
-                arguments.chunks(("output", output), ("input", input))?;
-                Call::AllGather { dtype, count: input.elem_count() }
-            }
-            StartCall::AllToAll { input, output, send_counts, recv_counts } => {
-                let dtype = arguments.tensors(&[input, output])?;
-                arguments.counts("send", send_counts, input)?;
-                arguments.counts("recv", recv_counts, output)?;
-                Call::AllToAll { dtype, send: send_counts.to_vec(), recv: recv_counts.to_vec() }
-            }
-            StartCall::AllToAllStrided { inputs, outputs, plan } => {
-                let dtype = validate(group, world_size, inputs, outputs, plan)?;
-                Call::AllToAllStrided { dtype, plan: plan.clone() }
-            }
-            StartCall::Broadcast { tensor, root } => {
-                let dtype = arguments.tensors(&[tensor])?;
-                arguments.rank("root", root)?;
-                Call::Broadcast { dtype, count: tensor.elem_count(), root }
-            }
-            StartCall::Barrier => Call::Barrier,
-            StartCall::Send { .. } | StartCall::Recv { .. } => return Ok(None),
-        }))
     }
 }
 
-impl GroupWrapper for Checked {
+impl GroupWrapper for DesyncCheck {
     fn inner(&self) -> &Arc<dyn ProcessGroup> {
         &self.inner
     }
 
-    fn start(&self, call: StartCall<'_>) -> Result<Pending, CommError> {
-        if let Some(told) = self.told(call)? {
-            self.agree(&told)?;
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+        if !call.op().is_message() {
+            // The arguments are valid: the ranks agree on calls that can be made, and the comparison goes through the
+            // counts of all.
+            self.agree(&call.check(self.name(), self.world_size())?)?;
         }
-        call.on(&*self.inner)
+        self.inner.start(call)
     }
 
     fn split(
@@ -145,9 +106,9 @@ impl GroupWrapper for Checked {
         color: Option<usize>,
         key: usize,
     ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        self.agree(&Call::Split { name: name.to_owned(), color, key })?;
+        self.agree(&CallSignature::Split { name: name.into(), color, key })?;
         let child = self.inner.split(name, color, key)?;
-        child.map(|child| Self::over(child, self.memory.clone())).transpose()
+        child.map(|child| Self::over(child, self.log.clone())).transpose()
     }
 
     fn stats(&self) -> GroupStats {
@@ -172,8 +133,8 @@ mod tests {
     #[derive(Debug, Default)]
     struct Log(Mutex<Vec<String>>);
 
-    impl Remember for Log {
-        fn called(&self, group: &Arc<Label>, sequence: u64, call: &Call) {
+    impl CallLog for Log {
+        fn called(&self, group: &Arc<GroupLabel>, sequence: u64, call: &CallSignature) {
             self.0.lock().push(format!("#{sequence} of {} {:?}: {call}", group.name, group.members));
         }
 
@@ -189,11 +150,11 @@ mod tests {
     }
 
     fn on_ranks_with<T: Send>(
-        memory: &(dyn Fn() -> Arc<Log> + Sync),
+        log: &(dyn Fn() -> Arc<Log> + Sync),
         run: impl Fn(usize, Arc<dyn ProcessGroup>) -> Result<T, CommError> + Sync,
     ) -> Result<Vec<T>, CommError> {
         let outcome = launch(3, &LaunchOptions::default(), |context| {
-            run(context.rank, Checked::over(context.group, memory())?)
+            run(context.rank, DesyncCheck::over(context.group, log())?)
         });
         outcome.map_err(|error| error.comm_error().unwrap_or_else(|| panic!("{error}")).clone())
     }
@@ -256,8 +217,8 @@ mod tests {
     fn calls_are_remembered_with_their_place_before_they_are_compared() {
         let logs: [Arc<Log>; 3] = Default::default();
         let next = Mutex::new(logs.iter());
-        let memory = || next.lock().next().unwrap().clone();
-        let error = on_ranks_with(&memory, |rank, group| {
+        let log = || next.lock().next().unwrap().clone();
+        let error = on_ranks_with(&log, |rank, group| {
             group.barrier()?;
             if rank == 2 {
                 group.all_reduce_values(&[0_f32], ReduceOp::Sum).map(drop)
@@ -295,20 +256,20 @@ mod tests {
             let of = |elems: usize| Tensor::zeros(elems, DType::F32, &Device::Cpu);
             let (two, four, columns) = (of(2)?, of(4)?, of(4)?.reshape((2, 2))?.t()?);
             let calls = [
-                StartCall::AllReduce { tensor: &columns, op: ReduceOp::Sum },
-                StartCall::ReduceScatter { input: &four, output: &two, op: ReduceOp::Sum },
-                StartCall::AllGather { input: &two, output: &four },
-                StartCall::AllToAll {
+                CollectiveArgs::AllReduce { tensor: &columns, op: ReduceOp::Sum },
+                CollectiveArgs::ReduceScatter { input: &four, output: &two, op: ReduceOp::Sum },
+                CollectiveArgs::AllGather { input: &two, output: &four },
+                CollectiveArgs::AllToAll {
                     input: &columns,
                     output: &four,
                     send_counts: &[4, 0, 0],
                     recv_counts: &[4, 0, 0],
                 },
-                StartCall::Broadcast { tensor: &two, root: 3 },
+                CollectiveArgs::Broadcast { tensor: &two, root: 3 },
             ];
             // The others wait at the barrier, which the rank comes to as its first call.
             let calls = calls.into_iter().filter(|_| rank == 1);
-            let refused = calls.map(|call| call.on(&*group).map(drop));
+            let refused = calls.map(|call| group.start(call).map(drop));
             let refused = refused.filter(|result| matches!(result, Err(CommError::InvalidArgument { .. })));
             let num_refused = refused.count();
             group.barrier()?;

@@ -1,13 +1,11 @@
 //! What the groups of one rank share: its GPU, what is under way there, the failure.
 
-use super::calls::{Called, Calls, OnGpu};
 use super::communicator::{Communicator, abort};
-use super::roll_call::{RollCall, Stuck};
+use super::control_plane::{ControlPlane, Stuck};
+use super::recorder::{OnGpu, Recorder};
 use super::watch::{Probe, Watched, inspect};
-use crate::comm::call::Call;
-use crate::comm::cause::Wait;
-use crate::comm::checked::Remember;
-use crate::comm::history::{Label, Told, lines};
+use crate::comm::call_signature::CallSignature;
+use crate::comm::diagnostics::{CallLog, EntryReport, GroupLabel, Wait, lines};
 use crate::comm::{CommError, ProcessGroup};
 use candle_core::{Device, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
@@ -23,7 +21,7 @@ const WATCH_EVERY: Duration = Duration::from_millis(20);
 ///
 /// The fields are dropped in this order: what is under way before the streams that it runs on, those before the device.
 #[derive(Debug)]
-pub(super) struct World {
+pub(super) struct NcclRank {
     under_way: Mutex<Vec<Watched<UnderWay>>>,
     communicators: Mutex<Vec<Weak<Communicator>>>,
     /// What failed operations may still read or write.
@@ -38,9 +36,9 @@ pub(super) struct World {
     bootstrap: Option<Arc<dyn ProcessGroup>>,
     /// What this rank hears of the others, if they are processes that have a connection. It goes with the last of the
     /// rank's groups, and says goodbye.
-    roll_call: Mutex<Option<RollCall>>,
+    control: Mutex<Option<ControlPlane>>,
     failure: OnceLock<CommError>,
-    calls: Mutex<Calls>,
+    recorder: Mutex<Recorder>,
     pub(super) rank: usize,
     timeout: Mutex<Duration>,
     thread: ThreadId,
@@ -64,7 +62,7 @@ impl Probe for UnderWay {
     }
 }
 
-impl World {
+impl NcclRank {
     /// The rank whose thread calls. `device` is its GPU.
     pub(super) fn new(
         rank: usize,
@@ -80,7 +78,7 @@ impl World {
         let driver = |error: DriverError| refuse(error.to_string());
         let communication = compute.context().new_stream().map_err(driver)?;
         compute.context().bind_to_thread().map_err(driver)?;
-        let world = Arc::new(Self {
+        let own = Arc::new(Self {
             under_way: Mutex::default(),
             communicators: Mutex::default(),
             kept: Mutex::default(),
@@ -88,19 +86,19 @@ impl World {
             compute,
             device: device.clone(),
             bootstrap,
-            roll_call: Mutex::default(),
+            control: Mutex::default(),
             failure: OnceLock::new(),
-            calls: Mutex::default(),
+            recorder: Mutex::default(),
             rank,
             timeout: Mutex::new(timeout),
             thread: std::thread::current().id(),
         });
-        let watched = Arc::downgrade(&world);
+        let watched = Arc::downgrade(&own);
         let watcher = std::thread::Builder::new().name(format!("nccl-watch-{rank}"));
         watcher
             .spawn(move || watch(&watched))
             .map_err(|error| refuse(format!("cannot start a thread: {error}")))?;
-        Ok(world)
+        Ok(own)
     }
 
     /// By when NCCL must have taken a call that is made now.
@@ -114,26 +112,26 @@ impl World {
     }
 
     /// From now on the rank hears of the others, and they of it.
-    pub(super) fn set_roll_call(&self, roll_call: RollCall) {
-        *self.roll_call.lock() = Some(roll_call);
+    pub(super) fn set_control(&self, control: ControlPlane) {
+        *self.control.lock() = Some(control);
     }
 
     /// From now on calls are compared, and remembered by who compares them.
     pub(super) fn set_checked(&self) {
-        self.calls.lock().set_checked();
+        self.recorder.lock().set_checked();
     }
 
     /// Tells the others that this rank issues nothing any more.
     pub(super) fn end(&self) {
-        if let Some(roll_call) = &mut *self.roll_call.lock() {
-            roll_call.tell_end();
+        if let Some(control) = &mut *self.control.lock() {
+            control.tell_end();
         }
     }
 
     /// Lets the rank end without a word: it has panicked.
     pub(super) fn forgo_end(&self) {
-        if let Some(roll_call) = &mut *self.roll_call.lock() {
-            roll_call.forgo_end();
+        if let Some(control) = &mut *self.control.lock() {
+            control.forgo_end();
         }
     }
 
@@ -155,10 +153,16 @@ impl World {
         Ok(())
     }
 
-    /// Looks after an operation of a group from now on, which `call` puts into words.
-    pub(super) fn watch(&self, operation: Watched<UnderWay>, group: &Arc<Label>, call: String) {
-        let Watched { op, sequence, .. } = operation;
-        self.calls.lock().issued(group, sequence, Called { op, text: call });
+    /// Looks after an operation of a group from now on: a collective, or messages.
+    pub(super) fn watch(
+        &self,
+        operation: Watched<UnderWay>,
+        group: &Arc<GroupLabel>,
+        calls: impl IntoIterator<Item = CallSignature>,
+    ) {
+        let mut recorder = self.recorder.lock();
+        calls.into_iter().for_each(|call| recorder.issued(group, operation.sequence, call));
+        drop(recorder);
         self.under_way.lock().push(operation);
     }
 
@@ -184,8 +188,8 @@ impl World {
         if let Some(bootstrap) = &self.bootstrap {
             bootstrap.abort(&failure.to_string());
         }
-        if let Some(roll_call) = self.roll_call.lock().as_mut().filter(|_| is_first) {
-            roll_call.tell_failure(&failure);
+        if let Some(control) = self.control.lock().as_mut().filter(|_| is_first) {
+            control.tell_failure(&failure);
         }
         self.abort();
         failure
@@ -197,9 +201,9 @@ impl World {
     }
 
     /// What the rank has called last, and what of it keeps the rank.
-    fn last_calls(&self) -> (Vec<Told>, Option<Wait>) {
-        let (on_gpu, calls) = (self.on_gpu(), self.calls.lock());
-        (calls.tell(&on_gpu), calls.wait(&on_gpu))
+    fn last_calls(&self) -> (Vec<EntryReport>, Option<Wait>) {
+        let (on_gpu, recorder) = (self.on_gpu(), self.recorder.lock());
+        (recorder.report(&on_gpu), recorder.wait(&on_gpu))
     }
 
     fn on_gpu(&self) -> Vec<OnGpu> {
@@ -219,12 +223,12 @@ impl World {
     fn explain(&self, error: CommError) -> CommError {
         let (called, wait) = self.last_calls();
         tracing::error!("{error}; the last operations of rank {}:{}", self.rank, lines(&called));
-        let mut roll_call = self.roll_call.lock();
-        let Some(roll_call) = roll_call.as_mut() else { return error };
+        let mut control = self.control.lock();
+        let Some(control) = control.as_mut() else { return error };
         let stuck = wait.zip(self.is_kept_for()).filter(|_| self.failure.get().is_none());
-        let found = stuck.and_then(|(wait, waited)| roll_call.find_missing(&Stuck { wait, waited }, called));
+        let found = stuck.and_then(|(wait, waited)| control.find_missing(&Stuck { wait, waited }, called));
         let error = found.unwrap_or(error);
-        if let Some(parting) = roll_call.parting(&error) {
+        if let Some(parting) = control.parting(&error) {
             tracing::error!("where the ranks part:{parting}");
         }
         error
@@ -232,7 +236,7 @@ impl World {
 
     /// Hears of the others.
     fn listen(&self) -> Result<(), CommError> {
-        self.roll_call.lock().as_mut().map_or(Ok(()), |roll_call| roll_call.listen(|| self.last_calls()))
+        self.control.lock().as_mut().map_or(Ok(()), |control| control.listen(|| self.last_calls()))
     }
 
     /// Looks at what is under way. It is taken out meanwhile, so that the rank's thread never waits for this.
@@ -247,30 +251,30 @@ impl World {
 }
 
 /// Looks after a rank until it has failed or is gone.
-fn watch(world: &Weak<World>) {
+fn watch(own: &Weak<NcclRank>) {
     loop {
         std::thread::sleep(WATCH_EVERY);
-        let Some(world) = world.upgrade() else { return };
-        let bound = world.compute.context().bind_to_thread();
+        let Some(own) = own.upgrade() else { return };
+        let bound = own.compute.context().bind_to_thread();
         let outcome = bound.map_err(|error| CommError::Tensor(error.to_string())).and_then(|()| {
-            world.check()?;
-            world.listen()?;
-            world.inspect()
+            own.check()?;
+            own.listen()?;
+            own.inspect()
         });
         if let Err(error) = outcome {
-            let error = world.explain(error);
-            world.fail(error);
+            let error = own.explain(error);
+            own.fail(error);
             return;
         }
     }
 }
 
-impl Remember for World {
-    fn called(&self, group: &Arc<Label>, sequence: u64, call: &Call) {
-        self.calls.lock().comparing(group, sequence, Called { op: call.op(), text: call.to_string() });
+impl CallLog for NcclRank {
+    fn called(&self, group: &Arc<GroupLabel>, sequence: u64, call: &CallSignature) {
+        self.recorder.lock().comparing(group, sequence, call.clone());
     }
 
     fn agreed(&self) {
-        self.calls.lock().agreed();
+        self.recorder.lock().agreed();
     }
 }

@@ -16,13 +16,13 @@ const CROWDED_FOR: Duration = Duration::from_secs(1);
 /// Whether others want this rank's core. Then it sleeps at once: the system lets one that has slept in before those that
 /// compute, but one that has yielded after them.
 #[derive(Debug, Default)]
-pub(super) struct Crowd {
+pub(super) struct CpuContention {
     until: Mutex<Option<Instant>>,
 }
 
 /// One wait of a rank.
-pub(super) struct Pause<'a> {
-    crowd: &'a Crowd,
+pub(super) struct Backoff<'a> {
+    contention: &'a CpuContention,
     looks: u32,
     since: Instant,
 }
@@ -34,7 +34,7 @@ enum Rest {
     Sleep,
 }
 
-impl Crowd {
+impl CpuContention {
     fn is_there(&self, now: Instant) -> bool {
         self.until.lock().is_some_and(|until| now < until)
     }
@@ -47,9 +47,9 @@ impl Crowd {
     }
 }
 
-impl<'a> Pause<'a> {
-    pub(super) fn new(crowd: &'a Crowd) -> Self {
-        Self { crowd, looks: 0, since: Instant::now() }
+impl<'a> Backoff<'a> {
+    pub(super) fn new(contention: &'a CpuContention) -> Self {
+        Self { contention, looks: 0, since: Instant::now() }
     }
 
     pub(super) fn wait(&mut self) {
@@ -59,7 +59,7 @@ impl<'a> Pause<'a> {
             Rest::Yield => {
                 std::thread::yield_now();
                 let now = Instant::now();
-                self.crowd.learn(now, now.saturating_duration_since(before));
+                self.contention.learn(now, now.saturating_duration_since(before));
             }
             Rest::Sleep => std::thread::sleep(SLEEP),
         }
@@ -70,7 +70,7 @@ impl<'a> Pause<'a> {
         let has_yielded = now.saturating_duration_since(self.since) >= YIELD_FOR;
         match self.looks {
             ..=SPINS => Rest::Spin,
-            _ if has_yielded || self.crowd.is_there(now) => Rest::Sleep,
+            _ if has_yielded || self.contention.is_there(now) => Rest::Sleep,
             _ => Rest::Yield,
         }
     }
@@ -82,26 +82,26 @@ mod tests {
 
     #[test]
     fn a_rank_spins_then_yields_then_sleeps() {
-        let crowd = Crowd::default();
-        let mut pause = Pause::new(&crowd);
-        let start = pause.since;
-        assert!((0..SPINS).all(|_| pause.rest(start) == Rest::Spin));
-        assert_eq!(pause.rest(start), Rest::Yield);
-        assert_eq!(pause.rest(start + YIELD_FOR / 2), Rest::Yield);
-        assert_eq!(pause.rest(start + YIELD_FOR), Rest::Sleep);
+        let contention = CpuContention::default();
+        let mut backoff = Backoff::new(&contention);
+        let start = backoff.since;
+        assert!((0..SPINS).all(|_| backoff.rest(start) == Rest::Spin));
+        assert_eq!(backoff.rest(start), Rest::Yield);
+        assert_eq!(backoff.rest(start + YIELD_FOR / 2), Rest::Yield);
+        assert_eq!(backoff.rest(start + YIELD_FOR), Rest::Sleep);
     }
 
     #[test]
     fn where_others_want_the_core_it_sleeps_at_once_for_a_while() {
-        let crowd = Crowd::default();
-        let mut pause = Pause::new(&crowd);
-        let start = pause.since;
-        pause.looks = SPINS;
-        crowd.learn(start, LATE);
-        assert_eq!(pause.rest(start), Rest::Yield, "it came back in time");
-        crowd.learn(start, 3 * LATE);
-        assert_eq!(pause.rest(start), Rest::Sleep);
-        let mut later = Pause { crowd: &crowd, looks: SPINS, since: start + CROWDED_FOR };
+        let contention = CpuContention::default();
+        let mut backoff = Backoff::new(&contention);
+        let start = backoff.since;
+        backoff.looks = SPINS;
+        contention.learn(start, LATE);
+        assert_eq!(backoff.rest(start), Rest::Yield, "it came back in time");
+        contention.learn(start, 3 * LATE);
+        assert_eq!(backoff.rest(start), Rest::Sleep);
+        let mut later = Backoff { contention: &contention, looks: SPINS, since: start + CROWDED_FOR };
         assert_eq!(later.rest(start + CROWDED_FOR), Rest::Yield, "it is tried again");
     }
 }
