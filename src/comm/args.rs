@@ -83,9 +83,7 @@ impl<'a> CollectiveArgs<'a> {
         let check = ArgCheck { group, world_size, op: self.op() };
         let elements = |tensor: &Tensor| check.tensors(&[tensor]).map(|_| Elements::of(tensor));
         Ok(match *self {
-            Self::AllReduce { tensor, op } => {
-                CallSignature::AllReduce { op, elements: elements(tensor)? }
-            }
+            Self::AllReduce { tensor, op } => CallSignature::AllReduce { op, elements: elements(tensor)? },
             Self::ReduceScatter { input, output, op } => {
                 check.tensors(&[input, output])?;
                 check.chunks(("input", input), ("output", output))?;

@@ -48,6 +48,7 @@ mod plan;
 pub mod reduce;
 mod serde_arc;
 mod stats;
+pub mod store;
 mod strided;
 pub mod thread;
 mod timed;

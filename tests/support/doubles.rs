@@ -36,15 +36,17 @@ impl GroupWrapper for FaultyGroup {
     fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         let tensor_error = |error: OpError| CommError::Tensor(error.to_string());
         match (self.fault, call) {
-            (fault, CollectiveArgs::AllReduce { tensor, .. }) if tensor.dtype() == DType::F32 => match fault {
-                Fault::SkipsTheSum => Ok(Pending::ready()),
-                Fault::ScalesByWorldSize => {
-                    let (sum, factor) = (tensor.clone(), self.world_size() as f32);
-                    let scale =
-                        move || ulysses::kernels::elementwise::scale(&sum, factor).map_err(tensor_error);
-                    Ok(self.inner.start(call)?.then(scale))
+            (fault, CollectiveArgs::AllReduce { tensor, .. }) if tensor.dtype() == DType::F32 => {
+                match fault {
+                    Fault::SkipsTheSum => Ok(Pending::ready()),
+                    Fault::ScalesByWorldSize => {
+                        let (sum, factor) = (tensor.clone(), self.world_size() as f32);
+                        let scale =
+                            move || ulysses::kernels::elementwise::scale(&sum, factor).map_err(tensor_error);
+                        Ok(self.inner.start(call)?.then(scale))
+                    }
                 }
-            },
+            }
             (Fault::SkipsTheSum, CollectiveArgs::ReduceScatter { input, output, .. }) => {
                 let own = input.narrow(0, self.rank() * output.elem_count(), output.elem_count())?;
                 ulysses::kernels::elementwise::copy(output, &own).map_err(tensor_error)?;

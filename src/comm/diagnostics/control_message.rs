@@ -54,7 +54,9 @@ mod tests {
         };
         for (error, says) in [(library, "unhandled system error"), (start, "no driver"), (timeout, "[2]")] {
             let told = serde_json::to_vec(&ControlMessage::failed(3, &error)).unwrap();
-            let ControlMessage::Failed(heard) = serde_json::from_slice(&told).unwrap() else { panic!("{error}") };
+            let ControlMessage::Failed(heard) = serde_json::from_slice(&told).unwrap() else {
+                panic!("{error}")
+            };
             assert!(heard.to_string().contains(says), "{heard}");
         }
     }

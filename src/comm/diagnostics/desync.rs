@@ -50,9 +50,8 @@ pub(in crate::comm) fn compare(calls: &[&CallSignature]) -> Result<(), Divergenc
     if calls.iter().all(|call| agree(calls[0], call)) {
         return compare_counts(calls);
     }
-    let agreeing = |rank: usize| {
-        (0..calls.len()).filter(|&other| agree(calls[rank], calls[other])).collect::<Vec<_>>()
-    };
+    let agreeing =
+        |rank: usize| (0..calls.len()).filter(|&other| agree(calls[rank], calls[other])).collect::<Vec<_>>();
     // The largest set of ranks that agree; of equal ones, that of the lowest rank.
     let others =
         (0..calls.len()).map(agreeing).reduce(|best, next| if next.len() > best.len() { next } else { best });
@@ -88,8 +87,13 @@ fn compare_counts(calls: &[&CallSignature]) -> Result<(), Divergence> {
 
 fn pair_matches(calls: &[&CallSignature], src: usize, dst: usize) -> bool {
     match (calls[src], calls[dst]) {
-        (CallSignature::AllToAll { send, .. }, CallSignature::AllToAll { recv, .. }) => send[dst] == recv[src],
-        (CallSignature::AllToAllStrided { plan: from, .. }, CallSignature::AllToAllStrided { plan: to, .. }) => {
+        (CallSignature::AllToAll { send, .. }, CallSignature::AllToAll { recv, .. }) => {
+            send[dst] == recv[src]
+        }
+        (
+            CallSignature::AllToAllStrided { plan: from, .. },
+            CallSignature::AllToAllStrided { plan: to, .. },
+        ) => {
             let sent = from.send[dst].iter().map(shape);
             sent.eq(to.recv[src].iter().map(|recv| shape(&recv.block)))
         }

@@ -40,7 +40,8 @@ fn fingerprint(call: &CallSignature, text: &[u8]) -> Fingerprint {
     let mut fingerprint = [0; 33];
     fingerprint[..32].copy_from_slice(blake3::hash(text).as_bytes());
     // What a rank sends is what its peers expect, not what they send.
-    fingerprint[32] = u8::from(matches!(call, CallSignature::AllToAll { .. } | CallSignature::AllToAllStrided { .. }));
+    fingerprint[32] =
+        u8::from(matches!(call, CallSignature::AllToAll { .. } | CallSignature::AllToAllStrided { .. }));
     fingerprint
 }
 
@@ -71,8 +72,10 @@ impl DesyncCheck {
         let is_enough = all.chunks(own.len()).all(|other| other == own && other[32] == 0);
         if !is_enough {
             let told = self.side.all_gather_varied(&text)?;
-            let calls =
-                told.iter().map(|told| serde_json::from_slice(told)).collect::<Result<Vec<CallSignature>, _>>();
+            let calls = told
+                .iter()
+                .map(|told| serde_json::from_slice(told))
+                .collect::<Result<Vec<CallSignature>, _>>();
             let calls = calls.map_err(unreadable)?;
             compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
                 let error =

@@ -142,9 +142,7 @@ impl HangReport {
         let of_all = std::iter::once(own).chain(self.waits.values());
         // Where all have come and wait, nobody else is the cause.
         let desync = of_all.filter(|wait| wait.missing.is_empty()).find_map(desync);
-        desync.or_else(|| {
-            (!own.missing.is_empty()).then(|| self.root_blocker(own.clone()).timed_out(waited))
-        })
+        desync.or_else(|| (!own.missing.is_empty()).then(|| self.root_blocker(own.clone()).timed_out(waited)))
     }
 }
 
@@ -213,10 +211,7 @@ mod tests {
             complete.to_string(),
             "waits in all_reduce #24 of \"dp\" for its completion: all have come"
         );
-        assert_eq!(
-            line(0, &wait),
-            "\n  rank 0 waits in all_reduce #24 of \"dp\" for rank(s) [2, 3]"
-        );
+        assert_eq!(line(0, &wait), "\n  rank 0 waits in all_reduce #24 of \"dp\" for rank(s) [2, 3]");
         let json = serde_json::to_string(&wait).unwrap();
         assert_eq!(serde_json::from_str::<Wait>(&json).unwrap(), wait);
     }

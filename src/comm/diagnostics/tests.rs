@@ -42,7 +42,9 @@ pub(in crate::comm) fn issued(calls: &[(Arc<GroupLabel>, u64, &str)]) -> FlightR
 type CallOf<'a> = (&'a Arc<GroupLabel>, u64, &'static str);
 
 fn under_way(calls: &[CallOf<'_>]) -> FlightRecorder {
-    issued(&calls.iter().map(|(group, sequence, text)| ((*group).clone(), *sequence, *text)).collect::<Vec<_>>())
+    issued(
+        &calls.iter().map(|(group, sequence, text)| ((*group).clone(), *sequence, *text)).collect::<Vec<_>>(),
+    )
 }
 
 /// All but the last are complete.

@@ -1,7 +1,7 @@
 //! The variables of each launcher.
 
 use super::slurm::tasks_on_node;
-use super::{DiscoveryError, Stated, ProcessFlags};
+use super::{DiscoveryError, ProcessFlags, Stated};
 use std::fmt;
 
 /// Who has started a process.

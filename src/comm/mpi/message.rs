@@ -44,7 +44,8 @@ fn check_header(
     from: usize,
     sequence: u64,
 ) -> Result<(), CommError> {
-    let sent: Elements = serde_json::from_slice(text).map_err(|error| CommError::Tensor(error.to_string()))?;
+    let sent: Elements =
+        serde_json::from_slice(text).map_err(|error| CommError::Tensor(error.to_string()))?;
     let expected = Elements::of(output);
     if sent == expected {
         return Ok(());

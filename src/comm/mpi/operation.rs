@@ -30,7 +30,9 @@ impl Step {
     /// all have begun theirs, it is a barrier too.
     pub(super) fn compare_then(
         call: CallSignature,
-        then: impl FnOnce(&mut Transfers, &Members, &[CallSignature]) -> Result<Option<Step>, CommError> + Send + 'static,
+        then: impl FnOnce(&mut Transfers, &Members, &[CallSignature]) -> Result<Option<Step>, CommError>
+        + Send
+        + 'static,
     ) -> Self {
         Self::new(move |transfers, members| {
             let text = serde_json::to_vec(&call).map_err(|error| CommError::Tensor(error.to_string()))?;

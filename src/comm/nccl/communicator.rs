@@ -4,7 +4,6 @@
 //! nobody holds while he waits: not for a call to be taken, not for the GPU. Hence a communicator can be aborted
 //! whatever its rank's thread is waiting for, and the wait ends with an error.
 
-use super::rendezvous::Id;
 use cudarc::nccl::result::{self, NcclError, NcclStatus};
 use cudarc::nccl::sys;
 use parking_lot::Mutex;
@@ -26,6 +25,10 @@ const NO_COLOR: c_int = -1;
 const PAUSE: Duration = Duration::from_micros(50);
 /// How long a communicator that is no longer needed may take to end.
 const FAREWELL: Duration = Duration::from_secs(5);
+
+/// A communicator's unique id.
+pub(super) type Id = [u8; ID_BYTES];
+pub(super) const ID_BYTES: usize = 128;
 
 /// One rank's end of a communicator; gone once it was aborted.
 #[derive(Debug)]

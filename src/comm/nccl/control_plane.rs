@@ -1,9 +1,9 @@
 //! What a rank hears of the others outside of NCCL, and tells them: failures, ends, and, when an operation does not
 //! complete, what every rank has called last.
 
-use super::notices::{Heard, Notices};
 use crate::comm::CommError;
 use crate::comm::diagnostics::{ControlMessage, EntryReport, HangReport, Wait};
+use crate::comm::store::{ControlChannel, NO_RANK, Received};
 use std::time::{Duration, Instant};
 
 /// How long a rank may take to report. Those that live do so within two looks, whatever they wait for.
@@ -16,7 +16,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 pub(super) struct ControlPlane {
     rank: usize,
     ranks: usize,
-    notices: Notices,
+    channel: ControlChannel,
     /// For whom the ranks wait follows from the calls of all: a rank alone does not know.
     report: HangReport,
     has_reported: bool,
@@ -34,9 +34,17 @@ pub(super) struct Stuck {
 }
 
 impl ControlPlane {
-    pub(super) fn new(rank: usize, ranks: usize, notices: Notices) -> Self {
+    pub(super) fn new(rank: usize, ranks: usize, channel: ControlChannel) -> Self {
         let (has_reported, has_heard_failure, is_silent) = (false, false, false);
-        Self { rank, ranks, notices, report: HangReport::default(), has_reported, has_heard_failure, is_silent }
+        Self {
+            rank,
+            ranks,
+            channel,
+            report: HangReport::default(),
+            has_reported,
+            has_heard_failure,
+            is_silent,
+        }
     }
 
     /// Hears what has come, and reports what this rank has called, and what of it keeps it, when another one asks by
@@ -57,17 +65,24 @@ impl ControlPlane {
 
     fn hear(&mut self) -> Result<(), CommError> {
         let mut failure = None;
-        for (rank, heard) in self.notices.poll() {
+        for (rank, heard) in self.channel.poll() {
             match heard {
-                Heard::Notice(ControlMessage::Called { calls, wait }) => self.report.note(rank, calls, wait),
-                Heard::Notice(ControlMessage::Failed(error)) => {
-                    // The others have heard it too; that a process is gone only those who had a line to it know.
+                Received::Message(ControlMessage::Called { calls, wait }) => {
+                    self.report.note(rank, calls, wait)
+                }
+                Received::Message(ControlMessage::Failed(error)) => {
                     self.has_heard_failure = true;
                     failure = failure.or(Some(error));
                 }
-                Heard::Notice(ControlMessage::Ended) => {}
-                Heard::Gone => {
-                    let reason = "its process has ended without a word".to_owned();
+                Received::Message(ControlMessage::Ended) => {}
+                Received::Gone => {
+                    // The host has told all, or is gone itself, which all see.
+                    self.has_heard_failure = true;
+                    let (rank, reason) = if rank == NO_RANK {
+                        (self.rank, "the launcher, which hosts the ranks' store, has ended".to_owned())
+                    } else {
+                        (rank, "its process has ended without a word".to_owned())
+                    };
                     failure = failure.or(Some(CommError::PeerFailed { rank, reason }));
                 }
             }
@@ -76,8 +91,8 @@ impl ControlPlane {
     }
 
     /// Lets all ranks report what they have called, and finds out who keeps them waiting: this one, or the one that it
-    /// waits for. `None` where all have come and called the same: then the ranks do not know either. Where rank 0 does
-    /// not answer it is the one that is known to be missing: what the others report goes through it.
+    /// waits for. `None` where all have come and called the same: then the ranks do not know either. Where the rank that
+    /// hosts the store does not answer it is the one that is known to be missing: what the others report goes through it.
     pub(super) fn find_missing(&mut self, stuck: &Stuck, called: Vec<EntryReport>) -> Option<CommError> {
         let own = (called, Some(stuck.wait.clone()));
         self.report_calls(|| own.clone());
@@ -90,8 +105,9 @@ impl ControlPlane {
         }
         // It may have reported before it came to this.
         self.report.note(self.rank, own.0, own.1);
-        if !self.report.has(0) {
-            return Some(Wait { missing: vec![0], ..stuck.wait.clone() }.timed_out(stuck.waited));
+        let host = self.channel.host();
+        if host != NO_RANK && !self.report.has(host) {
+            return Some(Wait { missing: vec![host], ..stuck.wait.clone() }.timed_out(stuck.waited));
         }
         self.report.infer_missing();
         self.report.failure(self.rank, stuck.waited)
@@ -112,16 +128,16 @@ impl ControlPlane {
     pub(super) fn tell_failure(&mut self, error: &CommError) {
         if self.has_heard_failure {
             // What was passed on must go out before this process ends.
-            self.notices.settle();
+            self.channel.settle();
         } else {
-            self.notices.tell(&ControlMessage::failed(self.rank, error));
+            self.channel.send(&ControlMessage::failed(self.rank, error));
         }
     }
 
     /// Tells the others, once, that this rank issues nothing any more, and lets that arrive.
     pub(super) fn tell_end(&mut self) {
         if !std::mem::replace(&mut self.is_silent, true) {
-            self.notices.end();
+            self.channel.close();
         }
     }
 
@@ -135,7 +151,7 @@ impl ControlPlane {
         if !std::mem::replace(&mut self.has_reported, true) {
             let (calls, wait) = called();
             self.report.note(self.rank, calls.clone(), wait.clone());
-            self.notices.tell(&ControlMessage::Called { calls, wait });
+            self.channel.send(&ControlMessage::Called { calls, wait });
         }
     }
 }

@@ -44,7 +44,7 @@ impl NcclGroup {
         let (group, world_size) = (self.name(), self.world_size());
         let signature = call.check(group, world_size)?;
         let own = self.0.own.device.location();
-        let mut tensors = call.inputs().iter().chain(call.outputs());
+        let tensors = call.inputs().iter().chain(call.outputs());
         match tensors.map(|tensor| tensor.device().location()).find(|location| *location != own) {
             None => Ok(signature),
             Some(got) => {

@@ -2,9 +2,8 @@
 //!
 //! Reading order:
 //!
-//! 1. `environment.rs`, `secret.rs`, `rendezvous.rs`: who the ranks are and how they come by the id of their
-//!    communicator.
-//! 2. `line.rs`, `notices.rs`, `control_plane.rs`: what ranks tell each other of failures, and who keeps the others waiting.
+//! 1. `environment.rs`: which GPU is a rank's, and where the ranks meet: in a [`store`](super::store).
+//! 2. `control_plane.rs`: what a rank hears of the others there, failures and who keeps the others waiting.
 //! 3. `traffic.rs`, `watch.rs`, `recorder.rs`: what an operation moves, when it has failed, which one keeps a rank.
 //! 4. `communicator.rs`: NCCL's calls. `rank.rs`: a rank's stream, what is under way on it, its failure.
 //! 5. `operation.rs`: how an operation is given to NCCL. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on it.
@@ -25,15 +24,11 @@ mod environment;
 mod group;
 #[cfg(feature = "nccl")]
 mod launch;
-mod line;
-mod notices;
 #[cfg(feature = "nccl")]
 mod operation;
 #[cfg(feature = "nccl")]
 mod rank;
 mod recorder;
-mod rendezvous;
-mod secret;
 #[cfg(feature = "nccl")]
 mod session;
 mod traffic;

@@ -64,7 +64,11 @@ impl Recorder {
         Some(Wait { group: group.clone(), op: call.op(), sequence: *sequence, missing: Vec::new() })
     }
 
-    fn is_under_way(&self, Entry { id, group, sequence, call, is_complete }: &Entry, on_gpu: &[OnGpu]) -> bool {
+    fn is_under_way(
+        &self,
+        Entry { id, group, sequence, call, is_complete }: &Entry,
+        on_gpu: &[OnGpu],
+    ) -> bool {
         let is_message = call.op().is_message();
         let of_kind = |(name, op, _): &&OnGpu| *name == group.name && op.is_message() == is_message;
         let mut of_kind = on_gpu.iter().filter(of_kind);
@@ -142,6 +146,12 @@ mod tests {
         assert_eq!(under_way(&calls, &message), None);
         let told: Vec<String> = calls.report(&message).iter().map(ToString::to_string).collect();
         let place = |call: &str| format!("#0 of \"sp\": {call}");
-        assert_eq!(told, [place("all_reduce(Sum, 1 × f32), complete"), place("recv(1 × f32) with rank 0 of the group, under way")]);
+        assert_eq!(
+            told,
+            [
+                place("all_reduce(Sum, 1 × f32), complete"),
+                place("recv(1 × f32) with rank 0 of the group, under way")
+            ]
+        );
     }
 }

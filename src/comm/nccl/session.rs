@@ -3,7 +3,7 @@
 use super::launch::{checked, meet_from_env};
 use super::rank::NcclRank;
 use crate::comm::launch::run_rank;
-use crate::comm::{CommError, LaunchError, LaunchOptions, ProcessFlags, ProcessGroup, ProcessInfo, RankContext};
+use crate::comm::{CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessInfo, RankContext};
 use std::error::Error;
 use std::sync::Arc;
 
@@ -20,8 +20,8 @@ impl Session {
     ///
     /// # Errors
     /// As there.
-    pub fn start(info: &ProcessInfo, flags: &ProcessFlags, options: &LaunchOptions) -> Result<Self, CommError> {
-        let (own, group) = meet_from_env(flags, options.timeout)?;
+    pub fn start(info: &ProcessInfo, options: &LaunchOptions) -> Result<Self, CommError> {
+        let (own, group) = meet_from_env(info, options.timeout)?;
         Ok(Self { own, group, local_size: info.local_world_size.unwrap_or(1) })
     }
 

@@ -3,11 +3,11 @@
 use super::communicator::{Communicator, Round, Stage};
 use super::exchange::Exchange;
 use super::progress_engine::{Operation, Step};
+use crate::comm::CommError;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::call_signature::{CallSignature, Elements};
 use crate::comm::diagnostics::{Entry, Wait};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
-use crate::comm::CommError;
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
 use ulysses_kernels::device::Fence;
@@ -125,7 +125,7 @@ impl Collective {
             CallSignature::AllToAllStrided { plan, .. } => exchange.all_to_all_strided(plan, &targets)?,
             CallSignature::Broadcast { elements, root } => {
                 exchange.broadcast(elements.count, *root, &targets)?;
-            },
+            }
             // The others move nothing, or not here.
             _ => {}
         }

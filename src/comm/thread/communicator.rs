@@ -207,7 +207,8 @@ impl Round {
     /// Whether all ranks have called the same thing.
     pub(super) fn compare(&self, comm: &Communicator, sequence: u64) -> Result<(), CommError> {
         let postings = (0..self.slots.len()).map(|rank| self.posting_of(rank).map(|posting| &posting.call));
-        compare(&postings.collect::<Result<Vec<_>, _>>()?)
-            .map_err(|divergence| divergence.with_global_ranks(&comm.global_ranks).into_error(&comm.name, sequence))
+        compare(&postings.collect::<Result<Vec<_>, _>>()?).map_err(|divergence| {
+            divergence.with_global_ranks(&comm.global_ranks).into_error(&comm.name, sequence)
+        })
     }
 }

@@ -142,7 +142,8 @@ impl Exchange<'_> {
     pub(super) fn all_to_all_strided(&self, plan: &StridedPlan, outputs: &[Tensor]) -> Result<(), CommError> {
         let mut pulls = Vec::with_capacity(plan.recv.len());
         for (peer, received) in plan.recv.iter().enumerate() {
-            let CallSignature::AllToAllStrided { plan: theirs, .. } = &self.round.posting_of(peer)?.call else {
+            let CallSignature::AllToAllStrided { plan: theirs, .. } = &self.round.posting_of(peer)?.call
+            else {
                 return Err(CommError::Tensor(format!("rank {peer} of the group has posted another call")));
             };
             let copy = |(from, recv): (&StridedBlock, &RecvBlock)| {

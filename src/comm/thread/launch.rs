@@ -1,8 +1,8 @@
 //! Starting ranks as threads.
 
 use super::communicator::Communicator;
-use super::progress_engine::RankState;
 use super::group::ThreadGroup;
+use super::progress_engine::RankState;
 use super::world::ThreadWorld;
 use crate::comm::CommError;
 use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};

@@ -1,8 +1,8 @@
 //! What the conformance suite cannot see from outside: threads, pools, slots.
 
 use super::communicator::Communicator;
-use super::progress_engine::RankState;
 use super::group::ThreadGroup;
+use super::progress_engine::RankState;
 use super::world::ThreadWorld;
 use super::{LaunchError, LaunchOptions, launch};
 use crate::comm::{CommError, ProcessGroupExt, ReduceOp};

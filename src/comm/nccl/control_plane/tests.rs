@@ -1,15 +1,15 @@
 //! Ranks that tell one another of their calls, over connections of this machine.
 
-use super::super::notices::tests::{connected, impatient};
 use super::*;
 use crate::comm::CollectiveOp;
 use crate::comm::diagnostics::GroupLabel;
 use crate::comm::diagnostics::tests::{issued, label};
+use crate::comm::store::control_channel::tests::{connected, impatient};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 /// Ends of a world that has met, which do not stay for one another.
-fn ends_of(ranks: usize) -> Vec<Notices> {
+fn ends_of(ranks: usize) -> Vec<ControlChannel> {
     connected(ranks).into_iter().map(impatient).collect()
 }
 
@@ -89,7 +89,10 @@ fn the_rank_with_another_call_is_named() {
     let Some(CommError::Desync { rank, called, others, others_called, .. }) = found else {
         panic!("{found:?}")
     };
-    assert_eq!((rank, called.as_str(), others_called.as_str()), (1, "broadcast(3 × f32 from rank 0 of the group)", "all_reduce(Sum, 3 × f32)"));
+    assert_eq!(
+        (rank, called.as_str(), others_called.as_str()),
+        (1, "broadcast(3 × f32 from rank 0 of the group)", "all_reduce(Sum, 3 × f32)")
+    );
     assert_eq!(others, [0, 2]);
 }
 
@@ -170,10 +173,10 @@ fn who_does_not_answer_is_missing_and_who_failed_is_the_reason() {
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
     // Rank 2 never looks; rank 1 has not failed yet.
     let history = &["barrier", "all_reduce"];
-    ends[0].tell(&ControlMessage::Called { calls: called(history), wait: None });
+    ends[0].send(&ControlMessage::Called { calls: called(history), wait: None });
     let found = first.find_missing(&stuck_at(1), called(history));
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [2]), "{found:?}");
-    ends[0].tell(&ControlMessage::Failed(error.clone()));
+    ends[0].send(&ControlMessage::Failed(error.clone()));
     let deadline = Instant::now() + Duration::from_secs(20);
     let mut outcome = Ok(());
     while outcome.is_ok() && Instant::now() < deadline {
@@ -189,7 +192,7 @@ fn where_rank_0_does_not_answer_it_alone_is_blamed() {
     let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
     // Rank 1 answers, to rank 0, which lives but never looks: it passes nothing on.
     let history = &["barrier", "all_reduce"];
-    ends[1].tell(&ControlMessage::Called { calls: called(history), wait: None });
+    ends[1].send(&ControlMessage::Called { calls: called(history), wait: None });
     let found = last.find_missing(&stuck_at(1), called(history));
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [0]), "{found:?}");
     let parting = last.parting(found.as_ref().unwrap());
@@ -206,10 +209,10 @@ fn heard_of(end: impl FnOnce(ControlPlane) + Send) -> Result<(), CommError> {
         scope.spawn(|| catch_unwind(AssertUnwindSafe(|| end(other))));
         // The line goes when all of it was heard.
         let deadline = Instant::now() + Duration::from_secs(20);
-        while first.notices.has_lines() && Instant::now() < deadline {
+        while first.channel.is_connected() && Instant::now() < deadline {
             first.listen(Default::default)?;
         }
-        assert!(!first.notices.has_lines());
+        assert!(!first.channel.is_connected());
         Ok(())
     })
 }

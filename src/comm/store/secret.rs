@@ -4,13 +4,13 @@ use crate::comm::Launcher;
 use std::fmt;
 
 /// The variable with the secret.
-const VARIABLE: &str = "ULYSSES_JOB_SECRET";
+pub(super) const SECRET: &str = "ULYSSES_JOB_SECRET";
 /// A shorter secret may be guessed.
 const MIN_BYTES: usize = 16;
 
 /// The key by which the processes of a job know each other.
 #[derive(Clone, PartialEq, Eq)]
-pub(super) struct JobSecret {
+pub(in crate::comm) struct JobSecret {
     key: [u8; 32],
     is_secret: bool,
 }
@@ -21,12 +21,15 @@ impl JobSecret {
     ///
     /// # Errors
     /// A secret that is too short, in words without it.
-    pub(super) fn read(launcher: Launcher, lookup: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
-        if let Some(secret) = lookup(VARIABLE) {
+    pub(in crate::comm) fn read(
+        launcher: Launcher,
+        lookup: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, String> {
+        if let Some(secret) = lookup(SECRET) {
             let secret = secret.trim();
             if secret.len() < MIN_BYTES {
                 return Err(format!(
-                    "{VARIABLE} has {} bytes, expected at least {MIN_BYTES} random ones, such as `openssl rand -hex 32` \
+                    "{SECRET} has {} bytes, expected at least {MIN_BYTES} random ones, such as `openssl rand -hex 32` \
                      prints",
                     secret.len()
                 ));
@@ -42,17 +45,17 @@ impl JobSecret {
         Ok(Self::new(&id.join("."), false))
     }
 
-    pub(super) fn new(text: &str, is_secret: bool) -> Self {
+    pub(in crate::comm) fn new(text: &str, is_secret: bool) -> Self {
         let context = if is_secret { "ulysses rendezvous, job secret" } else { "ulysses rendezvous, job id" };
         Self { key: blake3::derive_key(context, text.as_bytes()), is_secret }
     }
 
-    pub(super) fn key(&self) -> &[u8; 32] {
+    pub(in crate::comm) fn key(&self) -> &[u8; 32] {
         &self.key
     }
 
     /// Whether strangers cannot know it.
-    pub(super) fn is_secret(&self) -> bool {
+    pub(in crate::comm) fn is_secret(&self) -> bool {
         self.is_secret
     }
 }

@@ -1,4 +1,4 @@
-//! Where rank 0 listens.
+//! Where the host listens.
 
 use super::MeetingPoint;
 use std::io::{Error, ErrorKind};

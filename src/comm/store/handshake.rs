@@ -1,25 +1,25 @@
-//! How a rank and rank 0 prove to each other that they are of one job, over a connection that anyone may have opened.
+//! How a rank and the host prove to each other that they are of one job, over a connection that anyone may have opened.
 //!
-//! The rank sends a hello with a nonce, rank 0 a nonce of its own. Each side then sends a BLAKE3 hash, keyed with the
-//! job's secret, of both nonces and what it states: the rank its number, rank 0 its verdict and the id. So neither
-//! side gives or takes anything before the other has shown that it has the secret, and what was overheard cannot be
-//! replayed. Nothing is encrypted: who can read the network can read the id.
+//! The rank sends a hello with a nonce, the host a nonce of its own. Each side then sends a BLAKE3 hash, keyed with the
+//! job's secret, of both nonces and what it states: the rank its number, the host its verdict. So neither side gives or
+//! takes anything before the other has shown that it has the secret, and what was overheard cannot be replayed. Every
+//! frame after that has such a hash too, with its number. Nothing is encrypted: who can read the network can read the
+//! store.
 
-use super::super::secret::JobSecret;
-use super::Id;
+use super::secret::JobSecret;
 use std::io;
 
 /// Random bytes, new for each connection and each side.
 pub(super) type Nonce = [u8; 32];
 
 /// The first bytes of a hello, with the version of the protocol.
-pub(super) const MAGIC: [u8; 8] = *b"ulysses2";
+pub(super) const MAGIC: [u8; 8] = *b"ulysses3";
 /// Magic and nonce.
 pub(super) const HELLO_BYTES: usize = MAGIC.len() + size_of::<Nonce>();
 /// Rank, world size and proof.
 pub(super) const CLAIM_BYTES: usize = 8 + 8 + PROOF_BYTES;
-/// Verdict, rank 0's world size, proof and id.
-pub(super) const REPLY_BYTES: usize = 1 + 8 + PROOF_BYTES + size_of::<Id>();
+/// Verdict, the host's world size and proof.
+pub(super) const REPLY_BYTES: usize = 1 + 8 + PROOF_BYTES;
 
 const PROOF_BYTES: usize = 32;
 
@@ -45,13 +45,13 @@ pub(super) struct Claim {
     pub(super) world_size: u64,
 }
 
-/// Rank 0's answer to a claim.
+/// The host's answer to a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     Accepted,
-    /// The rank is not less than rank 0's world size.
+    /// The rank is not less than the host's world size.
     OutOfRange,
-    /// The process counts another number of ranks than rank 0.
+    /// The process counts another number of ranks than the host.
     OtherWorldSize,
     /// Another process is this rank.
     Taken,
@@ -76,7 +76,7 @@ impl Verdict {
     }
 }
 
-/// Rank 0's answer to who has another secret. It proves nothing, so that nothing can be learned about the secret.
+/// The host's answer to who has another secret. It proves nothing, so that nothing can be learned about the secret.
 pub(super) const OTHER_SECRET: [u8; REPLY_BYTES] = [0; REPLY_BYTES];
 
 /// The first message of a rank.
@@ -101,23 +101,25 @@ impl Session<'_> {
         (self.prove(b"rank", stated) == hash(proof)?).then_some(claim)
     }
 
-    /// Rank 0's answer to a claim. Only one that is accepted gets the id.
-    pub(super) fn reply(&self, verdict: Verdict, world_size: u64, id: &Id) -> Vec<u8> {
-        let id = if verdict == Verdict::Accepted { id } else { &[0; size_of::<Id>()] };
+    /// The host's answer to a claim.
+    pub(super) fn reply(&self, verdict: Verdict, world_size: u64) -> Vec<u8> {
         let head = [&[verdict as u8][..], &world_size.to_le_bytes()].concat();
-        let proof = self.prove(b"root", &[&head[..], id].concat());
-        [&head[..], proof.as_bytes(), id].concat()
+        let proof = self.prove(b"root", &head);
+        [&head[..], proof.as_bytes()].concat()
     }
 
-    /// Verdict, world size and id of a message of [`REPLY_BYTES`], if rank 0 has the secret.
-    pub(super) fn read_reply(&self, message: &[u8]) -> Option<(Verdict, u64, Id)> {
-        let (head, rest) = message.split_at_checked(9)?;
-        let (proof, id) = rest.split_at_checked(PROOF_BYTES)?;
+    /// Verdict and world size of a message of [`REPLY_BYTES`], if the host has the secret.
+    pub(super) fn read_reply(&self, message: &[u8]) -> Option<(Verdict, u64)> {
+        let (head, proof) = message.split_at_checked(9)?;
         let (verdict, world_size) = head.split_first()?;
-        let id = Id::try_from(id).ok()?;
         let verdict = *Verdict::ALL.get(usize::from(*verdict))?;
         let world_size = u64::from_le_bytes(world_size.try_into().ok()?);
-        (self.prove(b"root", &[head, &id].concat()) == hash(proof)?).then_some((verdict, world_size, id))
+        (self.prove(b"root", head) == hash(proof)?).then_some((verdict, world_size))
+    }
+
+    /// The key of what follows, on one side.
+    pub(super) fn frame_key(&self, is_host: bool) -> FrameKey {
+        FrameKey { key: *self.prove(b"keys", &[]).as_bytes(), is_host }
     }
 
     /// Hashes compare in constant time.
@@ -129,4 +131,35 @@ impl Session<'_> {
 
 fn hash(proof: &[u8]) -> Option<blake3::Hash> {
     Some(blake3::Hash::from_bytes(proof.try_into().ok()?))
+}
+
+/// The key of the frames of one connection, on one side of it.
+pub(in crate::comm) struct FrameKey {
+    key: [u8; 32],
+    is_host: bool,
+}
+
+impl FrameKey {
+    /// The proof of the frame that this side sends with a number.
+    pub(super) fn prove_own(&self, number: u64, body: &[u8]) -> blake3::Hash {
+        self.prove(self.is_host, number, body)
+    }
+
+    /// Whether that is the other side's proof of such a frame.
+    pub(super) fn is_proof(&self, number: u64, body: &[u8], proof: &[u8]) -> bool {
+        hash(proof).is_some_and(|proof| self.prove(!self.is_host, number, body) == proof)
+    }
+
+    fn prove(&self, by_host: bool, number: u64, body: &[u8]) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.key);
+        hasher.update(&[u8::from(by_host)]).update(&number.to_le_bytes()).update(body);
+        hasher.finalize()
+    }
+}
+
+/// Logs do not get the key.
+impl std::fmt::Debug for FrameKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FrameKey").field("is_host", &self.is_host).finish_non_exhaustive()
+    }
 }
