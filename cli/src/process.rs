@@ -81,7 +81,7 @@ impl Process {
         backend: Backend,
         options: &LaunchOptions,
     ) -> Result<Option<Process>, Failure> {
-        let process = match backend {
+        let process: Option<Process> = match backend {
             #[cfg(feature = "mpi")]
             Backend::Mpi => {
                 check_srun(info)?;

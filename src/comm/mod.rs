@@ -4,17 +4,21 @@
 //!
 //! 1. [`ProcessGroup`] (`group.rs`): the contract that every backend fulfils, and
 //!    [`ProcessGroupExt`] (`ext.rs`): the blocking and typed forms that callers use.
-//! 2. [`Pending`]: an operation under way. [`StridedPlan`]: the integers of a
+//! 2. [`CollectiveArgs`] (`args.rs`): a call with its arguments, and their checks. `call_signature.rs`: what is compared,
+//!    recorded, printed and sent of it.
+//! 3. [`Pending`]: an operation under way. [`StridedPlan`]: the integers of a
 //!    strided all-to-all, the exchange that Ulysses lives on.
-//! 3. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
+//! 4. [`thread`]: the backend whose ranks are threads of one process; [`launch`]
 //!    starts them.
-//! 4. [`nccl`]: the backend whose ranks have a GPU each (feature `nccl`).
-//! 5. `mpi`: the backend whose ranks are processes (feature `mpi`).
-//! 6. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
-//! 7. [`MeshGroups`]: the groups along the axes of a device mesh.
-//! 8. [`GroupWrapper`]: a group around another one; [`CommTimer`]: such a one, which tells what a
-//!    rank's calls cost it in time.
-//! 9. [`ProcessInfo`]: which process this is, by flags and launchers.
+//! 5. [`nccl`]: the backend whose ranks have a GPU each (feature `nccl`).
+//! 6. `mpi`: the backend whose ranks are processes (feature `mpi`).
+//! 7. [`fake`]: one real rank of a world that is pretended; it counts and moves nothing.
+//! 8. `diagnostics/`: the flight recorder, the desync check and the hang report of all backends. [`store`]: keys and
+//!    values that the processes of a job share.
+//! 9. [`MeshGroups`]: the groups along the axes of a device mesh.
+//! 10. [`GroupWrapper`]: a group around another one; [`CommTimer`]: such a one, which measures what a
+//!     rank's calls cost it in time.
+//! 11. [`ProcessInfo`]: which process this is, by flags and launchers.
 //!
 //! ```
 //! use ulysses::comm::{CommError, LaunchOptions, ProcessGroupExt, ReduceOp, launch};

@@ -24,7 +24,7 @@ const NO_COLOR: c_int = -1;
 /// Between two looks at a call that has not ended.
 const PAUSE: Duration = Duration::from_micros(50);
 /// How long a communicator that is no longer needed may take to end.
-const FAREWELL: Duration = Duration::from_secs(5);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A communicator's unique id.
 pub(super) type Id = [u8; ID_BYTES];
@@ -202,7 +202,8 @@ impl Communicator {
 impl Drop for Communicator {
     fn drop(&mut self) {
         // SAFETY: the handle is alive under its lock.
-        let finalized = self.call(Instant::now() + FAREWELL, |raw| unsafe { result::comm_finalize(raw) });
+        let finalized =
+            self.call(Instant::now() + SHUTDOWN_TIMEOUT, |raw| unsafe { result::comm_finalize(raw) });
         let Some(raw) = self.raw.get_mut().take() else { return };
         // SAFETY: nobody else has the handle any more; it is destroyed or aborted, once.
         unsafe {

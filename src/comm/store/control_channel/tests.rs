@@ -13,7 +13,7 @@ pub(in crate::comm) fn connected(ranks: usize) -> Vec<ControlChannel> {
     connected_stores(ranks).into_iter().map(ControlChannel::new).collect()
 }
 
-/// What comes until `count` notices have.
+/// What comes until `count` messages have.
 fn hear(ends: &mut [ControlChannel], rank: usize, count: usize) -> Vec<(usize, Received)> {
     let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
     while come.len() < count && Instant::now() < deadline {
@@ -71,7 +71,7 @@ fn a_process_that_ends_is_missed_unless_it_has_said_so() {
 }
 
 #[test]
-fn what_is_no_notice_ends_the_line_and_is_no_failure() {
+fn what_is_no_change_ends_the_connection_and_is_no_failure() {
     let mut ends = connected(2);
     ends[1].store.connection_mut(0).send(&Arc::from([0xff; 64]));
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -143,21 +143,21 @@ pub(in crate::comm) fn impatient(mut channel: ControlChannel) -> ControlChannel 
 }
 
 #[test]
-fn a_notice_that_a_slow_rank_took_in_part_is_finished_before_the_next_one() {
+fn a_message_that_a_slow_rank_took_in_part_is_finished_before_the_next_one() {
     let mut ends = connected(2);
     let mut root = impatient(ends.remove(0));
     // Far more than the system keeps for one who does not read.
     let long = failed(0, &"x".repeat(MAX_VALUE_BYTES - 200));
     let told: Vec<ControlMessage> = (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
-    told.iter().for_each(|notice| root.send(notice));
+    told.iter().for_each(|message| root.send(message));
     assert!(root.store.connection_mut(1).is_late(), "the other side has not read");
     let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
     while come.len() < told.len() && Instant::now() < deadline {
         assert_eq!(root.poll(), [], "which is when the rest goes out");
         come.extend(ends[0].poll());
     }
-    let expected: Vec<_> = told.into_iter().map(|notice| (0, Received::Message(notice))).collect();
-    assert!(come == expected, "{} of {} notices came", come.len(), expected.len());
+    let expected: Vec<_> = told.into_iter().map(|message| (0, Received::Message(message))).collect();
+    assert!(come == expected, "{} of {} messages came", come.len(), expected.len());
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn a_rank_that_does_not_read_keeps_nothing_from_the_others() {
 }
 
 #[test]
-fn a_notice_that_is_too_long_is_told_in_short() {
+fn a_message_that_is_too_long_is_sent_in_short() {
     let mut ends = connected(2);
     ends[1].send(&failed(1, &"ü".repeat(MAX_VALUE_BYTES)));
     let group = Arc::new(GroupLabel { name: "world".into(), members: vec![0, 1] });
@@ -201,7 +201,7 @@ fn a_notice_that_is_too_long_is_told_in_short() {
         (1, Received::Message(ControlMessage::Called { calls: newest, wait: None })),
     ] = &heard[..]
     else {
-        panic!("{} notices came", heard.len());
+        panic!("{} messages came", heard.len());
     };
     let reason = error.to_string();
     assert!(reason.contains("üüü …") && reason.contains("bytes)"), "{reason}");
