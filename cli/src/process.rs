@@ -8,7 +8,8 @@ use ulysses::comm::mpi;
 #[cfg(feature = "nccl")]
 use ulysses::comm::nccl;
 use ulysses::comm::{
-    LaunchError, LaunchOptions, Launcher, ProcessGroup, ProcessGroupExt, RankContext, World, WorldFlags,
+    LaunchError, LaunchOptions, Launcher, ProcessFlags, ProcessGroup, ProcessGroupExt, ProcessInfo,
+    RankContext,
 };
 use ulysses::config::Backend;
 
@@ -27,19 +28,40 @@ pub(super) struct WorldArgs {
 }
 
 impl WorldArgs {
-    pub(super) fn flags(self) -> WorldFlags {
-        WorldFlags { rank: self.rank, world_size: self.world_size, local_rank: self.local_rank }
+    pub(super) fn flags(self) -> ProcessFlags {
+        ProcessFlags { rank: self.rank, world_size: self.world_size, local_rank: self.local_rank }
     }
 }
 
-/// What this process knows of its job before it has joined the others.
-pub(super) struct Place {
-    #[cfg_attr(
-        not(feature = "nccl"),
-        allow(dead_code, reason = "NCCL's processes meet by the variables again")
-    )]
-    flags: WorldFlags,
-    world: World,
+/// Who this process is, by its flags and by its launcher.
+pub(super) fn discover(args: WorldArgs) -> Result<ProcessInfo, Failure> {
+    ProcessInfo::discover(&args.flags(), |name| std::env::var(name).ok()).or_usage()
+}
+
+/// What the launcher of several processes would have them use; `None` for a process that is alone.
+pub(super) fn launched_backend(info: &ProcessInfo) -> Option<Backend> {
+    let by_launcher = if info.launcher.speaks_mpi() { Backend::Mpi } else { Backend::Nccl };
+    (info.world_size > 1).then_some(by_launcher)
+}
+
+/// Whether the build has what the launcher asks for.
+///
+/// # Errors
+/// It does not: every process would train on its own.
+pub(super) fn check_build(info: &ProcessInfo) -> Result<(), Failure> {
+    let (feature, is_there) = match launched_backend(info) {
+        Some(Backend::Mpi) => ("mpi", cfg!(feature = "mpi")),
+        Some(_) => ("nccl", cfg!(feature = "nccl")),
+        None => return Ok(()),
+    };
+    if is_there {
+        return Ok(());
+    }
+    let ProcessInfo { launcher, world_size, .. } = info;
+    Err(Failure::Usage(anyhow!(
+        "{launcher} has started {world_size} processes, but this build lacks the feature `{feature}`, which would \
+         connect them: build with it, or let each process train for itself with --backend thread"
+    )))
 }
 
 /// A rank of a job. Without the features for such backends there is none.
@@ -50,85 +72,38 @@ pub(super) enum Process {
     Nccl(nccl::Session),
 }
 
-impl Place {
-    pub(super) fn discover(args: WorldArgs) -> Result<Self, Failure> {
-        let flags = args.flags();
-        let world = World::discover(&flags, |name| std::env::var(name).ok()).or_usage()?;
-        Ok(Self { flags, world })
-    }
-
-    /// What the launcher of several processes would have them use; `None` for a process that is alone.
-    pub(super) fn backend(&self) -> Option<Backend> {
-        let by_launcher = if self.world.launcher.speaks_mpi() { Backend::Mpi } else { Backend::Nccl };
-        (self.world.world_size > 1).then_some(by_launcher)
-    }
-
-    /// Whether the build has what the launcher asks for.
-    ///
-    /// # Errors
-    /// It does not: every process would train on its own.
-    pub(super) fn check_build(&self) -> Result<(), Failure> {
-        let (feature, is_there) = match self.backend() {
-            Some(Backend::Mpi) => ("mpi", cfg!(feature = "mpi")),
-            Some(_) => ("nccl", cfg!(feature = "nccl")),
-            None => return Ok(()),
-        };
-        if is_there {
-            return Ok(());
-        }
-        let World { launcher, world_size, .. } = &self.world;
-        Err(Failure::Usage(anyhow!(
-            "{launcher} has started {world_size} processes, but this build lacks the feature `{feature}`, which would \
-             connect them: build with it, or let each process train for itself with --backend thread"
-        )))
-    }
-
+impl Process {
     /// Meets the other processes, if they are what `backend` connects, and waits for them as long as `options` says
     /// where the library can be told. Collective.
     #[cfg_attr(not(feature = "nccl"), allow(unused_variables, reason = "MPI waits by its own rules"))]
-    pub(super) fn join(&self, backend: Backend, options: &LaunchOptions) -> Result<Option<Process>, Failure> {
-        let process = match backend {
+    pub(super) fn join(
+        info: &ProcessInfo,
+        backend: Backend,
+        options: &LaunchOptions,
+    ) -> Result<Option<Process>, Failure> {
+        let process: Option<Process> = match backend {
             #[cfg(feature = "mpi")]
             Backend::Mpi => {
-                self.check_srun()?;
+                check_srun(info)?;
                 Some(Process::Mpi(mpi::Session::start().or_run()?))
             }
             #[cfg(feature = "nccl")]
-            Backend::Nccl if self.world.launcher != Launcher::None => {
-                Some(Process::Nccl(nccl::Session::start(&self.world, &self.flags, options).or_run()?))
+            Backend::Nccl if info.launcher != Launcher::None => {
+                Some(Process::Nccl(nccl::Session::start(info, options).or_run()?))
             }
             _ => None,
         };
         if let Some(process) = &process {
-            self.check_size(process)?;
+            process.check_size(info)?;
             silence(process.rank() > 0);
         }
         Ok(process)
     }
 
-    /// Whether `srun` has told its processes how MPI connects them, which it does by one of its plugins. Where it has
-    /// not, Open MPI ends them at its start, with advice on how it should have been built.
-    #[cfg(feature = "mpi")]
-    fn check_srun(&self) -> Result<(), Failure> {
-        let World { launcher, world_size, rank, .. } = &self.world;
-        // Of PMI_RANK, PMIX_RANK and their like.
-        let is_of_plugin =
-            |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.starts_with("PMI"));
-        let is_told = || std::env::vars_os().any(|(name, _)| is_of_plugin(name));
-        if *launcher != Launcher::Slurm || *world_size == 1 || is_told() {
-            return Ok(());
-        }
-        silence(*rank > 0);
-        Err(Failure::Usage(anyhow!(
-            "srun has started {world_size} processes, but has not told them how MPI connects them: start \
-             `srun --mpi=pmix` (`srun --mpi=list` shows what this SLURM has)"
-        )))
-    }
-
     /// The launcher and the library must have counted the same processes.
-    fn check_size(&self, process: &Process) -> Result<(), Failure> {
-        let World { launcher, world_size, rank, .. } = &self.world;
-        let found = (process.rank(), process.world_size());
+    fn check_size(&self, info: &ProcessInfo) -> Result<(), Failure> {
+        let ProcessInfo { launcher, world_size, rank, .. } = info;
+        let found = (self.rank(), self.world_size());
         if *launcher == Launcher::None || found == (*rank, *world_size) {
             return Ok(());
         }
@@ -211,6 +186,24 @@ impl Process {
             Self::Nccl(ref session) => parse(&session.group().all_gather_varied(&own).or_run()?).or_run(),
         }
     }
+}
+
+/// Whether `srun` has told its processes how MPI connects them, which it does by one of its plugins. Where it has
+/// not, Open MPI ends them at its start, with advice on how it should have been built.
+#[cfg(feature = "mpi")]
+fn check_srun(info: &ProcessInfo) -> Result<(), Failure> {
+    let ProcessInfo { launcher, world_size, rank, .. } = info;
+    // Of PMI_RANK, PMIX_RANK and their like.
+    let is_of_plugin = |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.starts_with("PMI"));
+    let is_told = || std::env::vars_os().any(|(name, _)| is_of_plugin(name));
+    if *launcher != Launcher::Slurm || *world_size == 1 || is_told() {
+        return Ok(());
+    }
+    silence(*rank > 0);
+    Err(Failure::Usage(anyhow!(
+        "srun has started {world_size} processes, but has not told them how MPI connects them: start \
+         `srun --mpi=pmix` (`srun --mpi=list` shows what this SLURM has)"
+    )))
 }
 
 /// What every rank of a group has, in rank order. Collective.

@@ -1,6 +1,6 @@
 //! The flag `--backend` of what is no training: ranks that are threads, or processes.
 
-use super::process::{Place, Process, WorldArgs};
+use super::process::{self, Process, WorldArgs};
 use super::{Failure, OrFail};
 use anyhow::anyhow;
 use clap::ValueEnum;
@@ -38,9 +38,11 @@ impl RanksArgs {
     pub(super) fn start(&self) -> Result<Ranks, Failure> {
         match self.backend {
             RanksArg::Thread => Ok(Ranks(None)),
-            RanksArg::Mpi if cfg!(feature = "mpi") => Ok(Ranks(
-                Place::discover(WorldArgs::default())?.join(Backend::Mpi, &LaunchOptions::default())?,
-            )),
+            RanksArg::Mpi if cfg!(feature = "mpi") => Ok(Ranks(Process::join(
+                &process::discover(WorldArgs::default())?,
+                Backend::Mpi,
+                &LaunchOptions::default(),
+            )?)),
             RanksArg::Mpi => Err(Failure::Usage(anyhow!(
                 "--backend mpi: this build lacks the feature `mpi`; `thread` is valid"
             ))),

@@ -4,10 +4,8 @@
 //! for meshes that no machine at hand could hold. The numbers that it computes mean nothing: what other ranks
 //! would send is zero, or what this one has.
 
-use super::arguments::Arguments;
-use super::{
-    CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan, Traffic, strided,
-};
+use super::arg_check::ArgCheck;
+use super::{CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, Traffic};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -32,12 +30,12 @@ impl FakeGroup {
     /// A `rank` that is not below their number.
     pub fn new(name: impl Into<String>, global_ranks: Vec<usize>, rank: usize) -> Result<Self, CommError> {
         let group = Self { name: name.into(), rank, global_ranks, stats: Mutex::default() };
-        group.arguments(CollectiveOp::Split).rank("own", rank)?;
+        group.check_of(CollectiveOp::Split).rank("own", rank)?;
         Ok(group)
     }
 
-    fn arguments(&self, op: CollectiveOp) -> Arguments<'_> {
-        Arguments { group: &self.name, world_size: self.global_ranks.len(), op }
+    fn check_of(&self, op: CollectiveOp) -> ArgCheck<'_> {
+        ArgCheck { group: &self.name, world_size: self.global_ranks.len(), op }
     }
 
     /// Counts a call that would move `traffic` of elements like those of `like`.
@@ -55,7 +53,7 @@ impl FakeGroup {
 
     fn unsupported(&self, op: CollectiveOp) -> CommError {
         let reason = "a pretended peer does not answer; a fake group has collectives only";
-        self.arguments(op).invalid(reason.to_owned())
+        self.check_of(op).invalid(reason.to_owned())
     }
 }
 
@@ -72,81 +70,40 @@ impl ProcessGroup for FakeGroup {
         &self.global_ranks
     }
 
-    fn start_all_reduce(&self, tensor: &Tensor, _op: ReduceOp) -> Result<Pending, CommError> {
-        let op = CollectiveOp::AllReduce;
-        self.arguments(op).tensors(&[tensor])?;
-        let traffic = Traffic::all_reduce(self.world_size(), self.rank, tensor.elem_count());
-        Ok(self.count(op, &traffic, tensor))
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        _op: ReduceOp,
-    ) -> Result<Pending, CommError> {
-        let (op, chunk) = (CollectiveOp::ReduceScatter, output.elem_count());
-        self.arguments(op).tensors(&[input, output])?;
-        self.arguments(op).chunks(("input", input), ("output", output))?;
-        strided_copy::copy(&input.flatten_all()?.narrow(0, self.rank * chunk, chunk)?, output)?;
-        Ok(self.count(op, &Traffic::reduce_scatter(self.world_size(), self.rank, chunk), input))
-    }
-
-    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
-        let (op, count) = (CollectiveOp::AllGather, input.elem_count());
-        self.arguments(op).tensors(&[input, output])?;
-        self.arguments(op).chunks(("output", output), ("input", input))?;
-        let input = super::buffer::apart(input, &[output])?;
-        for chunk in 0..self.world_size() {
-            strided_copy::copy(&input, &output.flatten_all()?.narrow(0, chunk * count, count)?)?;
-        }
-        Ok(self.count(op, &Traffic::all_gather(self.world_size(), self.rank, count), output))
-    }
-
-    fn start_all_to_all(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        send_counts: &[usize],
-        recv_counts: &[usize],
-    ) -> Result<Pending, CommError> {
-        let op = CollectiveOp::AllToAll;
-        self.arguments(op).tensors(&[input, output])?;
-        self.arguments(op).counts("send", send_counts, input)?;
-        self.arguments(op).counts("recv", recv_counts, output)?;
-        elementwise::fill(output, 0.0)?;
-        Ok(self.count(op, &Traffic::all_to_all(self.rank, send_counts, recv_counts), output))
-    }
-
-    fn start_all_to_all_strided(
-        &self,
-        inputs: &[Tensor],
-        outputs: &[Tensor],
-        plan: &Arc<StridedPlan>,
-    ) -> Result<Pending, CommError> {
-        strided::validate(&self.name, self.world_size(), inputs, outputs, plan)?;
-        outputs.iter().try_for_each(|output| elementwise::fill(output, 0.0))?;
-        Ok(self.count(CollectiveOp::AllToAllStrided, &Traffic::strided(self.rank, plan), &inputs[0]))
-    }
-
-    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
-        let op = CollectiveOp::Broadcast;
-        self.arguments(op).tensors(&[tensor])?;
-        self.arguments(op).rank("root", root)?;
-        let traffic = Traffic::broadcast(self.world_size(), self.rank, root, tensor.elem_count());
-        Ok(self.count(op, &traffic, tensor))
-    }
-
-    fn start_send(&self, _tensor: &Tensor, _dst: usize) -> Result<Pending, CommError> {
-        Err(self.unsupported(CollectiveOp::Send))
-    }
-
-    fn start_recv(&self, _tensor: &Tensor, _src: usize) -> Result<Pending, CommError> {
-        Err(self.unsupported(CollectiveOp::Recv))
-    }
-
-    fn start_barrier(&self) -> Result<Pending, CommError> {
-        Ok(Pending::ready())
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+        let (rank, ranks) = (self.rank, self.world_size());
+        call.check(&self.name, ranks)?;
+        let op = call.op();
+        Ok(match call {
+            CollectiveArgs::AllReduce { tensor, .. } => {
+                self.count(op, &Traffic::all_reduce(ranks, rank, tensor.elem_count()), tensor)
+            }
+            CollectiveArgs::ReduceScatter { input, output, .. } => {
+                let chunk = output.elem_count();
+                strided_copy::copy(&input.flatten_all()?.narrow(0, rank * chunk, chunk)?, output)?;
+                self.count(op, &Traffic::reduce_scatter(ranks, rank, chunk), input)
+            }
+            CollectiveArgs::AllGather { input, output } => {
+                let (count, input) = (input.elem_count(), super::buffer::apart(input, &[output])?);
+                for chunk in 0..ranks {
+                    strided_copy::copy(&input, &output.flatten_all()?.narrow(0, chunk * count, count)?)?;
+                }
+                self.count(op, &Traffic::all_gather(ranks, rank, count), output)
+            }
+            CollectiveArgs::AllToAll { output, send_counts, recv_counts, .. } => {
+                elementwise::fill(output, 0.0)?;
+                self.count(op, &Traffic::all_to_all(rank, send_counts, recv_counts), output)
+            }
+            CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
+                outputs.iter().try_for_each(|output| elementwise::fill(output, 0.0))?;
+                self.count(op, &Traffic::strided(rank, plan), &inputs[0])
+            }
+            CollectiveArgs::Broadcast { tensor, root } => {
+                self.count(op, &Traffic::broadcast(ranks, rank, root, tensor.elem_count()), tensor)
+            }
+            CollectiveArgs::Barrier => Pending::ready(),
+            CollectiveArgs::Send { .. } | CollectiveArgs::Recv { .. } => return Err(self.unsupported(op)),
+        })
     }
 
     fn split(

@@ -1,14 +1,14 @@
 //! The [`ProcessGroup`] trait: what every backend offers.
 
-use super::{CommError, GroupStats, Pending, ReduceOp, StridedPlan};
+use super::{CollectiveArgs, CommError, GroupStats, Pending, ReduceOp, StridedPlan};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 
 /// An ordered set of ranks that communicate with one another.
 ///
-/// The trait is object-safe: the library passes `Arc<dyn ProcessGroup>` about.
-/// A backend implements the `start_*` methods; callers who have nothing to do
-/// meanwhile use the blocking ones of [`ProcessGroupExt`](super::ProcessGroupExt).
+/// The trait is object-safe: the library passes `Arc<dyn ProcessGroup>` about. A backend implements
+/// [`start`](Self::start); callers use the `start_*` methods, which are forms of it, and where they have nothing to do
+/// meanwhile the blocking ones of [`ProcessGroupExt`](super::ProcessGroupExt).
 ///
 /// A candle [`Tensor`] is the type-erased buffer: it knows its device and its
 /// dtype, and cloning it is a reference count. All tensors must be contiguous, and those
@@ -65,8 +65,17 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
+    /// Starts an operation: each of the `start_*` methods calls this. A backend that cannot address its peers' memory
+    /// leaves strided exchanges to [`pack_exchange_unpack`](super::pack_exchange_unpack).
+    ///
+    /// # Errors
+    /// Arguments that are wrong, or a failure of the group.
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError>;
+
     /// Reduces `tensor` over the group, in place, leaving the result on every rank.
-    fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError>;
+    fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::AllReduce { tensor, op })
+    }
 
     /// Reduces `input` and leaves chunk `rank` of the result in `output`.
     ///
@@ -77,13 +86,17 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         input: &Tensor,
         output: &Tensor,
         op: ReduceOp,
-    ) -> Result<Pending, CommError>;
+    ) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::ReduceScatter { input, output, op })
+    }
 
     /// Concatenates every rank's `input`, in rank order, into `output`.
     ///
     /// # Shapes
     /// `input`: `n` elements, `output`: `world_size · n`.
-    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError>;
+    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::AllGather { input, output })
+    }
 
     /// Sends `send_counts[j]` consecutive elements to rank `j` and receives
     /// `recv_counts[j]` from it, both laid out in rank order (MPI_Alltoallv).
@@ -96,35 +109,44 @@ pub trait ProcessGroup: Send + Sync + std::fmt::Debug {
         output: &Tensor,
         send_counts: &[usize],
         recv_counts: &[usize],
-    ) -> Result<Pending, CommError>;
+    ) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::AllToAll { input, output, send_counts, recv_counts })
+    }
 
     /// All-to-all between strided blocks of several tensors: one exchange, however
     /// many tensors take part. All tensors share one dtype.
     ///
-    /// The default packs, calls [`start_all_to_all`](Self::start_all_to_all) and
-    /// unpacks on completion; a backend that can address its peers' memory
-    /// overrides it with a single copy into the final layout.
+    /// A backend that can address its peers' memory makes a single copy into the final layout of it; others pack, call
+    /// [`start_all_to_all`](Self::start_all_to_all) and unpack on completion.
     fn start_all_to_all_strided(
         &self,
         inputs: &[Tensor],
         outputs: &[Tensor],
         plan: &Arc<StridedPlan>,
     ) -> Result<Pending, CommError> {
-        super::strided::pack_exchange_unpack(self, inputs, outputs, plan)
+        self.start(CollectiveArgs::AllToAllStrided { inputs, outputs, plan })
     }
 
     /// Copies `tensor` of rank `root` into `tensor` of every other rank.
-    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError>;
+    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::Broadcast { tensor, root })
+    }
 
     /// Sends `tensor` to rank `dst`, which receives it with
     /// [`start_recv`](Self::start_recv). Messages between a pair keep their order.
-    fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError>;
+    fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::Send { tensor, dst })
+    }
 
     /// Receives a tensor of the same dtype and element count from rank `src`.
-    fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError>;
+    fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::Recv { tensor, src })
+    }
 
     /// Completes once every rank has issued it.
-    fn start_barrier(&self) -> Result<Pending, CommError>;
+    fn start_barrier(&self) -> Result<Pending, CommError> {
+        self.start(CollectiveArgs::Barrier)
+    }
 
     /// Divides the group, collectively: ranks with the same `color` form a new
     /// group named `name`, ordered by `(key, rank)` (MPI_Comm_split). `None` takes

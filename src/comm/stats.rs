@@ -44,11 +44,10 @@ impl CollectiveOp {
         CollectiveOp::Barrier,
         CollectiveOp::Split,
     ];
-}
 
-impl fmt::Display for CollectiveOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+    /// Its name in messages and statistics.
+    pub fn name(self) -> &'static str {
+        match self {
             CollectiveOp::AllReduce => "all_reduce",
             CollectiveOp::ReduceScatter => "reduce_scatter",
             CollectiveOp::AllGather => "all_gather",
@@ -59,7 +58,18 @@ impl fmt::Display for CollectiveOp {
             CollectiveOp::Recv => "recv",
             CollectiveOp::Barrier => "barrier",
             CollectiveOp::Split => "split",
-        })
+        }
+    }
+
+    /// Whether two ranks take part, and not all of the group.
+    pub fn is_message(self) -> bool {
+        matches!(self, CollectiveOp::Send | CollectiveOp::Recv)
+    }
+}
+
+impl fmt::Display for CollectiveOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 

@@ -1,56 +1,58 @@
 //! The strided all-to-all by packing, for backends that cannot address their peers'
 //! memory, and the validation of plans, for all.
 
-use super::arguments::Arguments;
+use super::arg_check::ArgCheck;
 use super::{CollectiveOp, CommError, Pending, ProcessGroup, RecvBlock, StridedBlock, StridedPlan};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 use ulysses_kernels::tensor::zeros;
 
-/// Checks a plan against the tensors of this rank; returns their dtype.
-///
-/// # Errors
-/// [`CommError::InvalidArgument`] when the plan is not for this group's size, names a
-/// tensor that was not given, leaves a tensor's bounds or writes an element twice:
-/// within a block, or with a block that does not add to what an earlier one has written.
-pub(super) fn validate(
-    group: &str,
-    world_size: usize,
-    inputs: &[Tensor],
-    outputs: &[Tensor],
-    plan: &StridedPlan,
-) -> Result<DType, CommError> {
-    let arguments = Arguments { group, world_size, op: CollectiveOp::AllToAllStrided };
-    let dtype = arguments.tensors(&inputs.iter().chain(outputs).collect::<Vec<_>>())?;
-    for (what, ranks) in [("send", plan.send.len()), ("recv", plan.recv.len())] {
-        if ranks != world_size {
-            return Err(
-                arguments.invalid(format!("the plan has {what} blocks for {ranks} ranks, not {world_size}"))
-            );
+impl ArgCheck<'_> {
+    /// Checks a plan against the tensors of this rank; returns their dtype.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`] when the plan is not for this group's size, names a tensor that was not given, leaves
+    /// a tensor's bounds or writes an element twice: within a block, or with a block that does not add to what an earlier
+    /// one has written.
+    pub(super) fn plan(
+        &self,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+        plan: &StridedPlan,
+    ) -> Result<DType, CommError> {
+        let dtype = self.tensors(&inputs.iter().chain(outputs).collect::<Vec<_>>())?;
+        let world_size = self.world_size;
+        for (what, ranks) in [("send", plan.send.len()), ("recv", plan.recv.len())] {
+            if ranks != world_size {
+                return Err(
+                    self.invalid(format!("the plan has {what} blocks for {ranks} ranks, not {world_size}"))
+                );
+            }
         }
-    }
-    let elems = |tensors: &[Tensor]| tensors.iter().map(Tensor::elem_count).collect::<Vec<_>>();
-    let (input_elems, output_elems) = (elems(inputs), elems(outputs));
-    for (rank, blocks) in plan.send.iter().enumerate() {
-        for (index, block) in blocks.iter().enumerate() {
-            let fault = block.fault(&input_elems, "inputs");
-            fault.map_or(Ok(()), |fault| {
-                Err(arguments.invalid(format!("send block {index} for rank {rank} {fault}: {block:?}")))
-            })?;
+        let elems = |tensors: &[Tensor]| tensors.iter().map(Tensor::elem_count).collect::<Vec<_>>();
+        let (input_elems, output_elems) = (elems(inputs), elems(outputs));
+        for (rank, blocks) in plan.send.iter().enumerate() {
+            for (index, block) in blocks.iter().enumerate() {
+                if let Some(fault) = block.fault(&input_elems, "inputs") {
+                    return Err(
+                        self.invalid(format!("send block {index} for rank {rank} {fault}: {block:?}"))
+                    );
+                }
+            }
         }
-    }
-    for (rank, blocks) in plan.recv.iter().enumerate() {
-        for (index, RecvBlock { block, .. }) in blocks.iter().enumerate() {
-            let overlap = || block.overlaps_itself().then(|| "writes an element more than once".to_owned());
-            block.fault(&output_elems, "outputs").or_else(overlap).map_or(Ok(()), |fault| {
-                Err(arguments.invalid(format!("recv block {index} from rank {rank} {fault}: {block:?}")))
-            })?;
+        for (rank, blocks) in plan.recv.iter().enumerate() {
+            for (index, RecvBlock { block, .. }) in blocks.iter().enumerate() {
+                let overlap =
+                    || block.overlaps_itself().then(|| "writes an element more than once".to_owned());
+                if let Some(fault) = block.fault(&output_elems, "outputs").or_else(overlap) {
+                    return Err(
+                        self.invalid(format!("recv block {index} from rank {rank} {fault}: {block:?}"))
+                    );
+                }
+            }
         }
-    }
-    match lost_block(plan) {
-        Some(reason) => Err(arguments.invalid(reason)),
-        None => Ok(dtype),
+        lost_block(plan).map_or(Ok(dtype), |reason| Err(self.invalid(reason)))
     }
 }
 
@@ -77,19 +79,20 @@ fn lost_block(plan: &StridedPlan) -> Option<String> {
     ))
 }
 
-/// The default of
-/// [`start_all_to_all_strided`](ProcessGroup::start_all_to_all_strided): packs the
-/// send blocks into one buffer, exchanges it, and unpacks when that has completed.
+/// [`start_all_to_all_strided`](ProcessGroup::start_all_to_all_strided) for a backend that cannot address its peers'
+/// memory: packs the send blocks into one buffer, exchanges it by
+/// [`start_all_to_all`](ProcessGroup::start_all_to_all), and unpacks when that has completed.
 ///
 /// # Errors
-/// As the trait's method.
-pub(super) fn pack_exchange_unpack<G: ProcessGroup + ?Sized>(
-    group: &G,
+/// As the trait's methods.
+pub fn pack_exchange_unpack(
+    group: &dyn ProcessGroup,
     inputs: &[Tensor],
     outputs: &[Tensor],
     plan: &Arc<StridedPlan>,
 ) -> Result<Pending, CommError> {
-    let dtype = validate(group.name(), group.world_size(), inputs, outputs, plan)?;
+    let (op, world_size) = (CollectiveOp::AllToAllStrided, group.world_size());
+    let dtype = ArgCheck { group: group.name(), world_size, op }.plan(inputs, outputs, plan)?;
     let device = &inputs.iter().chain(outputs).next().map_or(Device::Cpu, |tensor| tensor.device().clone());
     let (send_counts, recv_counts) = plan.counts();
     let packed = zeros(send_counts.iter().sum::<usize>(), dtype, device)?;

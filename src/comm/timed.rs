@@ -1,6 +1,6 @@
 //! How long a rank is in the collectives of its groups, whatever carries them.
 
-use super::{CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup, StartCall};
+use super::{CollectiveArgs, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -192,10 +192,10 @@ impl GroupWrapper for TimedGroup {
         &self.inner
     }
 
-    fn start(&self, call: StartCall<'_>) -> Result<Pending, CommError> {
-        if let StartCall::Send { .. } | StartCall::Recv { .. } = call {
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+        if call.op().is_message() {
             // Messages are not the group's: other ranks do not count them, so they have no sequence number.
-            return call.on(&*self.inner);
+            return self.inner.start(call);
         }
         let op = call.op();
         let input_bytes = call.inputs().iter().map(ulysses_kernels::tensor::bytes).sum::<usize>() as u64;
@@ -206,7 +206,7 @@ impl GroupWrapper for TimedGroup {
         let pending = {
             let _start =
                 tracing::trace_span!("start", axis = self.axis, %op, input_bytes, first, sequence).entered();
-            call.on(&*self.inner)?
+            self.inner.start(call)?
         };
         let starting = begun.elapsed();
         let (timer, group) = (self.timer.clone(), self.inner.clone());

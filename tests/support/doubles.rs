@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
-use ulysses::comm::{CommError, GroupWrapper, Pending, ProcessGroup, StartCall};
+use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGroup};
 use ulysses::kernels::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
 use ulysses::kernels::{OpError, Workspace};
 
@@ -33,24 +33,26 @@ impl GroupWrapper for FaultyGroup {
         &self.inner
     }
 
-    fn start(&self, call: StartCall<'_>) -> Result<Pending, CommError> {
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         let tensor_error = |error: OpError| CommError::Tensor(error.to_string());
         match (self.fault, call) {
-            (fault, StartCall::AllReduce { tensor, .. }) if tensor.dtype() == DType::F32 => match fault {
-                Fault::SkipsTheSum => Ok(Pending::ready()),
-                Fault::ScalesByWorldSize => {
-                    let (sum, factor) = (tensor.clone(), self.world_size() as f32);
-                    let scale =
-                        move || ulysses::kernels::elementwise::scale(&sum, factor).map_err(tensor_error);
-                    Ok(call.on(&*self.inner)?.then(scale))
+            (fault, CollectiveArgs::AllReduce { tensor, .. }) if tensor.dtype() == DType::F32 => {
+                match fault {
+                    Fault::SkipsTheSum => Ok(Pending::ready()),
+                    Fault::ScalesByWorldSize => {
+                        let (sum, factor) = (tensor.clone(), self.world_size() as f32);
+                        let scale =
+                            move || ulysses::kernels::elementwise::scale(&sum, factor).map_err(tensor_error);
+                        Ok(self.inner.start(call)?.then(scale))
+                    }
                 }
-            },
-            (Fault::SkipsTheSum, StartCall::ReduceScatter { input, output, .. }) => {
+            }
+            (Fault::SkipsTheSum, CollectiveArgs::ReduceScatter { input, output, .. }) => {
                 let own = input.narrow(0, self.rank() * output.elem_count(), output.elem_count())?;
                 ulysses::kernels::strided_copy::copy(&own, output).map_err(tensor_error)?;
                 Ok(Pending::ready())
             }
-            _ => call.on(&*self.inner),
+            _ => self.inner.start(call),
         }
     }
 }

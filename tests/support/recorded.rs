@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use std::sync::{Arc, Mutex};
-use ulysses::comm::{CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup, StartCall};
+use ulysses::comm::{CollectiveArgs, CollectiveOp, CommError, GroupWrapper, Pending, ProcessGroup};
 use ulysses::zero::ZeroGroups;
 
 /// An operation that a rank has started.
@@ -35,10 +35,10 @@ impl Recorded {
     }
 
     /// What the rank puts in, the part of it that a strided exchange sends.
-    fn input_bytes(call: StartCall<'_>) -> usize {
+    fn input_bytes(call: CollectiveArgs<'_>) -> usize {
         let bytes = |elements: usize, like: &Tensor| elements * like.dtype().size_in_bytes();
         match call {
-            StartCall::AllToAllStrided { inputs, plan, .. } => {
+            CollectiveArgs::AllToAllStrided { inputs, plan, .. } => {
                 bytes(plan.counts().0.into_iter().sum(), &inputs[0])
             }
             _ => call.inputs().iter().map(|tensor| bytes(tensor.elem_count(), tensor)).sum(),
@@ -51,11 +51,11 @@ impl GroupWrapper for Recorded {
         &self.inner
     }
 
-    fn start(&self, call: StartCall<'_>) -> Result<Pending, CommError> {
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
         if self.inner.world_size() > 1 && call.op() != CollectiveOp::Barrier {
             let input_bytes = Self::input_bytes(call) as u64;
             self.log.lock().unwrap().push(Started { op: call.op(), axis: self.axis, input_bytes });
         }
-        call.on(&*self.inner)
+        self.inner.start(call)
     }
 }

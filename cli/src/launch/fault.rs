@@ -13,6 +13,8 @@ pub(super) struct Fault {
     how: How,
     /// The last line that it wrote to standard error.
     last_line: Option<String>,
+    /// What the ranks have reported before, which the process may only have ended of.
+    reported: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +29,12 @@ impl Fault {
             Some(signal) => How::Killed(signal),
             None => How::Exited(status.code().unwrap_or(1)),
         };
-        Self { rank, how, last_line: last_line.map(str::to_owned) }
+        Self { rank, how, last_line: last_line.map(str::to_owned), reported: None }
+    }
+
+    /// The same, with the failure that the ranks have reported.
+    pub(super) fn with_report(self, reported: Option<&str>) -> Self {
+        Self { reported: reported.map(str::to_owned), ..self }
     }
 
     /// Whether arguments or config are at fault, so that another try would end the same.
@@ -48,6 +55,9 @@ impl fmt::Display for Fault {
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("unknown");
                 write!(f, "was killed by signal {signal} ({name})")?;
             }
+        }
+        if let Some(reported) = &self.reported {
+            write!(f, "; the ranks report: {reported}")?;
         }
         self.last_line.as_ref().map_or(Ok(()), |line| write!(f, "; its last line: {line}"))
     }
@@ -75,7 +85,7 @@ pub(super) fn of_mpirun(status: ExitStatus, said: &Said) -> Fault {
     };
     let rank = usize::try_from(rank).ok();
     let last_line = rank.and_then(|rank| said.last_of(rank)).map(str::to_owned);
-    Fault { rank, how, last_line }
+    Fault { rank, how, last_line, reported: None }
 }
 
 #[cfg(test)]

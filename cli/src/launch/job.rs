@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use ulysses::comm::store::JobStore;
 
 /// Between two looks at the processes.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -82,9 +83,10 @@ impl Signals {
 impl Plan {
     /// Runs the processes to their end. When one fails, the others are stopped.
     pub(super) fn run(&self, signals: &Signals) -> anyhow::Result<Outcome> {
-        let commands = self.commands()?;
+        let store = self.store()?;
+        let commands = self.commands(store.as_ref())?;
         let watchdog = Watchdog::start(self.grace)?;
-        let mut job = Job { processes: Vec::new(), watchdog, grace: self.grace, asked: None };
+        let mut job = Job { processes: Vec::new(), store, watchdog, grace: self.grace, asked: None };
         // If one cannot be started, dropping the job ends the others.
         for (speaker, mut command) in commands {
             // Not this process's group: a terminal's signals come from us only, once.
@@ -94,44 +96,40 @@ impl Plan {
         Ok(job.supervise(signals))
     }
 
-    fn commands(&self) -> anyhow::Result<Vec<(Speaker, Command)>> {
+    /// What ranks share that `mpirun` does not connect.
+    fn store(&self) -> anyhow::Result<Option<JobStore>> {
         if self.by_mpirun {
+            return Ok(None);
+        }
+        Ok(Some(JobStore::listen(self.num_processes).context("cannot host the store of the job's ranks")?))
+    }
+
+    fn commands(&self, store: Option<&JobStore>) -> anyhow::Result<Vec<(Speaker, Command)>> {
+        let Some(store) = store else {
             let mut command = Command::new("mpirun");
             command.args(["-np", &self.num_processes.to_string()]);
             // Ranks share the cores by themselves.
             command.args(["--tag-output", "--oversubscribe", "--bind-to", "none"]);
             command.arg(&self.program).args(&self.arguments);
             return Ok(vec![(Speaker::Mpirun, command)]);
-        }
-        // Torch's programs meet at the first port, ours at the second.
-        let [port, own_port] = free_ports()?.map(|port| port.to_string());
-        let (size, secret) = (self.num_processes.to_string(), job_secret()?);
+        };
+        // Torch's programs meet at a port of their own.
+        let (port, size) = (free_port()?.to_string(), self.num_processes.to_string());
         let rank = |rank: usize| {
             let mut command = Command::new(&self.program);
             command.args(&self.arguments);
             command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
             command.env("WORLD_SIZE", &size).env("LOCAL_WORLD_SIZE", &size);
-            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
-            command.env("ULYSSES_MASTER_PORT", &own_port).env("ULYSSES_JOB_SECRET", &secret);
+            command.envs(store.environment()).env("MASTER_PORT", &port);
             (Speaker::Rank(rank), command)
         };
         Ok((0..self.num_processes).map(rank).collect())
     }
 }
 
-/// Two ports that nobody listens on.
-fn free_ports() -> anyhow::Result<[u16; 2]> {
-    let listen = || TcpListener::bind(("127.0.0.1", 0));
-    let (first, second) = (listen()?, listen()?);
-    Ok([first.local_addr()?.port(), second.local_addr()?.port()])
-}
-
-/// A random secret that only the processes of one job know.
-fn job_secret() -> anyhow::Result<String> {
-    use rand::TryRngCore;
-    let mut bytes = [0; 32];
-    rand::rngs::OsRng.try_fill_bytes(&mut bytes).context("cannot make a job secret")?;
-    Ok(blake3::Hash::from_bytes(bytes).to_hex().to_string())
+/// A port that nobody listens on.
+fn free_port() -> anyhow::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
 
 impl Running {
@@ -195,6 +193,7 @@ impl Running {
 /// Processes under way.
 struct Job {
     processes: Vec<Running>,
+    store: Option<JobStore>,
     watchdog: Watchdog,
     grace: Duration,
     /// The signal that asked for the end, if one did.
@@ -210,12 +209,16 @@ impl Job {
             for signal in signals.take() {
                 self.forward(signal);
             }
+            if let Some(store) = &mut self.store {
+                store.poll();
+            }
             for index in 0..self.processes.len() {
                 if !self.processes[index].has_just_ended() || failed.is_some() {
                     continue;
                 }
                 let process = &self.processes[index];
                 if let Some(fault) = process.fault().filter(|_| !has_stopped(process)) {
+                    let fault = self.with_report(fault);
                     self.stop(&fault);
                     failed = Some((fault, Instant::now() + self.grace));
                 }
@@ -245,6 +248,13 @@ impl Job {
             (Some(_), Some(signal)) => Outcome::Stopped { exit_code: 128 + signal.as_raw() as u8 },
             (Some((fault, _)), None) => Outcome::Failed(fault),
         }
+    }
+
+    /// The same, with what the ranks have reported.
+    fn with_report(&mut self, fault: Fault) -> Fault {
+        let Some(store) = &mut self.store else { return fault };
+        store.poll();
+        fault.with_report(store.failure())
     }
 
     /// Asks those that still run to end, unless a signal has asked them before: a second one would cut short what they

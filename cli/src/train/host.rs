@@ -1,14 +1,14 @@
 //! Where a run's ranks are: threads of this process, or processes of a job, of which this is one.
 
 use super::overrides::{lacks_backend, resolve};
-use crate::process::{Place, Process, WorldArgs, exchange};
+use crate::process::{self, Process, WorldArgs, exchange};
 use crate::ranks::mpi_takes_no_gpu;
 use crate::{Failure, OrFail, silence};
 use anyhow::{Context, anyhow};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
 use ulysses::checkpoint::CheckpointError;
-use ulysses::comm::{CommError, LaunchError, LaunchOptions, RankContext, launch};
+use ulysses::comm::{CommError, LaunchError, LaunchOptions, ProcessInfo, RankContext, launch};
 use ulysses::config::{Backend, Config, ConfigError, Overrides, RawConfig};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::Cluster;
@@ -31,8 +31,8 @@ impl Host {
     ) -> Result<Config, Failure> {
         // What each process trains for itself is no job.
         let is_alone = by_flag == Some(Backend::Thread);
-        let place = if is_alone { None } else { Some(Place::discover(world)?) };
-        let discovered = place.as_ref().and_then(Place::backend);
+        let place = if is_alone { None } else { Some(process::discover(world)?) };
+        let discovered = place.as_ref().and_then(process::launched_backend);
         // What is wrong with the file is told when all have met, once. Until then it says how long to wait.
         let raw = read();
         let timeout = raw.as_ref().map_or(LaunchOptions::default().timeout, RawConfig::comm_timeout);
@@ -43,7 +43,7 @@ impl Host {
         let raw = raw.or_usage()?;
         let stated = by_flag.or(raw.backend());
         if let (None, Some(place)) = (stated, &place) {
-            place.check_build()?;
+            process::check_build(place)?;
         }
         let backend = stated.or(discovered).unwrap_or_default();
         check_build(backend, by_flag.is_some())?;
@@ -56,12 +56,17 @@ impl Host {
         Ok(config)
     }
 
-    fn join(&mut self, place: &Place, backend: Backend, options: &LaunchOptions) -> Result<(), Failure> {
+    fn join(
+        &mut self,
+        place: &ProcessInfo,
+        backend: Backend,
+        options: &LaunchOptions,
+    ) -> Result<(), Failure> {
         if self.process.as_ref().is_none_or(|process| process.backend() != backend) {
             silence(false);
             // Before the next one starts.
             self.process = None;
-            self.process = place.join(backend, options)?;
+            self.process = Process::join(place, backend, options)?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! The variables of each launcher.
 
 use super::slurm::tasks_on_node;
-use super::{DiscoveryError, Stated, WorldFlags};
+use super::{DiscoveryError, ProcessFlags, Stated};
 use std::fmt;
 
 /// Who has started a process.
@@ -106,7 +106,7 @@ const LAUNCHERS: [Variables; 3] = [
 
 /// What the flags and every launcher say that is there, the innermost first.
 pub(super) fn claims(
-    flags: &WorldFlags,
+    flags: &ProcessFlags,
     lookup: impl Fn(&str) -> Option<String>,
 ) -> Result<Vec<Claim>, DiscoveryError> {
     let stated = |name, value: Option<usize>| value.map(|value| Stated { name, value });

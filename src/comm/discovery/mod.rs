@@ -17,17 +17,17 @@ use std::fmt;
 /// A process among those of a job.
 ///
 /// ```
-/// use ulysses::comm::{Launcher, World, WorldFlags};
+/// use ulysses::comm::{Launcher, ProcessInfo, ProcessFlags};
 ///
 /// let environment = [("OMPI_COMM_WORLD_RANK", "3"), ("OMPI_COMM_WORLD_SIZE", "4")];
 /// let lookup = |name: &str| environment.iter().find(|(set, _)| *set == name).map(|(_, value)| value.to_string());
-/// let world = World::discover(&WorldFlags::default(), lookup)?;
+/// let world = ProcessInfo::discover(&ProcessFlags::default(), lookup)?;
 /// assert_eq!((world.rank, world.world_size, world.launcher), (3, 4, Launcher::OpenMpi));
 /// # Ok::<(), ulysses::comm::DiscoveryError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct World {
+pub struct ProcessInfo {
     /// This process, from 0.
     pub rank: usize,
     /// Number of processes.
@@ -42,7 +42,7 @@ pub struct World {
 
 /// What the command line says of the process. What it leaves out, a launcher's variables say.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct WorldFlags {
+pub struct ProcessFlags {
     /// `--rank`.
     pub rank: Option<usize>,
     /// `--world-size`.
@@ -119,7 +119,7 @@ pub enum DiscoveryError {
     },
 }
 
-impl World {
+impl ProcessInfo {
     /// Who this process is: by the flags, by torchrun's variables, Open MPI's, those of PMI (MPICH, Intel MPI) and
     /// those of SLURM, which `lookup` returns. Without any of them it is alone.
     ///
@@ -129,7 +129,7 @@ impl World {
     /// # Errors
     /// [`DiscoveryError`]: numbers that are none, that are missing, or that contradict each other.
     pub fn discover(
-        flags: &WorldFlags,
+        flags: &ProcessFlags,
         lookup: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, DiscoveryError> {
         let claims = claims(flags, lookup)?;
@@ -163,7 +163,7 @@ impl World {
     /// # Errors
     /// As there.
     pub fn from_env() -> Result<Self, DiscoveryError> {
-        Self::discover(&WorldFlags::default(), |name| std::env::var(name).ok())
+        Self::discover(&ProcessFlags::default(), |name| std::env::var(name).ok())
     }
 
     /// A process that nobody has started as one of several.
@@ -173,11 +173,11 @@ impl World {
 }
 
 /// Without a rank and without a size the process is alone; one of them alone is a mistake.
-fn incomplete(rank: Option<&Stated>, size: Option<&Stated>) -> Result<World, DiscoveryError> {
+fn incomplete(rank: Option<&Stated>, size: Option<&Stated>) -> Result<ProcessInfo, DiscoveryError> {
     let (given, missing) = match (rank, size) {
         (Some(rank), _) => (rank, "--world-size"),
         (None, Some(size)) => (size, "--rank"),
-        (None, None) => return Ok(World::alone()),
+        (None, None) => return Ok(ProcessInfo::alone()),
     };
     Err(DiscoveryError::Incomplete { launcher: Launcher::Flags, given: given.clone(), missing })
 }

@@ -38,15 +38,15 @@ const SLURM_AGENTS: Variables<'_> = &[
     ("SLURM_STEP_TASKS_PER_NODE", "1(x2)"),
 ];
 
-fn discover(flags: WorldFlags, variables: &[Variables<'_>]) -> Result<World, DiscoveryError> {
+fn discover(flags: ProcessFlags, variables: &[Variables<'_>]) -> Result<ProcessInfo, DiscoveryError> {
     let all: Vec<_> = variables.concat();
-    World::discover(&flags, |name| {
+    ProcessInfo::discover(&flags, |name| {
         all.iter().find(|(set, _)| *set == name).map(|(_, value)| (*value).to_owned())
     })
 }
 
-fn of(variables: &[Variables<'_>]) -> Result<World, DiscoveryError> {
-    discover(WorldFlags::default(), variables)
+fn of(variables: &[Variables<'_>]) -> Result<ProcessInfo, DiscoveryError> {
+    discover(ProcessFlags::default(), variables)
 }
 
 #[test]
@@ -58,10 +58,10 @@ fn every_launcher_says_the_same_in_its_own_words() {
         (SLURM, Launcher::Slurm),
     ] {
         let world =
-            World { rank: 5, world_size: 8, local_rank: Some(1), local_world_size: Some(4), launcher };
+            ProcessInfo { rank: 5, world_size: 8, local_rank: Some(1), local_world_size: Some(4), launcher };
         assert_eq!(of(&[variables]), Ok(world));
     }
-    assert_eq!(of(&[]), Ok(World::alone()));
+    assert_eq!(of(&[]), Ok(ProcessInfo::alone()));
 }
 
 #[test]
@@ -112,21 +112,21 @@ fn the_agents_of_a_launcher_are_not_the_processes() {
 fn a_batch_script_is_no_task_of_its_job() {
     let script =
         [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8"), ("SLURM_LOCALID", "0"), ("SLURM_JOB_ID", "7")];
-    assert_eq!(of(&[&script]), Ok(World::alone()));
+    assert_eq!(of(&[&script]), Ok(ProcessInfo::alone()));
 }
 
 #[test]
 fn flags_stand_for_what_is_missing_and_must_not_contradict() {
-    let flags = WorldFlags { rank: Some(1), world_size: Some(2), local_rank: Some(0) };
+    let flags = ProcessFlags { rank: Some(1), world_size: Some(2), local_rank: Some(0) };
     let world = discover(flags, &[]).unwrap();
     assert_eq!((world.rank, world.world_size, world.local_rank), (1, 2, Some(0)));
     assert_eq!(world.launcher, Launcher::Flags);
-    let local = WorldFlags { local_rank: Some(3), ..WorldFlags::default() };
+    let local = ProcessFlags { local_rank: Some(3), ..ProcessFlags::default() };
     let world = discover(local, &[&TORCHRUN[..2]]).unwrap();
     assert_eq!((world.rank, world.local_rank, world.launcher), (5, Some(3), Launcher::Torchrun));
     let message = discover(flags, &[TORCHRUN]).unwrap_err().to_string();
     assert!(message.contains("--world-size=2 (the command line) and WORLD_SIZE=8 (torchrun)"), "{message}");
-    let half = WorldFlags { rank: Some(1), ..WorldFlags::default() };
+    let half = ProcessFlags { rank: Some(1), ..ProcessFlags::default() };
     assert!(discover(half, &[]).unwrap_err().to_string().starts_with("--world-size is not set"));
 }
 

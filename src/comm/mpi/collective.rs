@@ -8,10 +8,9 @@ use super::staging::Staged;
 use super::transfers::{Members, Transfers};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
-use crate::comm::{CommError, ReduceOp};
+use crate::comm::{CommError, ReduceOp, reduce};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::rank_reduce;
 
 pub(super) type Outcome = Result<Option<Step>, CommError>;
 
@@ -22,7 +21,7 @@ pub(super) fn part(tensor: &Tensor, range: Range<usize>) -> Result<Tensor, CommE
 
 /// Reduces into `target`. Of rank `r`, the elements are those of `received` at `r · n`; of this rank,
 /// `own`, which shares no memory with `target`.
-fn reduce(
+fn reduce_into(
     members: &Members,
     op: ReduceOp,
     own: &Tensor,
@@ -34,7 +33,7 @@ fn reduce(
         if rank == members.rank { Ok(own.clone()) } else { part(received, rank * count..(rank + 1) * count) }
     };
     let sources = (0..members.world_size()).map(source).collect::<Result<Vec<_>, _>>()?;
-    Ok(rank_reduce::reduce(op, &sources.iter().collect::<Vec<_>>(), 0, target)?)
+    Ok(reduce::reduce(op, &sources.iter().collect::<Vec<_>>(), 0, target)?)
 }
 
 /// Room for `count` elements of every rank, like those of a tensor.
@@ -65,7 +64,7 @@ pub(super) fn all_reduce(
     }
     Ok(Some(Step::last(move |members| {
         let own = copy_of(&tensor)?;
-        reduce(members, op, &own, &received, &tensor)?;
+        reduce_into(members, op, &own, &received, &tensor)?;
         members.staging.give(staged);
         Ok(())
     })))
@@ -90,7 +89,7 @@ fn all_reduce_in_chunks(
     Ok(Some(Step::new(move |transfers, members| {
         let staged_sum = members.staging.take(own.len(), tensor.dtype())?;
         let reduced = staged_sum.tensor()?;
-        reduce(members, op, &part(&tensor, own.clone())?, &received, &reduced)?;
+        reduce_into(members, op, &part(&tensor, own.clone())?, &received, &reduced)?;
         members.staging.give(staged);
         copy_into(&reduced, &part(&tensor, own)?)?;
         transfers.next_phase();
@@ -123,7 +122,7 @@ pub(super) fn reduce_scatter(
         let own = part(&input, members.rank * count..(members.rank + 1) * count)?;
         let is_shared = StorageId::of(&own) == StorageId::of(&output);
         let own = if is_shared { copy_of(&own)? } else { own };
-        reduce(members, op, &own, &received, &output)?;
+        reduce_into(members, op, &own, &received, &output)?;
         members.staging.give(staged);
         Ok(())
     })))

@@ -2,15 +2,14 @@
 
 use super::exchange::{Exchange, all_to_all_strided};
 use super::operation::{Operation, Step};
-use super::transfers::{Members, OpPlace, Transfers};
-use super::world::World;
+use super::rank::MpiRank;
+use super::transfers::{Members, Transfers};
 use super::{collective, message};
-use crate::comm::arguments::Arguments;
+use crate::comm::arg_check::ArgCheck;
 use crate::comm::buffer::apart;
-use crate::comm::call::{Call, describe_message};
-use crate::comm::lane::{LaneKind, Sequences};
-use crate::comm::strided::validate;
-use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, ReduceOp, StridedPlan};
+use crate::comm::call_signature::CallSignature;
+use crate::comm::ordered_channel::{ChannelKind, Sequences};
+use crate::comm::{CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
@@ -18,109 +17,103 @@ use std::sync::{Arc, OnceLock};
 /// One rank's handle of a group.
 #[derive(Debug)]
 pub(super) struct MpiGroup {
-    world: Arc<World>,
+    own: Arc<MpiRank>,
     members: Arc<Members>,
     sequences: Mutex<Sequences>,
 }
 
 impl MpiGroup {
-    pub(super) fn new(world: Arc<World>, members: Members) -> Self {
+    pub(super) fn new(own: Arc<MpiRank>, members: Members) -> Self {
         let sequences = Mutex::new(Sequences::new(members.world_size()));
-        Self { world, members: Arc::new(members), sequences }
+        Self { own, members: Arc::new(members), sequences }
     }
 
-    fn arguments(&self, op: CollectiveOp) -> Arguments<'_> {
-        Arguments { group: &self.members.name, world_size: self.members.world_size(), op }
-    }
-
-    /// As [`Arguments::tensors`], for tensors that MPI can read.
-    fn tensors(&self, op: CollectiveOp, tensors: &[&Tensor]) -> Result<candle_core::DType, CommError> {
-        let dtype = self.arguments(op).tensors(tensors)?;
-        self.on_cpu(op, tensors.iter().copied()).map(|()| dtype)
-    }
-
-    fn on_cpu<'a>(
-        &self,
-        op: CollectiveOp,
-        mut tensors: impl Iterator<Item = &'a Tensor>,
-    ) -> Result<(), CommError> {
+    /// The checks that need no peer, for tensors that MPI can read.
+    fn check_args(&self, call: &CollectiveArgs<'_>) -> Result<CallSignature, CommError> {
+        let (group, world_size) = (self.members.name.as_str(), self.members.world_size());
+        let signature = call.check(group, world_size)?;
+        let mut tensors = call.inputs().iter().chain(call.outputs());
         match tensors.find(|tensor| !tensor.device().is_cpu()) {
-            None => Ok(()),
+            None => Ok(signature),
             Some(tensor) => {
                 let location = tensor.device().location();
-                Err(self.arguments(op).invalid(format!("MPI carries CPU tensors, got one on {location:?}")))
+                let check = ArgCheck { group, world_size, op: call.op() };
+                Err(check.invalid(format!("MPI carries CPU tensors, got one on {location:?}")))
             }
         }
     }
 
     /// Begins a collective whose arguments were checked, after the comparison of calls where that was
     /// asked for.
-    fn start(
+    fn begin(
         &self,
-        call: Call,
+        call: CallSignature,
         begin: impl FnOnce(&mut Transfers, &Members) -> Result<Option<Step>, CommError> + Send + 'static,
     ) -> Result<Pending, CommError> {
-        let (op, description) = (call.op(), call.clone());
-        let first = if self.world.check {
-            Step::compare_then(call, |transfers, members, _| begin(transfers, members))
+        let first = if self.own.check {
+            Step::compare_then(call.clone(), |transfers, members, _| begin(transfers, members))
         } else {
             Step::new(begin)
         };
-        self.issue(op, LaneKind::Collectives, first, || description.to_string())
+        self.issue(call, ChannelKind::Collectives, first)
     }
 
-    fn issue(
-        &self,
-        op: CollectiveOp,
-        kind: LaneKind,
-        first: Step,
-        describe: impl FnOnce() -> String,
-    ) -> Result<Pending, CommError> {
-        self.world.check()?;
+    fn issue(&self, call: CallSignature, kind: ChannelKind, first: Step) -> Result<Pending, CommError> {
+        self.own.check()?;
         let members = &self.members;
-        let id_and_lane = {
+        let (channel, id) = {
             let mut sequences = self.sequences.lock();
             let sequence = sequences.next(kind);
             if members.world_size() > 1 {
-                members.stats.lock().ops.entry(op).or_default().calls += 1;
+                members.stats.lock().ops.entry(call.op()).or_default().calls += 1;
             }
-            let operation = Operation::new(members, kind, OpPlace { op, sequence }, first);
-            let lane = operation.lane;
-            (lane, self.world.issue(operation, describe)?)
+            let operation = Operation::new(members, kind, sequence, call.op(), first);
+            let channel = operation.channel;
+            (channel, self.own.issue(operation, call)?)
         };
-        let (lane, id) = id_and_lane;
-        let (completing, failing) = (self.world.clone(), self.world.clone());
+        let (completing, failing) = (self.own.clone(), self.own.clone());
         Ok(Pending::new(
-            move || completing.complete(lane, id),
+            move || completing.complete(channel, id),
             move |error| {
                 failing.fail(CommError::PeerFailed { rank: failing.rank, reason: error.to_string() });
             },
         ))
     }
 
+    fn start_exchange(
+        &self,
+        call: CallSignature,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+    ) -> Result<Pending, CommError> {
+        let CallSignature::AllToAllStrided { dtype, plan } = &call else { return Ok(Pending::ready()) };
+        let written: Vec<&Tensor> = outputs.iter().collect();
+        let inputs = inputs.iter().map(|input| apart(input, &written)).collect::<Result<_, _>>()?;
+        let exchange = Exchange { inputs, outputs: outputs.to_vec(), plan: plan.clone(), dtype: *dtype };
+        self.begin(call, move |transfers, members| all_to_all_strided(transfers, members, exchange))
+    }
+
     /// Waits for the members of the new group and makes its communicator.
-    fn agree_on_split(&self, call: Call) -> Result<Vec<Call>, CommError> {
-        let agreed: Arc<OnceLock<Vec<Call>>> = Arc::default();
+    fn agree_on_split(&self, call: CallSignature) -> Result<Vec<CallSignature>, CommError> {
+        let agreed: Arc<OnceLock<Vec<CallSignature>>> = Arc::default();
         let result = agreed.clone();
-        let description = call.clone();
-        let first = Step::compare_then(call, move |_, _, calls| {
+        let first = Step::compare_then(call.clone(), move |_, _, calls| {
             // Set once: an operation has one such step.
             let _ = result.set(calls.to_vec());
             Ok(None)
         });
-        let describe = || description.to_string();
-        self.issue(CollectiveOp::Split, LaneKind::Collectives, first, describe)?.wait()?;
+        self.issue(call, ChannelKind::Collectives, first)?.wait()?;
         Ok(agreed.get().cloned().unwrap_or_default())
     }
 }
 
 /// The members of each new group, as (colour, ranks of the old group in the new order).
-fn divide(calls: &[Call]) -> Vec<(usize, Vec<usize>)> {
+fn divide(calls: &[CallSignature]) -> Vec<(usize, Vec<usize>)> {
     let mut colored: Vec<(usize, usize, usize)> = calls
         .iter()
         .enumerate()
         .filter_map(|(rank, call)| match call {
-            Call::Split { color: Some(color), key, .. } => Some((*color, *key, rank)),
+            CallSignature::Split { color: Some(color), key, .. } => Some((*color, *key, rank)),
             _ => None,
         })
         .collect();
@@ -149,103 +142,57 @@ impl ProcessGroup for MpiGroup {
     }
 
     fn check(&self) -> Result<(), CommError> {
-        self.world.check()
+        self.own.check()
     }
 
-    fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
-        let dtype = self.tensors(CollectiveOp::AllReduce, &[tensor])?;
-        let (call, tensor) = (Call::AllReduce { op, dtype, count: tensor.elem_count() }, tensor.clone());
-        self.start(call, move |transfers, members| collective::all_reduce(transfers, members, tensor, op))
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        op: ReduceOp,
-    ) -> Result<Pending, CommError> {
-        let dtype = self.tensors(CollectiveOp::ReduceScatter, &[input, output])?;
-        self.arguments(CollectiveOp::ReduceScatter).chunks(("input", input), ("output", output))?;
-        let call = Call::ReduceScatter { op, dtype, chunk: output.elem_count() };
-        let (input, output) = (input.clone(), output.clone());
-        self.start(call, move |transfers, members| {
-            collective::reduce_scatter(transfers, members, input, output, op)
-        })
-    }
-
-    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
-        let dtype = self.tensors(CollectiveOp::AllGather, &[input, output])?;
-        self.arguments(CollectiveOp::AllGather).chunks(("output", output), ("input", input))?;
-        let call = Call::AllGather { dtype, count: input.elem_count() };
-        let (input, output) = (apart(input, &[output])?, output.clone());
-        self.start(call, move |transfers, members| {
-            collective::all_gather(transfers, members, &input, &output)
-        })
-    }
-
-    fn start_all_to_all(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        send_counts: &[usize],
-        recv_counts: &[usize],
-    ) -> Result<Pending, CommError> {
-        let dtype = self.tensors(CollectiveOp::AllToAll, &[input, output])?;
-        let arguments = self.arguments(CollectiveOp::AllToAll);
-        arguments.counts("send", send_counts, input)?;
-        arguments.counts("recv", recv_counts, output)?;
-        let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
-        let call = Call::AllToAll { dtype, send: send.clone(), recv: recv.clone() };
-        let (input, output) = (apart(input, &[output])?, output.clone());
-        self.start(call, move |transfers, members| {
-            collective::all_to_all(transfers, members, (&input, &send), (&output, &recv))
-        })
-    }
-
-    fn start_all_to_all_strided(
-        &self,
-        inputs: &[Tensor],
-        outputs: &[Tensor],
-        plan: &Arc<StridedPlan>,
-    ) -> Result<Pending, CommError> {
-        let dtype = validate(&self.members.name, self.world_size(), inputs, outputs, plan)?;
-        self.on_cpu(CollectiveOp::AllToAllStrided, inputs.iter().chain(outputs))?;
-        let written: Vec<&Tensor> = outputs.iter().collect();
-        let inputs = inputs.iter().map(|input| apart(input, &written)).collect::<Result<_, _>>()?;
-        let (outputs, plan) = (outputs.to_vec(), plan.clone());
-        let call = Call::AllToAllStrided { dtype, plan: plan.clone() };
-        let exchange = Exchange { inputs, outputs, plan, dtype };
-        self.start(call, move |transfers, members| all_to_all_strided(transfers, members, exchange))
-    }
-
-    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
-        let dtype = self.tensors(CollectiveOp::Broadcast, &[tensor])?;
-        self.arguments(CollectiveOp::Broadcast).rank("root", root)?;
-        let call = Call::Broadcast { dtype, count: tensor.elem_count(), root };
-        let tensor = tensor.clone();
-        self.start(call, move |transfers, members| collective::broadcast(transfers, members, &tensor, root))
-    }
-
-    fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
-        self.tensors(CollectiveOp::Send, &[tensor])?;
-        self.arguments(CollectiveOp::Send).rank("destination", dst)?;
-        let describe = || describe_message(CollectiveOp::Send, tensor, dst);
-        let first = message::send(tensor.clone(), dst);
-        self.issue(CollectiveOp::Send, LaneKind::SendTo(dst), first, describe)
-    }
-
-    fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
-        self.tensors(CollectiveOp::Recv, &[tensor])?;
-        self.arguments(CollectiveOp::Recv).rank("source", src)?;
-        let describe = || describe_message(CollectiveOp::Recv, tensor, src);
-        let first = message::receive(tensor.clone(), src);
-        self.issue(CollectiveOp::Recv, LaneKind::RecvFrom(src), first, describe)
-    }
-
-    fn start_barrier(&self) -> Result<Pending, CommError> {
-        let first = Step::compare_then(Call::Barrier, |_, _, _| Ok(None));
-        let describe = || Call::Barrier.to_string();
-        self.issue(CollectiveOp::Barrier, LaneKind::Collectives, first, describe)
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+        let signature = self.check_args(&call)?;
+        match call {
+            CollectiveArgs::AllReduce { tensor, op } => {
+                let tensor = tensor.clone();
+                self.begin(signature, move |transfers, members| {
+                    collective::all_reduce(transfers, members, tensor, op)
+                })
+            }
+            CollectiveArgs::ReduceScatter { input, output, op } => {
+                let (input, output) = (input.clone(), output.clone());
+                self.begin(signature, move |transfers, members| {
+                    collective::reduce_scatter(transfers, members, input, output, op)
+                })
+            }
+            CollectiveArgs::AllGather { input, output } => {
+                let (input, output) = (apart(input, &[output])?, output.clone());
+                self.begin(signature, move |transfers, members| {
+                    collective::all_gather(transfers, members, &input, &output)
+                })
+            }
+            CollectiveArgs::AllToAll { input, output, send_counts, recv_counts } => {
+                let (send, recv) = (send_counts.to_vec(), recv_counts.to_vec());
+                let (input, output) = (apart(input, &[output])?, output.clone());
+                self.begin(signature, move |transfers, members| {
+                    collective::all_to_all(transfers, members, (&input, &send), (&output, &recv))
+                })
+            }
+            CollectiveArgs::AllToAllStrided { inputs, outputs, .. } => {
+                self.start_exchange(signature, inputs, outputs)
+            }
+            CollectiveArgs::Broadcast { tensor, root } => {
+                let tensor = tensor.clone();
+                self.begin(signature, move |transfers, members| {
+                    collective::broadcast(transfers, members, &tensor, root)
+                })
+            }
+            CollectiveArgs::Send { tensor, dst } => {
+                self.issue(signature, ChannelKind::SendTo(dst), message::send(tensor.clone(), dst))
+            }
+            CollectiveArgs::Recv { tensor, src } => {
+                self.issue(signature, ChannelKind::RecvFrom(src), message::receive(tensor.clone(), src))
+            }
+            CollectiveArgs::Barrier => {
+                let first = Step::compare_then(signature.clone(), |_, _, _| Ok(None));
+                self.issue(signature, ChannelKind::Collectives, first)
+            }
+        }
     }
 
     fn split(
@@ -254,25 +201,25 @@ impl ProcessGroup for MpiGroup {
         color: Option<usize>,
         key: usize,
     ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        let calls = self.agree_on_split(Call::Split { name: name.to_owned(), color, key })?;
+        let calls = self.agree_on_split(CallSignature::Split { name: name.into(), color, key })?;
         let groups = divide(&calls);
         let own = groups.iter().position(|(group_color, _)| Some(*group_color) == color);
         let rank_of = |ranks: &[usize]| ranks.iter().position(|&rank| rank == self.members.rank);
         let rank = own.and_then(|own| rank_of(&groups[own].1)).unwrap_or(0);
         // MPI blocks in this, but every rank has already come to the split. Colours and keys are
         // numbered anew: MPI's are smaller than ours.
-        let made = self.world.call(|| self.members.communicator.split(own, rank));
+        let made = self.own.call(|| self.members.communicator.split(own, rank));
         let made = made.map_err(|reason| {
-            let (group, global) = (self.members.name.clone(), self.world.rank);
+            let (group, global) = (self.members.name.clone(), self.own.rank);
             let (op, sequence) = (CollectiveOp::Split, self.sequences.lock().collective - 1);
             let library = "MPI";
-            self.world.fail(CommError::Library { library, group, op, sequence, rank: global, reason })
+            self.own.fail(CommError::Library { library, group, op, sequence, rank: global, reason })
         })?;
         let (Some(communicator), Some(own)) = (made, own) else { return Ok(None) };
-        self.world.adopt(communicator);
+        self.own.adopt(communicator);
         let global_ranks = groups[own].1.iter().map(|&rank| self.members.global_ranks[rank]).collect();
         let members = Members::new(name, communicator, rank, global_ranks);
-        Ok(Some(Arc::new(MpiGroup::new(self.world.clone(), members))))
+        Ok(Some(Arc::new(MpiGroup::new(self.own.clone(), members))))
     }
 
     fn stats(&self) -> GroupStats {
@@ -280,8 +227,8 @@ impl ProcessGroup for MpiGroup {
     }
 
     fn abort(&self, reason: &str) {
-        let rank = self.world.rank;
-        self.world.fail(CommError::PeerFailed { rank, reason: reason.to_owned() });
+        let rank = self.own.rank;
+        self.own.fail(CommError::PeerFailed { rank, reason: reason.to_owned() });
     }
 }
 
@@ -291,7 +238,7 @@ mod tests {
 
     #[test]
     fn groups_are_ordered_by_key_then_rank_and_ranks_without_a_color_are_in_none() {
-        let split = |color, key| Call::Split { name: "x".into(), color, key };
+        let split = |color, key| CallSignature::Split { name: "x".into(), color, key };
         let calls =
             [split(Some(9), 1), split(None, 0), split(Some(2), 0), split(Some(9), 0), split(Some(9), 1)];
         assert_eq!(divide(&calls), [(2, vec![2]), (9, vec![3, 0, 4])]);

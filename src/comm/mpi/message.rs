@@ -3,36 +3,14 @@
 
 use super::operation::Step;
 use super::transfers::Members;
-use crate::comm::call::dtype_name;
+use crate::comm::call_signature::Elements;
 use crate::comm::{CollectiveOp, CommError};
-use candle_core::{DType, Tensor};
-use serde::{Deserialize, Serialize};
-use std::fmt;
-
-/// What a message holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-struct Header {
-    #[serde(with = "dtype_name")]
-    dtype: DType,
-    count: usize,
-}
-
-impl Header {
-    fn of(tensor: &Tensor) -> Self {
-        Self { dtype: tensor.dtype(), count: tensor.elem_count() }
-    }
-}
-
-impl fmt::Display for Header {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "({} × {})", self.count, self.dtype.as_str())
-    }
-}
+use candle_core::Tensor;
 
 /// Complete when the receiver has taken the elements.
 pub(super) fn send(tensor: Tensor, to: usize) -> Step {
     Step::new(move |transfers, members| {
-        let header = serde_json::to_vec(&Header::of(&tensor));
+        let header = serde_json::to_vec(&Elements::of(&tensor));
         let header = header.map_err(|error| CommError::Tensor(error.to_string()))?;
         transfers.send_text(members, header, to)?;
         transfers.next_phase();
@@ -66,8 +44,9 @@ fn check_header(
     from: usize,
     sequence: u64,
 ) -> Result<(), CommError> {
-    let sent: Header = serde_json::from_slice(text).map_err(|error| CommError::Tensor(error.to_string()))?;
-    let expected = Header::of(output);
+    let sent: Elements =
+        serde_json::from_slice(text).map_err(|error| CommError::Tensor(error.to_string()))?;
+    let expected = Elements::of(output);
     if sent == expected {
         return Ok(());
     }
@@ -75,8 +54,8 @@ fn check_header(
         group: members.name.clone(),
         sequence,
         rank: members.global_ranks[from],
-        called: format!("{}{sent}", CollectiveOp::Send),
+        called: format!("{}({sent})", CollectiveOp::Send),
         others: vec![members.global_rank()],
-        others_called: format!("{}{expected}", CollectiveOp::Recv),
+        others_called: format!("{}({expected})", CollectiveOp::Recv),
     })
 }

@@ -1,11 +1,10 @@
 //! An operation under way: messages, and what to do when they are done.
 
 use super::transfers::{Members, OpPlace, Transfers};
-use crate::comm::CommError;
-use crate::comm::call::{Call, compare};
-use crate::comm::cause::Wait;
-use crate::comm::history::Record;
-use crate::comm::lane::{Lane, LaneKind};
+use crate::comm::call_signature::CallSignature;
+use crate::comm::diagnostics::{Entry, Wait, compare};
+use crate::comm::ordered_channel::{ChannelKind, OrderedChannel};
+use crate::comm::{CollectiveOp, CommError};
 use std::fmt;
 use std::sync::Arc;
 
@@ -30,8 +29,10 @@ impl Step {
     /// Lets all ranks tell their calls, and goes on where they agree. As no rank's step ends before
     /// all have begun theirs, it is a barrier too.
     pub(super) fn compare_then(
-        call: Call,
-        then: impl FnOnce(&mut Transfers, &Members, &[Call]) -> Result<Option<Step>, CommError> + Send + 'static,
+        call: CallSignature,
+        then: impl FnOnce(&mut Transfers, &Members, &[CallSignature]) -> Result<Option<Step>, CommError>
+        + Send
+        + 'static,
     ) -> Self {
         Self::new(move |transfers, members| {
             let text = serde_json::to_vec(&call).map_err(|error| CommError::Tensor(error.to_string()))?;
@@ -47,10 +48,12 @@ impl Step {
                     let told = serde_json::from_slice(&transfers.text_from(rank));
                     told.map_err(|error| CommError::Tensor(format!("what rank {rank} calls: {error}")))
                 });
-                let calls = calls.collect::<Result<Vec<Call>, _>>()?;
+                let calls = calls.collect::<Result<Vec<CallSignature>, _>>()?;
                 let place = transfers.place();
                 compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
-                    divergence.into_error(&members.name, place.sequence, &members.global_ranks)
+                    divergence
+                        .with_global_ranks(&members.global_ranks)
+                        .into_error(&members.name, place.sequence)
                 })?;
                 transfers.next_phase();
                 then(transfers, members, &calls)
@@ -75,16 +78,22 @@ pub(super) fn peers(members: &Members) -> impl Iterator<Item = usize> {
 #[derive(Debug)]
 pub(super) struct Operation {
     members: Arc<Members>,
-    pub(super) lane: Lane,
+    pub(super) channel: OrderedChannel,
     transfers: Transfers,
     next: Option<Step>,
 }
 
 impl Operation {
-    pub(super) fn new(members: &Arc<Members>, kind: LaneKind, place: OpPlace, first: Step) -> Self {
-        let lane = Lane { group: Arc::as_ptr(members).addr(), kind };
-        let transfers = Transfers::new(place, members);
-        Self { members: members.clone(), lane, transfers, next: Some(first) }
+    pub(super) fn new(
+        members: &Arc<Members>,
+        kind: ChannelKind,
+        sequence: u64,
+        op: CollectiveOp,
+        first: Step,
+    ) -> Self {
+        let channel = OrderedChannel { group: Arc::as_ptr(members).addr(), kind };
+        let transfers = Transfers::new(OpPlace { op, sequence }, members);
+        Self { members: members.clone(), channel, transfers, next: Some(first) }
     }
 
     /// Goes as far as possible without waiting; whether it is complete.
@@ -99,11 +108,10 @@ impl Operation {
         Ok(false)
     }
 
-    /// What to remember it by, with this number.
-    pub(super) fn record(&self, id: u64, call: String) -> Record<String> {
-        let is_collective = matches!(self.lane.kind, LaneKind::Collectives);
+    /// What the flight recorder stores of it, with this number.
+    pub(super) fn entry(&self, id: u64, call: CallSignature) -> Entry {
         let sequence = self.transfers.place().sequence;
-        Record { id, group: self.members.label.clone(), sequence, is_collective, call }
+        Entry { id, group: self.members.label.clone(), sequence, call, is_complete: false }
     }
 
     /// What it waits for.

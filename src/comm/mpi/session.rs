@@ -1,10 +1,10 @@
 //! A process's part in an MPI job, and how it runs as a rank.
 
+use super::backoff::{Backoff, CpuContention};
 use super::group::MpiGroup;
 use super::library::Communicator;
-use super::pause::{Crowd, Pause};
+use super::rank::MpiRank;
 use super::transfers::Members;
-use super::world::World;
 use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};
 use crate::comm::{CommError, ProcessGroup};
 use ::mpi::Threading;
@@ -122,14 +122,14 @@ impl Session {
         let all = Communicator::of_all_processes();
         let made = meet(all).and_then(|()| all.split(color, rank)).map_err(refuse)?;
         let Some(communicator) = made else { return Ok(None) };
-        let world = Arc::new(World::new(communicator, rank, world_size, options));
+        let own = Arc::new(MpiRank::new(communicator, rank, world_size, options));
         let members = Members::new(&options.name, communicator, rank, (0..world_size).collect());
-        let group: Arc<dyn ProcessGroup> = Arc::new(MpiGroup::new(world.clone(), members));
+        let group: Arc<dyn ProcessGroup> = Arc::new(MpiGroup::new(own.clone(), members));
         let outcome = on_own_thread(RankContext { rank, world_size, threads, group }, &run);
         if let Err(error) = &outcome {
-            world.fail(CommError::PeerFailed { rank, reason: error.reason() });
+            own.fail(CommError::PeerFailed { rank, reason: error.reason() });
         }
-        if !world.leave() {
+        if !own.leave() {
             // `MPI_Finalize` would wait for the ranks that are stuck. A process that ends without it lets
             // the launcher end them.
             std::mem::forget(self.universe.take());
@@ -148,10 +148,10 @@ impl std::fmt::Debug for Session {
 /// Waits for all processes. A split would wait too, but inside MPI, which never sleeps: those that come early would take
 /// the cores from those that others wait for.
 fn meet(all: Communicator) -> Result<(), String> {
-    let (crowd, mut request) = (Crowd::default(), all.begin_barrier()?);
-    let mut pause = Pause::new(&crowd);
+    let (contention, mut request) = (CpuContention::default(), all.begin_barrier()?);
+    let mut backoff = Backoff::new(&contention);
     while request.test()?.is_none() {
-        pause.wait();
+        backoff.wait();
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use super::library::{Communicator, MAX_MESSAGE_BYTES, MAX_TAG, Request};
 use super::memory;
 use super::staging::Staging;
-use crate::comm::history::Label;
+use crate::comm::diagnostics::GroupLabel;
 use crate::comm::{CollectiveOp, CommError, GroupStats};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -18,15 +18,15 @@ pub(super) struct Members {
     /// This rank, within the group.
     pub(super) rank: usize,
     pub(super) global_ranks: Vec<usize>,
-    /// What its operations are remembered by.
-    pub(super) label: Arc<Label>,
+    /// The group, as reports name it.
+    pub(super) label: Arc<GroupLabel>,
     pub(super) stats: Mutex<GroupStats>,
     pub(super) staging: Staging,
 }
 
 impl Members {
     pub(super) fn new(name: &str, communicator: Communicator, rank: usize, global_ranks: Vec<usize>) -> Self {
-        let label = Arc::new(Label { name: name.to_owned(), members: global_ranks.clone() });
+        let label = Arc::new(GroupLabel { name: name.to_owned(), members: global_ranks.clone() });
         let (stats, staging) = (Mutex::default(), Staging::default());
         Self { name: name.to_owned(), communicator, rank, global_ranks, label, stats, staging }
     }
@@ -54,7 +54,7 @@ pub(super) struct OpPlace {
 const PHASES: u64 = 3;
 /// The tags of collectives begin at 0, those of messages here, and the last one is the world's own.
 const FIRST_MESSAGE_TAG: c_int = 16_384;
-pub(super) const NOTICE_TAG: c_int = MAX_TAG;
+pub(super) const CONTROL_TAG: c_int = MAX_TAG;
 
 /// What an operation sends and expects.
 #[derive(Debug)]
@@ -117,9 +117,7 @@ impl Transfers {
         let number = self.place.sequence * PHASES + self.phase;
         let spread = |tags: c_int| (number % tags as u64) as c_int;
         match self.place.op {
-            CollectiveOp::Send | CollectiveOp::Recv => {
-                FIRST_MESSAGE_TAG + spread(NOTICE_TAG - FIRST_MESSAGE_TAG)
-            }
+            op if op.is_message() => FIRST_MESSAGE_TAG + spread(CONTROL_TAG - FIRST_MESSAGE_TAG),
             _ => spread(FIRST_MESSAGE_TAG),
         }
     }

@@ -4,7 +4,6 @@
 //! nobody holds while he waits: not for a call to be taken, not for the GPU. Hence a communicator can be aborted
 //! whatever its rank's thread is waiting for, and the wait ends with an error.
 
-use super::rendezvous::Id;
 use cudarc::nccl::result::{self, NcclError, NcclStatus};
 use cudarc::nccl::sys;
 use parking_lot::Mutex;
@@ -25,7 +24,11 @@ const NO_COLOR: c_int = -1;
 /// Between two looks at a call that has not ended.
 const PAUSE: Duration = Duration::from_micros(50);
 /// How long a communicator that is no longer needed may take to end.
-const FAREWELL: Duration = Duration::from_secs(5);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A communicator's unique id.
+pub(super) type Id = [u8; ID_BYTES];
+pub(super) const ID_BYTES: usize = 128;
 
 /// One rank's end of a communicator; gone once it was aborted.
 #[derive(Debug)]
@@ -199,7 +202,8 @@ impl Communicator {
 impl Drop for Communicator {
     fn drop(&mut self) {
         // SAFETY: the handle is alive under its lock.
-        let finalized = self.call(Instant::now() + FAREWELL, |raw| unsafe { result::comm_finalize(raw) });
+        let finalized =
+            self.call(Instant::now() + SHUTDOWN_TIMEOUT, |raw| unsafe { result::comm_finalize(raw) });
         let Some(raw) = self.raw.get_mut().take() else { return };
         // SAFETY: nobody else has the handle any more; it is destroyed or aborted, once.
         unsafe {

@@ -1,15 +1,10 @@
 //! What a launcher of one process per GPU (torchrun, `srun`) tells a process.
 
-use super::rendezvous::MeetingPoint;
-use super::secret::JobSecret;
-use crate::comm::discovery::first_host;
-use crate::comm::{CommError, Launcher, World, WorldFlags};
+use crate::comm::store::MeetingPoint;
+use crate::comm::{CommError, Launcher, ProcessInfo};
 
 /// The first NCCL that lets two ranks share a GPU, as `ncclGetVersion` counts.
 const MULTI_RANK_VERSION: i32 = 23_000;
-
-/// The launcher's port where `MASTER_PORT` is not set, as torchrun's.
-const DEFAULT_PORT: u16 = 29_500;
 
 /// One process among those of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,72 +21,38 @@ pub(super) struct Environment {
 pub(super) enum Meeting {
     /// NCCL itself reads `NCCL_COMM_ID`.
     Nccl,
-    /// Rank 0 hands it out, at the port `ULYSSES_MASTER_PORT`, or one more than `MASTER_PORT`, which a launcher's own
-    /// store may hold.
+    /// Rank 0 sets it in the job's store.
     At(MeetingPoint),
 }
 
 impl Environment {
-    /// Who this process is, and the variables, which `lookup` returns, that say where the processes meet.
+    /// What the launcher that has started this process says beyond `info`, in the variables, which `lookup` returns.
     ///
     /// # Errors
     /// [`CommError::Start`] naming the variable that is missing or wrong.
     pub(super) fn read(
-        flags: &WorldFlags,
+        info: &ProcessInfo,
         lookup: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, CommError> {
         let refuse = |reason: String| CommError::Start { library: "NCCL", rank: None, reason };
-        let world = World::discover(flags, &lookup).map_err(|error| refuse(error.to_string()))?;
-        let World { rank, world_size, local_world_size, launcher, .. } = world;
+        let ProcessInfo { rank, world_size, local_rank, launcher, .. } = *info;
         if launcher == Launcher::None {
             return Err(refuse(
                 "RANK is not set; a launcher sets RANK, WORLD_SIZE and LOCAL_RANK".to_owned(),
             ));
         }
-        let local_rank = world.local_rank.ok_or_else(|| {
+        let local_rank = local_rank.ok_or_else(|| {
             refuse(format!("{launcher} does not say which GPU is rank {rank}'s: set LOCAL_RANK"))
         })?;
-        let host = || match launcher {
-            Launcher::Slurm => lookup("SLURM_STEP_NODELIST").as_deref().and_then(first_host),
-            _ => None,
-        };
-        let meeting = match (lookup("NCCL_COMM_ID"), lookup("MASTER_ADDR").or_else(host)) {
-            (Some(_), _) => Meeting::Nccl,
-            (None, Some(host)) => {
-                let port = |name: &str| {
-                    let parse = |text: String| {
-                        let parsed = text.trim().parse::<u16>().ok().filter(|port| *port > 0);
-                        parsed.ok_or_else(|| {
-                            refuse(format!("{name} is `{text}`, expected a port from 1 to 65535"))
-                        })
-                    };
-                    lookup(name).map(parse).transpose()
-                };
-                let port = match port("ULYSSES_MASTER_PORT")? {
-                    Some(port) => port,
-                    None => port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT).checked_add(1).ok_or_else(|| {
-                        refuse(
-                            "MASTER_PORT is 65535, and the ranks would meet at the port after it: set \
-                             ULYSSES_MASTER_PORT"
-                                .to_owned(),
-                        )
-                    })?,
-                };
-                let bind = lookup("ULYSSES_MASTER_BIND").map(|text| {
-                    text.trim().parse().map_err(|_| {
-                        refuse(format!(
-                            "ULYSSES_MASTER_BIND is `{text}`, expected an IP address of rank 0's machine"
-                        ))
-                    })
-                });
-                let bind = bind.transpose()?;
-                let secret = JobSecret::read(launcher, &lookup).map_err(refuse)?;
-                let is_one_node = local_world_size == Some(world_size);
-                Meeting::At(MeetingPoint { host, port, bind, world_size, is_one_node, secret })
-            }
-            (None, None) if world_size == 1 => Meeting::Nccl,
-            (None, None) => {
-                return Err(refuse("neither NCCL_COMM_ID (host:port) nor MASTER_ADDR is set".to_owned()));
+        let meeting = if lookup("NCCL_COMM_ID").is_some() {
+            Meeting::Nccl
+        } else {
+            match MeetingPoint::read(info, lookup).map_err(refuse)? {
+                Some(point) => Meeting::At(point),
+                None if world_size == 1 => Meeting::Nccl,
+                None => {
+                    return Err(refuse("neither NCCL_COMM_ID (host:port) nor MASTER_ADDR is set".to_owned()));
+                }
             }
         };
         Ok(Self { rank, world_size, local_rank, meeting })
@@ -127,15 +88,31 @@ pub(super) fn check_places<P: PartialEq>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::ProcessFlags;
+    use crate::comm::store::JobSecret;
 
     fn read(variables: &[(&str, &str)]) -> Result<Environment, CommError> {
         let find = |name: &str| variables.iter().find(|(known, _)| *known == name);
-        Environment::read(&WorldFlags::default(), |name| find(name).map(|(_, value)| (*value).to_owned()))
+        let lookup = |name: &str| find(name).map(|(_, value)| (*value).to_owned());
+        let refuse = |error: crate::comm::DiscoveryError| CommError::Start {
+            library: "NCCL",
+            rank: None,
+            reason: error.to_string(),
+        };
+        Environment::read(&ProcessInfo::discover(&ProcessFlags::default(), lookup).map_err(refuse)?, lookup)
     }
 
     fn point(host: &str, port: u16) -> MeetingPoint {
         let secret = JobSecret::new("", false);
-        MeetingPoint { host: host.into(), port, bind: None, world_size: 4, is_one_node: false, secret }
+        MeetingPoint {
+            host: host.into(),
+            port,
+            bind: None,
+            world_size: 4,
+            is_one_node: false,
+            is_hosted: false,
+            secret,
+        }
     }
 
     const RANK_1_OF_4: [(&str, &str); 3] = [("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")];

@@ -1,19 +1,17 @@
 //! The ways to start ranks with NCCL between them.
 
-use super::communicator::{Communicator, unique_id, version};
+use super::communicator::{Communicator, ID_BYTES, Id, unique_id, version};
+use super::control_plane::ControlPlane;
 use super::environment::{Environment, Meeting, check_places};
 use super::group::NcclGroup;
-use super::notices::Notices;
-use super::operation::Farewell;
-use super::rendezvous::{ID_BYTES, Id, fetch, hand_out};
-use super::roll_call::RollCall;
-use super::world::World;
-use crate::comm::checked::Checked;
+use super::operation::ShutdownGuard;
+use super::rank::NcclRank;
+use crate::comm::diagnostics::DesyncCheck;
+use crate::comm::store::{ControlChannel, Store};
 use crate::comm::{
-    CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, RankContext, WorldFlags, thread,
+    CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessGroupExt, ProcessInfo, RankContext, thread,
 };
 use candle_core::Device;
-use std::collections::BTreeMap;
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,8 +33,8 @@ where
 {
     thread::launch(gpus.len(), options, |context| -> Result<T, Box<dyn Error + Send + Sync>> {
         let device = gpu(gpus[context.rank], context.rank)?;
-        let (world, group) = meet_over(context.group.clone(), &device, options.timeout)?;
-        let group = if options.check { checked(&world, group)? } else { group };
+        let (own, group) = meet_over(context.group.clone(), &device, options.timeout)?;
+        let group = if options.check { checked(&own, group)? } else { group };
         run(RankContext { group, ..context }).map_err(Into::into)
     })
 }
@@ -55,23 +53,23 @@ pub fn over(
 }
 
 /// A rank, and its handle of the group of all.
-type Met = (Arc<World>, Arc<dyn ProcessGroup>);
+type Met = (Arc<NcclRank>, Arc<dyn ProcessGroup>);
 
 /// The same group, whose ranks compare their calls. Collective.
 pub(super) fn checked(
-    world: &Arc<World>,
+    own: &Arc<NcclRank>,
     group: Arc<dyn ProcessGroup>,
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    world.set_checked();
-    Checked::over(group, world.clone())
+    own.set_checked();
+    DesyncCheck::over(group, own.clone())
 }
 
 fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duration) -> Result<Met, CommError> {
     let rank = bootstrap.global_ranks()[bootstrap.rank()];
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
-    let world = World::new(rank, device, timeout, Some(bootstrap.clone()))?;
+    let own_rank = NcclRank::new(rank, device, timeout, Some(bootstrap.clone()))?;
     // A GPU is known by its uuid, which is the same for all processes.
-    let uuid = world.compute.context().uuid().map_err(|error| refuse(error.to_string()))?;
+    let uuid = own_rank.compute.context().uuid().map_err(|error| refuse(error.to_string()))?;
     let place = uuid.bytes.map(|byte| byte as u8);
     let places = bootstrap.all_gather_values(&place)?;
     let places: Vec<&[u8]> = places.chunks(place.len()).collect();
@@ -82,47 +80,51 @@ fn meet_over(bootstrap: Arc<dyn ProcessGroup>, device: &Device, timeout: Duratio
     let mut id = own;
     id.copy_from_slice(&ids[..ID_BYTES]);
     let (name, ranks) = (bootstrap.name().to_owned(), bootstrap.global_ranks().to_vec());
-    let group = join(&world, &id, name, bootstrap.rank(), ranks)?;
-    Ok((world, group))
+    let group = join(&own_rank, &id, name, bootstrap.rank(), ranks)?;
+    Ok((own_rank, group))
 }
 
 /// The group of all processes of a job in which every process drives one GPU.
 ///
-/// Who this process is, [`comm::World::discover`](crate::comm::World::discover) says; the local rank is the GPU's
-/// ordinal. NCCL_COMM_ID (`host:port`, the same everywhere) or MASTER_ADDR says where the host of rank 0 is; SLURM's
-/// tasks know it. The ranks meet there at ULYSSES_MASTER_PORT, or else at MASTER_PORT + 1: torchrun's own store
-/// listens on MASTER_PORT. Rank 0 listens on the address that MASTER_ADDR is (ULYSSES_MASTER_BIND names another), and
-/// takes only processes with its ULYSSES_JOB_SECRET.
+/// `info` says who this process is; the local rank is the GPU's ordinal. NCCL_COMM_ID (`host:port`, the same everywhere) or
+/// MASTER_ADDR says where the host of rank 0 is; SLURM's tasks know it. The ranks meet there at ULYSSES_MASTER_PORT, or
+/// else at MASTER_PORT + 1: torchrun's own store listens on MASTER_PORT. Rank 0 listens on the address that MASTER_ADDR is
+/// (ULYSSES_MASTER_BIND names another), and takes only processes with its ULYSSES_JOB_SECRET.
 ///
 /// # Errors
 /// [`CommError::Start`] naming the variable that is missing or wrong, or why NCCL or the GPU cannot be used.
-pub fn from_env(flags: &WorldFlags, timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    meet_from_env(flags, timeout).map(|(_, group)| group)
+pub fn from_env(info: &ProcessInfo, timeout: Duration) -> Result<Arc<dyn ProcessGroup>, CommError> {
+    meet_from_env(info, timeout).map(|(_, group)| group)
 }
 
-pub(super) fn meet_from_env(flags: &WorldFlags, timeout: Duration) -> Result<Met, CommError> {
-    let environment = Environment::read(flags, |name| std::env::var(name).ok())?;
+pub(super) fn meet_from_env(info: &ProcessInfo, timeout: Duration) -> Result<Met, CommError> {
+    let environment = Environment::read(info, |name| std::env::var(name).ok())?;
     let Environment { rank, world_size, local_rank, meeting } = environment;
     let refuse = |reason: String| CommError::Start { library: "NCCL", rank: Some(rank), reason };
-    let world = World::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
-    let (id, connections) = match meeting {
-        Meeting::Nccl => (unique_id().map_err(refuse)?, None),
-        Meeting::At(point) if rank == 0 => {
-            let id = unique_id().map_err(refuse)?;
-            let connections = hand_out(&id, &point, timeout)?;
-            (id, Some(connections))
-        }
+    let own_rank = NcclRank::new(rank, &gpu(local_rank, rank)?, timeout, None)?;
+    let id = match meeting {
+        Meeting::Nccl => unique_id().map_err(refuse)?,
         Meeting::At(point) => {
-            let (id, connection) = fetch(&point, rank, timeout)?;
-            (id, Some(BTreeMap::from([(0, connection)])))
+            let mut store = Store::meet(&point, rank, timeout).map_err(refuse)?;
+            let id = share_id(&mut store, timeout).map_err(refuse)?;
+            own_rank.set_control(ControlPlane::new(rank, world_size, ControlChannel::new(store)));
+            id
         }
     };
-    if let Some(connections) = connections {
-        let notices = Notices::new(rank, connections).map_err(|error| refuse(error.to_string()))?;
-        world.set_roll_call(RollCall::new(rank, world_size, notices));
+    let group = join(&own_rank, &id, "world".to_owned(), rank, (0..world_size).collect())?;
+    Ok((own_rank, group))
+}
+
+/// The id of the communicator of all, which rank 0 makes.
+fn share_id(store: &mut Store, timeout: Duration) -> Result<Id, String> {
+    const KEY: &str = "nccl/id";
+    if store.rank() == 0 {
+        let id = unique_id()?;
+        store.set(KEY, id);
+        return Ok(id);
     }
-    let group = join(&world, &id, "world".to_owned(), rank, (0..world_size).collect())?;
-    Ok((world, group))
+    let id = store.wait(KEY, timeout)?;
+    (*id).try_into().map_err(|_| format!("rank 0 has set an id of {} bytes, not {ID_BYTES}", id.len()))
 }
 
 fn gpu(ordinal: usize, rank: usize) -> Result<Device, CommError> {
@@ -134,16 +136,16 @@ fn gpu(ordinal: usize, rank: usize) -> Result<Device, CommError> {
 }
 
 fn join(
-    world: &Arc<World>,
+    own: &Arc<NcclRank>,
     id: &Id,
     name: String,
     rank: usize,
     global_ranks: Vec<usize>,
 ) -> Result<Arc<dyn ProcessGroup>, CommError> {
-    let refuse = |reason| world.fail(CommError::Start { library: "NCCL", rank: Some(world.rank), reason });
+    let refuse = |reason| own.fail(CommError::Start { library: "NCCL", rank: Some(own.rank), reason });
     let communicator = Communicator::join(id, rank, global_ranks.len()).map_err(refuse)?;
     // From here on a failure elsewhere ends the wait for the others.
-    world.adopt(&communicator)?;
-    communicator.settle(world.deadline()).map_err(refuse)?;
-    Ok(Arc::new(NcclGroup::new(Arc::new(Farewell(world.clone())), communicator, name, rank, global_ranks)))
+    own.adopt(&communicator)?;
+    communicator.settle(own.deadline()).map_err(refuse)?;
+    Ok(Arc::new(NcclGroup::new(Arc::new(ShutdownGuard(own.clone())), communicator, name, rank, global_ranks)))
 }

@@ -2,11 +2,10 @@
 //!
 //! Reading order:
 //!
-//! 1. `environment.rs`, `secret.rs`, `rendezvous.rs`: who the ranks are and how they come by the id of their
-//!    communicator.
-//! 2. `line.rs`, `notices.rs`, `roll_call.rs`: what ranks tell each other of failures, and who keeps the others waiting.
-//! 3. `traffic.rs`, `watch.rs`, `calls.rs`: what an operation moves, when it has failed, which one keeps a rank.
-//! 4. `communicator.rs`: NCCL's calls. `world.rs`: a rank's stream, what is under way on it, its failure.
+//! 1. `environment.rs`: which GPU is a rank's, and where the ranks meet: in a [`store`](super::store).
+//! 2. `control_plane.rs`: what a rank hears of the others there, failures and who keeps the others waiting.
+//! 3. `traffic.rs`, `watch.rs`, `recorder.rs`: what an operation moves, when it has failed, which one keeps a rank.
+//! 4. `communicator.rs`: NCCL's calls. `rank.rs`: a rank's stream, what is under way on it, its failure.
 //! 5. `operation.rs`: how an operation is given to NCCL. `group.rs`: [`ProcessGroup`](super::ProcessGroup) on it.
 //!    `launch.rs`, `session.rs`: the ways to start.
 //!
@@ -17,27 +16,23 @@
     allow(dead_code, reason = "tested without NCCL, but only its groups use them")
 )]
 
-mod calls;
 #[cfg(feature = "nccl")]
 mod communicator;
+mod control_plane;
 mod environment;
 #[cfg(feature = "nccl")]
 mod group;
 #[cfg(feature = "nccl")]
 mod launch;
-mod line;
-mod notices;
 #[cfg(feature = "nccl")]
 mod operation;
-mod rendezvous;
-mod roll_call;
-mod secret;
+#[cfg(feature = "nccl")]
+mod rank;
+mod recorder;
 #[cfg(feature = "nccl")]
 mod session;
 mod traffic;
 mod watch;
-#[cfg(feature = "nccl")]
-mod world;
 
 #[cfg(feature = "nccl")]
 pub use launch::{from_env, launch, over};

@@ -1,11 +1,11 @@
 //! How an operation is given to NCCL, and what is kept until it has ended.
 
 use super::communicator::{CallResult, Communicator};
+use super::rank::{NcclRank, UnderWay};
 use super::traffic::MovedBytes;
 use super::watch::Watched;
-use super::world::{UnderWay, World};
-use crate::comm::call::describe_message;
-use crate::comm::history::Label;
+use crate::comm::call_signature::{CallSignature, Elements};
+use crate::comm::diagnostics::GroupLabel;
 use crate::comm::{CollectiveOp, CommError, GroupStats, Pending, ReduceOp};
 use candle_core::{DType, Tensor};
 use cudarc::driver::CudaEvent;
@@ -19,10 +19,10 @@ use ulysses_kernels::device::{Address, DeviceError, Launcher, Target};
 /// A group, as its operations need it.
 #[derive(Debug)]
 pub(super) struct Inner {
-    pub(super) world: Arc<World>,
-    pub(super) farewell: Arc<Farewell>,
+    pub(super) own: Arc<NcclRank>,
+    pub(super) guard: Arc<ShutdownGuard>,
     pub(super) communicator: Arc<Communicator>,
-    pub(super) label: Arc<Label>,
+    pub(super) label: Arc<GroupLabel>,
     pub(super) rank: usize,
     pub(super) state: Mutex<State>,
 }
@@ -47,6 +47,16 @@ struct Message {
     done: Arc<OnceLock<Arc<CudaEvent>>>,
 }
 
+impl Message {
+    fn signature(&self) -> CallSignature {
+        let (elements, peer) = (Elements::of(&self.tensor), self.peer);
+        match self.traffic.op {
+            CollectiveOp::Send => CallSignature::Send { elements, dst: peer },
+            _ => CallSignature::Recv { elements, src: peer },
+        }
+    }
+}
+
 /// What an operation gives to NCCL: the communicator, the stream, and what was opened, outputs before inputs.
 pub(super) type Enqueue<'a> = &'a dyn Fn(sys::ncclComm_t, sys::cudaStream_t, &[Address]) -> CallResult;
 
@@ -61,13 +71,13 @@ pub(super) struct Given {
 /// peer's among them, are done with an operation that was given up.
 #[derive(Debug)]
 struct Held {
-    world: Arc<World>,
+    own: Arc<NcclRank>,
     tensors: Vec<Tensor>,
 }
 
 impl Held {
-    fn new<'a>(world: &Arc<World>, tensors: impl Iterator<Item = &'a Tensor>) -> Self {
-        Self { world: world.clone(), tensors: tensors.cloned().collect() }
+    fn new<'a>(own: &Arc<NcclRank>, tensors: impl Iterator<Item = &'a Tensor>) -> Self {
+        Self { own: own.clone(), tensors: tensors.cloned().collect() }
     }
 
     /// The tensors may go: nothing uses them any more that they would not wait for.
@@ -78,16 +88,16 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.world.keep(std::mem::take(&mut self.tensors));
+        self.own.keep(std::mem::take(&mut self.tensors));
     }
 }
 
 /// What all groups of a rank hold and nothing else does: when the last of them goes, on the rank's own thread, it says
 /// goodbye, unless that thread panics. The world itself may go on the thread that watches, which ends with the process.
 #[derive(Debug)]
-pub(super) struct Farewell(pub(super) Arc<World>);
+pub(super) struct ShutdownGuard(pub(super) Arc<NcclRank>);
 
-impl Drop for Farewell {
+impl Drop for ShutdownGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.forgo_end();
@@ -99,8 +109,8 @@ impl Drop for Farewell {
 
 impl Inner {
     pub(super) fn check(&self, op: CollectiveOp) -> Result<(), CommError> {
-        self.world.check()?;
-        if self.world.is_own_thread() {
+        self.own.check()?;
+        if self.own.is_own_thread() {
             return Ok(());
         }
         let reason = "NCCL's operations are issued by the thread that the group was made on".to_owned();
@@ -113,8 +123,8 @@ impl Inner {
     ) -> Pending {
         let failing = self.clone();
         Pending::new(complete, move |error| {
-            let rank = failing.world.rank;
-            failing.world.fail(CommError::PeerFailed { rank, reason: error.to_string() });
+            let rank = failing.own.rank;
+            failing.own.fail(CommError::PeerFailed { rank, reason: error.to_string() });
         })
     }
 
@@ -126,15 +136,15 @@ impl Inner {
     }
 
     fn join(&self, done: &CudaEvent) -> Result<(), CommError> {
-        self.world.check()?;
-        self.world.compute.wait(done).map_err(|error| CommError::Tensor(error.to_string()))
+        self.own.check()?;
+        self.own.compute.wait(done).map_err(|error| CommError::Tensor(error.to_string()))
     }
 
-    /// Gives an operation, which `call` puts into words, to NCCL.
+    /// Gives an operation to NCCL: a collective, or messages together.
     pub(super) fn enqueue(
         &self,
         traffic: MovedBytes,
-        call: String,
+        calls: impl IntoIterator<Item = CallSignature>,
         outputs: &[&Tensor],
         inputs: &[&Tensor],
         enqueue: Enqueue<'_>,
@@ -144,16 +154,16 @@ impl Inner {
             let mut state = self.state.lock();
             traffic.count(&mut state.stats, self.label.members.len());
             let next = match traffic.op {
-                CollectiveOp::Send | CollectiveOp::Recv => &mut state.sent,
+                op if op.is_message() => &mut state.sent,
                 _ => &mut state.collectives,
             };
             *next += 1;
             *next - 1
         };
-        let stream = &self.world.communication;
+        let stream = &self.own.communication;
         let failed = |reason: String| {
-            let (group, rank) = (self.label.name.clone(), self.world.rank);
-            self.world.fail(CommError::Library {
+            let (group, rank) = (self.label.name.clone(), self.own.rank);
+            self.own.fail(CommError::Library {
                 library: "NCCL",
                 group,
                 op: traffic.op,
@@ -163,12 +173,12 @@ impl Inner {
             })
         };
         // Inputs are complete, and outputs no longer in use, when the tensors' stream has come here.
-        stream.join(&self.world.compute).map_err(|error| failed(error.to_string()))?;
-        let held = Held::new(&self.world, outputs.iter().chain(inputs).copied());
+        stream.join(&self.own.compute).map_err(|error| failed(error.to_string()))?;
+        let held = Held::new(&self.own, outputs.iter().chain(inputs).copied());
         let mut taken = Ok(());
         let opened = self.launcher()?.open_slices(outputs, inputs, |addresses| {
             let call = |comm| enqueue(comm, stream.cu_stream().cast(), addresses);
-            taken = self.communicator.call(self.world.deadline(), call);
+            taken = self.communicator.call(self.own.deadline(), call);
             Ok(())
         });
         if let Err(refused) = opened {
@@ -179,14 +189,14 @@ impl Inner {
         let done = stream.record_event(None).map_err(|error| failed(error.to_string()))?;
         let done = Arc::new(done);
         let probe = UnderWay { done: done.clone(), communicator: Arc::downgrade(&self.communicator) };
-        let (group, op, rank) = (self.label.name.clone(), traffic.op, self.world.rank);
+        let (group, op, rank) = (self.label.name.clone(), traffic.op, self.own.rank);
         let watched = Watched { group, op, sequence, rank, started: Instant::now(), probe };
-        self.world.watch(watched, &self.label, call);
+        self.own.watch(watched, &self.label, calls);
         Ok(Given { done, held })
     }
 
     fn launcher(&self) -> Result<Launcher, DeviceError> {
-        match Target::of(&self.world.device)? {
+        match Target::of(&self.own.device)? {
             Target::Kernels(launcher) => Ok(launcher),
             Target::Cpu => Err(DeviceError::MixedDevices),
         }
@@ -203,7 +213,7 @@ impl Inner {
         let done: Arc<OnceLock<_>> = Arc::default();
         let message = Message { tensor: tensor.clone(), peer, traffic, done: done.clone() };
         self.state.lock().messages.push(message);
-        let (completing, held) = (self.clone(), Held::new(&self.world, std::iter::once(tensor)));
+        let (completing, held) = (self.clone(), Held::new(&self.own, std::iter::once(tensor)));
         Ok(self.pending(move || {
             completing.flush(traffic.op)?;
             if let Some(done) = done.get() {
@@ -233,9 +243,7 @@ impl Inner {
             let ended = result::group_end();
             given.and(ended)
         };
-        let describe =
-            |Message { tensor, peer, traffic, .. }: &Message| describe_message(traffic.op, tensor, *peer);
-        let calls = messages.iter().map(describe).collect::<Vec<_>>().join(", ");
+        let calls = messages.iter().map(Message::signature);
         let given = self.enqueue(nothing, calls, &[], &[], &together)?;
         messages.iter().for_each(|message| {
             // A message is flushed once, so the cell is empty.

@@ -1,16 +1,16 @@
 //! A process that drives one GPU, and how it runs as a rank.
 
 use super::launch::{checked, meet_from_env};
-use super::world::World as Rank;
+use super::rank::NcclRank;
 use crate::comm::launch::run_rank;
-use crate::comm::{CommError, LaunchError, LaunchOptions, ProcessGroup, RankContext, World, WorldFlags};
+use crate::comm::{CommError, LaunchError, LaunchOptions, ProcessGroup, ProcessInfo, RankContext};
 use std::error::Error;
 use std::sync::Arc;
 
 /// A process of a job in which every process drives one GPU: what `comm::mpi::Session` is to MPI.
 #[derive(Debug)]
 pub struct Session {
-    own: Arc<Rank>,
+    own: Arc<NcclRank>,
     group: Arc<dyn ProcessGroup>,
     local_size: usize,
 }
@@ -20,9 +20,9 @@ impl Session {
     ///
     /// # Errors
     /// As there.
-    pub fn start(world: &World, flags: &WorldFlags, options: &LaunchOptions) -> Result<Self, CommError> {
-        let (own, group) = meet_from_env(flags, options.timeout)?;
-        Ok(Self { own, group, local_size: world.local_world_size.unwrap_or(1) })
+    pub fn start(info: &ProcessInfo, options: &LaunchOptions) -> Result<Self, CommError> {
+        let (own, group) = meet_from_env(info, options.timeout)?;
+        Ok(Self { own, group, local_size: info.local_world_size.unwrap_or(1) })
     }
 
     /// This process among all.

@@ -1,14 +1,13 @@
 //! A collective under way on one rank: its stages.
 
 use super::communicator::{Communicator, Round, Stage};
-use super::engine::{Operation, Step};
 use super::exchange::Exchange;
+use super::progress_engine::{Operation, Step};
+use crate::comm::CommError;
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
-use crate::comm::call::Call;
-use crate::comm::cause::Wait;
-use crate::comm::history::Record;
+use crate::comm::call_signature::{CallSignature, Elements};
+use crate::comm::diagnostics::{Entry, Wait};
 use crate::comm::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
-use crate::comm::{CollectiveOp, CommError};
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
 use ulysses_kernels::device::Fence;
@@ -23,7 +22,7 @@ pub(super) struct Collective {
     round: Arc<Round>,
     rank: usize,
     sequence: u64,
-    call: Call,
+    call: CallSignature,
     outputs: Vec<Tensor>,
     lent: Vec<StorageId>,
     /// Where its tensors are; the CPU if it has none.
@@ -60,7 +59,7 @@ impl Collective {
         comm: &Arc<Communicator>,
         rank: usize,
         sequence: u64,
-        call: Call,
+        call: CallSignature,
         buffers: Buffers,
         split: SplitResult,
     ) -> Self {
@@ -94,19 +93,21 @@ impl Collective {
     /// Everyone has posted: moves this rank's data. Returns the stage it is then at.
     fn pull(&mut self, lent: &[StorageId]) -> Result<Stage, CommError> {
         match self.call {
-            Call::AllReduce { count, .. } if count == 0 || self.comm.world_size() == 1 => {}
-            Call::AllReduce { op, count, .. } if count <= DIRECT_REDUCE_MAX_ELEMS => {
+            CallSignature::AllReduce { op, elements: Elements { count, .. } } => {
+                if count == 0 || self.comm.world_size() == 1 {
+                    return Ok(Stage::Done);
+                }
+                if count > DIRECT_REDUCE_MAX_ELEMS {
+                    let own = all_reduce_chunk(self.comm.world_size(), self.rank, count);
+                    let chunk = self.exchange().reduce(op, own, &self.outputs[0])?;
+                    *self.round.slots[self.rank].reduced.write() = Some(chunk);
+                    return Ok(Stage::Reduced);
+                }
                 self.result = Some(self.exchange().reduce(op, 0..count, &self.outputs[0])?);
             }
-            Call::AllReduce { op, count, .. } => {
-                let own = all_reduce_chunk(self.comm.world_size(), self.rank, count);
-                let chunk = self.exchange().reduce(op, own, &self.outputs[0])?;
-                *self.round.seats[self.rank].reduced.write() = Some(chunk);
-                return Ok(Stage::Reduced);
-            }
-            Call::Broadcast { root, .. } if root == self.rank => {}
-            Call::Barrier => {}
-            Call::Split { .. } => self.join_child()?,
+            CallSignature::Broadcast { root, .. } if root == self.rank => {}
+            CallSignature::Barrier => {}
+            CallSignature::Split { .. } => self.join_child()?,
             _ => self.pull_into_outputs(lent)?,
         }
         Ok(Stage::Done)
@@ -116,14 +117,17 @@ impl Collective {
         let targets = self.targets(lent)?;
         let exchange = self.exchange();
         match &self.call {
-            Call::ReduceScatter { op, chunk, .. } => {
-                exchange.reduce_into(*op, self.rank * chunk, &targets[0])?;
+            CallSignature::ReduceScatter { op, chunk } => {
+                exchange.reduce_into(*op, self.rank * chunk.count, &targets[0])?;
             }
-            Call::AllGather { count, .. } => exchange.all_gather(*count, &targets)?,
-            Call::AllToAll { recv, .. } => exchange.all_to_all(recv, &targets)?,
-            Call::AllToAllStrided { plan, .. } => exchange.all_to_all_strided(plan, &targets)?,
-            Call::Broadcast { count, root, .. } => exchange.broadcast(*count, *root, &targets)?,
-            Call::AllReduce { .. } | Call::Barrier | Call::Split { .. } => {}
+            CallSignature::AllGather { chunk } => exchange.all_gather(chunk.count, &targets)?,
+            CallSignature::AllToAll { recv, .. } => exchange.all_to_all(recv, &targets)?,
+            CallSignature::AllToAllStrided { plan, .. } => exchange.all_to_all_strided(plan, &targets)?,
+            CallSignature::Broadcast { elements, root } => {
+                exchange.broadcast(elements.count, *root, &targets)?;
+            }
+            // The others move nothing, or not here.
+            _ => {}
         }
         for (target, output) in targets.iter().zip(&self.outputs) {
             if StorageId::of(target) != StorageId::of(output) {
@@ -145,10 +149,10 @@ impl Collective {
 
     /// Finds, or makes, the group of this rank's colour.
     fn join_child(&self) -> Result<(), CommError> {
-        let Call::Split { name, color: Some(color), .. } = &self.call else { return Ok(()) };
+        let CallSignature::Split { name, color: Some(color), .. } = &self.call else { return Ok(()) };
         let mut members: Vec<(usize, usize)> = Vec::new();
         for rank in 0..self.comm.world_size() {
-            if let Call::Split { color: theirs, key, .. } = self.round.post_of(rank)?.call
+            if let CallSignature::Split { color: theirs, key, .. } = self.round.posting_of(rank)?.call
                 && theirs == Some(*color)
             {
                 members.push((key, rank));
@@ -176,8 +180,8 @@ impl Collective {
         if let (Some(result), Some(output)) = (self.result.take(), self.outputs.first()) {
             copy_into(&result, output)?;
         }
-        self.round.post_of(self.rank)?.inputs.write().clear();
-        self.round.seats[self.rank].reduced.write().take();
+        self.round.posting_of(self.rank)?.inputs.write().clear();
+        self.round.slots[self.rank].reduced.write().take();
         self.comm.release(self.sequence);
         Ok(())
     }
@@ -199,8 +203,8 @@ impl Operation for Collective {
                 return Ok(Step::Blocked);
             }
             self.hold()?;
-            if let Call::AllReduce { count, .. } = self.call {
-                self.exchange().collect_chunks(count, &self.outputs[0])?;
+            if let CallSignature::AllReduce { elements, .. } = self.call {
+                self.exchange().collect_chunks(elements.count, &self.outputs[0])?;
             }
             self.reach(Stage::Done)?;
         }
@@ -228,8 +232,8 @@ impl Operation for Collective {
         }
     }
 
-    fn record(&self, id: u64) -> Record<CollectiveOp> {
-        let (group, call) = (self.comm.label.clone(), self.call.op());
-        Record { id, group, sequence: self.sequence, is_collective: true, call }
+    fn entry(&self, id: u64) -> Entry {
+        let (group, call) = (self.comm.label.clone(), self.call.clone());
+        Entry { id, group, sequence: self.sequence, call, is_complete: false }
     }
 }

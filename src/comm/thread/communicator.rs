@@ -1,9 +1,9 @@
 //! What the members of a group share: the table at which their calls meet.
 
 use super::mailbox::Mailbox;
-use super::world::World;
-use crate::comm::call::{Call, compare};
-use crate::comm::history::Label;
+use super::world::ThreadWorld;
+use crate::comm::call_signature::CallSignature;
+use crate::comm::diagnostics::{GroupLabel, compare};
 use crate::comm::{CollectiveOp, CommError, GroupStats, OpStats};
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
@@ -16,8 +16,8 @@ use ulysses_kernels::device::Fence;
 #[derive(Debug)]
 pub(super) struct Communicator {
     pub(super) name: String,
-    pub(super) label: Arc<Label>,
-    pub(super) world: Arc<World>,
+    pub(super) label: Arc<GroupLabel>,
+    pub(super) world: Arc<ThreadWorld>,
     pub(super) global_ranks: Vec<usize>,
     pub(super) mailbox: Mailbox,
     rounds: Mutex<Rounds>,
@@ -41,18 +41,18 @@ struct Counters {
     bytes_received: AtomicU64,
 }
 
-/// One collective operation: a seat for every rank.
+/// One collective operation: a slot for every rank.
 #[derive(Debug)]
 pub(super) struct Round {
-    pub(super) seats: Box<[Seat]>,
+    pub(super) slots: Box<[Slot]>,
     /// The groups that a split creates, by colour: made by the first who comes.
     pub(super) children: Mutex<BTreeMap<usize, Arc<Communicator>>>,
 }
 
 /// A rank's part in a collective.
 #[derive(Debug, Default)]
-pub(super) struct Seat {
-    post: OnceLock<Post>,
+pub(super) struct Slot {
+    posting: OnceLock<Posting>,
     /// The rank's chunk of an all_reduce in two phases, once it is reduced.
     pub(super) reduced: RwLock<Option<Tensor>>,
     stage: AtomicU8,
@@ -63,8 +63,8 @@ pub(super) struct Seat {
 
 /// What a rank publishes.
 #[derive(Debug)]
-pub(super) struct Post {
-    pub(super) call: Call,
+pub(super) struct Posting {
+    pub(super) call: CallSignature,
     /// Peers read these in place and never clone them: the owner empties the list
     /// when all have read, so a buffer is always freed by the rank that made it.
     pub(super) inputs: RwLock<Vec<Tensor>>,
@@ -83,11 +83,11 @@ pub(super) enum Stage {
 }
 
 impl Communicator {
-    pub(super) fn new(name: &str, world: Arc<World>, global_ranks: Vec<usize>) -> Self {
+    pub(super) fn new(name: &str, world: Arc<ThreadWorld>, global_ranks: Vec<usize>) -> Self {
         let ranks = global_ranks.len();
         Self {
             name: name.to_owned(),
-            label: Arc::new(Label { name: name.to_owned(), members: global_ranks.clone() }),
+            label: Arc::new(GroupLabel { name: name.to_owned(), members: global_ranks.clone() }),
             world,
             global_ranks,
             mailbox: Mailbox::new(ranks),
@@ -161,25 +161,25 @@ impl Communicator {
 
 impl Round {
     fn new(ranks: usize) -> Self {
-        Self { seats: (0..ranks).map(|_| Seat::default()).collect(), children: Mutex::default() }
+        Self { slots: (0..ranks).map(|_| Slot::default()).collect(), children: Mutex::default() }
     }
 
-    pub(super) fn post(&self, rank: usize, call: Call, inputs: Vec<Tensor>, fence: Option<Fence>) {
-        // A rank takes each sequence number once, so the seat is empty.
-        let _ = self.seats[rank].post.set(Post { call, inputs: RwLock::new(inputs) });
+    pub(super) fn post(&self, rank: usize, call: CallSignature, inputs: Vec<Tensor>, fence: Option<Fence>) {
+        // A rank takes each sequence number once, so the slot is empty.
+        let _ = self.slots[rank].posting.set(Posting { call, inputs: RwLock::new(inputs) });
         self.reach(rank, Stage::Posted, fence);
     }
 
     pub(super) fn reach(&self, rank: usize, stage: Stage, fence: Option<Fence>) {
-        *self.seats[rank].fence.lock() = fence;
-        self.seats[rank].stage.store(stage as u8, Ordering::SeqCst);
+        *self.slots[rank].fence.lock() = fence;
+        self.slots[rank].stage.store(stage as u8, Ordering::SeqCst);
     }
 
     /// Lets what `device` is given from now on wait for what the peers of `rank` had
     /// given theirs when they came to their stages.
     pub(super) fn hold(&self, rank: usize, device: &Device) -> Result<(), CommError> {
-        for (_, seat) in self.seats.iter().enumerate().filter(|&(peer, _)| peer != rank) {
-            if let Some(fence) = &*seat.fence.lock() {
+        for (_, slot) in self.slots.iter().enumerate().filter(|&(peer, _)| peer != rank) {
+            if let Some(fence) = &*slot.fence.lock() {
                 fence.hold(device)?;
             }
         }
@@ -188,8 +188,8 @@ impl Round {
 
     /// The ranks (of the group) that are not yet at `stage`.
     pub(super) fn missing(&self, stage: Stage) -> impl Iterator<Item = usize> + '_ {
-        let late = move |seat: &Seat| seat.stage.load(Ordering::SeqCst) < stage as u8;
-        self.seats.iter().enumerate().filter(move |(_, seat)| late(seat)).map(|(rank, _)| rank)
+        let late = move |slot: &Slot| slot.stage.load(Ordering::SeqCst) < stage as u8;
+        self.slots.iter().enumerate().filter(move |(_, slot)| late(slot)).map(|(rank, _)| rank)
     }
 
     pub(super) fn all_at(&self, stage: Stage) -> bool {
@@ -197,17 +197,18 @@ impl Round {
     }
 
     /// What a rank has published. All ranks must be at [`Stage::Posted`].
-    pub(super) fn post_of(&self, rank: usize) -> Result<&Post, CommError> {
-        self.seats[rank]
-            .post
+    pub(super) fn posting_of(&self, rank: usize) -> Result<&Posting, CommError> {
+        self.slots[rank]
+            .posting
             .get()
             .ok_or_else(|| CommError::Tensor(format!("nothing posted by rank {rank} of the group")))
     }
 
     /// Whether all ranks have called the same thing.
     pub(super) fn compare(&self, comm: &Communicator, sequence: u64) -> Result<(), CommError> {
-        let posts = (0..self.seats.len()).map(|rank| self.post_of(rank).map(|post| &post.call));
-        compare(&posts.collect::<Result<Vec<_>, _>>()?)
-            .map_err(|divergence| divergence.into_error(&comm.name, sequence, &comm.global_ranks))
+        let postings = (0..self.slots.len()).map(|rank| self.posting_of(rank).map(|posting| &posting.call));
+        compare(&postings.collect::<Result<Vec<_>, _>>()?).map_err(|divergence| {
+            divergence.with_global_ranks(&comm.global_ranks).into_error(&comm.name, sequence)
+        })
     }
 }

@@ -5,12 +5,11 @@
 //! of it, and those are the last locks to be taken. Nobody waits for a rank meanwhile.
 
 use super::communicator::{Communicator, Round};
-use crate::comm::call::Call;
+use crate::comm::call_signature::CallSignature;
 use crate::comm::traffic::all_reduce_chunk;
-use crate::comm::{CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan};
+use crate::comm::{CollectiveOp, CommError, RecvBlock, ReduceOp, StridedBlock, StridedPlan, reduce};
 use candle_core::Tensor;
 use std::ops::Range;
-use ulysses_kernels::rank_reduce;
 use ulysses_kernels::strided_copy::{BlockCopy, copy_blocks};
 use ulysses_kernels::tensor::zeros;
 
@@ -51,7 +50,7 @@ impl Exchange<'_> {
         let mut copies = Vec::new();
         let mut sources_before = 0;
         for Pull { peer, copies: of_peer } in pulls {
-            let inputs = self.round.post_of(peer)?.inputs.read();
+            let inputs = self.round.posting_of(peer)?.inputs.read();
             let elements = of_peer.iter().filter_map(|copy| copy.to.elements()).sum();
             copies.extend(of_peer.into_iter().map(|mut copy| {
                 copy.from.tensor += sources_before;
@@ -85,10 +84,10 @@ impl Exchange<'_> {
     pub(super) fn reduce_into(&self, op: ReduceOp, begin: usize, output: &Tensor) -> Result<(), CommError> {
         let ranks = 0..self.comm.world_size();
         let locked: Vec<_> = ranks
-            .map(|peer| Ok(self.round.post_of(peer)?.inputs.read()))
+            .map(|peer| Ok(self.round.posting_of(peer)?.inputs.read()))
             .collect::<Result<_, CommError>>()?;
         let sources: Vec<&Tensor> = locked.iter().filter_map(|inputs| inputs.first()).collect();
-        rank_reduce::reduce(op, &sources, begin, output)?;
+        reduce::reduce(op, &sources, begin, output)?;
         (0..locked.len()).for_each(|peer| self.moved(peer, output.elem_count(), output));
         Ok(())
     }
@@ -96,7 +95,7 @@ impl Exchange<'_> {
     /// Second phase of an all_reduce: all chunks are reduced, and nobody reads any
     /// rank's elements any more.
     pub(super) fn collect_chunks(&self, count: usize, output: &Tensor) -> Result<(), CommError> {
-        let locked: Vec<_> = self.round.seats.iter().map(|seat| seat.reduced.read()).collect();
+        let locked: Vec<_> = self.round.slots.iter().map(|slot| slot.reduced.read()).collect();
         let mut chunks = Vec::with_capacity(locked.len());
         let mut copies = Vec::with_capacity(locked.len());
         for (peer, reduced) in locked.iter().enumerate() {
@@ -133,8 +132,8 @@ impl Exchange<'_> {
 
     /// Elements that a peer of an all_to_all sends to the ranks before this one.
     fn sent_before(&self, peer: usize) -> Result<usize, CommError> {
-        match &self.round.post_of(peer)?.call {
-            Call::AllToAll { send, .. } => Ok(send[..self.rank].iter().sum()),
+        match &self.round.posting_of(peer)?.call {
+            CallSignature::AllToAll { send, .. } => Ok(send[..self.rank].iter().sum()),
             other => Err(CommError::Tensor(format!("rank {peer} of the group has posted {other}"))),
         }
     }
@@ -143,7 +142,8 @@ impl Exchange<'_> {
     pub(super) fn all_to_all_strided(&self, plan: &StridedPlan, outputs: &[Tensor]) -> Result<(), CommError> {
         let mut pulls = Vec::with_capacity(plan.recv.len());
         for (peer, received) in plan.recv.iter().enumerate() {
-            let Call::AllToAllStrided { plan: theirs, .. } = &self.round.post_of(peer)?.call else {
+            let CallSignature::AllToAllStrided { plan: theirs, .. } = &self.round.posting_of(peer)?.call
+            else {
                 return Err(CommError::Tensor(format!("rank {peer} of the group has posted another call")));
             };
             let copy = |(from, recv): (&StridedBlock, &RecvBlock)| {

@@ -1,9 +1,9 @@
 //! Starting ranks as threads.
 
 use super::communicator::Communicator;
-use super::engine::RankState;
 use super::group::ThreadGroup;
-use super::world::World;
+use super::progress_engine::RankState;
+use super::world::ThreadWorld;
 use crate::comm::CommError;
 use crate::comm::launch::{LaunchError, LaunchOptions, RankContext, run_rank};
 use std::error::Error;
@@ -29,7 +29,7 @@ where
     if world_size == 0 || threads_per_rank == 0 {
         return Err(LaunchError::InvalidOptions { world_size, threads_per_rank });
     }
-    let world = Arc::new(World::new(world_size, options.timeout));
+    let world = Arc::new(ThreadWorld::new(world_size, options.timeout));
     let comm = Arc::new(Communicator::new(&options.name, world.clone(), (0..world_size).collect()));
     let rank_main = |rank: usize| {
         let state = Arc::new(RankState::new(rank, world.clone()));

@@ -1,10 +1,10 @@
 //! Messages between two ranks of a group.
 
 use super::communicator::Communicator;
-use super::engine::{Operation, Step};
+use super::progress_engine::{Operation, Step};
 use crate::comm::buffer::{StorageId, copy_into, copy_of};
-use crate::comm::cause::Wait;
-use crate::comm::history::Record;
+use crate::comm::call_signature::{CallSignature, Elements};
+use crate::comm::diagnostics::{Entry, Wait};
 use crate::comm::{CollectiveOp, CommError};
 use candle_core::{Device, Tensor};
 use parking_lot::{Mutex, RwLock};
@@ -49,6 +49,7 @@ pub(super) struct SendOperation {
     dst: usize,
     sequence: u64,
     message: Arc<Message>,
+    elements: Elements,
     lent: [StorageId; 1],
     device: Device,
 }
@@ -69,7 +70,7 @@ impl SendOperation {
         comm.mailbox.queue(rank, dst).lock().push_back(message.clone());
         comm.world.notify(&comm.global_ranks[dst..=dst]);
         let (lent, device) = ([StorageId::of(tensor)], tensor.device().clone());
-        Self { comm: comm.clone(), dst, sequence, message, lent, device }
+        Self { comm: comm.clone(), dst, sequence, message, elements: Elements::of(tensor), lent, device }
     }
 }
 
@@ -94,9 +95,9 @@ impl Operation for SendOperation {
         Wait { group, op: CollectiveOp::Send, sequence: self.sequence, missing }
     }
 
-    fn record(&self, id: u64) -> Record<CollectiveOp> {
-        let (group, call) = (self.comm.label.clone(), CollectiveOp::Send);
-        Record { id, group, sequence: self.sequence, is_collective: false, call }
+    fn entry(&self, id: u64) -> Entry {
+        let call = CallSignature::Send { elements: self.elements, dst: self.dst };
+        Entry { id, group: self.comm.label.clone(), sequence: self.sequence, call, is_complete: false }
     }
 }
 
@@ -123,16 +124,15 @@ impl RecvOperation {
     }
 
     fn take(&self, tensor: &Tensor, lent: &[StorageId]) -> Result<(), CommError> {
-        let describe =
-            |op: CollectiveOp, t: &Tensor| format!("{op}({} × {})", t.elem_count(), t.dtype().as_str());
-        if (tensor.dtype(), tensor.elem_count()) != (self.output.dtype(), self.output.elem_count()) {
+        let (sent, expected) = (Elements::of(tensor), Elements::of(&self.output));
+        if sent != expected {
             return Err(CommError::Desync {
                 group: self.comm.name.clone(),
                 sequence: self.sequence,
                 rank: self.comm.global_ranks[self.src],
-                called: describe(CollectiveOp::Send, tensor),
+                called: format!("{}({sent})", CollectiveOp::Send),
                 others: vec![self.comm.global_ranks[self.rank]],
-                others_called: describe(CollectiveOp::Recv, &self.output),
+                others_called: format!("{}({expected})", CollectiveOp::Recv),
             });
         }
         if lent.contains(&StorageId::of(&self.output)) {
@@ -175,8 +175,8 @@ impl Operation for RecvOperation {
         Wait { group, op: CollectiveOp::Recv, sequence: self.sequence, missing }
     }
 
-    fn record(&self, id: u64) -> Record<CollectiveOp> {
-        let (group, call) = (self.comm.label.clone(), CollectiveOp::Recv);
-        Record { id, group, sequence: self.sequence, is_collective: false, call }
+    fn entry(&self, id: u64) -> Entry {
+        let call = CallSignature::Recv { elements: Elements::of(&self.output), src: self.src };
+        Entry { id, group: self.comm.label.clone(), sequence: self.sequence, call, is_complete: false }
     }
 }

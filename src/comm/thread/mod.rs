@@ -5,11 +5,11 @@
 
 mod collective;
 mod communicator;
-mod engine;
 mod exchange;
 mod group;
 mod launch;
 mod mailbox;
+mod progress_engine;
 mod signal;
 #[cfg(test)]
 mod tests;

@@ -1,9 +1,9 @@
 //! What the conformance suite cannot see from outside: threads, pools, slots.
 
 use super::communicator::Communicator;
-use super::engine::RankState;
 use super::group::ThreadGroup;
-use super::world::World;
+use super::progress_engine::RankState;
+use super::world::ThreadWorld;
 use super::{LaunchError, LaunchOptions, launch};
 use crate::comm::{CommError, ProcessGroupExt, ReduceOp};
 use candle_core::{DType, Device, Tensor};
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 #[test]
 fn rounds_are_freed_as_they_complete() {
-    let world = Arc::new(World::new(3, Duration::from_secs(20)));
+    let world = Arc::new(ThreadWorld::new(3, Duration::from_secs(20)));
     let comm = Arc::new(Communicator::new("world", world.clone(), vec![0, 1, 2]));
     let rank_main = |rank: usize| {
         let group = ThreadGroup::new(Arc::new(RankState::new(rank, world.clone())), comm.clone(), rank);

@@ -1,9 +1,8 @@
 //! What all ranks and groups of one launch share: the failure, and the signals.
 
 use super::signal::Signal;
-use crate::comm::cause::{self, Wait};
-use crate::comm::history::{History, Record, Told, divergence, lines};
-use crate::comm::{CollectiveOp, CommError};
+use crate::comm::CommError;
+use crate::comm::diagnostics::{Entry, FlightRecorder, HangReport, Wait};
 use parking_lot::Mutex;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,13 +10,12 @@ use std::time::Duration;
 
 /// The ranks of one launch.
 #[derive(Debug)]
-pub(super) struct World {
+pub(super) struct ThreadWorld {
     timeout: Duration,
     failure: OnceLock<Failure>,
     left: Box<[AtomicBool]>,
     signals: Box<[Signal]>,
-    /// What each rank has called last.
-    histories: Box<[Mutex<History<CollectiveOp>>]>,
+    recorders: Box<[Mutex<FlightRecorder>]>,
     /// What each rank sleeps for.
     waits: Box<[Mutex<Option<Wait>>]>,
 }
@@ -30,14 +28,14 @@ pub(super) struct Failure {
     pub(super) reporter: usize,
 }
 
-impl World {
+impl ThreadWorld {
     pub(super) fn new(world_size: usize, timeout: Duration) -> Self {
         Self {
             timeout,
             failure: OnceLock::new(),
             left: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             signals: (0..world_size).map(|_| Signal::default()).collect(),
-            histories: (0..world_size).map(|_| Mutex::default()).collect(),
+            recorders: (0..world_size).map(|_| Mutex::default()).collect(),
             waits: (0..world_size).map(|_| Mutex::default()).collect(),
         }
     }
@@ -70,14 +68,14 @@ impl World {
         self.failure().map_or(Ok(()), |failure| Err(failure.error.clone()))
     }
 
-    /// Remembers what a rank has called.
-    pub(super) fn remember(&self, rank: usize, record: Record<CollectiveOp>) {
-        self.histories[rank].lock().add(record);
+    /// Stores what a rank has called.
+    pub(super) fn record(&self, rank: usize, entry: Entry) {
+        self.recorders[rank].lock().record(entry);
     }
 
     /// Notes that an operation of a rank is complete.
     pub(super) fn complete(&self, rank: usize, id: u64) {
-        self.histories[rank].lock().complete(id);
+        self.recorders[rank].lock().complete(id);
     }
 
     /// Notes what a rank is about to sleep for, or that it sleeps no more.
@@ -85,20 +83,13 @@ impl World {
         *self.waits[rank].lock() = wait;
     }
 
-    /// What the ranks that sleep wait for.
-    pub(super) fn waits(&self) -> Vec<(usize, Wait)> {
-        let waits = self.waits.iter().enumerate();
-        waits.filter_map(|(rank, wait)| Some((rank, wait.lock().clone()?))).collect()
-    }
-
-    /// Logs what every rank has called last, where they part, and who waits for whom.
-    pub(super) fn tell_histories(&self, error: &CommError, waits: &[(usize, Wait)]) {
-        let tell = |(rank, history): (usize, &Mutex<History<CollectiveOp>>)| (rank, history.lock().tell());
-        let ranks: Vec<(usize, Vec<Told>)> = self.histories.iter().enumerate().map(tell).collect();
-        for (rank, told) in &ranks {
-            tracing::error!("the last operations of rank {rank}:{}", lines(told));
+    /// What every rank has called last, and what those that sleep wait for.
+    pub(super) fn hang_report(&self) -> HangReport {
+        let mut report = HangReport::default();
+        for (rank, (recorder, wait)) in self.recorders.iter().zip(&self.waits).enumerate() {
+            report.note(rank, recorder.lock().report(), wait.lock().clone());
         }
-        tracing::error!("{error}; where the ranks part:{}{}", divergence(&ranks), cause::lines(waits));
+        report
     }
 
     /// Notes that a rank issues nothing any more.

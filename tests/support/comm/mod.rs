@@ -20,7 +20,8 @@ use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use ulysses::comm::{
-    CommError, GroupStats, LaunchError, LaunchOptions, Pending, ProcessGroup, ReduceOp, launch,
+    CollectiveArgs, CommError, GroupStats, LaunchError, LaunchOptions, Pending, ProcessGroup, launch,
+    pack_exchange_unpack,
 };
 #[cfg(feature = "cuda")]
 use ulysses::device::DeviceKind;
@@ -192,47 +193,13 @@ impl ProcessGroup for DefaultsOnly {
         self.0.global_ranks()
     }
 
-    fn start_all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending, CommError> {
-        self.0.start_all_reduce(tensor, op)
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        op: ReduceOp,
-    ) -> Result<Pending, CommError> {
-        self.0.start_reduce_scatter(input, output, op)
-    }
-
-    fn start_all_gather(&self, input: &Tensor, output: &Tensor) -> Result<Pending, CommError> {
-        self.0.start_all_gather(input, output)
-    }
-
-    fn start_all_to_all(
-        &self,
-        input: &Tensor,
-        output: &Tensor,
-        send_counts: &[usize],
-        recv_counts: &[usize],
-    ) -> Result<Pending, CommError> {
-        self.0.start_all_to_all(input, output, send_counts, recv_counts)
-    }
-
-    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Pending, CommError> {
-        self.0.start_broadcast(tensor, root)
-    }
-
-    fn start_send(&self, tensor: &Tensor, dst: usize) -> Result<Pending, CommError> {
-        self.0.start_send(tensor, dst)
-    }
-
-    fn start_recv(&self, tensor: &Tensor, src: usize) -> Result<Pending, CommError> {
-        self.0.start_recv(tensor, src)
-    }
-
-    fn start_barrier(&self) -> Result<Pending, CommError> {
-        self.0.start_barrier()
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+        match call {
+            CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
+                pack_exchange_unpack(self, inputs, outputs, plan)
+            }
+            other => self.0.start(other),
+        }
     }
 
     fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>, CommError> {

@@ -1,0 +1,91 @@
+//! Checks of a call's arguments that need no peer, shared by the backends.
+
+use super::{CollectiveOp, CommError};
+use candle_core::{DType, Tensor};
+use ulysses_kernels::device::Target;
+use ulysses_kernels::tensor::{DTYPE_NAMES, DTYPES};
+
+/// The checks of one call, which errors name.
+#[derive(Clone, Copy)]
+pub(super) struct ArgCheck<'a> {
+    pub(super) group: &'a str,
+    pub(super) world_size: usize,
+    pub(super) op: CollectiveOp,
+}
+
+impl ArgCheck<'_> {
+    pub(super) fn invalid(&self, reason: String) -> CommError {
+        CommError::InvalidArgument { group: self.group.to_owned(), op: self.op, reason }
+    }
+
+    /// Every tensor is contiguous, and all are on one device and have the one dtype
+    /// returned.
+    pub(super) fn tensors(&self, tensors: &[&Tensor]) -> Result<DType, CommError> {
+        let Some(first) = tensors.first() else {
+            return Err(self.invalid("needs at least one tensor, to know the dtype".to_owned()));
+        };
+        let dtype = first.dtype();
+        if !DTYPES.contains(&dtype) {
+            return Err(self.invalid(format!("dtype {dtype:?} is not supported; use {DTYPE_NAMES}")));
+        }
+        Target::of(first.device()).map_err(|unsupported| self.invalid(unsupported.to_string()))?;
+        let location = first.device().location();
+        for tensor in tensors {
+            if tensor.dtype() != dtype {
+                return Err(
+                    self.invalid(format!("tensors of dtype {dtype:?} and {:?} in one call", tensor.dtype()))
+                );
+            }
+            let other = tensor.device().location();
+            if other != location {
+                return Err(self.invalid(format!("tensors on {location:?} and {other:?} in one call")));
+            }
+            if !tensor.is_contiguous() {
+                let (shape, stride) = (tensor.shape(), tensor.stride());
+                return Err(
+                    self.invalid(format!("needs contiguous tensors, got shape {shape:?} strides {stride:?}"))
+                );
+            }
+        }
+        Ok(dtype)
+    }
+
+    /// `whole` holds one chunk of the size of `part` for each rank.
+    pub(super) fn chunks(&self, whole: (&str, &Tensor), part: (&str, &Tensor)) -> Result<(), CommError> {
+        let expected = part.1.elem_count() * self.world_size;
+        if whole.1.elem_count() == expected {
+            return Ok(());
+        }
+        Err(self.invalid(format!(
+            "{} has {} elements, expected {expected}: {} ranks × {} elements of {}",
+            whole.0,
+            whole.1.elem_count(),
+            self.world_size,
+            part.1.elem_count(),
+            part.0
+        )))
+    }
+
+    /// One count for each rank, together as many elements as `tensor` has.
+    pub(super) fn counts(&self, what: &str, counts: &[usize], tensor: &Tensor) -> Result<(), CommError> {
+        if counts.len() != self.world_size {
+            let (given, world_size) = (counts.len(), self.world_size);
+            return Err(self.invalid(format!("{given} {what} counts for a group of {world_size} ranks")));
+        }
+        let sum = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
+        if sum != Some(tensor.elem_count()) {
+            let elements = tensor.elem_count();
+            return Err(self.invalid(format!(
+                "{what} counts {counts:?} do not add up to the {elements} elements given"
+            )));
+        }
+        Ok(())
+    }
+
+    pub(super) fn rank(&self, what: &str, rank: usize) -> Result<(), CommError> {
+        if rank < self.world_size {
+            return Ok(());
+        }
+        Err(self.invalid(format!("{what} rank {rank} is not below the group's size, {}", self.world_size)))
+    }
+}

@@ -1,0 +1,283 @@
+//! The comparison of calls for backends that have none of their own, such as NCCL.
+
+use super::{GroupLabel, compare};
+use crate::comm::call_signature::CallSignature;
+use crate::comm::{
+    CollectiveArgs, CollectiveOp, CommError, GroupStats, GroupWrapper, Pending, ProcessGroup, ProcessGroupExt,
+};
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A group whose ranks tell each other what they call before any data moves. Ranks that diverge get
+/// [`CommError::Desync`], with both calls. Messages are not compared: they have two ranks each.
+///
+/// What the ranks tell travels in a group of its own, so that it is not in the statistics; every collective waits
+/// for it. First comes a fingerprint of fixed size; calls whose fingerprints say too little follow in full.
+#[derive(Debug)]
+pub(in crate::comm) struct DesyncCheck {
+    inner: Arc<dyn ProcessGroup>,
+    /// The same ranks.
+    side: Arc<dyn ProcessGroup>,
+    label: Arc<GroupLabel>,
+    sequence: AtomicU64,
+    log: Arc<dyn CallLog>,
+}
+
+/// Who remembers the calls of a rank, for when ranks wait for one another in vain.
+pub(in crate::comm) trait CallLog: Send + Sync + Debug {
+    /// A call is about to be compared.
+    fn called(&self, group: &Arc<GroupLabel>, sequence: u64, call: &CallSignature);
+
+    /// All ranks have come to the last call, which lets them know that those before are complete.
+    fn agreed(&self);
+}
+
+/// A fingerprint: a hash of the call, and whether that is not enough to compare it.
+type Fingerprint = [u8; 33];
+
+fn fingerprint(call: &CallSignature, text: &[u8]) -> Fingerprint {
+    let mut fingerprint = [0; 33];
+    fingerprint[..32].copy_from_slice(blake3::hash(text).as_bytes());
+    // What a rank sends is what its peers expect, not what they send.
+    fingerprint[32] =
+        u8::from(matches!(call, CallSignature::AllToAll { .. } | CallSignature::AllToAllStrided { .. }));
+    fingerprint
+}
+
+impl DesyncCheck {
+    /// Collective.
+    pub(in crate::comm) fn over(
+        inner: Arc<dyn ProcessGroup>,
+        log: Arc<dyn CallLog>,
+    ) -> Result<Arc<dyn ProcessGroup>, CommError> {
+        let name = format!("{} (calls)", inner.name());
+        let Some(side) = inner.split(&name, Some(0), inner.rank())? else { return Ok(inner) };
+        let label = GroupLabel { name: inner.name().to_owned(), members: inner.global_ranks().to_vec() };
+        Ok(Arc::new(Self { inner, side, label: Arc::new(label), sequence: AtomicU64::new(0), log }))
+    }
+
+    /// Goes on where all ranks have made a call that fits this one.
+    fn agree(&self, call: &CallSignature) -> Result<(), CommError> {
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        if self.world_size() == 1 {
+            return Ok(());
+        }
+        self.log.called(&self.label, sequence, call);
+        let unreadable = |error: serde_json::Error| CommError::Tensor(format!("a rank's call: {error}"));
+        let text = serde_json::to_vec(call).map_err(unreadable)?;
+        let own = fingerprint(call, &text);
+        let all = self.side.all_gather_values(&own)?;
+        // All ranks see the same, so all go on, or all tell more.
+        let is_enough = all.chunks(own.len()).all(|other| other == own && other[32] == 0);
+        if !is_enough {
+            let told = self.side.all_gather_varied(&text)?;
+            let calls = told
+                .iter()
+                .map(|told| serde_json::from_slice(told))
+                .collect::<Result<Vec<CallSignature>, _>>();
+            let calls = calls.map_err(unreadable)?;
+            compare(&calls.iter().collect::<Vec<_>>()).map_err(|divergence| {
+                let error =
+                    divergence.with_global_ranks(self.global_ranks()).into_error(self.name(), sequence);
+                self.inner.abort(&error.to_string());
+                error
+            })?;
+        }
+        self.log.agreed();
+        Ok(())
+    }
+}
+
+impl GroupWrapper for DesyncCheck {
+    fn inner(&self) -> &Arc<dyn ProcessGroup> {
+        &self.inner
+    }
+
+    fn start(&self, call: CollectiveArgs<'_>) -> Result<Pending, CommError> {
+        if !call.op().is_message() {
+            // The arguments are valid: the ranks agree on calls that can be made, and the comparison goes through the
+            // counts of all.
+            self.agree(&call.check(self.name(), self.world_size())?)?;
+        }
+        self.inner.start(call)
+    }
+
+    fn split(
+        &self,
+        name: &str,
+        color: Option<usize>,
+        key: usize,
+    ) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
+        self.agree(&CallSignature::Split { name: name.into(), color, key })?;
+        let child = self.inner.split(name, color, key)?;
+        child.map(|child| Self::over(child, self.log.clone())).transpose()
+    }
+
+    fn stats(&self) -> GroupStats {
+        // The group that the calls are told in is not the caller's.
+        let mut stats = self.inner.stats();
+        if let Some(split) = stats.ops.get_mut(&CollectiveOp::Split) {
+            split.calls = split.calls.saturating_sub(1);
+        }
+        stats.ops.retain(|_, op| op.calls > 0);
+        stats
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::{LaunchOptions, ReduceOp, StridedPlan, launch};
+    use candle_core::{DType, Device, Tensor};
+    use parking_lot::Mutex;
+
+    /// What a rank has called, and what it knows to be complete.
+    #[derive(Debug, Default)]
+    struct Log(Mutex<Vec<String>>);
+
+    impl CallLog for Log {
+        fn called(&self, group: &Arc<GroupLabel>, sequence: u64, call: &CallSignature) {
+            self.0.lock().push(format!("#{sequence} of {} {:?}: {call}", group.name, group.members));
+        }
+
+        fn agreed(&self) {
+            self.0.lock().push("agreed".to_owned());
+        }
+    }
+
+    fn on_ranks<T: Send>(
+        run: impl Fn(usize, Arc<dyn ProcessGroup>) -> Result<T, CommError> + Sync,
+    ) -> Result<Vec<T>, CommError> {
+        on_ranks_with(&|| Arc::new(Log::default()), run)
+    }
+
+    fn on_ranks_with<T: Send>(
+        log: &(dyn Fn() -> Arc<Log> + Sync),
+        run: impl Fn(usize, Arc<dyn ProcessGroup>) -> Result<T, CommError> + Sync,
+    ) -> Result<Vec<T>, CommError> {
+        let outcome = launch(3, &LaunchOptions::default(), |context| {
+            run(context.rank, DesyncCheck::over(context.group, log())?)
+        });
+        outcome.map_err(|error| error.comm_error().unwrap_or_else(|| panic!("{error}")).clone())
+    }
+
+    #[test]
+    fn calls_that_agree_do_what_they_do_without_the_check() {
+        let results = on_ranks(|rank, group| {
+            let pair = group.split("pair", (rank < 2).then_some(0), rank)?;
+            let sum = group.all_reduce_values(&[10_f32.powi(rank as i32)], ReduceOp::Sum)?[0];
+            let of_pair = pair.map(|pair| pair.all_gather_values(&[rank as u32])).transpose()?;
+            assert_eq!(group.stats().get(CollectiveOp::AllReduce).calls, 1);
+            assert_eq!(group.stats().get(CollectiveOp::AllGather).calls, 0, "what is told is not counted");
+            assert_eq!(group.stats().get(CollectiveOp::Split).calls, 1);
+            Ok((sum, of_pair))
+        });
+        let pair = Some(vec![0, 1]);
+        assert_eq!(results, Ok(vec![(111.0, pair.clone()), (111.0, pair), (111.0, None)]));
+    }
+
+    #[test]
+    fn the_rank_that_calls_something_else_is_named_with_both_calls() {
+        let error = on_ranks(|rank, group| {
+            group.barrier()?;
+            if rank == 1 {
+                group.barrier()
+            } else {
+                group.all_reduce_values(&[0_f32; 4], ReduceOp::Sum).map(drop)
+            }
+        });
+        let Err(CommError::Desync { rank, sequence, called, others_called, .. }) = error else {
+            panic!("{error:?}")
+        };
+        assert_eq!((rank, sequence), (1, 1), "the place among the caller's own calls");
+        assert_eq!((called.as_str(), others_called.as_str()), ("barrier", "all_reduce(Sum, 4 × f32)"));
+    }
+
+    #[test]
+    fn an_exchange_whose_counts_do_not_fit_is_refused_before_data_moves() {
+        let error = on_ranks(|rank, group| {
+            let send = if rank == 2 { [2, 1, 1] } else { [1, 1, 1] };
+            let input = Tensor::zeros(send.iter().sum::<usize>(), DType::F32, &Device::Cpu)?;
+            let output = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
+            group.start_all_to_all(&input, &output, &send, &[1, 1, 1])?.wait()
+        });
+        assert!(matches!(error, Err(CommError::Desync { rank: 2, .. })), "{error:?}");
+    }
+
+    #[test]
+    fn equal_counts_that_do_not_fit_each_other_are_found_behind_equal_fingerprints() {
+        let error = on_ranks(|_, group| {
+            let (input, output) =
+                (Tensor::zeros(6, DType::F32, &Device::Cpu)?, Tensor::zeros(6, DType::F32, &Device::Cpu)?);
+            // All say the same: that they send 3 to rank 2, and expect 1 from rank 0.
+            group.start_all_to_all(&input, &output, &[1, 2, 3], &[1, 2, 3])?.wait()
+        });
+        assert!(matches!(error, Err(CommError::Desync { .. })), "{error:?}");
+    }
+
+    #[test]
+    fn calls_are_remembered_with_their_place_before_they_are_compared() {
+        let logs: [Arc<Log>; 3] = Default::default();
+        let next = Mutex::new(logs.iter());
+        let log = || next.lock().next().unwrap().clone();
+        let error = on_ranks_with(&log, |rank, group| {
+            group.barrier()?;
+            if rank == 2 {
+                group.all_reduce_values(&[0_f32], ReduceOp::Sum).map(drop)
+            } else {
+                group.barrier()
+            }
+        });
+        assert!(matches!(error, Err(CommError::Desync { rank: 2, .. })), "{error:?}");
+        let mut told: Vec<String> = logs.iter().map(|log| log.0.lock().join("; ")).collect();
+        told.sort();
+        let place = |sequence: u64, call: &str| format!("#{sequence} of world [0, 1, 2]: {call}");
+        let expected = |last: &str| format!("{}; agreed; {}", place(0, "barrier"), place(1, last));
+        let barrier = expected("barrier");
+        assert_eq!(told, [expected("all_reduce(Sum, 1 × f32)"), barrier.clone(), barrier]);
+    }
+
+    #[test]
+    fn arguments_that_no_group_takes_are_refused_before_they_are_compared() {
+        let refused = on_ranks(|_, group| {
+            let four = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
+            let plan = Arc::new(StridedPlan::default());
+            let results = [
+                group.start_all_to_all(&four, &four.zeros_like()?, &[4], &[2, 1, 1]).map(drop),
+                group.start_all_to_all_strided(&[four], &[], &plan).map(drop),
+            ];
+            group.barrier()?;
+            Ok(results.iter().all(|result| matches!(result, Err(CommError::InvalidArgument { .. }))))
+        });
+        assert_eq!(refused, Ok(vec![true; 3]));
+    }
+
+    #[test]
+    fn a_rank_that_is_refused_its_arguments_has_called_nothing() {
+        let refused = on_ranks(|rank, group| {
+            let of = |elems: usize| Tensor::zeros(elems, DType::F32, &Device::Cpu);
+            let (two, four, columns) = (of(2)?, of(4)?, of(4)?.reshape((2, 2))?.t()?);
+            let calls = [
+                CollectiveArgs::AllReduce { tensor: &columns, op: ReduceOp::Sum },
+                CollectiveArgs::ReduceScatter { input: &four, output: &two, op: ReduceOp::Sum },
+                CollectiveArgs::AllGather { input: &two, output: &four },
+                CollectiveArgs::AllToAll {
+                    input: &columns,
+                    output: &four,
+                    send_counts: &[4, 0, 0],
+                    recv_counts: &[4, 0, 0],
+                },
+                CollectiveArgs::Broadcast { tensor: &two, root: 3 },
+            ];
+            // The others wait at the barrier, which the rank comes to as its first call.
+            let calls = calls.into_iter().filter(|_| rank == 1);
+            let refused = calls.map(|call| group.start(call).map(drop));
+            let refused = refused.filter(|result| matches!(result, Err(CommError::InvalidArgument { .. })));
+            let num_refused = refused.count();
+            group.barrier()?;
+            Ok(num_refused)
+        });
+        assert_eq!(refused, Ok(vec![0, 5, 0]));
+    }
+}

@@ -1,0 +1,314 @@
+//! One rank of a job: its operations under way, the failure, and how it waits.
+//!
+//! While a rank waits for *any* operation it moves *all* of its operations on, in every group,
+//! since MPI moves messages only while it is called.
+
+use super::backoff::{Backoff, CpuContention};
+use super::control::ControlMessages;
+use super::library::Communicator;
+use super::operation::Operation;
+use crate::comm::call_signature::CallSignature;
+use crate::comm::diagnostics::{ControlMessage, FlightRecorder, HangReport, Wait, lines};
+use crate::comm::ordered_channel::OrderedChannel;
+use crate::comm::{CommError, LaunchOptions};
+use parking_lot::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Stands in for a timeout beyond what the clock can add.
+const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+/// How long the messages of a rank that has ended may take to arrive after its last word: they come
+/// by other ways.
+const GRACE: Duration = Duration::from_millis(100);
+/// How long the ranks may take to tell what they wait for. Who waits does so at its next look; who computes is silent.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a failed world waits for ranks that have not heard of it.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// One rank; shared by all its groups. All calls of MPI are made under its lock.
+#[derive(Debug)]
+pub(super) struct MpiRank {
+    /// The rank among all.
+    pub(super) rank: usize,
+    /// Compare calls before data moves.
+    pub(super) check: bool,
+    timeout: Duration,
+    contention: CpuContention,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    failure: Option<CommError>,
+    /// No operation may begin any more.
+    is_closed: bool,
+    next_id: u64,
+    /// In the order of issue.
+    in_flight: Vec<(u64, Operation)>,
+    recorder: FlightRecorder,
+    report: HangReport,
+    /// When this rank has reported its calls to the others.
+    reported: Option<Instant>,
+    control: ControlMessages,
+    /// When each rank's last word came; the own entry stays empty.
+    ended: Vec<Option<Instant>>,
+    communicators: Vec<Communicator>,
+}
+
+impl MpiRank {
+    /// The rank within `communicator`, which becomes the world's.
+    pub(super) fn new(
+        communicator: Communicator,
+        rank: usize,
+        ranks: usize,
+        options: &LaunchOptions,
+    ) -> Self {
+        let state = State {
+            failure: None,
+            is_closed: false,
+            next_id: 0,
+            in_flight: Vec::new(),
+            recorder: FlightRecorder::default(),
+            report: HangReport::default(),
+            reported: None,
+            control: ControlMessages::new(communicator, rank, ranks),
+            ended: vec![None; ranks],
+            communicators: vec![communicator],
+        };
+        let (check, timeout, contention) = (options.check, options.timeout, CpuContention::default());
+        Self { rank, check, timeout, contention, state: Mutex::new(state) }
+    }
+
+    /// The error that counts, once there is one.
+    pub(super) fn check(&self) -> Result<(), CommError> {
+        self.state.lock().check()
+    }
+
+    /// Begins an operation; returns its number.
+    pub(super) fn issue(&self, operation: Operation, call: CallSignature) -> Result<u64, CommError> {
+        let mut state = self.state.lock();
+        state.check()?;
+        let id = state.next_id;
+        state.next_id += 1;
+        state.recorder.record(operation.entry(id, call));
+        state.in_flight.push((id, operation));
+        // All of them: what was issued before may wait for no more than this look.
+        state.advance().map_err(|error| self.fail_with(&mut state, error))?;
+        Ok(id)
+    }
+
+    /// Blocks until operation `id`, and those before it in its channel, are complete.
+    ///
+    /// # Errors
+    /// The world's failure, which this call may be the one to notice.
+    pub(super) fn complete(&self, channel: OrderedChannel, id: u64) -> Result<(), CommError> {
+        let started = Instant::now();
+        let deadline = started.checked_add(self.timeout).unwrap_or(started + FOR_EVER);
+        let mut backoff = Backoff::new(&self.contention);
+        // Who is asked at the first look has come too late to have waited for anybody.
+        let mut has_looked = false;
+        loop {
+            // Before looking: a peer that came at the last moment is no longer missing.
+            let late = Instant::now() >= deadline;
+            let mut state = self.state.lock();
+            if state.head(channel, id).is_none() {
+                return Ok(());
+            }
+            state.check()?;
+            state.advance().map_err(|error| self.fail_with(&mut state, error))?;
+            let Some(head) = state.head(channel, id) else { return Ok(()) };
+            let wait = head.wait();
+            self.listen(&mut state, has_looked.then_some(&wait));
+            state.check()?;
+            if let Some(&rank) = wait.missing.iter().find(|&&rank| state.has_long_ended(rank)) {
+                return Err(self.fail_with(&mut state, wait.left_by(rank)));
+            }
+            if late {
+                return Err(self.time_out(&mut state, wait, started.elapsed()));
+            }
+            has_looked = true;
+            drop(state);
+            backoff.wait();
+        }
+    }
+
+    /// Finds out who keeps the ranks waiting, and fails the world. What comes meanwhile has come too late: this rank
+    /// moves none of its operations on.
+    fn time_out(&self, state: &mut MutexGuard<'_, State>, wait: Wait, waited: Duration) -> CommError {
+        let reported = self.report_calls(state, Some(&wait));
+        let mut backoff = Backoff::new(&self.contention);
+        while !state.all_have_reported() && reported.elapsed() < REPORT_TIMEOUT {
+            MutexGuard::unlocked(state, || backoff.wait());
+            self.listen(state, Some(&wait));
+            if let Some(failure) = &state.failure {
+                return failure.clone();
+            }
+        }
+        let timeout = state.report.root_blocker(wait).timed_out(waited);
+        self.fail_with(state, timeout)
+    }
+
+    /// Reports to the others, once, what this rank has called and what it waits for. Returns when it has.
+    fn report_calls(&self, state: &mut State, wait: Option<&Wait>) -> Instant {
+        if let Some(reported) = state.reported {
+            return reported;
+        }
+        let (calls, wait) = (state.recorder.report(), wait.cloned());
+        let message = ControlMessage::Called { calls: calls.clone(), wait: wait.clone() };
+        if let Err(reason) = state.control.send(&message) {
+            tracing::error!("rank {} cannot tell the others what it called: {reason}", self.rank);
+        }
+        state.report.note(self.rank, calls, wait);
+        *state.reported.insert(Instant::now())
+    }
+
+    /// Fails the world, unless it has failed before; returns the error that counts.
+    pub(super) fn fail(&self, error: CommError) -> CommError {
+        self.fail_with(&mut self.state.lock(), error)
+    }
+
+    fn fail_with(&self, state: &mut State, error: CommError) -> CommError {
+        if let Some(failure) = &state.failure {
+            return failure.clone();
+        }
+        let error = match error {
+            // For the others it matters whose tensor it was.
+            CommError::Tensor(reason) => CommError::PeerFailed { rank: self.rank, reason },
+            named => named,
+        };
+        if let Err(reason) = state.control.send(&ControlMessage::failed(self.rank, &error)) {
+            tracing::error!("rank {} cannot tell the others that it failed: {reason}", self.rank);
+        }
+        self.give_up(state, error.clone());
+        error
+    }
+
+    /// From here on every call returns `error`.
+    fn give_up(&self, state: &mut State, error: CommError) {
+        if let CommError::Timeout { .. } = error {
+            self.report_calls(state, None);
+            let own = lines(&state.recorder.report());
+            tracing::error!("{error}; the last operations of rank {}:{own}", self.rank);
+        }
+        state.in_flight.clear();
+        state.failure = Some(error);
+    }
+
+    /// Hears what other ranks have to tell. When the time of one is up this one tells of its calls too, and what it
+    /// waits for.
+    fn listen(&self, state: &mut State, wait: Option<&Wait>) {
+        let messages = state.control.poll().unwrap_or_else(|reason| {
+            let rank = self.rank;
+            self.fail_with(state, CommError::PeerFailed { rank, reason: format!("MPI: {reason}") });
+            Vec::new()
+        });
+        for (rank, message) in messages {
+            match message {
+                ControlMessage::Ended => state.ended[rank] = Some(Instant::now()),
+                ControlMessage::Called { calls, wait: others_wait } => {
+                    state.report.note(rank, calls, others_wait);
+                    self.report_calls(state, wait);
+                }
+                ControlMessage::Failed(error) if state.failure.is_none() => self.give_up(state, error),
+                ControlMessage::Failed(_) => {}
+            }
+        }
+    }
+
+    /// After a timeout: where the ranks part, by what they have reported.
+    fn log_parting(&self, state: &mut State) {
+        let Some(CommError::Timeout { missing, .. }) = &state.failure else { return };
+        if let Some(parting) = state.report.parting(self.rank, missing) {
+            tracing::error!("where the ranks part:{parting}");
+        }
+    }
+
+    /// Calls MPI outside of any operation.
+    pub(super) fn call<R>(&self, call: impl FnOnce() -> R) -> R {
+        let _state = self.state.lock();
+        call()
+    }
+
+    /// Takes charge of a group's communicator.
+    pub(super) fn adopt(&self, communicator: Communicator) {
+        self.state.lock().communicators.push(communicator);
+    }
+
+    /// Says that this rank issues nothing any more, and waits until all ranks have said so. `false`
+    /// when some never did after a failure: MPI cannot be finalised then.
+    pub(super) fn leave(&self) -> bool {
+        let mut backoff = Backoff::new(&self.contention);
+        let mut state = self.state.lock();
+        state.is_closed = true;
+        let told = state.control.send(&ControlMessage::Ended).is_ok();
+        let mut deadline = None;
+        loop {
+            self.listen(&mut state, None);
+            let has_failed = state.failure.is_some();
+            let all = (0..state.ended.len()).all(|rank| rank == self.rank || state.ended[rank].is_some());
+            if all && state.control.are_sent() {
+                self.log_parting(&mut state);
+                if !has_failed {
+                    state.free();
+                }
+                return told;
+            }
+            let now = Instant::now();
+            if has_failed && now > *deadline.get_or_insert(now + SHUTDOWN_TIMEOUT) {
+                self.log_parting(&mut state);
+                return false;
+            }
+            MutexGuard::unlocked(&mut state, || backoff.wait());
+        }
+    }
+}
+
+impl State {
+    fn check(&self) -> Result<(), CommError> {
+        match &self.failure {
+            Some(failure) => Err(failure.clone()),
+            None if self.is_closed => {
+                Err(CommError::Tensor("the rank has returned: its groups are closed".to_owned()))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The first operation that is under way in a channel, up to `id`.
+    fn head(&self, channel: OrderedChannel, id: u64) -> Option<&Operation> {
+        let up_to = self.in_flight.iter().take_while(|(other, _)| *other <= id);
+        up_to.map(|(_, operation)| operation).find(|operation| operation.channel == channel)
+    }
+
+    /// Moves every operation on; those that are complete go.
+    fn advance(&mut self) -> Result<(), CommError> {
+        let mut index = 0;
+        while index < self.in_flight.len() {
+            let (_, operation) = &mut self.in_flight[index];
+            if operation.advance()? {
+                let (id, _) = self.in_flight.remove(index);
+                self.recorder.complete(id);
+            } else {
+                index += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether all ranks have reported their calls that still can.
+    fn all_have_reported(&self) -> bool {
+        (0..self.ended.len()).all(|rank| self.ended[rank].is_some() || self.report.has(rank))
+    }
+
+    fn has_long_ended(&self, rank: usize) -> bool {
+        self.ended.get(rank).copied().flatten().is_some_and(|ended| ended.elapsed() > GRACE)
+    }
+
+    /// Gives the communicators back: all ranks have ended well.
+    fn free(&mut self) {
+        for communicator in self.communicators.drain(..) {
+            if let Err(reason) = communicator.free() {
+                tracing::warn!("a communicator cannot be freed: {reason}");
+            }
+        }
+    }
+}

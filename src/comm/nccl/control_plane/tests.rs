@@ -1,0 +1,229 @@
+//! Ranks that tell one another of their calls, over connections of this machine.
+
+use super::*;
+use crate::comm::CollectiveOp;
+use crate::comm::diagnostics::GroupLabel;
+use crate::comm::diagnostics::tests::{issued, label};
+use crate::comm::store::control_channel::tests::{connected, impatient};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+/// Ends of a world that has met, which do not stay for one another.
+fn ends_of(ranks: usize) -> Vec<ControlChannel> {
+    connected(ranks).into_iter().map(impatient).collect()
+}
+
+type Call = (Arc<GroupLabel>, u64, &'static str);
+
+fn world() -> Arc<GroupLabel> {
+    label("world", &[0, 1, 2])
+}
+
+/// What a rank reports that has called these; all are under way, one behind the other.
+fn under_way(calls: &[Call]) -> (Vec<EntryReport>, Option<Wait>) {
+    let wait = calls.first().map(|(group, sequence, _)| wait(group, *sequence));
+    (issued(calls).report(), wait)
+}
+
+fn wait(group: &Arc<GroupLabel>, sequence: u64) -> Wait {
+    Wait { group: group.clone(), op: CollectiveOp::AllReduce, sequence, missing: Vec::new() }
+}
+
+/// What a rank has called of all ranks; only the last is under way.
+fn called(calls: &[&'static str]) -> Vec<EntryReport> {
+    let calls: Vec<Call> = (0..).zip(calls).map(|(sequence, call)| (world(), sequence, *call)).collect();
+    let mut history = issued(&calls);
+    history.complete_before_newest();
+    history.report()
+}
+
+fn stuck_at(sequence: u64) -> Stuck {
+    Stuck { wait: wait(&world(), sequence), waited: Duration::from_millis(1500) }
+}
+
+/// Rank 0 finds itself stuck; the others tell these when they are asked.
+fn roll(told: Vec<(Vec<EntryReport>, Option<Wait>)>, stuck: &Stuck) -> (Option<CommError>, Option<String>) {
+    let ends = ends_of(told.len()).into_iter().enumerate();
+    let mut ranks: Vec<_> = ends.map(|(rank, end)| ControlPlane::new(rank, told.len(), end)).collect();
+    let others = ranks.split_off(1);
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let done = &done;
+        for (mut other, told) in others.into_iter().zip(&told[1..]) {
+            scope.spawn(move || {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    other.listen(|| told.clone()).unwrap();
+                    std::thread::sleep(PAUSE);
+                }
+            });
+        }
+        let found = ranks[0].find_missing(stuck, told[0].0.clone());
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        let parting = found.as_ref().and_then(|error| ranks[0].parting(error));
+        (found, parting)
+    })
+}
+
+fn roll_of_all(calls: [&[&'static str]; 3], stuck: &Stuck) -> (Option<CommError>, Option<String>) {
+    roll(calls.map(|calls| (called(calls), None)).into(), stuck)
+}
+
+#[test]
+fn the_ranks_that_have_not_come_are_named_and_where_they_part_is_told() {
+    let (all, one) = (&["barrier", "all_reduce"][..], &["barrier"][..]);
+    let (found, parting) = roll_of_all([all, all, one], &stuck_at(1));
+    let Some(CommError::Timeout { group, op, sequence, waited_ms, missing }) = found else {
+        panic!("{found:?}")
+    };
+    assert_eq!((group.as_str(), op, sequence, waited_ms), ("world", CollectiveOp::AllReduce, 1, 1500));
+    assert_eq!(missing, [2]);
+    let parting = parting.unwrap();
+    assert!(parting.contains("rank(s) [0, 1] called all_reduce"), "{parting}");
+    assert!(parting.contains("rank 2 has not come to it"), "{parting}");
+}
+
+#[test]
+fn the_rank_with_another_call_is_named() {
+    let (usual, other) = (&["barrier", "all_reduce(3)"][..], &["barrier", "broadcast(3)"][..]);
+    let (found, _) = roll_of_all([usual, other, usual], &stuck_at(1));
+    let Some(CommError::Desync { rank, called, others, others_called, .. }) = found else {
+        panic!("{found:?}")
+    };
+    assert_eq!(
+        (rank, called.as_str(), others_called.as_str()),
+        (1, "broadcast(3 × f32 from rank 0 of the group)", "all_reduce(Sum, 3 × f32)")
+    );
+    assert_eq!(others, [0, 2]);
+}
+
+#[test]
+fn ranks_that_all_have_come_are_not_blamed() {
+    let calls = &["barrier", "all_reduce"][..];
+    assert_eq!(roll_of_all([calls; 3], &stuck_at(1)), (None, None));
+}
+
+/// A mesh dp 2 × sp 2: rank 0 waits along sp for rank 1, which has issued that too, but behind what it waits for along
+/// dp.
+fn mesh() -> [Arc<GroupLabel>; 2] {
+    [label("sp", &[0, 1]), label("dp", &[1, 3])]
+}
+
+#[test]
+fn a_rank_that_waits_itself_leads_to_the_one_that_does_not() {
+    let [sp, dp] = mesh();
+    let told = [
+        under_way(&[(sp.clone(), 5, "all_reduce")]),
+        under_way(&[(dp.clone(), 2, "all_reduce"), (sp.clone(), 5, "all_reduce")]),
+        under_way(&[]),
+        // It has something under way, but along another axis.
+        under_way(&[(label("sp", &[2, 3]), 5, "all_reduce")]),
+    ];
+    let stuck = Stuck { wait: wait(&sp, 5), waited: Duration::from_millis(1500) };
+    let (found, parting) = roll(told.to_vec(), &stuck);
+    let along_sp = Wait { missing: vec![2], ..wait(&label("sp", &[2, 3]), 5) };
+    assert_eq!(
+        found,
+        Some(along_sp.timed_out(stuck.waited)),
+        "rank 3 waits for rank 2, which has called nothing"
+    );
+    let parting = parting.unwrap();
+    assert!(parting.contains("rank 0 waits in all_reduce #5 of \"sp\" for rank(s) [1]"), "{parting}");
+    assert!(parting.contains("rank 1 waits in all_reduce #2 of \"dp\" for rank(s) [3]"), "{parting}");
+}
+
+#[test]
+fn ranks_that_call_different_things_keep_those_behind_them() {
+    let [sp, dp] = mesh();
+    let told = [
+        under_way(&[(sp.clone(), 5, "all_reduce(1)")]),
+        under_way(&[(dp.clone(), 2, "all_reduce(1)"), (sp.clone(), 5, "all_reduce(1)")]),
+        under_way(&[]),
+        under_way(&[(dp.clone(), 2, "barrier")]),
+    ];
+    let stuck = Stuck { wait: wait(&sp, 5), waited: Duration::from_millis(1500) };
+    let (found, _) = roll(told.to_vec(), &stuck);
+    let Some(CommError::Desync { group, sequence: 2, rank: 3, .. }) = found else { panic!("{found:?}") };
+    assert_eq!(group, "dp");
+}
+
+#[test]
+fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
+    let mut ends = ends_of(3);
+    let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
+    // Below the roll call, which would say goodbye.
+    drop(ends.pop());
+    let mut first = ControlPlane::new(0, 3, ends.pop().unwrap());
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let failure_at = |control: &mut ControlPlane| loop {
+        match control.listen(Default::default) {
+            Err(CommError::PeerFailed { rank, .. }) => break rank,
+            other => assert!(Instant::now() < deadline, "{other:?}"),
+        }
+    };
+    assert_eq!(failure_at(&mut first), 1);
+    first.tell_failure(&CommError::PeerFailed { rank: 1, reason: "gone".into() });
+    assert_eq!(failure_at(&mut last), 1);
+}
+
+#[test]
+fn who_does_not_answer_is_missing_and_who_failed_is_the_reason() {
+    let mut ends = ends_of(3);
+    let mut silent = ends.pop().unwrap();
+    let mut first = ControlPlane::new(0, 3, ends.remove(0));
+    let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
+    // Rank 2 never looks; rank 1 has not failed yet.
+    let history = &["barrier", "all_reduce"];
+    ends[0].send(&ControlMessage::Called { calls: called(history), wait: None });
+    let found = first.find_missing(&stuck_at(1), called(history));
+    assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [2]), "{found:?}");
+    ends[0].send(&ControlMessage::Failed(error.clone()));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let mut outcome = Ok(());
+    while outcome.is_ok() && Instant::now() < deadline {
+        outcome = first.listen(Default::default);
+    }
+    assert_eq!(outcome, Err(error));
+    assert!(silent.poll().len() >= 2, "it was told all the while");
+}
+
+#[test]
+fn where_rank_0_does_not_answer_it_alone_is_blamed() {
+    let mut ends = ends_of(3);
+    let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
+    // Rank 1 answers, to rank 0, which lives but never looks: it passes nothing on.
+    let history = &["barrier", "all_reduce"];
+    ends[1].send(&ControlMessage::Called { calls: called(history), wait: None });
+    let found = last.find_missing(&stuck_at(1), called(history));
+    assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [0]), "{found:?}");
+    let parting = last.parting(found.as_ref().unwrap());
+    assert_eq!(parting, None, "rank 1 would say where the ranks part, as far as it knows");
+}
+
+/// What rank 0 hears of rank 1, which ends in some way.
+fn heard_of(end: impl FnOnce(ControlPlane) + Send) -> Result<(), CommError> {
+    let mut ends = connected(2);
+    let other = ControlPlane::new(1, 2, ends.pop().unwrap());
+    let mut first = ControlPlane::new(0, 2, ends.pop().unwrap());
+    std::thread::scope(|scope| {
+        // Its panic is not the test's.
+        scope.spawn(|| catch_unwind(AssertUnwindSafe(|| end(other))));
+        // The line goes when all of it was heard.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while first.channel.is_connected() && Instant::now() < deadline {
+            first.listen(Default::default)?;
+        }
+        assert!(!first.channel.is_connected());
+        Ok(())
+    })
+}
+
+#[test]
+fn the_end_of_a_rank_is_no_failure_to_others_unless_it_is_one() {
+    assert_eq!(heard_of(drop), Ok(()), "done with its groups");
+    let silent = |end: Result<(), CommError>| matches!(end, Err(CommError::PeerFailed { rank: 1, .. }));
+    assert!(silent(heard_of(|_control| panic!("as a rank may"))));
+    let elsewhere = |mut control: ControlPlane| control.forgo_end();
+    assert!(silent(heard_of(elsewhere)), "the rank's thread has panicked, and another one drops the rest");
+    let twice = |mut control: ControlPlane| control.tell_end();
+    assert_eq!(heard_of(twice), Ok(()));
+}

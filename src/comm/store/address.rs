@@ -1,0 +1,78 @@
+//! Where the host listens.
+
+use super::MeetingPoint;
+use std::io::{Error, ErrorKind};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+
+/// Listens where the ranks meet, and nowhere else as far as this machine can know that.
+pub(super) fn listen(point: &MeetingPoint) -> std::io::Result<TcpListener> {
+    let mut outcome = Err(Error::new(ErrorKind::AddrNotAvailable, "no address of this machine"));
+    for address in addresses(point) {
+        outcome = TcpListener::bind(SocketAddr::new(address, point.port));
+        match &outcome {
+            Err(error) if error.kind() == ErrorKind::AddrNotAvailable => {}
+            _ => break,
+        }
+    }
+    outcome
+}
+
+/// Addresses to listen on; the first that this machine has counts.
+///
+/// `ULYSSES_MASTER_BIND`, an address and `localhost` are taken at their word. Any other name may lead the ranks on other
+/// nodes to an address that this machine does not know as its own (a service, a router) and this machine itself to its
+/// loopback, as Debian's `127.0.1.1` does: with such a name, and only then, rank 0 listens on all addresses.
+fn addresses(point: &MeetingPoint) -> Vec<IpAddr> {
+    let MeetingPoint { host, port, bind, is_one_node, .. } = point;
+    if let Some(given) = bind.or_else(|| host.parse().ok()) {
+        return vec![given];
+    }
+    let known: Vec<IpAddr> = (host.as_str(), *port)
+        .to_socket_addrs()
+        .map(|known| known.map(|address| address.ip()).collect())
+        .unwrap_or_default();
+    if *is_one_node || host == "localhost" {
+        return known;
+    }
+    let all = match known.first() {
+        Some(IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+        _ => Ipv4Addr::UNSPECIFIED.into(),
+    };
+    known.into_iter().filter(|address| !address.is_loopback()).chain([all]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::point;
+    use super::*;
+
+    fn of(host: &str, bind: Option<&str>, is_one_node: bool) -> Vec<IpAddr> {
+        let bind = bind.map(|address| address.parse().unwrap());
+        addresses(&MeetingPoint { host: host.into(), bind, is_one_node, ..point(0, 2) })
+    }
+
+    #[test]
+    fn rank_0_listens_on_the_address_that_it_is_told() {
+        let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
+        assert_eq!(of("127.0.0.1", None, false), [loopback]);
+        assert_eq!(of("192.0.2.7", None, false), ["192.0.2.7".parse::<IpAddr>().unwrap()]);
+        assert_eq!(of("::1", None, false), [IpAddr::from(Ipv6Addr::LOCALHOST)]);
+        assert_eq!(of("192.0.2.7", Some("127.0.0.1"), false), [loopback]);
+        assert_eq!(of("n0", Some("0.0.0.0"), true), [IpAddr::from(Ipv4Addr::UNSPECIFIED)]);
+        assert!(!of("localhost", None, false).is_empty());
+        assert!(of("localhost", None, false).iter().all(IpAddr::is_loopback));
+    }
+
+    #[test]
+    fn a_name_of_no_address_of_this_machine_is_all_of_its_addresses() {
+        // RFC 6761: no such host.
+        assert_eq!(of("n0.invalid", None, false), [IpAddr::from(Ipv4Addr::UNSPECIFIED)]);
+        assert!(of("n0.invalid", None, true).is_empty(), "unless the ranks are all on this machine");
+    }
+
+    #[test]
+    fn the_socket_is_bound_to_that_address_only() {
+        let listener = listen(&MeetingPoint { host: "127.0.0.1".into(), ..point(0, 2) }).unwrap();
+        assert_eq!(listener.local_addr().unwrap().ip(), IpAddr::from(Ipv4Addr::LOCALHOST));
+    }
+}

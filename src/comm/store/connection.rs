@@ -1,0 +1,151 @@
+//! A connection that carries frames, each behind its length and a proof of who sends it, and never waits.
+
+use super::handshake::FrameKey;
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
+
+/// A frame that is longer, with what is before it, is none of ours.
+pub(in crate::comm) const MAX_BYTES: usize = 1 << 20;
+/// Length and proof.
+pub(super) const HEADER_BYTES: usize = 4 + 32;
+
+/// One side of a connection.
+#[derive(Debug)]
+pub(in crate::comm) struct Connection {
+    stream: TcpStream,
+    key: FrameKey,
+    /// What has come of the next frame.
+    received: Vec<u8>,
+    num_received: u64,
+    /// What is still to go out, in order, header and body. A frame that was begun is never given up for the next one: the
+    /// other side would take the middle of one for the length of another.
+    unsent: VecDeque<([u8; HEADER_BYTES], Arc<[u8]>)>,
+    num_sent: u64,
+    /// How much of the first has gone.
+    sent_bytes: usize,
+    /// Nothing can be written any more; what was sent before may still come.
+    is_write_closed: bool,
+}
+
+/// How a connection stands.
+pub(super) enum ConnectionState {
+    Open,
+    /// The other side has closed it, as the system does when a process ends.
+    Closed,
+    /// It does not work any more, which says nothing of the process.
+    Broken(std::io::Error),
+}
+
+impl Connection {
+    pub(super) fn new(stream: TcpStream, key: FrameKey) -> std::io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        let (received, unsent) = (Vec::new(), VecDeque::new());
+        let (num_received, num_sent, sent_bytes, is_write_closed) = (0, 0, 0, false);
+        Ok(Self { stream, key, received, num_received, unsent, num_sent, sent_bytes, is_write_closed })
+    }
+
+    /// Whether the other side has not closed it, as far as that can be told without reading.
+    pub(super) fn is_open(&self) -> bool {
+        match self.stream.peek(&mut [0]) {
+            Ok(read) => read > 0,
+            Err(error) => error.kind() == ErrorKind::WouldBlock,
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn skip_number(&mut self) {
+        self.num_sent += 1;
+    }
+
+    /// Writes a frame behind all that is still to go out.
+    pub(super) fn send(&mut self, body: &Arc<[u8]>) {
+        if self.is_write_closed {
+            return;
+        }
+        let mut header = [0; HEADER_BYTES];
+        header[..4].copy_from_slice(&(body.len() as u32).to_le_bytes());
+        header[4..].copy_from_slice(self.key.prove_own(self.num_sent, body).as_bytes());
+        self.num_sent += 1;
+        self.unsent.push_back((header, body.clone()));
+        self.write();
+    }
+
+    /// Whether the other side has not taken all yet.
+    pub(super) fn is_late(&self) -> bool {
+        !self.unsent.is_empty()
+    }
+
+    /// Says that nothing follows, once all has gone out. What comes is still read.
+    pub(super) fn finish(&mut self) {
+        self.write();
+        if !self.is_late() && !std::mem::replace(&mut self.is_write_closed, true) {
+            // A connection that is broken needs no end.
+            let _ = self.stream.shutdown(Shutdown::Write);
+        }
+    }
+
+    /// Writes of what is unsent as much as the other side takes now.
+    pub(super) fn write(&mut self) {
+        while let Some((header, body)) = self.unsent.front() {
+            let rest = match self.sent_bytes.checked_sub(HEADER_BYTES) {
+                Some(of_body) => &body[of_body..],
+                None => &header[self.sent_bytes..],
+            };
+            match self.stream.write(rest) {
+                Ok(written) if written > 0 || rest.is_empty() => self.sent_bytes += written,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                failed => {
+                    tracing::debug!("a process cannot be told any more: {failed:?}");
+                    self.is_write_closed = true;
+                    return self.unsent.clear();
+                }
+            }
+            if self.sent_bytes == HEADER_BYTES + body.len() {
+                self.unsent.pop_front();
+                self.sent_bytes = 0;
+            }
+        }
+    }
+
+    /// The frames that are complete.
+    pub(super) fn read(&mut self) -> (Vec<Vec<u8>>, ConnectionState) {
+        let mut state = ConnectionState::Open;
+        let mut chunk = [0; 4096];
+        loop {
+            match self.stream.read(&mut chunk) {
+                Ok(0) => state = ConnectionState::Closed,
+                Ok(read) => {
+                    self.received.extend_from_slice(&chunk[..read]);
+                    continue;
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                // What the system says of a process that was killed with something unread.
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => state = ConnectionState::Closed,
+                Err(error) => state = ConnectionState::Broken(error),
+            }
+            break;
+        }
+        let mut frames = Vec::new();
+        while let Some((length, _)) = self.received.split_first_chunk::<4>() {
+            let end = HEADER_BYTES + u32::from_le_bytes(*length) as usize;
+            if end > MAX_BYTES {
+                return (frames, ConnectionState::Broken(ErrorKind::InvalidData.into()));
+            }
+            if self.received.len() < end {
+                break;
+            }
+            let frame: Vec<u8> = self.received.drain(..end).collect();
+            let (header, body) = frame.split_at(HEADER_BYTES);
+            if !self.key.is_proof(self.num_received, body, &header[4..]) {
+                return (frames, ConnectionState::Broken(ErrorKind::InvalidData.into()));
+            }
+            self.num_received += 1;
+            frames.push(body.to_vec());
+        }
+        (frames, state)
+    }
+}

@@ -1,0 +1,209 @@
+//! Ends that are connected on this machine.
+
+use super::*;
+use crate::comm::call_signature::CallSignature;
+use crate::comm::diagnostics::{Entry, FlightRecorder, GroupLabel};
+use crate::comm::store::Change;
+use crate::comm::store::tests::{capacity, connected_stores};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The ends of a world that has met.
+pub(in crate::comm) fn connected(ranks: usize) -> Vec<ControlChannel> {
+    connected_stores(ranks).into_iter().map(ControlChannel::new).collect()
+}
+
+/// What comes until `count` messages have.
+fn hear(ends: &mut [ControlChannel], rank: usize, count: usize) -> Vec<(usize, Received)> {
+    let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
+    while come.len() < count && Instant::now() < deadline {
+        // Rank 0 passes on while it listens.
+        if rank != 0 {
+            assert_eq!(ends[0].poll().len(), 0, "this test's rank 0 has heard all");
+        }
+        come.extend(ends[rank].poll());
+    }
+    come
+}
+
+fn failed(rank: usize, reason: &str) -> ControlMessage {
+    ControlMessage::Failed(CommError::PeerFailed { rank, reason: reason.into() })
+}
+
+#[test]
+fn what_a_rank_tells_reaches_all_others_and_not_itself() {
+    let mut ends = connected(3);
+    // More than a connection takes at once, in pieces.
+    let long = failed(1, &"x".repeat(300_000));
+    std::thread::scope(|scope| {
+        let (root, others) = ends.split_at_mut(1);
+        let (first, second) = others.split_at_mut(1);
+        scope.spawn(|| {
+            first[0].send(&long);
+            first[0].send(&ControlMessage::Ended);
+            assert_eq!(first[0].poll(), [], "it does not hear itself");
+        });
+        let mut come = (Vec::new(), Vec::new());
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while come.1.len() < 2 && Instant::now() < deadline {
+            come.0.extend(root[0].poll());
+            come.1.extend(second[0].poll());
+        }
+        let expected = [(1, Received::Message(long.clone())), (1, Received::Message(ControlMessage::Ended))];
+        assert_eq!((&come.0[..], &come.1[..]), (&expected[..], &expected[..]));
+    });
+    ends[0].send(&failed(0, "told to"));
+    for rank in [1, 2] {
+        assert_eq!(hear(&mut ends, rank, 1), [(0, Received::Message(failed(0, "told to")))]);
+    }
+}
+
+#[test]
+fn a_process_that_ends_is_missed_unless_it_has_said_so() {
+    let mut ends = connected(3);
+    ends[1].send(&ControlMessage::Ended);
+    let (second, first) = (ends.pop(), ends.pop());
+    drop((first, second));
+    let mut heard = hear(&mut ends, 0, 2);
+    heard.sort_by_key(|(rank, _)| *rank);
+    assert_eq!(heard, [(1, Received::Message(ControlMessage::Ended)), (2, Received::Gone)]);
+    assert_eq!(ends[0].poll(), [], "told once");
+}
+
+#[test]
+fn what_is_no_change_ends_the_connection_and_is_no_failure() {
+    let mut ends = connected(2);
+    ends[1].store.connection_mut(0).send(&Arc::from([0xff; 64]));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while ends[0].store.is_connected() && Instant::now() < deadline {
+        assert_eq!(ends[0].poll(), []);
+    }
+    assert!(!ends[0].store.is_connected(), "given up");
+}
+
+/// A frame that fails rank `rank`, for the reason `x`, many times.
+fn frame(rank: usize, bytes: usize) -> Arc<[u8]> {
+    let value = fitting(rank, &failed(rank, &"x".repeat(bytes))).unwrap();
+    Change { rank, key: format!("control/{rank}"), value: Some(value.into()) }.encode().into()
+}
+
+#[test]
+fn the_last_word_arrives_though_much_is_on_its_way_and_something_was_not_read() {
+    let frame = frame(1, 10_000);
+    // More than rank 0's side keeps for it, and as a rule all of it out of this rank's own hands.
+    let frames = capacity(&frame) * 3 / 4;
+    let mut ends = connected(2);
+    let (mut last, mut root) = (ends.remove(1), ends.remove(0));
+    root.send(&failed(0, "not read"));
+    let mut sent = 0;
+    while sent < frames && !last.store.connection_mut(0).is_late() {
+        last.store.connection_mut(0).send(&frame);
+        sent += 1;
+    }
+    let mut come = Vec::new();
+    std::thread::scope(|scope| {
+        scope.spawn(move || last.close());
+        // Time to be gone before rank 0 looks.
+        std::thread::sleep(Duration::from_millis(100));
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while root.store.is_connected() && Instant::now() < deadline {
+            come.extend(root.poll());
+        }
+    });
+    assert_eq!(come.len(), sent + 1);
+    assert_eq!(come.last(), Some(&(1, Received::Message(ControlMessage::Ended))));
+}
+
+#[test]
+fn rank_0_passes_on_what_is_told_until_all_have_ended() {
+    let mut ends = connected(3);
+    std::thread::scope(|scope| {
+        let (mut second, mut first, mut root) = (ends.remove(2), ends.remove(1), ends.remove(0));
+        scope.spawn(move || root.close());
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let mut hear = |expected: &[(usize, Received)]| {
+            let mut come = Vec::new();
+            while come.len() < expected.len() && Instant::now() < deadline {
+                come.extend(second.poll());
+            }
+            assert_eq!(come, expected);
+        };
+        hear(&[(0, Received::Message(ControlMessage::Ended))]);
+        first.send(&failed(1, "late"));
+        hear(&[(1, Received::Message(failed(1, "late")))]);
+        first.close();
+        assert!(!first.store.is_connected(), "rank 0 has heard all");
+    });
+}
+
+/// Lets one end give up waiting at once.
+pub(in crate::comm) fn impatient(mut channel: ControlChannel) -> ControlChannel {
+    channel.store.set_timeout(Duration::ZERO);
+    channel
+}
+
+#[test]
+fn a_message_that_a_slow_rank_took_in_part_is_finished_before_the_next_one() {
+    let mut ends = connected(2);
+    let mut root = impatient(ends.remove(0));
+    // Far more than the system keeps for one who does not read.
+    let long = failed(0, &"x".repeat(MAX_VALUE_BYTES - 200));
+    let told: Vec<ControlMessage> = (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
+    told.iter().for_each(|message| root.send(message));
+    assert!(root.store.connection_mut(1).is_late(), "the other side has not read");
+    let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
+    while come.len() < told.len() && Instant::now() < deadline {
+        assert_eq!(root.poll(), [], "which is when the rest goes out");
+        come.extend(ends[0].poll());
+    }
+    let expected: Vec<_> = told.into_iter().map(|message| (0, Received::Message(message))).collect();
+    assert!(come == expected, "{} of {} messages came", come.len(), expected.len());
+}
+
+#[test]
+fn a_rank_that_does_not_read_keeps_nothing_from_the_others() {
+    let mut ends = connected(3);
+    let (mut root, silent) = (ends.remove(0), ends.remove(0));
+    root.store.set_timeout(Duration::from_secs(24 * 3600));
+    let frame = frame(0, MAX_VALUE_BYTES - 200);
+    while !root.store.connection_mut(1).is_late() {
+        root.store.connection_mut(1).send(&frame);
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| root.send(&ControlMessage::Ended));
+        let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
+        while come.is_empty() && Instant::now() < deadline {
+            come = ends[0].poll();
+        }
+        // Or the teller would wait for it all day.
+        drop(silent);
+        assert_eq!(come, [(0, Received::Message(ControlMessage::Ended))]);
+    });
+}
+
+#[test]
+fn a_message_that_is_too_long_is_sent_in_short() {
+    let mut ends = connected(2);
+    ends[1].send(&failed(1, &"ü".repeat(MAX_VALUE_BYTES)));
+    let group = Arc::new(GroupLabel { name: "world".into(), members: vec![0, 1] });
+    let mut recorder = FlightRecorder::default();
+    for id in 0..64 {
+        let counts: Arc<[usize]> = [1; 5_000].into();
+        let call =
+            CallSignature::AllToAll { dtype: candle_core::DType::F32, send: counts.clone(), recv: counts };
+        recorder.record(Entry { id, group: group.clone(), sequence: id, call, is_complete: false });
+    }
+    let calls = recorder.report();
+    ends[1].send(&ControlMessage::Called { calls: calls.clone(), wait: None });
+    let heard = hear(&mut ends, 0, 2);
+    let [
+        (1, Received::Message(ControlMessage::Failed(error))),
+        (1, Received::Message(ControlMessage::Called { calls: newest, wait: None })),
+    ] = &heard[..]
+    else {
+        panic!("{} messages came", heard.len());
+    };
+    let reason = error.to_string();
+    assert!(reason.contains("üüü …") && reason.contains("bytes)"), "{reason}");
+    assert_eq!(newest[..], calls[32..], "of the calls the newest");
+}

@@ -1,0 +1,87 @@
+//! Where the processes of a job meet, as a launcher's variables say.
+
+use super::NO_RANK;
+use super::secret::JobSecret;
+use crate::comm::discovery::first_host;
+use crate::comm::{Launcher, ProcessInfo};
+use std::fmt;
+use std::net::IpAddr;
+
+/// The launcher's port where `MASTER_PORT` is not set, as torchrun's.
+const DEFAULT_PORT: u16 = 29_500;
+/// Set, to anything, where the launcher hosts the store itself.
+pub(super) const HOSTED: &str = "ULYSSES_STORE_HOSTED";
+
+/// Where the ranks of a job meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::comm) struct MeetingPoint {
+    /// The host's machine, as the others know it.
+    pub(in crate::comm) host: String,
+    /// `ULYSSES_MASTER_PORT`, or one more than `MASTER_PORT`, which a launcher's own store may hold.
+    pub(in crate::comm) port: u16,
+    /// The address that the host listens on, where one is given.
+    pub(in crate::comm) bind: Option<IpAddr>,
+    pub(in crate::comm) world_size: usize,
+    /// Whether all ranks are known to be on one machine.
+    pub(in crate::comm) is_one_node: bool,
+    /// Whether the launcher hosts the store, and not rank 0.
+    pub(in crate::comm) is_hosted: bool,
+    pub(in crate::comm) secret: JobSecret,
+}
+
+impl MeetingPoint {
+    /// The one that the variables name, which `lookup` returns; `None` where they name none.
+    ///
+    /// # Errors
+    /// The variable that is wrong, in words.
+    pub(in crate::comm) fn read(
+        info: &ProcessInfo,
+        lookup: impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<Self>, String> {
+        let ProcessInfo { world_size, local_world_size, launcher, .. } = *info;
+        let by_slurm = || match launcher {
+            Launcher::Slurm => lookup("SLURM_STEP_NODELIST").as_deref().and_then(first_host),
+            _ => None,
+        };
+        let Some(host) = lookup("MASTER_ADDR").or_else(by_slurm) else { return Ok(None) };
+        let port = |name: &str| {
+            let parse = |text: String| {
+                let parsed = text.trim().parse::<u16>().ok().filter(|port| *port > 0);
+                parsed.ok_or_else(|| format!("{name} is `{text}`, expected a port from 1 to 65535"))
+            };
+            lookup(name).map(parse).transpose()
+        };
+        let port = match port("ULYSSES_MASTER_PORT")? {
+            Some(port) => port,
+            None => port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT).checked_add(1).ok_or(
+                "MASTER_PORT is 65535, and the ranks would meet at the port after it: set ULYSSES_MASTER_PORT",
+            )?,
+        };
+        let bind = lookup("ULYSSES_MASTER_BIND").map(|text| {
+            let parsed = text.trim().parse();
+            parsed.map_err(|_| {
+                format!("ULYSSES_MASTER_BIND is `{text}`, expected an IP address of rank 0's machine")
+            })
+        });
+        Ok(Some(Self {
+            host,
+            port,
+            bind: bind.transpose()?,
+            world_size,
+            is_one_node: local_world_size == Some(world_size),
+            is_hosted: lookup(HOSTED).is_some(),
+            secret: JobSecret::read(launcher, &lookup)?,
+        }))
+    }
+
+    /// The rank of the host, [`NO_RANK`] if it is none.
+    pub(in crate::comm) fn host_rank(&self) -> usize {
+        if self.is_hosted { NO_RANK } else { 0 }
+    }
+}
+
+impl fmt::Display for MeetingPoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}

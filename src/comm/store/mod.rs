@@ -1,0 +1,264 @@
+//! The store of a job: keys and values that all of its processes share, over TCP (what c10d calls TCPStore).
+//!
+//! One process hosts it: rank 0, or the launcher that has started all ranks on its machine. It opens when all ranks have
+//! come and proved that they know the job's secret. Every process holds all keys; a change goes to the host, which
+//! passes it on, so all see the changes of one rank in their order. Nothing here waits for a process that does not read.
+//!
+//! Each rank's presence is a key as well. A rank that is done deletes its own; of one whose connection ends before, the
+//! host does.
+//!
+//! Reading order: `meeting_point.rs`, `secret.rs`, `address.rs` (where the processes meet), `handshake.rs`, `reception.rs`,
+//! `join.rs` (how they do), `connection.rs`, `change.rs` (what travels then), `control_channel.rs` (failures and hang reports as keys), `job.rs` (a launcher as the host).
+#![cfg_attr(
+    not(feature = "nccl"),
+    allow(dead_code, reason = "ranks of MPI and threads need no store; it is tested without NCCL")
+)]
+
+mod address;
+mod change;
+mod connection;
+pub(super) mod control_channel;
+mod handshake;
+mod job;
+mod join;
+mod meeting_point;
+mod reception;
+mod secret;
+#[cfg(test)]
+pub(super) mod tests;
+
+pub(super) use change::{Change, Departure};
+pub(super) use connection::Connection;
+pub(super) use control_channel::{ControlChannel, Received};
+pub use job::JobStore;
+pub(super) use meeting_point::MeetingPoint;
+#[cfg(test)]
+pub(super) use secret::JobSecret;
+
+use connection::ConnectionState;
+use join::join;
+use reception::receive_all;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long processes that do not read may hold up one that makes a change: all of them together, since what it does
+/// next may be what they wait for.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Between two looks.
+const PAUSE: Duration = Duration::from_millis(1);
+/// The largest value that a process takes, with a short key before it.
+pub(super) const MAX_VALUE_BYTES: usize = connection::MAX_BYTES - 256;
+/// In place of its rank, the host that is none.
+pub(super) const NO_RANK: usize = u32::MAX as usize;
+
+/// One process's end of the store.
+#[derive(Debug)]
+pub(super) struct Store {
+    rank: usize,
+    host: usize,
+    values: BTreeMap<String, Arc<[u8]>>,
+    /// Of the host to all ranks but itself, of those to the host.
+    connections: BTreeMap<usize, Connection>,
+    /// What `watch` has not returned yet.
+    changes: VecDeque<Change>,
+    timeout: Duration,
+}
+
+/// The key that is there as long as a rank is.
+fn presence(rank: usize) -> String {
+    format!("rank/{rank}")
+}
+
+impl Store {
+    /// Meets the other ranks of the job: as the host where this rank is. Returns when all have come, on the host, or when
+    /// the host has answered.
+    ///
+    /// # Errors
+    /// Why not, in words.
+    pub(super) fn meet(point: &MeetingPoint, rank: usize, timeout: Duration) -> Result<Self, String> {
+        let connections = match point.host_rank() {
+            host if host == rank => receive_all(point, timeout)?,
+            host => BTreeMap::from([(host, join(point, rank, timeout)?)]),
+        };
+        Ok(Self::new(rank, point.host_rank(), point.world_size, connections))
+    }
+
+    pub(super) fn new(
+        rank: usize,
+        host: usize,
+        world_size: usize,
+        connections: BTreeMap<usize, Connection>,
+    ) -> Self {
+        let all = (0..world_size).chain([host]);
+        let values = all.map(|rank| (presence(rank), Arc::default())).collect();
+        Self { rank, host, values, connections, changes: VecDeque::new(), timeout: TIMEOUT }
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The rank of the host, [`NO_RANK`] if it is none.
+    pub(super) fn host(&self) -> usize {
+        self.host
+    }
+
+    /// Sets a key, for all. What a process does not read in time goes out later, when this one looks. A value has at most
+    /// [`MAX_VALUE_BYTES`].
+    pub(super) fn set(&mut self, key: &str, value: impl Into<Arc<[u8]>>) {
+        self.make(key.to_owned(), Some(value.into()), self.deadline());
+    }
+
+    /// Deletes a key, for all.
+    pub(super) fn delete(&mut self, key: &str) {
+        self.make(key.to_owned(), None, self.deadline());
+    }
+
+    /// The value of a key, as far as it has come.
+    pub(super) fn get(&self, key: &str) -> Option<&Arc<[u8]>> {
+        self.values.get(key)
+    }
+
+    /// Waits for a key to be set. Changes on the way are for `watch` to return.
+    ///
+    /// # Errors
+    /// It was not set in time, or this process has lost the host; in words.
+    pub(super) fn wait(&mut self, key: &str, timeout: Duration) -> Result<Arc<[u8]>, String> {
+        let started = Instant::now();
+        loop {
+            self.poll();
+            if let Some(value) = self.get(key) {
+                return Ok(value.clone());
+            }
+            if self.connections.is_empty() {
+                return Err(format!("the store has ended before `{key}` was set"));
+            }
+            if started.elapsed() >= timeout {
+                return Err(format!("nobody has set `{key}` within {} s", timeout.as_secs_f32()));
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// The changes of others that have come since the last call.
+    pub(super) fn watch(&mut self) -> impl Iterator<Item = Change> {
+        self.poll();
+        std::mem::take(&mut self.changes).into_iter()
+    }
+
+    /// Whether anyone is left who can be heard.
+    pub(super) fn is_connected(&self) -> bool {
+        !self.connections.is_empty()
+    }
+
+    /// Deletes this rank's presence, and stays until that has arrived, for as long as processes that do not read may hold
+    /// it up. A connection that is closed with something unread takes back what is still on its way, so each side reads
+    /// until the other one has closed: the host until all others have, and it passes on what they change meanwhile; the
+    /// others until the host has read that nothing follows.
+    pub(super) fn close(&mut self) {
+        let deadline = self.deadline();
+        self.make(presence(self.rank), None, deadline);
+        while self.is_connected() && Instant::now() < deadline {
+            if self.rank != self.host {
+                self.connections.values_mut().for_each(Connection::finish);
+            }
+            self.poll();
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Waits until all has gone out, for as long as processes that do not read may hold it up.
+    pub(super) fn settle(&mut self) {
+        self.settle_until(self.deadline());
+    }
+
+    /// Deletes this rank's presence: it sets nothing any more.
+    pub(super) fn leave(&mut self) {
+        self.delete(&presence(self.rank));
+    }
+
+    fn deadline(&self) -> Instant {
+        Instant::now() + self.timeout
+    }
+
+    fn make(&mut self, key: String, value: Option<Arc<[u8]>>, deadline: Instant) {
+        let change = Change { rank: self.rank, key, value };
+        self.pass_on(&change, self.rank);
+        self.apply(&change);
+        self.settle_until(deadline);
+    }
+
+    fn settle_until(&mut self, deadline: Instant) {
+        loop {
+            self.connections.values_mut().for_each(Connection::write);
+            let late = self.connections.iter().filter(|(_, connection)| connection.is_late());
+            let late: Vec<usize> = late.map(|(peer, _)| *peer).collect();
+            if late.is_empty() {
+                return;
+            }
+            if Instant::now() >= deadline {
+                return tracing::debug!("rank {} goes on before rank(s) {late:?} have read all", self.rank);
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Sends a change to all that this process is connected to, but the one that it comes from.
+    fn pass_on(&mut self, change: &Change, from: usize) {
+        let frame: Arc<[u8]> = change.encode().into();
+        for (_, connection) in self.connections.iter_mut().filter(|(peer, _)| **peer != from) {
+            connection.send(&frame);
+        }
+    }
+
+    fn apply(&mut self, change: &Change) {
+        match &change.value {
+            Some(value) => self.values.insert(change.key.clone(), value.clone()),
+            None => self.values.remove(&change.key),
+        };
+    }
+
+    /// Takes what has come.
+    fn poll(&mut self) {
+        let peers: Vec<usize> = self.connections.keys().copied().collect();
+        for peer in peers {
+            let Some(connection) = self.connections.get_mut(&peer) else { continue };
+            connection.write();
+            let (frames, mut state) = connection.read();
+            for frame in frames {
+                let Some(change) = Change::decode(&frame).filter(|change| self.may_come_from(peer, change))
+                else {
+                    state = ConnectionState::Broken(std::io::ErrorKind::InvalidData.into());
+                    break;
+                };
+                self.take(change, peer);
+            }
+            match state {
+                ConnectionState::Open => continue,
+                ConnectionState::Closed if self.values.contains_key(&presence(peer)) => {
+                    let gone = Change { rank: self.rank, key: presence(peer), value: None };
+                    self.take(gone, peer);
+                }
+                ConnectionState::Closed => {}
+                ConnectionState::Broken(error) => {
+                    tracing::warn!("rank {} hears no more of rank {peer}'s failures: {error}", self.rank);
+                }
+            }
+            self.connections.remove(&peer);
+        }
+    }
+
+    /// A rank speaks for itself, the host for all.
+    fn may_come_from(&self, peer: usize, change: &Change) -> bool {
+        self.rank != self.host || change.rank == peer
+    }
+
+    fn take(&mut self, change: Change, from: usize) {
+        if self.rank == self.host {
+            self.pass_on(&change, from);
+        }
+        self.apply(&change);
+        self.changes.push_back(change);
+    }
+}

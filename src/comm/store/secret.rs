@@ -1,0 +1,99 @@
+//! The secret that the processes of a job share.
+
+use crate::comm::Launcher;
+use std::fmt;
+
+/// The variable with the secret.
+pub(super) const SECRET: &str = "ULYSSES_JOB_SECRET";
+/// A shorter secret may be guessed.
+const MIN_BYTES: usize = 16;
+
+/// The key by which the processes of a job know each other.
+#[derive(Clone, PartialEq, Eq)]
+pub(in crate::comm) struct JobSecret {
+    key: [u8; 32],
+    is_secret: bool,
+}
+
+impl JobSecret {
+    /// `ULYSSES_JOB_SECRET`; or else the job's id from its launcher, which anyone may know: it keeps two jobs apart that
+    /// meet at one port, and no stranger out.
+    ///
+    /// # Errors
+    /// A secret that is too short, in words without it.
+    pub(in crate::comm) fn read(
+        launcher: Launcher,
+        lookup: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, String> {
+        if let Some(secret) = lookup(SECRET) {
+            let secret = secret.trim();
+            if secret.len() < MIN_BYTES {
+                return Err(format!(
+                    "{SECRET} has {} bytes, expected at least {MIN_BYTES} random ones, such as `openssl rand -hex 32` \
+                     prints",
+                    secret.len()
+                ));
+            }
+            return Ok(Self::new(secret, true));
+        }
+        let names: &[&str] = match launcher {
+            Launcher::Slurm => &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+            Launcher::Torchrun => &["TORCHELASTIC_RUN_ID"],
+            _ => &[],
+        };
+        let id: Vec<String> = names.iter().map(|name| lookup(name).unwrap_or_default()).collect();
+        Ok(Self::new(&id.join("."), false))
+    }
+
+    pub(in crate::comm) fn new(text: &str, is_secret: bool) -> Self {
+        let context = if is_secret { "ulysses rendezvous, job secret" } else { "ulysses rendezvous, job id" };
+        Self { key: blake3::derive_key(context, text.as_bytes()), is_secret }
+    }
+
+    pub(in crate::comm) fn key(&self) -> &[u8; 32] {
+        &self.key
+    }
+
+    /// Whether strangers cannot know it.
+    pub(in crate::comm) fn is_secret(&self) -> bool {
+        self.is_secret
+    }
+}
+
+/// Logs do not get the key.
+impl fmt::Debug for JobSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("JobSecret").field("is_secret", &self.is_secret).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(launcher: Launcher, variables: &[(&str, &str)]) -> Result<JobSecret, String> {
+        let find = |name: &str| variables.iter().find(|(known, _)| *known == name);
+        JobSecret::read(launcher, |name| find(name).map(|(_, value)| (*value).to_owned()))
+    }
+
+    #[test]
+    fn a_secret_comes_before_the_id_of_the_job() {
+        let secret = ("ULYSSES_JOB_SECRET", "0123456789abcdef");
+        let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_STEP_ID", "0"), ("TORCHELASTIC_RUN_ID", "a")];
+        let with_secret = read(Launcher::Slurm, &[&slurm[..], &[secret]].concat()).unwrap();
+        assert!(with_secret.is_secret());
+        assert_eq!(with_secret, read(Launcher::Torchrun, &[secret]).unwrap());
+        let without = read(Launcher::Slurm, &slurm).unwrap();
+        assert!(!without.is_secret() && without != with_secret);
+        assert_ne!(without, read(Launcher::Slurm, &[("SLURM_JOB_ID", "8"), slurm[1]]).unwrap());
+        assert_ne!(without, read(Launcher::Torchrun, &slurm).unwrap());
+    }
+
+    #[test]
+    fn a_secret_that_is_too_short_is_refused_and_not_shown() {
+        let error = read(Launcher::Torchrun, &[("ULYSSES_JOB_SECRET", " hunter2 ")]).unwrap_err();
+        assert!(error.starts_with("ULYSSES_JOB_SECRET has 7 bytes") && !error.contains("hunter2"), "{error}");
+        let shown = format!("{:?}", read(Launcher::Torchrun, &[("ULYSSES_JOB_SECRET", "0123456789abcdef")]));
+        assert_eq!(shown, "Ok(JobSecret { is_secret: true, .. })");
+    }
+}

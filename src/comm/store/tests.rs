@@ -1,0 +1,345 @@
+//! Processes that meet, on this machine, and what they share then.
+
+use super::handshake::*;
+use super::join::{RETRY, join};
+use super::reception::*;
+use super::*;
+use crate::comm::{CommError, ProcessInfo};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+
+/// The ends of a job that has met.
+pub(in crate::comm) fn connected_stores(ranks: usize) -> Vec<Store> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let secret = JobSecret::new("a secret of these tests", true);
+    let session = Session { secret: &secret, root: [1; 32], peer: [2; 32] };
+    let end = |stream, is_host| Connection::new(stream, session.frame_key(is_host)).unwrap();
+    let (mut of_root, mut ends) = (BTreeMap::new(), Vec::new());
+    for rank in 1..ranks {
+        let own = TcpStream::connect(address).unwrap();
+        of_root.insert(rank, end(listener.accept().unwrap().0, true));
+        ends.push(Store::new(rank, 0, ranks, BTreeMap::from([(0, end(own, false))])));
+    }
+    ends.insert(0, Store::new(0, 0, ranks, of_root));
+    ends
+}
+
+impl Store {
+    pub(in crate::comm) fn connection_mut(&mut self, peer: usize) -> &mut Connection {
+        self.connections.get_mut(&peer).unwrap()
+    }
+
+    pub(in crate::comm) fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+}
+
+/// How many frames a connection takes when the other side reads none.
+pub(in crate::comm) fn capacity(frame: &Arc<[u8]>) -> usize {
+    let mut ends = connected_stores(2);
+    let connection = ends[1].connection_mut(0);
+    let taken = (0..).take_while(|_| {
+        connection.send(frame);
+        !connection.is_late()
+    });
+    taken.count()
+}
+
+const HOST: &str = "127.0.0.1";
+const PATIENT: Duration = Duration::from_secs(20);
+const BRIEF: Duration = Duration::from_millis(60);
+
+/// A port that was free a moment ago.
+fn free_port() -> u16 {
+    TcpListener::bind((HOST, 0)).unwrap().local_addr().unwrap().port()
+}
+
+pub(super) fn point(port: u16, world_size: usize) -> MeetingPoint {
+    let secret = JobSecret::new("a secret of these tests", true);
+    MeetingPoint {
+        host: HOST.into(),
+        port,
+        bind: None,
+        world_size,
+        is_one_node: true,
+        is_hosted: false,
+        secret,
+    }
+}
+
+/// A connection to rank 0, which may not listen yet.
+fn connect(port: u16) -> TcpStream {
+    loop {
+        match TcpStream::connect((HOST, port)) {
+            Ok(stream) => return stream,
+            Err(_) => std::thread::sleep(RETRY),
+        }
+    }
+}
+
+/// Why rank 0 refuses a process.
+fn refusal(point: &MeetingPoint, rank: usize) -> String {
+    join(point, rank, PATIENT).unwrap_err()
+}
+
+#[test]
+fn all_ranks_get_the_value_of_rank_0_whoever_comes_first() {
+    let point = point(free_port(), 4);
+    let named = MeetingPoint { host: "localhost".into(), ..point.clone() };
+    let value: [u8; 128] = std::array::from_fn(|i| i as u8 ^ 0x5a);
+    let get = |point: &MeetingPoint, rank| {
+        let mut store = Store::meet(point, rank, PATIENT).unwrap();
+        let value = store.wait("id", PATIENT).unwrap();
+        store.close();
+        value
+    };
+    std::thread::scope(|scope| {
+        let early = scope.spawn(|| get(&point, 1));
+        let root = scope.spawn(|| {
+            let mut store = Store::meet(&point, 0, PATIENT).unwrap();
+            store.set("id", value);
+            store.close();
+        });
+        let late = [2, 3].map(|rank| {
+            let (named, get) = (&named, &get);
+            scope.spawn(move || get(named, rank))
+        });
+        assert_eq!(early.join().unwrap()[..], value);
+        late.into_iter().for_each(|rank| assert_eq!(rank.join().unwrap()[..], value));
+        root.join().unwrap();
+    });
+}
+
+#[test]
+fn what_a_rank_sets_or_deletes_all_see_in_its_order() {
+    let mut ends = connected_stores(3);
+    ends[1].set("a", *b"1");
+    ends[1].set("b", *b"2");
+    ends[1].delete("a");
+    let change =
+        |key: &str, value: Option<&[u8]>| Change { rank: 1, key: key.into(), value: value.map(Into::into) };
+    let expected = [change("a", Some(b"1")), change("b", Some(b"2")), change("a", None)];
+    let deadline = Instant::now() + PATIENT;
+    let (mut by_root, mut by_last) = (Vec::new(), Vec::new());
+    while by_last.len() < 3 && Instant::now() < deadline {
+        by_root.extend(ends[0].watch());
+        by_last.extend(ends[2].watch());
+    }
+    assert_eq!((&by_root[..], &by_last[..]), (&expected[..], &expected[..]));
+    for end in &mut ends {
+        assert_eq!((end.get("a"), end.get("b").map(|value| &value[..])), (None, Some(&b"2"[..])));
+        assert_eq!(end.wait("b", BRIEF).unwrap()[..], *b"2");
+    }
+    assert_eq!(ends[1].watch().count(), 0, "its own changes are no news");
+    assert!(ends[2].wait("c", BRIEF).unwrap_err().contains("nobody has set `c`"));
+    drop(ends.remove(0));
+    assert!(ends[1].wait("c", PATIENT).unwrap_err().contains("ended before `c` was set"));
+}
+
+#[test]
+fn who_speaks_for_another_rank_or_changes_a_frame_is_not_heard() {
+    let forged = Change { rank: 2, key: "rank/2".into(), value: None };
+    let mut ends = connected_stores(3);
+    ends[1].connection_mut(0).send(&forged.encode().into());
+    let mut recorded = connected_stores(2);
+    // The frame of another connection, whose number and key do not fit.
+    let (deadline, key) =
+        (Instant::now() + PATIENT, |key: &str| Change { rank: 1, key: key.into(), value: None });
+    recorded[1].connection_mut(0).skip_number();
+    recorded[1].connection_mut(0).send(&key("x").encode().into());
+    while (ends[0].connections.contains_key(&1) || recorded[0].is_connected()) && Instant::now() < deadline {
+        assert_eq!((ends[0].watch().count(), recorded[0].watch().count()), (0, 0));
+    }
+    assert_eq!((ends[0].connections.len(), recorded[0].connections.len()), (1, 0));
+    assert!(ends[0].get("rank/2").is_some());
+}
+
+#[test]
+fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_failure() {
+    use crate::comm::diagnostics::ControlMessage;
+    let mut host = JobStore::listen(2).unwrap();
+    let environment = host.environment();
+    let lookup =
+        |name: &str| environment.iter().find(|(set, _)| *set == name).map(|(_, value)| value.clone());
+    let info = ProcessInfo { world_size: 2, local_world_size: Some(2), ..ProcessInfo::alone() };
+    let point = MeetingPoint::read(&info, lookup).unwrap().unwrap();
+    assert_eq!(point.host_rank(), NO_RANK);
+    let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| {
+            let mut store = Store::meet(&point, 0, PATIENT).unwrap();
+            store.set("id", *b"7");
+            store.close();
+            assert!(!store.is_connected(), "the host has heard that it ends");
+        });
+        scope.spawn(|| {
+            let mut store = Store::meet(&point, 1, PATIENT).unwrap();
+            assert_eq!(store.wait("id", PATIENT).unwrap()[..], *b"7");
+            ControlChannel::new(store).send(&ControlMessage::Failed(error.clone()));
+        });
+        let deadline = Instant::now() + PATIENT;
+        while (host.failure().is_none() || !first.is_finished()) && Instant::now() < deadline {
+            host.poll();
+        }
+    });
+    assert_eq!(host.failure(), Some("rank 1 failed: out of memory"));
+}
+
+#[test]
+fn a_stranger_gets_nothing_and_takes_no_ranks_place() {
+    let point = point(free_port(), 2);
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| receive_all(&point, PATIENT));
+        let mut stranger = connect(point.port);
+        stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        let mut answer = Vec::new();
+        // Closed with bytes unread, a connection ends with an error.
+        let _ = stranger.read_to_end(&mut answer);
+        assert!(answer.is_empty(), "{answer:?}");
+        join(&point, 1, PATIENT).unwrap();
+        root.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_process_without_the_secret_gets_no_answer_and_no_rank() {
+    let point = point(free_port(), 2);
+    let guess = MeetingPoint { secret: JobSecret::new("another secret", true), ..point.clone() };
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| receive_all(&point, PATIENT));
+        assert!(refusal(&guess, 1).contains("ULYSSES_JOB_SECRET must be the same for all ranks"));
+        // Who knows the protocol, but not the secret.
+        let mut stranger = connect(point.port);
+        stranger.write_all(&hello(&[1; 32])).unwrap();
+        let mut root_nonce = Nonce::default();
+        stranger.read_exact(&mut root_nonce).unwrap();
+        let claim = Claim { rank: 1, world_size: 2 };
+        let session = Session { secret: &guess.secret, root: root_nonce, peer: [1; 32] };
+        stranger.write_all(&session.claim(claim)).unwrap();
+        let mut answer = Vec::new();
+        stranger.read_to_end(&mut answer).unwrap();
+        assert_eq!(answer, OTHER_SECRET);
+        join(&point, 1, PATIENT).unwrap();
+        root.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_rank_takes_no_answer_from_who_has_not_the_secret() {
+    let listener = TcpListener::bind((HOST, 0)).unwrap();
+    let point = point(listener.local_addr().unwrap().port(), 2);
+    let stranger = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.read_exact(&mut [0; HELLO_BYTES]).unwrap();
+        stream.write_all(&[2; 32]).unwrap();
+        stream.read_exact(&mut [0; CLAIM_BYTES]).unwrap();
+        stream.write_all(&[0; REPLY_BYTES]).unwrap();
+    });
+    assert!(refusal(&point, 1).contains("another job has this port"));
+    stranger.join().unwrap();
+}
+
+#[test]
+fn ranks_that_are_out_of_range_or_taken_are_refused_by_name() {
+    let point = point(free_port(), 3);
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| receive_all(&point, PATIENT));
+        for rank in [3, usize::MAX] {
+            let expected = format!("rank {rank} is out of range: the job has ranks 0 to 2");
+            assert!(refusal(&point, rank).contains(&expected));
+        }
+        assert!(refusal(&point, 0).contains("rank 0 is taken"));
+        let larger = MeetingPoint { world_size: 4, ..point.clone() };
+        assert!(refusal(&larger, 2).contains("rank 2 counts 4 ranks, but rank 0 counts 3"));
+        let first = join(&point, 1, PATIENT).unwrap();
+        assert!(refusal(&point, 1).contains("rank 1 is taken: two processes have the same rank"));
+        drop(first);
+        let _again = join(&point, 1, PATIENT).unwrap();
+        let _last = join(&point, 2, PATIENT).unwrap();
+        assert_eq!(root.join().unwrap().unwrap().into_keys().collect::<Vec<_>>(), [1, 2]);
+    });
+}
+
+#[test]
+fn a_rank_0_that_waits_in_vain_says_whom_it_has_refused() {
+    let point = point(free_port(), 2);
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| receive_all(&point, Duration::from_millis(500)));
+        assert!(refusal(&point, 9).contains("out of range"));
+        let error = root.join().unwrap().unwrap_err();
+        assert!(
+            error.contains("ranks {1} did not come") && error.contains("rank 9 is out of range"),
+            "{error}"
+        );
+    });
+}
+
+#[test]
+fn silent_connections_do_not_hold_up_the_ranks() {
+    let point = point(free_port(), 2);
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| receive_all(&point, PATIENT));
+        let mut silent: Vec<TcpStream> = (0..10).map(|_| connect(point.port)).collect();
+        // Half of them begin and stop.
+        silent.iter_mut().step_by(2).for_each(|stream| stream.write_all(&MAGIC[..3]).unwrap());
+        join(&point, 1, PATIENT).unwrap();
+        root.join().unwrap().unwrap();
+        silent
+            .iter_mut()
+            .for_each(|stream| assert!(!matches!(stream.read(&mut [0]), Ok(1..)), "they get nothing"));
+    });
+}
+
+#[test]
+fn a_connection_is_closed_at_its_deadline() {
+    let listener = TcpListener::bind((HOST, 0)).unwrap();
+    let point = point(listener.local_addr().unwrap().port(), 2);
+    let mut silent = connect(point.port);
+    let (stream, from) = listener.accept().unwrap();
+    let mut reception = Reception::new(point.clone());
+    reception.pending.extend(Pending::new(stream, from));
+    reception.serve();
+    assert_eq!(reception.pending.len(), 1);
+    reception.pending[0].deadline = Instant::now();
+    reception.serve();
+    assert_eq!(reception.pending.len(), 0);
+    assert_eq!(silent.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn too_many_strangers_push_out_the_oldest() {
+    let listener = TcpListener::bind((HOST, 0)).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let point = point(listener.local_addr().unwrap().port(), 2);
+    let mut reception = Reception::new(point.clone());
+    let mut strangers = Vec::new();
+    for _ in 0..MAX_STRANGERS + 2 {
+        strangers.push(connect(point.port));
+        reception.accept(&listener);
+    }
+    let addresses = |peers: &[Pending]| peers.iter().map(|peer| peer.from).collect::<Vec<_>>();
+    let oldest = strangers[0].local_addr().unwrap();
+    assert!(addresses(&reception.pending).contains(&oldest));
+    strangers.push(connect(point.port));
+    reception.accept(&listener);
+    assert!(!addresses(&reception.pending).contains(&oldest));
+    assert_eq!(reception.pending.len(), MAX_STRANGERS + 2);
+}
+
+#[test]
+fn who_waits_in_vain_is_told_for_whom() {
+    let point = point(free_port(), 3);
+    let error = join(&point, 2, BRIEF).unwrap_err();
+    assert!(error.contains("no answer from rank 0"), "{error}");
+    let error = receive_all(&point, BRIEF).unwrap_err();
+    assert!(error.contains("ranks {1, 2} did not come"), "{error}");
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let taken = TcpListener::bind((HOST, 0)).unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = receive_all(&point(port, 2), BRIEF).unwrap_err();
+    assert!(error.contains(&format!("cannot listen on port {port}")), "{error}");
+}

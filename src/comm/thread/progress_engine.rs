@@ -1,0 +1,188 @@
+//! A rank's operations under way, and how it waits for one of them.
+//!
+//! While a rank waits for *any* operation it moves *all* of its operations on, in
+//! every group, as far as they can go. Otherwise two ranks that wait for the same two
+//! operations in opposite orders would each wait for the other's copy.
+
+use super::world::ThreadWorld;
+use crate::comm::CommError;
+use crate::comm::buffer::StorageId;
+use crate::comm::diagnostics::{Entry, Wait};
+use crate::comm::ordered_channel::OrderedChannel;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Stands in for a timeout beyond what the clock can add.
+const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
+/// One rank of a world; shared by all its groups.
+#[derive(Debug)]
+pub(super) struct RankState {
+    pub(super) global_rank: usize,
+    pub(super) world: Arc<ThreadWorld>,
+    engine: Mutex<ProgressEngine>,
+}
+
+#[derive(Debug, Default)]
+struct ProgressEngine {
+    next_id: u64,
+    /// In the order of issue.
+    in_flight: Vec<InFlight>,
+}
+
+#[derive(Debug)]
+struct InFlight {
+    id: u64,
+    channel: OrderedChannel,
+    operation: Box<dyn Operation>,
+}
+
+/// An operation under way on one rank.
+pub(super) trait Operation: Send + std::fmt::Debug {
+    /// Goes as far as possible without waiting. `lent` are the storages that this
+    /// rank's other operations have published for peers to read.
+    fn advance(&mut self, lent: &[StorageId]) -> Result<Step, CommError>;
+
+    /// The storages that peers may read.
+    fn lent(&self) -> &[StorageId];
+
+    /// What it waits for.
+    fn wait(&self) -> Wait;
+
+    /// What the flight recorder stores of it, with this number.
+    fn entry(&self, id: u64) -> Entry;
+}
+
+/// How far an operation has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// This rank has yet to move its data: later operations of the channel wait.
+    Blocked,
+    /// This rank has moved its data; peers have yet to read this rank's.
+    Settling,
+    /// All done.
+    Complete,
+}
+
+impl RankState {
+    pub(super) fn new(global_rank: usize, world: Arc<ThreadWorld>) -> Self {
+        Self { global_rank, world, engine: Mutex::default() }
+    }
+
+    /// Queues an operation that `issue` publishes; nothing else of this rank is issued
+    /// meanwhile, so queue and sequence numbers agree.
+    pub(super) fn issue(&self, channel: OrderedChannel, issue: impl FnOnce() -> Box<dyn Operation>) -> u64 {
+        let mut engine = self.engine.lock();
+        let id = engine.next_id;
+        engine.next_id += 1;
+        let operation = issue();
+        self.world.record(self.global_rank, operation.entry(id));
+        engine.in_flight.push(InFlight { id, channel, operation });
+        id
+    }
+
+    /// Blocks until operation `id` is complete.
+    ///
+    /// # Errors
+    /// The world's failure, which this call may be the one to notice.
+    pub(super) fn complete(&self, id: u64) -> Result<(), CommError> {
+        let signal = self.world.signal(self.global_rank);
+        let mut has_slept = false;
+        let started = Instant::now();
+        let deadline = started.checked_add(self.world.timeout()).unwrap_or(started + FOR_EVER);
+        loop {
+            let seen = signal.epoch();
+            // Read before looking at the peers' progress: what a rank has published
+            // before it left then counts.
+            let left = self.world.left();
+            let late = Instant::now() >= deadline;
+            let Some(wait) = self.advance_all(id).map_err(|error| self.fail(error))? else { break };
+            if let Some(&rank) = wait.missing.iter().find(|rank| left.contains(rank)) {
+                return Err(self.fail(wait.left_by(rank)));
+            }
+            // A peer that came at the last moment is no longer missing.
+            if late && !wait.missing.is_empty() {
+                return Err(self.time_out(wait, started.elapsed()));
+            }
+            signal.wait(seen, deadline, || {
+                self.world.note_wait(self.global_rank, Some(wait));
+                has_slept = true;
+            });
+        }
+        if has_slept {
+            self.world.note_wait(self.global_rank, None);
+        }
+        Ok(())
+    }
+
+    /// Fails the world: a wait has lasted too long.
+    fn time_out(&self, wait: Wait, waited: Duration) -> CommError {
+        let report = self.world.hang_report();
+        let timeout = report.root_blocker(wait).timed_out(waited);
+        // Others may be waiting too: one of them logs.
+        if self.world.failure().is_none() {
+            report.log(&timeout);
+        }
+        self.fail(timeout)
+    }
+
+    /// Fails the world; returns the error that counts.
+    pub(super) fn fail(&self, error: CommError) -> CommError {
+        let rank = self.global_rank;
+        let error = match error {
+            // For the others it matters whose tensor it was.
+            CommError::Tensor(reason) => CommError::PeerFailed { rank, reason },
+            named => named,
+        };
+        self.world.fail(rank, error)
+    }
+
+    /// Moves every operation on; `None` when `id` is complete.
+    fn advance_all(&self, id: u64) -> Result<Option<Wait>, CommError> {
+        let mut engine = self.engine.lock();
+        if !engine.in_flight.iter().any(|operation| operation.id == id) {
+            return Ok(None);
+        }
+        self.world.check()?;
+        engine.advance(|id| self.world.complete(self.global_rank, id))?;
+        let Some(waiting) = engine.in_flight.iter().find(|operation| operation.id == id) else {
+            return Ok(None);
+        };
+        // An earlier operation of the channel may be what holds it up.
+        let head =
+            engine.in_flight.iter().find(|operation| operation.channel == waiting.channel).unwrap_or(waiting);
+        Ok(Some(head.operation.wait()))
+    }
+}
+
+impl ProgressEngine {
+    fn advance(&mut self, complete: impl Fn(u64)) -> Result<(), CommError> {
+        let mut blocked: Vec<OrderedChannel> = Vec::new();
+        let mut index = 0;
+        while index < self.in_flight.len() {
+            let channel = self.in_flight[index].channel;
+            let step = if blocked.contains(&channel) {
+                Step::Blocked
+            } else {
+                let lent = self.lent_by_others(index);
+                self.in_flight[index].operation.advance(&lent)?
+            };
+            match step {
+                Step::Blocked => blocked.push(channel),
+                Step::Settling => {}
+                Step::Complete => {
+                    complete(self.in_flight.remove(index).id);
+                    continue;
+                }
+            }
+            index += 1;
+        }
+        Ok(())
+    }
+
+    fn lent_by_others(&self, index: usize) -> Vec<StorageId> {
+        let others = self.in_flight.iter().enumerate().filter(|&(other, _)| other != index);
+        others.flat_map(|(_, other)| other.operation.lent()).copied().collect()
+    }
+}
