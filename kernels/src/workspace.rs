@@ -2,6 +2,7 @@
 
 use super::OpError;
 use super::call::storage_id;
+use crate::device::dry;
 use crate::memory::{Category, counted_by_default_as};
 use crate::tensor::{TensorOptions, zeros};
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
@@ -92,18 +93,16 @@ impl Workspace {
     /// Only a tensor of the workspace's device that covers its whole storage is kept. Others (views of a larger
     /// buffer, transposes, variables) are dropped, and so is one whose storage is here already.
     pub fn give(&self, tensor: Tensor) {
-        if tensor.is_variable() || !covers_its_storage(&tensor) {
-            return;
-        }
-        // Detached, or a recycled tensor would keep the graph alive that computed it.
-        let Ok(flat) = tensor.detach().flatten_all() else { return };
+        let Some(flat) = whole(&tensor) else { return };
+        drop(tensor);
         let mut shelves = self.shelves();
         let key = (flat.dtype(), flat.elem_count());
         let Some(shelf) = shelves.get_mut(&key).filter(|shelf| shelf.taken > 0) else { return };
-        if shelf.free.iter().any(|held| storage_id(held) == storage_id(&flat)) {
+        let is_same = |held: &Tensor| storage_id(held) == storage_id(&flat) || dry::share_memory(held, &flat);
+        if shelf.free.iter().any(is_same) {
             return;
         }
-        if cfg!(debug_assertions) && super::elementwise::fill(&flat, f32::NAN).is_err() {
+        if cfg!(debug_assertions) && !dry::is_dry() && super::elementwise::fill(&flat, f32::NAN).is_err() {
             return;
         }
         shelf.taken -= 1;
@@ -132,6 +131,16 @@ impl Workspace {
         // No operation under the lock leaves the map half-changed, so a panic elsewhere does not matter.
         self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The tensor flat and on its own, if it covers all of its storage: detached, or a recycled tensor would keep the graph
+/// alive that computed it.
+fn whole(tensor: &Tensor) -> Option<Tensor> {
+    if dry::is_dry() {
+        return dry::taken_over(tensor);
+    }
+    let covers = !tensor.is_variable() && covers_its_storage(tensor);
+    covers.then(|| tensor.detach().flatten_all().ok()).flatten()
 }
 
 fn covers_its_storage(tensor: &Tensor) -> bool {

@@ -2,7 +2,7 @@
 
 use super::Run;
 use serde::{Deserialize, Serialize};
-use ulysses::engine::schedule::Moment;
+use ulysses::engine::Moment;
 use ulysses::engine::{Engine, HeldInPart};
 use ulysses::memory::ByCategory;
 use ulysses::monitor::Tracer;

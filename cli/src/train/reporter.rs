@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use ulysses::config::{Config, OnSaveError};
 use ulysses::engine::StepTimes;
-use ulysses::engine::plan::{RankStep, model_flops};
+use ulysses::estimate::{RankStep, model_flops};
 use ulysses::monitor::{
     EvalMetrics, Metrics, MetricsWriter, Progress, RunTotals, breakdown, is_out_of_space,
 };
