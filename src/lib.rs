@@ -24,6 +24,7 @@
 //! 6. [`checkpoint`]: the state that outlives the run, for any other mesh to go on from.
 //! 7. [`monitor`]: what the user sees of it.
 //! 8. [`trainer`]: the loop around the engine, with evaluations, checkpoints and observers.
+//! 9. [`estimate`]: the same engine run dry, for what a step will need on machines that are not at hand.
 //!
 //! [`tensor`] (candle tensors as slices) and [`memory`] (bytes held per thread) serve all of them.
 //!
@@ -74,6 +75,7 @@ pub mod comm;
 pub mod config;
 pub mod data;
 pub mod engine;
+pub mod estimate;
 mod fnv1a;
 pub mod mesh;
 pub mod model;

@@ -2,7 +2,7 @@
 
 use super::OpError;
 use super::cast::{Float, convert};
-use crate::device::{DeviceError, Target};
+use crate::device::{DeviceError, Target, dry};
 use crate::tensor::{Element, StorageId, with_slice_mut, with_slices};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use std::ops::{Deref, Range};
@@ -96,6 +96,13 @@ impl Call {
                 }
             }
         }
+        Ok(target)
+    }
+
+    /// As [`target`](Self::target) of an op that reads or writes every element once, as a dry run reports.
+    pub(super) fn elementwise(&self, outputs: &[Argument<'_>], inputs: &[Argument<'_>]) -> Result<Target> {
+        let target = self.target(outputs, inputs)?;
+        dry::report_elementwise(outputs.iter().chain(inputs).map(|(_, tensor)| *tensor));
         Ok(target)
     }
 

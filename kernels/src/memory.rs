@@ -30,6 +30,7 @@ mod peaks;
 pub use category::{ByCategory, Category, counted_as, counted_by_default_as, current};
 pub use peaks::{Peak, Peaks};
 
+use crate::device::dry;
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -138,13 +139,39 @@ impl PeakMeter {
 #[derive(Debug, Default)]
 pub struct CountingAllocator<A>(pub A);
 
-fn count(category: Category, bytes: i64) {
+pub(crate) fn count(category: Category, bytes: i64) {
     let live = LIVE_BYTES.get() + bytes;
     LIVE_BYTES.set(live);
     LIVE.with(|of| of[category as usize].set(of[category as usize].get() + bytes));
     if live > PEAK_BYTES.get() {
         PEAK_BYTES.set(live);
         keep_peak();
+    }
+}
+
+/// Counters of this thread that begin at zero, until it is dropped: then they are what they were.
+pub(crate) struct Fresh {
+    bytes: [i64; 2],
+    by_category: [[i64; Category::ALL.len()]; 2],
+}
+
+impl Fresh {
+    pub(crate) fn start() -> Self {
+        let replaced = |counts: &Counts| counts.each_ref().map(|count| count.replace(0));
+        let by_category = [LIVE.with(replaced), PEAK.with(replaced)];
+        Self { bytes: [LIVE_BYTES.replace(0), PEAK_BYTES.replace(0)], by_category }
+    }
+}
+
+impl Drop for Fresh {
+    fn drop(&mut self) {
+        [&LIVE_BYTES, &PEAK_BYTES]
+            .into_iter()
+            .zip(self.bytes)
+            .for_each(|(counter, bytes)| counter.set(bytes));
+        for (counters, values) in [&LIVE, &PEAK].into_iter().zip(self.by_category) {
+            counters.with(|counts| counts.iter().zip(values).for_each(|(count, value)| count.set(value)));
+        }
     }
 }
 
@@ -156,7 +183,8 @@ fn count_large(bytes: usize) {
 
 /// Counts a block that has been allocated, for `category`.
 fn enter(block: *mut u8, size: usize, category: Category) {
-    if !block.is_null() {
+    // A dry thread is counted by what it would hold.
+    if !block.is_null() && !dry::is_dry() {
         let category = if size < SMALLEST { Category::Other } else { blocks::enter(block.addr(), category) };
         count(category, size as i64);
     }
@@ -166,7 +194,9 @@ fn enter(block: *mut u8, size: usize, category: Category) {
 /// thread's block the moment after.
 fn leave(block: *mut u8, size: usize) -> Category {
     let category = if size < SMALLEST { Category::Other } else { blocks::leave(block.addr()) };
-    count(category, -(size as i64));
+    if !dry::is_dry() {
+        count(category, -(size as i64));
+    }
     category
 }
 

@@ -7,6 +7,7 @@
 //! is being read in the same closure: candle guards each storage with a
 //! read-write lock, and the second lock would wait for the first for ever.
 
+use crate::device::dry;
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, Tensor, WithDType, bail,
 };
@@ -131,11 +132,15 @@ pub fn with_bytes_mut<R>(tensor: &Tensor, write: impl FnOnce(&mut [u8]) -> R) ->
     }
 }
 
-/// Reads a contiguous tensor into a vector, whatever its shape. One on a GPU is waited for.
+/// Reads a contiguous tensor into a vector, whatever its shape. One on a GPU is waited for; a [dry](crate::device::dry) one
+/// has zeros.
 ///
 /// # Errors
 /// When the tensor is not contiguous or of another dtype.
 pub fn to_vec<T: Element>(tensor: &Tensor) -> Result<Vec<T>> {
+    if dry::is_tensor(tensor) {
+        return Ok(vec![T::zero(); tensor.elem_count()]);
+    }
     if tensor.device().is_cpu() {
         return with_slice(tensor, <[T]>::to_vec);
     }
@@ -153,6 +158,7 @@ pub fn to_vec<T: Element>(tensor: &Tensor) -> Result<Vec<T>> {
 pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     match shape.elem_count() {
+        elements if elements > 0 && dry::is_dry() => dry::tensor(shape, dtype),
         0 => Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)?.reshape(shape),
         _ => Tensor::zeros(shape, dtype, device),
     }
@@ -169,6 +175,27 @@ pub fn from_slice<T: Element>(elements: &[T], device: &Device) -> Result<Tensor>
         (_, Device::Cuda(device)) => crate::device::upload(elements, device),
         (len, _) => Tensor::from_slice(elements, len, device),
     }
+}
+
+/// The elements of a tensor in their order, without gaps: itself, or a copy.
+///
+/// # Errors
+/// A failed allocation or copy.
+pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.is_contiguous() { Ok(tensor.clone()) } else { copy_of(tensor) }
+}
+
+/// A copy of a tensor's elements in their order, without gaps.
+///
+/// # Errors
+/// A failed allocation or copy.
+pub fn copy_of(tensor: &Tensor) -> Result<Tensor> {
+    if !dry::is_tensor(tensor) {
+        return tensor.force_contiguous();
+    }
+    let copy = zeros(tensor.shape(), tensor.dtype(), tensor.device())?;
+    dry::report_elementwise([tensor, &copy]);
+    Ok(copy)
 }
 
 /// Bytes of a tensor's elements.

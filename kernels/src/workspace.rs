@@ -1,6 +1,7 @@
 //! Recycled storage for intermediate tensors.
 
 use super::OpError;
+use crate::device::dry;
 use crate::memory::{Category, counted_by_default_as};
 use crate::tensor::{StorageId, TensorOptions, zeros};
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
@@ -91,18 +92,17 @@ impl Workspace {
     /// Only a tensor of the workspace's device that covers its whole storage is kept. Others (views of a larger
     /// buffer, transposes, variables) are dropped, and so is one whose storage is here already.
     pub fn give(&self, tensor: Tensor) {
-        if tensor.is_variable() || !covers_its_storage(&tensor) {
-            return;
-        }
-        // Detached, or a recycled tensor would keep the graph alive that computed it.
-        let Ok(flat) = tensor.detach().flatten_all() else { return };
+        let Some(flat) = whole(&tensor) else { return };
+        drop(tensor);
         let mut shelves = self.shelves.lock();
         let key = (flat.dtype(), flat.elem_count());
         let Some(shelf) = shelves.get_mut(&key).filter(|shelf| shelf.taken > 0) else { return };
-        if shelf.free.iter().any(|held| StorageId::of(held) == StorageId::of(&flat)) {
+        let is_same =
+            |held: &Tensor| StorageId::of(held) == StorageId::of(&flat) || dry::share_memory(held, &flat);
+        if shelf.free.iter().any(is_same) {
             return;
         }
-        if cfg!(debug_assertions) && super::elementwise::fill(&flat, f32::NAN).is_err() {
+        if cfg!(debug_assertions) && !dry::is_dry() && super::elementwise::fill(&flat, f32::NAN).is_err() {
             return;
         }
         shelf.taken -= 1;
@@ -126,6 +126,16 @@ impl Workspace {
     pub fn clear(&self) {
         self.shelves.lock().clear();
     }
+}
+
+/// The tensor flat and on its own, if it covers all of its storage: detached, or a recycled tensor would keep the graph
+/// alive that computed it.
+fn whole(tensor: &Tensor) -> Option<Tensor> {
+    if dry::is_dry() {
+        return dry::taken_over(tensor);
+    }
+    let covers = !tensor.is_variable() && covers_its_storage(tensor);
+    covers.then(|| tensor.detach().flatten_all().ok()).flatten()
 }
 
 fn covers_its_storage(tensor: &Tensor) -> bool {

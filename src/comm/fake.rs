@@ -1,26 +1,62 @@
-//! A group of which one rank is real: it counts what it would move, and moves nothing.
+//! A group of which one rank is real: it tells what it would move, and moves nothing.
 //!
-//! The real engine runs on it as one rank of any world, so that its memory and its counters can be had
-//! for meshes that no machine at hand could hold. The numbers that it computes mean nothing: what other ranks
-//! would send is zero, or what this one has.
+//! The real engine runs on it as one rank of any world, so that its memory and its traffic can be had for meshes that no
+//! machine at hand could hold. What other ranks would send is whatever the outputs hold already.
 
 use super::arg_check::ArgCheck;
-use super::{CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, Traffic};
-use candle_core::Tensor;
+use super::traffic::{DIRECT_REDUCE_MAX_ELEMS, all_reduce_chunk};
+use super::{
+    CollectiveArgs, CollectiveOp, CommError, GroupStats, Pending, ProcessGroup, StridedPlan, Traffic,
+};
+use candle_core::{DType, Tensor};
 use parking_lot::Mutex;
+use std::fmt;
 use std::sync::Arc;
-use ulysses_kernels::{elementwise, strided_copy};
+use ulysses_kernels::device::{Target, dry};
+use ulysses_kernels::tensor::zeros;
 
 /// One real rank of a group whose other members are pretended.
 ///
-/// Reductions leave what this rank has, gathers repeat it, and exchanges bring zeros: all finite where the inputs
-/// are. A split fails, since nobody knows the colours of the others: make the groups along each axis.
-#[derive(Debug)]
+/// As with other backends, tensors are lent to an operation until it has been waited for. A split fails, since nobody knows the
+/// colors of the others: make the groups along each axis.
 pub struct FakeGroup {
     name: String,
     rank: usize,
     global_ranks: Vec<usize>,
     stats: Mutex<GroupStats>,
+    observer: Option<Arc<FakeObserver>>,
+}
+
+/// Who is told of every collective of a [`FakeGroup`] of several ranks.
+pub type FakeObserver = dyn Fn(FakeCollective<'_>) + Send + Sync;
+
+/// A collective of a [`FakeGroup`].
+#[derive(Debug, Clone, Copy)]
+pub struct FakeCollective<'a> {
+    /// The operation.
+    pub op: CollectiveOp,
+    /// The type of its elements.
+    pub dtype: DType,
+    /// What it moves when it starts; none when it is complete.
+    pub started: Option<FakeTransfer<'a>>,
+}
+
+/// What a collective moves.
+#[derive(Debug, Clone, Copy)]
+pub struct FakeTransfer<'a> {
+    /// Elements that this rank puts in.
+    pub input_elems: usize,
+    /// Elements that it sends and receives.
+    pub traffic: &'a Traffic,
+}
+
+impl fmt::Debug for FakeGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FakeGroup")
+            .field("name", &self.name)
+            .field("rank", &self.rank)
+            .finish_non_exhaustive()
+    }
 }
 
 impl FakeGroup {
@@ -29,26 +65,71 @@ impl FakeGroup {
     /// # Errors
     /// A `rank` that is not below their number.
     pub fn new(name: impl Into<String>, global_ranks: Vec<usize>, rank: usize) -> Result<Self, CommError> {
-        let group = Self { name: name.into(), rank, global_ranks, stats: Mutex::default() };
+        let group = Self { name: name.into(), rank, global_ranks, stats: Mutex::default(), observer: None };
         group.check_of(CollectiveOp::Split).rank("own", rank)?;
         Ok(group)
+    }
+
+    /// Tells `observer` of every collective.
+    #[must_use]
+    pub fn observed(self, observer: Arc<FakeObserver>) -> Self {
+        Self { observer: Some(observer), ..self }
     }
 
     fn check_of(&self, op: CollectiveOp) -> ArgCheck<'_> {
         ArgCheck { group: &self.name, world_size: self.global_ranks.len(), op }
     }
 
-    /// Counts a call that would move `traffic` of elements like those of `like`.
-    fn count(&self, op: CollectiveOp, traffic: &Traffic, like: &Tensor) -> Pending {
-        if self.global_ranks.len() > 1 {
-            let bytes = like.dtype().size_in_bytes() as u64;
+    /// Starts a call that would move `traffic` of elements like those of the first tensor `lent` to it, and takes room for
+    /// `scratch` elements when it completes.
+    fn record(
+        &self,
+        op: CollectiveOp,
+        (input_elems, traffic): (usize, &Traffic),
+        lent: Vec<Tensor>,
+        scratch: usize,
+    ) -> Pending {
+        if self.global_ranks.len() == 1 {
+            return Pending::ready();
+        }
+        let (dtype, device) = (lent[0].dtype(), lent[0].device().clone());
+        let bytes = dtype.size_in_bytes() as u64;
+        {
             let mut stats = self.stats.lock();
             let counted = stats.ops.entry(op).or_default();
             counted.calls += 1;
             counted.bytes_sent += traffic.total_sent() * bytes;
             counted.bytes_received += traffic.total_received() * bytes;
         }
-        Pending::ready()
+        let Some(observer) = self.observer.clone() else { return Pending::ready() };
+        let started = FakeTransfer { input_elems, traffic };
+        observer(FakeCollective { op, dtype, started: Some(started) });
+        let complete = move || {
+            drop(zeros(scratch, dtype, &device)?);
+            drop(lent);
+            observer(FakeCollective { op, dtype, started: None });
+            Ok(())
+        };
+        Pending::new(complete, |_| {})
+    }
+
+    fn start_exchange(
+        &self,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+        plan: &StridedPlan,
+    ) -> Result<Pending, CommError> {
+        let (send_counts, recv_counts) = plan.counts();
+        let [sent, received] = [send_counts, recv_counts].map(|counts| counts.into_iter().sum::<usize>());
+        let mut lent = [inputs, outputs].concat();
+        if dry::is_dry() && matches!(Target::of(inputs[0].device()), Ok(Target::Kernels(_))) {
+            // A GPU's blocks are packed, as by default.
+            for elems in [sent, received] {
+                lent.push(zeros(elems, inputs[0].dtype(), inputs[0].device())?);
+            }
+        }
+        let traffic = Traffic::strided(self.rank, plan);
+        Ok(self.record(CollectiveOp::AllToAllStrided, (sent, &traffic), lent, 0))
     }
 
     fn unsupported(&self, op: CollectiveOp) -> CommError {
@@ -76,30 +157,33 @@ impl ProcessGroup for FakeGroup {
         let op = call.op();
         Ok(match call {
             CollectiveArgs::AllReduce { tensor, .. } => {
-                self.count(op, &Traffic::all_reduce(ranks, rank, tensor.elem_count()), tensor)
+                let elems = tensor.elem_count();
+                // The thread backend reduces into memory of its own.
+                let reduced = match elems <= DIRECT_REDUCE_MAX_ELEMS {
+                    true => elems,
+                    false => all_reduce_chunk(ranks, rank, elems).len(),
+                };
+                let traffic = Traffic::all_reduce(ranks, rank, elems);
+                self.record(op, (elems, &traffic), vec![tensor.clone()], reduced)
             }
             CollectiveArgs::ReduceScatter { input, output, .. } => {
-                let chunk = output.elem_count();
-                strided_copy::copy(&input.flatten_all()?.narrow(0, rank * chunk, chunk)?, output)?;
-                self.count(op, &Traffic::reduce_scatter(ranks, rank, chunk), input)
+                let traffic = Traffic::reduce_scatter(ranks, rank, output.elem_count());
+                self.record(op, (input.elem_count(), &traffic), vec![input.clone(), output.clone()], 0)
             }
             CollectiveArgs::AllGather { input, output } => {
-                let (count, input) = (input.elem_count(), super::buffer::apart(input, &[output])?);
-                for chunk in 0..ranks {
-                    strided_copy::copy(&input, &output.flatten_all()?.narrow(0, chunk * count, count)?)?;
-                }
-                self.count(op, &Traffic::all_gather(ranks, rank, count), output)
+                let traffic = Traffic::all_gather(ranks, rank, input.elem_count());
+                self.record(op, (input.elem_count(), &traffic), vec![input.clone(), output.clone()], 0)
             }
-            CollectiveArgs::AllToAll { output, send_counts, recv_counts, .. } => {
-                elementwise::fill(output, 0.0)?;
-                self.count(op, &Traffic::all_to_all(rank, send_counts, recv_counts), output)
+            CollectiveArgs::AllToAll { input, output, send_counts, recv_counts } => {
+                let traffic = Traffic::all_to_all(rank, send_counts, recv_counts);
+                self.record(op, (input.elem_count(), &traffic), vec![input.clone(), output.clone()], 0)
             }
             CollectiveArgs::AllToAllStrided { inputs, outputs, plan } => {
-                outputs.iter().try_for_each(|output| elementwise::fill(output, 0.0))?;
-                self.count(op, &Traffic::strided(rank, plan), &inputs[0])
+                self.start_exchange(inputs, outputs, plan)?
             }
             CollectiveArgs::Broadcast { tensor, root } => {
-                self.count(op, &Traffic::broadcast(ranks, rank, root, tensor.elem_count()), tensor)
+                let traffic = Traffic::broadcast(ranks, rank, root, tensor.elem_count());
+                self.record(op, (tensor.elem_count(), &traffic), vec![tensor.clone()], 0)
             }
             CollectiveArgs::Barrier => Pending::ready(),
             CollectiveArgs::Send { .. } | CollectiveArgs::Recv { .. } => return Err(self.unsupported(op)),

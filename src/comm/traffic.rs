@@ -1,7 +1,7 @@
 //! How many elements a collective moves between each pair of ranks: pure integers.
 //!
 //! The thread backend divides its reductions by these rules and counts what it moved; the
-//! schedule of a step and the `fake` backend, which move nothing, go by them too.
+//! `fake` backend, which moves nothing, goes by them too.
 
 use super::StridedPlan;
 use std::ops::Range;

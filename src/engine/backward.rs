@@ -1,8 +1,8 @@
 //! The backward pass.
 
 use super::forward::{LayerTape, Loss, Tape, head_views};
+use super::moment::Moment;
 use super::offload::{CheckpointStore, OffloadedTensor};
-use super::schedule::Moment;
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;

@@ -244,7 +244,7 @@ pub enum EngineError {
 
 impl EngineError {
     /// Of a config whose tokens or bytes in a step 64 bits do not count.
-    pub(super) fn step_too_large(config: &Config) -> Self {
+    pub(crate) fn step_too_large(config: &Config) -> Self {
         Self::StepTooLarge {
             train_batch_size: config.train_batch_size,
             seq_len: config.seq_len.unwrap_or_default(),

@@ -1,7 +1,7 @@
 //! The forward pass.
 
+use super::moment::Moment;
 use super::offload::OffloadedTensor;
-use super::schedule::Moment;
 use super::{Engine, EngineError};
 use crate::config::MemoryConfig;
 use crate::data::MicroBatch;
@@ -10,6 +10,7 @@ use crate::model::{HeadSaved, LayerContext, Saved, Tiling, TokenLayout};
 use candle_core::Tensor;
 use std::sync::Arc;
 use std::time::Instant;
+use ulysses_kernels::device::dry;
 use ulysses_kernels::embedding::Ids;
 use ulysses_kernels::lm_head_loss::{Labels, LossSum, Losses};
 
@@ -96,7 +97,7 @@ impl Engine {
         }
         let ctx = self.context(batch)?;
         let mut layers = Vec::with_capacity(self.model.layers.len());
-        let input_ids = Ids::new(&*batch.input_ids);
+        let input_ids = input_ids(batch);
         let hidden = self.run_layers(&input_ids, &ctx, |engine, index, params, x| {
             let begun = Instant::now();
             let layer = &engine.model.layers[index];
@@ -120,7 +121,7 @@ impl Engine {
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
-        let labels = Labels::new(&*batch.labels);
+        let labels = labels(batch);
         let begun = Instant::now();
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
         self.part_times(self.model.layers.len()).forward += begun.elapsed().as_secs_f64();
@@ -143,11 +144,11 @@ impl Engine {
         let sent = self.bytes_sent();
         self.check_rows(batch.rows_hash)?;
         let ctx = self.context(batch)?;
-        let hidden = self.run_without_tape(&Ids::new(&*batch.input_ids), &ctx)?;
+        let hidden = self.run_without_tape(&input_ids(batch), &ctx)?;
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
-        let labels = Labels::new(&*batch.labels);
+        let labels = labels(batch);
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
         self.zero.release(head_unit);
         head.recycle(&ctx);
@@ -250,7 +251,9 @@ impl Engine {
             ("the number of its labels on this rank", batch.labels.len(), tokens),
             ("the number of its position ids on this rank", batch.position_ids.len(), tokens),
         ];
-        if let Some((what, got, expected)) = sizes.into_iter().find(|(_, got, expected)| got != expected) {
+        let differs = sizes.into_iter().find(|(_, got, expected)| got != expected);
+        // A dry batch has no tokens.
+        if let Some((what, got, expected)) = differs.filter(|_| !dry::is_dry()) {
             return Err(EngineError::MicroBatch { what, got, expected });
         }
         let tokens = self.token_layout(batch)?;
@@ -269,6 +272,22 @@ impl Engine {
             None => Arc::new(TokenLayout::new(shard.clone(), position_ids.clone(), cu_seqlens.clone())?),
         };
         Ok(self.token_layout.insert(layout).clone())
+    }
+}
+
+/// The batch's token ids, which a dry one does not have.
+fn input_ids(batch: &MicroBatch) -> Ids {
+    match dry::is_dry() {
+        true => Ids::dry(batch.batch * batch.seq_len_local()),
+        false => Ids::new(&*batch.input_ids),
+    }
+}
+
+/// As [`input_ids`], of the labels.
+fn labels(batch: &MicroBatch) -> Labels {
+    match dry::is_dry() {
+        true => Labels::dry(batch.batch * batch.seq_len_local()),
+        false => Labels::new(&*batch.labels),
     }
 }
 

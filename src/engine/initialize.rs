@@ -3,9 +3,9 @@
 use super::EngineError;
 use super::loss_scale::LossScaler;
 use super::memory::PartMemory;
+use super::moment::Moment;
 use super::offload::{CheckpointStore, storage};
 use super::parameter_groups::check_parameter_groups;
-use super::schedule::Moment;
 use super::step::Accumulation;
 use super::times::StepTimes;
 use crate::comm::{CommTimer, MeshGroups, ProcessGroup};

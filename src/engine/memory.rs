@@ -1,7 +1,7 @@
 //! What a rank holds in each part of a step.
 
 use super::Engine;
-use super::schedule::Moment;
+use super::moment::Moment;
 use std::time::Instant;
 use ulysses_kernels::memory::{Peak, Peaks};
 
@@ -44,7 +44,7 @@ impl PartMemory {
 }
 
 impl Engine {
-    /// Notes from now on what this thread holds in each part of a step, as the [schedule](super::schedule()) divides it. It
+    /// Notes from now on what this thread holds in each part of a step, as [`Moment`] divides it. It
     /// costs a look at a clock and at some counters for each part, and some bytes of memory.
     pub fn watch_memory(&mut self) {
         self.watch(false);

@@ -1,6 +1,6 @@
 //! The optimizer step.
 
-use super::schedule::Moment;
+use super::moment::Moment;
 use super::{Engine, EngineError, rows};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, Geometry, grouped_heads};
+use ulysses_kernels::device::dry::{self, Allocation};
 use ulysses_kernels::rope::{self, Rope};
 
 /// Query heads, KV heads, window.
@@ -37,6 +38,8 @@ pub struct TokenLayout {
     geometry: Geometry,
     head_geometries: Mutex<HashMap<HeadKey, Geometry>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
+    /// What the position ids take in a dry run.
+    _dry: Option<Allocation>,
 }
 
 impl TokenLayout {
@@ -53,15 +56,17 @@ impl TokenLayout {
         position_ids: Vec<u32>,
         cu_seqlens: Arc<Vec<Vec<u32>>>,
     ) -> Result<Self, ModelError> {
-        let positions: Arc<[u32]> = (shard.start as u32..shard.end as u32).collect();
-        let geometry = Geometry::new(positions.clone(), positions, cu_seqlens, Vec::new(), None)?;
-        Ok(Self { position_ids, geometry, head_geometries: Mutex::default(), rope_tables: Mutex::default() })
+        let tokens = shard.start as u32..shard.end as u32;
+        let geometry = Geometry::of_ranges(tokens.clone(), tokens, cu_seqlens, Vec::new(), None)?;
+        let _dry = Allocation::on_host(geometry.batch() * geometry.num_queries() * size_of::<u32>());
+        let (head_geometries, rope_tables) = Default::default();
+        Ok(Self { position_ids, geometry, head_geometries, rope_tables, _dry })
     }
 
     /// Whether [`new`](Self::new) would make the same of these arguments.
     pub fn is_of(&self, shard: &Range<usize>, position_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> bool {
         let own_shard = self.geometry.q_positions();
-        let is_shard = own_shard.len() == shard.len()
+        let is_shard = self.geometry.num_queries() == shard.len()
             && own_shard.first().is_none_or(|first| *first as usize == shard.start);
         is_shard && self.position_ids == position_ids && **self.geometry.cu_seqlens() == cu_seqlens
     }
@@ -106,7 +111,7 @@ impl LayerContext {
 
     /// This rank's tokens of every row.
     pub fn seq_len_local(&self) -> usize {
-        self.tokens.geometry.q_positions().len()
+        self.tokens.geometry.num_queries()
     }
 
     /// Positions of this rank's tokens within their documents, `[batch, seq_local]`.
@@ -151,10 +156,8 @@ impl LayerContext {
         if let Some(geometry) = geometries.get(&key) {
             return Ok(geometry.clone());
         }
-        let geometry = &self.tokens.geometry;
-        let (positions, documents) = (geometry.q_positions(), geometry.cu_seqlens());
         let heads = grouped_heads(num_heads, num_kv_heads);
-        let geometry = Geometry::new(positions.clone(), positions.clone(), documents.clone(), heads, window)?;
+        let geometry = self.tokens.geometry.with_window(heads, window)?;
         geometries.insert(key, geometry.clone());
         Ok(geometry)
     }
@@ -170,8 +173,11 @@ impl LayerContext {
         if let Some((.., table)) = known {
             return Ok(table.clone());
         }
-        let lens = self.document_lens();
-        let table = Arc::new(rope::Table::scaled(self.position_ids(), &lens, head_dim, &rope)?);
+        let table = match dry::is_dry() {
+            true => rope::Table::dry(self.batch() * self.seq_len_local(), head_dim, &rope)?,
+            false => rope::Table::scaled(self.position_ids(), &self.document_lens(), head_dim, &rope)?,
+        };
+        let table = Arc::new(table);
         tables.push((head_dim, rope, table.clone()));
         Ok(table)
     }

@@ -205,7 +205,8 @@ impl DecoderLayer {
     /// A chunk's columns of the output projection: the weight itself where there is one chunk, else a copy.
     fn o_columns(&self, o: &Tensor, chunk: &HeadChunk) -> Result<Tensor, ModelError> {
         let head_dim = self.config.head_dim;
-        Ok(o.narrow(1, chunk.q.start * head_dim, chunk.q.len() * head_dim)?.contiguous()?)
+        let columns = o.narrow(1, chunk.q.start * head_dim, chunk.q.len() * head_dim)?;
+        Ok(ulysses_kernels::tensor::contiguous(&columns)?)
     }
 
     /// Adds `dmidᵀ · out` to a chunk's columns of the output projection's gradient.

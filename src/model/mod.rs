@@ -43,7 +43,6 @@ pub use attention_node::autograd_attention;
 pub use autograd::{AutogradLayer, BlockContext};
 pub use context::{LayerContext, Tiling, TokenLayout};
 pub use decoder::DecoderLayer;
-pub(crate) use decoder_weights::{HeadWeights, Weights};
 pub use embedding::Embedding;
 pub use error::ModelError;
 pub use head::{HeadSaved, LossHead};

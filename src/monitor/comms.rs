@@ -13,7 +13,7 @@ pub struct RankComms {
     pub calls: Vec<CallTimes>,
     /// Every single call, where they were kept.
     pub each: Vec<EachCall>,
-    /// Bytes sent by axis and what they were for, as the schedule of the steps has it.
+    /// Bytes sent by axis and what they were for, as planned for the steps.
     pub planned: Vec<PlannedVolume>,
     /// Bytes sent by axis and operation, as the backend counted.
     pub sent: Vec<(String, CollectiveOp, u64)>,
@@ -118,7 +118,7 @@ fn straggling_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: Collectiv
     Straggling { axis: axis.to_owned(), op, calls, seconds, straggler_seconds, latest }
 }
 
-/// Bytes of all ranks together: what was sent, and what the schedule of the same training steps and evaluations has.
+/// Bytes of all ranks together: what was sent, and what was planned for the same training steps and evaluations.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Volume {
     /// `Ulysses exchange`, `ZeRO and data parallelism`, `sums over sp`.

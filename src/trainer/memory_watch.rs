@@ -1,7 +1,7 @@
 //! What a rank held in each part of a step: for `run.json`, and for traces.
 
 use super::observer::{Observer, ObserverError, StepEnd};
-use crate::engine::schedule::Moment;
+use crate::engine::Moment;
 use crate::engine::{Engine, HeldInPart};
 use crate::kernels::memory::ByCategory;
 use crate::monitor::Tracer;

@@ -29,7 +29,9 @@ pub(super) struct Slot {
 
 impl Slot {
     fn empty(&self) -> Result<Tensor, ZeroError> {
-        Ok(counted_as(self.category, || Tensor::zeros(self.numel, self.dtype, &self.device))?)
+        Ok(counted_as(self.category, || {
+            ulysses_kernels::tensor::zeros(self.numel, self.dtype, &self.device)
+        })?)
     }
 }
 

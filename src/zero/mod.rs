@@ -48,6 +48,5 @@ pub use kept::KeptPart;
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialise, ZeroOptimizer};
 pub use rule::state_kinds;
-pub(crate) use split::split;
 pub use state::RestoreState;
 pub use storage::Storage;

@@ -45,7 +45,7 @@ pub(super) fn start(
         },
     };
     let received = counted_as(Category::Gradients, || {
-        Tensor::zeros(unit.layout.partition_numel(), whole.dtype(), whole.device())
+        ulysses_kernels::tensor::zeros(unit.layout.partition_numel(), whole.dtype(), whole.device())
     })?;
     let pending = groups.shard().start_reduce_scatter(&whole, &received, ReduceOp::Sum)?;
     Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))

@@ -20,7 +20,7 @@ pub(super) struct Viewed {
 
 impl Viewed {
     fn zeros(layout: &FlatLayout, dtype: DType, device: &Device) -> Result<Self, ZeroError> {
-        let flat = Tensor::zeros(layout.padded_numel(), dtype, device)?;
+        let flat = ulysses_kernels::tensor::zeros(layout.padded_numel(), dtype, device)?;
         Ok(Self { views: layout.views(&flat)?, flat })
     }
 }
@@ -55,7 +55,7 @@ impl Parameters {
     ) -> Result<Self, ZeroError> {
         Ok(if partitioned {
             let partition = Kept::new(
-                Tensor::zeros(layout.partition_numel(), dtype, device)?,
+                ulysses_kernels::tensor::zeros(layout.partition_numel(), dtype, device)?,
                 Category::Parameters,
                 store,
             )?;
@@ -78,7 +78,7 @@ impl Gradients {
     /// Zeros in f32.
     pub(super) fn zeros(layout: &FlatLayout, partitioned: bool, device: &Device) -> Result<Self, ZeroError> {
         Ok(if partitioned {
-            let partition = Tensor::zeros(layout.partition_numel(), DType::F32, device)?;
+            let partition = ulysses_kernels::tensor::zeros(layout.partition_numel(), DType::F32, device)?;
             Self::Partitioned { partition, transient: None }
         } else {
             Self::Whole(Viewed::zeros(layout, DType::F32, device)?)

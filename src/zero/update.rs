@@ -159,7 +159,7 @@ impl ZeroOptimizer {
             Parameters::Whole(whole) => {
                 // A copy: the gather's input must not share storage with its output.
                 let own = unit.updated_parameters(self.stage)?.fetch()?;
-                let own = counted_as(Category::Parameters, || own.force_contiguous())?;
+                let own = counted_as(Category::Parameters, || ulysses_kernels::tensor::copy_of(&own))?;
                 Ok(Some(self.groups.shard().start_all_gather(&own, &whole.flat)?))
             }
             Parameters::Partitioned { .. } => Ok(None),

@@ -2,11 +2,11 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod dry_run;
 mod engine;
 mod features;
 mod ops;
 mod plan;
-mod schedule;
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -12,10 +12,9 @@ use ulysses::config::Config;
 use ulysses::data::DataError;
 use ulysses::device::DeviceKind;
 use ulysses::engine::Engine;
-use ulysses::engine::schedule::{Event, Schedule};
+use ulysses::estimate::Workload;
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{ByCategory, Category, live_bytes, peak_by_category, peak_bytes, reset_peak};
-use ulysses::mesh::DeviceMesh;
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 
 /// How far the plan may be off. It is exact but for bookkeeping where reductions complete when they are waited for;
@@ -267,20 +266,11 @@ impl Case {
     }
 
     /// The most that a rank will hold, by category.
-    fn planned(&self, rank: usize) -> [i64; Category::ALL.len()] {
-        let mesh = DeviceMesh::dp_sp(self.mesh.0, self.mesh.1).unwrap();
-        let (mut held, mut peak) = ([0; Category::ALL.len()], [0; Category::ALL.len()]);
+    fn planned(&self, rank: usize) -> [u64; Category::ALL.len()] {
         let device = if is_cpu() { DeviceKind::Cpu } else { DeviceKind::Cuda };
-        let events = Schedule::on(device, &self.config(), &self.model, &mesh, rank, None).unwrap();
-        for event in events.steps(2) {
-            if let Event::Memory { category, bytes } = event {
-                held[category as usize] += bytes;
-                if held.iter().sum::<i64>() > peak.iter().sum() {
-                    peak = held;
-                }
-            }
-        }
-        peak
+        let (config, model) = (self.config(), self.model.clone());
+        let workload = Workload { config, model, document_len: None, ranks_per_node: 1, device };
+        workload.plan_of(rank).unwrap().peak_by_category
     }
 }
 
@@ -289,7 +279,7 @@ fn the_planned_peak_is_the_measured_one() {
     let mut off = Vec::new();
     for case in cases() {
         for (rank, (measured, _)) in case.measured().into_iter().enumerate() {
-            let planned: i64 = case.planned(rank).iter().sum();
+            let planned: u64 = case.planned(rank).iter().sum();
             let error = planned as f64 / measured as f64 - 1.0;
             let line = format!(
                 "{:30} rank {rank}: {measured:>10} measured, {planned:>10} planned, {:+.1} %",
@@ -313,8 +303,8 @@ fn the_planned_peak_holds_what_the_allocator_counted_by_category() {
             let planned = case.planned(rank);
             let counted = by_category.values();
             for category in [Category::Parameters, Category::Gradients, Category::Optimizer] {
-                let (planned, counted) = (planned[category as usize], counted[category as usize] as i64);
-                let off = (planned - counted).abs() as f64 / measured as f64;
+                let (planned, counted) = (planned[category as usize], counted[category as usize]);
+                let off = planned.abs_diff(counted) as f64 / measured as f64;
                 let (label, name) = (case.label, category.name());
                 assert!(
                     off < TOLERANCE,

@@ -8,7 +8,7 @@ use super::{Failure, Measuring, OrFail, Ranks, RanksArgs};
 use anyhow::{Result, anyhow};
 use serde_json::json;
 use ulysses::comm::RankContext;
-use ulysses::engine::plan::model_flops;
+use ulysses::estimate::model_flops;
 
 /// How often mesh and single rank take turns, where there are as many repetitions.
 const ROUNDS: u32 = 3;

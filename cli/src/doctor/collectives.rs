@@ -172,7 +172,7 @@ mod tests {
         let gathered = zeros(3).unwrap();
         group.all_gather(&tensor(vec![5.0]).unwrap(), &gathered).unwrap();
         let fault = differs(&gathered, [4.0, 5.0, 6.0]).unwrap();
-        assert_eq!(fault.as_deref(), Some("element 0 is 5, not 4"));
+        assert_eq!(fault.as_deref(), Some("element 0 is 0, not 4"));
         assert_eq!(differs(&gathered, [5.0]).unwrap().as_deref(), Some("3 elements instead of 1"));
     }
 }

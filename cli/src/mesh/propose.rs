@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use ulysses::config::{Overrides, RawConfig};
 use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
-use ulysses::engine::plan::{Proposal, Trial, Workload};
+use ulysses::estimate::{Proposal, Trial, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
 
 /// Without a config: what long sequences on many ranks are usually trained with.

@@ -3,7 +3,7 @@
 use super::Report;
 use super::table::{bytes, flops, seconds};
 use std::collections::BTreeSet;
-use ulysses::engine::plan::{MeshChoice, Pace};
+use ulysses::estimate::{MeshChoice, Pace};
 
 /// A table as text: what does not apply to the plan has no column.
 pub(super) struct Choices {

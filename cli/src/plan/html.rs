@@ -5,7 +5,7 @@ use super::table::seconds;
 use super::{Report, choices, pictures};
 use crate::html::chart::{Unit, text};
 use crate::html::{escape, html, table, tiles};
-use ulysses::engine::plan::{MomentMemory, StepTime};
+use ulysses::estimate::{MomentMemory, StepTime};
 
 pub(super) fn page_of(report: &Report) -> String {
     let Report { model, mesh, rank, .. } = report;

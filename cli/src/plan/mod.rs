@@ -20,8 +20,8 @@ use ulysses::config::{Config, MachineProfile, Overrides, ParameterGroup, RawConf
 use ulysses::data::Tokenizer;
 use ulysses::device::DeviceKind;
 use ulysses::engine::check_offload_device;
-use ulysses::engine::plan::scaling::{self as traffic, ModelScaling};
-use ulysses::engine::plan::{Alternative, Criteria, MeshChoice, RankPlan, StepTime, Workload};
+use ulysses::estimate::scaling::{self as traffic, ModelScaling};
+use ulysses::estimate::{Alternative, Criteria, MeshChoice, RankPlan, StepTime, Workload};
 use ulysses::model::{LlamaConfig, PRESETS, shape};
 
 const GIB: f64 = (1_u64 << 30) as f64;

@@ -2,9 +2,9 @@
 //! of runs.
 
 use crate::html::chart::{Chart, INK, Scale, Series, Unit};
-use ulysses::engine::plan::MomentMemory;
-use ulysses::engine::plan::scaling::{ModelScaling, Point};
-use ulysses::engine::schedule::Category;
+use ulysses::estimate::MomentMemory;
+use ulysses::estimate::scaling::{ModelScaling, Point};
+use ulysses::memory::Category;
 
 /// Bytes in the order of [`Category::ALL`].
 type ByCategory = [u64; Category::ALL.len()];
@@ -90,7 +90,7 @@ pub(crate) fn scaling(model: &ModelScaling) -> Chart {
 mod tests {
     use super::*;
     use crate::html::chart::drawing;
-    use ulysses::engine::plan::scaling::study;
+    use ulysses::estimate::scaling::study;
 
     #[test]
     fn the_drawing_has_a_curve_for_everything_that_the_table_has() {

@@ -6,7 +6,7 @@ use crate::html::chart::{Chart, drawing};
 use crate::{Failure, OrFail, print};
 use std::fmt::{self, Display, Formatter};
 use std::path::Path;
-use ulysses::engine::plan::scaling::{ModelScaling, Point, study};
+use ulysses::estimate::scaling::{ModelScaling, Point, study};
 
 pub(super) fn run(tokens_per_rank: usize, svg: Option<&Path>, json: bool) -> Result<(), Failure> {
     let models = study(tokens_per_rank).or_run()?;

@@ -4,8 +4,9 @@ use super::choices::Choices;
 use super::table::{bytes, flops, parameters, row, seconds, write_table};
 use super::{Budget, Features, Report, choices};
 use std::fmt::{self, Display, Formatter};
-use ulysses::engine::plan::{MomentMemory, Sent};
-use ulysses::engine::schedule::{Category, Moment};
+use ulysses::engine::Moment;
+use ulysses::estimate::{MomentMemory, Sent};
+use ulysses::memory::Category;
 
 /// What people read.
 pub(super) struct Text<'a>(pub(super) &'a Report);

@@ -6,9 +6,9 @@ use crate::html::table;
 use crate::plan::{longest_rows, pictures, scaling_of};
 use serde_json::Value;
 use ulysses::device::DeviceKind;
-use ulysses::engine::plan::{RankPlan, Workload};
-use ulysses::engine::schedule::Category;
+use ulysses::estimate::{RankPlan, Workload};
 use ulysses::memory::ByCategory;
+use ulysses::memory::Category;
 use ulysses::model::LlamaConfig;
 
 /// Why categories differ where sums do not.

@@ -3,7 +3,7 @@
 use super::prepare::Prepared;
 use ulysses::config::Config;
 use ulysses::engine::Engine;
-use ulysses::engine::plan::model_flops;
+use ulysses::estimate::model_flops;
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
 /// Adds the model's FLOP rate to the metrics, and its share of the GEMM rate.

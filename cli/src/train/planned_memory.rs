@@ -8,8 +8,8 @@ use crate::plan::table::{bytes, flops};
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::engine::EngineError;
-use ulysses::engine::plan::{RankPlan, RankStep, Workload};
-use ulysses::engine::schedule::Moment;
+use ulysses::engine::Moment;
+use ulysses::estimate::{RankPlan, RankStep, Workload};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::LlamaConfig;
 

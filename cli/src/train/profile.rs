@@ -10,9 +10,10 @@ use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
 use ulysses::config::{Config, FlopsProfilerConfig};
-use ulysses::engine::plan::RankStep;
-use ulysses::engine::schedule::{Pass, Piece};
+use ulysses::device::dry::MatmulOp;
 use ulysses::engine::{Engine, PartTimes, StepTimes};
+use ulysses::estimate::RankStep;
+use ulysses::estimate::event::Pass;
 use ulysses::monitor::{Metrics, escaped};
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
@@ -83,9 +84,9 @@ impl Profile<'_> {
         std::fs::write(path, self.to_string()).with_context(|| cannot_write(path))
     }
 
-    fn flops(&self, pieces: &[Piece], pass: Pass) -> f64 {
+    fn flops(&self, ops: &[MatmulOp], pass: Pass) -> f64 {
         let flops = self.planned.flops.iter();
-        flops.filter(|((piece, of_pass), _)| pieces.contains(piece) && *of_pass == pass).map(|(_, n)| n).sum()
+        flops.filter(|((op, of_pass), _)| ops.contains(op) && *of_pass == pass).map(|(_, n)| n).sum()
     }
 
     fn row(f: &mut Formatter<'_>, name: &str, flops: f64, seconds: f64) -> fmt::Result {
@@ -95,19 +96,19 @@ impl Profile<'_> {
 
     /// A forward and a backward row for each layer, and for the head.
     fn parts(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        const LAYER: &[Piece] = &[Piece::Projections, Piece::Attention, Piece::Mlp];
+        const LAYER: &[MatmulOp] = &[MatmulOp::Linear, MatmulOp::Attention];
         let num_layers = self.run.model.config.num_layers;
         writeln!(
             f,
             "  without gathers and reductions, which run along; a layer's share of the FLOPs is even"
         )?;
         for (index, PartTimes { forward, backward }) in self.times.parts.iter().enumerate() {
-            let (name, pieces, share) = match index {
+            let (name, ops, share) = match index {
                 index if index < num_layers => (format!("layer {index}"), LAYER, 1.0 / num_layers as f64),
-                _ => ("LM head and loss".to_owned(), &[Piece::Head][..], 1.0),
+                _ => ("LM head and loss".to_owned(), &[MatmulOp::LmHead][..], 1.0),
             };
-            let backward_flops = self.flops(pieces, Pass::Backward) + self.flops(pieces, Pass::Recompute);
-            Self::row(f, &format!("{name}, forward"), share * self.flops(pieces, Pass::Forward), *forward)?;
+            let backward_flops = self.flops(ops, Pass::Backward) + self.flops(ops, Pass::Recompute);
+            Self::row(f, &format!("{name}, forward"), share * self.flops(ops, Pass::Forward), *forward)?;
             Self::row(f, &format!("{name}, backward"), share * backward_flops, *backward)?;
         }
         Ok(())
@@ -116,7 +117,7 @@ impl Profile<'_> {
 
 impl Display for Profile<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        const ALL: &[Piece] = &[Piece::Projections, Piece::Attention, Piece::Mlp, Piece::Head];
+        const ALL: &[MatmulOp] = &[MatmulOp::Linear, MatmulOp::Attention, MatmulOp::LmHead];
         let config = &self.run.config;
         let Metrics { step, step_seconds, tokens_per_second, .. } = self.metrics;
         let (dp, sp) = (config.dp_size, config.sp_size);

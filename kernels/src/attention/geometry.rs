@@ -1,6 +1,7 @@
 //! Which keys each query may see, as one contiguous range per query.
 
 use super::AttentionError;
+use crate::device::dry::{self, Allocation};
 use crate::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
 use std::{ops::Range, sync::Arc};
@@ -20,12 +21,16 @@ use std::{ops::Range, sync::Arc};
 pub struct Geometry {
     q_positions: Arc<[u32]>,
     kv_positions: Arc<[u32]>,
+    num_queries: usize,
+    num_keys: usize,
     cu_seqlens: Arc<Vec<Vec<u32>>>,
     q_to_kv: Arc<[usize]>,
     window: Option<usize>,
     visible: Arc<[VisibleRanges]>,
     ranges_on_device: DeviceTable,
     heads_on_device: DeviceTable,
+    /// Of a dry run, which makes neither positions nor ranges.
+    _dry: Arc<Option<Allocation>>,
 }
 
 impl Geometry {
@@ -59,16 +64,63 @@ impl Geometry {
             .iter()
             .map(|boundaries| VisibleRanges::new(&q_positions, &kv_positions, boundaries, window))
             .collect();
+        let (num_queries, num_keys) = (q_positions.len(), kv_positions.len());
         Ok(Self {
             q_positions,
             kv_positions,
+            num_queries,
+            num_keys,
             cu_seqlens,
             q_to_kv: q_to_kv.into(),
             window,
             visible,
             ranges_on_device: DeviceTable::default(),
             heads_on_device: DeviceTable::default(),
+            _dry: Arc::default(),
         })
+    }
+
+    /// As [`new`](Self::new), of tokens that lie next to each other. Within a [dry run](crate::device::dry) there are no
+    /// positions and no ranges, only their sizes.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_ranges(
+        queries: Range<u32>,
+        keys: Range<u32>,
+        cu_seqlens: impl Into<Arc<Vec<Vec<u32>>>>,
+        q_to_kv: impl Into<Arc<[usize]>>,
+        window: Option<usize>,
+    ) -> Result<Self, AttentionError> {
+        if !dry::is_dry() {
+            let are_same = queries == keys;
+            let q_positions: Arc<[u32]> = queries.collect();
+            let kv_positions = if are_same { q_positions.clone() } else { keys.collect() };
+            return Self::new(q_positions, kv_positions, cu_seqlens, q_to_kv, window);
+        }
+        let geometry = Self::new(Vec::new(), Vec::new(), cu_seqlens, q_to_kv, window)?;
+        let (num_queries, num_keys) = (queries.len(), keys.len());
+        let numbers = if queries == keys { num_queries } else { num_queries + num_keys };
+        let tables = numbers + 2 * geometry.batch() * num_queries;
+        let _dry = Arc::new(Allocation::on_host(tables * size_of::<u32>()));
+        Ok(Self { num_queries, num_keys, _dry, ..geometry })
+    }
+
+    /// The same tokens for another set of heads that see another window.
+    ///
+    /// # Errors
+    /// A window of 0.
+    pub fn with_window(
+        &self,
+        q_to_kv: impl Into<Arc<[usize]>>,
+        window: Option<usize>,
+    ) -> Result<Self, AttentionError> {
+        let (q_positions, kv_positions) = (self.q_positions.clone(), self.kv_positions.clone());
+        let geometry = Self::new(q_positions, kv_positions, self.cu_seqlens.clone(), q_to_kv, window)?;
+        let Self { num_queries, num_keys, .. } = *self;
+        let ranges = 2 * self.batch() * num_queries * size_of::<u32>();
+        let _dry = Arc::new(Allocation::on_host(ranges));
+        Ok(Self { num_queries, num_keys, _dry, ..geometry })
     }
 
     /// Whole rows of one document each: plain causal attention.
@@ -80,8 +132,7 @@ impl Geometry {
         seq_len: u32,
         q_to_kv: impl Into<Arc<[usize]>>,
     ) -> Result<Self, AttentionError> {
-        let positions: Arc<[u32]> = (0..seq_len).collect();
-        Self::new(positions.clone(), positions, vec![vec![0, seq_len]; batch], q_to_kv, None)
+        Self::of_ranges(0..seq_len, 0..seq_len, vec![vec![0, seq_len]; batch], q_to_kv, None)
     }
 
     /// The same tokens for another set of heads.
@@ -93,6 +144,16 @@ impl Geometry {
     /// Number of batch rows.
     pub fn batch(&self) -> usize {
         self.cu_seqlens.len()
+    }
+
+    /// Number of local query tokens of a row.
+    pub fn num_queries(&self) -> usize {
+        self.num_queries
+    }
+
+    /// Number of local keys of a row.
+    pub fn num_keys(&self) -> usize {
+        self.num_keys
     }
 
     /// Index within the row of each local query token.
@@ -128,7 +189,21 @@ impl Geometry {
     /// Pairs of a query and a key it sees, over all rows, for one query head. Attention costs
     /// `4 * head_dim` floating-point operations per pair forward and `10 * head_dim` backward.
     pub fn num_visible_pairs(&self) -> u64 {
+        if dry::is_dry() {
+            return self.num_pairs_of_whole_rows();
+        }
         self.visible.iter().map(VisibleRanges::num_pairs).sum()
+    }
+
+    /// Of whole rows: each token sees itself and what is before it in its document, within the window.
+    fn num_pairs_of_whole_rows(&self) -> u64 {
+        let causal = |len: u64| len * (len + 1) / 2;
+        let of_document = |document: &[u32]| {
+            let len = u64::from(document[1] - document[0]);
+            let window = self.window.map_or(len, |window| len.min(window as u64));
+            causal(window) + (len - window) * window
+        };
+        self.cu_seqlens.iter().flat_map(|row| row.windows(2)).map(of_document).sum()
     }
 
     /// What the queries of one batch row see, for kernels that have checked the batch size.
@@ -138,7 +213,8 @@ impl Geometry {
 
     /// For kernels on a device, the range of keys of every query: `[batch, queries, 2]`, start and end.
     pub(super) fn ranges_on(&self, device: &Device) -> candle_core::Result<Tensor> {
-        self.ranges_on_device.on(device, || {
+        let len = 2 * self.batch() * self.num_queries;
+        self.ranges_on_device.on(device, len, || {
             let rows = self.visible.iter();
             rows.flat_map(|row| row.start.iter().zip(&row.end))
                 .flat_map(|(start, end)| [*start, *end])
@@ -149,7 +225,7 @@ impl Geometry {
     /// For kernels on a device, the query heads: those of the first KV head, those of the second, and so on, each in
     /// ascending order.
     pub(super) fn heads_by_kv_head_on(&self, device: &Device) -> candle_core::Result<Tensor> {
-        self.heads_on_device.on(device, || {
+        self.heads_on_device.on(device, self.q_to_kv.len(), || {
             let mut heads: Vec<u32> = (0..self.q_to_kv.len() as u32).collect();
             heads.sort_by_key(|head| self.q_to_kv[*head as usize]);
             heads

@@ -1,7 +1,7 @@
 //! The tensor-level entry points: check the operands, then run the kernels of their device.
 
 use super::{
-    AttentionError,
+    AttentionError, Geometry,
     cuda::{self, Tiling},
     dims::Dims,
     on_cpu,
@@ -9,6 +9,7 @@ use super::{
 };
 use crate::call::Call;
 use crate::device::Target;
+use crate::device::dry::{self, MatmulOp};
 use crate::gemm::bf16::Kernel;
 use candle_core::{DType, Tensor};
 
@@ -32,8 +33,10 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
     let inputs = [("q", q), ("k", k), ("v", v)];
     let target = call.target(&[("o", o), ("lse", lse)], &inputs)?;
     let dtype = call.element_type(&[("q", q), ("k", k), ("v", v), ("o", o)], &[("lse", lse)])?;
+    report_flops(geometry, &dims, false);
     match target {
         Target::Cpu => on_cpu::forward(bf16_kernel(dtype, &dims), &call, &dims, operands, [o, lse])?,
+        Target::Dry(cpu) => on_cpu::take(cpu, &dims, dtype, false),
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, geometry };
             call.kernels(cuda::forward(&launcher, &problem, [o, lse], &Tiling::FORWARD))?;
@@ -55,10 +58,11 @@ pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionE
     expect(&call, ("o", o), &[b, sq, hq, d.max(1)])?;
     expect(&call, ("dout", dout), &[b, sq, hq, d])?;
     expect(&call, ("delta", delta), &[b, hq, sq])?;
-    let target = call.target(&[("delta", delta)], &[("o", o), ("dout", dout)])?;
+    let target = call.elementwise(&[("delta", delta)], &[("o", o), ("dout", dout)])?;
     let dtype = call.element_type(&[("o", o), ("dout", dout)], &[("delta", delta)])?;
     match target {
         Target::Cpu => on_cpu::delta([o, dout, delta], &call, [sq, hq, d])?,
+        Target::Dry(_) => {}
         Target::Kernels(launcher) => {
             call.kernels(cuda::delta(&launcher, dtype, [o, dout, delta], [b, sq, hq, d]))?;
         }
@@ -97,16 +101,28 @@ pub fn backward(
     let sums = [("lse", lse), ("delta", delta)];
     let target = call.target(&outputs, &[&elements[..], &sums].concat())?;
     let dtype = call.element_type(&[&elements[..], &outputs].concat(), &sums)?;
+    report_flops(geometry, &dims, true);
     match target {
         Target::Cpu => {
             on_cpu::backward(bf16_kernel(dtype, &dims), &call, &dims, operands, upstream, gradients)?;
         }
+        Target::Dry(cpu) => on_cpu::take(cpu, &dims, dtype, true),
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, geometry };
             call.kernels(cuda::backward(&launcher, &problem, upstream, gradients, &Tiling::BACKWARD))?;
         }
     }
     Ok(())
+}
+
+/// What a dry run reports. Of a backward pass twice the forward's: that the scores are computed once more is the kernel's
+/// affair.
+fn report_flops(geometry: &Geometry, dims: &Dims, is_backward: bool) {
+    if dry::is_dry() {
+        let of_pair = if is_backward { 8.0 } else { 4.0 } * (dims.num_heads * dims.head_dim) as f64;
+        let pairs = geometry.num_visible_pairs() as f64;
+        dry::report_flops(MatmulOp::Attention, is_backward, of_pair * pairs);
+    }
 }
 
 fn bf16_kernel(dtype: DType, dims: &Dims) -> Option<Kernel> {
@@ -120,8 +136,8 @@ pub(super) fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, Atte
     let (_, _, _, head_dim) = q.dims4()?;
     let dims = Dims {
         batch: geometry.batch(),
-        num_queries: geometry.q_positions().len(),
-        num_keys: geometry.kv_positions().len(),
+        num_queries: geometry.num_queries(),
+        num_keys: geometry.num_keys(),
         num_heads: geometry.q_to_kv().len(),
         num_kv_heads,
         head_dim: head_dim.max(1),

@@ -34,7 +34,7 @@ pub use operands::{Gradients, Operands, Upstream};
 
 use crate::Workspace;
 use crate::memory::{Category, counted_as};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 /// Attention of a layer's queries over its keys, with a hand-written backward.
 ///
@@ -99,36 +99,6 @@ impl SavedAttention {
             .map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes())
             .sum()
     }
-}
-
-/// Bytes of working memory that each CPU thread keeps once it has computed a forward (or, with `backward`, a
-/// backward) pass over rows of `num_tokens` tokens of these elements.
-#[must_use]
-pub fn scratch_bytes(num_tokens: usize, head_dim: usize, dtype: DType, backward: bool) -> usize {
-    on_cpu::scratch_bytes(num_tokens, head_dim, dtype, backward)
-}
-
-/// Bytes that a forward (or, with `is_backward`, a backward) pass over rows of `num_tokens` tokens of such heads allocates on a
-/// GPU while it runs.
-#[must_use]
-pub fn device_scratch_bytes(
-    num_tokens: usize,
-    q_to_kv: &[usize],
-    head_dim: usize,
-    dtype: DType,
-    is_backward: bool,
-) -> usize {
-    let num_kv_heads = q_to_kv.iter().max().map_or(0, |last| last + 1);
-    let (num_queries, num_keys, num_heads) = (num_tokens, num_tokens, q_to_kv.len());
-    let dims = dims::Dims { batch: 1, num_queries, num_keys, num_heads, num_kv_heads, head_dim };
-    cuda::scratch_bytes(&dims, q_to_kv, dtype, is_backward)
-}
-
-/// Bytes that a backward pass allocates on a CPU while it runs, with queries of `elems` elements: the gradients of 16-bit
-/// ones are summed in f32.
-#[must_use]
-pub fn backward_bytes(elems: usize, dtype: DType) -> usize {
-    if dtype == DType::F32 { 0 } else { elems * size_of::<f32>() }
 }
 
 /// Attention on this rank alone, with `scale = 1 / sqrt(head_dim)`.

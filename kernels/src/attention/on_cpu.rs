@@ -5,6 +5,7 @@ use super::dims::Dims;
 use super::{AttentionError, Geometry, Gradients, Operands, Upstream};
 use crate::call::Call;
 use crate::cast::{Float, convert, with_element_type};
+use crate::device::dry::DryCpu;
 use crate::gemm::bf16::{Kernel, kernel_for};
 use candle_core::{DType, Tensor};
 
@@ -112,12 +113,18 @@ pub(super) fn bf16_kernel(
     if dtype == DType::BF16 { kernel_for([num_queries, num_keys, head_dim]) } else { None }
 }
 
-/// See [`super::scratch_bytes`].
-pub(super) fn scratch_bytes(num_tokens: usize, head_dim: usize, dtype: DType, backward: bool) -> usize {
-    match bf16_kernel(dtype, num_tokens, num_tokens, head_dim) {
-        Some(Kernel::Avx512) => cpu::scratch_bytes::<InPairs>(num_tokens, head_dim, backward),
-        Some(_) => cpu::scratch_bytes::<InBf16>(num_tokens, head_dim, backward),
-        None => cpu::scratch_bytes::<InF32<f32>>(num_tokens, head_dim, backward),
+/// Lets a dry CPU take what a forward or a backward pass needs: the buffers of its threads, and the sums in f32 of the
+/// gradients of 16-bit queries.
+pub(super) fn take(cpu: DryCpu, dims: &Dims, dtype: DType, is_backward: bool) {
+    let (num_tokens, head_dim) = (dims.num_queries, dims.head_dim);
+    let of_thread = match bf16_kernel(dtype, num_tokens, dims.num_keys, head_dim) {
+        Some(Kernel::Avx512) => cpu::scratch_bytes::<InPairs>(num_tokens, head_dim, is_backward),
+        Some(_) => cpu::scratch_bytes::<InBf16>(num_tokens, head_dim, is_backward),
+        None => cpu::scratch_bytes::<InF32<f32>>(num_tokens, head_dim, is_backward),
+    };
+    cpu.keep("attention", cpu.threads * of_thread);
+    if is_backward && dtype != DType::F32 {
+        cpu.take(dims.batch * num_tokens * dims.num_heads * head_dim * size_of::<f32>());
     }
 }
 

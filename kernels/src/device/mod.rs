@@ -7,6 +7,7 @@
 //! |---|---|---|---|
 //! | CUDA (feature `cuda`) | on a GPU | NVRTC, on the device's stream | cuBLAS |
 //! | emulation (feature `kernel-emulation`) | on the CPU, within `emulate` | compiled for the host | the `gemm` crate |
+//! | dry (a thread within [`dry::run`]) | without elements | not at all | not at all |
 //!
 //! So all that a GPU runs but the driver calls themselves is tested on machines without one. `Target` tells an
 //! op which way to go for the tensors at hand. `HostCopies` are the same for copies to the host and back that go on
@@ -23,6 +24,7 @@
 mod address;
 #[cfg(feature = "cuda")]
 mod cuda;
+pub mod dry;
 #[cfg(feature = "kernel-emulation")]
 mod emulation;
 mod error;

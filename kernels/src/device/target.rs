@@ -1,13 +1,16 @@
 //! Which way an op goes.
 
-use super::{DeviceError, Launcher};
+use super::dry::{self, DryCpu};
+use super::{DeviceError, DeviceKind, Launcher};
 use candle_core::Device;
 
 /// What computes on a device's tensors.
 pub enum Target {
     /// The op's CPU kernel.
     Cpu,
-    /// The op's CUDA kernels, on a GPU or emulated.
+    /// The same, of which nothing is done but told.
+    Dry(DryCpu),
+    /// The op's CUDA kernels, on a GPU, emulated or dry.
     Kernels(Launcher),
 }
 
@@ -17,13 +20,15 @@ impl Target {
     /// # Errors
     /// A device that this build has no kernels for.
     pub fn of(device: &Device) -> Result<Self, DeviceError> {
-        match device {
+        match (device, dry::kind()) {
+            (Device::Cpu, Some(DeviceKind::Cpu)) => Ok(Self::Dry(DryCpu::of_thread())),
+            (Device::Cpu, Some(DeviceKind::Cuda)) => Ok(Self::Kernels(Launcher::Dry)),
             #[cfg(feature = "kernel-emulation")]
-            Device::Cpu if super::emulation::is_active() => Ok(Self::Kernels(Launcher::Emulated)),
-            Device::Cpu => Ok(Self::Cpu),
+            (Device::Cpu, None) if super::emulation::is_active() => Ok(Self::Kernels(Launcher::Emulated)),
+            (Device::Cpu, None) => Ok(Self::Cpu),
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Ok(Self::Kernels(Launcher::Cuda(device.clone()))),
-            other => Err(DeviceError::NotBuilt { device: other.location(), feature: "cuda" }),
+            (Device::Cuda(device), _) => Ok(Self::Kernels(Launcher::Cuda(device.clone()))),
+            (other, _) => Err(DeviceError::NotBuilt { device: other.location(), feature: "cuda" }),
         }
     }
 }

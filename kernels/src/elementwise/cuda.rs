@@ -1,6 +1,7 @@
 //! The launches of `cuda/elementwise.cu`.
 
 use crate::device::{Address, Arg, DeviceError, Grid, Kernel, Launcher, sources::ELEMENTWISE};
+use crate::tensor::{to_vec, zeros};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
@@ -17,7 +18,7 @@ pub(super) fn sums_of_squares(launcher: &Launcher, tensors: &[&Tensor]) -> Resul
         reduce_blocks(launcher, "elementwise_sum_of_squares", x, &results, first..first + blocks)?;
         first += blocks;
     }
-    let mut sums = results.to_vec1::<f64>()?.into_iter();
+    let mut sums = to_vec::<f64>(&results)?.into_iter();
     Ok(blocks.iter().map(|&blocks| sums.by_ref().take(blocks).sum()).collect())
 }
 
@@ -26,7 +27,7 @@ pub(super) fn all_finite(launcher: &Launcher, x: &Tensor) -> Result<bool, Device
     let blocks = blocks(x);
     let found = results(blocks, DType::F32, &[x])?;
     reduce_blocks(launcher, "elementwise_find_non_finite", x, &found, 0..blocks)?;
-    Ok(found.to_vec1::<f32>()?.into_iter().all(|found| found == 0.0))
+    Ok(to_vec::<f32>(&found)?.into_iter().all(|found| found == 0.0))
 }
 
 /// Blocks of a reduction over `x`.
@@ -37,7 +38,7 @@ fn blocks(x: &Tensor) -> usize {
 /// Room for the results of `blocks` blocks, beside the tensors. One 0 for none: CUDA does not allocate nothing.
 fn results(blocks: usize, dtype: DType, tensors: &[&Tensor]) -> candle_core::Result<Tensor> {
     let device = tensors.first().map_or(&Device::Cpu, |x| x.device());
-    Tensor::zeros(blocks.max(1), dtype, device)
+    zeros(blocks.max(1), dtype, device)
 }
 
 /// Writes what the blocks of a reduction over `x` make of their tiles to these elements of `results`.

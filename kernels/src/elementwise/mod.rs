@@ -9,7 +9,7 @@ mod tests;
 use super::OpError;
 use super::call::Call;
 use super::cast::with_element_type;
-use crate::device::Target;
+use crate::device::{Target, dry};
 use candle_core::{DType, Tensor};
 
 /// Σ x², accumulated in f64 in an order that depends on the number of elements only.
@@ -29,13 +29,14 @@ pub fn sum_of_squares(x: &Tensor) -> Result<f64, OpError> {
 pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
     let call = Call::new("elementwise::sum_of_squares");
     let arguments: Vec<_> = tensors.iter().map(|&x| ("x", x)).collect();
-    match call.target(&[], &arguments)? {
+    match call.elementwise(&[], &arguments)? {
         Target::Cpu => tensors
             .iter()
             .map(|x| {
                 with_element_type!(x.dtype(), T => call.on_cpu([x], [], |[x], []| cpu::sum_of_squares::<T>(x)))
             })
             .collect(),
+        Target::Dry(_) => Ok(vec![0.0; tensors.len()]),
         Target::Kernels(launcher) => call.kernels(cuda::sums_of_squares(&launcher, tensors)),
     }
 }
@@ -46,10 +47,11 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
 /// When the dtype, device or layout does not fit.
 pub fn all_finite(x: &Tensor) -> Result<bool, OpError> {
     let call = Call::new("elementwise::all_finite");
-    match call.target(&[], &[("x", x)])? {
+    match call.elementwise(&[], &[("x", x)])? {
         Target::Cpu => {
             with_element_type!(x.dtype(), T => call.on_cpu([x], [], |[x], []| cpu::all_finite::<T>(x)))
         }
+        Target::Dry(_) => Ok(true),
         Target::Kernels(launcher) => call.kernels(cuda::all_finite(&launcher, x)),
     }
 }
@@ -64,7 +66,8 @@ pub fn all_finite(x: &Tensor) -> Result<bool, OpError> {
 pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
     let call = Call::new("elementwise::accumulate");
     call.expect(("src", src), &[dst.elem_count()])?;
-    let target = call.target(&[("dst", dst)], &[("src", src)])?;
+    let target = call.elementwise(&[("dst", dst)], &[("src", src)])?;
+    dry::report_elementwise([dst]);
     if dst.dtype() != DType::F32 {
         call.element_type(&[("dst", dst), ("src", src)], &[])?;
     }
@@ -74,6 +77,7 @@ pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
                 call.on_cpu([], [dst], |[], [dst]| cpu::accumulate::<D, S>(dst, src))
             })
         }))?,
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => call.kernels(cuda::accumulate(&launcher, dst, src)),
     }
 }
@@ -84,10 +88,12 @@ pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
 /// When the dtype, device or layout does not fit.
 pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
     let call = Call::new("elementwise::scale");
-    match call.target(&[("dst", dst)], &[])? {
+    dry::report_elementwise([dst]);
+    match call.elementwise(&[("dst", dst)], &[])? {
         Target::Cpu => with_element_type!(dst.dtype(), T => {
             call.on_cpu([], [dst], |[], [dst]| cpu::scale::<T>(dst, factor))
         }),
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => call.kernels(cuda::scale(&launcher, dst, factor)),
     }
 }
@@ -98,10 +104,11 @@ pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
 /// When the dtype, device or layout does not fit.
 pub fn fill(dst: &Tensor, value: f32) -> Result<(), OpError> {
     let call = Call::new("elementwise::fill");
-    match call.target(&[("dst", dst)], &[])? {
+    match call.elementwise(&[("dst", dst)], &[])? {
         Target::Cpu => with_element_type!(dst.dtype(), T => {
             call.on_cpu([], [dst], |[], [dst]| cpu::fill::<T>(dst, value))
         }),
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => call.kernels(cuda::fill(&launcher, dst, value)),
     }
 }

@@ -1,7 +1,8 @@
 //! The token ids of a micro batch.
 
 use super::plan::Plan;
-use candle_core::{Device, Tensor};
+use crate::device::dry::{self, Allocation};
+use candle_core::{DType, Device, Tensor};
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
@@ -12,7 +13,10 @@ use std::sync::{Arc, OnceLock};
 #[derive(Debug, Clone)]
 pub struct Ids {
     ids: Arc<[u32]>,
+    len: usize,
     on_device: Arc<OnceLock<DeviceIds>>,
+    /// What they take in a dry run.
+    _dry: Arc<Option<Allocation>>,
 }
 
 impl Deref for Ids {
@@ -41,7 +45,26 @@ pub(super) struct DeviceIds {
 impl Ids {
     /// Ids on the host; a slice is copied.
     pub fn new(ids: impl Into<Arc<[u32]>>) -> Self {
-        Self { ids: ids.into(), on_device: Arc::default() }
+        let ids = ids.into();
+        Self { len: ids.len(), ids, on_device: Arc::default(), _dry: Arc::default() }
+    }
+
+    /// So many ids of a [dry run](dry), of which none is known.
+    pub fn dry(len: usize) -> Self {
+        let _dry = Arc::new(Allocation::on_host(len * size_of::<u32>()));
+        Self { len, _dry, ..Self::new([]) }
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
     }
 
     /// The ids on `device`.
@@ -50,7 +73,10 @@ impl Ids {
             Some(known) if known.tables.device().same_device(device) => return Ok(known.clone()),
             _ => {}
         }
-        let made = DeviceIds::new(&self.ids, device)?;
+        let made = match dry::is_dry() {
+            true => DeviceIds::dry(self.len, device)?,
+            false => DeviceIds::new(&self.ids, device)?,
+        };
         // Another device's may be there already: then these are used once.
         _ = self.on_device.set(made.clone());
         Ok(made)
@@ -72,6 +98,13 @@ impl DeviceIds {
             sums: sums.len(),
             partials,
         })
+    }
+
+    /// Of ids that are not known: ids, tokens, and a segment of four numbers for each, as of ids that differ.
+    fn dry(len: usize, device: &Device) -> candle_core::Result<Self> {
+        let tables = crate::tensor::zeros(6 * len, DType::U32, device)?;
+        let (tokens_at, segments_at, sums_at) = (len, 2 * len, 6 * len);
+        Ok(Self { tables, tokens_at, segments_at, sums_at, segments: len, sums: 0, partials: 0 })
     }
 }
 

@@ -13,7 +13,7 @@ pub use ids::Ids;
 use super::OpError;
 use super::call::Call;
 use super::cast::with_element_type;
-use crate::device::Target;
+use crate::device::{Target, dry};
 use candle_core::Tensor;
 
 /// `y[i] = weight[ids[i]]`.
@@ -29,12 +29,15 @@ pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let (vocab_size, d) = call.rows(("weight", weight))?;
     call.expect(("y", y), &[ids.len(), d])?;
     check_ids(call, ids, vocab_size)?;
+    // Rows of the weight, as many as are written.
+    dry::report_elementwise([y, y]);
     let target = call.target(&[("y", y)], &[("weight", weight)])?;
     let dtype = call.element_type(&[("weight", weight), ("y", y)], &[])?;
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
             call.on_cpu([weight], [y], |[weight], [y]| cpu::forward::<T>(ids, weight, y, d))
         }),
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, dtype, ids, [weight, y], d)),
     }
 }
@@ -52,6 +55,7 @@ pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError>
     let (vocab_size, d) = call.rows(("dweight", dweight))?;
     call.expect(("dy", dy), &[ids.len(), d])?;
     check_ids(call, ids, vocab_size)?;
+    dry::report_elementwise([dy, dy, dy]);
     let target = call.target(&[("dweight", dweight)], &[("dy", dy)])?;
     let dtype = call.element_type(&[("dy", dy)], &[("dweight", dweight)])?;
     match target {
@@ -60,6 +64,7 @@ pub fn backward(ids: &Ids, dy: &Tensor, dweight: &Tensor) -> Result<(), OpError>
                 call.on_cpu([dy], [], |[dy], []| cpu::backward::<T>(ids, dy, dweight, d))
             })
         }),
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => call.kernels(cuda::backward(&launcher, dtype, ids, [dy, dweight], d)),
     }
 }

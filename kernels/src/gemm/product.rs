@@ -5,6 +5,7 @@ use super::operand::MatmulOperand;
 use super::{MatrixMut, MatrixRef, Threads, gemm, widened};
 use crate::OpError;
 use crate::cast::Float;
+use crate::device::dry::DryCpu;
 use candle_core::DType;
 
 /// `c = a·b`, or `c += a·b` with `add`, all sums in f32. Lines of `a` are its rows, lines of `b` its columns.
@@ -44,26 +45,34 @@ fn matrix_of(lines: MatmulOperand<'_, f32>) -> Result<MatrixRef<'_>, OpError> {
     MatrixRef::strided(data, lines, terms, line_stride, term_stride)
 }
 
-/// What a product needs in memory beside its operands and its result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProductMemory {
-    /// What the gemm crate packs, while it runs.
-    Panels,
-    /// So many bytes of packed bf16 elements, which the threads keep.
-    Packed(usize),
-    /// So many bytes of f32 copies and sums, which the threads keep.
-    Copied(usize),
+/// Bytes of packed operands that the gemm crate keeps for each thread: as much as a core's second-level cache.
+const PANELS_PER_THREAD_BYTES: usize = 2 << 20;
+/// Terms that the gemm crate adds up at a time, and so how long the pieces are that its operands are packed into.
+const PANEL_TERMS: usize = 512;
+
+/// Right sides of up to so many columns the gemm crate packs at once: twice eight panels of 48.
+const MAX_PACKED_COLUMNS: usize = 768;
+
+/// Lets a dry CPU take what [`multiply`] needs beside operands and result: with elements of these types, of `[m, k]` by
+/// `[k, n]`.
+pub(crate) fn take_for_product(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
+    let packed = if n <= MAX_PACKED_COLUMNS { n } else { 0 };
+    take(cpu, types, [m, n, k], packed);
 }
 
-impl ProductMemory {
-    /// Of [`multiply`] with elements of these types.
-    pub(crate) fn of([a, b, c]: [DType; 3], [m, n, k]: [usize; 3], threads: usize) -> Self {
-        if [a, b, c] == [DType::F32; 3] {
-            return Self::Panels;
-        }
-        if [a, b] == [DType::BF16; 2] && kernel_for([m, n, k]).is_some() {
-            return Self::Packed(packed_bytes_of_threads([m, n, k], c == DType::F32, threads));
-        }
-        Self::Copied(widened::kept_bytes([m, n, k], threads))
+/// The same where the terms are tokens, and so not one behind the other in either operand.
+pub(crate) fn take_for_sum_over_tokens(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
+    take(cpu, types, [m, n, k], m);
+}
+
+fn take(cpu: DryCpu, [a, b, c]: [DType; 3], [m, n, k]: [usize; 3], packed_lines: usize) {
+    let threads = cpu.threads;
+    if [a, b, c] == [DType::F32; 3] {
+        cpu.keep("gemm panels", threads * PANELS_PER_THREAD_BYTES);
+        cpu.take(k.min(PANEL_TERMS) * packed_lines * size_of::<f32>());
+    } else if [a, b] == [DType::BF16; 2] && kernel_for([m, n, k]).is_some() {
+        cpu.keep("packed bf16", packed_bytes_of_threads([m, n, k], c == DType::F32, threads));
+    } else {
+        cpu.keep("widened copies", widened::kept_bytes([m, n, k], threads));
     }
 }

@@ -13,10 +13,10 @@ use super::OpError;
 use super::call::Call;
 use super::cast::with_element_type;
 use super::gemm::bf16::Kernel;
+use super::gemm::product::{take_for_product, take_for_sum_over_tokens};
 use crate::device::Target;
+use crate::device::dry::{self, MatmulOp};
 use candle_core::{DType, Tensor};
-
-pub use super::gemm::product::ProductMemory;
 
 /// y = x·weightᵀ, or y += x·weightᵀ with `accumulate`.
 ///
@@ -33,6 +33,7 @@ pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Res
     call.expect(("y", y), &[n, outputs])?;
     let target = call.target(&[("y", y)], &[("x", x), ("weight", weight)])?;
     let dtype = call.element_type(&[("x", x), ("weight", weight), ("y", y)], &[])?;
+    dry::report_flops(MatmulOp::Linear, false, 2.0 * n as f64 * (inputs * outputs) as f64);
     match target {
         Target::Cpu => {
             let sizes = [n, inputs, outputs];
@@ -40,6 +41,7 @@ pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Res
                 cpu::forward(operands, y, sizes, accumulate)
             })?)
         }
+        Target::Dry(cpu) => Ok(take_for_product(cpu, [dtype; 3], [n, outputs, inputs])),
         Target::Kernels(launcher) => {
             let tensors = [x, weight, y];
             call.kernels(cuda::forward(&launcher, tensors, [n, inputs, outputs], accumulate))
@@ -62,6 +64,7 @@ pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: boo
     call.expect(("dx", dx), &[n, inputs])?;
     let target = call.target(&[("dx", dx)], &[("dy", dy), ("weight", weight)])?;
     let dtype = call.element_type(&[("dy", dy), ("weight", weight), ("dx", dx)], &[])?;
+    dry::report_flops(MatmulOp::Linear, true, 2.0 * n as f64 * (inputs * outputs) as f64);
     match target {
         Target::Cpu => {
             let sizes = [n, inputs, outputs];
@@ -69,6 +72,7 @@ pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: boo
                 cpu::backward_input(operands, dx, sizes, accumulate)
             })?)
         }
+        Target::Dry(cpu) => Ok(take_for_product(cpu, [dtype; 3], [n, inputs, outputs])),
         Target::Kernels(launcher) => {
             let tensors = [dy, weight, dx];
             call.kernels(cuda::backward_input(&launcher, tensors, [n, inputs, outputs], accumulate))
@@ -91,12 +95,16 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
     call.expect(("dweight", dweight), &[outputs, inputs])?;
     let target = call.target(&[("dweight", dweight)], &[("dy", dy), ("x", x)])?;
     let dtype = call.element_type(&[("dy", dy), ("x", x)], &[("dweight", dweight)])?;
+    dry::report_flops(MatmulOp::Linear, true, 2.0 * n as f64 * (inputs * outputs) as f64);
     match target {
         Target::Cpu => {
             let sizes = [n, inputs, outputs];
             with_element_type!(dtype, T => call.on_cpu([dy, x], [], |operands: [&[T]; 2], []| {
                 call.on_cpu([], [dweight], |[], [dweight]| cpu::backward_weight(operands, dweight, sizes))
             })??)
+        }
+        Target::Dry(cpu) => {
+            Ok(take_for_sum_over_tokens(cpu, [dtype, dtype, DType::F32], [outputs, inputs, n]))
         }
         Target::Kernels(launcher) => {
             let tensors = [dy, x, dweight];
@@ -112,20 +120,4 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
 /// When the variable is neither `f32` nor `auto`.
 pub fn bf16_products() -> Result<Option<&'static str>, OpError> {
     Ok(Kernel::checked()?.map(Kernel::name))
-}
-
-/// The memory of [`forward`] with `n` tokens on a CPU, and of [`backward_input`] with what goes in and out exchanged.
-#[must_use]
-pub fn product_memory(dtype: DType, [n, inputs, outputs]: [usize; 3], threads: usize) -> ProductMemory {
-    ProductMemory::of([dtype; 3], [n, outputs, inputs], threads)
-}
-
-/// The memory of [`backward_weight`] on a CPU.
-#[must_use]
-pub fn weight_product_memory(
-    dtype: DType,
-    [n, inputs, outputs]: [usize; 3],
-    threads: usize,
-) -> ProductMemory {
-    ProductMemory::of([dtype, dtype, DType::F32], [outputs, inputs, n], threads)
 }

@@ -23,9 +23,12 @@ pub(super) fn forward(
         return Ok(Losses::summed(LossSum::default()));
     }
     let device = x.device();
-    let logits = Tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
-    let losses = Tensor::zeros(sizes.tokens, DType::F32, device)?;
+    let logits = crate::tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
+    let losses = crate::tensor::zeros(sizes.tokens, DType::F32, device)?;
     let device_labels = labels.on(device)?;
+    if launcher.is_dry() {
+        return Ok(Losses::on_device(losses, sizes.tokens as u64));
+    }
     let kernel = Kernel::new(&LM_HEAD_LOSS, "lm_head_loss_forward");
     launcher.open(
         [lse, &losses, &logits],
@@ -78,12 +81,15 @@ pub(super) fn backward(
     }
     let Backward { x, weight, lse, dx, dweight } = *tensors;
     let device = x.device();
-    let logits = Tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
+    let logits = crate::tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
     // f32 gradients take the place of their logits.
     let narrow = (dtype != DType::F32)
-        .then(|| Tensor::zeros((sizes.tile_tokens, row_stride(sizes)), dtype, device))
+        .then(|| crate::tensor::zeros((sizes.tile_tokens, row_stride(sizes)), dtype, device))
         .transpose()?;
     let device_labels = labels.on(device)?;
+    if launcher.is_dry() {
+        return Ok(());
+    }
     let outputs: Vec<_> = [dx, &logits].into_iter().chain(dweight).chain(&narrow).collect();
     launcher.open_slices(&outputs, &[x, weight, lse, &device_labels], |addresses| {
         let (outputs, inputs) = addresses.split_at(outputs.len());
@@ -111,13 +117,6 @@ pub(super) fn backward(
         }
         Ok(())
     })
-}
-
-/// Bytes of a tile's logits and, in backward, of their gradient where it does not take their place.
-pub(super) fn scratch_bytes(sizes: Sizes, dtype: DType, is_backward: bool) -> usize {
-    let is_apart = is_backward && dtype != DType::F32;
-    let gradient = if is_apart { dtype.size_in_bytes() } else { 0 };
-    sizes.tile_tokens * row_stride(sizes) * (size_of::<f32>() + gradient)
 }
 
 fn row_stride(sizes: Sizes) -> usize {

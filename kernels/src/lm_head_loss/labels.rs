@@ -1,5 +1,6 @@
 //! The labels of a micro batch.
 
+use crate::device::dry::Allocation;
 use crate::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
 use std::ops::Deref;
@@ -11,7 +12,10 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Labels {
     labels: Arc<[i64]>,
+    len: usize,
     on_device: DeviceTable,
+    /// What they take in a dry run.
+    _dry: Arc<Option<Allocation>>,
 }
 
 impl Deref for Labels {
@@ -25,11 +29,30 @@ impl Deref for Labels {
 impl Labels {
     /// Labels on the host; a slice is copied.
     pub fn new(labels: impl Into<Arc<[i64]>>) -> Self {
-        Self { labels: labels.into(), on_device: DeviceTable::default() }
+        let labels = labels.into();
+        Self { len: labels.len(), labels, on_device: DeviceTable::default(), _dry: Arc::default() }
+    }
+
+    /// So many labels of a [dry run](crate::device::dry), of which none is known.
+    pub fn dry(len: usize) -> Self {
+        let _dry = Arc::new(Allocation::on_host(len * size_of::<i64>()));
+        Self { len, _dry, ..Self::new([]) }
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
     }
 
     /// The labels on `device`.
     pub(super) fn on(&self, device: &Device) -> candle_core::Result<Tensor> {
-        self.on_device.on(device, || &self.labels)
+        self.on_device.on(device, self.len, || &self.labels)
     }
 }

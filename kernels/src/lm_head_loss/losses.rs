@@ -2,6 +2,7 @@
 
 use super::LossSum;
 use crate::OpError;
+use crate::tensor::to_vec;
 use candle_core::Tensor;
 
 /// The token losses of a micro batch, which a GPU may still be computing.
@@ -45,7 +46,7 @@ impl Losses {
             Values::Summed(sum) => Ok(*sum),
             Values::OnDevice { losses, valid_tokens } => {
                 let op = "lm_head_loss::Losses::sum";
-                let losses = losses.to_vec1::<f32>().map_err(|source| OpError::Candle { op, source })?;
+                let losses = to_vec::<f32>(losses).map_err(|source| OpError::Candle { op, source })?;
                 let sum = losses.into_iter().map(f64::from).sum();
                 Ok(LossSum { sum, valid_tokens: *valid_tokens })
             }

@@ -21,9 +21,10 @@ pub use losses::Losses;
 
 use super::call::Call;
 use super::cast::with_element_type;
-use super::gemm::product::ProductMemory;
+use super::gemm::product::{take_for_product, take_for_sum_over_tokens};
 use super::{OpError, Workspace, linear};
 use crate::device::Target;
+use crate::device::dry::{self, MatmulOp};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 
@@ -61,6 +62,7 @@ pub fn forward(
     call.expect(("lse_out", lse_out), &[shape.tokens])?;
     let target = call.target(&[("lse_out", lse_out)], &[("x", x), ("weight", weight)])?;
     call.element_type(&[("x", x), ("weight", weight)], &[("lse_out", lse_out)])?;
+    shape.report(false, 1.0);
     match target {
         Target::Cpu => {
             let sum = with_element_type!(x.dtype(), T => with_room(call, shape, workspace, |logits| {
@@ -69,6 +71,12 @@ pub fn forward(
                 })?)
             }))?;
             Ok(Losses::summed(sum))
+        }
+        Target::Dry(cpu) => {
+            workspace.give(workspace.take_f32((shape.tile_tokens, shape.vocab_size))?);
+            let Sizes { tokens, dim, vocab_size, tile_tokens } = shape;
+            take_for_product(cpu, [x.dtype(), x.dtype(), DType::F32], [tile_tokens, vocab_size, dim]);
+            Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: tokens as u64 }))
         }
         Target::Kernels(launcher) => {
             call.kernels(cuda::forward(&launcher, shape, [x, weight, lse_out], labels))
@@ -107,6 +115,7 @@ pub fn backward<'a>(
     let target = call.target(&with_dweight(("dx", dx)), &inputs)?;
     let elements = [("x", x), ("weight", weight), ("dx", dx)];
     let dtype = call.element_type(&elements, &with_dweight(("lse", lse)))?;
+    shape.report(true, 1.0 + f64::from(u8::from(dweight.is_some())));
     match target {
         Target::Cpu => {
             let lse = call.read(lse)?;
@@ -121,6 +130,18 @@ pub fn backward<'a>(
                     }
                 })?
             }))
+        }
+        Target::Dry(cpu) => {
+            let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
+            let Sizes { dim, vocab_size, tile_tokens, .. } = shape;
+            let f32 = DType::F32;
+            take_for_product(cpu, [dtype, dtype, f32], [tile_tokens, vocab_size, dim]);
+            take_for_product(cpu, [f32, dtype, dtype], [tile_tokens, dim, vocab_size]);
+            if dweight.is_some() {
+                take_for_sum_over_tokens(cpu, [f32, dtype, f32], [vocab_size, dim, tile_tokens]);
+            }
+            workspace.give(logits);
+            Ok(())
         }
         Target::Kernels(launcher) => {
             let tensors = cuda::Backward { x, weight, lse, dx, dweight };
@@ -153,29 +174,6 @@ pub fn logits(x: &Tensor, weight: &Tensor, out: &Tensor) -> Result<(), OpError> 
     linear::forward(x, weight, out, false)
 }
 
-/// The memory of the products with a weight `[vocab_size, dim]` of `dtype` on a CPU, in tiles of `tile_tokens` tokens: of
-/// [`forward`], of the tokens' gradient and of the weight's.
-#[must_use]
-pub fn product_memory(
-    dtype: DType,
-    [tile_tokens, dim, vocab_size]: [usize; 3],
-    threads: usize,
-) -> [ProductMemory; 3] {
-    let f32 = DType::F32;
-    [
-        ProductMemory::of([dtype, dtype, f32], [tile_tokens, vocab_size, dim], threads),
-        ProductMemory::of([f32, dtype, dtype], [tile_tokens, dim, vocab_size], threads),
-        ProductMemory::of([f32, dtype, f32], [vocab_size, dim, tile_tokens], threads),
-    ]
-}
-
-/// Bytes that [`forward`] (or, with `is_backward`, [`backward`]) allocates on a GPU while it runs, with `dtype` tensors and
-/// tiles of `tile_tokens` tokens.
-#[must_use]
-pub fn device_scratch_bytes(tile_tokens: usize, vocab_size: usize, dtype: DType, is_backward: bool) -> usize {
-    cuda::scratch_bytes(Sizes { tokens: tile_tokens, dim: 0, vocab_size, tile_tokens }, dtype, is_backward)
-}
-
 /// The sizes of one call.
 #[derive(Clone, Copy)]
 struct Sizes {
@@ -186,6 +184,13 @@ struct Sizes {
 }
 
 impl Sizes {
+    /// What a dry run reports: so many matrix products, and softmax or its gradient, which read and write the logits.
+    fn report(self, is_backward: bool, products: f64) {
+        let logits = self.tokens as f64 * self.vocab_size as f64;
+        dry::report_flops(MatmulOp::LmHead, is_backward, products * 2.0 * self.dim as f64 * logits);
+        dry::report_elementwise_bytes(2 * (self.tokens * self.vocab_size * size_of::<f32>()) as u64);
+    }
+
     /// The tokens of each tile.
     fn tiles(self) -> impl Iterator<Item = Range<usize>> {
         let Self { tokens, tile_tokens, .. } = self;
@@ -201,7 +206,7 @@ fn check(
     call: Call,
     x: &Tensor,
     weight: &Tensor,
-    labels: &[i64],
+    labels: &Labels,
     tile_tokens: usize,
 ) -> Result<Sizes, OpError> {
     let (tokens, dim) = call.rows(("x", x))?;

@@ -16,8 +16,7 @@ pub enum Category {
     Activations,
     /// What the exchange receives into: q, k, v and their gradients with all tokens of some heads.
     Exchange,
-    /// Scratch of single operations, tokens, tables and plans; in plans recycled storage between two uses, which the
-    /// allocator counts as what it was made for.
+    /// Scratch of single operations, tokens, tables and plans.
     Other,
 }
 

@@ -1,5 +1,6 @@
 //! Places for tensors, of sizes that repeat from layer to layer and from step to step.
 
+use crate::device::dry;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ impl Extent {
     /// start.
     pub(super) fn take(extents: &Arc<Mutex<Extents>>, bytes: usize) -> Self {
         let bytes = bytes as u64;
+        dry::report_offloaded(bytes as i64);
         let offset = {
             let mut all = extents.lock();
             all.free.get_mut(&bytes).and_then(Vec::pop).unwrap_or_else(|| {
@@ -39,6 +41,7 @@ impl Extent {
 
 impl Drop for Extent {
     fn drop(&mut self) {
+        dry::report_offloaded(-(self.bytes as i64));
         self.extents.lock().free.entry(self.bytes).or_default().push(self.offset);
     }
 }

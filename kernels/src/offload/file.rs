@@ -16,7 +16,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 /// What the thread reads at a time when it reads ahead.
-pub const READ_AHEAD_BYTES: usize = 1 << 17;
+pub(super) const READ_AHEAD_BYTES: usize = 1 << 17;
 
 /// The file of one rank.
 #[derive(Debug)]

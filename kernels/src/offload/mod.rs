@@ -9,14 +9,14 @@
 //! Both ways go on while the owner computes: [`OffloadStore::write`] returns at once, and [`OffloadStore::read_ahead`]
 //! starts what [`OffloadStore::read`] completes.
 
+mod dry_store;
 mod extents;
 mod file;
 mod host;
 
 pub use extents::Extent;
-pub use file::READ_AHEAD_BYTES;
 
-use crate::device::{DeviceError, Target};
+use crate::device::{DeviceError, Target, dry};
 use candle_core::{Device, Tensor};
 use extents::Extents;
 use parking_lot::Mutex;
@@ -95,6 +95,9 @@ impl OffloadStore {
     /// # Errors
     /// A directory that cannot be written to.
     pub fn in_file(use_: Use, directory: Option<&Path>) -> Result<Self, OffloadError> {
+        if dry::is_dry() {
+            return Ok(Self::on(Box::new(dry_store::DryStore::file())));
+        }
         Ok(Self::on(Box::new(file::File::create(use_, directory)?)))
     }
 
@@ -105,7 +108,7 @@ impl OffloadStore {
     pub fn in_host_memory(use_: Use, device: &Device) -> Result<Option<Self>, OffloadError> {
         let failed = |source| OffloadError::Host { use_, source: Box::new(source) };
         match Target::of(device).map_err(failed)? {
-            Target::Cpu => Ok(None),
+            Target::Cpu | Target::Dry(_) => Ok(None),
             Target::Kernels(launcher) => {
                 host::beside(&launcher, use_).map(|backing| Some(Self::on(backing))).map_err(failed)
             }

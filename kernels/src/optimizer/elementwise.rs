@@ -2,7 +2,7 @@
 
 use crate::OpError;
 use crate::call::{Argument, Call};
-use crate::device::{Arg, DeviceError, Grid, Kernel, Launcher, Target, sources::OPTIMIZER};
+use crate::device::{Arg, DeviceError, Grid, Kernel, Launcher, Target, dry, sources::OPTIMIZER};
 use crate::parallel::rows_per_block;
 use crate::simd::{Isa, LANES, SimdKernel, dispatch, padded};
 use bytemuck::NoUninit;
@@ -41,10 +41,12 @@ pub(super) fn step<R: Rule<T>, const T: usize>(
     for argument in [("grad", grad)].iter().chain(&updated[1..]) {
         call.expect(*argument, &[tensors[0].elem_count()])?;
     }
-    let target = call.target(&updated, &[("grad", grad)])?;
+    let target = call.elementwise(&updated, &[("grad", grad)])?;
+    dry::report_elementwise(tensors);
     call.element_type(&[], &[&updated[..], &[("grad", grad)]].concat())?;
     match target {
         Target::Cpu => call.on_cpu([grad], tensors, |[grad], tensors| on_cpu(rule, tensors, grad)),
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => call.kernels(launch(&launcher, rule, tensors, grad)),
     }
 }

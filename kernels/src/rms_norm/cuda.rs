@@ -70,11 +70,6 @@ pub(super) fn backward(
     }
 }
 
-/// Bytes of the sums of the chunks of `rows` rows.
-pub(super) fn backward_scratch_bytes(rows: usize, d: usize) -> usize {
-    rows.div_ceil(ROWS_PER_CHUNK) * d * size_of::<f32>()
-}
-
 /// Sums chunks of the rows, then the chunks, both in order.
 fn backward_weight(
     launcher: &Launcher,
@@ -86,7 +81,7 @@ fn backward_weight(
         return Ok(());
     }
     let chunks = rows.div_ceil(ROWS_PER_CHUNK);
-    let partial = Tensor::zeros((chunks, d), DType::F32, x.device())?;
+    let partial = crate::tensor::zeros((chunks, d), DType::F32, x.device())?;
     let sum_rows = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_weight", dtype)?;
     let sum_chunks = Kernel::new(&RMS_NORM, "rms_norm_sum_chunks");
     launcher.open([&partial, dweight], [dy, x, rstd], |[partial, dweight], [dy, x, rstd]| {

@@ -10,7 +10,7 @@ mod tests;
 use super::OpError;
 use super::call::Call;
 use super::cast::with_element_type;
-use crate::device::{DeviceKind, Target};
+use crate::device::Target;
 use candle_core::Tensor;
 
 /// Normalises each row and keeps 1/√(mean(x²) + ε) in `rstd` for [`backward`].
@@ -26,7 +26,7 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
     call.expect(("weight", weight), &[d])?;
     call.expect(("y", y), &[n, d])?;
     call.expect(("rstd", rstd), &[n])?;
-    let target = call.target(&[("y", y), ("rstd", rstd)], &[("x", x), ("weight", weight)])?;
+    let target = call.elementwise(&[("y", y), ("rstd", rstd)], &[("x", x), ("weight", weight)])?;
     let dtype = call.element_type(&[("x", x), ("weight", weight), ("y", y)], &[("rstd", rstd)])?;
     match target {
         Target::Cpu => {
@@ -37,18 +37,10 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
                 })
             })
         }
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => {
             call.kernels(cuda::forward(&launcher, dtype, [x, weight, y, rstd], eps, (n, d)))
         }
-    }
-}
-
-/// Bytes that [`backward`] allocates for itself, of `n` rows of `d` elements.
-#[must_use]
-pub fn backward_scratch_bytes(device: DeviceKind, n: usize, d: usize) -> usize {
-    match device {
-        DeviceKind::Cpu => cpu::backward_scratch_bytes(n, d),
-        DeviceKind::Cuda => cuda::backward_scratch_bytes(n, d),
     }
 }
 
@@ -83,7 +75,7 @@ pub fn backward<'a>(
     dweight_argument.map_or(Ok(()), |argument| call.expect(argument, &[d]))?;
     let with_dweight = |argument| -> Vec<_> { [argument].into_iter().chain(dweight_argument).collect() };
     let inputs = [("dy", dy), ("x", x), ("weight", weight), ("rstd", rstd)];
-    let target = call.target(&with_dweight(("dx", dx)), &inputs)?;
+    let target = call.elementwise(&with_dweight(("dx", dx)), &inputs)?;
     let elements = [("x", x), ("dy", dy), ("weight", weight), ("dx", dx)];
     let dtype = call.element_type(&elements, &with_dweight(("rstd", rstd)))?;
     match target {
@@ -101,6 +93,7 @@ pub fn backward<'a>(
                 })
             })
         }
+        Target::Dry(cpu) => Ok(cpu.take(cpu::backward_scratch_bytes(n, d))),
         Target::Kernels(launcher) => {
             let tensors = cuda::Backward { dy, x, weight, rstd, dx, dweight };
             call.kernels(cuda::backward(&launcher, dtype, &tensors, accumulate_dx, (n, d)))

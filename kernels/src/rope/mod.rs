@@ -15,6 +15,7 @@ use super::call::Call;
 use super::cast::with_element_type;
 use super::device_table::DeviceTable;
 use crate::device::Target;
+use crate::device::dry::{self, Allocation};
 use candle_core::{Device, Tensor};
 
 /// Cosines and sines of one batch's tokens, shared by all its layers and by both directions.
@@ -27,6 +28,8 @@ pub struct Table {
     tokens: usize,
     head_dim: usize,
     on_device: DeviceTable,
+    /// Of a dry run, which makes no table.
+    _dry: Option<Allocation>,
 }
 
 impl Table {
@@ -73,7 +76,16 @@ impl Table {
         }
         let frequencies = cpu::Frequencies::new(rope, head_dim, document_lens);
         let (cos, sin) = cpu::table(position_ids, &frequencies, rope.amplitude());
-        Ok(Self { cos, sin, tokens, head_dim, on_device: DeviceTable::default() })
+        Ok(Self { cos, sin, tokens, head_dim, on_device: DeviceTable::default(), _dry: None })
+    }
+
+    /// The table of so many tokens in a [dry run](dry), without its elements.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn dry(tokens: usize, head_dim: usize, rope: &Rope) -> Result<Self, OpError> {
+        let empty = Self::scaled(&[], &[], head_dim, rope)?;
+        Ok(Self { tokens, _dry: Allocation::on_host(tokens * head_dim * size_of::<f32>()), ..empty })
     }
 
     /// Cosines and sines on `device`, f32, `[tokens, head_dim / 2]` each: views of one copy, which is made once.
@@ -81,9 +93,10 @@ impl Table {
     /// # Errors
     /// A failed copy.
     pub fn on(&self, device: &Device) -> candle_core::Result<[Tensor; 2]> {
-        let both = self.on_device.on(device, || [self.cos(), self.sin()].concat())?;
-        let half = |at| both.narrow(0, at, self.cos.len())?.reshape((self.tokens, self.head_dim / 2));
-        Ok([half(0)?, half(self.cos.len())?])
+        let len = self.tokens * (self.head_dim / 2);
+        let both = self.on_device.on(device, 2 * len, || [self.cos(), self.sin()].concat())?;
+        let half = |at| both.narrow(0, at, len)?.reshape((self.tokens, self.head_dim / 2));
+        Ok([half(0)?, half(len)?])
     }
 
     /// The number of tokens n.
@@ -129,7 +142,8 @@ pub fn apply(x: &Tensor, table: &Table, direction: Direction) -> Result<(), OpEr
     };
     call.expect(("x", x), &[leading.iter().product(), *heads, table.head_dim])?;
     call.expect_tokens("table", table.tokens, leading.iter().product())?;
-    let target = call.target(&[("x", x)], &[])?;
+    let target = call.elementwise(&[("x", x)], &[])?;
+    dry::report_elementwise([x]);
     let dtype = call.element_type(&[("x", x)], &[])?;
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
@@ -137,6 +151,7 @@ pub fn apply(x: &Tensor, table: &Table, direction: Direction) -> Result<(), OpEr
                 cpu::apply::<T>(x, &table.cos, &table.sin, heads * head_dim, direction);
             })
         }),
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => call.kernels(cuda::apply(&launcher, dtype, x, *heads, table, direction)),
     }
 }

@@ -24,12 +24,13 @@ pub fn forward(gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let (n, f) = call.rows(("gate", gate))?;
     call.expect(("up", up), &[n, f])?;
     call.expect(("y", y), &[n, f])?;
-    let target = call.target(&[("y", y)], &[("gate", gate), ("up", up)])?;
+    let target = call.elementwise(&[("y", y)], &[("gate", gate), ("up", up)])?;
     let dtype = call.element_type(&[("gate", gate), ("up", up), ("y", y)], &[])?;
     match target {
         Target::Cpu => with_element_type!(dtype, T => {
             call.on_cpu([gate, up], [y], |[gate, up], [y]| cpu::forward::<T>(gate, up, y))
         }),
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => call.kernels(cuda::forward(&launcher, dtype, [gate, up, y])),
     }
 }
@@ -54,7 +55,7 @@ pub fn backward(
     for argument in inputs.into_iter().chain(outputs) {
         call.expect(argument, &[n, f])?;
     }
-    let target = call.target(&outputs, &inputs)?;
+    let target = call.elementwise(&outputs, &inputs)?;
     let elements: Vec<_> = inputs.into_iter().chain(outputs).collect();
     let dtype = call.element_type(&elements, &[])?;
     match target {
@@ -63,6 +64,7 @@ pub fn backward(
                 cpu::backward::<T>([dy, gate, up], [dgate, dup]);
             })
         }),
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => {
             call.kernels(cuda::backward(&launcher, dtype, [dy, gate, up], [dgate, dup]))
         }

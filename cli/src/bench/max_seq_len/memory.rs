@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
-use ulysses::engine::plan::Workload;
+use ulysses::estimate::Workload;
 
 const MIB: f64 = (1_u64 << 20) as f64;
 

@@ -30,6 +30,9 @@ pub(in crate::attention) fn backward(
     let chunks = tiling.head_chunks(geometry.q_to_kv(), &dims, tiling.max_kv_heads(&dims));
     let stride = tiling.score_stride(&dims);
     let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), q.device())?;
+    if launcher.is_dry() {
+        return Ok(());
+    }
     let [packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums] = scratch.each_ref();
     let outputs = [dq, dk, dv, packed_q, packed_dout, scores, dscores, p, ds, dq_sums, kv_sums];
     let inputs = [q, k, v, dout, lse, delta, &ranges, &heads];
@@ -66,7 +69,7 @@ pub(in crate::attention) fn backward(
 }
 
 /// The working memory of [`Backward`], in its order, for the largest of the chunks.
-pub(super) fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 8] {
+fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 8] {
     let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads()).max();
     let keys = chunks.iter().map(|chunk| {
         let first = tiling.sum_blocks(dims, chunk).next();

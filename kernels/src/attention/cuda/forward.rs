@@ -23,6 +23,9 @@ pub(in crate::attention) fn forward(
     let rows = max_rows(&dims, &chunks, tiling);
     let stride = tiling.score_stride(&dims);
     let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), device)?;
+    if launcher.is_dry() {
+        return Ok(());
+    }
     let [packed_q, scores, probabilities, acc, state] = scratch.each_ref();
     let outputs = [o, lse, packed_q, scores, probabilities, acc, state];
     launcher.open(outputs, [q, k, v, &ranges, &heads], |outputs, [q, k, v, ranges, heads]| {
@@ -65,7 +68,7 @@ fn max_rows(dims: &Dims, chunks: &[HeadChunk], tiling: &Tiling) -> usize {
 }
 
 /// Packed queries, scores, probabilities, their sums with the values, and the rows' largest scores and sums.
-pub(super) fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 5] {
+fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 5] {
     let rows = max_rows(dims, chunks, tiling);
     let (packed, tile) = (rows * dims.head_dim, rows * tiling.score_stride(dims));
     // f32 probabilities take the place of the scores.

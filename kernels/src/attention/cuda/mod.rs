@@ -25,19 +25,6 @@ pub(super) struct Problem<'a> {
     pub(super) geometry: &'a Geometry,
 }
 
-/// Bytes of working memory of a forward (or, with `is_backward`, a backward) pass.
-pub(super) fn scratch_bytes(dims: &Dims, q_to_kv: &[usize], dtype: DType, is_backward: bool) -> usize {
-    if is_backward {
-        let tiling = &Tiling::BACKWARD;
-        let chunks = tiling.head_chunks(q_to_kv, dims, tiling.max_kv_heads(dims));
-        pass::scratch_bytes(&backward::rooms(dims, dtype, &chunks, tiling))
-    } else {
-        let tiling = &Tiling::FORWARD;
-        let chunks = tiling.head_chunks(q_to_kv, dims, dims.num_kv_heads);
-        pass::scratch_bytes(&forward::rooms(dims, dtype, &chunks, tiling))
-    }
-}
-
 /// Writes `delta [b, hq, sq] = rowsum(o * dout)` for `o, dout [b, sq, hq, d]`.
 pub(super) fn delta(
     launcher: &Launcher,

@@ -224,14 +224,9 @@ pub(super) type Room = (usize, DType);
 
 /// Working memory, to be used from [`align`] on.
 pub(super) fn scratch<const N: usize>(rooms: [Room; N], device: &Device) -> candle_core::Result<[Tensor; N]> {
-    let tensor = |room| Tensor::zeros(elements(room), room.1, device);
+    let tensor = |room| crate::tensor::zeros(elements(room), room.1, device);
     let tensors: Vec<Tensor> = rooms.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
     Ok(tensors.try_into().unwrap_or_else(|_| unreachable!("one tensor for each")))
-}
-
-/// Bytes of what [`scratch`] makes.
-pub(super) fn scratch_bytes(rooms: &[Room]) -> usize {
-    rooms.iter().map(|&room| elements(room) * room.1.size_in_bytes()).sum()
 }
 
 fn elements((elements, dtype): Room) -> usize {

@@ -3,7 +3,7 @@
 use super::segments::{Segments, SquaredNorms};
 use super::{Factors, LambParams};
 use crate::device::{Arg, DeviceError, Grid, Kernel, Launcher, sources::LAMB};
-use crate::tensor::from_slice;
+use crate::tensor::{from_slice, to_vec};
 use candle_core::{DType, Tensor};
 
 /// The chunks' sums of squares are added up on the host in f64: the one wait for the device.
@@ -16,7 +16,7 @@ pub(super) fn direction(
     let Some(table) = segments.table() else { return Ok(segments.sum([])) };
     let kernel = Kernel::new(&LAMB, "lamb_direction");
     let chunks = segments.chunks().len();
-    let partial = Tensor::zeros((chunks, 2), DType::F32, param.device())?;
+    let partial = crate::tensor::zeros((chunks, 2), DType::F32, param.device())?;
     launcher.open([grad, exp_avg, exp_avg_sq, &partial], [param, table], |outputs, inputs| {
         let tensors = [&outputs[..], &inputs[..]].concat().into_iter().map(Arg::from);
         let factors = Factors::new(params).in_order().map(Arg::from);
@@ -24,9 +24,10 @@ pub(super) fn direction(
         // SAFETY: the chunks lie within the four tensors of equal size; `partial` has two elements for each.
         unsafe { launcher.launch(&kernel, Grid::blocks(chunks), &args) }
     })?;
-    let partial = partial.to_vec2::<f32>()?;
-    let of_chunk = |sums: Vec<f32>| SquaredNorms { param: sums[0].into(), direction: sums[1].into() };
-    Ok(segments.sum(partial.into_iter().map(of_chunk)))
+    let partial = to_vec::<f32>(&partial)?;
+    let of_chunk =
+        |&[param, direction]: &[f32; 2]| SquaredNorms { param: param.into(), direction: direction.into() };
+    Ok(segments.sum(partial.as_chunks().0.iter().map(of_chunk)))
 }
 
 pub(super) fn apply(

@@ -16,7 +16,7 @@ pub use segments::{Segments, SquaredNorms};
 
 use crate::OpError;
 use crate::call::Call;
-use crate::device::Target;
+use crate::device::{Target, dry};
 use candle_core::Tensor;
 
 /// Hyper-parameters of one step.
@@ -95,7 +95,8 @@ pub fn direction(
     }
     segments.expect_within(call, param)?;
     let outputs = [("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)];
-    let target = call.target(&outputs, &[("param", param)])?;
+    let target = call.elementwise(&outputs, &[("param", param)])?;
+    dry::report_elementwise([grad, exp_avg, exp_avg_sq]);
     call.element_type(&[], &[&outputs[..], &[("param", param)]].concat())?;
     match target {
         Target::Cpu => {
@@ -108,6 +109,7 @@ pub fn direction(
                 })
             })
         }
+        Target::Dry(_) => Ok(vec![SquaredNorms::default(); segments.len()]),
         Target::Kernels(launcher) => {
             let tensors = [param, grad, exp_avg, exp_avg_sq];
             call.kernels(cuda::direction(&launcher, tensors, segments, params))
@@ -138,7 +140,8 @@ pub fn apply(
     call.expect_value("norms", norms.len() as f64, of_each, "one for each segment")?;
     call.expect(("direction", direction), &[param.elem_count()])?;
     segments.expect_within(call, param)?;
-    let target = call.target(&[("param", param)], &[("direction", direction)])?;
+    let target = call.elementwise(&[("param", param)], &[("direction", direction)])?;
+    dry::report_elementwise([param]);
     call.element_type(&[], &[("param", param), ("direction", direction)])?;
     let step_size = |norms: &SquaredNorms| (params.lr * params.trust_ratio(*norms)) as f32;
     let step_sizes: Vec<f32> = norms.iter().map(step_size).collect();
@@ -150,6 +153,7 @@ pub fn apply(
                 Ok(())
             })
         }
+        Target::Dry(_) => Ok(()),
         Target::Kernels(launcher) => {
             call.kernels(cuda::apply(&launcher, [param, direction], segments, &step_sizes))
         }

@@ -1,7 +1,7 @@
 //! The times of single changes and of other meshes, and which of them is preferred.
 
 use super::*;
-use crate::engine::plan::{Criteria, MeshChoice, Pace};
+use crate::estimate::{Criteria, MeshChoice, Pace};
 
 #[test]
 fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_told() {

@@ -1,4 +1,4 @@
-//! How long a step takes on a machine: the events of the schedule by the machine's rates.
+//! How long a step takes on a machine: the events of a dry step by the machine's rates.
 //!
 //! A rank does one thing after another. Products, attention and sweeps over memory take their work by their rate,
 //! a collective its latency and the bytes that it sends by the bus bandwidth of its link. What ZeRO starts and
@@ -6,15 +6,17 @@
 //! one collective after another, in the order of their start, as on the one stream that NCCL's operations have.
 //! Elsewhere it is moved by the rank itself, when it waits. `docs/planning.md` tells what is not counted.
 
+use super::dry_run::DryStep;
+use super::event::{Event, Pass, Purpose, Transfer, Work};
 use super::nodes::Nodes;
 use super::{Sent, Workload};
 use crate::comm::CollectiveOp;
 use crate::config::{LinkRates, MachineProfile, Rates};
 use crate::engine::EngineError;
-use crate::engine::schedule::{Event, Moment, Pass, Piece, Purpose, Transfer, Work};
 use crate::mesh::DeviceMesh;
 use serde::Serialize;
 use std::collections::{BTreeMap, VecDeque};
+use ulysses_kernels::device::dry::MatmulOp;
 
 /// The time of a step on the rank that needs most of it. The parts add up to the total.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -98,8 +100,7 @@ impl Workload {
         for kind in self.kinds_of_ranks()? {
             let rank = first + kind.rank;
             let mut walk = Walk::new(machine, rates, self.nodes(&mesh, rank)?);
-            self.events(&mesh, rank)?.try_for_each(|event| walk.go_on(event))?;
-            walk.end();
+            walk.through(&self.warm_step(&mesh, rank)?)?;
             model_flops += (kind.ranks * config.dp_size) as f64 * walk.model_flops;
             if slowest.as_ref().is_none_or(|(_, known)| known.now < walk.now) {
                 slowest = Some((rank, walk));
@@ -175,25 +176,31 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn go_on(&mut self, event: Event) -> Result<(), EngineError> {
+    /// Goes through a step.
+    fn through(&mut self, step: &DryStep) -> Result<(), EngineError> {
+        for (times, events) in &step.micro_batches {
+            self.times = *times as f64;
+            events.iter().try_for_each(|event| self.go_on(event))?;
+        }
+        (self.times, self.is_updating) = (1.0, true);
+        step.update.iter().try_for_each(|event| self.go_on(event))?;
+        self.end();
+        Ok(())
+    }
+
+    fn go_on(&mut self, event: &Event) -> Result<(), EngineError> {
         match event {
-            Event::MicroBatches { times } => self.times = times as f64,
-            Event::Begin(moment) => {
-                self.is_updating = moment == Moment::Update;
-                self.times = if self.is_updating { 1.0 } else { self.times };
-            }
-            Event::Compute(work) => self.compute(work),
-            Event::Sweep { bytes } => self.sweep(bytes),
-            Event::File { bytes } => self.file(bytes)?,
-            Event::HostCopy { bytes } => self.host_copy(bytes)?,
-            Event::Collective(transfer) => self.communicate(&transfer)?,
-            Event::Wait(purpose) => self.wait(purpose),
-            Event::Memory { .. } | Event::Offloaded { .. } => {}
+            Event::Compute(work) => self.compute(*work),
+            Event::Sweep { bytes } => self.sweep(*bytes),
+            Event::File { bytes } => self.file(*bytes)?,
+            Event::HostCopy { bytes } => self.host_copy(*bytes)?,
+            Event::Collective(transfer) => self.communicate(transfer)?,
+            Event::Wait(purpose) => self.wait(*purpose),
         }
         Ok(())
     }
 
-    fn compute(&mut self, Work { piece, pass, flops }: Work) {
+    fn compute(&mut self, Work { op, pass, flops }: Work) {
         let flops = self.times * flops;
         let Rates {
             product_flops_per_second,
@@ -201,19 +208,19 @@ impl<'a> Walk<'a> {
             attention_backward_flops_per_second,
             ..
         } = self.rates;
-        let (rate, part) = match (piece, pass) {
-            (Piece::Attention, Pass::Forward | Pass::Recompute) => {
+        let (rate, part) = match (op, pass) {
+            (MatmulOp::Attention, Pass::Forward | Pass::Recompute) => {
                 (attention_forward_flops_per_second, &mut self.parts.attention_seconds)
             }
-            (Piece::Attention, Pass::Backward) => {
+            (MatmulOp::Attention, Pass::Backward) => {
                 (attention_backward_flops_per_second, &mut self.parts.attention_seconds)
             }
-            (Piece::Projections | Piece::Mlp | Piece::Head, _) => {
+            (MatmulOp::Linear | MatmulOp::LmHead, _) => {
                 (product_flops_per_second, &mut self.parts.products_seconds)
             }
         };
         // The loss multiplies for its logits once more in the backward pass.
-        let repeated = if (piece, pass) == (Piece::Head, Pass::Forward) { flops } else { 0.0 };
+        let repeated = if (op, pass) == (MatmulOp::LmHead, Pass::Forward) { flops } else { 0.0 };
         let seconds = (flops + repeated) / rate;
         *part += seconds;
         self.now += seconds;

@@ -2,7 +2,7 @@
 
 use super::Sent;
 use crate::engine::EngineError;
-use crate::engine::schedule::{Axis, Transfer};
+use crate::estimate::event::{Axis, Transfer};
 use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, SHARD_AXIS};
 
 /// Which members of a rank's groups share its node.

@@ -1,28 +1,20 @@
-//! What happens on a rank in a step.
+//! What a rank does in a step.
 
 use crate::comm::CollectiveOp;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
 use std::fmt;
 use std::sync::Arc;
-use ulysses_kernels::memory::Category;
+use ulysses_kernels::device::dry::MatmulOp;
 
 /// One thing that happens on a rank, in the order in which its thread does it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// The micro batch that follows stands for `times` equal ones in a row. Only a
-    /// [counted](super::Schedule::counted) schedule has such events, before every micro batch.
-    MicroBatches {
-        /// How many there are, at least 1.
-        times: u64,
-    },
-    /// A part of the step begins.
-    Begin(Moment),
     /// A collective is started.
     Collective(Transfer),
     /// The rank waits for the first collective of this purpose that is still under way: one that it does not
     /// [await at once](Transfer::is_awaited_at_once).
     Wait(Purpose),
-    /// Arithmetic of products and of attention.
+    /// Matrix products.
     Compute(Work),
     /// Operations on single elements, norms among them.
     Sweep {
@@ -39,54 +31,6 @@ pub enum Event {
         /// Bytes in both directions.
         bytes: u64,
     },
-    /// Tensors wait elsewhere than where the rank computes, in a file or in the host's memory (positive), or no more.
-    Offloaded {
-        /// Bytes more, or less.
-        bytes: i64,
-    },
-    /// Memory is taken (positive) or freed, where the rank computes.
-    Memory {
-        /// What it holds.
-        category: Category,
-        /// Bytes more, or less.
-        bytes: i64,
-    },
-}
-
-/// A part of a step. Layers are counted from 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Moment {
-    /// A micro batch and its embedding.
-    Embedding,
-    /// A layer's forward.
-    Forward {
-        /// Which layer.
-        layer: usize,
-    },
-    /// The head with the loss, forward and backward.
-    Head,
-    /// A layer's backward, after its forward once more where that is recomputed.
-    Backward {
-        /// Which layer.
-        layer: usize,
-    },
-    /// The embedding's backward.
-    EmbeddingBackward,
-    /// The norm, the update, and the parameters of the others.
-    Update,
-}
-
-impl fmt::Display for Moment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Embedding => f.write_str("embedding"),
-            Self::Forward { layer } => write!(f, "forward of layer {layer}"),
-            Self::Head => f.write_str("LM head and loss"),
-            Self::Backward { layer } => write!(f, "backward of layer {layer}"),
-            Self::EmbeddingBackward => f.write_str("embedding backward"),
-            Self::Update => f.write_str("optimizer step"),
-        }
-    }
 }
 
 /// A collective of this rank with a group along an axis of the mesh.
@@ -112,14 +56,9 @@ impl Transfer {
         self.sent_to.iter().sum()
     }
 
-    /// Whether the rank goes on only when it has arrived. What ZeRO moves between partitions is under way while the
-    /// rank computes, until an [`Event::Wait`] for its purpose.
+    /// Whether the rank goes on only when it has arrived.
     pub fn is_awaited_at_once(&self) -> bool {
-        match (self.purpose, self.axis) {
-            (Purpose::GatherParameters | Purpose::PublishParameters, _) => false,
-            (Purpose::ReduceGradients, axis) => matches!(axis, Axis::Sp | Axis::Replicas),
-            (Purpose::ExchangeForward | Purpose::ExchangeBackward | Purpose::Agree, _) => true,
-        }
+        self.purpose.is_awaited_at_once(self.axis)
     }
 }
 
@@ -138,6 +77,18 @@ pub enum Purpose {
     PublishParameters,
     /// Some numbers: hashes of rows, losses, tokens, norms.
     Agree,
+}
+
+impl Purpose {
+    /// Whether a rank waits as soon as it has started such a collective. What ZeRO moves between partitions is under way
+    /// while the rank computes, until an [`Event::Wait`].
+    pub(super) fn is_awaited_at_once(self, axis: Axis) -> bool {
+        match self {
+            Self::GatherParameters | Self::PublishParameters => false,
+            Self::ReduceGradients => matches!(axis, Axis::Sp | Axis::Replicas),
+            Self::ExchangeForward | Self::ExchangeBackward | Self::Agree => true,
+        }
+    }
 }
 
 impl fmt::Display for Purpose {
@@ -178,28 +129,15 @@ impl Axis {
     }
 }
 
-/// Floating-point operations of a piece of a step.
+/// Floating-point operations of an op in a pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Work {
-    /// Which piece.
-    pub piece: Piece,
+    /// Of which op.
+    pub op: MatmulOp,
     /// Which pass.
     pub pass: Pass,
     /// Operations; a multiplication with an addition is two.
     pub flops: f64,
-}
-
-/// A piece of the model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Piece {
-    /// Projections to and from the heads of a layer.
-    Projections,
-    /// Attention of this rank's heads over all tokens.
-    Attention,
-    /// The MLP of a layer.
-    Mlp,
-    /// The output projection with its loss.
-    Head,
 }
 
 /// A pass over the model.

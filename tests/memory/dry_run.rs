@@ -1,22 +1,23 @@
-//! The schedule of a step against what real ranks do in one: every collective in its order, with its bytes.
+//! What the engine run dry communicates against what real ranks do in a step: every collective in its order, with its
+//! bytes.
 
-use crate::support::device::test_device;
+use crate::support::device::{is_cpu, test_device};
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
 use crate::support::recorded::{Log, Recorded, Started};
 use crate::support::reference::Batch;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use ulysses::comm::fake::FakeGroup;
 use ulysses::comm::thread::LaunchOptions;
-use ulysses::comm::{CollectiveOp, ProcessGroup, ProcessGroupExt};
+use ulysses::comm::{CollectiveOp, ProcessGroupExt};
 use ulysses::config::Config;
 use ulysses::data::DataError;
+use ulysses::device::DeviceKind;
 use ulysses::engine::Engine;
-use ulysses::engine::schedule::{Event, Purpose, Schedule, Transfer, schedule};
+use ulysses::estimate::Workload;
+use ulysses::estimate::event::{Event, Purpose, Transfer};
 use ulysses::kernels::attention::FlashAttention;
-use ulysses::mesh::DeviceMesh;
-use ulysses::model::{LlamaConfig, Model, RandomWeights, preset, shape};
+use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 use ulysses::zero::ZeroGroups;
 
 /// Bytes sent and received, by axis and operation.
@@ -199,8 +200,8 @@ impl Case {
         ranks.unwrap()
     }
 
-    /// The same by the schedule.
-    fn scheduled(&self, rank: usize) -> (Vec<Started>, Moved) {
+    /// The same by the engine run dry.
+    fn planned(&self, rank: usize) -> (Vec<Started>, Moved) {
         let transfers = self.transfers(rank);
         let started = |transfer: &Transfer| Started {
             op: transfer.op,
@@ -215,11 +216,16 @@ impl Case {
         (transfers.iter().map(started).collect(), moved)
     }
 
+    fn events(&self, rank: usize) -> Vec<Event> {
+        let device = if is_cpu() { DeviceKind::Cpu } else { DeviceKind::Cuda };
+        let (config, model) = (self.config(), self.model.clone());
+        let workload = Workload { config, model, document_len: None, ranks_per_node: 1, device };
+        workload.events(rank).unwrap()
+    }
+
     fn transfers(&self, rank: usize) -> Vec<Transfer> {
-        let mesh = DeviceMesh::dp_sp(self.mesh.0, self.mesh.1).unwrap();
-        let events = schedule(&self.config(), &self.model, &mesh, rank).unwrap();
         let transfer = |event| if let Event::Collective(transfer) = event { Some(transfer) } else { None };
-        events.filter_map(transfer).collect()
+        self.events(rank).into_iter().filter_map(transfer).collect()
     }
 }
 
@@ -235,17 +241,14 @@ fn moved(groups: &ZeroGroups) -> anyhow::Result<Moved> {
 }
 
 #[test]
-fn the_schedule_is_the_log_of_real_ranks_event_for_event() {
+fn a_dry_run_communicates_as_real_ranks_do_event_for_event() {
     for case in cases() {
         for (rank, (started, moved)) in case.run().into_iter().enumerate() {
-            let (expected, expected_moved) = case.scheduled(rank);
+            let (expected, expected_moved) = case.planned(rank);
             let differs = started.iter().zip(&expected).position(|(started, expected)| started != expected);
             let at = differs.unwrap_or(started.len().min(expected.len()));
             let (label, real, told) = (case.label, started.get(at), expected.get(at));
-            assert!(
-                started == expected,
-                "{label}, rank {rank}, event {at}: {real:?} is scheduled as {told:?}"
-            );
+            assert!(started == expected, "{label}, rank {rank}, event {at}: {real:?} is planned as {told:?}");
             assert_eq!(moved, expected_moved, "{label}, rank {rank}");
         }
     }
@@ -254,9 +257,8 @@ fn the_schedule_is_the_log_of_real_ranks_event_for_event() {
 #[test]
 fn what_is_started_is_awaited_once_and_in_order() {
     for case in cases() {
-        let mesh = DeviceMesh::dp_sp(case.mesh.0, case.mesh.1).unwrap();
         let mut under_way: BTreeMap<Purpose, i64> = BTreeMap::new();
-        for event in schedule(&case.config(), &case.model, &mesh, 0).unwrap() {
+        for event in case.events(0) {
             match event {
                 Event::Collective(transfer) if !transfer.is_awaited_at_once() => {
                     *under_way.entry(transfer.purpose).or_default() += 1;
@@ -301,89 +303,5 @@ fn what_a_rank_sends_to_another_is_what_that_one_receives() {
                 assert_eq!(from_all, transfer.received_bytes, "{}, rank {rank}, {transfer:?}", case.label);
             }
         }
-    }
-}
-
-#[test]
-fn thousands_of_ranks_cost_a_loop() {
-    let (model, mesh) = (shape("llama3-405b").unwrap(), DeviceMesh::dp_sp(32, 128).unwrap());
-    let config = json!({
-        "train_micro_batch_size_per_gpu": 1, "mesh_param": [32, 128], "bf16": { "enabled": true },
-        "zero_optimization": { "stage": 3 }, "ulysses": { "seq_len": 1 << 20, "activation_checkpointing": true },
-    });
-    let config = Config::from_json_str(&config.to_string(), "test.json").unwrap();
-    let mut peaks = Vec::new();
-    for rank in [0, 127, 128, 4095] {
-        let (mut held, mut peak) = (0, 0);
-        for event in schedule(&config, &model, &mesh, rank).unwrap() {
-            if let Event::Memory { bytes, .. } = event {
-                held += bytes;
-                peak = peak.max(held);
-            }
-        }
-        peaks.push(peak);
-    }
-    assert!(peaks.iter().all(|peak| *peak == peaks[0]), "all ranks have as many tokens and heads: {peaks:?}");
-}
-
-#[test]
-fn the_arithmetic_of_the_measured_model_is_that_of_the_literature() {
-    // 4 layers, 256 wide, 8 heads, 2048 tokens: 31.9 MFLOP per token, forward and backward.
-    let model = preset("small").unwrap();
-    let flops = |sp: usize, documents: Option<usize>, recompute: bool| -> f64 {
-        let config = json!({
-            "train_batch_size": 1, "mesh_param": [1, sp],
-            "ulysses": { "seq_len": 2048, "activation_checkpointing": recompute },
-        });
-        let config = Config::from_json_str(&config.to_string(), "test.json").unwrap();
-        let mesh = DeviceMesh::dp_sp(1, sp).unwrap();
-        let of_rank = |rank| {
-            let events = Schedule::new(&config, &model, &mesh, rank, documents).unwrap();
-            let work = |event| if let Event::Compute(work) = event { Some(work) } else { None };
-            events.filter_map(work).map(|work| work.flops)
-        };
-        (0..sp).flat_map(of_rank).sum::<f64>() / 2048.0
-    };
-    let whole = flops(1, None, false);
-    assert!((whole / 1e6 - 31.95).abs() < 0.05, "{whole}");
-    for sp in [2, 3, 4, 8] {
-        assert!(
-            (flops(sp, None, false) / whole - 1.0).abs() < 1e-9,
-            "sp {sp} changes who computes, not what"
-        );
-    }
-    assert!(flops(1, Some(256), false) < 0.75 * whole, "documents see themselves only");
-    let recomputed = flops(1, None, true) / whole;
-    // A forward more, but for the head and the product that gives the layer's output, which nobody needs.
-    assert!((1.28..1.29).contains(&recomputed), "{recomputed}");
-}
-
-#[test]
-fn one_real_rank_of_a_pretended_world_counts_what_the_schedule_says() {
-    // 64 ranks, of which this machine runs one at a time.
-    let config =
-        json!({ "zero_optimization": { "stage": 3 }, "ulysses": { "activation_checkpointing": true } });
-    let case = case("8 x 8", tiny(16, 2), (8, 8), 66, config);
-    let mesh = DeviceMesh::dp_sp(8, 8).unwrap();
-    for rank in [0, 9, 63] {
-        let fake = |axis: &str| -> Arc<dyn ProcessGroup> {
-            let place = mesh.coordinate_on(axis, rank).unwrap();
-            Arc::new(FakeGroup::new(axis, mesh.group_of(axis, rank).unwrap(), place).unwrap())
-        };
-        let (config, log) = (case.config(), Log::default());
-        let groups = ZeroGroups { dp: fake("dp"), sp: fake("sp"), hybrid: None };
-        let batch = global_batch(&Batch::random(case.model.vocab_size, 16, 66, 3)).unwrap();
-        let (model, attention) = (Model::llama(&case.model).unwrap(), Arc::new(FlashAttention));
-        let recorded = Recorded::groups(&groups, &log);
-        let weights = RandomWeights { seed: 1 };
-        let mut engine =
-            Engine::with_attention(model, &weights, &config, recorded, attention, &test_device()).unwrap();
-        let mut micro_batches = micro_batches(&batch, &engine).unwrap().into_iter();
-        let report = engine.train_batch(|| Ok::<_, DataError>(micro_batches.next().unwrap())).unwrap();
-        let (expected, expected_moved) = case.scheduled(rank);
-        assert_eq!(*log.lock().unwrap(), expected, "rank {rank}");
-        assert_eq!(moved(&groups).unwrap(), expected_moved, "rank {rank}");
-        assert_eq!(report.comm_bytes, expected_moved.values().map(|(sent, _)| sent).sum::<u64>());
-        assert!(report.loss.is_finite() && groups.sp.split("x", Some(0), 0).is_err());
     }
 }

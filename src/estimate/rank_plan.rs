@@ -1,9 +1,12 @@
-//! The sums over one rank's schedule.
+//! The sums over one rank's step.
 
+use super::dry_run::DryStep;
+use super::event::{Event, Pass, Purpose};
 use super::nodes::Nodes;
-use crate::engine::schedule::{Category, Event, Moment, Pass, Purpose, Schedule};
+use crate::engine::{HeldInPart, Moment};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
+use ulysses_kernels::memory::Category;
 
 /// Bytes by category, in the order of [`Category::ALL`].
 type ByCategory = [u64; Category::ALL.len()];
@@ -76,72 +79,29 @@ pub struct MomentMemory {
     pub by_category: ByCategory,
 }
 
-/// What is held now.
-#[derive(Default)]
-struct Held {
-    by_category: [i64; Category::ALL.len()],
-    total: i64,
-}
-
-impl Held {
-    fn change(&mut self, category: Category, bytes: i64) {
-        self.by_category[category as usize] += bytes;
-        self.total += bytes;
-    }
-
-    fn at(&self, at: Moment) -> MomentMemory {
-        let count = |bytes: i64| u64::try_from(bytes).unwrap_or(0);
-        MomentMemory { at, bytes: count(self.total), by_category: self.by_category.map(count) }
-    }
-}
-
 impl RankPlan {
-    /// Goes through two steps and reports the second. Nothing where 64 bits do not suffice for its bytes.
-    pub(super) fn sum(rank: usize, events: Schedule, nodes: &Nodes) -> Option<Self> {
-        let mut held = Held::default();
-        let mut moments: Vec<MomentMemory> = Vec::new();
-        let (mut steps, mut times, mut persistent) = (0, 1, 0);
-        let (mut offloaded, mut most_offloaded) = (0_i64, 0);
+    /// Of a step. Nothing where 64 bits do not suffice for its bytes.
+    pub(super) fn sum(rank: usize, step: DryStep, nodes: &Nodes) -> Option<Self> {
         let mut sent_by_purpose: BTreeMap<Purpose, Sent> = BTreeMap::new();
         let (mut model_flops, mut recompute_flops) = (0.0, 0.0);
-        for event in events.steps(2) {
+        for (times, event) in step.events() {
             match event {
-                Event::MicroBatches { times: alike } => times = alike,
-                Event::Begin(moment) => {
-                    if moment == Moment::Update {
-                        times = 1;
-                    }
-                    if moments.is_empty() {
-                        persistent = held.total;
-                    }
-                    let ends_step = moments.last().is_some_and(|last| last.at == Moment::Update);
-                    if ends_step {
-                        steps += 1;
-                        moments.clear();
-                    }
-                    moments.push(held.at(moment));
+                Event::Collective(transfer) => {
+                    sent_by_purpose.entry(transfer.purpose).or_default().add(nodes.sent(transfer), times)?;
                 }
-                Event::Memory { category, bytes } => {
-                    held.change(category, bytes);
-                    if let Some(moment) = moments.last_mut().filter(|now| (now.bytes as i64) < held.total) {
-                        *moment = held.at(moment.at);
-                    }
-                }
-                Event::Offloaded { bytes } => {
-                    offloaded += bytes;
-                    most_offloaded = most_offloaded.max(offloaded);
-                }
-                Event::Collective(transfer) if steps == 1 => {
-                    sent_by_purpose.entry(transfer.purpose).or_default().add(nodes.sent(&transfer), times)?;
-                }
-                Event::Compute(work) if steps == 1 => match work.pass {
+                Event::Compute(work) => match work.pass {
                     Pass::Recompute => recompute_flops += times as f64 * work.flops,
                     Pass::Forward | Pass::Backward => model_flops += times as f64 * work.flops,
                 },
-                Event::Collective(_) | Event::Compute(_) => {}
                 Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
             }
         }
+        let moment = |part: &HeldInPart| MomentMemory {
+            at: part.at,
+            bytes: part.peak.bytes,
+            by_category: part.peak.by_category.values(),
+        };
+        let mut moments: Vec<MomentMemory> = step.parts.iter().map(moment).collect();
         let peak = moments.iter().rev().max_by_key(|moment| moment.bytes);
         let Some(peak) = peak.cloned() else { unreachable!("a step has moments") };
         let last_micro_batch = moments.iter().rposition(|moment| moment.at == Moment::Embedding).unwrap_or(0);
@@ -152,8 +112,8 @@ impl RankPlan {
             peak_bytes: peak.bytes,
             peak_at: peak.at,
             peak_by_category: peak.by_category,
-            persistent_bytes: persistent as u64,
-            offloaded_bytes: most_offloaded as u64,
+            persistent_bytes: step.persistent_bytes,
+            offloaded_bytes: step.offloaded_bytes,
             timeline: moments.split_off(last_micro_batch),
             model_flops,
             recompute_flops,
@@ -178,7 +138,7 @@ fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, Sent>, serializer: S) -> R
 #[cfg(test)]
 mod tests {
     use crate::config::Config;
-    use crate::engine::plan::{RankPlan, Workload};
+    use crate::estimate::{RankPlan, Workload};
     use crate::model::preset;
     use serde_json::{Value, json};
     use ulysses_kernels::device::DeviceKind;
@@ -209,7 +169,7 @@ mod tests {
         // A file takes a buffer, but no tensor to read ahead into.
         let in_file = plan(DeviceKind::Cpu, true, stage());
         assert_eq!(in_file.offloaded_bytes, away.offloaded_bytes);
-        assert!(in_file.peak_bytes < away.peak_bytes + ulysses_kernels::offload::READ_AHEAD_BYTES as u64);
+        assert!(in_file.peak_bytes < away.peak_bytes + (1 << 17));
     }
 
     #[test]

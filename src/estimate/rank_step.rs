@@ -1,19 +1,22 @@
 //! What a rank computes and communicates in one step, to stand beside what it really did.
 
+use super::event::{Axis, Event, Pass, Purpose};
+use super::{KindOfRank, Workload};
 use crate::comm::CollectiveOp;
 use crate::config::Config;
 use crate::engine::EngineError;
-use crate::engine::schedule::{Axis, Event, Moment, Pass, Piece, Purpose, Transfer, schedule};
 use crate::mesh::DeviceMesh;
 use crate::model::LlamaConfig;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use ulysses_kernels::device::DeviceKind;
+use ulysses_kernels::device::dry::MatmulOp;
 
 /// One rank's arithmetic and collectives of a step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankStep {
     /// Floating-point operations.
-    pub flops: BTreeMap<(Piece, Pass), f64>,
+    pub flops: BTreeMap<(MatmulOp, Pass), f64>,
     /// Collectives that are alike, counted.
     pub collectives: Vec<PlannedCalls>,
 }
@@ -39,66 +42,40 @@ impl RankStep {
     /// Of a rank of the mesh.
     ///
     /// # Errors
-    /// As [`schedule`].
+    /// As [`Workload::plan`].
     pub fn of(
         config: &Config,
         model: &LlamaConfig,
         mesh: &DeviceMesh,
         rank: usize,
     ) -> Result<Self, EngineError> {
-        let events = schedule(config, model, mesh, rank)?.counted();
-        Self::sum(events).ok_or_else(|| EngineError::step_too_large(config))
+        let workload = workload(config, model);
+        let step = workload.first_step(mesh, rank)?;
+        Self::sum(step.events()).ok_or_else(|| EngineError::step_too_large(config))
     }
 
-    /// Of a micro batch that is only evaluated: its forward pass, and the sums of its loss. Its arithmetic is without the head.
+    /// Of a micro batch that is only evaluated: its forward pass, and the sums of its loss.
     ///
     /// # Errors
-    /// As [`schedule`].
+    /// As [`of`](Self::of).
     pub fn of_evaluation(
         config: &Config,
         model: &LlamaConfig,
         mesh: &DeviceMesh,
         rank: usize,
     ) -> Result<Self, EngineError> {
-        let config = Config {
-            gradient_accumulation_steps: 1,
-            train_batch_size: config.micro_batch_size * config.dp_size,
-            ..config.clone()
-        };
-        let mut now = Moment::Embedding;
-        // The head's parameters are on their way before it begins. An update starts as an evaluation ends: it compares
-        // sequences and adds up losses.
-        let is_evaluated = move |event: &Event| {
-            if let Event::Begin(moment) = event {
-                now = *moment;
-            }
-            match (now, event) {
-                (Moment::Embedding | Moment::Forward { .. }, _) => true,
-                (Moment::Update, Event::Collective(Transfer { op, axis, purpose, .. })) => {
-                    let sums = matches!(
-                        (op, axis),
-                        (CollectiveOp::AllGather, Axis::Sp) | (CollectiveOp::AllReduce, _)
-                    );
-                    *purpose == Purpose::Agree && sums
-                }
-                _ => false,
-            }
-        };
-        let events = schedule(&config, model, mesh, rank)?.filter(is_evaluated);
-        Self::sum(events).ok_or_else(|| EngineError::step_too_large(&config))
+        let events = workload(config, model).evaluation(mesh, rank)?;
+        Self::sum(events.iter().map(|event| (1, event))).ok_or_else(|| EngineError::step_too_large(config))
     }
 
     /// Nothing where 64 bits do not suffice for its bytes.
-    pub(super) fn sum(events: impl IntoIterator<Item = Event>) -> Option<Self> {
-        let mut times = 1;
+    pub(super) fn sum<'a>(events: impl IntoIterator<Item = (u64, &'a Event)>) -> Option<Self> {
         let mut flops = BTreeMap::new();
         let mut alike: BTreeMap<(Axis, CollectiveOp, Purpose, u64), (u64, u64)> = BTreeMap::new();
-        for event in events {
+        for (times, event) in events {
             match event {
-                Event::MicroBatches { times: alike } => times = alike,
-                Event::Begin(Moment::Update) => times = 1,
                 Event::Compute(work) => {
-                    *flops.entry((work.piece, work.pass)).or_default() += times as f64 * work.flops;
+                    *flops.entry((work.op, work.pass)).or_default() += times as f64 * work.flops;
                 }
                 Event::Collective(transfer) => {
                     let kind = (transfer.axis, transfer.op, transfer.purpose, transfer.input_bytes);
@@ -106,7 +83,6 @@ impl RankStep {
                     *calls = times.checked_add(*calls)?;
                     *sent_bytes = transfer.sent_bytes().checked_mul(times)?.checked_add(*sent_bytes)?;
                 }
-                Event::Begin(_) | Event::Memory { .. } | Event::Offloaded { .. } => {}
                 Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
             }
         }
@@ -123,14 +99,23 @@ impl RankStep {
     }
 }
 
+/// What a step computes and communicates is the same on every device, in one node or many.
+fn workload(config: &Config, model: &LlamaConfig) -> Workload {
+    let (config, model) = (config.clone(), model.clone());
+    Workload { config, model, document_len: None, ranks_per_node: 1, device: DeviceKind::Cpu }
+}
+
 /// Floating-point operations of a step on all ranks together, without those of recomputation.
 ///
 /// # Errors
-/// As [`schedule`].
+/// As [`Workload::plan`].
 pub fn model_flops(config: &Config, model: &LlamaConfig, mesh: &DeviceMesh) -> Result<f64, EngineError> {
+    let of_kind = |KindOfRank { rank, ranks }| {
+        Ok::<_, EngineError>(ranks as f64 * RankStep::of(config, model, mesh, rank)?.model_flops())
+    };
+    let kinds = workload(config, model).kinds_of_ranks()?;
+    let of_group = kinds.into_iter().map(of_kind).sum::<Result<f64, _>>()?;
     // Ranks of different dp coordinates do the same.
-    let of_rank = |rank| Ok::<_, EngineError>(RankStep::of(config, model, mesh, rank)?.model_flops());
-    let of_group = mesh.group_of("sp", 0)?.into_iter().map(of_rank).sum::<Result<f64, _>>()?;
     Ok(of_group * config.dp_size as f64)
 }
 
@@ -138,6 +123,7 @@ pub fn model_flops(config: &Config, model: &LlamaConfig, mesh: &DeviceMesh) -> R
 mod tests {
     use super::*;
     use crate::model::preset;
+    use serde_json::json;
 
     #[test]
     fn the_flops_of_a_step_do_not_depend_on_the_mesh_that_computes_it() {
@@ -168,5 +154,34 @@ mod tests {
         // 4 heads of 16 attend to 1 … 9 tokens, 5 on average.
         let attention = 2 * 12 * 64 * 5;
         assert_eq!(flops, (9 * (6 * weights + attention)) as f64);
+    }
+
+    #[test]
+    fn the_flops_of_the_measured_model_are_those_of_the_literature() {
+        // 4 layers, 256 wide, 8 heads, 2048 tokens: 31.9 MFLOP per token, forward and backward.
+        let model = preset("small").unwrap();
+        let flops = |sp: usize, documents: Option<usize>, recompute: bool| -> f64 {
+            let config = json!({
+                "train_batch_size": 1, "mesh_param": [1, sp],
+                "ulysses": { "seq_len": 2048, "activation_checkpointing": recompute },
+            });
+            let config = Config::from_json_str(&config.to_string(), "test.json").unwrap();
+            let workload = Workload { document_len: documents, ..workload(&config, &model) };
+            let work = |event| if let Event::Compute(work) = event { Some(work.flops) } else { None };
+            let of_rank = |rank| workload.events(rank).unwrap().into_iter().filter_map(work);
+            (0..sp).flat_map(of_rank).sum::<f64>() / 2048.0
+        };
+        let whole = flops(1, None, false);
+        assert!((whole / 1e6 - 31.95).abs() < 0.05, "{whole}");
+        for sp in [2, 3, 4, 8] {
+            assert!(
+                (flops(sp, None, false) / whole - 1.0).abs() < 1e-9,
+                "sp {sp} changes who computes, not what"
+            );
+        }
+        assert!(flops(1, Some(256), false) < 0.75 * whole, "documents see themselves only");
+        let recomputed = flops(1, None, true) / whole;
+        // A forward more, but for the head and the product that gives the layer's output, which nobody needs.
+        assert!((1.28..1.29).contains(&recomputed), "{recomputed}");
     }
 }

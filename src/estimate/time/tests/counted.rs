@@ -1,7 +1,7 @@
 //! A step whose repeated micro batches are counted takes as long as the one that lists each of them.
 
 use super::*;
-use crate::engine::plan::tests::{cases, workload};
+use crate::estimate::tests::{cases, workload};
 use std::path::Path;
 
 /// Where everything takes time.
@@ -24,10 +24,10 @@ fn a_counted_step_takes_the_time_of_the_listed_one() {
         for (label, device, config) in cases() {
             let workload = workload(&config, device, 6);
             let rates = machine.rates_of(workload.config.precision).unwrap();
-            let [listed, counted] = [workload.listed(0), workload.listed(0).counted()].map(|mut events| {
-                let mut walk = Walk::new(&machine, rates, workload.nodes(&workload.mesh(), 0).unwrap());
-                events.try_for_each(|event| walk.go_on(event)).unwrap();
-                walk.end();
+            let mesh = workload.mesh().unwrap();
+            let [listed, counted] = [6, 4].map(|most| {
+                let mut walk = Walk::new(&machine, rates, workload.nodes(&mesh, 0).unwrap());
+                walk.through(&workload.warm_step_of(&mesh, 0, most).unwrap()).unwrap();
                 [walk.now, walk.hidden, walk.recompute, walk.model_flops]
             });
             for (counted, listed) in counted.iter().zip(listed) {

@@ -1,0 +1,294 @@
+//! Dry runs: all of a rank's host code, on tensors without elements.
+//!
+//! Within [`run`] a thread's tensors have shapes and types, and nothing behind them. Ops check their arguments, report what they
+//! would compute and move, and return; the thread's [memory counters](crate::memory) count each tensor from its making to
+//! the drop of its last view, and beside it what CPU kernels say that they take. So the real engine, with the shapes of any
+//! model, tells what it needs: what PyTorch does with its `FakeTensor` and memory tracker.
+//!
+//! A dry thread takes one of the two ways through the ops: that of a CPU, or the host code of the CUDA kernels, whose
+//! launches and matrix products do nothing. Both are on candle's CPU device, so no build needs a feature for it.
+//!
+//! The counters are those of the counting allocator, but no program needs that allocator here: a tensor is counted by a
+//! guard in the operation that candle thinks it is the result of, which every view of it keeps alive. (A reserved but
+//! untouched range of addresses would have to be made and freed by the program's global allocator.)
+
+use super::DeviceKind;
+use crate::memory::{self, Category};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor, Var, bail};
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+
+/// What a dry thread would have done.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Event {
+    /// Matrix products.
+    Compute {
+        /// Of which op.
+        op: MatmulOp,
+        /// Whether they are those of its gradient.
+        is_backward: bool,
+        /// Floating-point operations; a multiplication with an addition is two.
+        flops: f64,
+    },
+    /// Operations on single elements.
+    Elementwise {
+        /// Bytes that they read, and bytes that they write.
+        bytes: u64,
+    },
+    /// A tensor goes to where it is offloaded, or comes back.
+    Copy {
+        /// Its size.
+        bytes: u64,
+    },
+    /// Room for offloaded tensors is taken (positive) or freed.
+    Offloaded {
+        /// Bytes more, or less.
+        bytes: i64,
+    },
+}
+
+/// The ops that multiply matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum MatmulOp {
+    /// [`linear`](crate::linear).
+    Linear,
+    /// [`attention`](crate::attention).
+    Attention,
+    /// [`lm_head_loss`](crate::lm_head_loss). That its backward pass computes the logits once more is not reported.
+    LmHead,
+}
+
+/// What a dry thread pretends to compute on.
+#[derive(Debug, Clone, Copy)]
+pub struct DryDevice {
+    /// The way through the ops.
+    pub kind: DeviceKind,
+    /// CPU threads that each keep working memory.
+    pub threads: usize,
+}
+
+struct State {
+    device: DryDevice,
+    sink: Box<dyn FnMut(Event)>,
+    /// What the tensors of this thread are derived from in candle's eyes.
+    seed: Tensor,
+    /// By the addresses of their empty storages.
+    live: HashMap<usize, Weak<Allocation>>,
+    /// Working memory that threads keep, by what it is for.
+    kept: HashMap<&'static str, usize>,
+}
+
+thread_local! {
+    /// Constant initialisation and no destructor: the allocator reads it at any time in a thread's life.
+    static KIND: Cell<Option<DeviceKind>> = const { Cell::new(None) };
+    static STATE: RefCell<Option<State>> = const { RefCell::new(None) };
+}
+
+/// Calls `work` with this thread dry and its [memory counters](crate::memory) at zero, and `sink` with each event; `sink` must
+/// not come back here. Afterwards the counters are what they were. Tensors of a dry run may not leave `work`.
+///
+/// # Panics
+/// When the thread is dry already.
+pub fn run<R>(device: DryDevice, sink: impl FnMut(Event) + 'static, work: impl FnOnce() -> R) -> Result<R> {
+    struct Restore;
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            KIND.set(None);
+            STATE.take();
+        }
+    }
+    assert!(KIND.get().is_none(), "a dry run within a dry run");
+    let seed = Var::zeros(1, DType::F32, &Device::Cpu)?.as_tensor().clone();
+    let state = State { device, sink: Box::new(sink), seed, live: HashMap::new(), kept: HashMap::new() };
+    let _counters = memory::Fresh::start();
+    STATE.set(Some(state));
+    KIND.set(Some(device.kind));
+    let _restore = Restore;
+    Ok(work())
+}
+
+/// Whether this thread is dry.
+pub fn is_dry() -> bool {
+    KIND.get().is_some()
+}
+
+pub(super) fn kind() -> Option<DeviceKind> {
+    KIND.get()
+}
+
+fn with_state<R>(work: impl FnOnce(&mut State) -> R) -> Option<R> {
+    STATE.with_borrow_mut(|state| state.as_mut().map(work))
+}
+
+fn report(event: Event) {
+    with_state(|state| (state.sink)(event));
+}
+
+pub(crate) fn report_flops(op: MatmulOp, is_backward: bool, flops: f64) {
+    if is_dry() && flops > 0.0 {
+        report(Event::Compute { op, is_backward, flops });
+    }
+}
+
+/// Reports an operation on single elements that reads or writes each of these tensors once.
+pub(crate) fn report_elementwise<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
+    if is_dry() {
+        let bytes = tensors.into_iter().map(crate::tensor::bytes).sum::<usize>() as u64;
+        report(Event::Elementwise { bytes });
+    }
+}
+
+pub(crate) fn report_elementwise_bytes(bytes: u64) {
+    report(Event::Elementwise { bytes });
+}
+
+pub(crate) fn report_copy(bytes: u64) {
+    if bytes > 0 {
+        report(Event::Copy { bytes });
+    }
+}
+
+pub(crate) fn report_offloaded(bytes: i64) {
+    if is_dry() {
+        report(Event::Offloaded { bytes });
+    }
+}
+
+/// Memory that is counted until it is dropped.
+#[derive(Debug)]
+pub struct Allocation {
+    category: Category,
+    bytes: usize,
+}
+
+impl Allocation {
+    fn new(bytes: usize) -> Self {
+        let category = memory::current();
+        memory::count(category, bytes as i64);
+        Self { category, bytes }
+    }
+
+    /// So many bytes that a rank's host holds and that would not be made in a dry run; none where the rank's memory is a GPU's, or
+    /// where the run is none.
+    #[must_use]
+    pub fn on_host(bytes: usize) -> Option<Self> {
+        (KIND.get() == Some(DeviceKind::Cpu)).then(|| Self::new(bytes))
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if is_dry() {
+            memory::count(self.category, -(self.bytes as i64));
+        }
+    }
+}
+
+/// The operation that a dry tensor is the result of.
+struct Root {
+    /// The same in each tensor that takes over the memory of another one.
+    _allocation: Arc<Allocation>,
+    shape: Shape,
+    dtype: DType,
+    /// Of the storage.
+    address: Arc<AtomicUsize>,
+}
+
+impl CustomOp1 for Root {
+    fn name(&self) -> &'static str {
+        "dry"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        let storage = match self.dtype {
+            DType::U8 => CpuStorage::U8(Vec::new()),
+            DType::U32 => CpuStorage::U32(Vec::new()),
+            DType::I64 => CpuStorage::I64(Vec::new()),
+            DType::BF16 => CpuStorage::BF16(Vec::new()),
+            DType::F16 => CpuStorage::F16(Vec::new()),
+            DType::F32 => CpuStorage::F32(Vec::new()),
+            DType::F64 => CpuStorage::F64(Vec::new()),
+            dtype => bail!("no tensors of {dtype:?} in a dry run"),
+        };
+        Ok((storage, self.shape.clone()))
+    }
+}
+
+impl Drop for Root {
+    fn drop(&mut self) {
+        let address = self.address.load(Ordering::Relaxed);
+        with_state(|state| state.live.remove(&address));
+    }
+}
+
+fn tensor_of(allocation: Arc<Allocation>, shape: Shape, dtype: DType) -> Result<Tensor> {
+    let Some(seed) = with_state(|state| state.seed.clone()) else { bail!("not a dry thread") };
+    let (address, known) = (Arc::new(AtomicUsize::new(0)), Arc::downgrade(&allocation));
+    let tensor = seed.apply_op1(Root { _allocation: allocation, shape, dtype, address: address.clone() })?;
+    let at = address_of(&tensor);
+    address.store(at, Ordering::Relaxed);
+    with_state(|state| state.live.insert(at, known));
+    Ok(tensor)
+}
+
+fn address_of(tensor: &Tensor) -> usize {
+    std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0).addr()
+}
+
+fn allocation_of(tensor: &Tensor) -> Option<Arc<Allocation>> {
+    let address = address_of(tensor);
+    with_state(|state| state.live.get(&address).and_then(Weak::upgrade)).flatten()
+}
+
+/// A tensor that is counted and has no elements.
+pub(crate) fn tensor(shape: Shape, dtype: DType) -> Result<Tensor> {
+    tensor_of(Arc::new(Allocation::new(shape.elem_count() * dtype.size_in_bytes())), shape, dtype)
+}
+
+/// Whether a tensor is one of a dry run. Some values that ranks exchange are real ones.
+pub(crate) fn is_tensor(tensor: &Tensor) -> bool {
+    is_dry() && allocation_of(tensor).is_some()
+}
+
+/// A flat tensor over the memory of one that covers all of it. Unlike a view it does not keep that one.
+pub(crate) fn taken_over(tensor: &Tensor) -> Option<Tensor> {
+    let allocation = allocation_of(tensor)?;
+    let covers = tensor.is_contiguous() && crate::tensor::bytes(tensor) == allocation.bytes;
+    let flat = covers.then(|| tensor_of(allocation, tensor.elem_count().into(), tensor.dtype()));
+    flat?.ok()
+}
+
+/// Whether two tensors have the same memory.
+pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
+    matches!((allocation_of(a), allocation_of(b)), (Some(a), Some(b)) if Arc::ptr_eq(&a, &b))
+}
+
+/// The CPU of a dry thread: what its kernels report besides.
+#[derive(Debug, Clone, Copy)]
+pub struct DryCpu {
+    pub(crate) threads: usize,
+}
+
+impl DryCpu {
+    pub(super) fn of_thread() -> Self {
+        Self { threads: with_state(|state| state.device.threads).unwrap_or(1) }
+    }
+
+    /// Memory that an op takes while it runs.
+    pub(crate) fn take(self, bytes: usize) {
+        drop(Allocation::new(bytes));
+    }
+
+    /// Working memory that threads keep from call to call, and make anew where it is too small.
+    pub(crate) fn keep(self, what: &'static str, bytes: usize) {
+        let more = with_state(|state| {
+            let kept = state.kept.entry(what).or_default();
+            let more = bytes.saturating_sub(*kept);
+            *kept += more;
+            more
+        });
+        memory::count(Category::Other, more.unwrap_or(0) as i64);
+    }
+}

@@ -1,0 +1,220 @@
+//! A rank's step by the engine itself, dry: on tensors without elements and groups that move nothing.
+
+use super::Workload;
+use super::event::{Axis, Event};
+use super::recorder::{Phase, Recorder};
+use crate::comm::ProcessGroup;
+use crate::comm::fake::FakeGroup;
+use crate::config::Config;
+use crate::data::MicroBatch;
+use crate::engine::{Engine, EngineError, HeldInPart};
+use crate::mesh::{DeviceMesh, shard_range};
+use crate::model::{Model, ModelError, ParameterSpec, WeightSource};
+use crate::zero::{HybridGroups, ZeroGroups};
+use candle_core::Device;
+use parking_lot::Mutex;
+use std::ops::Range;
+use std::sync::Arc;
+use ulysses_kernels::attention::FlashAttention;
+use ulysses_kernels::device::dry::{self, Allocation, DryDevice};
+use ulysses_kernels::memory::live_bytes;
+
+/// Micro batches of a step that are run, at most: the first, the second, one that all others repeat, and the last, which
+/// reduces the gradients.
+const MAX_MICRO_BATCHES: usize = 4;
+
+/// What a rank does in a step.
+#[derive(Debug)]
+pub(super) struct DryStep {
+    /// Each with the number of equal ones in a row that it stands for.
+    pub(super) micro_batches: Vec<(u64, Vec<Event>)>,
+    pub(super) update: Vec<Event>,
+    /// The most that was held in each part of those, in their order.
+    pub(super) parts: Vec<HeldInPart>,
+    /// What was held before the first step.
+    pub(super) persistent_bytes: u64,
+    /// The most that was offloaded at a time.
+    pub(super) offloaded_bytes: u64,
+}
+
+/// Nobody reads a dry rank's parameters.
+struct NoWeights;
+
+impl WeightSource for NoWeights {
+    fn read(&self, _: &ParameterSpec, _: Range<usize>, _: &mut [f32]) -> Result<(), ModelError> {
+        Ok(())
+    }
+}
+
+/// One rank of the workload's mesh.
+struct DryRank {
+    engine: Engine,
+    batch: MicroBatch,
+    recorder: Arc<Mutex<Recorder>>,
+}
+
+impl Workload {
+    /// A rank's second step: its first leaves storage that is recycled.
+    pub(super) fn warm_step(&self, mesh: &DeviceMesh, rank: usize) -> Result<DryStep, EngineError> {
+        self.warm_step_of(mesh, rank, MAX_MICRO_BATCHES)
+    }
+
+    /// The same with so many micro batches run, at most.
+    pub(super) fn warm_step_of(
+        &self,
+        mesh: &DeviceMesh,
+        rank: usize,
+        most: usize,
+    ) -> Result<DryStep, EngineError> {
+        self.dry((mesh, rank), most, |rank, accumulation| {
+            let persistent_bytes = u64::try_from(live_bytes()).unwrap_or(0);
+            rank.step(accumulation)?;
+            rank.engine.watch_memory();
+            let step = rank.step(accumulation)?;
+            Ok(DryStep { persistent_bytes, parts: rank.engine.take_memory(), ..step })
+        })
+    }
+
+    /// A rank's first step, for what it computes and communicates.
+    pub(super) fn first_step(&self, mesh: &DeviceMesh, rank: usize) -> Result<DryStep, EngineError> {
+        self.dry((mesh, rank), MAX_MICRO_BATCHES, DryRank::step)
+    }
+
+    /// A rank's evaluation of a micro batch.
+    pub(super) fn evaluation(&self, mesh: &DeviceMesh, rank: usize) -> Result<Vec<Event>, EngineError> {
+        self.dry((mesh, rank), MAX_MICRO_BATCHES, |rank, _| {
+            rank.engine.evaluate(&rank.batch)?;
+            Ok(rank.recorder.lock().take())
+        })
+    }
+
+    fn dry<R>(
+        &self,
+        (mesh, rank): (&DeviceMesh, usize),
+        most: usize,
+        work: impl FnOnce(&mut DryRank, usize) -> Result<R, EngineError>,
+    ) -> Result<R, EngineError> {
+        let mut config = self.config.clone();
+        if !self.is_countable()? {
+            return Err(EngineError::step_too_large(&config));
+        }
+        let accumulation = config.gradient_accumulation_steps;
+        config.gradient_accumulation_steps = accumulation.min(most);
+        config.monitoring.comms_logger.enabled = false;
+        let recorder = Arc::new(Mutex::new(Recorder::new(self.device)));
+        let device = DryDevice { kind: self.device, threads: config.threads_per_rank.unwrap_or(1) };
+        let sink = recorder.clone();
+        let run = || {
+            let groups = fake_groups(&config, mesh, rank, &recorder)?;
+            let model = Model::llama(&self.model)?;
+            let batch = self.batch(groups.sp.rank())?;
+            let (attention, device) = (Arc::new(FlashAttention), &Device::Cpu);
+            let engine = Engine::with_attention(model, &NoWeights, &config, groups, attention, device)?;
+            work(&mut DryRank { engine, batch, recorder }, accumulation)
+        };
+        // What it logs and traces is not the program's.
+        let silent = tracing::subscriber::NoSubscriber::default();
+        tracing::subscriber::with_default(silent, || {
+            dry::run(device, move |event| sink.lock().note(event), run)
+        })?
+    }
+
+    /// A micro batch without its tokens.
+    fn batch(&self, sp_rank: usize) -> Result<MicroBatch, EngineError> {
+        let (batch, seq_len) = (self.config.micro_batch_size, self.config.require_seq_len()?);
+        let document_len = self.document_len.unwrap_or(seq_len).clamp(1, seq_len);
+        let starts = (0..seq_len).step_by(document_len).map(|start| start as u32);
+        let boundaries: Vec<u32> = starts.chain([seq_len as u32]).collect();
+        Ok(MicroBatch {
+            batch,
+            seq_len,
+            shard: shard_range(seq_len, self.config.sp_size, sp_rank),
+            input_ids: Vec::new(),
+            labels: Vec::new(),
+            position_ids: Vec::new(),
+            cu_seqlens: Arc::new(vec![boundaries; batch]),
+            rows_hash: 0,
+        })
+    }
+
+    /// Whether positions fit in 32 bits, and the tokens of a step and the bytes of a micro batch on one rank in 64.
+    fn is_countable(&self) -> Result<bool, EngineError> {
+        /// Tensors of each width that a layer has at once, at most, by the bytes of an element.
+        const BYTES: f64 = 64.0;
+        let (config, model) = (&self.config, &self.model);
+        let seq_len = config.require_seq_len()?;
+        let heads = model.num_heads * model.head_dim;
+        let widths = [model.hidden_size, model.intermediate_size, model.vocab_size, heads];
+        let of_token =
+            widths.into_iter().map(|width| width as f64).sum::<f64>() * (model.num_layers + 1) as f64;
+        let bytes = BYTES * config.micro_batch_size as f64 * seq_len as f64 * of_token;
+        let tokens = config.train_batch_size.checked_mul(seq_len);
+        Ok(tokens.is_some() && u32::try_from(seq_len).is_ok() && bytes < i64::MAX as f64)
+    }
+}
+
+impl DryRank {
+    /// A step of so many micro batches.
+    fn step(&mut self, accumulation: usize) -> Result<DryStep, EngineError> {
+        self.recorder.lock().take();
+        let num_run = self.engine.config().gradient_accumulation_steps;
+        let mut micro_batches = Vec::with_capacity(num_run);
+        for index in 0..num_run {
+            // Ids, labels and positions, which are in no tensor.
+            let tokens = self.batch.batch * self.batch.seq_len_local();
+            let _tables = Allocation::on_host(tokens * (2 * size_of::<u32>() + size_of::<i64>()));
+            self.begin(Phase::Forward);
+            let loss = self.engine.forward(&self.batch)?;
+            self.begin(Phase::Backward);
+            self.engine.backward(loss)?;
+            // All between the first ones and the last, where not each is run.
+            let times = if index + 2 == num_run { accumulation - num_run + 1 } else { 1 };
+            micro_batches.push((times as u64, self.recorder.lock().take()));
+        }
+        self.begin(Phase::Update);
+        self.engine.step()?;
+        let mut recorder = self.recorder.lock();
+        Ok(DryStep {
+            micro_batches,
+            update: recorder.take(),
+            parts: Vec::new(),
+            persistent_bytes: 0,
+            offloaded_bytes: recorder.most_offloaded_bytes as u64,
+        })
+    }
+
+    fn begin(&self, phase: Phase) {
+        self.recorder.lock().phase = phase;
+    }
+}
+
+impl DryStep {
+    /// Every event with how often it happens.
+    pub(super) fn events(&self) -> impl Iterator<Item = (u64, &Event)> {
+        let of_batches =
+            self.micro_batches.iter().flat_map(|(times, events)| events.iter().map(|event| (*times, event)));
+        of_batches.chain(self.update.iter().map(|event| (1, event)))
+    }
+}
+
+/// The groups of one rank, of which no other exists.
+fn fake_groups(
+    config: &Config,
+    mesh: &DeviceMesh,
+    rank: usize,
+    recorder: &Arc<Mutex<Recorder>>,
+) -> Result<ZeroGroups, EngineError> {
+    let fake = |mesh: &DeviceMesh, axis: Axis| -> Result<Arc<dyn ProcessGroup>, EngineError> {
+        let (name, recorder) = (axis.name(), recorder.clone());
+        let group = FakeGroup::new(name, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)?;
+        Ok(Arc::new(group.observed(Arc::new(move |call| recorder.lock().note_collective(axis, call)))))
+    };
+    let hybrid = match config.zero_shard_size.filter(|&size| size != config.dp_size) {
+        None => None,
+        Some(size) => {
+            let mesh = mesh.hybrid_sharded(size)?;
+            Some(HybridGroups { shard: fake(&mesh, Axis::Shard)?, replicas: fake(&mesh, Axis::Replicas)? })
+        }
+    };
+    Ok(ZeroGroups { dp: fake(mesh, Axis::Dp)?, sp: fake(mesh, Axis::Sp)?, hybrid })
+}

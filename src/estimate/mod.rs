@@ -1,0 +1,208 @@
+//! What a run will need, before it runs: the engine itself, run dry.
+//!
+//! A dry rank executes the real [`Engine`](crate::engine::Engine) with real shapes, on tensors without elements
+//! ([`dry`](ulysses_kernels::device::dry)) and on groups that move nothing ([`fake`](crate::comm::fake)): `dry_run` drives it,
+//! `recorder` notes what it does as [`event`]s. The memory counters give its peak, part by part. One rank for each number of
+//! tokens and heads is run, so worlds of thousands cost as much as one rank.
+//!
+//! [`Workload::plan`] is the plan of one configuration, [`Workload::longest`] the longest sequence that fits,
+//! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change,
+//! [`Workload::propose`] the mesh to take on a cluster, [`scaling`] how the traffic of several kinds
+//! of sequence parallelism grows. [`Workload::step_time`] is how long a step takes on a machine whose rates are known.
+//! [`RankStep`] is the compute and the communication of one step alone.
+
+mod alternatives;
+mod criteria;
+mod dry_run;
+pub mod event;
+mod meshes;
+mod nodes;
+mod proposal;
+mod rank_plan;
+mod rank_step;
+mod recorder;
+pub mod scaling;
+mod time;
+
+pub use alternatives::Alternative;
+pub use criteria::{Criteria, Pace};
+pub use meshes::MeshChoice;
+pub use proposal::{Proposal, Trial};
+pub use rank_plan::{MomentMemory, RankPlan, Sent};
+pub use rank_step::{PlannedCalls, RankStep, model_flops};
+pub use time::StepTime;
+
+use crate::config::Config;
+use crate::engine::EngineError;
+use crate::mesh::DeviceMesh;
+use crate::model::{HeadChunk, LlamaConfig, ModelError};
+use crate::sequence_parallel::{AttentionShape, ExchangePlan};
+use dry_run::DryStep;
+use event::Event;
+use nodes::Nodes;
+use ulysses_kernels::attention::grouped_heads;
+use ulysses_kernels::device::DeviceKind;
+
+/// Longest sequence that is looked for: positions are 32 bits wide.
+const MAX_SEQ_LEN: usize = 1 << 31;
+
+/// Ranks of an sp group that have as many tokens and heads.
+#[derive(Debug, Clone, Copy)]
+struct KindOfRank {
+    /// The first of them.
+    rank: usize,
+    /// How many they are.
+    ranks: usize,
+}
+
+/// What is planned.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Workload {
+    /// Mesh, batch, ZeRO stage, precision; its `seq_len` must be set, except to look for the longest.
+    pub config: Config,
+    /// The model.
+    pub model: LlamaConfig,
+    /// Tokens of the documents that rows are packed with; none for rows of one document.
+    pub document_len: Option<usize>,
+    /// Ranks that share a node: consecutive ones.
+    pub ranks_per_node: usize,
+    /// What ranks compute on: where what is offloaded waits.
+    pub device: DeviceKind,
+}
+
+impl Workload {
+    /// The plan of the rank that needs most memory.
+    ///
+    /// # Errors
+    /// A config without `seq_len`, a model or a mesh that it does not fit, or a step whose bytes 64 bits do not count.
+    pub fn plan(&self) -> Result<RankPlan, EngineError> {
+        let plans = self.kinds_of_ranks()?.into_iter().map(|kind| self.plan_of(kind.rank));
+        let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
+        // Of equal ones the lowest rank: `max_by_key` takes the last.
+        let largest = plans.into_iter().rev().max_by_key(|plan| plan.peak_bytes);
+        Ok(largest.unwrap_or_else(|| unreachable!("a mesh has a rank")))
+    }
+
+    /// The plan of one rank.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan), or a rank outside the mesh.
+    pub fn plan_of(&self, rank: usize) -> Result<RankPlan, EngineError> {
+        let mesh = self.mesh()?;
+        let sums = RankPlan::sum(rank, self.warm_step(&mesh, rank)?, &self.nodes(&mesh, rank)?);
+        sums.ok_or_else(|| EngineError::step_too_large(&self.config))
+    }
+
+    /// What a rank does in its first step. Of many micro batches those in the middle are listed once.
+    ///
+    /// # Errors
+    /// As [`plan_of`](Self::plan_of).
+    pub fn events(&self, rank: usize) -> Result<Vec<Event>, EngineError> {
+        let DryStep { micro_batches, update, .. } = self.first_step(&self.mesh()?, rank)?;
+        Ok(micro_batches.into_iter().flat_map(|(_, events)| events).chain(update).collect())
+    }
+
+    fn mesh(&self) -> Result<DeviceMesh, EngineError> {
+        Ok(DeviceMesh::dp_sp(self.config.dp_size, self.config.sp_size)?)
+    }
+
+    /// Where the peers of a rank are.
+    fn nodes(&self, mesh: &DeviceMesh, rank: usize) -> Result<Nodes, EngineError> {
+        Nodes::new(mesh, self.config.zero_shard_size, rank, self.ranks_per_node)
+    }
+
+    /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since
+    /// partitions are padded to one size.
+    fn kinds_of_ranks(&self) -> Result<Vec<KindOfRank>, EngineError> {
+        let plans = self.chunk_plans()?;
+        let kind = |rank: usize| {
+            let of_plan = |plan: &ExchangePlan| {
+                [plan.seq_ranges(), plan.q_head_ranges(), plan.kv_head_ranges()]
+                    .map(|ranges| ranges[rank].len())
+            };
+            plans.iter().map(of_plan).collect::<Vec<_>>()
+        };
+        let mut kinds: Vec<KindOfRank> = Vec::new();
+        for rank in 0..self.config.sp_size {
+            match kinds.iter_mut().find(|known| kind(known.rank) == kind(rank)) {
+                Some(known) => known.ranks += 1,
+                None => kinds.push(KindOfRank { rank, ranks: 1 }),
+            }
+        }
+        Ok(kinds)
+    }
+
+    /// The exchange of each chunk of heads.
+    ///
+    /// # Errors
+    /// More chunks than KV heads, or fewer heads in a chunk, or fewer tokens, than ranks.
+    fn chunk_plans(&self) -> Result<Vec<ExchangePlan>, EngineError> {
+        let (config, model) = (&self.config, &self.model);
+        let (chunks, num_kv_heads) = (config.memory.head_chunks, model.num_kv_heads);
+        if chunks == 0 || chunks > num_kv_heads {
+            let layer = "model.layers.0".to_owned();
+            return Err(ModelError::HeadChunks { layer, chunks, num_kv_heads }.into());
+        }
+        let (batch, seq_len) = (config.micro_batch_size, config.require_seq_len()?);
+        let plan = |HeadChunk { q, kv }: HeadChunk| {
+            let (num_heads, num_kv_heads) = (q.len(), kv.len());
+            let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim: model.head_dim };
+            Ok(ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), config.sp_size, 0)?)
+        };
+        model.head_chunks(chunks).into_iter().map(plan).collect()
+    }
+
+    /// The same with rows of `seq_len` tokens.
+    #[must_use]
+    pub fn with_seq_len(&self, seq_len: usize) -> Self {
+        let mut workload = self.clone();
+        workload.config.seq_len = Some(seq_len);
+        workload
+    }
+
+    /// The longest sequence whose peak is within `budget_bytes` on every rank; none when not even a token for
+    /// each rank is.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn longest(&self, budget_bytes: u64) -> Result<Option<usize>, EngineError> {
+        let peak = |seq_len: usize| match self.with_seq_len(seq_len).plan() {
+            Err(EngineError::StepTooLarge { .. }) => Ok(u64::MAX),
+            plan => plan.map(|plan| plan.peak_bytes),
+        };
+        let shortest = self.config.sp_size;
+        let mut fits = (shortest, self.with_seq_len(shortest).plan()?.peak_bytes);
+        if fits.1 > budget_bytes {
+            return Ok(None);
+        }
+        let mut too_long = (MAX_SEQ_LEN, u64::MAX);
+        for probe in 1.. {
+            if fits.0 + 1 >= too_long.0 {
+                break;
+            }
+            let seq_len = between(fits, too_long, budget_bytes, probe);
+            let found = (seq_len, peak(seq_len)?);
+            if found.1 <= budget_bytes { fits = found } else { too_long = found }
+        }
+        Ok(Some(fits.0))
+    }
+}
+
+/// The next length to try between one that fits and one that does not, each with its peak: where a straight line between
+/// them reaches the budget, for peaks are nearly one, or now and then the middle, for they bend upwards.
+fn between(fits: (usize, u64), too_long: (usize, u64), budget_bytes: u64, probe: usize) -> usize {
+    let (shorter, longer) = (fits.0, too_long.0);
+    let seq_len = match too_long.1 {
+        u64::MAX if shorter.saturating_mul(16) < longer => 16 * shorter,
+        u64::MAX => shorter.midpoint(longer),
+        _ if probe.is_multiple_of(3) => shorter.midpoint(longer),
+        peak => {
+            let share = (budget_bytes - fits.1) as f64 / (peak - fits.1) as f64;
+            shorter + ((longer - shorter) as f64 * share) as usize
+        }
+    };
+    seq_len.clamp(shorter + 1, longer - 1)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,120 @@
+//! What a dry rank reports, in its order.
+
+use super::event::{Axis, Event, Pass, Purpose, Transfer, Work};
+use crate::comm::CollectiveOp;
+use crate::comm::fake::{FakeCollective, FakeTransfer};
+use candle_core::DType;
+use ulysses_kernels::device::DeviceKind;
+use ulysses_kernels::device::dry::{self, MatmulOp};
+
+/// What the engine does: by that and by its op an event is told from others of its kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    Forward,
+    Backward,
+    Update,
+}
+
+/// Events since they were taken last, and room for what is offloaded.
+#[derive(Debug)]
+pub(super) struct Recorder {
+    device: DeviceKind,
+    pub(super) phase: Phase,
+    events: Vec<Event>,
+    /// The exchange before an attention, whose direction is that of the attention; and the one after it.
+    exchange_before: Option<usize>,
+    direction: Purpose,
+    is_exchange_after: bool,
+    offloaded_bytes: i64,
+    pub(super) most_offloaded_bytes: i64,
+}
+
+impl Recorder {
+    pub(super) fn new(device: DeviceKind) -> Self {
+        Self {
+            device,
+            phase: Phase::Forward,
+            events: Vec::new(),
+            exchange_before: None,
+            direction: Purpose::ExchangeForward,
+            is_exchange_after: false,
+            offloaded_bytes: 0,
+            most_offloaded_bytes: 0,
+        }
+    }
+
+    pub(super) fn take(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.events)
+    }
+
+    pub(super) fn note(&mut self, event: dry::Event) {
+        match event {
+            dry::Event::Compute { op, is_backward, flops } => self.compute(op, is_backward, flops),
+            dry::Event::Elementwise { bytes } => self.events.push(Event::Sweep { bytes }),
+            dry::Event::Copy { bytes } => self.events.push(match self.device {
+                DeviceKind::Cpu => Event::File { bytes },
+                DeviceKind::Cuda => Event::HostCopy { bytes },
+            }),
+            dry::Event::Offloaded { bytes } => {
+                self.offloaded_bytes += bytes;
+                self.most_offloaded_bytes = self.most_offloaded_bytes.max(self.offloaded_bytes);
+            }
+        }
+    }
+
+    fn compute(&mut self, op: MatmulOp, is_backward: bool, flops: f64) {
+        let pass = match (is_backward, self.phase) {
+            (true, _) => Pass::Backward,
+            (false, Phase::Backward) => Pass::Recompute,
+            (false, _) => Pass::Forward,
+        };
+        if op == MatmulOp::Attention {
+            self.direction = if is_backward { Purpose::ExchangeBackward } else { Purpose::ExchangeForward };
+            let before = self.exchange_before.take().and_then(|index| self.events.get_mut(index));
+            if let Some(Event::Collective(transfer)) = before {
+                transfer.purpose = self.direction;
+                self.is_exchange_after = true;
+            }
+        }
+        self.events.push(Event::Compute(Work { op, pass, flops }));
+    }
+
+    pub(super) fn note_collective(&mut self, axis: Axis, collective: FakeCollective<'_>) {
+        let FakeCollective { op, dtype, started } = collective;
+        let Some(FakeTransfer { input_elems, traffic }) = started else {
+            return self.complete(axis, self.purpose(op, dtype));
+        };
+        let bytes = dtype.size_in_bytes() as u64;
+        let purpose = self.purpose(op, dtype);
+        if op == CollectiveOp::AllToAllStrided && !std::mem::take(&mut self.is_exchange_after) {
+            self.exchange_before = Some(self.events.len());
+        }
+        self.events.push(Event::Collective(Transfer {
+            op,
+            axis,
+            purpose,
+            input_bytes: input_elems as u64 * bytes,
+            sent_to: traffic.sent.iter().map(|elems| elems * bytes).collect(),
+            received_bytes: traffic.total_received() * bytes,
+        }));
+    }
+
+    fn complete(&mut self, axis: Axis, purpose: Purpose) {
+        if !purpose.is_awaited_at_once(axis) {
+            self.events.push(Event::Wait(purpose));
+        }
+    }
+
+    /// Values are of other types than tensors.
+    fn purpose(&self, op: CollectiveOp, dtype: DType) -> Purpose {
+        let is_value = !matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+        match op {
+            CollectiveOp::AllToAllStrided => self.direction,
+            _ if is_value => Purpose::Agree,
+            CollectiveOp::AllReduce | CollectiveOp::ReduceScatter => Purpose::ReduceGradients,
+            CollectiveOp::AllGather if self.phase == Phase::Update => Purpose::PublishParameters,
+            CollectiveOp::AllGather => Purpose::GatherParameters,
+            _ => Purpose::Agree,
+        }
+    }
+}
