@@ -73,7 +73,7 @@ impl Engine {
         let rows = self.config.micro_batch_size;
         let (sp_size, sp_rank) = (self.groups.sp.world_size(), self.groups.sp.rank());
         let take = |micro_step: usize| {
-            let first = (micro_step * self.config.dp_size + self.groups.dp.rank()) * rows;
+            let first = (micro_step * self.config.mesh.dp_size + self.groups.dp.rank()) * rows;
             Ok(batch.micro_batch(first..first + rows, sp_size, sp_rank)?)
         };
         (0..self.config.gradient_accumulation_steps).map(take).collect()

@@ -3,7 +3,7 @@
 use super::Run;
 use super::feed::Phase;
 use serde_json::{Value, json};
-use ulysses::config::{Config, HeldOut};
+use ulysses::config::HeldOut;
 use ulysses::engine::{Engine, EngineError};
 
 impl Run {
@@ -21,16 +21,12 @@ impl Run {
 
     /// The model's shape and the settings, less what each machine may have its own: paths and threads.
     fn shared_settings(&self) -> Value {
-        let mut settings = Config {
-            model: None,
-            tokenizer: None,
-            output: None,
-            threads_per_rank: None,
-            ..self.config.clone()
-        };
-        settings.memory.offload_path = None;
-        settings.data.iter_mut().for_each(|source| source.path.clear());
-        if let Some(HeldOut::Path(path)) = settings.validation.as_mut().map(|validation| &mut validation.data)
+        let mut settings = self.config.clone();
+        let ulysses = &mut settings.ulysses;
+        (ulysses.model, ulysses.tokenizer, ulysses.output) = (None, None, None);
+        (ulysses.threads_per_rank, ulysses.offload_path) = (None, None);
+        ulysses.data.iter_mut().for_each(|source| source.path.clear());
+        if let Some(HeldOut::Path(path)) = ulysses.validation.as_mut().map(|validation| &mut validation.data)
         {
             path.clear();
         }

@@ -14,7 +14,7 @@ use ulysses::checkpoint::{
     step_name,
 };
 use ulysses::comm::{MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
-use ulysses::config::{CheckpointConfig, MemoryConfig, OnSaveError};
+use ulysses::config::{CheckpointConfig, OnSaveError, ZeroConfig};
 use ulysses::engine::{Engine, EngineError, RunRecord};
 
 /// One rank's checkpoints.
@@ -39,9 +39,8 @@ impl<'a> Checkpoints<'a> {
         let group = all.split("checkpoint", Some(0), all.rank())?.context("all ranks are in one group")?;
         let start = |config: &'a CheckpointConfig| {
             // A save in the background writes from a copy beside the state, where what waits elsewhere has no room.
-            let MemoryConfig { offload_optimizer, offload_parameters, .. } = &run.config.memory;
-            let is_moved =
-                [offload_optimizer, offload_parameters].map(|state| state.is_moved_from(run.device));
+            let ZeroConfig { offload_optimizer, offload_param, .. } = &run.config.zero;
+            let is_moved = [offload_optimizer, offload_param].map(|state| state.is_moved_from(run.device));
             let background = config.background && !is_moved.contains(&true);
             let keep_last = Some(config.keep_last).filter(|keep| *keep > 0);
             let options = SaveOptions { keep_last, background };

@@ -21,7 +21,7 @@ pub(super) struct EvaluationTracker {
 /// Refuses a config that asks for the best checkpoint by an evaluation that there is not.
 pub(super) fn check(config: &Config) -> Result<(), Failure> {
     let keeps_best = config.checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.keep_best);
-    if keeps_best && config.validation.is_none() {
+    if keeps_best && config.ulysses.validation.is_none() {
         return Err(Failure::Usage(anyhow!(
             "`checkpoint.keep_best` needs the section `ulysses.validation`: the best checkpoint is the one with the lowest \
              evaluation loss"
@@ -33,7 +33,7 @@ pub(super) fn check(config: &Config) -> Result<(), Failure> {
 impl EvaluationTracker {
     /// For a run whose held-out data has the hash `data_hash`.
     pub(super) fn new(config: &Config, data_hash: u64) -> Self {
-        let validation = config.validation.as_ref();
+        let validation = config.ulysses.validation.as_ref();
         Self {
             state: Evaluations { data_hash: Some(data_hash), ..Evaluations::default() },
             patience: validation.and_then(|validation| validation.early_stopping_patience),

@@ -76,7 +76,7 @@ impl Host {
 
     fn check_size(&self, config: &Config) -> Result<(), Failure> {
         let Some(process) = &self.process else { return Ok(()) };
-        let (Config { dp_size, sp_size, .. }, ranks) = (config, config.world_size());
+        let (dp_size, sp_size, ranks) = (config.mesh.dp_size, config.mesh.sp_size, config.world_size());
         let processes = process.world_size();
         if ranks == processes {
             return Ok(());

@@ -136,7 +136,7 @@ impl Run {
     /// Trains on the ranks that are threads of this process.
     fn launch(&self) -> Result<Vec<RankOutcome>, Failure> {
         let world_size = self.mesh.world_size();
-        match self.config.backend {
+        match self.config.ulysses.backend {
             #[cfg(feature = "nccl")]
             ulysses::config::Backend::Nccl => {
                 let gpus: Vec<usize> = (0..world_size).collect();
@@ -154,8 +154,9 @@ impl Run {
 
 impl std::fmt::Display for Run {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Config { dp_size, sp_size, zero_stage, parameter_groups, .. } = &self.config;
-        let replicas = self.config.zero_shard_size.map_or_else(String::new, |size| {
+        let (dp_size, sp_size) = (self.config.mesh.dp_size, self.config.mesh.sp_size);
+        let parameter_groups = &self.config.ulysses.parameter_groups;
+        let replicas = self.config.zero_shard_size().map_or_else(String::new, |size| {
             format!(" in {} replicas of {size} partition(s)", dp_size / size)
         });
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
@@ -167,7 +168,7 @@ impl std::fmt::Display for Run {
             f,
             "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} rows of {} tokens, \
              {} thread(s) per rank",
-            u8::from(*zero_stage),
+            u8::from(self.config.zero.stage),
             self.llama.num_parameters() as f64 / 1e6,
             self.phases[0].data.num_rows(),
             self.phases[0].data.seq_len(),

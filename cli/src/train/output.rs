@@ -17,7 +17,7 @@ pub(super) fn make(
     config: &Config,
     made: &mut MadeDirectories,
 ) -> anyhow::Result<PathBuf> {
-    let output = match &config.output {
+    let output = match &config.ulysses.output {
         Some(output) => PathBuf::from(output),
         None => {
             let name = config_path.file_stem().unwrap_or_default().to_string_lossy();

@@ -32,7 +32,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
             overrides(args, raw, cluster, device)
         },
     )?;
-    let device = host.device(device.kind()?, config.backend)?;
+    let device = host.device(device.kind()?, config.ulysses.backend)?;
     let resume = resume.map(Resume::new).transpose()?;
     print_warnings(&config, &path);
     let limit = limit(&config).or_usage()?;
@@ -40,16 +40,16 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Run, Failure> 
     config.require_data().or_usage()?;
     evaluations::check(&config)?;
     check_output(&config, resume.as_ref())?;
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
     let local_ranks = host.local_ranks(mesh.world_size());
-    let launch = settings::launch_options(config.threads_per_rank, local_ranks)?;
-    let timeout = Duration::from_secs(config.comm_timeout_seconds);
-    let launch = LaunchOptions { check: config.comm_check, timeout, ..launch };
-    let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
+    let launch = settings::launch_options(config.ulysses.threads_per_rank, local_ranks)?;
+    let timeout = Duration::from_secs(config.ulysses.comm.timeout_seconds);
+    let launch = LaunchOptions { check: config.ulysses.comm.is_checked(), timeout, ..launch };
+    let tokenizer = open_tokenizer(config.ulysses.model.as_deref(), &mut config.ulysses.tokenizer)?;
     let source = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     source.check_config(&config)?;
     for (_, seq_len) in &seq_lens {
-        source.check_exchange(config.micro_batch_size, *seq_len, &config, config.sp_size)?;
+        source.check_exchange(config.micro_batch_size, *seq_len, &config, config.mesh.sp_size)?;
         settings::check_memory(&config, &source.config, *seq_len, local_ranks)?;
     }
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;
@@ -194,13 +194,13 @@ fn machine(device: DeviceKind) -> String {
 
 /// What ends the run.
 fn limit(config: &Config) -> anyhow::Result<Limit> {
-    let Some(epochs) = config.epochs else { return Ok(Limit::Steps(config.require_steps()?)) };
+    let Some(epochs) = config.ulysses.epochs else { return Ok(Limit::Steps(config.require_steps()?)) };
     ensure!(
-        config.seq_len_schedule.is_empty(),
+        config.ulysses.seq_len_schedule.is_empty(),
         "`ulysses.epochs` and `ulysses.seq_len_schedule`: an epoch is one of rows of one length, give `ulysses.steps`"
     );
     ensure!(
-        config.data.iter().all(|source| source.weight.is_none()),
+        config.ulysses.data.iter().all(|source| source.weight.is_none()),
         "`ulysses.epochs` and weights in `ulysses.data`: weighted sources have epochs of their own, give \
          `ulysses.steps`"
     );
@@ -210,7 +210,7 @@ fn limit(config: &Config) -> anyhow::Result<Limit> {
 /// Every length of the rows, with the steps that are done before.
 fn seq_lens(config: &Config) -> anyhow::Result<Vec<(u64, usize)>> {
     let first = (0, config.require_seq_len()?);
-    let later = config.seq_len_schedule.iter().map(|change| (change.step, change.seq_len));
+    let later = config.ulysses.seq_len_schedule.iter().map(|change| (change.step, change.seq_len));
     Ok(std::iter::once(first).chain(later).collect())
 }
 

@@ -93,7 +93,7 @@ impl Display for Profile<'_> {
         const ALL: &[Piece] = &[Piece::Projections, Piece::Attention, Piece::Mlp, Piece::Head];
         let config = &self.run.config;
         let Metrics { step, step_seconds, tokens_per_second, .. } = self.metrics;
-        let (dp, sp) = (config.dp_size, config.sp_size);
+        let (dp, sp) = (config.mesh.dp_size, config.mesh.sp_size);
         writeln!(f, "flops profile of step {step}, rank 0 of {} (dp {dp} × sp {sp})", dp * sp)?;
         writeln!(
             f,

@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 use std::time::Instant;
 use ulysses::checkpoint::{Evaluated, Evaluations};
 use ulysses::comm::{MeshGroups, ProcessGroup, RankContext};
-use ulysses::config::Config;
 use ulysses::data::Placement;
 use ulysses::engine::plan::{PlannedCalls, RankStep};
 use ulysses::engine::{Engine, StepTimes, initialize};
@@ -126,7 +125,7 @@ impl Run {
         });
         let planned = feed.passes().iter().flat_map(|passes| {
             let steps = passes.trained / self.config.gradient_accumulation_steps as u64;
-            let config = Config { seq_len: Some(passes.seq_len), ..self.config.clone() };
+            let config = self.config.clone().with_seq_len(passes.seq_len);
             let plans = [
                 (steps, RankStep::of(&config, &self.llama, &self.mesh, rank)),
                 (passes.evaluated, RankStep::of_evaluation(&config, &self.llama, &self.mesh, rank)),
@@ -160,7 +159,7 @@ impl Run {
         group: &dyn ProcessGroup,
         last_step: u64,
     ) -> anyhow::Result<Option<EvalMetrics>> {
-        let (Some(validation), Some(data)) = (&self.config.validation, &feed.phase().held_out) else {
+        let (Some(validation), Some(data)) = (&self.config.ulysses.validation, &feed.phase().held_out) else {
             return Ok(None);
         };
         let step = engine.attempted_steps();

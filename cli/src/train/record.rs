@@ -80,7 +80,7 @@ pub(super) fn begin(run: &Run, given: &str) -> Value {
             "axes": run.mesh.axis_names(),
             "shape": run.mesh.shape(),
             "ranks": run.mesh.ranks(),
-            "shard_size": run.config.zero_shard_size,
+            "shard_size": run.config.zero_shard_size(),
         },
         "model": { "parameters": run.llama.num_parameters(), "config": run.llama.to_hf_json() },
         "given_config": serde_json::from_str::<Value>(given).unwrap_or(Value::Null),
@@ -130,7 +130,7 @@ pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
     };
     record["ranks"] = outcomes.iter().map(rank).collect();
     // Those of the first sp group: the plan looks at one of them, and others hold as much.
-    let watched = outcomes.iter().take(run.config.sp_size).filter_map(|outcome| {
+    let watched = outcomes.iter().take(run.config.mesh.sp_size).filter_map(|outcome| {
         let StepMemory { step, seq_len, parts } = outcome.step_memory.as_ref()?;
         Some(json!({ "rank": outcome.summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))
     });
@@ -144,7 +144,7 @@ pub(super) fn finish(run: &Run, record: &mut Value, outcomes: &[RankOutcome]) {
 
 /// Which ranks share an axis.
 pub(super) fn groups(run: &Run) -> Groups {
-    let hybrid = run.config.zero_shard_size.and_then(|size| run.mesh.hybrid_sharded(size).ok());
+    let hybrid = run.config.zero_shard_size().and_then(|size| run.mesh.hybrid_sharded(size).ok());
     let of_mesh = run.mesh.axis_names().iter().map(|axis| (&run.mesh, axis.as_str()));
     let of_zero = hybrid.iter().flat_map(|mesh| [SHARD_AXIS, REPLICAS_AXIS].map(|axis| (mesh, axis)));
     let all = of_mesh.chain(of_zero);
@@ -179,7 +179,7 @@ fn environment(run: &Run) -> Value {
         "memory_bytes": memory,
         "threads_per_rank": run.launch.threads_per_rank,
         "device": run.device.name(),
-        "backend": run.config.backend,
+        "backend": run.config.ulysses.backend,
         "features": features.iter().filter(|(_, is_on)| *is_on).map(|(name, _)| *name).collect::<Vec<_>>(),
     });
     // Not every system tells.

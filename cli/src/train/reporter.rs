@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use ulysses::config::{Config, OnSaveError};
+use ulysses::config::OnSaveError;
 use ulysses::engine::StepTimes;
 use ulysses::engine::plan::{RankStep, model_flops};
 use ulysses::monitor::{
@@ -80,7 +80,7 @@ impl<'a> Reporter<'a> {
         let seq_len = phase.data.seq_len();
         let Run { config, llama, mesh, .. } = self.run;
         let flops = self.step_flops.of_length(seq_len, || {
-            let config = Config { seq_len: Some(seq_len), ..config.clone() };
+            let config = config.clone().with_seq_len(seq_len);
             model_flops(&config, llama, mesh).ok()
         });
         let rate = flops.map(|flops| flops / metrics.step_seconds);
@@ -103,7 +103,7 @@ impl<'a> Reporter<'a> {
         if !profiler.enabled || metrics.step != profiler.profile_step {
             return Ok(());
         }
-        let config = Config { seq_len: Some(seq_len), ..config.clone() };
+        let config = config.clone().with_seq_len(seq_len);
         let planned = RankStep::of(&config, llama, mesh, 0)?;
         let profile = Profile { run: self.run, metrics, times, planned };
         profile.write(profiler.output_file.as_deref().map(Path::new))

@@ -58,7 +58,7 @@ impl Resume {
 /// Refuses to mix the checkpoints of two runs in one directory, before anything is written.
 pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(), Failure> {
     let refuse = |message: String| Err(Failure::Usage(anyhow!(message)));
-    let Some(output) = config.output.as_deref() else {
+    let Some(output) = config.ulysses.output.as_deref() else {
         return match resume {
             Some(Resume::Newest(None)) => refuse(
                 "--resume looks into the output directory: name it with --output or in the config, or give a \
@@ -109,7 +109,8 @@ pub(super) fn check_candidate(
     config: &Config,
     phases: &[Phase],
 ) -> Result<(), Failure> {
-    let candidate = resume.map(|resume| resume.candidate(config.output.as_deref())).transpose().or_usage()?;
+    let candidate =
+        resume.map(|resume| resume.candidate(config.ulysses.output.as_deref())).transpose().or_usage()?;
     let Some(checkpoint) = candidate.flatten() else { return Ok(()) };
     const HINT: &str = "a run resumes with its `ulysses.data`, `ulysses.packing`, `ulysses.validation` and seed; to go on \
                         with longer rows give `ulysses.seq_len_schedule`; to go on with other data from its beginning, \

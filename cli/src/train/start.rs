@@ -6,7 +6,6 @@ use super::{Host, Run};
 use crate::note;
 use crate::plan::longest_rows;
 use crate::plan::table::{bytes, flops};
-use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::engine::EngineError;
 use ulysses::engine::plan::{RankPlan, RankStep, Workload};
@@ -30,11 +29,9 @@ impl PlannedMemory {
     /// # Errors
     /// A step that is too large to count.
     pub(super) fn of(run: &Run, local_ranks: usize) -> Result<Option<Self>, EngineError> {
-        let mut config = Config {
-            // As the ranks are started, whoever chose it.
-            threads_per_rank: Some(run.launch.threads_per_rank),
-            ..run.config.clone()
-        };
+        let mut config = run.config.clone();
+        // As the ranks are started, whoever chose it.
+        config.ulysses.threads_per_rank = Some(run.launch.threads_per_rank);
         longest_rows(&mut config);
         let (model, device) = (run.llama.clone(), run.device);
         let workload = Workload { config, model, document_len: None, ranks_per_node: local_ranks, device };
@@ -105,7 +102,7 @@ impl Run {
     /// together.
     pub(super) fn note_first_step(&self, seq_len: usize, peak_flops: Option<f64>) {
         let Some(peak) = peak_flops else { return };
-        let config = Config { seq_len: Some(seq_len), ..self.config.clone() };
+        let config = self.config.clone().with_seq_len(seq_len);
         // Ranks differ by few tokens or heads.
         let Ok(step) = RankStep::of(&config, &self.llama, &self.mesh, 0) else { return };
         let work = self.mesh.world_size() as f64 * step.flops.values().sum::<f64>();
@@ -155,6 +152,7 @@ fn is_out_of_memory(error: &anyhow::Error) -> bool {
 mod tests {
     use super::super::available::Limit;
     use super::*;
+    use ulysses::config::Config;
     use ulysses::model::preset;
 
     const GIB: u64 = 1 << 30;

@@ -66,7 +66,7 @@ impl Workload {
     /// # Errors
     /// As [`schedule`](super::schedule()).
     pub fn plan(&self) -> Result<RankPlan, EngineError> {
-        let mesh = DeviceMesh::dp_sp(self.config.dp_size, self.config.sp_size)?;
+        let mesh = DeviceMesh::dp_sp(self.config.mesh.dp_size, self.config.mesh.sp_size)?;
         let plans = self.kinds_of_ranks()?.into_iter().map(|kind| self.plan_of(&mesh, kind.rank));
         let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
         // Of equal ones the lowest rank: `max_by_key` takes the last.
@@ -88,13 +88,13 @@ impl Workload {
 
     /// Where the peers of a rank are.
     fn nodes(&self, mesh: &DeviceMesh, rank: usize) -> Result<Nodes, EngineError> {
-        Nodes::new(mesh, self.config.zero_shard_size, rank, self.ranks_per_node)
+        Nodes::new(mesh, self.config.zero_shard_size(), rank, self.ranks_per_node)
     }
 
     /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since
     /// partitions are padded to one size.
     fn kinds_of_ranks(&self) -> Result<Vec<KindOfRank>, EngineError> {
-        let plans = chunk_plans(&self.config, &self.model, self.config.sp_size, 0)?;
+        let plans = chunk_plans(&self.config, &self.model, self.config.mesh.sp_size, 0)?;
         let kind = |rank: usize| {
             let of_plan = |(_, plan): &(HeadChunk, ExchangePlan)| {
                 [plan.seq_ranges(), plan.q_head_ranges(), plan.kv_head_ranges()]
@@ -103,7 +103,7 @@ impl Workload {
             plans.iter().map(of_plan).collect::<Vec<_>>()
         };
         let mut kinds: Vec<KindOfRank> = Vec::new();
-        for rank in 0..self.config.sp_size {
+        for rank in 0..self.config.mesh.sp_size {
             match kinds.iter_mut().find(|known| kind(known.rank) == kind(rank)) {
                 Some(known) => known.ranks += 1,
                 None => kinds.push(KindOfRank { rank, ranks: 1 }),
@@ -116,7 +116,7 @@ impl Workload {
     #[must_use]
     pub fn with_seq_len(&self, seq_len: usize) -> Self {
         let mut workload = self.clone();
-        workload.config.seq_len = Some(seq_len);
+        workload.config.ulysses.seq_len = Some(seq_len);
         workload
     }
 
@@ -130,7 +130,7 @@ impl Workload {
             Err(EngineError::StepTooLarge { .. }) => Ok(false),
             plan => plan.map(|plan| plan.peak_bytes <= budget_bytes),
         };
-        let shortest = self.config.sp_size;
+        let shortest = self.config.mesh.sp_size;
         if self.with_seq_len(shortest).plan()?.peak_bytes > budget_bytes {
             return Ok(None);
         }

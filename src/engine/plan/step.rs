@@ -62,7 +62,7 @@ impl RankStep {
     ) -> Result<Self, EngineError> {
         let config = Config {
             gradient_accumulation_steps: 1,
-            train_batch_size: config.micro_batch_size * config.dp_size,
+            train_batch_size: config.micro_batch_size * config.mesh.dp_size,
             ..config.clone()
         };
         let mut now = Moment::Embedding;
@@ -131,7 +131,7 @@ pub fn model_flops(config: &Config, model: &LlamaConfig, mesh: &DeviceMesh) -> R
     // Ranks of different dp coordinates do the same.
     let of_rank = |rank| Ok::<_, EngineError>(RankStep::of(config, model, mesh, rank)?.model_flops());
     let of_group = mesh.group_of("sp", 0)?.into_iter().map(of_rank).sum::<Result<f64, _>>()?;
-    Ok(of_group * config.dp_size as f64)
+    Ok(of_group * config.mesh.dp_size as f64)
 }
 
 #[cfg(test)]

@@ -64,7 +64,7 @@ pub(super) fn workload(config: &Value, device: DeviceKind, accumulation: usize) 
 
 impl Workload {
     pub(super) fn mesh(&self) -> DeviceMesh {
-        DeviceMesh::dp_sp(self.config.dp_size, self.config.sp_size).unwrap()
+        DeviceMesh::dp_sp(self.config.mesh.dp_size, self.config.mesh.sp_size).unwrap()
     }
 
     pub(super) fn listed(&self, rank: usize) -> Schedule {

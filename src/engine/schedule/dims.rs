@@ -38,7 +38,7 @@ pub(super) struct Places {
 impl Places {
     pub(super) fn of(config: &Config, mesh: &DeviceMesh, global_rank: usize) -> Result<Self, EngineError> {
         let along = |mesh: &DeviceMesh, axis| GroupPlace::along(mesh, axis, global_rank);
-        let hybrid = match config.zero_shard_size {
+        let hybrid = match config.zero_shard_size() {
             None => None,
             Some(size) => {
                 let mesh = mesh.hybrid_sharded(size)?;
@@ -85,7 +85,7 @@ pub(in crate::engine) fn chunk_plans(
     rank: usize,
 ) -> Result<Vec<(HeadChunk, ExchangePlan)>, EngineError> {
     let (batch, seq_len, head_dim) = (config.micro_batch_size, config.require_seq_len()?, model.head_dim);
-    let (chunks, num_kv_heads) = (config.memory.head_chunks, model.num_kv_heads);
+    let (chunks, num_kv_heads) = (config.ulysses.head_chunks, model.num_kv_heads);
     if chunks == 0 || chunks > num_kv_heads {
         let layer = "model.layers.0".to_owned();
         return Err(ModelError::HeadChunks { layer, chunks, num_kv_heads }.into());
@@ -166,12 +166,12 @@ impl Dims {
             head_dim,
             num_heads,
             chunks: chunks.iter().map(heads).collect(),
-            tile_tokens: config.memory.tile_tokens,
+            tile_tokens: config.ulysses.tile_tokens,
             has_qkv_bias: architecture.has_qkv_bias(),
             has_qk_norm: architecture.has_qk_norm(),
             window: architecture.sliding_window(),
             document_len: document_len.unwrap_or(seq_len).clamp(1, seq_len),
-            loss_tile: config.loss_tile_tokens.clamp(1, batch * seq_len_local),
+            loss_tile: config.ulysses.loss_tile_tokens.clamp(1, batch * seq_len_local),
         };
         Ok((dims, chunks.into_iter().map(|(_, plan)| plan).collect()))
     }

@@ -149,7 +149,8 @@ impl Schedule {
     ) -> Result<Self, EngineError> {
         let places = Places::of(config, mesh, rank)?;
         let Places { dp, sp, .. } = places;
-        for (axis, configured, actual) in [("dp", config.dp_size, dp.ranks), ("sp", config.sp_size, sp.ranks)]
+        for (axis, configured, actual) in
+            [("dp", config.mesh.dp_size, dp.ranks), ("sp", config.mesh.sp_size, sp.ranks)]
         {
             if configured != actual {
                 return Err(EngineError::MeshMismatch { axis, configured, actual });
@@ -160,22 +161,22 @@ impl Schedule {
         }
         let layers = Model::llama(model)?;
         let (dims, plans) = Dims::new(config, model, document_len, sp)?;
-        let (dtype, threads) = (config.precision.dtype(), config.threads_per_rank.unwrap_or(1));
+        let (dtype, threads) = (config.precision.dtype(), config.ulysses.threads_per_rank.unwrap_or(1));
         let kernels = Kernels { device, dtype, threads };
         let mut ledger = Ledger::new(dtype.size_in_bytes());
         ledger.hold(Category::Other, kernels.product_scratch_bytes() as i64);
-        let is_trained = |name: &str| !ParameterGroup::is_frozen(&config.parameter_groups, name);
+        let is_trained = |name: &str| !ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
         let (embedding, projection) = (layers.embedding.parameter(), layers.head.projection());
         let trained_outside = TrainedOutside {
             embedding: is_trained(&embedding.name),
             projection: is_trained(&projection.name),
         };
-        let recompute = config.activation_checkpointing;
+        let recompute = config.ulysses.activation_checkpointing;
         Ok(Self {
             units: Units::new((config, device), &layers, places, &mut ledger),
             attention: SequenceParallel::new(&plans, kernels),
             checkpoint_store: CheckpointStore::new(
-                config.memory.offload_checkpoints.then(|| Away::from(device)),
+                config.activation_checkpointing.cpu_checkpointing.then(|| Away::from(device)),
                 &mut ledger,
             ),
             trained: trained_of_layers(&layers, model, is_trained)?,
@@ -184,7 +185,7 @@ impl Schedule {
             ledger,
             num_layers: model.num_layers,
             is_tied: model.tie_word_embeddings,
-            checkpointing_interval: recompute.then_some(config.memory.checkpointing_interval),
+            checkpointing_interval: recompute.then_some(config.ulysses.activation_checkpointing_interval),
             accumulation: config.gradient_accumulation_steps,
             normalises_micro_batches: config.loss_normalization == LossNormalization::MicroBatch,
             next: Phase::Begin,

@@ -93,7 +93,7 @@ impl Units {
             FlatLayout::new(spec.name, parameters, partitions)
         };
         let layouts = model.units().into_iter().map(layout).collect();
-        let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.parameter_groups, name);
+        let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
         let (layouts, splits) = split(layouts, is_frozen);
         let flat = |layout: &FlatLayout| Flat {
             is_frozen: layout.is_frozen(),
@@ -107,7 +107,7 @@ impl Units {
             whole_gradient: None,
         };
         let flats: Vec<Flat> = layouts.iter().map(flat).collect();
-        let (stage, dtype) = (config.zero_stage, config.precision.dtype());
+        let (stage, dtype) = (config.zero.stage, config.precision.dtype());
         let padded_numel = |is_frozen| {
             flats.iter().filter(|flat| flat.is_frozen == is_frozen).map(|flat| flat.padded_numel).sum()
         };
@@ -115,8 +115,8 @@ impl Units {
         let state = State {
             has_master: dtype != DType::F32,
             tensors: state_kinds(&config.optimizer).len(),
-            parameters_away: away(&config.memory.offload_parameters),
-            optimizer_away: away(&config.memory.offload_optimizer),
+            parameters_away: away(&config.zero.offload_param),
+            optimizer_away: away(&config.zero.offload_optimizer),
         };
         let all = HeldBytes::expected(stage, padded_numel(false), partitions, state.tensors, dtype)
             + HeldBytes::expected_frozen(stage, padded_numel(true), partitions, dtype);
