@@ -101,7 +101,7 @@ fn main() -> Result<()> {
         Arc::new(PackedRows::new(Corpus::from_documents([text.bytes().map(u32::from).collect()])?, 128)?);
 
     // 5. Four ranks, threads of this process, each with its part of everything.
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     launch(mesh.world_size(), &LaunchOptions::default(), |rank| -> Result<()> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let mut engine = initialize(model(), &RandomWeights { seed: 1 }, &config, &groups)?;

@@ -79,7 +79,7 @@ struct Start<'a> {
 fn train(config: &str, start: Start<'_>, tokenizer: &Tokenizer, text: &Path, output: &Path) -> Result<()> {
     let config = Config::from_json_str(config, "the example's config")?;
     let rows = Arc::new(PackedRows::new(Corpus::load(text, tokenizer)?, 128)?);
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let checkpoints = tempfile::tempdir()?;
     let saved = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;

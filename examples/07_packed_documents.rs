@@ -72,7 +72,7 @@ fn batch_of(rows: &PackedRows, index: usize) -> Result<GlobalBatch> {
 fn loss(batches: &[GlobalBatch]) -> Result<f64> {
     let config = r#"{ "train_batch_size": 1, "mesh_param": [1, 3] }"#;
     let config = Config::from_json_str(config, "the example's config")?;
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<f64> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let model = Model::llama(&preset("nano")?)?;

@@ -74,7 +74,7 @@ fn main() -> Result<()> {
         .map(|documents| PackedRows::new(documents, 128).map(Arc::new));
     let data = TrainingData::new(training?, Some(held_out?.into()))?;
     // 4. The run, on four ranks. Started again with its output directory, it goes on from the newest checkpoint.
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let saved = launch(mesh.world_size(), &LaunchOptions::default(), |rank| -> Result<_> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let model = Model {

@@ -42,7 +42,7 @@ fn main() -> Result<()> {
     let rows = Arc::new(PackedRows::new(corpus, config.require_seq_len()?)?);
 
     // 3. The mesh: dp × sp ranks, sp neighbours next to one another.
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     println!("{}", draw(&mesh));
     let model = LlamaConfig { vocab_size: tokenizer.vocab_size(), ..preset(config.require_model()?)? };
     println!(
@@ -50,13 +50,13 @@ fn main() -> Result<()> {
         model.num_parameters() as f64 / 1e6,
         rows.num_rows(),
         rows.seq_len(),
-        u8::from(config.zero_stage),
+        u8::from(config.zero.stage),
         config.train_batch_size,
     );
 
     // 4. The ranks: threads of this process, each running `train`.
     let cores = std::thread::available_parallelism()?.get();
-    let threads_per_rank = config.threads_per_rank.unwrap_or((cores / mesh.world_size()).max(1));
+    let threads_per_rank = config.ulysses.threads_per_rank.unwrap_or((cores / mesh.world_size()).max(1));
     let options = LaunchOptions { threads_per_rank, ..LaunchOptions::default() };
     let data = TrainingData::new(rows, None)?;
     let results =

@@ -45,7 +45,7 @@
 //! let text = b"the quick brown fox jumps over the lazy dog. ".repeat(20);
 //! let corpus = Corpus::from_documents([text.into_iter().map(u32::from).collect()])?;
 //! let rows = Arc::new(PackedRows::new(corpus, 64)?);
-//! let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+//! let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
 //!
 //! let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
 //!     let groups = MeshGroups::new(&mesh, rank.group.clone())?;

@@ -52,8 +52,8 @@ pub(super) fn packing(packing: Packing) -> data::Packing {
 impl Sources {
     /// Reads what the config names, and checks it against the model's vocabulary.
     pub(super) fn read(config: &Config, tokenizer: &Tokenizer, vocab_size: usize) -> anyhow::Result<Self> {
-        let packing = packing(config.packing);
-        let held_out = config.validation.as_ref().map(|validation| &validation.data);
+        let packing = packing(config.ulysses.packing);
+        let held_out = config.ulysses.validation.as_ref().map(|validation| &validation.data);
         let mut sources = Self { packing, training: Vec::new(), held_out: Vec::new() };
         for DataSource { path, weight } in config.require_data()? {
             let corpus = read_corpus(path, config, tokenizer, vocab_size)?;
@@ -162,16 +162,16 @@ fn read_corpus(
     vocab_size: usize,
 ) -> anyhow::Result<Arc<Corpus>> {
     let token_files =
-        TokenFileOptions { vocab_size: Some(vocab_size), end_of_document: config.end_of_document };
-    let options = SourceOptions { tokenizer, text_field: &config.text_field, token_files };
+        TokenFileOptions { vocab_size: Some(vocab_size), end_of_document: config.ulysses.end_of_document };
+    let options = SourceOptions { tokenizer, text_field: &config.ulysses.text_field, token_files };
     let corpus = Corpus::open(&[path], &options).context("the data cannot be read")?;
     if corpus.skipped().total() > 0 {
         note(format_args!("data: {}", corpus.skipped()));
     }
     let corpus = Arc::new(corpus);
     Documents::from(corpus.clone()).check_vocab(vocab_size).with_context(|| {
-        let tokenizer = config.tokenizer.as_deref().unwrap_or("of bytes");
-        let model = config.model.as_deref().unwrap_or_default();
+        let tokenizer = config.ulysses.tokenizer.as_deref().unwrap_or("of bytes");
+        let model = config.ulysses.model.as_deref().unwrap_or_default();
         format!("the tokenizer {tokenizer} does not fit the model {model}")
     })?;
     Ok(corpus)

@@ -49,12 +49,12 @@ pub(super) struct EvalArgs {
 pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let device = args.device.kind()?;
     let mut config = config(&args)?;
-    let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
+    let tokenizer = open_tokenizer(config.ulysses.model.as_deref(), &mut config.ulysses.tokenizer)?;
     let source = model::open(&args.model, config.seed, tokenizer.vocab_size())?;
-    source.check_exchange(config.micro_batch_size, args.seq_len, &config, config.sp_size)?;
+    source.check_exchange(config.micro_batch_size, args.seq_len, &config, config.mesh.sp_size)?;
     settings::check_memory(&config, &source.config, args.seq_len, config.world_size())?;
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
-    let options = settings::launch_options(config.threads_per_rank, mesh.world_size())?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
+    let options = settings::launch_options(config.ulysses.threads_per_rank, mesh.world_size())?;
     let sources = Sources::read(&config, &tokenizer, source.config.vocab_size).or_run()?;
     let data = sources.training(args.seq_len).or_run()?;
     let results = launch(mesh.world_size(), &options, |rank| {
@@ -107,7 +107,7 @@ fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyho
     if predicted as u64 != evaluation.sum.valid_tokens {
         return Ok(None);
     }
-    let tokenizer = config.tokenizer.as_deref().map(Path::new);
+    let tokenizer = config.ulysses.tokenizer.as_deref().map(Path::new);
     let bytes = data.sources().iter().map(|rows| predicted_text_bytes(rows, tokenizer));
     Ok(Some(bytes.sum::<Result<u64, _>>()?))
 }

@@ -111,7 +111,7 @@ impl ModelSource {
 
 /// Refuses what the config asks of other layers and parameters than the model has.
 pub(super) fn check_config(model: &LlamaConfig, config: &Config) -> Result<(), Failure> {
-    let (interval, layers) = (config.memory.checkpointing_interval, model.num_layers);
+    let (interval, layers) = (config.ulysses.activation_checkpointing_interval, model.num_layers);
     if interval > layers {
         return Err(Failure::Usage(anyhow!(
             "`ulysses.activation_checkpointing_interval` is {interval}, the model has {layers} layers: at most \
@@ -119,7 +119,7 @@ pub(super) fn check_config(model: &LlamaConfig, config: &Config) -> Result<(), F
         )));
     }
     let units = Model::llama(model).or_usage()?.units();
-    check_parameter_groups(&config.parameter_groups, &units).or_usage()
+    check_parameter_groups(&config.ulysses.parameter_groups, &units).or_usage()
 }
 
 /// Every sp rank needs a head and a token: better said before a rank starts.
@@ -130,7 +130,7 @@ pub(super) fn check_exchange(
     sp_size: usize,
 ) -> Result<(), Failure> {
     let LlamaConfig { num_kv_heads, head_dim, .. } = *model;
-    let chunks = config.memory.head_chunks;
+    let chunks = config.ulysses.head_chunks;
     if chunks > num_kv_heads {
         return Err(Failure::Usage(anyhow!(
             "`ulysses.head_chunks` is {chunks}, the model has {num_kv_heads} KV heads: at most \

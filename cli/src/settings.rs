@@ -101,15 +101,15 @@ pub(super) fn check_memory(
     const GIB: f64 = (1_u64 << 30) as f64;
     let Some(available) = physical_memory_bytes() else { return Ok(()) };
     let dtype = config.precision.dtype().size_in_bytes() as f64;
-    let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.parameter_groups, name);
+    let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
     let frozen = llama.num_parameters_where(is_frozen) as f64;
     let trained = llama.num_parameters() as f64 - frozen;
     // The master copy and the gradient.
     let share = local_ranks as f64 / config.world_size() as f64;
-    let stored = if config.memory.offload_parameters.is_in_file() { 0.0 } else { dtype };
+    let stored = if config.zero.offload_param.is_in_file() { 0.0 } else { dtype };
     let values = share * (stored * frozen + (4.0 + stored) * trained);
-    let rows = config.micro_batch_size as f64 * config.dp_size as f64;
-    let layers = if config.memory.offload_checkpoints { 1 } else { llama.num_layers };
+    let rows = config.micro_batch_size as f64 * config.mesh.dp_size as f64;
+    let layers = if config.activation_checkpointing.cpu_checkpointing { 1 } else { llama.num_layers };
     let inputs = share * dtype * rows * seq_len as f64 * llama.hidden_size as f64 * layers as f64;
     if values + inputs <= available {
         return Ok(());

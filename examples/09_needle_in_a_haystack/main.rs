@@ -81,7 +81,7 @@ fn haystack(seed: u64, sees_all: bool) -> Result<Haystack, DataError> {
 /// Trains, and returns the share of right answers by distance: what the last rank counts.
 fn accuracies(sees_all: bool) -> Result<[f64; BINS]> {
     let config = Config::from_json_str(CONFIG, "the example's config")?;
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let counted = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         // One layer is enough to look something up.

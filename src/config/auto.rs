@@ -4,13 +4,13 @@
 //! those arguments stand in where the key means the same here. DeepSpeed drops any other
 //! `"auto"`, which leaves its default.
 
-use super::report::Auto as Given;
-use super::resolved::{Config, ResolvedAuto};
+use super::config::{Config, ResolvedAuto};
+use super::reader::Auto as Given;
 use super::vocabulary::{Auto, Default, Effect, Key};
 use serde_json::Value;
 
 /// Looks the keys up in the resolved config.
-pub(super) fn resolve_autos(autos: &[Given], config: &Config) -> Vec<ResolvedAuto> {
+pub(crate) fn resolve_autos(autos: &[Given], config: &Config) -> Vec<ResolvedAuto> {
     // Only sizes of a config that is too strange to write could fail here.
     let written = serde_json::to_value(config).unwrap_or_default();
     let resolve = |Given { path, key }: &Given| ResolvedAuto {

@@ -1,8 +1,8 @@
 //! The errors of this module.
 
 use super::batch::BatchError;
-use super::diagnostic::{Diagnostic, Excerpt, Position};
 use super::mesh_shape::MeshShapeError;
+use super::reader::{Diagnostic, Excerpt, Position};
 use crate::mesh::MeshError;
 use std::fmt;
 use std::path::PathBuf;

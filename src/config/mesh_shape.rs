@@ -1,6 +1,6 @@
 //! Agreement on the sizes of the (dp, sp) mesh between file, flags and world size.
 
-use super::diagnostic::Position;
+use super::reader::Position;
 use std::fmt;
 
 /// The sizes of the two mesh axes.

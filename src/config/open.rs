@@ -1,10 +1,11 @@
 //! Partial resolution of an incomplete config, for `ulysses config resolve`.
 
 use super::batch::BatchError;
+use super::config::Config;
 use super::error::ConfigError;
 use super::mesh_shape::MeshShapeError;
+use super::overrides::Overrides;
 use super::raw::RawConfig;
-use super::resolved::{Config, Overrides};
 use serde_json::{Value, json};
 
 /// A config as far as it can be resolved.
@@ -108,11 +109,12 @@ impl RawConfig {
 
 /// A required value that nothing gives.
 fn unset(config: &Config) -> impl Iterator<Item = OpenValue> + use<> {
+    let ulysses = &config.ulysses;
     let lacks = [
-        (config.model.is_none(), "ulysses.model", "--model"),
-        (config.data.is_empty(), "ulysses.data", "--data"),
-        (config.seq_len.is_none(), "ulysses.seq_len", "--seq-len"),
-        (config.steps.is_none() && config.epochs.is_none(), "ulysses.steps", "--steps or --epochs"),
+        (ulysses.model.is_none(), "ulysses.model", "--model"),
+        (ulysses.data.is_empty(), "ulysses.data", "--data"),
+        (ulysses.seq_len.is_none(), "ulysses.seq_len", "--seq-len"),
+        (ulysses.steps.is_none() && ulysses.epochs.is_none(), "ulysses.steps", "--steps or --epochs"),
     ];
     let open =
         |(_, key, flag): (bool, _, &str)| OpenValue { key, waits_for: format!("{flag} of `ulysses train`") };

@@ -2,10 +2,10 @@
 //! `--zero-stage`.
 //!
 //! Values are put into the parsed tree, so they meet the same checks as those of the file. Their offsets lie behind the
-//! end of the file's text, by which [`Report`](super::report::Report) knows them: a fault names the flag instead of a line.
+//! end of the file's text, by which [`Report`](super::reader::Report) knows them: a fault names the flag instead of a line.
 
-use super::document::{abbreviated, parse};
 use super::error::ConfigError;
+use super::reader::{abbreviated, parse};
 use jsonc_parser::ast::{Object, ObjectProp, Value};
 use jsonc_parser::common::Ranged;
 

@@ -23,6 +23,6 @@ impl Engine {
         let row_block = Tensor::cat(&shards.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
         let seq_len = row_block.dim(1)?;
         let all = self.groups.dp.all_gather_values(&ulysses_kernels::tensor::to_vec::<f32>(&row_block)?)?;
-        Ok(Tensor::from_vec(all, (rows * self.config.dp_size, seq_len, width), &Device::Cpu)?)
+        Ok(Tensor::from_vec(all, (rows * self.config.mesh.dp_size, seq_len, width), &Device::Cpu)?)
     }
 }

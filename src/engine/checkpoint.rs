@@ -92,8 +92,8 @@ impl Engine {
             format_version: FORMAT_VERSION,
             run_id,
             saved_unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
-            mesh: MeshSizes { dp: config.dp_size, sp: config.sp_size },
-            zero_stage: config.zero_stage.into(),
+            mesh: MeshSizes { dp: config.mesh.dp_size, sp: config.mesh.sp_size },
+            zero_stage: config.zero.stage.into(),
             num_partitions: self.zero.world_size(),
             progress: TrainingProgress {
                 step: self.attempted_steps,

@@ -247,7 +247,7 @@ impl EngineError {
     pub(crate) fn step_too_large(config: &Config) -> Self {
         Self::StepTooLarge {
             train_batch_size: config.train_batch_size,
-            seq_len: config.seq_len.unwrap_or_default(),
+            seq_len: config.ulysses.seq_len.unwrap_or_default(),
         }
     }
 }

@@ -3,7 +3,6 @@
 use super::moment::Moment;
 use super::offload::OffloadedTensor;
 use super::{Engine, EngineError};
-use crate::config::MemoryConfig;
 use crate::data::MicroBatch;
 use crate::mesh::shard_range;
 use crate::model::{HeadSaved, LayerContext, Saved, Tiling, TokenLayout};
@@ -195,8 +194,8 @@ impl Engine {
 
     /// Whether layer `index` keeps a checkpoint only.
     pub(super) fn is_recomputed(&self, index: usize) -> bool {
-        self.config.activation_checkpointing
-            && index.is_multiple_of(self.config.memory.checkpointing_interval)
+        self.config.ulysses.activation_checkpointing
+            && index.is_multiple_of(self.config.ulysses.activation_checkpointing_interval)
     }
 
     /// Embedding and layers, each by `run` with its number, parameters and input. The parameters of
@@ -258,7 +257,7 @@ impl Engine {
         }
         let tokens = self.token_layout(batch)?;
         let ctx = LayerContext::new(tokens, self.attention.clone(), self.workspace.clone());
-        let MemoryConfig { tile_tokens, head_chunks, .. } = self.config.memory;
+        let (tile_tokens, head_chunks) = (self.config.ulysses.tile_tokens, self.config.ulysses.head_chunks);
         Ok(ctx.with_tiling(Tiling { tile_tokens, head_chunks }))
     }
 

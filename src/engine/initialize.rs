@@ -70,7 +70,7 @@ pub fn initialize(
     groups: &MeshGroups,
 ) -> Result<Engine, EngineError> {
     let device = groups.device();
-    let groups = ZeroGroups::new(groups, config.zero_shard_size)?;
+    let groups = ZeroGroups::new(groups, config.zero_shard_size())?;
     Engine::with_attention(model, weights, config, groups, Arc::new(FlashAttention), device)
 }
 
@@ -97,10 +97,10 @@ impl Engine {
         });
         let groups = groups.map(|axis, group| comm_timer.along(axis, group));
         warn_about_candle_threads();
-        check_axis("dp", config.dp_size, &*groups.dp)?;
-        check_axis("sp", config.sp_size, &*groups.sp)?;
+        check_axis("dp", config.mesh.dp_size, &*groups.dp)?;
+        check_axis("sp", config.mesh.sp_size, &*groups.sp)?;
         check_axis(SHARD_AXIS, config.zero_world_size(), &**groups.shard())?;
-        model.head = model.head.with_tile_tokens(config.loss_tile_tokens);
+        model.head = model.head.with_tile_tokens(config.ulysses.loss_tile_tokens);
         let units = model.units();
         let mut names = HashSet::new();
         let parameters = units.iter().flat_map(|unit| &unit.parameters);
@@ -109,7 +109,7 @@ impl Engine {
         }
         let checkpoint_store = CheckpointStore::of(config, device)?;
         let storage = storage(config, options.clone())?;
-        check_parameter_groups(&config.parameter_groups, &units)?;
+        check_parameter_groups(&config.ulysses.parameter_groups, &units)?;
         let layout = |unit: &crate::model::UnitSpec| {
             let parameters = unit.parameters.iter().map(|spec| (spec.name.clone(), spec.shape.clone()));
             FlatLayout::new(unit.name.clone(), parameters, config.zero_world_size())
@@ -120,15 +120,15 @@ impl Engine {
         };
         let zero = ZeroOptimizer::new::<EngineError>(
             layouts,
-            config.zero_stage,
+            config.zero.stage,
             config.optimizer.clone(),
-            &config.parameter_groups,
+            &config.ulysses.parameter_groups,
             groups.clone(),
             storage,
             &fill,
         )?;
         tracing::debug!(
-            stage = u8::from(config.zero_stage),
+            stage = u8::from(config.zero.stage),
             dp_rank = groups.dp.rank(),
             sp_rank = groups.sp.rank(),
             held_bytes = zero.held_bytes().total(),

@@ -89,7 +89,7 @@ impl CheckpointStore {
     /// # Errors
     /// A directory that cannot be written to, or a driver that refuses.
     pub(super) fn of(config: &Config, device: &Device) -> Result<Option<Self>, EngineError> {
-        if !config.memory.offload_checkpoints {
+        if !config.activation_checkpointing.cpu_checkpointing {
             return Ok(None);
         }
         let in_memory = CHECKPOINTS.in_host_memory(device)?;
@@ -142,13 +142,12 @@ impl CheckpointStore {
 /// # Errors
 /// A directory that cannot be written to, or a file for tensors on a GPU.
 pub fn check_offload(config: &Config, device: DeviceKind) -> Result<(), EngineError> {
-    let memory = &config.memory;
-    if memory.offload_checkpoints && device == DeviceKind::Cpu {
+    if config.activation_checkpointing.cpu_checkpointing && device == DeviceKind::Cpu {
         CHECKPOINTS.in_file(shared_directory(config))?;
     }
     check_offload_device(config, device)?;
-    OPTIMIZER.store(&memory.offload_optimizer, config, &Device::Cpu)?;
-    PARAMETERS.store(&memory.offload_parameters, config, &Device::Cpu)?;
+    OPTIMIZER.store(&config.zero.offload_optimizer, config, &Device::Cpu)?;
+    PARAMETERS.store(&config.zero.offload_param, config, &Device::Cpu)?;
     Ok(())
 }
 
@@ -157,9 +156,9 @@ pub fn check_offload(config: &Config, device: DeviceKind) -> Result<(), EngineEr
 /// # Errors
 /// A file for tensors on a GPU.
 pub fn check_offload_device(config: &Config, device: DeviceKind) -> Result<(), EngineError> {
-    let (memory, is_cpu) = (&config.memory, device == DeviceKind::Cpu);
-    OPTIMIZER.check_device(&memory.offload_optimizer, is_cpu)?;
-    PARAMETERS.check_device(&memory.offload_parameters, is_cpu)
+    let is_cpu = device == DeviceKind::Cpu;
+    OPTIMIZER.check_device(&config.zero.offload_optimizer, is_cpu)?;
+    PARAMETERS.check_device(&config.zero.offload_param, is_cpu)
 }
 
 /// Where the config wants parameters and optimizer state to be.
@@ -171,13 +170,13 @@ pub(super) fn storage(config: &Config, options: TensorOptions) -> Result<Storage
         Ok::<_, EngineError>(what.store(offload, config, &options.device)?.map(Arc::new))
     };
     Ok(Storage {
-        optimizer: store(OPTIMIZER, &config.memory.offload_optimizer)?,
-        parameters: store(PARAMETERS, &config.memory.offload_parameters)?,
+        optimizer: store(OPTIMIZER, &config.zero.offload_optimizer)?,
+        parameters: store(PARAMETERS, &config.zero.offload_param)?,
         options,
     })
 }
 
 /// Where files go that have no directory of their own.
 fn shared_directory(config: &Config) -> Option<&Path> {
-    config.memory.offload_path.as_deref().map(Path::new)
+    config.ulysses.offload_path.as_deref().map(Path::new)
 }

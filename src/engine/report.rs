@@ -79,7 +79,7 @@ impl Engine {
         let recomputed = (0..model.num_layers).filter(|layer| self.is_recomputed(*layer)).count();
         let layers = [(recomputed, true), (model.num_layers - recomputed, false)];
         let mut elems = 0;
-        for chunk in model.head_chunks(self.config.memory.head_chunks) {
+        for chunk in model.head_chunks(self.config.ulysses.head_chunks) {
             let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
             let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
             let q_to_kv = grouped_heads(num_heads, num_kv_heads);

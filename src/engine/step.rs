@@ -121,7 +121,7 @@ impl Engine {
             lr,
             grad_norm: global.norm,
             // Micro batches have the same size on all dp ranks.
-            tokens: tokens * self.config.dp_size as u64,
+            tokens: tokens * self.config.mesh.dp_size as u64,
             label_tokens: global.valid_tokens,
             skipped: is_empty || overflow,
             overflow,
@@ -288,7 +288,7 @@ impl Engine {
     /// The constant that losses are divided by before their number is known: any would do, this
     /// one keeps gradients near their final size.
     pub(super) fn loss_constant(&self) -> f64 {
-        self.config.train_batch_size as f64 * self.config.seq_len.unwrap_or(1) as f64
+        self.config.train_batch_size as f64 * self.config.ulysses.seq_len.unwrap_or(1) as f64
     }
 
     /// After an error in the middle of a backward pass or an update, gradients or parameters

@@ -1,7 +1,7 @@
 //! What other features would change.
 
 use super::{Criteria, Pace, RankPlan, Workload};
-use crate::config::{Config, MemoryConfig, Offload, Precision, ZeroStage};
+use crate::config::{Config, Offload, Precision, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
 use std::num::NonZero;
@@ -71,20 +71,18 @@ impl Workload {
             variants.push((change, workload));
         };
         for (change, changed) in features(config, self.device) {
-            add(change, &|config| {
-                (config.activation_checkpointing, config.memory) = changed.clone();
-            });
+            add(change, &|config| *config = changed.clone());
         }
         // Partitions of one rank are the whole.
-        let has_partitions = |stage: &ZeroStage| config.dp_size > 1 && *stage != config.zero_stage;
+        let has_partitions = |stage: &ZeroStage| config.mesh.dp_size > 1 && *stage != config.zero.stage;
         for stage in ZeroStage::ALL.into_iter().filter(has_partitions) {
-            add(format!("ZeRO stage {}", u8::from(stage)), &|config| config.set_zero_stage(stage));
+            add(format!("ZeRO stage {}", u8::from(stage)), &|config| config.zero.set_stage(stage));
         }
         for (change, stage, optimizer, parameters) in offloads(config, self.device) {
             add(change, &|config| {
-                (config.memory.offload_optimizer, config.memory.offload_parameters) =
+                (config.zero.offload_optimizer, config.zero.offload_param) =
                     (optimizer.clone(), parameters.clone());
-                config.set_zero_stage(stage);
+                config.zero.set_stage(stage);
             });
         }
         if config.precision == Precision::F32 {
@@ -92,9 +90,9 @@ impl Workload {
                 config.precision = Precision::Bf16 { check_grad_overflow: false };
             });
         }
-        if config.loss_tile_tokens > SMALL_LOSS_TILE {
+        if config.ulysses.loss_tile_tokens > SMALL_LOSS_TILE {
             add(format!("loss in tiles of {SMALL_LOSS_TILE}"), &|config| {
-                config.loss_tile_tokens = SMALL_LOSS_TILE;
+                config.ulysses.loss_tile_tokens = SMALL_LOSS_TILE;
             });
         }
         if config.micro_batch_size > 1 {
@@ -103,16 +101,16 @@ impl Workload {
                 config.micro_batch_size = 1;
             });
         }
-        let sp = 2 * config.sp_size;
-        add(format!("sp {sp} (twice the ranks)"), &|config| config.sp_size = sp);
+        let sp = 2 * config.mesh.sp_size;
+        add(format!("sp {sp} (twice the ranks)"), &|config| config.mesh.sp_size = sp);
         variants
     }
 }
 
 /// Other places for optimizer state and parameters, each with the stage that it takes.
 fn offloads(config: &Config, device: DeviceKind) -> Vec<(String, ZeroStage, Offload, Offload)> {
-    let stage = config.zero_stage;
-    let MemoryConfig { offload_optimizer: optimizer, offload_parameters: parameters, .. } = &config.memory;
+    let stage = config.zero.stage;
+    let (optimizer, parameters) = (&config.zero.offload_optimizer, &config.zero.offload_param);
     let (away, here, place, places) = match device {
         DeviceKind::Cpu => (Offload::Nvme(None), "in memory", "in a file", "in files"),
         DeviceKind::Cuda => (Offload::Cpu, "on the GPU", HOST_MEMORY, HOST_MEMORY),
@@ -144,46 +142,55 @@ fn offloads(config: &Config, device: DeviceKind) -> Vec<(String, ZeroStage, Offl
     offloads
 }
 
-/// Other settings of what exists at a time: whether layers are recomputed, and the rest.
-fn features(config: &Config, device: DeviceKind) -> Vec<(String, (bool, MemoryConfig))> {
-    let (recomputes, memory) = (config.activation_checkpointing, &config.memory);
-    let MemoryConfig { checkpointing_interval, tile_tokens, head_chunks, offload_checkpoints, .. } = *memory;
+/// The config with other settings of what exists at a time.
+fn features(config: &Config, device: DeviceKind) -> Vec<(String, Config)> {
+    let (ulysses, is_offloaded) = (&config.ulysses, config.activation_checkpointing.cpu_checkpointing);
+    let recomputes = ulysses.activation_checkpointing;
     let mut features = Vec::new();
-    let mut add = |change: String, recomputes: bool, changed: MemoryConfig| {
-        features.push((change, (recomputes, changed)));
+    let mut add = |change: String, apply: &dyn Fn(&mut Config)| {
+        let mut changed = config.clone();
+        apply(&mut changed);
+        features.push((change, changed));
     };
     if recomputes {
-        let in_memory = MemoryConfig { offload_checkpoints: false, ..memory.clone() };
-        add("without activation checkpointing".to_owned(), false, in_memory);
+        add("without activation checkpointing".to_owned(), &|config| {
+            config.ulysses.activation_checkpointing = false;
+            config.activation_checkpointing.cpu_checkpointing = false;
+        });
+        let is_of_every_layer = ulysses.activation_checkpointing_interval == 1;
         let (change, interval) =
-            if checkpointing_interval == 1 { ("of every other layer", 2) } else { ("of every layer", 1) };
-        let changed = MemoryConfig { checkpointing_interval: interval, ..memory.clone() };
-        add(format!("activation checkpointing {change}"), true, changed);
+            if is_of_every_layer { ("of every other layer", 2) } else { ("of every layer", 1) };
+        add(format!("activation checkpointing {change}"), &|config| {
+            config.ulysses.activation_checkpointing_interval = interval;
+        });
     } else {
-        add("with activation checkpointing".to_owned(), true, memory.clone());
+        add("with activation checkpointing".to_owned(), &|config| {
+            config.ulysses.activation_checkpointing = true;
+        });
     }
     let (here, place) = match device {
         DeviceKind::Cpu => ("in memory", "in a file"),
         DeviceKind::Cuda => ("on the GPU", HOST_MEMORY),
     };
-    let change = match (recomputes, offload_checkpoints) {
+    let change = match (recomputes, is_offloaded) {
         (_, true) => format!("checkpoints {here}"),
         (true, false) => format!("checkpoints {place}"),
         (false, false) => format!("with activation checkpointing, checkpoints {place}"),
     };
-    add(change, true, MemoryConfig { offload_checkpoints: !offload_checkpoints, ..memory.clone() });
-    let (change, tiles) = match tile_tokens {
+    add(change, &|config| {
+        config.ulysses.activation_checkpointing = true;
+        config.activation_checkpointing.cpu_checkpointing = !is_offloaded;
+    });
+    let (change, tiles) = match ulysses.tile_tokens {
         None => (format!("tiles of {TILE_TOKENS} tokens"), Some(TILE_TOKENS)),
         Some(_) => ("all tokens at once".to_owned(), None),
     };
-    add(change, recomputes, MemoryConfig { tile_tokens: tiles, ..memory.clone() });
+    add(change, &|config| config.ulysses.tile_tokens = tiles);
     // More than the model or the mesh allows cannot be planned and is left out.
-    let chunks = 2 * head_chunks;
-    let changed = MemoryConfig { head_chunks: chunks, ..memory.clone() };
-    add(format!("{chunks} chunks of heads"), recomputes, changed);
-    if head_chunks > 1 {
-        let changed = MemoryConfig { head_chunks: 1, ..memory.clone() };
-        add("all heads at once".to_owned(), recomputes, changed);
+    let chunks = 2 * ulysses.head_chunks;
+    add(format!("{chunks} chunks of heads"), &|config| config.ulysses.head_chunks = chunks);
+    if ulysses.head_chunks > 1 {
+        add("all heads at once".to_owned(), &|config| config.ulysses.head_chunks = 1);
     }
     features
 }

@@ -102,7 +102,7 @@ impl Workload {
         config.gradient_accumulation_steps = accumulation.min(most);
         config.monitoring.comms_logger.enabled = false;
         let recorder = Arc::new(Mutex::new(Recorder::new(self.device)));
-        let device = DryDevice { kind: self.device, threads: config.threads_per_rank.unwrap_or(1) };
+        let device = DryDevice { kind: self.device, threads: config.ulysses.threads_per_rank.unwrap_or(1) };
         let sink = recorder.clone();
         let run = || {
             let groups = fake_groups(&config, mesh, rank, &recorder)?;
@@ -128,7 +128,7 @@ impl Workload {
         Ok(MicroBatch {
             batch,
             seq_len,
-            shard: shard_range(seq_len, self.config.sp_size, sp_rank),
+            shard: shard_range(seq_len, self.config.mesh.sp_size, sp_rank),
             input_ids: Vec::new(),
             labels: Vec::new(),
             position_ids: Vec::new(),
@@ -209,7 +209,7 @@ fn fake_groups(
         let group = FakeGroup::new(name, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)?;
         Ok(Arc::new(group.observed(Arc::new(move |call| recorder.lock().note_collective(axis, call)))))
     };
-    let hybrid = match config.zero_shard_size.filter(|&size| size != config.dp_size) {
+    let hybrid = match config.zero_shard_size().filter(|&size| size != config.mesh.dp_size) {
         None => None,
         Some(size) => {
             let mesh = mesh.hybrid_sharded(size)?;

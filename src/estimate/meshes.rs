@@ -1,7 +1,7 @@
 //! The other meshes of as many ranks.
 
 use super::{Criteria, Pace, RankPlan, Workload};
-use crate::config::ZeroStage;
+use crate::config::{MeshConfig, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
 use std::cmp::Ordering;
@@ -74,7 +74,7 @@ impl Workload {
     /// When the config has no sequence length.
     pub(super) fn most_sp(&self) -> Result<usize, EngineError> {
         let seq_len = self.config.require_seq_len()?;
-        let chunks = self.model.head_chunks(self.config.memory.head_chunks);
+        let chunks = self.model.head_chunks(self.config.ulysses.head_chunks);
         // Every chunk of heads is shared by all ranks of an sp group.
         let fewest_heads = chunks.iter().map(|chunk| chunk.q.len()).min().unwrap_or(0);
         Ok(fewest_heads.min(seq_len))
@@ -92,16 +92,16 @@ impl Workload {
             return None;
         }
         config.gradient_accumulation_steps = rows_per_rank / config.micro_batch_size;
-        config.set_mesh(dp, sp);
+        config.mesh = MeshConfig { dp_size: dp, sp_size: sp };
         Some(workload)
     }
 
     /// Itself and, where there are partitions to make, the same at stage 3.
     fn at_stages(self) -> impl Iterator<Item = Self> {
-        let has_partitions = self.config.dp_size > 1 && self.config.zero_stage != ZeroStage::Parameters;
+        let has_partitions = self.config.mesh.dp_size > 1 && self.config.zero.stage != ZeroStage::Parameters;
         let partitioned = has_partitions.then(|| {
             let mut workload = self.clone();
-            workload.config.zero_stage = ZeroStage::Parameters;
+            workload.config.zero.stage = ZeroStage::Parameters;
             workload
         });
         std::iter::once(self).chain(partitioned)
@@ -110,10 +110,10 @@ impl Workload {
     fn choice(&self, criteria: Criteria<'_>) -> Result<MeshChoice, EngineError> {
         let RankPlan { peak_bytes, sent, .. } = self.plan()?;
         Ok(MeshChoice {
-            dp: self.config.dp_size,
-            sp: self.config.sp_size,
-            shard_size: self.config.zero_shard_size,
-            zero_stage: self.config.zero_stage.into(),
+            dp: self.config.mesh.dp_size,
+            sp: self.config.mesh.sp_size,
+            shard_size: self.config.zero_shard_size(),
+            zero_stage: self.config.zero.stage.into(),
             peak_bytes,
             fits: criteria.budget_bytes.is_none_or(|budget| peak_bytes <= budget),
             intra_node_bytes: sent.intra_node_bytes,

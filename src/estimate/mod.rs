@@ -103,12 +103,12 @@ impl Workload {
     }
 
     fn mesh(&self) -> Result<DeviceMesh, EngineError> {
-        Ok(DeviceMesh::dp_sp(self.config.dp_size, self.config.sp_size)?)
+        Ok(DeviceMesh::dp_sp(self.config.mesh.dp_size, self.config.mesh.sp_size)?)
     }
 
     /// Where the peers of a rank are.
     fn nodes(&self, mesh: &DeviceMesh, rank: usize) -> Result<Nodes, EngineError> {
-        Nodes::new(mesh, self.config.zero_shard_size, rank, self.ranks_per_node)
+        Nodes::new(mesh, self.config.zero_shard_size(), rank, self.ranks_per_node)
     }
 
     /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since
@@ -123,7 +123,7 @@ impl Workload {
             plans.iter().map(of_plan).collect::<Vec<_>>()
         };
         let mut kinds: Vec<KindOfRank> = Vec::new();
-        for rank in 0..self.config.sp_size {
+        for rank in 0..self.config.mesh.sp_size {
             match kinds.iter_mut().find(|known| kind(known.rank) == kind(rank)) {
                 Some(known) => known.ranks += 1,
                 None => kinds.push(KindOfRank { rank, ranks: 1 }),
@@ -138,7 +138,7 @@ impl Workload {
     /// More chunks than KV heads, or fewer heads in a chunk, or fewer tokens, than ranks.
     fn chunk_plans(&self) -> Result<Vec<ExchangePlan>, EngineError> {
         let (config, model) = (&self.config, &self.model);
-        let (chunks, num_kv_heads) = (config.memory.head_chunks, model.num_kv_heads);
+        let (chunks, num_kv_heads) = (config.ulysses.head_chunks, model.num_kv_heads);
         if chunks == 0 || chunks > num_kv_heads {
             let layer = "model.layers.0".to_owned();
             return Err(ModelError::HeadChunks { layer, chunks, num_kv_heads }.into());
@@ -147,7 +147,7 @@ impl Workload {
         let plan = |HeadChunk { q, kv }: HeadChunk| {
             let (num_heads, num_kv_heads) = (q.len(), kv.len());
             let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim: model.head_dim };
-            Ok(ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), config.sp_size, 0)?)
+            Ok(ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), config.mesh.sp_size, 0)?)
         };
         model.head_chunks(chunks).into_iter().map(plan).collect()
     }
@@ -156,7 +156,7 @@ impl Workload {
     #[must_use]
     pub fn with_seq_len(&self, seq_len: usize) -> Self {
         let mut workload = self.clone();
-        workload.config.seq_len = Some(seq_len);
+        workload.config.ulysses.seq_len = Some(seq_len);
         workload
     }
 
@@ -170,7 +170,7 @@ impl Workload {
             Err(EngineError::StepTooLarge { .. }) => Ok(u64::MAX),
             plan => plan.map(|plan| plan.peak_bytes),
         };
-        let shortest = self.config.sp_size;
+        let shortest = self.config.mesh.sp_size;
         let mut fits = (shortest, self.with_seq_len(shortest).plan()?.peak_bytes);
         if fits.1 > budget_bytes {
             return Ok(None);

@@ -1,7 +1,7 @@
 //! The mesh for a cluster, a model, a sequence and a memory.
 
 use super::Workload;
-use crate::config::ZeroStage;
+use crate::config::{MeshConfig, ZeroStage};
 use crate::engine::EngineError;
 use crate::mesh::Cluster;
 use serde::Serialize;
@@ -72,25 +72,25 @@ impl Workload {
     fn on_cluster(&self, cluster: Cluster, sp: usize) -> Self {
         let mut workload = Self { ranks_per_node: cluster.ranks_per_node, ..self.clone() };
         let config = &mut workload.config;
-        config.set_mesh(cluster.world_size() / sp, sp);
+        config.mesh = MeshConfig { dp_size: cluster.world_size() / sp, sp_size: sp };
         config.gradient_accumulation_steps = 1;
-        config.train_batch_size = config.micro_batch_size * config.dp_size;
+        config.train_batch_size = config.micro_batch_size * config.mesh.dp_size;
         workload
     }
 
     /// At the workload's stage or, where that does not fit and there are partitions to make, at stage 3.
     fn trial(mut self, cluster: Cluster, budget_bytes: u64) -> Result<Trial, EngineError> {
         let mut plan = self.plan()?;
-        let has_partitions = self.config.dp_size > 1 && self.config.zero_stage != ZeroStage::Parameters;
+        let has_partitions = self.config.mesh.dp_size > 1 && self.config.zero.stage != ZeroStage::Parameters;
         if plan.peak_bytes > budget_bytes && has_partitions {
-            self.config.zero_stage = ZeroStage::Parameters;
+            self.config.zero.stage = ZeroStage::Parameters;
             plan = self.plan()?;
         }
-        let sp = self.config.sp_size;
+        let sp = self.config.mesh.sp_size;
         Ok(Trial {
-            dp: self.config.dp_size,
+            dp: self.config.mesh.dp_size,
             sp,
-            zero_stage: self.config.zero_stage.into(),
+            zero_stage: self.config.zero.stage.into(),
             peak_bytes: plan.peak_bytes,
             fits: plan.peak_bytes <= budget_bytes,
             nodes_per_sequence: sp.div_ceil(cluster.ranks_per_node),

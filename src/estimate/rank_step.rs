@@ -116,7 +116,7 @@ pub fn model_flops(config: &Config, model: &LlamaConfig, mesh: &DeviceMesh) -> R
     let kinds = workload(config, model).kinds_of_ranks()?;
     let of_group = kinds.into_iter().map(of_kind).sum::<Result<f64, _>>()?;
     // Ranks of different dp coordinates do the same.
-    Ok(of_group * config.dp_size as f64)
+    Ok(of_group * config.mesh.dp_size as f64)
 }
 
 #[cfg(test)]

@@ -85,7 +85,7 @@ impl Workload {
     /// As [`plan`](Self::plan), or a rate that the step needs and the machine profile does not have.
     pub fn step_time(&self, machine: &MachineProfile) -> Result<StepTime, EngineError> {
         let config = &self.config;
-        let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+        let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
         let rates = machine.rates_of(config.precision).ok_or_else(|| EngineError::MachineRate {
             machine: machine.name.clone(),
             key: match config.precision.section() {
@@ -95,13 +95,13 @@ impl Workload {
             },
             needed_by: "that is what the config trains in".to_owned(),
         })?;
-        let first = self.widest_row() * config.sp_size;
+        let first = self.widest_row() * config.mesh.sp_size;
         let (mut slowest, mut model_flops) = (None::<(usize, Walk<'_>)>, 0.0);
         for kind in self.kinds_of_ranks()? {
             let rank = first + kind.rank;
             let mut walk = Walk::new(machine, rates, self.nodes(&mesh, rank)?);
             walk.through(&self.warm_step(&mesh, rank)?)?;
-            model_flops += (kind.ranks * config.dp_size) as f64 * walk.model_flops;
+            model_flops += (kind.ranks * config.mesh.dp_size) as f64 * walk.model_flops;
             if slowest.as_ref().is_none_or(|(_, known)| known.now < walk.now) {
                 slowest = Some((rank, walk));
             }
@@ -123,10 +123,10 @@ impl Workload {
 
     /// The first of the rows of the mesh that are on most nodes.
     fn widest_row(&self) -> usize {
-        let (sp, per_node) = (self.config.sp_size, self.ranks_per_node.max(1));
+        let (sp, per_node) = (self.config.mesh.sp_size, self.ranks_per_node.max(1));
         let nodes = |row: &usize| ((row + 1) * sp - 1) / per_node - row * sp / per_node;
         // Of equal ones `max_by_key` takes the last.
-        (0..self.config.dp_size).rev().max_by_key(nodes).unwrap_or(0)
+        (0..self.config.mesh.dp_size).rev().max_by_key(nodes).unwrap_or(0)
     }
 }
 

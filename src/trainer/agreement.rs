@@ -24,11 +24,12 @@ pub(super) fn check_agreement(
 
 /// The settings, less what each machine may have its own: paths and threads.
 fn shared_settings(config: &Config) -> Config {
-    let mut settings =
-        Config { model: None, tokenizer: None, output: None, threads_per_rank: None, ..config.clone() };
-    settings.memory.offload_path = None;
-    settings.data.iter_mut().for_each(|source| source.path.clear());
-    if let Some(HeldOut::Path(path)) = settings.validation.as_mut().map(|validation| &mut validation.data) {
+    let mut settings = config.clone();
+    let ulysses = &mut settings.ulysses;
+    (ulysses.model, ulysses.tokenizer, ulysses.output) = (None, None, None);
+    (ulysses.threads_per_rank, ulysses.offload_path) = (None, None);
+    ulysses.data.iter_mut().for_each(|source| source.path.clear());
+    if let Some(HeldOut::Path(path)) = ulysses.validation.as_mut().map(|validation| &mut validation.data) {
         path.clear();
     }
     settings

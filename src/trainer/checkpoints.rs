@@ -3,7 +3,7 @@
 use super::error::TrainerError;
 use crate::checkpoint::{CheckpointError, SaveOptions, Saved, Saver};
 use crate::comm::ProcessGroup;
-use crate::config::{CheckpointConfig, MemoryConfig, OnSaveError};
+use crate::config::{CheckpointConfig, OnSaveError, ZeroConfig};
 use crate::engine::{Engine, EngineError, RunRecord};
 use crate::kernels::device::DeviceKind;
 use std::path::{Path, PathBuf};
@@ -46,8 +46,8 @@ impl Checkpoints {
             true => DeviceKind::Cpu,
             false => DeviceKind::Cuda,
         };
-        let MemoryConfig { offload_optimizer, offload_parameters, .. } = &engine.config().memory;
-        let is_moved = [offload_optimizer, offload_parameters].map(|state| state.is_moved_from(device));
+        let ZeroConfig { offload_optimizer, offload_param, .. } = &engine.config().zero;
+        let is_moved = [offload_optimizer, offload_param].map(|state| state.is_moved_from(device));
         let background = config.background && !is_moved.contains(&true);
         let keep_last = Some(config.keep_last).filter(|keep| *keep > 0);
         let saver = engine.saver(group.clone(), output, SaveOptions { keep_last, background })?;

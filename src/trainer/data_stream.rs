@@ -95,11 +95,12 @@ impl TrainingData {
     }
 
     fn check_phases(&self, config: &Config) -> Result<(), TrainerError> {
-        let starts = std::iter::once(0).chain(config.seq_len_schedule.iter().map(|change| change.step));
+        let starts =
+            std::iter::once(0).chain(config.ulysses.seq_len_schedule.iter().map(|change| change.step));
         match starts.eq(self.phases.iter().map(|phase| phase.first_step)) {
             true => Ok(()),
             false => Err(TrainerError::Phases {
-                expected: 1 + config.seq_len_schedule.len(),
+                expected: 1 + config.ulysses.seq_len_schedule.len(),
                 found: self.phases.len(),
             }),
         }
@@ -164,11 +165,11 @@ impl TrainingData {
 
 impl Limit {
     fn of(config: &Config) -> Result<Self, TrainerError> {
-        let Some(epochs) = config.epochs else { return Ok(Self::Steps(config.require_steps()?)) };
-        if !config.seq_len_schedule.is_empty() {
+        let Some(epochs) = config.ulysses.epochs else { return Ok(Self::Steps(config.require_steps()?)) };
+        if !config.ulysses.seq_len_schedule.is_empty() {
             return Err(TrainerError::EpochsOfSeveralLengths);
         }
-        if config.data.iter().any(|source| source.weight.is_some()) {
+        if config.ulysses.data.iter().any(|source| source.weight.is_some()) {
             return Err(TrainerError::EpochsOfWeightedSources);
         }
         Ok(Self::Epochs(epochs))

@@ -18,7 +18,7 @@ pub(super) struct EvaluationTracker {
 impl EvaluationTracker {
     /// For a run whose held-out data has the hash `data_hash`.
     pub(super) fn new(config: &Config, data_hash: u64) -> Self {
-        let validation = config.validation.as_ref();
+        let validation = config.ulysses.validation.as_ref();
         Self {
             state: Evaluations { data_hash: Some(data_hash), ..Evaluations::default() },
             patience: validation.and_then(|validation| validation.early_stopping_patience),

@@ -71,7 +71,7 @@ pub struct TrainReport {
 pub fn check_config(config: &Config) -> Result<(), TrainerError> {
     check_limit(config)?;
     let keeps_best = config.checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.keep_best);
-    if keeps_best && config.validation.is_none() {
+    if keeps_best && config.ulysses.validation.is_none() {
         return Err(TrainerError::KeepBestWithoutValidation);
     }
     Ok(())

@@ -55,10 +55,10 @@ impl<'a> Trainer<'a> {
             options.log = |_| ();
         }
         if options.output.is_none() {
-            options.output = engine.config().output.as_ref().map(PathBuf::from);
+            options.output = engine.config().ulysses.output.as_ref().map(PathBuf::from);
         }
         let has_held_out = data.phases().iter().all(|phase| phase.held_out.is_some());
-        if engine.config().validation.is_some() && !has_held_out {
+        if engine.config().ulysses.validation.is_some() && !has_held_out {
             return Err(TrainerError::NoHeldOutData);
         }
         let mut evaluations = EvaluationTracker::new(engine.config(), data.held_out_hash());
@@ -193,7 +193,8 @@ impl<'a> Trainer<'a> {
     /// Evaluates the held-out data after `step` steps, where the config asks for it. Collective.
     fn evaluate_if_due(&mut self, step: u64) -> Result<(), TrainerError> {
         let config = self.engine.config();
-        let (Some(validation), Some(held_out)) = (&config.validation, &self.data.phase().held_out) else {
+        let (Some(validation), Some(held_out)) = (&config.ulysses.validation, &self.data.phase().held_out)
+        else {
             return Ok(());
         };
         let is_due = match step {

@@ -53,7 +53,7 @@ pub(crate) fn train(dir: &Path, run: Run) -> Result<()> {
         "optimizer": { "type": "SGD", "params": { "lr": 0.1, "momentum": 0.9 } }
     }"#;
     let config = Config::from_json_str(json, "child.json")?;
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let tokens = (0..400_u32).map(|i| i * i % 31);
     let rows = Arc::new(PackedRows::new(Corpus::from_documents([tokens.collect()])?, 16)?);
     let storage = FaultyStorage::new(run.fault, run.at);

@@ -28,7 +28,7 @@ fn train_two_steps(config: &Config) -> anyhow::Result<Vec<(f64, f64)>> {
     let text = b"the quick brown fox jumps over the lazy dog. ".repeat(40);
     let corpus = Corpus::from_documents([text.into_iter().map(u32::from).collect()])?;
     let rows = Arc::new(PackedRows::new(corpus, 32)?);
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size)?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let model = Model::llama(&preset("nano")?)?;
@@ -135,16 +135,16 @@ fn files_in_16_bits_train_two_steps() {
 #[test]
 fn a_file_that_offloads_trains_where_its_directory_is_and_names_it_where_it_is_not() {
     let mut config = resolve(OFFLOADING).unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(config.memory.offload_optimizer, Offload::Cpu);
-    assert_eq!(config.memory.offload_parameters, Offload::Nvme(Some("/local_nvme".into())));
+    assert_eq!(config.zero.offload_optimizer, Offload::Cpu);
+    assert_eq!(config.zero.offload_param, Offload::Nvme(Some("/local_nvme".into())));
     let error = format!("{:#}", train_two_steps(&config).unwrap_err());
     assert!(error.contains("cannot keep parameters in a file in /local_nvme: "), "{error}");
     assert!(error.contains("`zero_optimization.offload_param.nvme_path` may name another"), "{error}");
 
     let directory = tempfile::tempdir().unwrap();
-    config.memory.offload_parameters = Offload::Nvme(directory.path().to_str().map(str::to_owned));
+    config.zero.offload_param = Offload::Nvme(directory.path().to_str().map(str::to_owned));
     let offloaded = train_two_steps(&config).unwrap();
-    config.memory.offload_parameters = Offload::None;
+    config.zero.offload_param = Offload::None;
     assert_eq!(offloaded, train_two_steps(&config).unwrap());
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "the file has no name");
 }
@@ -164,12 +164,12 @@ fn files_that_ask_for_more_are_refused_key_by_key() {
 fn what_a_file_says_is_what_is_trained() {
     let tuned = resolve("zero3_tuned.json").unwrap();
     assert_eq!(
-        (tuned.zero_stage, tuned.dp_size, tuned.gradient_accumulation_steps),
+        (tuned.zero.stage, tuned.mesh.dp_size, tuned.gradient_accumulation_steps),
         (ZeroStage::Parameters, 2, 2)
     );
     assert_eq!((tuned.gradient_clipping, tuned.train_batch_size), (0.5, 4));
     let mesh = resolve("ulysses_mesh.json").unwrap();
-    assert_eq!((mesh.dp_size, mesh.sp_size, mesh.micro_batch_size), (2, 2, 1));
+    assert_eq!((mesh.mesh.dp_size, mesh.mesh.sp_size, mesh.micro_batch_size), (2, 2, 1));
     assert!(matches!(mesh.optimizer, OptimizerConfig::Sgd { lr: 0.1, momentum: 0.9, .. }));
     let auto = resolve("hf_auto_zero3.json").unwrap();
     assert_eq!((auto.optimizer.lr(), auto.gradient_clipping, auto.autos.len()), (5e-5, 1.0, 17));

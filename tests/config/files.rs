@@ -52,12 +52,12 @@ fn the_readme_walks_through_the_file_as_it_is() {
 #[test]
 fn the_small_files_use_one_axis_each_and_the_long_one_both() {
     let zero = config("zero.json");
-    assert_eq!((zero.dp_size, zero.sp_size, zero.zero_stage), (2, 1, ZeroStage::Parameters));
+    assert_eq!((zero.mesh.dp_size, zero.mesh.sp_size, zero.zero.stage), (2, 1, ZeroStage::Parameters));
     assert_eq!(zero.gradient_accumulation_steps, 2);
     let sequence_parallel = config("sequence_parallel.json");
-    assert_eq!((sequence_parallel.dp_size, sequence_parallel.sp_size), (1, 2));
+    assert_eq!((sequence_parallel.mesh.dp_size, sequence_parallel.mesh.sp_size), (1, 2));
     let long = config("long_sequence.json");
-    assert_eq!((long.dp_size, long.sp_size, long.seq_len), (2, 2, Some(4096)));
+    assert_eq!((long.mesh.dp_size, long.mesh.sp_size, long.ulysses.seq_len), (2, 2, Some(4096)));
     assert_eq!((long.optimizer.lr(), long.gradient_clipping), (3e-3, 1.0));
     let peak = long.lr_schedule().lr_at(21);
     assert!((2.99e-3..3e-3).contains(&peak), "after the warm-up the rate is near the optimizer's: {peak}");
@@ -66,22 +66,22 @@ fn the_small_files_use_one_axis_each_and_the_long_one_both() {
 #[test]
 fn the_first_run_leaves_its_mesh_open_and_saves() {
     let first = config("first_run.json");
-    assert_eq!((first.dp_size, first.sp_size, first.zero_stage), (1, 1, ZeroStage::Parameters));
+    assert_eq!((first.mesh.dp_size, first.mesh.sp_size, first.zero.stage), (1, 1, ZeroStage::Parameters));
     assert_eq!(first.checkpoint.and_then(|checkpoint| checkpoint.interval), Some(20));
 }
 
 #[test]
 fn the_file_of_the_longest_rows_bounds_all_that_can_be_bounded_without_other_results() {
     let longest = config("longest_rows.json");
-    assert_eq!((longest.dp_size, longest.sp_size, longest.gradient_clipping), (1, 1, 1.0));
-    assert!(longest.activation_checkpointing && longest.memory.offload_checkpoints);
-    let tiles = (longest.memory.tile_tokens.map(usize::from), longest.loss_tile_tokens);
-    assert_eq!((tiles, longest.memory.head_chunks), ((Some(512), 1024), 2));
+    assert_eq!((longest.mesh.dp_size, longest.mesh.sp_size, longest.gradient_clipping), (1, 1, 1.0));
+    assert!(longest.ulysses.activation_checkpointing && longest.activation_checkpointing.cpu_checkpointing);
+    let tiles = (longest.ulysses.tile_tokens.map(usize::from), longest.ulysses.loss_tile_tokens);
+    assert_eq!((tiles, longest.ulysses.head_chunks), ((Some(512), 1024), 2));
 }
 
 #[test]
 fn the_large_file_is_a_million_tokens_on_32_ranks() {
     let large = config("llama3_8b_1m.json");
-    assert_eq!((large.dp_size, large.sp_size, large.seq_len), (4, 8, Some(1 << 20)));
-    assert_eq!(large.backend, Backend::Nccl, "planned as GPUs hold it, not as this machine would");
+    assert_eq!((large.mesh.dp_size, large.mesh.sp_size, large.ulysses.seq_len), (4, 8, Some(1 << 20)));
+    assert_eq!(large.ulysses.backend, Backend::Nccl, "planned as GPUs hold it, not as this machine would");
 }

@@ -219,10 +219,10 @@ pub fn on_mesh<T: Send>(
     options: &LaunchOptions,
     work: impl Fn(usize, ZeroGroups) -> Result<T> + Sync,
 ) -> Result<Vec<T>, LaunchError> {
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).expect("the mesh of a config");
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).expect("the mesh of a config");
     launch(mesh.world_size(), options, |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
-        let groups = ZeroGroups::new(&groups, config.zero_shard_size)?;
+        let groups = ZeroGroups::new(&groups, config.zero_shard_size())?;
         super::device::on_test_device(rank.rank, || work(rank.rank, groups))
     })
 }
@@ -232,7 +232,7 @@ pub fn micro_batches(global: &GlobalBatch, engine: &Engine) -> Result<Vec<MicroB
     let (config, dp, sp) = (engine.config(), engine.dp_group(), engine.sp_group());
     let rows = config.micro_batch_size;
     let shard = |step: usize| {
-        let first = (step * config.dp_size + dp.rank()) * rows;
+        let first = (step * config.mesh.dp_size + dp.rank()) * rows;
         Ok(global.micro_batch(first..first + rows, sp.world_size(), sp.rank())?)
     };
     (0..config.gradient_accumulation_steps).map(shard).collect()

@@ -128,7 +128,7 @@ fn a_size_of_partitions_that_does_not_divide_dp_is_refused_by_key_and_line() {
             "{{ \"train_batch_size\": 8, \"mesh_param\": [4, 1],\n  \"zero_optimization\": {zero} }}"
         );
         Config::from_json_str(&text, "run.json")
-            .map(|config| config.zero_shard_size)
+            .map(|config| config.zero_shard_size())
             .map_err(|error| error.to_string())
     };
     let refused = message(r#"{ "stage": 2, "mics_shard_size": 3 }"#).unwrap_err();
@@ -151,5 +151,5 @@ fn the_resolved_config_says_the_size_of_the_partitions() {
     let text = r#"{ "train_batch_size": 4, "mesh_param": [4, 1], "zero_optimization": { "stage": 3, "mics_shard_size": 2 } }"#;
     let config = Config::from_json_str(text, "run.json").unwrap();
     let again = Config::from_json_str(&serde_json::to_string(&config).unwrap(), "again.json").unwrap();
-    assert_eq!((again.zero_shard_size, again.zero_world_size()), (Some(2), 2));
+    assert_eq!((again.zero_shard_size(), again.zero_world_size()), (Some(2), 2));
 }

@@ -81,16 +81,16 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let mesh = args.mesh.as_deref().map(dp_sp).transpose()?;
     let overrides = Overrides { mesh, model: args.model.clone(), ..Overrides::default() };
     let raw = RawConfig::from_file_with(&args.config, &args.set.settings()).or_usage()?;
-    let config = raw.resolve(&overrides).or_usage()?;
+    let mut config = raw.resolve(&overrides).or_usage()?;
     let limit_kib = (args.gib_per_rank * config.world_size() as f64 * f64::from(1 << 20)) as u64;
-    let config = Config { model: config.model.or_else(|| Some("small".to_owned())), ..config };
+    config.ulysses.model.get_or_insert_with(|| "small".to_owned());
     let model = config.require_model().or_usage()?.to_owned();
     let directory = tempfile::tempdir().context("cannot make a directory for the rows").or_run()?;
     let path = args.config.clone();
     let mut search = Search {
         args,
         model,
-        mesh: format!("{}x{}", config.dp_size, config.sp_size),
+        mesh: format!("{}x{}", config.mesh.dp_size, config.mesh.sp_size),
         num_rows: config.train_batch_size,
         limit_kib,
         directory,
@@ -209,7 +209,7 @@ impl Search {
     /// The longest length that fits, searched from `--from` or from near the longest that is planned. The shortest that
     /// was tried, where none fits.
     fn longest(&mut self, config: &Config) -> Result<Result<usize, usize>, Failure> {
-        let resolution = (self.args.resolution as usize).max(config.sp_size);
+        let resolution = (self.args.resolution as usize).max(config.mesh.sp_size);
         let first = self.expected(config)?;
         longest_by(first, resolution, |seq_len| self.fits(seq_len))
     }

@@ -65,7 +65,7 @@ impl TrainingArgs {
         let threads_per_rank = on_mesh.launch.threads_per_rank * on_mesh.mesh.world_size();
         let launch = LaunchOptions { threads_per_rank, ..on_mesh.launch.clone() };
         let single = DeviceMesh::dp_sp(1, 1).or_usage()?;
-        let accumulation = on_mesh.config.gradient_accumulation_steps * on_mesh.config.dp_size;
+        let accumulation = on_mesh.config.gradient_accumulation_steps * on_mesh.config.mesh.dp_size;
         self.prepare_on(single, launch, seq_len, Some(accumulation))
     }
 
@@ -94,7 +94,7 @@ impl TrainingArgs {
         let overrides = Overrides { seq_len: Some(seq_len), ..Overrides::default() };
         let config = raw.resolve(&overrides).or_usage()?;
         let source = model::open(&self.model, SEED, 256)?;
-        source.check_exchange(config.micro_batch_size, seq_len, &config, config.sp_size)?;
+        source.check_exchange(config.micro_batch_size, seq_len, &config, config.mesh.sp_size)?;
         settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
         let num_tokens =
@@ -110,7 +110,7 @@ impl TrainingArgs {
     /// For reports.
     pub(super) fn settings(&self, training: &Training) -> serde_json::Value {
         let Self { model, mesh, device, .. } = self;
-        let stage = u8::from(training.config.zero_stage);
+        let stage = u8::from(training.config.zero.stage);
         let dtype = DtypeArg::of(training.config.precision.dtype()).name();
         json!({
             "model": model, "mesh": mesh, "zero_stage": stage, "dtype": dtype, "device": device.name(),

@@ -99,7 +99,7 @@ impl Training {
     fn by_mpirun(&self, nproc: u16, max_restarts: u32) -> Result<bool, Failure> {
         let (config, backend) = self.args.for_launch(usize::from(nproc))?;
         let refuse = |message: String| Err(Failure::Usage(anyhow!(message)));
-        if max_restarts > 0 && (config.checkpoint.is_none() || config.output.is_none()) {
+        if max_restarts > 0 && (config.checkpoint.is_none() || config.ulysses.output.is_none()) {
             return refuse(
                 "--max-restarts goes on from checkpoints: the config needs the section `checkpoint`, and \
                  `ulysses.output` or --output"

@@ -65,7 +65,7 @@ pub(super) fn run(
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
     // The mesh is what is asked for.
     let config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
-    let device = args.device.map_or_else(|| config.backend.device(), DeviceKind::from);
+    let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
     check_offload_device(&config, device).or_usage()?;
     let (name, model) = model(&config)?;
     let budget = budget_bytes(args.memory_gib)?.unwrap_or(u64::MAX);

@@ -190,7 +190,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     if args.seq_len.is_none() {
         longest_rows(&mut config);
     }
-    if let Some(seq_len) = config.seq_len.filter(|&seq_len| u32::try_from(seq_len).is_err()) {
+    if let Some(seq_len) = config.ulysses.seq_len.filter(|&seq_len| u32::try_from(seq_len).is_err()) {
         let message =
             format!("`ulysses.seq_len` (--seq-len): rows have at most {} tokens, found {seq_len}", u32::MAX);
         return Err(Failure::Usage(anyhow!(message)));
@@ -198,18 +198,18 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     let (name, model) = model(&config)?;
     // As training does.
     check_config(&model, &config)?;
-    let seq_len = config.seq_len.unwrap_or(config.sp_size);
-    check_exchange(&model, (config.micro_batch_size, seq_len), &config, config.sp_size)?;
+    let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.sp_size);
+    check_exchange(&model, (config.micro_batch_size, seq_len), &config, config.mesh.sp_size)?;
     let machine =
         args.machine.as_deref().map(MachineProfile::from_file).transpose().context("--machine").or_usage()?;
     let ranks_per_node = args.ranks_per_node.or(machine.as_ref().map(|machine| machine.ranks_per_node));
     let (document_len, ranks_per_node) = (args.document_len, ranks_per_node.unwrap_or(RANKS_PER_NODE));
     let budget = budget_bytes(args.memory_gib)?;
-    let device = args.device.map_or_else(|| config.backend.device(), DeviceKind::from);
+    let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
     check_offload_device(&config, device).or_usage()?;
     let workload = Workload { config, model, document_len, ranks_per_node, device };
     let longest = budget.map(|bytes| workload.longest(bytes)).transpose().or_usage()?.flatten();
-    let workload = match (workload.config.seq_len, longest) {
+    let workload = match (workload.config.ulysses.seq_len, longest) {
         (None, Some(longest)) => workload.with_seq_len(longest),
         (None, None) if budget.is_some() => {
             let error = "no sequence fits: even one token for each rank needs more than --memory-gib";
@@ -225,18 +225,18 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     let alternatives = workload.alternatives(criteria).or_usage()?;
     let meshes = workload.meshes(criteria).or_usage()?;
     let Workload { config, model, .. } = workload;
-    let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.parameter_groups, name);
+    let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
     let features = Features {
-        activation_checkpointing_interval: config.memory.checkpointing_interval,
-        offload_checkpoints: config.memory.offload_checkpoints,
-        offload_optimizer: config.memory.offload_optimizer.device(),
-        offload_param: config.memory.offload_parameters.device(),
-        tile_tokens: config.memory.tile_tokens,
-        head_chunks: config.memory.head_chunks,
+        activation_checkpointing_interval: config.ulysses.activation_checkpointing_interval,
+        offload_checkpoints: config.activation_checkpointing.cpu_checkpointing,
+        offload_optimizer: config.zero.offload_optimizer.device(),
+        offload_param: config.zero.offload_param.device(),
+        tile_tokens: config.ulysses.tile_tokens,
+        head_chunks: config.ulysses.head_chunks,
         frozen_parameters: model.num_parameters_where(is_frozen),
     };
     let seq_len = config.require_seq_len().or_usage()?;
-    let scaling = scaling_of(&name, &model, seq_len.div_ceil(config.sp_size))?;
+    let scaling = scaling_of(&name, &model, seq_len.div_ceil(config.mesh.sp_size))?;
     Ok(Report {
         device: device.name(),
         model: ModelReport {
@@ -248,12 +248,12 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
             num_kv_heads: model.num_kv_heads,
             vocab_size: model.vocab_size,
         },
-        mesh: MeshReport { dp: config.dp_size, sp: config.sp_size, ranks_per_node },
-        shard_size: config.stated_shard_size,
-        zero_stage: config.zero_stage.into(),
+        mesh: MeshReport { dp: config.mesh.dp_size, sp: config.mesh.sp_size, ranks_per_node },
+        shard_size: config.zero.mics_shard_size,
+        zero_stage: config.zero.stage.into(),
         zero_note: config.zero_partition_note(),
         dtype: config.precision.dtype().as_str().to_owned(),
-        activation_checkpointing: config.activation_checkpointing,
+        activation_checkpointing: config.ulysses.activation_checkpointing,
         features,
         micro_batch_size: config.micro_batch_size,
         gradient_accumulation_steps: config.gradient_accumulation_steps,
@@ -270,8 +270,8 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
 
 /// What the longest rows need is what the run needs.
 pub(super) fn longest_rows(config: &mut Config) {
-    let scheduled = config.seq_len_schedule.iter().map(|change| change.seq_len);
-    config.seq_len = scheduled.chain(config.seq_len).max();
+    let scheduled = config.ulysses.seq_len_schedule.iter().map(|change| change.seq_len);
+    config.ulysses.seq_len = scheduled.chain(config.ulysses.seq_len).max();
 }
 
 /// The traffic of a model from two ranks to all that it has heads for, and some more.
@@ -303,7 +303,7 @@ pub(super) fn model(config: &Config) -> Result<(String, LlamaConfig), Failure> {
         describe(path)?
     } else {
         let model = shape(name).or_usage()?;
-        match config.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {
+        match config.ulysses.tokenizer.as_deref().filter(|_| PRESETS.contains(&name)) {
             Some(tokenizer) => {
                 let vocab_size = Tokenizer::from_file(Path::new(tokenizer)).or_usage()?.vocab_size();
                 LlamaConfig { vocab_size, ..model }

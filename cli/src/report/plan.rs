@@ -21,7 +21,7 @@ pub(super) fn figures(run: &RunFiles) -> String {
     let memory = workload.plan().map_or(String::new(), |plan| memory(run, &plan));
     let (config, model) = (&workload.config, &workload.model);
     let name = config.require_model().unwrap_or(&run.name);
-    let tokens_per_rank = config.seq_len.unwrap_or(1).div_ceil(config.sp_size);
+    let tokens_per_rank = config.ulysses.seq_len.unwrap_or(1).div_ceil(config.mesh.sp_size);
     let traffic = scaling_of(name, model, tokens_per_rank);
     memory + &traffic.map_or(String::new(), |traffic| pictures::scaling(&traffic).figure())
 }
@@ -32,8 +32,8 @@ fn workload(run: &RunFiles) -> Option<Workload> {
     longest_rows(&mut config);
     let record = &run.record;
     let threads = record["environment"]["threads_per_rank"].as_u64();
-    config.threads_per_rank =
-        threads.and_then(|threads| usize::try_from(threads).ok()).or(config.threads_per_rank);
+    config.ulysses.threads_per_rank =
+        threads.and_then(|threads| usize::try_from(threads).ok()).or(config.ulysses.threads_per_rank);
     let model = LlamaConfig::from_hf_json(record["model"]["config"].clone(), "run.json").ok()?;
     // Who shares a node changes no memory.
     let device = if record["environment"]["device"] == "cuda" { DeviceKind::Cuda } else { DeviceKind::Cpu };

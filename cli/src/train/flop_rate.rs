@@ -1,7 +1,6 @@
 //! The model's FLOP rate in the metrics.
 
 use super::prepare::Prepared;
-use ulysses::config::Config;
 use ulysses::engine::Engine;
 use ulysses::estimate::model_flops;
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
@@ -24,7 +23,7 @@ impl Observer for FlopRate<'_> {
     fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
         let Prepared { config, model, mesh, .. } = self.run;
         let flops = self.step_flops.of_length(step.seq_len, || {
-            let config = Config { seq_len: Some(step.seq_len), ..config.clone() };
+            let config = config.clone().with_seq_len(step.seq_len);
             model_flops(&config, &model.config, mesh).ok()
         });
         let rate = flops.map(|flops| flops / step.metrics.step_seconds);

@@ -81,7 +81,7 @@ impl Host {
 
     fn check_size(&self, config: &Config) -> Result<(), Failure> {
         let Some(process) = &self.process else { return Ok(()) };
-        let (Config { dp_size, sp_size, .. }, ranks) = (config, config.world_size());
+        let (dp_size, sp_size, ranks) = (config.mesh.dp_size, config.mesh.sp_size, config.world_size());
         let processes = process.world_size();
         if ranks == processes {
             return Ok(());
@@ -180,7 +180,7 @@ fn launch_threads<T: Send>(
     train: impl Fn(&RankContext, Device) -> anyhow::Result<T> + Sync,
 ) -> Result<Vec<T>, LaunchError> {
     let world_size = config.world_size();
-    match config.backend {
+    match config.ulysses.backend {
         #[cfg(feature = "nccl")]
         Backend::Nccl => {
             let gpus: Vec<usize> = (0..world_size).collect();

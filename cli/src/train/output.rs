@@ -31,7 +31,7 @@ pub(super) fn take(
 
 /// Creates the output directory. What is in it stays as it is: the ranks find out whether there is anything to do.
 fn create(config_path: &Path, config: &Config, created: &mut CreatedDirs) -> anyhow::Result<PathBuf> {
-    let output = match &config.output {
+    let output = match &config.ulysses.output {
         Some(output) => PathBuf::from(output),
         None => {
             let name = config_path.file_stem().unwrap_or_default().to_string_lossy();

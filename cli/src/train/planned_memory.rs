@@ -39,7 +39,8 @@ impl PlannedMemory {
         local_ranks: usize,
     ) -> Result<Option<Self>, EngineError> {
         // As the ranks are started, whoever chose it.
-        let mut config = Config { threads_per_rank: Some(threads_per_rank), ..config.clone() };
+        let mut config = config.clone();
+        config.ulysses.threads_per_rank = Some(threads_per_rank);
         longest_rows(&mut config);
         let model = model.clone();
         let workload = Workload { config, model, document_len: None, ranks_per_node: local_ranks, device };
@@ -112,7 +113,7 @@ pub(super) fn note_first_step(
     peak_flops: Option<f64>,
 ) {
     let Some(peak) = peak_flops else { return };
-    let config = Config { seq_len: Some(seq_len), ..config.clone() };
+    let config = config.clone().with_seq_len(seq_len);
     // Ranks differ by few tokens or heads.
     let Ok(step) = RankStep::of(&config, model, mesh, 0) else { return };
     let work = mesh.world_size() as f64 * step.flops.values().sum::<f64>();

@@ -52,23 +52,23 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Prepared, Fail
             overrides(args, raw, cluster, device)
         },
     )?;
-    let device = host.device(device.kind()?, config.backend)?;
+    let device = host.device(device.kind()?, config.ulysses.backend)?;
     let resume = resume.map(open_resume).transpose()?;
     print_warnings(&config, &path);
     check_config(&config).or_usage()?;
     let seq_lens = seq_lens(&config).or_usage()?;
     config.require_data().or_usage()?;
     check_output(&config, resume.as_ref())?;
-    let mesh = DeviceMesh::dp_sp(config.dp_size, config.sp_size).or_usage()?;
+    let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
     let local_ranks = host.local_ranks(mesh.world_size());
-    let launch = settings::launch_options(config.threads_per_rank, local_ranks)?;
-    let timeout = Duration::from_secs(config.comm_timeout_seconds);
-    let launch = LaunchOptions { check: config.comm_check, timeout, ..launch };
-    let tokenizer = open_tokenizer(config.model.as_deref(), &mut config.tokenizer)?;
+    let launch = settings::launch_options(config.ulysses.threads_per_rank, local_ranks)?;
+    let timeout = Duration::from_secs(config.ulysses.comm.timeout_seconds);
+    let launch = LaunchOptions { check: config.ulysses.comm.is_checked(), timeout, ..launch };
+    let tokenizer = open_tokenizer(config.ulysses.model.as_deref(), &mut config.ulysses.tokenizer)?;
     let model = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     model.check_config(&config)?;
     for (_, seq_len) in &seq_lens {
-        model.check_exchange(config.micro_batch_size, *seq_len, &config, config.sp_size)?;
+        model.check_exchange(config.micro_batch_size, *seq_len, &config, config.mesh.sp_size)?;
         settings::check_memory(&config, &model.config, *seq_len, local_ranks)?;
     }
     let sources = Sources::read(&config, &tokenizer, model.config.vocab_size).or_run()?;
@@ -94,7 +94,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Prepared, Fail
 /// Every length of the rows, with the steps that are done before.
 fn seq_lens(config: &Config) -> anyhow::Result<Vec<(u64, usize)>> {
     let first = (0, config.require_seq_len()?);
-    let later = config.seq_len_schedule.iter().map(|change| (change.step, change.seq_len));
+    let later = config.ulysses.seq_len_schedule.iter().map(|change| (change.step, change.seq_len));
     Ok(std::iter::once(first).chain(later).collect())
 }
 

@@ -9,7 +9,7 @@ use std::fmt::{self, Display, Formatter};
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
-use ulysses::config::{Config, FlopsProfilerConfig};
+use ulysses::config::FlopsProfilerConfig;
 use ulysses::device::dry::MatmulOp;
 use ulysses::engine::{Engine, PartTimes, StepTimes};
 use ulysses::estimate::RankStep;
@@ -53,7 +53,7 @@ impl Observer for Profiler<'_> {
         if !profiler.enabled || step.metrics.step != profiler.profile_step {
             return Ok(());
         }
-        let config = Config { seq_len: Some(step.seq_len), ..config.clone() };
+        let config = config.clone().with_seq_len(step.seq_len);
         let planned = RankStep::of(&config, &model.config, mesh, 0)?;
         let profile = Profile { run: self.run, metrics: &step.metrics, times: &step.times, planned };
         Ok(profile.write(profiler.output_file.as_deref().map(Path::new))?)
@@ -120,7 +120,7 @@ impl Display for Profile<'_> {
         const ALL: &[MatmulOp] = &[MatmulOp::Linear, MatmulOp::Attention, MatmulOp::LmHead];
         let config = &self.run.config;
         let Metrics { step, step_seconds, tokens_per_second, .. } = self.metrics;
-        let (dp, sp) = (config.dp_size, config.sp_size);
+        let (dp, sp) = (config.mesh.dp_size, config.mesh.sp_size);
         writeln!(f, "flops profile of step {step}, rank 0 of {} (dp {dp} × sp {sp})", dp * sp)?;
         writeln!(
             f,

@@ -11,7 +11,6 @@ use crate::log;
 use crate::progress::LiveProgress;
 use candle_core::Device;
 use ulysses::comm::{MeshGroups, RankContext};
-use ulysses::config::Config;
 use ulysses::engine::{Engine, Passes, initialize};
 use ulysses::estimate::{PlannedCalls, RankStep};
 use ulysses::memory::peak_bytes;
@@ -82,7 +81,7 @@ fn comms(prepared: &Prepared, engine: &Engine, summary: &RankSummary, passes: &[
     });
     let planned = passes.iter().flat_map(|passes| {
         let steps = passes.trained / config.gradient_accumulation_steps as u64;
-        let config = Config { seq_len: Some(passes.seq_len), ..config.clone() };
+        let config = config.clone().with_seq_len(passes.seq_len);
         let plans = [
             (steps, RankStep::of(&config, llama, mesh, rank)),
             (passes.evaluated, RankStep::of_evaluation(&config, llama, mesh, rank)),

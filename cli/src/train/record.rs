@@ -85,7 +85,7 @@ pub(super) fn begin(prepared: &Prepared, config_path: &Path) -> Value {
             "axes": mesh.axis_names(),
             "shape": mesh.shape(),
             "ranks": mesh.ranks(),
-            "shard_size": config.zero_shard_size,
+            "shard_size": config.zero_shard_size(),
         },
         "model": { "parameters": model.config.num_parameters(), "config": model.config.to_hf_json() },
         "given_config": serde_json::from_str::<Value>(&given).unwrap_or(Value::Null),
@@ -135,7 +135,7 @@ pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOu
     };
     record["ranks"] = outcomes.iter().map(rank).collect();
     // Those of the first sp group: the plan looks at one of them, and others hold as much.
-    let watched = outcomes.iter().take(prepared.config.sp_size).filter_map(|outcome| {
+    let watched = outcomes.iter().take(prepared.config.mesh.sp_size).filter_map(|outcome| {
         let StepMemory { step, seq_len, parts } = outcome.step_memory.as_ref()?;
         Some(json!({ "rank": outcome.summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))
     });
@@ -150,7 +150,7 @@ pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOu
 /// Which ranks share an axis.
 pub(super) fn groups(prepared: &Prepared) -> Groups {
     let Prepared { config, mesh, .. } = prepared;
-    let hybrid = config.zero_shard_size.and_then(|size| mesh.hybrid_sharded(size).ok());
+    let hybrid = config.zero_shard_size().and_then(|size| mesh.hybrid_sharded(size).ok());
     let of_mesh = mesh.axis_names().iter().map(|axis| (mesh, axis.as_str()));
     let of_zero = hybrid.iter().flat_map(|mesh| [SHARD_AXIS, REPLICAS_AXIS].map(|axis| (mesh, axis)));
     let all = of_mesh.chain(of_zero);
@@ -185,7 +185,7 @@ fn environment(run: &Prepared) -> Value {
         "memory_bytes": memory,
         "threads_per_rank": run.launch.threads_per_rank,
         "device": run.device.name(),
-        "backend": run.config.backend,
+        "backend": run.config.ulysses.backend,
         "features": features.iter().filter(|(_, is_on)| *is_on).map(|(name, _)| *name).collect::<Vec<_>>(),
     });
     // Not every system tells.

@@ -19,7 +19,7 @@ pub(super) fn open_resume(dir: Option<PathBuf>) -> Result<Resume, Failure> {
 /// Refuses to mix the checkpoints of two runs in one directory, before anything is written.
 pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(), Failure> {
     let refuse = |message: String| Err(Failure::Usage(anyhow!(message)));
-    let Some(output) = config.output.as_deref() else {
+    let Some(output) = config.ulysses.output.as_deref() else {
         return match resume {
             Some(Resume::Newest(None)) => refuse(
                 "--resume looks into the output directory: name it with --output or in the config, or give a \
@@ -67,7 +67,7 @@ pub(super) fn check_candidate(
     data: &TrainingData,
 ) -> Result<(), Failure> {
     let candidate = resume
-        .map(|resume| resume.candidate(config.output.as_deref().map(Path::new)))
+        .map(|resume| resume.candidate(config.ulysses.output.as_deref().map(Path::new)))
         .transpose()
         .or_usage()?;
     let Some(checkpoint) = candidate.flatten() else { return Ok(()) };

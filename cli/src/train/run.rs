@@ -4,7 +4,7 @@ use super::prepare::Prepared;
 use serde_json::Value;
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
-use ulysses::config::{Config, ParameterGroup};
+use ulysses::config::{MeshConfig, ParameterGroup};
 use ulysses::model::LlamaConfig;
 use ulysses::monitor::Tracer;
 
@@ -21,11 +21,11 @@ impl Display for Run {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Prepared { config, model, data, launch, .. } = &self.prepared;
         let (llama, data): (&LlamaConfig, _) = (&model.config, &data.phases()[0].data);
-        let Config { dp_size, sp_size, zero_stage, parameter_groups, .. } = config;
-        let replicas = config.zero_shard_size.map_or_else(String::new, |size| {
+        let MeshConfig { dp_size, sp_size } = config.mesh;
+        let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
             format!(" in {} replicas of {size} partition(s)", dp_size / size)
         });
-        let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
+        let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
         let frozen = match llama.num_parameters_where(is_frozen) {
             0 => String::new(),
             frozen => format!(" ({:.2} M of them frozen)", frozen as f64 / 1e6),
@@ -34,7 +34,7 @@ impl Display for Run {
             f,
             "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} rows of {} tokens, \
              {} thread(s) per rank",
-            u8::from(*zero_stage),
+            u8::from(config.zero.stage),
             llama.num_parameters() as f64 / 1e6,
             data.num_rows(),
             data.seq_len(),

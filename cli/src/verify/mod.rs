@@ -130,7 +130,7 @@ impl Check {
         self.source.check_config(&config)?;
         self.source.check_exchange(rows, seq_len, &config, sp)?;
         let world_size = mesh.world_size();
-        let options = settings::launch_options(config.threads_per_rank, ranks.local(world_size))?;
+        let options = settings::launch_options(config.ulysses.threads_per_rank, ranks.local(world_size))?;
         ranks.run(world_size, &options, |rank| {
             let groups = MeshGroups::new(&mesh, rank.group.clone())?.on(device.open(rank.rank)?);
             let model = Model::llama(&self.source.config)?;
@@ -146,7 +146,7 @@ impl Check {
         let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
         let mut config = self.raw.clone().for_batch(rows).resolve(&overrides).or_usage()?;
         if let Some(stage) = stage.and_then(ZeroStage::from_number) {
-            config.set_zero_stage(stage);
+            config.zero.set_stage(stage);
         }
         Ok(config)
     }

@@ -39,14 +39,17 @@ fn a_sound_machine_gets_a_verdict_and_every_collective_a_rate() {
 #[test]
 fn bf16_products_are_what_the_environment_says_or_it_is_refused() {
     let place = Workplace::new();
-    let run = |value: &str| {
+    let run = |variable: &str, value: &str| {
         let arguments = ["doctor", "--ranks", "2", "--mib", "1"];
-        place.run_with(&arguments, &[("ULYSSES_BF16_PRODUCTS", value)])
+        place.run_with(&arguments, &[(variable, value)])
     };
+    let old_name = run("ULYSSES_BF16_PRODUCTS", "f32");
+    assert!(old_name.assert_done().stdout.contains("none: multiplied in f32"), "{old_name:?}");
+    let run = |value: &str| run("ULYSSES_BF16_GEMM", value);
     let in_f32 = run("f32");
     assert!(in_f32.assert_done().stdout.contains("none: multiplied in f32"), "{in_f32:?}");
     run("auto").assert_done();
-    run("half").assert_refused(2, &["ULYSSES_BF16_PRODUCTS is `half`, expected `f32` or `auto`"]);
+    run("half").assert_refused(2, &["ULYSSES_BF16_GEMM is `half`, expected `f32` or `auto`"]);
 }
 
 #[test]

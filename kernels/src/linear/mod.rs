@@ -114,7 +114,7 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
 }
 
 /// What multiplies large bf16 matrices on this CPU; without it they are multiplied in f32. So they are
-/// where the environment variable `ULYSSES_BF16_PRODUCTS` is `f32`.
+/// where the environment variable `ULYSSES_BF16_GEMM` is `f32`.
 ///
 /// # Errors
 /// When the variable is neither `f32` nor `auto`.

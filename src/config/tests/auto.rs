@@ -80,7 +80,7 @@ fn other_autos_count_as_absent() {
         r#""zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"}, "steps_per_print": "auto",
         "bf16": {"enabled": "auto"}, "communication_data_type": "auto""#,
     );
-    assert_eq!((config.zero_stage, config.steps_per_print), (ZeroStage::Disabled, 10));
+    assert_eq!((config.zero.stage, config.steps_per_print), (ZeroStage::Disabled, 10));
     assert_eq!(config.precision, Precision::F32);
     assert_eq!(auto(&config, "zero_optimization.stage"), (Some(0.into()), "the default".into()));
     assert_eq!(auto(&config, "bf16.enabled"), (Some(false.into()), TRAINER.into()));
@@ -100,7 +100,7 @@ fn auto_is_refused_where_nothing_tells_the_value() {
     assert!(message(r#"{"mesh_param": "auto"}"#).contains("`mesh_param`: expected an array"));
     assert!(message(r#"{"optimizer": {"type": "auto"}}"#).contains("`optimizer.type`: expected one of"));
     // A directory may be called so.
-    assert_eq!(config_with(r#""ulysses": {"model": "auto"}"#).model.as_deref(), Some("auto"));
+    assert_eq!(config_with(r#""ulysses": {"model": "auto"}"#).ulysses.model.as_deref(), Some("auto"));
 }
 
 #[test]

@@ -14,13 +14,13 @@ fn fault(members: &str) -> String {
 
 #[test]
 fn data_is_a_path_or_paths_or_paths_with_weights() {
-    assert_eq!(ulysses(r#""data": "a""#).data, ["a".into()]);
-    assert_eq!(ulysses(r#""data": ["a", "b"]"#).data, ["a".into(), "b".into()]);
-    assert_eq!(ulysses(r#""data": ["a", {"path": "b"}]"#).data, ["a".into(), "b".into()]);
+    assert_eq!(ulysses(r#""data": "a""#).ulysses.data, ["a".into()]);
+    assert_eq!(ulysses(r#""data": ["a", "b"]"#).ulysses.data, ["a".into(), "b".into()]);
+    assert_eq!(ulysses(r#""data": ["a", {"path": "b"}]"#).ulysses.data, ["a".into(), "b".into()]);
     let weighted = |path: &str, weight| DataSource { path: path.into(), weight: Some(weight) };
     let sources = r#""data": [{"path": "a", "weight": 0.5}, {"path": "b", "weight": 2}]"#;
-    assert_eq!(ulysses(sources).data, [weighted("a", 0.5), weighted("b", 2.0)]);
-    assert_eq!(ulysses("").data, []);
+    assert_eq!(ulysses(sources).ulysses.data, [weighted("a", 0.5), weighted("b", 2.0)]);
+    assert_eq!(ulysses("").ulysses.data, []);
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn steps_and_epochs_exclude_each_other_and_flags_decide() {
     let text = r#"{"train_batch_size": 1, "ulysses": {"steps": 5}}"#;
     let raw = RawConfig::from_json_str(text, "c.json").unwrap();
     let by_flag = raw.resolve(&Overrides { epochs: Some(3), ..Overrides::default() }).unwrap();
-    assert_eq!((by_flag.steps, by_flag.epochs), (None, Some(3)));
+    assert_eq!((by_flag.ulysses.steps, by_flag.ulysses.epochs), (None, Some(3)));
     let both = Overrides { epochs: Some(3), steps: Some(1), ..Overrides::default() };
     assert_eq!(
         raw.resolve(&both).unwrap_err().to_string(),
@@ -62,7 +62,7 @@ fn steps_and_epochs_exclude_each_other_and_flags_decide() {
 fn a_schedule_of_lengths_ascends() {
     let change = |step, seq_len| SeqLenChange { step, seq_len };
     let config = ulysses(r#""seq_len": 64, "seq_len_schedule": [[10, 128], [20, 32]]"#);
-    assert_eq!(config.seq_len_schedule, [change(10, 128), change(20, 32)]);
+    assert_eq!(config.ulysses.seq_len_schedule, [change(10, 128), change(20, 32)]);
     for (schedule, expected) in [
         ("[[20, 128], [10, 256]]", "expected steps in ascending order"),
         ("[[10, 128], [10, 256]]", "expected steps in ascending order"),
@@ -82,7 +82,8 @@ fn a_schedule_of_lengths_ascends() {
 
 #[test]
 fn validation_has_data_of_its_own_or_a_share() {
-    let validation = |members: &str| ulysses(&format!("\"validation\": {{{members}}}")).validation.unwrap();
+    let validation =
+        |members: &str| ulysses(&format!("\"validation\": {{{members}}}")).ulysses.validation.unwrap();
     let plain = ValidationConfig {
         data: HeldOut::Fraction(0.25),
         interval: None,

@@ -41,37 +41,44 @@ fn an_almost_empty_file_gives_the_documented_defaults() {
         scheduler: None,
         gradient_clipping: 0.0,
         precision: Precision::F32,
-        zero_stage: ZeroStage::Disabled,
-        dp_size: 1,
-        sp_size: 1,
-        zero_shard_size: None,
-        stated_shard_size: None,
+        zero: ZeroConfig {
+            stage: ZeroStage::Disabled,
+            mics_shard_size: None,
+            offload_param: Offload::None,
+            offload_optimizer: Offload::None,
+        },
+        mesh: MeshConfig { dp_size: 1, sp_size: 1 },
         steps_per_print: 10,
         seed: 1234,
         loss_normalization: LossNormalization::Global,
         checkpoint: None,
-        model: None,
-        data: vec![],
-        text_field: "text".into(),
-        end_of_document: None,
-        tokenizer: None,
-        output: None,
-        seq_len: None,
-        steps: None,
-        epochs: None,
-        seq_len_schedule: vec![],
-        packing: Packing::Greedy,
-        validation: None,
-        threads_per_rank: None,
-        backend: Backend::Thread,
-        mesh_rules: vec![],
-        comm_check: false,
-        comm_timeout_seconds: 300,
-        activation_checkpointing: false,
-        loss_tile_tokens: 1024,
+        activation_checkpointing: ActivationCheckpointingConfig { cpu_checkpointing: false },
         monitoring: defaults_of_monitoring(),
-        memory: MemoryConfig::default(),
-        parameter_groups: vec![],
+        ulysses: UlyssesConfig {
+            model: None,
+            data: vec![],
+            text_field: "text".into(),
+            end_of_document: None,
+            tokenizer: None,
+            output: None,
+            seq_len: None,
+            steps: None,
+            epochs: None,
+            seq_len_schedule: vec![],
+            packing: Packing::Greedy,
+            validation: None,
+            threads_per_rank: None,
+            backend: Backend::Thread,
+            mesh_rules: vec![],
+            comm: CommConfig { check: CommCheck::Off, timeout_seconds: 300 },
+            activation_checkpointing: false,
+            activation_checkpointing_interval: 1,
+            tile_tokens: None,
+            head_chunks: 1,
+            offload_path: None,
+            loss_tile_tokens: 1024,
+            parameter_groups: vec![],
+        },
         notes: vec![],
         autos: vec![],
     };
@@ -100,9 +107,9 @@ fn every_key_of_a_full_file_arrives() {
         (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps),
         (32, 4, 4)
     );
-    assert_eq!((config.dp_size, config.sp_size, config.world_size()), (2, 4, 8));
+    assert_eq!((config.mesh.dp_size, config.mesh.sp_size, config.world_size()), (2, 4, 8));
     assert_eq!((config.seed, config.steps_per_print), (u64::MAX, 7));
-    assert_eq!(config.zero_stage, ZeroStage::Gradients);
+    assert_eq!(config.zero.stage, ZeroStage::Gradients);
     assert_eq!(config.loss_normalization, LossNormalization::MicroBatch);
     assert_eq!(config.gradient_clipping, 0.5);
     let on_error = OnSaveError::Continue;
@@ -122,20 +129,20 @@ fn every_key_of_a_full_file_arrives() {
         (config.require_model().unwrap(), config.require_data().unwrap()),
         ("models/größer", &["data.txt".into()][..])
     );
-    assert_eq!((config.tokenizer.as_deref(), config.output.as_deref()), (Some("tok.json"), Some("out")));
+    assert_eq!(
+        (config.ulysses.tokenizer.as_deref(), config.ulysses.output.as_deref()),
+        (Some("tok.json"), Some("out"))
+    );
     assert_eq!((config.require_seq_len().unwrap(), config.require_steps().unwrap()), (1000, 12));
-    assert_eq!((config.threads_per_rank, config.loss_tile_tokens), (Some(3), 64));
-    assert!(config.activation_checkpointing);
-    let expected = MemoryConfig {
-        checkpointing_interval: 2,
-        tile_tokens: std::num::NonZero::new(100),
-        head_chunks: 4,
-        offload_checkpoints: true,
-        offload_path: Some("/scratch".into()),
-        offload_optimizer: Offload::Nvme(Some("/fast".into())),
-        offload_parameters: Offload::None,
-    };
-    assert_eq!(config.memory, expected);
+    assert_eq!((config.ulysses.threads_per_rank, config.ulysses.loss_tile_tokens), (Some(3), 64));
+    assert!(config.ulysses.activation_checkpointing);
+    let ulysses = &config.ulysses;
+    assert_eq!((ulysses.activation_checkpointing_interval, ulysses.head_chunks), (2, 4));
+    assert_eq!(ulysses.tile_tokens, std::num::NonZero::new(100));
+    assert_eq!(ulysses.offload_path.as_deref(), Some("/scratch"));
+    assert!(config.activation_checkpointing.cpu_checkpointing);
+    assert_eq!(config.zero.offload_optimizer, Offload::Nvme(Some("/fast".into())));
+    assert_eq!(config.zero.offload_param, Offload::None);
 }
 
 #[test]
@@ -208,18 +215,18 @@ fn flags_override_the_file() {
         output: Some("o".into()),
         backend: Some(Backend::Thread),
     };
-    let expected = Config {
+    let ulysses = UlyssesConfig {
         seq_len: Some(77),
         steps: Some(5),
-        seed: 0,
         threads_per_rank: Some(1),
         model: Some("m".into()),
         data: vec!["d".into()],
         packing: Packing::Cut,
         tokenizer: Some("t".into()),
         output: Some("o".into()),
-        ..file
+        ..file.ulysses
     };
+    let expected = Config { seed: 0, ulysses, ..file };
     assert_eq!(raw.resolve(&overrides).unwrap(), expected);
 }
 
@@ -268,8 +275,9 @@ fn a_mesh_that_contradicts_itself_within_the_file_is_an_error_showing_both() {
 fn half_a_mesh_in_the_file_is_completed_by_flag_or_world() {
     let raw = RawConfig::from_json_str(r#"{"train_batch_size": 8, "sequence_parallel_size": 2}"#, "c.json")
         .unwrap();
-    let mesh =
-        |overrides| raw.resolve(&overrides).map(|c| (c.dp_size, c.sp_size, c.micro_batch_size)).unwrap();
+    let mesh = |overrides| {
+        raw.resolve(&overrides).map(|c| (c.mesh.dp_size, c.mesh.sp_size, c.micro_batch_size)).unwrap()
+    };
     assert_eq!(mesh(Overrides::default()), (1, 2, 8));
     assert_eq!(mesh(Overrides { mesh: Some((4, 2)), ..Overrides::default() }), (4, 2, 2));
     assert_eq!(mesh(Overrides { world_size: Some(4), ..Overrides::default() }), (2, 2, 4));

@@ -34,19 +34,19 @@ fn settings_change_the_file_in_their_order_and_flags_of_their_own_come_last() {
         "ulysses.output=10=x",
     ]);
     let config = resolved(FILE, &settings);
-    assert_eq!((config.train_batch_size, u8::from(config.zero_stage)), (16, 2));
-    assert_eq!((config.model.as_deref(), config.steps), (Some("nano"), Some(7)));
-    assert_eq!((config.data.len(), config.output.as_deref()), (2, Some("10=x")));
+    assert_eq!((config.train_batch_size, u8::from(config.zero.stage)), (16, 2));
+    assert_eq!((config.ulysses.model.as_deref(), config.ulysses.steps), (Some("nano"), Some(7)));
+    assert_eq!((config.ulysses.data.len(), config.ulysses.output.as_deref()), (2, Some("10=x")));
     assert_eq!(config.precision.dtype(), candle_core::DType::BF16);
     assert!(matches!(config.optimizer, OptimizerConfig::Adam { betas: [0.8, 0.9], .. }));
     let flags = Settings { zero_stage: Some(3), batch_size: Some(4), lr: Some(0.5), ..settings };
     let config = resolved(FILE, &flags);
-    assert_eq!((config.train_batch_size, u8::from(config.zero_stage), config.optimizer.lr()), (4, 3, 0.5));
+    assert_eq!((config.train_batch_size, u8::from(config.zero.stage), config.optimizer.lr()), (4, 3, 0.5));
     let written = serde_json::to_value(&config).unwrap();
     assert_eq!(written["optimizer"]["params"]["lr"], json!(0.5), "a resolved file holds what was set");
     assert_eq!(
-        Config::from_json_str(&written.to_string(), "again.json").unwrap().zero_stage,
-        config.zero_stage
+        Config::from_json_str(&written.to_string(), "again.json").unwrap().zero.stage,
+        config.zero.stage
     );
 }
 
@@ -193,7 +193,7 @@ fn what_contradicts_itself_whatever_comes_is_still_refused() {
 fn a_file_of_any_size_takes_settings() {
     let text = format!(r#"{{"train_batch_size": 8{} }}"#, " ".repeat(70_000));
     let settings = Settings { lr: Some(0.5), ..set(&["ulysses.steps=7"]) };
-    assert_eq!(resolved(&text, &settings).steps, Some(7));
+    assert_eq!(resolved(&text, &settings).ulysses.steps, Some(7));
 }
 
 #[test]

@@ -1,9 +1,8 @@
 //! Every key of the table does what the table says.
 
 use super::*;
-use crate::config::vocabulary::{
-    Default, Effect, Entry, Harmless, Key, Literal, Max, Value as Kind, entries, find,
-};
+use crate::config::config::entries;
+use crate::config::vocabulary::{Default, Effect, Entry, Harmless, Key, Literal, Max, Value as Kind, find};
 use serde_json::{Value, json};
 
 /// The keys that are not sections.
@@ -248,9 +247,9 @@ fn another_name_of_a_key_is_read_as_the_key_with_a_note() {
 #[test]
 fn the_old_form_of_zero_is_stage_1() {
     let config = config_with(r#""zero_optimization": true, "allgather_size": 5e8"#);
-    assert_eq!(config.zero_stage, ZeroStage::OptimizerStates);
+    assert_eq!(config.zero.stage, ZeroStage::OptimizerStates);
     assert!(config.notes.iter().any(|note| note.contains("`zero_optimization.stage`")), "{:?}", config.notes);
-    assert_eq!(config_with(r#""zero_optimization": false"#).zero_stage, ZeroStage::Disabled);
+    assert_eq!(config_with(r#""zero_optimization": false"#).zero.stage, ZeroStage::Disabled);
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// A key of the config file. Everything that is known about it stands here: the reader, the
-/// diagnostics, `config explain`, the reference in `docs/` and the JSON Schema only repeat it.
+/// A key of the config file, as a field of a section or a row of DeepSpeed's table defines it: the reader, the diagnostics,
+/// `config explain`, the reference in `docs/` and the JSON Schema only repeat it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Key {
     pub(crate) name: &'static str,
@@ -17,6 +17,25 @@ pub(crate) struct Key {
     pub(crate) or_null: bool,
     /// Whether a run without its effect differs in memory, results or files from what the key asks for.
     pub(crate) is_missed: bool,
+    /// Of a section: a key in it, and its default where the type of the section has another.
+    pub(crate) changed_default: Option<(&'static str, &'static str)>,
+}
+
+impl Key {
+    /// An honoured key without a default of its own, still without a name.
+    pub(crate) const fn new(value: Value) -> Self {
+        Self {
+            name: "",
+            value,
+            about: "",
+            default: Default::Derived("not set"),
+            auto: Auto::AsDefault,
+            effect: Effect::Honoured,
+            or_null: false,
+            is_missed: false,
+            changed_default: None,
+        }
+    }
 }
 
 /// The type and range of a value.

@@ -1,52 +1,36 @@
-//! The table of all keys: DeepSpeed's vocabulary and the `ulysses` section.
+//! The vocabulary: all keys, DeepSpeed's and those of the `ulysses` section.
 //!
-//! The list follows DeepSpeed's sources (`runtime/config.py`, `runtime/constants.py`,
-//! `runtime/zero/config.py` and the configs that they include) at the version below. Each key
-//! is honoured, accepted without effect and with a note why, or refused with a reason and the
-//! alternative. What an ignored key would change decides: results, promised memory or files
-//! that somebody waits for make it an error, speed makes it a note.
+//! Keys that do something are the fields of the [sections](crate::config::sections), in the words of [`define`](crate::config::define); all others of
+//! DeepSpeed's are rows of a table ([`deepspeed`]). The list follows DeepSpeed's sources (`runtime/config.py`,
+//! `runtime/constants.py`, `runtime/zero/config.py` and the configs that they include) at the version below. What an ignored
+//! key would change decides what becomes of it: results, promised memory or files that somebody waits for make it an error,
+//! speed makes it a note.
 
-mod build;
-mod features;
+mod deepspeed;
 mod key;
-mod machine;
-mod monitoring;
-mod optimizer;
-mod precision;
-mod root;
-mod scheduler;
 mod synonyms;
-mod ulysses;
-mod zero;
 
-pub(super) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant};
-pub(super) use machine::MACHINE;
-pub(super) use monitoring::COLLECTIVES;
-pub(super) use root::ROOT;
+pub(crate) use deepspeed::{complete, refused_names};
+pub(crate) use key::{Auto, Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value, Variant};
 #[cfg(test)]
-pub(super) use synonyms::synonyms;
-pub(super) use synonyms::{Synonym, synonym_of};
+pub(crate) use synonyms::synonyms;
+pub(crate) use synonyms::{Synonym, synonym_of};
 
 /// The version of DeepSpeed whose keys the table has, next to those of earlier 0.19 versions that it has removed.
 pub const DEEPSPEED_VERSION: &str = "0.19.8";
 
 /// A key with its place in the table.
 #[derive(Clone, Debug)]
-pub(super) struct Entry {
+pub(crate) struct Entry {
     /// The path, as in `zero_optimization.stage`.
-    pub(super) path: String,
+    pub(crate) path: String,
     /// The optimizer or scheduler type that has the key, in a `params` section.
-    pub(super) variant: Option<&'static str>,
-    pub(super) key: &'static Key,
+    pub(crate) variant: Option<&'static str>,
+    pub(crate) key: &'static Key,
 }
 
-/// Every key of the table, sections before what is in them.
-pub(super) fn entries() -> Vec<Entry> {
-    entries_of(ROOT)
-}
-
-/// The same of another file than the config.
-pub(super) fn entries_of(root: &'static [Key]) -> Vec<Entry> {
+/// Every key of a file, sections before what is in them.
+pub(crate) fn entries_of(root: &'static [Key]) -> Vec<Entry> {
     let mut entries = Vec::new();
     collect("", None, root, &mut entries);
     entries
@@ -66,17 +50,17 @@ fn collect(section: &str, variant: Option<&'static str>, keys: &'static [Key], e
 }
 
 /// The key called `name`.
-pub(super) fn find(keys: &'static [Key], name: &str) -> Option<&'static Key> {
+pub(crate) fn find(keys: &'static [Key], name: &str) -> Option<&'static Key> {
     keys.iter().find(|key| key.name == name)
 }
 
 /// The path of a key.
-pub(super) fn join(section: &str, key: &str) -> String {
+pub(crate) fn join(section: &str, key: &str) -> String {
     if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") }
 }
 
 /// The known name that `name` most likely meant.
-pub(super) fn nearest(name: &str, known: impl Iterator<Item = &'static str>) -> Option<&'static str> {
+pub(crate) fn nearest(name: &str, known: impl Iterator<Item = &'static str>) -> Option<&'static str> {
     const MAX_NAME_BYTES: usize = 100; // edit distance is quadratic
     const MIN_SIMILARITY: f64 = 0.6;
     if name.len() > MAX_NAME_BYTES {

@@ -1,15 +1,18 @@
 //! The features of a config that save memory, one after another.
 
-use ulysses::config::{Config, MemoryConfig, Offload, ZeroStage};
+use ulysses::config::{Config, Offload, ZeroStage};
 
 /// The config without any feature that saves memory, then with one more of its own each time, up to all of them.
 pub(super) fn cumulative(config: &Config) -> Vec<(String, Config)> {
     let mut now = config.clone();
-    now.activation_checkpointing = false;
-    now.memory = MemoryConfig { offload_path: config.memory.offload_path.clone(), ..MemoryConfig::default() };
-    if config.memory.offload_optimizer != Offload::None || config.memory.offload_parameters != Offload::None {
+    let ulysses = &mut now.ulysses;
+    ulysses.activation_checkpointing = false;
+    (ulysses.activation_checkpointing_interval, ulysses.head_chunks, ulysses.tile_tokens) = (1, 1, None);
+    now.activation_checkpointing.cpu_checkpointing = false;
+    (now.zero.offload_optimizer, now.zero.offload_param) = (Offload::None, Offload::None);
+    if config.zero.offload_optimizer != Offload::None || config.zero.offload_param != Offload::None {
         // The stage is a feature only where it is for the sake of offload.
-        now.zero_stage = ZeroStage::Disabled;
+        now.zero.stage = ZeroStage::Disabled;
     }
     let mut steps = vec![("none".to_owned(), now.clone())];
     let mut add = |feature: String, apply: &dyn Fn(&mut Config)| {
@@ -19,31 +22,30 @@ pub(super) fn cumulative(config: &Config) -> Vec<(String, Config)> {
             steps.push((feature, now.clone()));
         }
     };
-    let memory = &config.memory;
-    let of_layers = match memory.checkpointing_interval {
+    let (ulysses, zero) = (&config.ulysses, &config.zero);
+    let of_layers = match ulysses.activation_checkpointing_interval {
         1 => String::new(),
         interval => format!(", `activation_checkpointing_interval: {interval}`"),
     };
     add(format!("`ulysses.activation_checkpointing`{of_layers}"), &|now| {
-        now.activation_checkpointing = config.activation_checkpointing;
-        now.memory.checkpointing_interval = memory.checkpointing_interval;
+        now.ulysses.activation_checkpointing = ulysses.activation_checkpointing;
+        now.ulysses.activation_checkpointing_interval = ulysses.activation_checkpointing_interval;
     });
-    let tokens = memory.tile_tokens.map_or(0, usize::from);
-    add(format!("`tile_tokens: {tokens}`"), &|now| now.memory.tile_tokens = memory.tile_tokens);
-    add(format!("`head_chunks: {}`", memory.head_chunks), &|now| now.memory.head_chunks = memory.head_chunks);
+    let tokens = ulysses.tile_tokens.map_or(0, usize::from);
+    add(format!("`tile_tokens: {tokens}`"), &|now| now.ulysses.tile_tokens = ulysses.tile_tokens);
+    let chunks = ulysses.head_chunks;
+    add(format!("`head_chunks: {chunks}`"), &|now| now.ulysses.head_chunks = chunks);
     add("`activation_checkpointing.cpu_checkpointing`".to_owned(), &|now| {
-        now.memory.offload_checkpoints = memory.offload_checkpoints;
+        now.activation_checkpointing = config.activation_checkpointing.clone();
     });
-    let stage = u8::from(config.zero_stage);
-    add(format!("`zero_optimization.stage: {stage}`"), &|now| now.zero_stage = config.zero_stage);
-    let device = memory.offload_optimizer.device();
+    let stage = u8::from(zero.stage);
+    add(format!("`zero_optimization.stage: {stage}`"), &|now| now.zero.stage = zero.stage);
+    let device = zero.offload_optimizer.device();
     add(format!("`offload_optimizer: {device}`"), &|now| {
-        now.memory.offload_optimizer = memory.offload_optimizer.clone();
+        now.zero.offload_optimizer = zero.offload_optimizer.clone();
     });
-    let device = memory.offload_parameters.device();
-    add(format!("`offload_param: {device}`"), &|now| {
-        now.memory.offload_parameters = memory.offload_parameters.clone();
-    });
+    let device = zero.offload_param.device();
+    add(format!("`offload_param: {device}`"), &|now| now.zero.offload_param = zero.offload_param.clone());
     steps
 }
 
@@ -65,15 +67,16 @@ mod tests {
         assert_eq!(names.len(), 8, "{names:?}");
         assert_eq!(steps[7].1, Config::from_json_str(text, "c.json").unwrap());
         assert_eq!(
-            (steps[0].1.zero_stage, steps[0].1.activation_checkpointing),
+            (steps[0].1.zero.stage, steps[0].1.ulysses.activation_checkpointing),
             (ZeroStage::Disabled, false)
         );
-        assert_eq!((steps[2].1.memory.head_chunks, steps[3].1.memory.head_chunks), (1, 4));
+        assert_eq!((steps[2].1.ulysses.head_chunks, steps[3].1.ulysses.head_chunks), (1, 4));
         // What is written for a step reads back as the same.
         for (name, config) in &steps {
             let text = serde_json::to_string(config).unwrap();
             let read = Config::from_json_str(&text, "step.json").unwrap();
-            assert_eq!((&read.memory, read.zero_stage), (&config.memory, config.zero_stage), "{name}");
+            let settings = |config| Config { notes: vec![], autos: vec![], ..config };
+            assert_eq!(settings(read), settings(config.clone()), "{name}");
         }
     }
 
@@ -81,6 +84,6 @@ mod tests {
     fn a_config_without_features_is_one_step() {
         let steps = features(r#"{ "train_batch_size": 1, "zero_optimization": { "stage": 2 } }"#);
         assert_eq!(steps.len(), 1);
-        assert_eq!(steps[0].1.zero_stage, ZeroStage::Gradients);
+        assert_eq!(steps[0].1.zero.stage, ZeroStage::Gradients);
     }
 }

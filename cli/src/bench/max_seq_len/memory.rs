@@ -23,9 +23,9 @@ const POLL: Duration = Duration::from_millis(5);
 /// What is planned for the rows that the steps train on.
 pub(super) fn workload(config: &Config, threads_per_rank: Option<usize>) -> Result<Workload, Failure> {
     let mut config = config.clone();
-    let threads = threads_per_rank.or(config.threads_per_rank);
+    let threads = threads_per_rank.or(config.ulysses.threads_per_rank);
     let launch = settings::launch_options(threads, config.world_size())?;
-    config.threads_per_rank = Some(launch.threads_per_rank);
+    config.ulysses.threads_per_rank = Some(launch.threads_per_rank);
     let (_, model) = model(&config)?;
     let (ranks_per_node, document_len) = (config.world_size(), Some(DOCUMENT_TOKENS));
     Ok(Workload { config, model, document_len, ranks_per_node, device: DeviceKind::Cpu })

@@ -10,7 +10,10 @@ use crate::OpError;
 use std::sync::OnceLock;
 
 /// The environment variable that says what multiplies bf16 matrices: `f32`, or `auto` for the fastest.
-const VARIABLE: &str = "ULYSSES_BF16_PRODUCTS";
+const VARIABLE: &str = "ULYSSES_BF16_GEMM";
+
+/// Its name in earlier versions, which counts where the other is not set.
+const OLD_VARIABLE: &str = "ULYSSES_BF16_PRODUCTS";
 
 /// What computes a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,7 +108,7 @@ impl Kernel {
 
 /// Whether the environment asks for f32.
 fn products_in_f32() -> Result<bool, OpError> {
-    match std::env::var_os(VARIABLE) {
+    match std::env::var_os(VARIABLE).or_else(|| std::env::var_os(OLD_VARIABLE)) {
         None => Ok(false),
         Some(value) if value == "auto" => Ok(false),
         Some(value) if value == "f32" => Ok(true),

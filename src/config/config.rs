@@ -1,0 +1,245 @@
+//! The configuration without open questions.
+
+use super::define::words::{choice, count, index, number, section};
+use super::define::{Keys, choices, keys, section_keys};
+use super::error::ConfigError;
+use super::overrides::Overrides;
+use super::raw::RawConfig;
+use super::reader::Note;
+use super::sections::activation_checkpointing::ActivationCheckpointingConfig;
+use super::sections::checkpoint::CheckpointConfig;
+use super::sections::data::DataSource;
+use super::sections::mesh::MeshConfig;
+use super::sections::monitoring::MonitoringConfig;
+use super::sections::optimizer::OptimizerConfig;
+use super::sections::precision::Precision;
+use super::sections::scheduler::{LrSchedule, SchedulerConfig};
+use super::sections::ulysses::UlyssesConfig;
+use super::sections::zero::ZeroConfig;
+use super::vocabulary::{Entry, Key, Literal, entries_of};
+use serde::{Serialize, Serializer};
+use std::path::Path;
+use std::sync::LazyLock;
+
+static ROOT: LazyLock<&'static [Key]> = LazyLock::new(|| section_keys::<Config>("", None));
+
+/// The keys at the top of the file.
+pub(super) fn root() -> &'static [Key] {
+    *ROOT
+}
+
+/// Every key of the file, sections before what is in them.
+pub(super) fn entries() -> Vec<Entry> {
+    entries_of(root())
+}
+
+/// What the batch sizes follow from.
+const BATCH: &str = "the other two batch keys and dp";
+
+keys! {
+    /// Everything that a training run is told, section by section: `config.zero.stage` is `zero_optimization.stage` in the
+    /// file. It serializes in the vocabulary it is read from (except [`notes`](Self::notes)), and what it writes reads back
+    /// as the same config.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct Config {
+        /// Rows per optimizer step: micro batch × accumulation × dp, never × sp.
+        pub train_batch_size: usize = count().derived(BATCH),
+        /// Rows of one forward pass of one data-parallel rank.
+        pub micro_batch_size: usize = count()
+            .named("train_micro_batch_size_per_gpu")
+            .derived(BATCH)
+            .auto_derived("the other two batch keys and dp, or 8"),
+        /// Forward passes per optimizer step.
+        pub gradient_accumulation_steps: usize = count().derived("the other two batch keys and dp, or 1"),
+        /// The sizes of the mesh.
+        pub mesh: MeshConfig,
+        /// What is partitioned over dp. (`true` is an old form of stage 1.)
+        pub zero: ZeroConfig = section().named("zero_optimization").or_switch(),
+        /// The optimizer; without it AdamW.
+        pub optimizer: OptimizerConfig = section(),
+        /// The learning rate; without it the optimizer's `lr` throughout.
+        pub scheduler: Option<SchedulerConfig> = section(),
+        /// Largest norm of the whole gradient, over all ranks; 0 for none. (DeepSpeed 0.19's default is 1.)
+        pub gradient_clipping: f64 = number().number(0.0).auto(Literal::Number(1.0)),
+        /// The number format of parameters and activations.
+        pub precision: Precision,
+        /// `global`: all token losses over all valid tokens; `micro_batch`: DeepSpeed's mean of means.
+        pub loss_normalization: LossNormalization = choice().text("global"),
+        /// Initial weights and order of the data.
+        pub seed: u64 = index().integer(1234),
+        /// Steps between two progress lines.
+        pub steps_per_print: u64 = count().integer(10).or_null(),
+        /// What the run tells of itself.
+        pub monitoring: MonitoringConfig,
+        /// How checkpoints are written.
+        pub checkpoint: Option<CheckpointConfig> = section(),
+        /// How checkpointed activations are kept.
+        pub activation_checkpointing: ActivationCheckpointingConfig = section(),
+        /// What DeepSpeed leaves to the training script.
+        pub ulysses: UlyssesConfig = section(),
+    }
+    without keys {
+        /// What the user should know, to be logged: keys without effect, notable defaults.
+        pub notes: Vec<Note>,
+        /// What each `"auto"` of the file became.
+        pub autos: Vec<ResolvedAuto>,
+    }
+}
+
+/// A key that the file left to `"auto"`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ResolvedAuto {
+    /// The path of the key.
+    pub key: String,
+    /// Its value in the resolved config, as JSON; `None` for a key without effect.
+    pub value: Option<serde_json::Value>,
+    /// Where the value comes from.
+    pub source: String,
+}
+
+choices! {
+    /// What the sum of the token losses is divided by.
+    pub enum LossNormalization {
+        /// The valid tokens of the whole global batch.
+        #[default]
+        Global = "global",
+        /// The valid tokens of each micro batch, then the mean over micro batches and
+        /// data-parallel ranks, as DeepSpeed does.
+        MicroBatch = "micro_batch",
+    }
+}
+
+impl Serialize for Config {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut object = serde_json::Map::new();
+        self.write_into(&mut object);
+        object.serialize(serializer)
+    }
+}
+
+impl Config {
+    /// Reads, checks and resolves a file, without a command line.
+    ///
+    /// # Errors
+    /// When the file cannot be read, has faults, or contradicts itself.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
+        RawConfig::from_file(path)?.resolve(&Overrides::default())
+    }
+
+    /// Checks and resolves the text of a config file, without a command line; `file` is
+    /// what error messages call it.
+    ///
+    /// # Errors
+    /// When the text has faults or contradicts itself.
+    pub fn from_json_str(text: &str, file: &str) -> Result<Self, ConfigError> {
+        RawConfig::from_json_str(text, file)?.resolve(&Overrides::default())
+    }
+
+    /// The number of ranks of the mesh.
+    pub fn world_size(&self) -> usize {
+        self.mesh.dp_size * self.mesh.sp_size
+    }
+
+    /// Whether ZeRO's partitions fill so many data-parallel ranks: training refuses others.
+    pub(crate) fn partitions_fill(&self, dp: usize) -> bool {
+        self.zero.mics_shard_size.is_none_or(|size| dp.is_multiple_of(size))
+    }
+
+    /// The ranks that share ZeRO's partitions, where that is not all of dp (hybrid sharding).
+    pub fn zero_shard_size(&self) -> Option<usize> {
+        self.zero.mics_shard_size.filter(|size| *size != self.mesh.dp_size)
+    }
+
+    /// Ranks that share ZeRO's partitions: all of dp, or the shard size of hybrid sharding.
+    pub fn zero_world_size(&self) -> usize {
+        self.zero_shard_size().unwrap_or(self.mesh.dp_size)
+    }
+
+    /// Says that a ZeRO stage partitions nothing, where it has a single partition; none in a world of one rank.
+    pub fn zero_partition_note(&self) -> Option<String> {
+        let stage = u8::from(self.zero.stage);
+        if stage == 0 || self.zero_world_size() != 1 || self.world_size() == 1 {
+            return None;
+        }
+        let (why, remedy) = match self.mesh.dp_size {
+            1 => ("dp_size is 1", "a mesh with dp_size > 1"),
+            _ => ("its shard size is 1", "a shard size > 1 (`zero_optimization.mics_shard_size`)"),
+        };
+        Some(format!(
+            "ZeRO stage {stage} has 1 partition, because {why}: every rank stores the whole model state of its sp group; \
+             {remedy} partitions it"
+        ))
+    }
+
+    /// The same with rows of another length.
+    #[must_use]
+    pub fn with_seq_len(mut self, seq_len: usize) -> Self {
+        self.ulysses.seq_len = Some(seq_len);
+        self
+    }
+
+    /// The learning rate of every step.
+    pub fn lr_schedule(&self) -> LrSchedule {
+        let base_lr = self.optimizer.lr();
+        self.scheduler
+            .as_ref()
+            .map_or(LrSchedule::constant(base_lr), |scheduler| LrSchedule::new(scheduler, base_lr))
+    }
+
+    /// `ulysses.model`, for those that cannot do without.
+    ///
+    /// # Errors
+    /// When neither the file nor a flag gives it.
+    pub fn require_model(&self) -> Result<&str, ConfigError> {
+        self.ulysses.model.as_deref().ok_or(ConfigError::Unset { key: "model", flag: "model" })
+    }
+
+    /// `ulysses.data`, for those that cannot do without.
+    ///
+    /// # Errors
+    /// When neither the file nor a flag gives it.
+    pub fn require_data(&self) -> Result<&[DataSource], ConfigError> {
+        match self.ulysses.data.as_slice() {
+            [] => Err(ConfigError::Unset { key: "data", flag: "data" }),
+            sources => Ok(sources),
+        }
+    }
+
+    /// `ulysses.seq_len`, for those that cannot do without.
+    ///
+    /// # Errors
+    /// When neither the file nor a flag gives it.
+    pub fn require_seq_len(&self) -> Result<usize, ConfigError> {
+        self.ulysses.seq_len.ok_or(ConfigError::Unset { key: "seq_len", flag: "seq-len" })
+    }
+
+    /// `ulysses.steps`, for those that cannot do without.
+    ///
+    /// # Errors
+    /// When neither the file nor a flag gives it.
+    pub fn require_steps(&self) -> Result<u64, ConfigError> {
+        self.ulysses.steps.ok_or(ConfigError::Unset { key: "steps", flag: "steps" })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn note(stage: u8, dp: usize, sp: usize, shard_size: i64) -> Option<String> {
+        let text = format!(
+            r#"{{"train_batch_size": {dp}, "mesh_param": [{dp}, {sp}],
+                "zero_optimization": {{"stage": {stage}, "mics_shard_size": {shard_size}}}}}"#
+        );
+        Config::from_json_str(&text, "c.json").unwrap().zero_partition_note()
+    }
+
+    #[test]
+    fn a_stage_with_one_partition_says_so_and_no_other() {
+        assert!(note(3, 1, 4, -1).unwrap().starts_with("ZeRO stage 3 has 1 partition, because dp_size is 1"));
+        assert!(note(1, 2, 2, 1).unwrap().contains("because its shard size is 1"));
+        for (stage, dp, sp, shard_size) in [(0, 1, 4, -1), (2, 2, 4, -1), (3, 1, 1, -1), (3, 4, 1, 2)] {
+            assert_eq!(note(stage, dp, sp, shard_size), None, "stage {stage} on {dp} × {sp}");
+        }
+    }
+}

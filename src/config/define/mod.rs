@@ -1,0 +1,266 @@
+//! How a section of the file is defined: as a struct whose fields are its keys.
+//!
+//! ```text
+//! keys! {
+//!     /// When and how checkpoints are saved.
+//!     #[derive(Clone, Debug, PartialEq)]
+//!     pub struct CheckpointConfig {
+//!         /// Checkpoints to keep; 0 keeps all.
+//!         pub keep_last: usize = index().integer(10),
+//!     }
+//! }
+//! ```
+//!
+//! The struct, the row of the [vocabulary](crate::config::vocabulary) with which a file is checked and documented, the reader of the file and the
+//! writer of the resolved file all are this definition. A field without a definition is a group of keys in the same object.
+
+mod variants;
+pub(crate) mod words;
+
+pub(crate) use variants::{declare_variants, variant, variants, write_variant};
+
+use crate::config::reader::Section;
+use crate::config::vocabulary::{Key, Value, complete, join};
+use serde_json::{Map, Value as Json};
+use std::num::NonZero;
+
+/// A type that stands for a JSON object, or for some keys of one.
+pub(crate) trait Keys: Sized {
+    /// Its keys, in the section at `path`.
+    fn declare(path: &str) -> Vec<Key>;
+
+    /// Its values as a checked file has them, or as they are without the file's. What stands in for a faulty value is
+    /// never used: it has been reported.
+    fn from_section(section: &Section<'_>) -> Self;
+
+    /// Adds its keys and values to `object`, so that they are read as what they are.
+    fn write_into(&self, object: &mut Map<String, Json>);
+
+    /// Whether a file has no section for it.
+    fn is_left_out(&self) -> bool {
+        false
+    }
+}
+
+/// A type that stands for the value of a key.
+pub(crate) trait Setting: Sized {
+    /// The key with what only the type knows: the names of a choice, the keys of a section.
+    fn complete(key: Key, _path: &str) -> Key {
+        key
+    }
+
+    /// What the file says, or else what stands for the key; `None` where nothing does.
+    fn find(section: &Section<'_>, name: &'static str) -> Option<Self>;
+
+    /// The same with a stand-in for a faulty value.
+    fn read(section: &Section<'_>, name: &'static str) -> Self;
+
+    /// As the file has it; `None` where the key is left out.
+    fn written(&self) -> Option<Json>;
+}
+
+impl<T: Keys> Setting for T {
+    fn complete(key: Key, path: &str) -> Key {
+        let keys = section_keys::<T>(path, key.changed_default);
+        let value = match key.value {
+            Value::SwitchOrSection(_) => Value::SwitchOrSection(keys),
+            _ => Value::Section(keys),
+        };
+        Key { value, ..key }
+    }
+
+    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+        let section = section.section(name);
+        section.is_present().then(|| T::from_section(&section))
+    }
+
+    fn read(section: &Section<'_>, name: &'static str) -> Self {
+        T::from_section(&section.section(name))
+    }
+
+    fn written(&self) -> Option<Json> {
+        let mut object = Map::new();
+        self.write_into(&mut object);
+        (!self.is_left_out()).then_some(Json::Object(object))
+    }
+}
+
+/// The keys of the section `T` at `path`, ours and then DeepSpeed's.
+pub(crate) fn section_keys<T: Keys>(
+    path: &str,
+    changed_default: Option<(&str, &'static str)>,
+) -> &'static [Key] {
+    let mut keys = T::declare(path);
+    for key in &mut keys {
+        if let Some((_, default)) = changed_default.filter(|(name, _)| *name == key.name) {
+            *key = key.text(default);
+        }
+    }
+    complete(keys, path, None)
+}
+
+/// The key of a field of type `T`.
+pub(crate) fn declared<T: Setting>(key: Key, path: &str) -> Key {
+    T::complete(key, &join(path, key.name))
+}
+
+impl<T: Setting> Setting for Option<T> {
+    fn complete(key: Key, path: &str) -> Key {
+        T::complete(key, path)
+    }
+
+    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+        Some(T::find(section, name))
+    }
+
+    fn read(section: &Section<'_>, name: &'static str) -> Self {
+        T::find(section, name)
+    }
+
+    fn written(&self) -> Option<Json> {
+        self.as_ref().and_then(Setting::written)
+    }
+}
+
+/// Types that a getter of [`Section`] reads.
+macro_rules! plain {
+    ($($type:ty: |$section:ident, $name:ident| $find:expr, $stand_in:expr;)*) => { $(
+        impl Setting for $type {
+            fn find($section: &Section<'_>, $name: &'static str) -> Option<Self> {
+                $find
+            }
+
+            fn read(section: &Section<'_>, name: &'static str) -> Self {
+                Self::find(section, name).unwrap_or($stand_in)
+            }
+
+            fn written(&self) -> Option<Json> {
+                serde_json::to_value(self).ok()
+            }
+        }
+    )* };
+}
+
+plain! {
+    bool: |section, name| Some(section.boolean(name)), false;
+    u64: |section, name| section.integer(name), 1;
+    u32: |section, name| section.integer(name)?.try_into().ok(), 1;
+    usize: |section, name| section.count(name), 1;
+    NonZero<usize>: |section, name| section.count(name).and_then(NonZero::new), NonZero::<usize>::MIN;
+    f64: |section, name| section.number(name), 0.0;
+    [f64; 2]: |section, name| section.two_numbers(name), [0.0; 2];
+    String: |section, name| section.text(name), String::new();
+}
+
+/// Defines a section; see the module.
+macro_rules! keys {
+    (
+        $(#[$meta:meta])*
+        $vis:vis struct $struct:ident {
+            $( $(#[doc = $doc:literal])+ $field_vis:vis $field:ident: $type:ty $(= $key:expr)?, )*
+        }
+        $( without keys { $( $(#[doc = $rest_doc:literal])+ $rest_vis:vis $rest:ident: $rest_type:ty, )* } )?
+    ) => {
+        $(#[$meta])*
+        $vis struct $struct {
+            $( $(#[doc = $doc])+ $field_vis $field: $type, )*
+            $( $( $(#[doc = $rest_doc])+ $rest_vis $rest: $rest_type, )* )?
+        }
+
+        impl $crate::config::define::Keys for $struct {
+            fn declare(path: &str) -> Vec<$crate::config::vocabulary::Key> {
+                let mut keys = Vec::new();
+                $( keys!(@declare keys, path, $type, $field, [$($doc)+] $(, $key)?); )*
+                keys
+            }
+
+            fn from_section(section: &$crate::config::reader::Section<'_>) -> Self {
+                Self {
+                    $( $field: keys!(@read section, $type, $field $(, $key)?), )*
+                    $( $( $rest: Default::default(), )* )?
+                }
+            }
+
+            fn write_into(&self, object: &mut serde_json::Map<String, serde_json::Value>) {
+                $( keys!(@write &self.$field, object, $type, $field $(, $key)?); )*
+            }
+        }
+    };
+    (@declare $keys:ident, $path:ident, $type:ty, $field:ident, [$($doc:literal)+]) => {
+        $keys.extend(<$type as $crate::config::define::Keys>::declare($path))
+    };
+    (@declare $keys:ident, $path:ident, $type:ty, $field:ident, [$($doc:literal)+], $key:expr) => {
+        $keys.push($crate::config::define::declared::<$type>(
+            const { ($key).of_field(stringify!($field), concat!($($doc),+)) },
+            $path,
+        ))
+    };
+    (@read $section:ident, $type:ty, $field:ident) => {
+        <$type as $crate::config::define::Keys>::from_section($section)
+    };
+    (@read $section:ident, $type:ty, $field:ident, $key:expr) => {
+        <$type as $crate::config::define::Setting>::read(
+            $section,
+            const { ($key).of_field(stringify!($field), "").name },
+        )
+    };
+    (@write $value:expr, $object:ident, $type:ty, $field:ident) => {
+        <$type as $crate::config::define::Keys>::write_into($value, $object)
+    };
+    (@write $value:expr, $object:ident, $type:ty, $field:ident, $key:expr) => {
+        if let Some(value) = <$type as $crate::config::define::Setting>::written($value) {
+            $object.insert(const { ($key).of_field(stringify!($field), "").name }.to_owned(), value);
+        }
+    };
+}
+
+/// Defines an enum whose variants are the names of a choice, in any case.
+macro_rules! choices {
+    ($(#[$meta:meta])* $vis:vis enum $enum:ident {
+        $( $(#[$variant_meta:meta])* $variant:ident = $name:literal, )*
+    }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        $vis enum $enum { $( $(#[$variant_meta])* $variant, )* }
+
+        impl $enum {
+            /// The choices by their names.
+            $vis const CHOICES: &'static [(&'static str, Self)] = &[$( ($name, Self::$variant), )*];
+
+            /// Its name in a file.
+            $vis fn name(self) -> &'static str {
+                match self { $( Self::$variant => $name, )* }
+            }
+        }
+
+        impl $crate::config::define::Setting for $enum {
+            fn complete(
+                key: $crate::config::vocabulary::Key,
+                _path: &str,
+            ) -> $crate::config::vocabulary::Key {
+                let value = $crate::config::vocabulary::Value::Choice(&[$( $name, )*]);
+                $crate::config::vocabulary::Key { value, ..key }
+            }
+
+            fn find(section: &$crate::config::reader::Section<'_>, name: &'static str) -> Option<Self> {
+                section.choice(name, Self::CHOICES)
+            }
+
+            fn read(section: &$crate::config::reader::Section<'_>, name: &'static str) -> Self {
+                Self::find(section, name).unwrap_or_default()
+            }
+
+            fn written(&self) -> Option<serde_json::Value> {
+                Some(self.name().into())
+            }
+        }
+
+        impl serde::Serialize for $enum {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.serialize_str(self.name())
+            }
+        }
+    };
+}
+
+pub(crate) use {choices, keys};

@@ -1,0 +1,78 @@
+//! Sections with a `type` and the `params` that it has: the optimizer and the scheduler.
+
+use super::words::{key, section};
+use crate::config::vocabulary::{Key, Value, Variant, complete, join, refused_names};
+use serde_json::{Map, Value as Json, json};
+
+/// The type `name` of the section at `path`, with its parameters.
+pub(crate) fn variant(name: &'static str, path: &str, params: &[Key]) -> Variant {
+    Variant { name, params: complete(params.to_vec(), &join(path, "params"), Some(name)) }
+}
+
+/// The keys of such a section; `about` is what its type is.
+pub(crate) fn declare_variants(path: &str, about: &'static str, variants: Vec<Variant>) -> Vec<Key> {
+    let (variants, refused): (&[_], _) = (variants.leak(), refused_names(&join(path, "type")));
+    vec![
+        Key { value: Value::Variant { variants, refused }, about, ..section().named("type").required() },
+        Key { about: "Its parameters.", ..key(Value::Params(variants)).named("params") },
+    ]
+}
+
+/// Adds both keys to `object`.
+pub(crate) fn write_variant(object: &mut Map<String, Json>, name: &str, params: Map<String, Json>) {
+    object.extend([("type".to_owned(), json!(name)), ("params".to_owned(), Json::Object(params))]);
+}
+
+/// Defines an enum of types, each with its names in a file (the first is written) and its parameters, which are keys as in
+/// [`keys!`](super).
+macro_rules! variants {
+    ($(#[$meta:meta])* $vis:vis enum $enum:ident { $(
+        $(#[doc = $variant_doc:literal])+
+        $variant:ident: $($name:literal),+ {
+            $( $(#[doc = $doc:literal])+ $field:ident: $type:ty = $key:expr, )*
+        }
+    )* }) => {
+        $(#[$meta])*
+        $vis enum $enum { $(
+            $(#[doc = $variant_doc])+
+            $variant { $( $(#[doc = $doc])+ $field: $type, )* },
+        )* }
+
+        impl $enum {
+            /// The types of the section at `path`.
+            fn variants(path: &str) -> Vec<$crate::config::vocabulary::Variant> {
+                let mut variants = Vec::new();
+                $(
+                    let mut params = Vec::new();
+                    $( keys!(@declare params, path, $type, $field, [$($doc)+], $key); )*
+                    for name in [$($name),+] {
+                        variants.push($crate::config::define::variant(name, path, &params));
+                    }
+                )*
+                variants
+            }
+
+            /// The type called `name` with these parameters.
+            fn of_type(name: &str, params: &$crate::config::reader::Section<'_>) -> Self {
+                match name {
+                    $( $($name)|+ => Self::$variant { $( $field: keys!(@read params, $type, $field, $key), )* }, )*
+                    _ => Self::default(), // a fault that has been reported
+                }
+            }
+
+            /// Its name and its parameters.
+            fn name_and_params(&self) -> (&'static str, serde_json::Map<String, serde_json::Value>) {
+                let mut params = serde_json::Map::new();
+                let name = match self { $(
+                    Self::$variant { $( $field, )* } => {
+                        $( keys!(@write $field, params, $type, $field, $key); )*
+                        [$($name),+][0]
+                    }
+                )* };
+                (name, params)
+            }
+        }
+    };
+}
+
+pub(crate) use variants;

@@ -1,0 +1,151 @@
+//! The words in which keys are defined: `count().integer(10).or_null()`.
+//!
+//! A definition stands behind a field of a section ([`keys!`](super)), whose name and documentation are those of the
+//! key; its type, its range, its default and what `"auto"` stands for are said here.
+
+use crate::config::vocabulary::{Auto, Default, Key, Literal, Max, Range, Value};
+
+/// From 0 to 1, and not 1.
+const BELOW_1: Range = Range { min: 0.0, max: Max::Below(1.0) };
+
+/// A key; the methods change what differs from an honoured one without a default. The field gives its name and what it is
+/// about.
+pub(crate) const fn key(value: Value) -> Key {
+    Key::new(value)
+}
+
+/// A section, or an array: the type of the field knows what is in it.
+pub(crate) const fn section() -> Key {
+    key(Value::Section(&[]))
+}
+
+/// One of several names: the type of the field knows them.
+pub(crate) const fn choice() -> Key {
+    key(Value::Choice(&[]))
+}
+
+/// A flag that is off unless given.
+pub(crate) const fn flag() -> Key {
+    key(Value::Boolean).boolean(false)
+}
+
+/// An integer from 1 on.
+pub(crate) const fn count() -> Key {
+    integer(1, u64::MAX)
+}
+
+/// An integer from 0 on.
+pub(crate) const fn index() -> Key {
+    integer(0, u64::MAX)
+}
+
+pub(crate) const fn integer(min: u64, max: u64) -> Key {
+    key(Value::Integer { min, max })
+}
+
+/// A number from 0 on.
+pub(crate) const fn number() -> Key {
+    at_least(0.0)
+}
+
+/// A number that can be divided by.
+pub(crate) const fn positive() -> Key {
+    at_least(1e-30)
+}
+
+pub(crate) const fn at_least(min: f64) -> Key {
+    key(Value::Number(Range { min, max: Max::Unbounded }))
+}
+
+/// A number from 0 to 1.
+pub(crate) const fn fraction() -> Key {
+    key(Value::Number(Range { min: 0.0, max: Max::AtMost(1.0) }))
+}
+
+/// A share that leaves something on both sides.
+pub(crate) const fn inside_0_1() -> Key {
+    key(Value::Number(Range { min: 1e-9, max: Max::Below(1.0) }))
+}
+
+pub(crate) const fn below_1() -> Key {
+    key(Value::Number(BELOW_1))
+}
+
+pub(crate) const fn two_below_1() -> Key {
+    key(Value::TwoNumbers(BELOW_1))
+}
+
+/// A text that is not empty.
+pub(crate) const fn text() -> Key {
+    key(Value::Text)
+}
+
+impl Key {
+    /// The same with the name and the documentation of its field.
+    pub(crate) const fn of_field(self, field: &'static str, docs: &'static str) -> Self {
+        let name = if self.name.is_empty() { field } else { self.name };
+        Self { name, about: docs.trim_ascii(), ..self }
+    }
+
+    /// Another name than that of the field.
+    pub(crate) const fn named(self, name: &'static str) -> Self {
+        Self { name, ..self }
+    }
+
+    const fn default(self, default: Literal) -> Self {
+        Self { default: Default::Is(default), ..self }
+    }
+
+    pub(crate) const fn boolean(self, default: bool) -> Self {
+        self.default(Literal::Boolean(default))
+    }
+
+    pub(crate) const fn integer(self, default: i64) -> Self {
+        self.default(Literal::Integer(default))
+    }
+
+    pub(crate) const fn number(self, default: f64) -> Self {
+        self.default(Literal::Number(default))
+    }
+
+    pub(crate) const fn text(self, default: &'static str) -> Self {
+        self.default(Literal::Text(default))
+    }
+
+    pub(crate) const fn two_numbers(self, default: [f64; 2]) -> Self {
+        self.default(Literal::TwoNumbers(default))
+    }
+
+    /// No fixed default: it follows from `what`.
+    pub(crate) const fn derived(self, what: &'static str) -> Self {
+        Self { default: Default::Derived(what), ..self }
+    }
+
+    pub(crate) const fn required(self) -> Self {
+        Self { default: Default::Required, ..self }
+    }
+
+    /// What `"auto"` becomes.
+    pub(crate) const fn auto(self, becomes: Literal) -> Self {
+        Self { auto: Auto::Is(becomes), ..self }
+    }
+
+    pub(crate) const fn auto_derived(self, from: &'static str) -> Self {
+        Self { auto: Auto::Derived(from), ..self }
+    }
+
+    /// `null` stands for an absent key.
+    pub(crate) const fn or_null(self) -> Self {
+        Self { or_null: true, ..self }
+    }
+
+    /// Of a section: true or false may stand for it.
+    pub(crate) const fn or_switch(self) -> Self {
+        Self { value: Value::SwitchOrSection(&[]), ..self }
+    }
+
+    /// Of a section: the key `name` in it has another default than in others of its type.
+    pub(crate) const fn with_default(self, name: &'static str, default: &'static str) -> Self {
+        Self { changed_default: Some((name, default)), ..self }
+    }
+}

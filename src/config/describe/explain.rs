@@ -1,0 +1,146 @@
+//! `ulysses config explain KEY`.
+
+use crate::config::config::entries;
+use crate::config::vocabulary::{
+    Auto, Default, Effect, Entry, Harmless, Key, Literal, Synonym, Value, nearest, synonym_of,
+};
+use std::fmt::{self, Write};
+
+/// No key has this name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no key is called `{key}`{}", suggestion(.suggestions))]
+pub struct UnknownKey {
+    /// What was asked for.
+    pub key: String,
+    /// The paths of keys that may have been meant.
+    pub suggestions: Vec<String>,
+}
+
+fn suggestion(suggestions: &[String]) -> String {
+    match suggestions {
+        [] => String::new(),
+        suggestions => format!(", did you mean `{}`?", suggestions.join("` or `")),
+    }
+}
+
+/// Says what a key does, in a few lines of plain text: by its path, by its last name where several sections have it, or
+/// by the name that Hugging Face's Trainer has for it.
+///
+/// # Errors
+/// When no key has this name.
+pub fn explain(key: &str) -> Result<String, UnknownKey> {
+    let entries = entries();
+    let mut found: Vec<_> = entries.iter().filter(|entry| entry.path == key).collect();
+    if found.is_empty() {
+        // Before the last names: `block_size` is more often Hugging Face's than that of `aio`.
+        if let Some(text) = synonym(key, &entries) {
+            return Ok(text);
+        }
+        found = entries.iter().filter(|entry| entry.key.name == key).collect();
+    }
+    if found.is_empty()
+        && let Some(text) = refused_name(key, &entries)
+    {
+        return Ok(text);
+    }
+    if found.is_empty() {
+        return Err(UnknownKey { key: key.to_owned(), suggestions: suggestions(key, &entries) });
+    }
+    Ok(found.into_iter().map(explanation).collect::<Vec<_>>().join("\n"))
+}
+
+/// Our key for another program's name.
+fn synonym(name: &str, entries: &[Entry]) -> Option<String> {
+    let Synonym { name, key, remark } = synonym_of(name.rsplit('.').next()?)?;
+    if key.rsplit('.').next() == Some(*name) {
+        return None;
+    }
+    let remark = if remark.is_empty() { String::new() } else { format!(", {remark}") };
+    let explanations = entries.iter().filter(|entry| entry.path == *key).map(explanation);
+    let explanations = explanations.collect::<Vec<_>>().join("\n");
+    Some(format!("`{name}` is called `{key}` here{remark}\n\n{explanations}"))
+}
+
+/// The replacement for the name of an optimizer or a scheduler that does not exist here.
+fn refused_name(name: &str, entries: &[Entry]) -> Option<String> {
+    entries.iter().find_map(|entry| {
+        let Value::Variant { refused, .. } = entry.key.value else { return None };
+        let refused = refused.iter().find(|refused| refused.name.eq_ignore_ascii_case(name))?;
+        Some(format!("`{}` \"{}\": {}\n", entry.path, refused.name, refused.reason))
+    })
+}
+
+fn suggestions(key: &str, entries: &[Entry]) -> Vec<String> {
+    let name = key.rsplit('.').next().unwrap_or(key);
+    let Some(name) = nearest(name, entries.iter().map(|entry| entry.key.name)) else { return Vec::new() };
+    let mut paths: Vec<_> = entries.iter().filter(|e| e.key.name == name).map(|e| e.path.clone()).collect();
+    paths.dedup();
+    paths.truncate(5);
+    paths
+}
+
+fn explanation(entry: &Entry) -> String {
+    let mut text = entry.path.clone();
+    if let Some(variant) = entry.variant {
+        let _ = write!(text, " (of {variant})");
+    }
+    let mut line = |name: &str, value: &dyn fmt::Display| {
+        let _ = write!(text, "\n  {name:<8} {value}");
+    };
+    if !entry.key.about.is_empty() {
+        line("what", &entry.key.about);
+    }
+    line("value", &entry.key.value);
+    line("default", &default_text(entry));
+    if let Some(auto) = auto_text(entry) {
+        line("auto", &auto);
+    }
+    line("here", &effect_text(entry.key));
+    text.push('\n');
+    text
+}
+
+pub(crate) fn default_text(entry: &Entry) -> String {
+    match entry.key.default {
+        Default::Is(literal) => literal.to_string(),
+        Default::Derived(from) => from.to_owned(),
+        Default::Required => "none: required".to_owned(),
+    }
+}
+
+/// What `"auto"` becomes, where it is not the default.
+pub(crate) fn auto_text(entry: &Entry) -> Option<String> {
+    match entry.key.auto {
+        Auto::AsDefault => None,
+        Auto::Is(literal) => Some(literal.to_string()),
+        Auto::Derived(from) => Some(from.to_owned()),
+    }
+}
+
+pub(crate) fn effect_text(key: &Key) -> String {
+    match key.effect {
+        Effect::Honoured => match key.value {
+            Value::Variant { refused: refused @ [_, ..], .. } => {
+                let names: Vec<_> = refused.iter().map(|refused| refused.name).collect();
+                format!("honoured; refused with an alternative: {}", names.join(", "))
+            }
+            _ => "honoured".to_owned(),
+        },
+        Effect::Moot(why) => format!("no effect: {why}"),
+        Effect::Idle => "only read by a feature that is refused when it is on".to_owned(),
+        Effect::Refused { harmless: Harmless::NothingEnabled, reason } => {
+            format!("refused where it says `\"enabled\": true`: {reason}")
+        }
+        Effect::Refused { harmless: Harmless::Values([]), reason } => format!("refused: {reason}"),
+        Effect::Refused { harmless: Harmless::Values(values), reason } => {
+            format!("refused, except {}: {reason}", accepted(values))
+        }
+        Effect::Renamed(to) => format!("another name of `{to}`, with a note"),
+    }
+}
+
+fn accepted(values: &[Literal]) -> String {
+    let mut values: Vec<_> = values.iter().map(ToString::to_string).collect();
+    values.dedup_by(|a, b| a.trim_end_matches(".0") == b.trim_end_matches(".0"));
+    values.join(" and ")
+}

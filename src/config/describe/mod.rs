@@ -1,0 +1,9 @@
+//! What the vocabulary says of itself: explanations, the reference and the JSON Schema.
+
+mod explain;
+mod reference;
+mod schema;
+
+pub use explain::{UnknownKey, explain};
+pub use reference::reference_markdown;
+pub use schema::json_schema;

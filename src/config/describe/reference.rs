@@ -1,0 +1,76 @@
+//! `docs/config.md`, written from the vocabulary.
+
+use super::explain::{auto_text, default_text, effect_text};
+use crate::config::config::entries;
+use crate::config::vocabulary::{DEEPSPEED_VERSION, Effect, Entry, Value};
+use std::fmt::Write;
+
+/// The reference of all keys, in Markdown. `docs/config.md` is this text; a test compares them,
+/// and `ulysses config reference > docs/config.md` writes it anew.
+pub fn reference_markdown() -> String {
+    let preface = include_str!("reference_preface.md").replace("{version}", DEEPSPEED_VERSION);
+    let entries = entries();
+    let mut text = preface + &counts(&entries);
+    for (title, rows) in tables(&entries) {
+        let _ = write!(
+            text,
+            "\n## {title}\n\n| key | value | default | what it sets | here |\n|---|---|---|---|---|\n{rows}"
+        );
+    }
+    text
+}
+
+/// The titles and rows of the tables, in the order of their first keys.
+fn tables(entries: &[Entry]) -> Vec<(String, String)> {
+    let mut tables: Vec<(String, String)> = Vec::new();
+    for entry in entries.iter().filter(|entry| !is_section(entry)) {
+        let title = title(entry);
+        match tables.iter_mut().find(|(other, _)| *other == title) {
+            Some((_, rows)) => rows.push_str(&row(entry)),
+            None => tables.push((title, row(entry))),
+        }
+    }
+    tables
+}
+
+fn is_section(entry: &Entry) -> bool {
+    let is_renamed = matches!(entry.key.effect, Effect::Renamed(_));
+    let is_section = matches!(
+        entry.key.value,
+        Value::Section(_) | Value::Sections(_) | Value::SwitchOrSection(_) | Value::Params(_)
+    );
+    is_section && !is_renamed
+}
+
+fn counts(entries: &[Entry]) -> String {
+    let count =
+        |is: fn(Effect) -> bool| entries.iter().filter(|e| !is_section(e) && is(e.key.effect)).count();
+    format!(
+        "Of {} keys, {} are honoured, {} have no effect, {} are refused \
+         unless they are off, {} only matter to those, and {} are other names.\n",
+        entries.iter().filter(|entry| !is_section(entry)).count(),
+        count(|effect| matches!(effect, Effect::Honoured)),
+        count(|effect| matches!(effect, Effect::Moot(_))),
+        count(|effect| matches!(effect, Effect::Refused { .. })),
+        count(|effect| matches!(effect, Effect::Idle)),
+        count(|effect| matches!(effect, Effect::Renamed(_))),
+    )
+}
+
+fn title(entry: &Entry) -> String {
+    match (entry.path.rsplit_once('.'), entry.variant) {
+        (None, _) => "Top of the file".to_owned(),
+        (Some((section, _)), None) => format!("`{section}`"),
+        (Some((section, _)), Some(variant)) => format!("`{section}` of {variant}"),
+    }
+}
+
+fn row(entry: &Entry) -> String {
+    let default = match auto_text(entry) {
+        Some(auto) => format!("{}; \"auto\": {auto}", default_text(entry)),
+        None => default_text(entry),
+    };
+    let cells = [entry.key.value.to_string(), default, entry.key.about.to_owned(), effect_text(entry.key)];
+    let cells = cells.map(|cell| cell.replace('|', "\\|").replace('<', "&lt;"));
+    format!("| `{}` | {} |\n", entry.key.name, cells.join(" | "))
+}

@@ -1,0 +1,163 @@
+//! `configs/ulysses.schema.json`, written from the vocabulary.
+
+use super::explain::effect_text;
+use crate::config::config::root;
+use crate::config::vocabulary::{
+    DEEPSPEED_VERSION, Default, Effect, Harmless, Key, Literal, Max, Range, Value as Kind, Variant,
+};
+use serde_json::{Map, Value, json};
+
+/// A JSON Schema (draft 2020-12) of the config file, for editors. `configs/ulysses.schema.json` is
+/// this value; a test compares them, and `ulysses config schema` writes it anew.
+///
+/// It takes names of choices only as they are written here, while the reader takes any case; and of contradictions
+/// between keys it knows only which ZeRO stages have something to offload.
+pub fn json_schema() -> Value {
+    let Value::Object(keys) = object(root()) else { return Value::Null };
+    let mut schema = Map::new();
+    schema.insert("$schema".into(), "https://json-schema.org/draft/2020-12/schema".into());
+    schema.insert("title".into(), format!("ulysses, with the keys of DeepSpeed {DEEPSPEED_VERSION}").into());
+    schema.extend(keys);
+    let mut schema = Value::Object(schema);
+    if let Some(zero) = schema.pointer_mut("/properties/zero_optimization/anyOf/0") {
+        zero["anyOf"] = stages_of_offload();
+    }
+    schema
+}
+
+/// What `offload_param` and `offload_optimizer` ask of `stage`.
+fn stages_of_offload() -> Value {
+    let off = json!({ "properties": { "device": { "enum": ["none", "auto"] } } });
+    json!([
+        { "properties": { "stage": { "const": 3 } }, "required": ["stage"] },
+        { "properties": { "stage": { "enum": [1, 2] }, "offload_param": off }, "required": ["stage"] },
+        { "properties": { "offload_param": off, "offload_optimizer": off } },
+    ])
+}
+
+fn object(keys: &'static [Key]) -> Value {
+    let properties: Map<_, _> = keys.iter().map(|key| (key.name.to_owned(), property(key))).collect();
+    let required: Vec<_> =
+        keys.iter().filter(|key| matches!(key.default, Default::Required)).map(|key| key.name).collect();
+    let mut object = json!({ "type": "object", "additionalProperties": false, "properties": properties });
+    if !required.is_empty() {
+        object["required"] = required.into();
+    }
+    for key in keys {
+        if let Kind::Params(variants) = key.value {
+            object["oneOf"] = variants.iter().map(|variant| variant_of(key.name, variant)).collect();
+        }
+    }
+    object
+}
+
+/// The section whose `type` is the variant's.
+fn variant_of(params: &str, variant: &Variant) -> Value {
+    let mut alternative = json!({ "properties": { "type": { "const": variant.name } } });
+    alternative["properties"][params] = object(variant.params);
+    if variant.params.iter().any(|key| matches!(key.default, Default::Required)) {
+        alternative["required"] = json!([params]);
+    }
+    alternative
+}
+
+fn property(key: &'static Key) -> Value {
+    let mut schema = match key.effect {
+        Effect::Refused { harmless: Harmless::Values(values), .. } => match literals(key, values) {
+            values if values.is_empty() => json!({ "not": {} }),
+            values => json!({ "enum": values }),
+        },
+        _ => with_words(key, value(key.value)),
+    };
+    schema["description"] = description(key).into();
+    if let Default::Is(default) = key.default {
+        schema["default"] = default.to_json();
+    }
+    if matches!(key.effect, Effect::Renamed(_)) {
+        schema["deprecated"] = true.into();
+    }
+    schema
+}
+
+fn description(key: &Key) -> String {
+    match (key.about, effect_text(key)) {
+        (about, _) if matches!(key.effect, Effect::Honoured) => about.to_owned(),
+        ("", effect) => effect,
+        (about, effect) => format!("{about} Here: {effect}."),
+    }
+}
+
+/// The harmless values, without those that JSON Schema takes for equal, and `"auto"`.
+fn literals(key: &Key, values: &[Literal]) -> Vec<Value> {
+    let mut values: Vec<_> = values.iter().map(|literal| literal.to_json()).collect();
+    values.dedup_by(|a, b| a.as_f64().is_some() && a.as_f64() == b.as_f64());
+    let words = [(key.value.takes_auto(), json!("auto")), (key.or_null, Value::Null)];
+    for (_, word) in words.into_iter().filter(|(taken, _)| *taken) {
+        if !values.contains(&word) {
+            values.push(word);
+        }
+    }
+    values
+}
+
+/// Lets `"auto"` and `null` stand for the value where they may.
+fn with_words(key: &Key, schema: Value) -> Value {
+    let mut alternatives = vec![schema];
+    if key.value.takes_auto() {
+        alternatives.push(json!({ "const": "auto" }));
+    }
+    if key.or_null {
+        alternatives.push(json!({ "type": "null" }));
+    }
+    match alternatives.len() {
+        1 => alternatives.remove(0),
+        _ => json!({ "anyOf": alternatives }),
+    }
+}
+
+fn value(kind: Kind) -> Value {
+    match kind {
+        Kind::Boolean => json!({ "type": "boolean" }),
+        Kind::Integer { min, max: u64::MAX } => json!({ "type": "integer", "minimum": min }),
+        Kind::Integer { min, max } => json!({ "type": "integer", "minimum": min, "maximum": max }),
+        Kind::Signed => json!({ "type": "integer" }),
+        Kind::Number(range) => number(range),
+        Kind::Text => json!({ "type": "string", "minLength": 1 }),
+        Kind::AnyText => json!({ "type": "string" }),
+        Kind::Choice(names) => json!({ "enum": names }),
+        Kind::TwoCounts(_) => pair(json!({ "type": "integer", "minimum": 1 })),
+        Kind::TwoNumbers(range) => pair(number(range)),
+        Kind::List => json!({ "type": "array" }),
+        Kind::Names(names) => json!({ "type": "array", "items": value(Kind::Choice(names)) }),
+        Kind::Section(keys) => object(keys),
+        Kind::TextOrSections(keys) => {
+            let text = value(Kind::Text);
+            let element = json!({ "anyOf": [text, object(keys)] });
+            json!({ "anyOf": [text, { "type": "array", "items": element, "minItems": 1 }] })
+        }
+        Kind::Pairs(pair) => json!({ "type": "array", "items": value(Kind::TwoCounts(pair)) }),
+        Kind::Rules => json!({ "type": "array", "items": value(Kind::Rule) }),
+        Kind::Rule => pair(json!({ "anyOf": [value(Kind::Text), { "type": "null" }] })),
+        Kind::Sections(keys) => json!({ "type": "array", "items": object(keys) }),
+        Kind::SwitchOrSection(keys) => json!({ "anyOf": [object(keys), { "type": "boolean" }] }),
+        Kind::Variant { variants, .. } => {
+            json!({ "enum": variants.iter().map(|variant| variant.name).collect::<Vec<_>>() })
+        }
+        Kind::Params(_) => json!({ "type": "object" }),
+        Kind::Anything => json!({}),
+    }
+}
+
+fn number(range: Range) -> Value {
+    let mut schema = json!({ "type": "number", "minimum": range.min });
+    match range.max {
+        Max::Unbounded => schema["maximum"] = f64::from(f32::MAX).into(),
+        Max::AtMost(max) => schema["maximum"] = max.into(),
+        Max::Below(max) => schema["exclusiveMaximum"] = max.into(),
+    }
+    schema
+}
+
+fn pair(element: Value) -> Value {
+    json!({ "type": "array", "items": element, "minItems": 2, "maxItems": 2 })
+}

@@ -1,0 +1,100 @@
+//! What the command line says in addition to the file.
+
+use super::error::ConfigError;
+use super::sections::data::{DataSource, Packing};
+use super::sections::ulysses::{Backend, UlyssesConfig};
+use crate::mesh::Preset;
+
+/// What the command line says. Flags override the file, except the mesh, where a
+/// contradiction is an error.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Overrides {
+    /// `--mesh`: the sizes of (dp, sp).
+    pub mesh: Option<(usize, usize)>,
+    /// `--mesh`: the preset that the sizes come from, which may stand for a ZeRO stage.
+    pub preset: Option<Preset>,
+    /// `--mesh`: the size of `dp_shard`, where dp is given as `dp_replicate` and `dp_shard`.
+    pub shard_size: Option<usize>,
+    /// `--mesh-selector`: what the patterns of `ulysses.mesh_rules` are matched with, as long as `mesh` is none;
+    /// without it no rule applies.
+    pub mesh_selector: Option<String>,
+    /// How many ranks share a node, where a launcher says so: for meshes whose sizes follow from it.
+    pub ranks_per_node: Option<usize>,
+    /// How many ranks there are, where a launcher rather than the mesh says so; dp is then inferred from it.
+    pub world_size: Option<usize>,
+    /// `--seq-len`.
+    pub seq_len: Option<usize>,
+    /// `--steps`.
+    pub steps: Option<u64>,
+    /// `--epochs`.
+    pub epochs: Option<u64>,
+    /// `--seed`.
+    pub seed: Option<u64>,
+    /// `--threads-per-rank`.
+    pub threads_per_rank: Option<usize>,
+    /// `--model`.
+    pub model: Option<String>,
+    /// `--data`: replaces all of the file's where it is not empty.
+    pub data: Vec<DataSource>,
+    /// `--packing`.
+    pub packing: Option<Packing>,
+    /// `--tokenizer`.
+    pub tokenizer: Option<String>,
+    /// `--output`.
+    pub output: Option<String>,
+    /// `--backend`.
+    pub backend: Option<Backend>,
+}
+
+impl Overrides {
+    /// Puts what the flags give into the section that they override.
+    pub(super) fn apply(&self, ulysses: &mut UlyssesConfig) {
+        fn put<T: Clone>(flag: &Option<T>, place: &mut Option<T>) {
+            if flag.is_some() {
+                place.clone_from(flag);
+            }
+        }
+        if self.steps.is_some() || self.epochs.is_some() {
+            (ulysses.steps, ulysses.epochs) = (self.steps, self.epochs);
+        }
+        put(&self.seq_len, &mut ulysses.seq_len);
+        put(&self.threads_per_rank, &mut ulysses.threads_per_rank);
+        put(&self.model, &mut ulysses.model);
+        put(&self.tokenizer, &mut ulysses.tokenizer);
+        put(&self.output, &mut ulysses.output);
+        if !self.data.is_empty() {
+            ulysses.data.clone_from(&self.data);
+        }
+        ulysses.packing = self.packing.unwrap_or(ulysses.packing);
+        ulysses.backend = self.backend.unwrap_or(ulysses.backend);
+    }
+
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        let at_least_1 = |flag, value: Option<u64>| match value {
+            Some(0) => {
+                Err(ConfigError::InvalidFlag { flag, expected: "at least 1".into(), found: "0".into() })
+            }
+            _ => Ok(()),
+        };
+        at_least_1("mesh", self.mesh.map(|(dp, sp)| dp.min(sp) as u64))?;
+        at_least_1("seq-len", self.seq_len.map(|tokens| tokens as u64))?;
+        at_least_1("steps", self.steps)?;
+        at_least_1("epochs", self.epochs)?;
+        if let (Some(_), Some(epochs)) = (self.steps, self.epochs) {
+            let expected = "either --steps or --epochs".into();
+            return Err(ConfigError::InvalidFlag { flag: "epochs", expected, found: epochs.to_string() });
+        }
+        at_least_1("threads-per-rank", self.threads_per_rank.map(|threads| threads as u64))?;
+        let strings = [("model", &self.model), ("tokenizer", &self.tokenizer), ("output", &self.output)];
+        let paths = self.data.iter().map(|source| ("data", Some(source.path.as_str())));
+        let mut all = strings.into_iter().map(|(flag, value)| (flag, value.as_deref())).chain(paths);
+        match all.find(|(_, value)| *value == Some("")) {
+            Some((flag, _)) => Err(ConfigError::InvalidFlag {
+                flag,
+                expected: "a string that is not empty".into(),
+                found: "an empty one".into(),
+            }),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! Holds a file against the [`vocabulary`](crate::config::vocabulary): unknown and duplicate keys, types
+//! and ranges, what is refused, and what leaves a note.
+//!
+//! After it, a reader meets only values that are valid or reported.
+
+use super::diagnostic::Problem;
+use super::document::{abbreviated, describe};
+use super::note::Note;
+use super::report::{Auto, Report};
+use crate::config::vocabulary::{
+    Auto as AutoRule, Default, Effect, Harmless, Key, Literal, Refused, Value as Kind, Variant, entries_of,
+    find, join,
+};
+use jsonc_parser::ast::{Object, ObjectProp, Value};
+use jsonc_parser::common::{Range, Ranged};
+use std::collections::HashMap;
+
+/// Reports every fault of `object`, whose keys are `keys`, and of what is in it.
+pub(crate) fn check(report: &Report<'_>, object: &Object<'_>, keys: &'static [Key]) {
+    Checker { report }.section("", Some(object), first_byte(object.range), keys);
+}
+
+struct Checker<'r, 't> {
+    report: &'r Report<'t>,
+}
+
+impl Checker<'_, '_> {
+    /// An absent section (`None`) still lacks its required keys; `anchor` is where they are reported.
+    fn section(&self, path: &str, object: Option<&Object<'_>>, anchor: Range, keys: &'static [Key]) {
+        let properties = object.map_or(&[][..], |object| &object.properties);
+        let mut first_seen = HashMap::new();
+        for property in properties {
+            let name = property.name.as_str();
+            if let Some(&first) = first_seen.get(name) {
+                let problem = || Problem::DuplicateKey { first: self.report.position(first) };
+                self.report.add(property.name.range(), join(path, &abbreviated(name)), problem);
+                continue;
+            }
+            first_seen.insert(name, property.range.start);
+            match find(keys, name) {
+                Some(key) => self.property(path, key, property, properties),
+                None => self.report.add_unknown_key(property.name.range(), path, name, keys),
+            }
+        }
+        for key in keys.iter().filter(|key| !first_seen.contains_key(key.name)) {
+            let path = join(path, key.name);
+            match (key.default, key.value) {
+                (Default::Required, kind) => {
+                    self.report.add(anchor, path, || Problem::MissingKey { expected: kind.to_string() });
+                }
+                (_, Kind::Params(variants)) => {
+                    if let Some(variant) = variant_beside(properties, variants) {
+                        self.section(&path, None, anchor, variant.params);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn property(
+        &self,
+        section: &str,
+        key: &'static Key,
+        property: &ObjectProp<'_>,
+        beside: &[ObjectProp<'_>],
+    ) {
+        let (path, value) = (join(section, key.name), &property.value);
+        if let Effect::Renamed(to) = key.effect {
+            let target = join(section, to);
+            if beside.iter().any(|other| other.name.as_str() == to) {
+                let reason = format!("another name of `{target}`, which is given too: leave this one out");
+                return self.report.add(property.name.range(), path, || Problem::Unsupported { reason });
+            }
+            let note = format!("`{path}` is another name of `{target}`, which is the one to write");
+            self.report.note(Note::info(note));
+            self.remark_on_new_name(section, to, key, value);
+        }
+        if key.or_null && matches!(value, Value::NullKeyword(_)) {
+            return;
+        }
+        if is_auto(value, key) {
+            self.report.add_auto(Auto { path: path.clone(), key });
+            if matches!(key.default, Default::Required) && matches!(key.auto, AutoRule::AsDefault) {
+                let expected = format!("{}; nothing tells what \"auto\" could be", key.value);
+                self.invalid(&path, value, value.range(), expected);
+            }
+            return self.remark(&path, key, None);
+        }
+        if self.value(&path, key.value, value, beside) {
+            self.effect(&path, key, value);
+        }
+    }
+
+    /// Reports what is wrong with the type or range of `value`; whether nothing is.
+    fn value(&self, path: &str, kind: Kind, value: &Value<'_>, beside: &[ObjectProp<'_>]) -> bool {
+        let range = value.range();
+        match (kind, value) {
+            (Kind::Section(keys) | Kind::SwitchOrSection(keys), Value::Object(object)) => {
+                self.section(path, Some(object), first_byte(range), keys);
+                return true;
+            }
+            (Kind::Sections(keys), Value::Array(array)) => {
+                return self.elements(path, &array.elements, Kind::Section(keys));
+            }
+            (Kind::TextOrSections(keys), Value::Array(array)) if !array.elements.is_empty() => {
+                let element = |(index, element): (usize, &Value<'_>)| {
+                    let kind = match element {
+                        Value::Object(_) => Kind::Section(keys),
+                        _ => Kind::Text,
+                    };
+                    self.value(&format!("{path}[{index}]"), kind, element, &[])
+                };
+                return array.elements.iter().enumerate().map(element).fold(true, |valid, next| valid & next);
+            }
+            (Kind::Pairs(pair), Value::Array(array)) => {
+                return self.elements(path, &array.elements, Kind::TwoCounts(pair));
+            }
+            (Kind::Names(known), Value::Array(array)) if array.elements.iter().all(is_text) => {
+                return self.names(path, &array.elements, known);
+            }
+            (Kind::Rules, Value::Array(array)) => return self.elements(path, &array.elements, Kind::Rule),
+            (Kind::SwitchOrSection(_), Value::BooleanLit(_)) => {
+                let note =
+                    format!("`{path}` as a whole is true or false in old files only: set `{path}.stage`");
+                self.report.note(Note::info(note));
+                return true;
+            }
+            (Kind::Params(variants), Value::Object(object)) => {
+                // Without a type nobody knows which keys there may be.
+                if let Some(variant) = variant_beside(beside, variants) {
+                    self.section(path, Some(object), first_byte(range), variant.params);
+                }
+                return true;
+            }
+            (Kind::Variant { refused, .. }, Value::StringLit(name)) => {
+                let known = |known: &&Refused| known.name.eq_ignore_ascii_case(&name.value);
+                if let Some(known) = refused.iter().find(known) {
+                    let reason = format!("\"{}\": {}", known.name, known.reason);
+                    self.report.add(range, path.to_owned(), || Problem::Unsupported { reason });
+                    return false;
+                }
+            }
+            (Kind::TwoCounts(_), Value::Array(array)) if array.elements.len() == 2 => {
+                return self.elements(path, &array.elements, Kind::Integer { min: 1, max: u64::MAX });
+            }
+            (Kind::TwoNumbers(numbers), Value::Array(array)) if array.elements.len() == 2 => {
+                return self.elements(path, &array.elements, Kind::Number(numbers));
+            }
+            _ => {}
+        }
+        let valid = is_valid(kind, value);
+        if !valid {
+            self.invalid(path, value, range, kind.to_string());
+        }
+        valid
+    }
+
+    fn elements(&self, path: &str, elements: &[Value<'_>], kind: Kind) -> bool {
+        let mut valid = true;
+        for (index, element) in elements.iter().enumerate() {
+            valid &= self.value(&format!("{path}[{index}]"), kind, element, &[]);
+        }
+        valid
+    }
+
+    /// Reports the texts that are no `known` names; whether there are none.
+    fn names(&self, path: &str, elements: &[Value<'_>], known: &'static [&'static str]) -> bool {
+        let mut valid = true;
+        for (index, element) in elements.iter().enumerate() {
+            let Value::StringLit(name) = element else { continue };
+            if !known.iter().any(|known| known.eq_ignore_ascii_case(&name.value)) {
+                let path = format!("{path}[{index}]");
+                self.report.add_unknown_name(name.range, path, &name.value, known);
+                valid = false;
+            }
+        }
+        valid
+    }
+
+    fn effect(&self, path: &str, key: &'static Key, value: &Value<'_>) {
+        let Effect::Refused { harmless, reason } = key.effect else {
+            return self.remark(path, key, Some(value));
+        };
+        let is_harmless = match harmless {
+            Harmless::Values(values) => values.iter().any(|literal| equals(value, *literal)),
+            Harmless::NothingEnabled => !enables_something(value),
+        };
+        if !is_harmless {
+            let reason = reason.to_owned();
+            self.report.add(value.range(), path.to_owned(), || Problem::Unsupported { reason });
+        }
+    }
+
+    /// Notes what has no effect. `value` is what the file asks for; none where that is `"auto"`.
+    fn remark(&self, path: &str, key: &'static Key, value: Option<&Value<'_>>) {
+        let Effect::Moot(why) = key.effect else { return };
+        let text = format!("`{path}` has no effect: {why}");
+        let is_default = |value| matches!(key.default, Default::Is(literal) if equals(value, literal));
+        let asks_for_another = value.is_some_and(|value| !is_default(value));
+        let is_missed = key.is_missed && asks_for_another;
+        self.report.note(if is_missed { Note::warning(text) } else { Note::info(text) });
+    }
+
+    /// What the key that an old name stands for does.
+    fn remark_on_new_name(&self, section: &str, to: &'static str, old: &'static Key, value: &Value<'_>) {
+        let (entries, target) = (entries_of(self.report.root), join(section, to));
+        let new = entries.iter().find(|entry| entry.path == target && !std::ptr::eq(entry.key, old));
+        if let Some(new) = new {
+            self.remark(&target, new.key, Some(value));
+        }
+    }
+
+    fn invalid(&self, path: &str, value: &Value<'_>, range: Range, expected: String) {
+        self.report
+            .add(range, path.to_owned(), || Problem::InvalidValue { expected, found: describe(value) });
+    }
+}
+
+/// The variant that the key `type` names.
+pub(crate) fn variant_beside(
+    properties: &[ObjectProp<'_>],
+    variants: &'static [Variant],
+) -> Option<&'static Variant> {
+    let property = properties.iter().find(|property| property.name.as_str() == "type")?;
+    match &property.value {
+        Value::StringLit(name) => {
+            variants.iter().find(|variant| variant.name.eq_ignore_ascii_case(&name.value))
+        }
+        _ => None,
+    }
+}
+
+/// Whether `value` is the word that leaves a key to be filled in.
+pub(crate) fn is_auto(value: &Value<'_>, key: &Key) -> bool {
+    key.value.takes_auto() && matches!(value, Value::StringLit(text) if text.value == "auto")
+}
+
+fn is_valid(kind: Kind, value: &Value<'_>) -> bool {
+    match (kind, value) {
+        (Kind::Anything, _) | (Kind::Boolean, Value::BooleanLit(_)) | (Kind::List, Value::Array(_)) => true,
+        (Kind::AnyText, Value::StringLit(_)) => true,
+        (Kind::Integer { min, max }, Value::NumberLit(number)) => {
+            number.value.parse::<u64>().is_ok_and(|integer| (min..=max).contains(&integer))
+        }
+        (Kind::Signed, Value::NumberLit(number)) => number.value.parse::<i64>().is_ok(),
+        (Kind::Number(range), Value::NumberLit(number)) => {
+            number.value.parse::<f64>().is_ok_and(|number| range.contains(number))
+        }
+        (Kind::Text | Kind::TextOrSections(_), Value::StringLit(text)) => !text.value.is_empty(),
+        (Kind::Choice(names), Value::StringLit(text)) => {
+            names.iter().any(|name| name.eq_ignore_ascii_case(&text.value))
+        }
+        (Kind::Rule, Value::Array(array)) => {
+            let is_text = |value: &Value<'_>| is_valid(Kind::Text, value);
+            match array.elements.as_slice() {
+                [pattern, Value::NullKeyword(_)] => is_text(pattern),
+                [pattern, mesh] => is_text(pattern) && is_text(mesh),
+                _ => false,
+            }
+        }
+        (Kind::Variant { variants, .. }, Value::StringLit(text)) => {
+            variants.iter().any(|variant| variant.name.eq_ignore_ascii_case(&text.value))
+        }
+        _ => false,
+    }
+}
+
+fn equals(value: &Value<'_>, literal: Literal) -> bool {
+    match (value, literal) {
+        (Value::NullKeyword(_), Literal::Null) => true,
+        (Value::BooleanLit(value), Literal::Boolean(literal)) => value.value == literal,
+        (Value::NumberLit(value), Literal::Integer(literal)) => value.value.parse() == Ok(literal),
+        (Value::NumberLit(value), Literal::Number(literal)) => value.value.parse() == Ok(literal),
+        (Value::StringLit(value), Literal::Text(literal)) => value.value.eq_ignore_ascii_case(literal),
+        _ => false,
+    }
+}
+
+/// Whether the word `enabled` is set to anything but false, however deep.
+fn enables_something(value: &Value<'_>) -> bool {
+    match value {
+        Value::Object(object) => object.properties.iter().any(|property| match &property.value {
+            Value::BooleanLit(enabled) if property.name.as_str() == "enabled" => enabled.value,
+            other => enables_something(other),
+        }),
+        Value::Array(array) => array.elements.iter().any(enables_something),
+        _ => false,
+    }
+}
+
+fn is_text(value: &Value<'_>) -> bool {
+    matches!(value, Value::StringLit(_))
+}
+
+/// Where faults of a section as a whole are shown: at its opening brace.
+fn first_byte(range: Range) -> Range {
+    Range { start: range.start, end: range.start + 1 }
+}

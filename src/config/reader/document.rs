@@ -1,0 +1,155 @@
+//! Strict JSON text to a tree that keeps the position of every key and value.
+//!
+//! `serde_json` forgets where a value stood, so `jsonc-parser` (the parser of
+//! dprint and Deno) builds the tree, with all its extensions to JSON turned off.
+//! What it still lets through (control characters in strings, Unicode spaces)
+//! is then refused by `serde_json`.
+
+use super::diagnostic::{Diagnostic, Excerpt, Position, Problem};
+use crate::config::error::ConfigError;
+use jsonc_parser::ast::{Object, Value};
+use jsonc_parser::common::Ranged;
+use jsonc_parser::{CollectOptions, ParseOptions};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// The largest file that is read.
+const MAX_FILE_BYTES: usize = 16 << 20;
+
+/// The deepest nesting that is read; the vocabulary needs three levels.
+const MAX_DEPTH: usize = 64;
+
+const STRICT: ParseOptions = ParseOptions {
+    allow_comments: false,
+    allow_loose_object_property_names: false,
+    allow_trailing_commas: false,
+    allow_missing_commas: false,
+    allow_single_quoted_strings: false,
+    allow_hexadecimal_numbers: false,
+    allow_unary_plus_numbers: false,
+    allow_bare_decimal_point_numbers: false,
+    allow_non_finite_numbers: false,
+    allow_extended_string_escapes: false,
+};
+
+/// The text of a file of at most [`MAX_FILE_BYTES`]; `what` is what errors call it.
+pub(crate) fn read(what: &'static str, path: &Path) -> Result<String, ConfigError> {
+    let read_error = |reason| ConfigError::Read { what, path: path.to_owned(), reason };
+    let mut text = String::new();
+    // One byte more than allowed tells a file that is too large from one that just fits.
+    let file = File::open(path).map_err(read_error)?;
+    let mut limited = file.take(MAX_FILE_BYTES as u64 + 1);
+    match limited.read_to_string(&mut text) {
+        Err(_) if limited.limit() == 0 => Err(too_large(&path.display().to_string())),
+        Err(error) => Err(read_error(error)),
+        Ok(_) => Ok(text),
+    }
+}
+
+/// Parses the text of a file, whose root has to be an object; `file` is what errors call it.
+pub(crate) fn parse_file<'t>(text: &'t str, file: &str) -> Result<Object<'t>, ConfigError> {
+    if text.len() > MAX_FILE_BYTES {
+        return Err(too_large(file));
+    }
+    parse(text).map_err(|diagnostic| ConfigError::Invalid {
+        file: file.to_owned(),
+        diagnostics: vec![*diagnostic],
+        omitted: 0,
+    })
+}
+
+fn too_large(file: &str) -> ConfigError {
+    ConfigError::TooLarge { file: file.to_owned(), limit_bytes: MAX_FILE_BYTES }
+}
+
+/// Parses `text`, whose root has to be an object.
+pub(crate) fn parse(text: &str) -> Result<Object<'_>, Box<Diagnostic>> {
+    check_depth(text)?;
+    let parsed = jsonc_parser::parse_to_ast(text, &CollectOptions::default(), &STRICT)
+        .map_err(|error| syntax(text, error.range().start, error.kind().to_string()))?;
+    let Some(root) = parsed.value else {
+        return Err(fault(text, 0, expected_object("an empty file".to_owned())));
+    };
+    check_strictness(text)?;
+    match root {
+        Value::Object(root) => Ok(root),
+        other => Err(fault(text, other.start(), expected_object(describe(&other)))),
+    }
+}
+
+/// The line and column of a byte offset.
+pub(crate) fn position_at(text: &str, offset: usize) -> Position {
+    let before = &text.as_bytes()[..offset.min(text.len())];
+    let line_start = before.iter().rposition(|&byte| byte == b'\n').map_or(0, |newline| newline + 1);
+    let starts_char = |byte: &&u8| !(0x80..0xC0).contains(*byte); // not a UTF-8 continuation
+    Position {
+        line: 1 + before.iter().filter(|&&byte| byte == b'\n').count(),
+        column: 1 + before[line_start..].iter().filter(starts_char).count(),
+    }
+}
+
+/// How error messages call a value.
+pub(crate) fn describe(value: &Value<'_>) -> String {
+    match value {
+        Value::StringLit(string) => format!("the string \"{}\"", abbreviated(&string.value)),
+        Value::NumberLit(number) => abbreviated(number.value),
+        Value::BooleanLit(boolean) => boolean.value.to_string(),
+        Value::Object(_) => "an object".to_owned(),
+        Value::Array(array) => format!("an array of {}", array.elements.len()),
+        Value::NullKeyword(_) => "null".to_owned(),
+    }
+}
+
+/// A text from the file, short enough for a message.
+pub(crate) fn abbreviated(text: &str) -> String {
+    const MAX_CHARS: usize = 60;
+    match text.char_indices().nth(MAX_CHARS) {
+        Some((end, _)) => format!("{}…", text[..end].escape_debug()),
+        None => text.escape_debug().to_string(),
+    }
+}
+
+/// Refuses deep nesting before any recursive parser sees it.
+fn check_depth(text: &str) -> Result<(), Box<Diagnostic>> {
+    let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
+    for (offset, byte) in text.bytes().enumerate() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_string => escaped = true,
+            b'"' => in_string = !in_string,
+            b'{' | b'[' if !in_string => depth += 1,
+            b'}' | b']' if !in_string => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        if depth > MAX_DEPTH {
+            return Err(fault(text, offset, Problem::TooDeep { limit: MAX_DEPTH }));
+        }
+    }
+    Ok(())
+}
+
+fn check_strictness(text: &str) -> Result<(), Box<Diagnostic>> {
+    serde_json::from_str::<serde::de::IgnoredAny>(text).map(drop).map_err(|error| {
+        // serde_json counts columns in bytes and appends the position to its message.
+        let line_start =
+            text.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum::<usize>();
+        let message = error.to_string();
+        let message = message.rsplit_once(" at line ").map_or(message.as_str(), |(reason, _)| reason);
+        syntax(text, line_start + error.column().saturating_sub(1), message.to_owned())
+    })
+}
+
+fn expected_object(found: String) -> Problem {
+    Problem::InvalidValue { expected: "a JSON object".to_owned(), found }
+}
+
+fn syntax(text: &str, offset: usize, message: String) -> Box<Diagnostic> {
+    fault(text, offset, Problem::Syntax { message })
+}
+
+fn fault(text: &str, offset: usize, problem: Problem) -> Box<Diagnostic> {
+    let position = position_at(text, offset);
+    let excerpt = Excerpt::new(text, position.line, offset..offset + 1);
+    Box::new(Diagnostic { position, key: String::new(), problem, excerpt })
+}

@@ -1,0 +1,15 @@
+//! From text to the values of a section, with every fault of a file found on the way.
+
+mod check;
+mod diagnostic;
+mod document;
+mod note;
+mod report;
+mod section;
+
+pub(crate) use check::check;
+pub use diagnostic::{Diagnostic, Excerpt, Position, Problem};
+pub(crate) use document::{abbreviated, parse, parse_file, read};
+pub use note::{Note, Severity};
+pub(crate) use report::{Auto, Remarks, Report};
+pub(crate) use section::Section;

@@ -1,0 +1,111 @@
+//! From a file and flags to a config.
+
+use super::auto::resolve_autos;
+use super::batch::BatchSizes;
+use super::config::Config;
+use super::error::ConfigError;
+use super::mesh_shape::{MeshShape, SizeOrigin, StatedSize};
+use super::overrides::Overrides;
+use super::raw::RawConfig;
+use super::reader::Note;
+use super::sections::mesh::MeshConfig;
+use super::sections::mesh_rules::Ruled;
+use super::sections::scheduler::SchedulerConfig;
+
+impl RawConfig {
+    /// Adds the command line, applies the defaults, and settles mesh and batch sizes.
+    ///
+    /// # Errors
+    /// When the mesh or the batch sizes contradict themselves, or a flag is out of range.
+    pub fn resolve(&self, overrides: &Overrides) -> Result<Config, ConfigError> {
+        overrides.check()?;
+        let ruled = self.ruled(overrides)?;
+        let mesh = self.resolve_mesh(ruled.as_ref(), overrides)?;
+        self.check_preset(ruled.as_ref(), overrides)?;
+        let mut config = self.config.clone();
+        config.mesh = MeshConfig { dp_size: mesh.dp, sp_size: mesh.sp };
+        config.zero.mics_shard_size = self.stated_shard_size(mesh.dp, ruled.as_ref(), overrides)?;
+        let batch = self.resolve_batch(mesh.dp)?;
+        config.train_batch_size = batch.train;
+        config.micro_batch_size = batch.micro;
+        config.gradient_accumulation_steps = batch.accumulation;
+        config.seed = overrides.seed.unwrap_or(config.seed);
+        overrides.apply(&mut config.ulysses);
+        config.scheduler = self.resolve_scheduler(config.ulysses.steps)?;
+        config.notes = self.resolved_notes(config.scheduler.as_ref());
+        config.notes.extend(self.note_on_rules(ruled.as_ref(), overrides).map(Note::warning));
+        config.autos = resolve_autos(&self.remarks.autos, &config);
+        Ok(config)
+    }
+
+    fn resolve_batch(&self, dp: usize) -> Result<BatchSizes, ConfigError> {
+        let (train, micro) = (self.train_batch_size, self.micro_batch_size);
+        BatchSizes::resolve(train, micro, self.gradient_accumulation_steps, dp).map_err(|reason| {
+            ConfigError::Batch {
+                file: self.file.clone(),
+                place: self.batch_place.clone().map(Box::new),
+                reason: Box::new(reason),
+            }
+        })
+    }
+
+    fn resolve_scheduler(&self, steps: Option<u64>) -> Result<Option<SchedulerConfig>, ConfigError> {
+        let scheduler = self.config.scheduler.clone();
+        if !self.decays_to_last_step {
+            return Ok(scheduler);
+        }
+        let steps = steps.ok_or_else(|| ConfigError::AutoWithoutSource {
+            file: self.file.clone(),
+            key: "scheduler.params.total_num_steps",
+            source_of_value: "the steps to train, `ulysses.steps` or --steps",
+        })?;
+        Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
+    }
+
+    fn resolve_mesh(&self, ruled: Option<&Ruled>, overrides: &Overrides) -> Result<MeshShape, ConfigError> {
+        let flag = |size| StatedSize { size, origin: SizeOrigin::Flag };
+        let with_flag = |file: &[StatedSize], size: Option<usize>| -> Vec<_> {
+            file.iter().copied().chain(size.map(flag)).collect()
+        };
+        let (dp_sizes, sp_sizes) = match ruled {
+            None => (self.dp_sizes.clone(), self.sp_sizes.clone()),
+            Some(ruled) => ruled.shape.map_or_else(Default::default, |shape| {
+                let of_rule = |size| vec![StatedSize { size, origin: SizeOrigin::Rule }];
+                (of_rule(shape.dp), of_rule(shape.sp))
+            }),
+        };
+        let dp = with_flag(&dp_sizes, overrides.mesh.map(|(dp, _)| dp));
+        let sp = with_flag(&sp_sizes, overrides.mesh.map(|(_, sp)| sp));
+        MeshShape::resolve(&dp, &sp, overrides.world_size)
+            .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+    }
+
+    fn stated_shard_size(
+        &self,
+        dp: usize,
+        ruled: Option<&Ruled>,
+        overrides: &Overrides,
+    ) -> Result<Option<usize>, ConfigError> {
+        let ruled = ruled.and_then(|ruled| ruled.shape?.shard_size);
+        let ruled = ruled.map(|size| StatedSize { size, origin: SizeOrigin::Rule });
+        let flag = overrides.shard_size.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
+        let stated: Vec<StatedSize> = self.shard_sizes.iter().copied().chain(ruled).chain(flag).collect();
+        MeshShape::shard_size(&stated, dp)
+            .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
+    }
+
+    fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<Note> {
+        let mut notes = self.remarks.notes.clone();
+        if !self.names_gradient_clipping {
+            let text = "`gradient_clipping` is not given: no clipping (DeepSpeed 0.19 would clip at 1.0)";
+            notes.push(Note::warning(text));
+        }
+        if std::env::var_os("ULYSSES_BF16_PRODUCTS").is_some() {
+            notes.push(Note::info("the variable `ULYSSES_BF16_PRODUCTS` is called `ULYSSES_BF16_GEMM` now"));
+        }
+        let of_scheduler =
+            scheduler.into_iter().flat_map(|scheduler| scheduler.notes(&self.config.optimizer));
+        notes.extend(of_scheduler.map(Note::warning));
+        notes
+    }
+}

@@ -1,0 +1,24 @@
+//! The `activation_checkpointing` section.
+
+use crate::config::define::keys;
+use crate::config::define::words::flag;
+use crate::config::reader::Section;
+
+keys! {
+    /// How checkpointed activations are stored; `ulysses.activation_checkpointing` switches checkpointing on.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub struct ActivationCheckpointingConfig {
+        /// Moves checkpoints out of the way until the backward pass: from a GPU to the host's memory, from a CPU to a file.
+        pub cpu_checkpointing: bool = flag(),
+    }
+}
+
+impl ActivationCheckpointingConfig {
+    pub(crate) fn check(&self, section: &Section<'_>, is_on: bool) {
+        if self.cpu_checkpointing && !is_on {
+            let expected =
+                "false, unless `ulysses.activation_checkpointing` is true: there are no checkpoints";
+            section.contradiction("cpu_checkpointing", expected);
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! The sizes of the mesh, at the top of the file.
+
+use crate::config::define::keys;
+use crate::config::define::words::count;
+use crate::config::mesh_shape::{SizeOrigin, StatedSize};
+use crate::config::reader::Section;
+
+keys! {
+    /// The mesh. Flags, `mesh_param`, rules and the number of ranks have a say in it too.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct MeshConfig {
+        /// Ranks that take different rows.
+        pub dp_size: usize = count().named("data_parallel_size").derived("1, or what fills the world"),
+        /// Ranks that share each row.
+        pub sp_size: usize = count().named("sequence_parallel_size").integer(1),
+    }
+}
+
+/// The sizes of dp and of sp, as often as the file states them.
+pub(crate) fn stated_sizes(root: &Section<'_>) -> (Vec<StatedSize>, Vec<StatedSize>) {
+    let stated = |key, size, position| StatedSize { size, origin: SizeOrigin::Key { key, position } };
+    let axis = |key| Some(stated(key, root.count(key)?, root.position(root.range(key)?)));
+    let mesh_sizes = root.two_counts("mesh_param");
+    let mesh_sizes = mesh_sizes.map(|pair| pair.map(|(size, position)| stated("mesh_param", size, position)));
+    let [mesh_dp, mesh_sp] = mesh_sizes.map_or([None, None], |sizes| sizes.map(Some));
+    let sizes = |mesh_size: Option<_>, key| mesh_size.into_iter().chain(axis(key)).collect();
+    (sizes(mesh_dp, "data_parallel_size"), sizes(mesh_sp, "sequence_parallel_size"))
+}

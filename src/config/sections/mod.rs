@@ -1,0 +1,14 @@
+//! The sections of the file that do something, each a struct whose fields are its keys.
+
+pub(crate) mod activation_checkpointing;
+pub(crate) mod checkpoint;
+pub(crate) mod data;
+pub(crate) mod mesh;
+pub(crate) mod mesh_rules;
+pub(crate) mod monitoring;
+pub(crate) mod optimizer;
+pub(crate) mod parameter_groups;
+pub(crate) mod precision;
+pub(crate) mod scheduler;
+pub(crate) mod ulysses;
+pub(crate) mod zero;

@@ -1,0 +1,174 @@
+//! The `optimizer` section.
+
+use crate::config::define::words::{at_least, below_1, flag, number, two_below_1};
+use crate::config::define::{Keys, declare_variants, keys, variants, write_variant};
+use crate::config::reader::{Report, Section};
+use crate::config::vocabulary::{Key, Literal};
+use serde_json::{Map, Value as Json};
+
+const LR: Key = number().number(1e-3).auto(Literal::Number(5e-5));
+
+const BETAS: Key = two_below_1().two_numbers([0.9, 0.999]).auto(Literal::TwoNumbers([0.9, 0.999]));
+
+/// Above 0, so that the zero gradients of padding do not become NaN.
+const EPS: Key = at_least(f32::MIN_POSITIVE as f64).number(1e-8).auto(Literal::Number(1e-8));
+
+/// 0, as in DeepSpeed for `AdamW` too (PyTorch's AdamW has 0.01).
+const WEIGHT_DECAY: Key = number().number(0.0).auto(Literal::Number(0.0));
+
+variants! {
+    /// The optimizer and its parameters, in DeepSpeed's vocabulary.
+    #[derive(Clone, Debug, PartialEq)]
+    #[non_exhaustive]
+    pub enum OptimizerConfig {
+        /// Adam or AdamW, which DeepSpeed makes the same `FusedAdam`: its `Adam` decays weights like AdamW unless
+        /// `adam_w_mode` is false.
+        Adam: "Adam", "AdamW" {
+            /// Learning rate; a scheduler may replace it.
+            lr: f64 = LR,
+            /// Decay rates of the two moments.
+            betas: [f64; 2] = BETAS,
+            /// Added to the root of the second moment.
+            eps: f64 = EPS,
+            /// Decay of the weights.
+            weight_decay: f64 = WEIGHT_DECAY,
+            /// Decays the weights themselves (AdamW) rather than the gradients (L2).
+            adam_w_mode: bool = flag().boolean(true),
+            /// Divides the moments by 1 − betaᵗ.
+            bias_correction: bool = flag().boolean(true),
+        }
+        /// Stochastic gradient descent.
+        Sgd: "SGD" {
+            /// Learning rate; a scheduler may replace it.
+            lr: f64 = LR,
+            /// Decay rate of the momentum; 0 for no buffer.
+            momentum: f64 = below_1().number(0.0),
+            /// Nesterov's momentum.
+            nesterov: bool = flag(),
+            /// Decay of the weights.
+            weight_decay: f64 = WEIGHT_DECAY,
+        }
+        /// Lion: steps of equal length in the direction of the momentum's sign. (The paper has the betas 0.9 and 0.99.)
+        Lion: "Lion" {
+            /// Learning rate; a scheduler may replace it.
+            lr: f64 = LR,
+            /// Weight of the momentum in the direction of a step, and its decay rate.
+            betas: [f64; 2] = BETAS,
+            /// Decay of the weights.
+            weight_decay: f64 = WEIGHT_DECAY,
+        }
+        /// Adagrad in PyTorch's form, with its defaults: steps shrink with the sum of all squared gradients.
+        Adagrad: "Adagrad" {
+            /// Learning rate; a scheduler may replace it.
+            lr: f64 = LR.number(1e-2),
+            /// Divides the rate of step t by 1 + (t − 1) · `lr_decay`.
+            lr_decay: f64 = number().number(0.0),
+            /// Added to the root of the second moment.
+            eps: f64 = EPS.number(1e-10),
+            /// Decay of the weights.
+            weight_decay: f64 = WEIGHT_DECAY,
+            /// What the sum of squared gradients starts from.
+            initial_accumulator_value: f64 = number().number(0.0),
+        }
+        /// LAMB: Adam's direction, with a step for each parameter tensor in proportion to its norm.
+        Lamb: "Lamb" {
+            /// Learning rate; a scheduler may replace it.
+            lr: f64 = LR,
+            /// Decay rates of the two moments.
+            betas: [f64; 2] = BETAS,
+            /// Added to the root of the second moment.
+            eps: f64 = EPS,
+            /// Decay of the weights.
+            weight_decay: f64 = WEIGHT_DECAY,
+            /// Multiplies the step by √(1 − beta₂ᵗ) / (1 − beta₁ᵗ); the trust ratio is that of moments without correction.
+            bias_correction: bool = flag().boolean(true),
+            /// Lower bound of a tensor's trust ratio ‖parameter‖ / ‖direction‖.
+            min_coeff: f64 = number().number(0.01),
+            /// Upper bound of the trust ratio.
+            max_coeff: f64 = number().number(10.0),
+        }
+    }
+}
+
+impl Keys for OptimizerConfig {
+    fn declare(path: &str) -> Vec<Key> {
+        declare_variants(path, "The update rule.", Self::variants(path))
+    }
+
+    /// An absent one is AdamW with its defaults.
+    fn from_section(section: &Section<'_>) -> Self {
+        let of_type = |name| Self::of_type(name, &section.section("params"));
+        section.variant().map_or_else(Self::default, of_type)
+    }
+
+    fn write_into(&self, object: &mut Map<String, Json>) {
+        let (name, params) = self.name_and_params();
+        write_variant(object, name, params);
+    }
+}
+
+impl Default for OptimizerConfig {
+    /// AdamW with its defaults.
+    fn default() -> Self {
+        let adam = Self::variants("").remove(0);
+        Self::of_type(adam.name, &Section::absent(&Report::new("", &[]), adam.params))
+    }
+}
+
+impl OptimizerConfig {
+    /// The learning rate without a scheduler.
+    pub fn lr(&self) -> f64 {
+        match self {
+            Self::Adam { lr, .. }
+            | Self::Sgd { lr, .. }
+            | Self::Lion { lr, .. }
+            | Self::Adagrad { lr, .. }
+            | Self::Lamb { lr, .. } => *lr,
+        }
+    }
+
+    /// The same optimizer with other betas, where it has betas.
+    #[must_use]
+    pub fn with_betas(mut self, new: [f64; 2]) -> Self {
+        match &mut self {
+            Self::Adam { betas, .. } | Self::Lion { betas, .. } | Self::Lamb { betas, .. } => *betas = new,
+            Self::Sgd { .. } | Self::Adagrad { .. } => {}
+        }
+        self
+    }
+
+    /// The same optimizer with another weight decay.
+    #[must_use]
+    pub fn with_weight_decay(mut self, new: f64) -> Self {
+        match &mut self {
+            Self::Adam { weight_decay, .. }
+            | Self::Sgd { weight_decay, .. }
+            | Self::Lion { weight_decay, .. }
+            | Self::Adagrad { weight_decay, .. }
+            | Self::Lamb { weight_decay, .. } => *weight_decay = new,
+        }
+        self
+    }
+
+    pub(crate) fn check(&self, section: &Section<'_>) {
+        if !section.is_present() {
+            let note = "no `optimizer` is given: AdamW with its defaults, lr 0.001 and no weight decay";
+            return section.warn(note.to_owned());
+        }
+        let params = section.section("params");
+        match *self {
+            Self::Adam { adam_w_mode: false, .. } if section.variant() == Some("AdamW") => {
+                let expected = "true, as the type is \"AdamW\" (with the type \"Adam\" it may be false)";
+                params.contradiction("adam_w_mode", expected);
+            }
+            Self::Sgd { momentum: 0.0, nesterov: true, .. } => {
+                params.contradiction("nesterov", "false, or a `momentum` above 0 beside it");
+            }
+            Self::Lamb { min_coeff, max_coeff, .. } if min_coeff > max_coeff => {
+                let given = if params.names("min_coeff") { "min_coeff" } else { "max_coeff" };
+                params.contradiction(given, &format!("`min_coeff` {min_coeff} ≤ `max_coeff` {max_coeff}"));
+            }
+            _ => {}
+        }
+    }
+}

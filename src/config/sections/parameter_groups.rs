@@ -1,0 +1,170 @@
+//! `ulysses.parameter_groups`: parameters that are trained with settings of their own.
+
+use crate::config::define::words::{flag, number, text};
+use crate::config::define::{Keys, Setting, keys, section_keys};
+use crate::config::reader::Section;
+use crate::config::vocabulary::{Key, Value};
+use regex::{RegexSet, RegexSetBuilder};
+use serde_json::Value as Json;
+
+/// Limits that keep a hostile file from taking time and memory.
+const MAX_GROUPS: usize = 100;
+const MAX_PATTERN_BYTES: usize = 1000;
+const MAX_COMPILED_BYTES: usize = 1 << 18;
+
+keys! {
+    /// Settings of the parameters whose names match a pattern, in place of the optimizer's. A
+    /// parameter is in the first group that it matches.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct ParameterGroup {
+        /// A regular expression, looked for anywhere in a parameter's full name.
+        pub pattern: NamePattern = text().named("match").required(),
+        /// Multiplies the learning rate.
+        pub lr_scale: Option<f64> = number().derived("1.0"),
+        /// Replaces the optimizer's `lr`; a schedule scales both in proportion.
+        pub lr: Option<f64> = number().derived("the optimizer's"),
+        /// Replaces the optimizer's.
+        pub weight_decay: Option<f64> = number().derived("the optimizer's"),
+        /// Leaves the parameters as they are: no gradient, no optimizer state.
+        pub frozen: bool = flag(),
+    }
+}
+
+impl ParameterGroup {
+    /// The group of the parameter called `name`; none where the optimizer's settings apply.
+    pub fn of<'a>(groups: &'a [Self], name: &str) -> Option<&'a Self> {
+        groups.iter().find(|group| group.pattern.matches(name))
+    }
+
+    /// Whether the parameter called `name` is frozen.
+    pub fn is_frozen(groups: &[Self], name: &str) -> bool {
+        Self::of(groups, name).is_some_and(|group| group.frozen)
+    }
+
+    /// How fast the parameters are trained.
+    pub fn rate(&self) -> GroupRate {
+        match self.lr {
+            Some(lr) => GroupRate::Own(lr),
+            None => GroupRate::Scaled(self.lr_scale.unwrap_or(1.0)),
+        }
+    }
+
+    /// Reports settings of the groups in `ulysses` that contradict each other or the optimizer.
+    pub(crate) fn check_all(ulysses: &Section<'_>, optimizer_lr: f64) {
+        let groups = ulysses.sections("parameter_groups");
+        for group in groups.iter().take(MAX_GROUPS) {
+            if group.boolean("frozen") {
+                for key in ["lr", "lr_scale", "weight_decay"] {
+                    group.contradiction(key, "no such setting of parameters that are `frozen`");
+                }
+            } else if group.names("lr_scale") {
+                group.contradiction("lr", "either `lr` or `lr_scale`");
+            } else if optimizer_lr == 0.0 {
+                group.contradiction(
+                    "lr",
+                    "an optimizer with a rate above 0, as the schedule scales both alike",
+                );
+            }
+        }
+    }
+}
+
+impl Setting for Vec<ParameterGroup> {
+    fn complete(key: Key, path: &str) -> Key {
+        Key { value: Value::Sections(section_keys::<ParameterGroup>(path, None)), ..key }
+    }
+
+    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+        let groups = section.sections(name);
+        if groups.len() > MAX_GROUPS {
+            section.contradiction(name, &format!("at most {MAX_GROUPS} groups"));
+            return None;
+        }
+        Some(groups.iter().map(ParameterGroup::from_section).collect())
+    }
+
+    fn read(section: &Section<'_>, name: &'static str) -> Self {
+        Self::find(section, name).unwrap_or_default()
+    }
+
+    fn written(&self) -> Option<Json> {
+        (!self.is_empty()).then(|| self.iter().filter_map(Setting::written).collect())
+    }
+}
+
+/// The learning rate of a group.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum GroupRate {
+    /// The optimizer's, times this.
+    Scaled(f64),
+    /// This in place of the optimizer's.
+    Own(f64),
+}
+
+impl GroupRate {
+    /// The rate of a step for which the schedule says `scheduled`, where the optimizer's own is `optimizer_lr`. The
+    /// schedule scales a group's own rate as it does the optimizer's, as PyTorch's `LambdaLR` does.
+    pub fn at(self, scheduled: f64, optimizer_lr: f64) -> f64 {
+        match self {
+            Self::Scaled(factor) => scheduled * factor,
+            Self::Own(lr) => scheduled / optimizer_lr * lr,
+        }
+    }
+}
+
+/// A regular expression that is looked for anywhere in the full name of a parameter.
+#[derive(Clone, Debug, Default)]
+pub struct NamePattern {
+    /// As it was written.
+    text: String,
+    /// Of this one pattern; of none, which matches nothing, where it stands in for a faulty one.
+    set: RegexSet,
+}
+
+impl NamePattern {
+    /// Whether the name of a parameter fits.
+    pub fn matches(&self, name: &str) -> bool {
+        self.set.is_match(name)
+    }
+
+    /// As it was written.
+    pub fn as_str(&self) -> &str {
+        &self.text
+    }
+
+    /// The error says what would be valid.
+    fn new(pattern: &str) -> Result<Self, String> {
+        if pattern.len() > MAX_PATTERN_BYTES {
+            return Err(format!("a regular expression of at most {MAX_PATTERN_BYTES} bytes"));
+        }
+        let expected = |error: regex::Error| {
+            // The lines before the last draw a marker beneath the pattern.
+            let error = error.to_string();
+            let reason = error.lines().last().unwrap_or_default();
+            format!("a regular expression ({})", reason.trim_start_matches("error: "))
+        };
+        let set = RegexSetBuilder::new([pattern]).size_limit(MAX_COMPILED_BYTES).build().map_err(expected)?;
+        Ok(Self { text: pattern.to_owned(), set })
+    }
+}
+
+impl PartialEq for NamePattern {
+    fn eq(&self, other: &Self) -> bool {
+        self.as_str() == other.as_str()
+    }
+}
+
+impl Setting for NamePattern {
+    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+        let pattern = Self::new(&section.text(name)?);
+        pattern.map_err(|expected| section.contradiction(name, &expected)).ok()
+    }
+
+    fn read(section: &Section<'_>, name: &'static str) -> Self {
+        Self::find(section, name).unwrap_or_default()
+    }
+
+    fn written(&self) -> Option<Json> {
+        Some(self.as_str().into())
+    }
+}

@@ -1,0 +1,158 @@
+//! The `fp16` and `bf16` sections.
+
+use crate::config::define::words::{count, flag, integer, number, section};
+use crate::config::define::{Keys, Setting, keys};
+use crate::config::reader::Section;
+use crate::config::vocabulary::{Key, Literal};
+use candle_core::DType;
+use serde_json::{Map, Value as Json, json};
+
+/// The number format of parameters and activations. Reductions, master weights and optimizer
+/// state are f32 in all of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Precision {
+    /// 32 bits throughout.
+    #[default]
+    F32,
+    /// `bf16`: the range of f32, so the loss needs no scale.
+    Bf16 {
+        /// Whether a step whose gradient is not finite is skipped; default true.
+        check_grad_overflow: bool,
+    },
+    /// `fp16`: the loss is scaled, so that small gradients do not vanish.
+    Fp16 {
+        /// The factor of the loss.
+        loss_scale: LossScale,
+    },
+}
+
+/// The factor that the loss is multiplied with before the backward pass.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LossScale {
+    /// `loss_scale` above 0: always the same.
+    Static(f64),
+    /// `loss_scale` 0: adapted to overflows.
+    Dynamic(DynamicLossScale),
+}
+
+keys! {
+    /// How a dynamic loss scale moves: doubled after a while without overflow, halved by overflows.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct DynamicLossScale {
+        /// An adapted scale starts at 2 to this.
+        pub initial_scale_power: u32 = integer(0, 127).integer(16),
+        /// Steps without overflow before the scale doubles.
+        pub loss_scale_window: u64 = count().integer(1000),
+        /// Overflows before the scale is halved.
+        pub hysteresis: u64 = count().integer(2),
+        /// Any step without overflow refills the hysteresis.
+        pub consecutive_hysteresis: bool = flag(),
+        /// The smallest adapted scale.
+        pub min_loss_scale: u64 = count().integer(1),
+    }
+}
+
+impl Precision {
+    /// The section that asks for this format; `None` for f32.
+    pub fn section(self) -> Option<&'static str> {
+        match self {
+            Self::F32 => None,
+            Self::Bf16 { .. } => Some("bf16"),
+            Self::Fp16 { .. } => Some("fp16"),
+        }
+    }
+
+    /// Element type of parameters and activations.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 { .. } => DType::BF16,
+            Self::Fp16 { .. } => DType::F16,
+        }
+    }
+
+    /// Whether a step whose gradient is not finite is passed over; else it is an error.
+    pub fn skips_overflow(self) -> bool {
+        match self {
+            Self::F32 => false,
+            Self::Bf16 { check_grad_overflow } => check_grad_overflow,
+            Self::Fp16 { .. } => true,
+        }
+    }
+
+    /// Reports two formats at once, and a scale that f32 cannot undo.
+    pub(crate) fn check(root: &Section<'_>) {
+        let (fp16, bf16) = (root.section("fp16"), root.section("bf16"));
+        let (is_fp16, is_bf16) = (fp16.boolean("enabled"), bf16.boolean("enabled"));
+        if is_fp16 && is_bf16 {
+            bf16.contradiction("enabled", "false, as `fp16.enabled` is true: a run has one format");
+        }
+        // Its reciprocal scales gradients back, in f32.
+        let is_extreme = |scale: f64| scale > 0.0 && !(1e-30..=1e30).contains(&scale);
+        if is_fp16 && !is_bf16 && fp16.number("loss_scale").is_some_and(is_extreme) {
+            fp16.contradiction("loss_scale", "0, or a number from 1e-30 to 1e30");
+        }
+    }
+}
+
+keys! {
+    struct PrecisionSections {
+        /// Training in fp16.
+        fp16: Fp16Section = section(),
+        /// Training in bf16.
+        bf16: Bf16Section = section(),
+    }
+}
+
+keys! {
+    struct Fp16Section {
+        /// Trains in fp16 with a scaled loss.
+        enabled: bool = flag().auto(Literal::Boolean(false)),
+        /// Factor of the loss; 0 adapts it.
+        loss_scale: f64 = number().number(0.0),
+        /// How it is adapted.
+        rule: DynamicLossScale,
+    }
+}
+
+keys! {
+    struct Bf16Section {
+        /// Trains in bf16.
+        enabled: bool = flag().auto(Literal::Boolean(false)),
+        /// Skips steps whose gradient is not finite.
+        check_grad_overflow: bool = flag().boolean(true),
+    }
+}
+
+impl Keys for Precision {
+    fn declare(path: &str) -> Vec<Key> {
+        PrecisionSections::declare(path)
+    }
+
+    fn from_section(section: &Section<'_>) -> Self {
+        let PrecisionSections { fp16, bf16 } = PrecisionSections::from_section(section);
+        match (fp16.enabled, bf16.enabled) {
+            (true, false) if fp16.loss_scale > 0.0 => {
+                Self::Fp16 { loss_scale: LossScale::Static(fp16.loss_scale) }
+            }
+            (true, false) => Self::Fp16 { loss_scale: LossScale::Dynamic(fp16.rule) },
+            (false, true) => Self::Bf16 { check_grad_overflow: bf16.check_grad_overflow },
+            (false, false) | (true, true) => Self::F32, // the latter is a fault
+        }
+    }
+
+    fn write_into(&self, object: &mut Map<String, Json>) {
+        let enabled = true;
+        let section = match *self {
+            Self::F32 => None,
+            Self::Bf16 { check_grad_overflow } => Bf16Section { enabled, check_grad_overflow }.written(),
+            Self::Fp16 { loss_scale: LossScale::Static(loss_scale) } => {
+                Some(json!({ "enabled": enabled, "loss_scale": loss_scale }))
+            }
+            Self::Fp16 { loss_scale: LossScale::Dynamic(rule) } => {
+                Fp16Section { enabled, loss_scale: 0.0, rule }.written()
+            }
+        };
+        object.extend(self.section().map(str::to_owned).zip(section));
+    }
+}

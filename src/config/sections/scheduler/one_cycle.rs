@@ -1,0 +1,111 @@
+//! The 1Cycle policy (Smith, <https://arxiv.org/abs/1803.09820>).
+
+use crate::config::define::keys;
+use crate::config::define::words::{below_1, count, flag, index, number};
+
+keys! {
+    /// One cycle from `cycle_min_lr` up to `cycle_max_lr` and back, then a decay below the minimum:
+    /// `cycle_min_lr / (1 + decay_lr_rate × decay intervals)`. The optimizer's first beta moves against it, from
+    /// `cycle_max_mom` down and back, then `cycle_max_mom × (1 + decay_mom_rate × decay intervals)`: it *grows*, as in
+    /// DeepSpeed, and passes 1 if training goes on.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct OneCycle {
+        /// Lower end of the cycle.
+        pub cycle_min_lr: f64 = number().required(),
+        /// Upper end of the cycle.
+        pub cycle_max_lr: f64 = number().required(),
+        /// How fast the rate falls after the cycle.
+        pub decay_lr_rate: f64 = number().number(0.0),
+        /// Length of the rising half.
+        pub cycle_first_step_size: u64 = count().integer(2000),
+        /// Length of the falling half.
+        pub cycle_second_step_size: Option<u64> = index().derived("that of the rising one").or_null(),
+        /// Stairs of the rising half; 0 is smooth.
+        pub cycle_first_stair_count: u64 = index().integer(0),
+        /// Stairs of the falling half.
+        pub cycle_second_stair_count: Option<u64> = index().derived("that of the rising one").or_null(),
+        /// Length of one decay interval; 0 for no decay.
+        pub decay_step_size: u64 = index().integer(0),
+        /// Whether the optimizer's first beta cycles too.
+        pub cycle_momentum: bool = flag().boolean(true),
+        /// Lower end for the beta.
+        pub cycle_min_mom: f64 = below_1().number(0.8),
+        /// Upper end for the beta.
+        pub cycle_max_mom: f64 = below_1().number(0.9),
+        /// How fast the beta grows after the cycle.
+        pub decay_mom_rate: f64 = number().number(0.0),
+    }
+}
+
+/// While DeepSpeed cycles the first beta, it pins the second.
+const SECOND_BETA: f64 = 0.99;
+
+impl OneCycle {
+    pub(crate) fn lr_at(&self, step: u64) -> f64 {
+        match self.phase(step) {
+            Phase::Cycle { height } => self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height,
+            Phase::Decay { intervals } => self.cycle_min_lr / (1.0 + self.decay_lr_rate * intervals),
+        }
+    }
+
+    pub(crate) fn betas_at(&self, step: u64) -> Option<[f64; 2]> {
+        if !self.cycle_momentum {
+            return None;
+        }
+        let beta = match self.phase(step) {
+            // DeepSpeed starts from the minimum and jumps to the maximum with the second step.
+            Phase::Cycle { .. } if step == 0 => self.cycle_min_mom,
+            Phase::Cycle { height } => {
+                self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height
+            }
+            Phase::Decay { intervals } => self.cycle_max_mom * (1.0 + self.decay_mom_rate * intervals),
+        };
+        Some([beta, SECOND_BETA])
+    }
+
+    /// The first step at which the growing beta is no longer below 1.
+    pub(crate) fn first_step_with_invalid_momentum(&self) -> Option<u64> {
+        if self.decay_mom_rate == 0.0 || self.decay_step_size == 0 || self.cycle_max_mom == 0.0 {
+            return None;
+        }
+        let intervals = (1.0 / self.cycle_max_mom - 1.0) / self.decay_mom_rate;
+        let steps = (intervals * self.decay_step_size as f64).ceil() as u64;
+        Some(self.cycle_steps().saturating_add(steps))
+    }
+
+    fn phase(&self, step: u64) -> Phase {
+        match step.checked_sub(self.cycle_steps()) {
+            None | Some(0) => Phase::Cycle { height: self.height_at(step) },
+            Some(_) if self.decay_step_size == 0 => Phase::Decay { intervals: 0.0 },
+            Some(steps) => Phase::Decay { intervals: steps as f64 / self.decay_step_size as f64 },
+        }
+    }
+
+    /// How far up the cycle a step within it is, from 0 to 1.
+    fn height_at(&self, step: u64) -> f64 {
+        let (position, length, stairs) = if step <= self.cycle_first_step_size {
+            (step, self.cycle_first_step_size, self.cycle_first_stair_count)
+        } else {
+            let stairs = self.cycle_second_stair_count.unwrap_or(self.cycle_first_stair_count);
+            (self.cycle_steps() - step, self.second_step_size(), stairs)
+        };
+        let (position, length, stairs) = (position as f64, length as f64, stairs as f64);
+        if stairs == 0.0 { position / length } else { (position * stairs / length).floor() / stairs }
+    }
+
+    fn second_step_size(&self) -> u64 {
+        self.cycle_second_step_size.unwrap_or(self.cycle_first_step_size)
+    }
+
+    fn cycle_steps(&self) -> u64 {
+        self.cycle_first_step_size.saturating_add(self.second_step_size())
+    }
+}
+
+/// What the schedule is doing.
+enum Phase {
+    /// The cycle, at a height from 0 (minimum) to 1 (maximum).
+    Cycle { height: f64 },
+    /// The decay, so many intervals after the cycle's end.
+    Decay { intervals: f64 },
+}

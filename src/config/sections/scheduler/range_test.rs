@@ -1,0 +1,27 @@
+//! The learning-rate range test (Smith, <https://arxiv.org/abs/1803.09820>).
+
+use crate::config::define::keys;
+use crate::config::define::words::{count, flag, number};
+
+keys! {
+    /// Multiplies the rate by `1 + lr_range_test_step_rate × intervals`.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct LrRangeTest {
+        /// Rate at the start.
+        pub lr_range_test_min_lr: f64 = number().number(1e-3),
+        /// Length of one interval.
+        pub lr_range_test_step_size: u64 = count().integer(2000),
+        /// Growth per interval.
+        pub lr_range_test_step_rate: f64 = number().number(1.0),
+        /// Whether to grow once per interval rather than at every step.
+        pub lr_range_test_staircase: bool = flag(),
+    }
+}
+
+impl LrRangeTest {
+    pub(crate) fn lr_at(&self, step: u64) -> f64 {
+        let intervals = step as f64 / self.lr_range_test_step_size as f64;
+        let intervals = if self.lr_range_test_staircase { intervals.floor() } else { intervals };
+        self.lr_range_test_min_lr * (1.0 + self.lr_range_test_step_rate * intervals)
+    }
+}

@@ -1,0 +1,135 @@
+//! The schedules that warm up first: WarmupLR, WarmupDecayLR, WarmupCosineLR.
+
+use crate::config::define::words::{choice, count, fraction, index, number};
+use crate::config::define::{choices, keys};
+use crate::config::vocabulary::{Key, Literal};
+use std::f64::consts::PI;
+
+const MIN_LR: Key = number().number(0.0).auto(Literal::Number(0.0));
+
+/// `"auto"` is the Trainer's `warmup_steps`, 0 by default; every schedule warms up for 2 at least.
+const NUM_STEPS: Key = index().integer(1000).auto(Literal::Integer(0));
+
+const TOTAL_NUM_STEPS: Key =
+    count().required().auto_derived("the steps to train: `ulysses.steps` or `--steps`");
+
+const FROM_OPTIMIZER: &str = "the optimizer's `lr`";
+
+choices! {
+    /// The form of the warm-up.
+    pub enum WarmupType {
+        /// `ln(t + 1) / ln(warmup_num_steps)`: steep at first.
+        #[default]
+        Log = "log",
+        /// `t / warmup_num_steps`.
+        Linear = "linear",
+    }
+}
+
+impl WarmupType {
+    /// How far the warm-up has come at `iteration`, from 0 to 1; `None` once it is over.
+    fn progress(self, iteration: u64, num_steps: u64) -> Option<f64> {
+        let num_steps = effective_warmup(num_steps);
+        (iteration < num_steps).then(|| match self {
+            Self::Log => (iteration as f64 + 1.0).ln() / (num_steps as f64).ln(),
+            Self::Linear => iteration as f64 / num_steps as f64,
+        })
+    }
+}
+
+/// DeepSpeed warms up for at least two steps, as `ln 1` cannot be a divisor.
+fn effective_warmup(num_steps: u64) -> u64 {
+    num_steps.max(2)
+}
+
+keys! {
+    /// Warms up from `warmup_min_lr` to `warmup_max_lr`, then stays there.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct WarmupLr {
+        /// Rate at the start.
+        pub warmup_min_lr: f64 = MIN_LR,
+        /// Rate after the warm-up.
+        pub warmup_max_lr: Option<f64> = number().derived(FROM_OPTIMIZER),
+        /// Length of the warm-up; less than 2 is read as 2.
+        pub warmup_num_steps: u64 = NUM_STEPS,
+        /// Form of the warm-up.
+        pub warmup_type: WarmupType = choice().text("log"),
+    }
+}
+
+impl WarmupLr {
+    pub(crate) fn lr_at(&self, step: u64, base_lr: f64) -> f64 {
+        let max_lr = self.warmup_max_lr.unwrap_or(base_lr);
+        let Some(iteration) = step.checked_sub(1) else { return self.warmup_min_lr };
+        let progress = self.warmup_type.progress(iteration, self.warmup_num_steps).unwrap_or(1.0);
+        self.warmup_min_lr + (max_lr - self.warmup_min_lr) * progress
+    }
+}
+
+keys! {
+    /// Warms up from `warmup_min_lr` to `warmup_max_lr`, then falls linearly back to
+    /// `warmup_min_lr` at `total_num_steps`.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct WarmupDecayLr {
+        /// Where the decay ends.
+        pub total_num_steps: u64 = TOTAL_NUM_STEPS,
+        /// Rate at the start.
+        pub warmup_min_lr: f64 = MIN_LR,
+        /// Rate after the warm-up.
+        pub warmup_max_lr: f64 = number().number(1e-3).auto_derived(FROM_OPTIMIZER),
+        /// Length of the warm-up; less than 2 is read as 2.
+        pub warmup_num_steps: u64 = NUM_STEPS,
+        /// Form of the warm-up.
+        pub warmup_type: WarmupType = choice().text("log"),
+    }
+}
+
+impl WarmupDecayLr {
+    pub(crate) fn lr_at(&self, step: u64) -> f64 {
+        let Some(iteration) = step.checked_sub(1) else { return self.warmup_min_lr };
+        let remaining = || {
+            let decay_steps =
+                self.total_num_steps.saturating_sub(effective_warmup(self.warmup_num_steps)).max(1);
+            self.total_num_steps.saturating_sub(iteration) as f64 / decay_steps as f64
+        };
+        let progress = self.warmup_type.progress(iteration, self.warmup_num_steps).unwrap_or_else(remaining);
+        self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * progress
+    }
+}
+
+keys! {
+    /// Warms up from `warmup_min_ratio` to 1, then falls along a half cosine to `cos_min_ratio`
+    /// at `total_num_steps`; the ratios scale the optimizer's `lr`. The very first step is 0 all the same.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct WarmupCosineLr {
+        /// Where the decay ends.
+        pub total_num_steps: u64 = TOTAL_NUM_STEPS,
+        /// Ratio to the optimizer's `lr` at the start.
+        pub warmup_min_ratio: f64 = fraction().number(0.0),
+        /// Length of the warm-up; less than 2 is read as 2.
+        pub warmup_num_steps: u64 = NUM_STEPS,
+        /// Ratio to the optimizer's `lr` at the end.
+        pub cos_min_ratio: f64 = fraction().number(1e-4),
+        /// Form of the warm-up.
+        pub warmup_type: WarmupType = choice().text("log"),
+    }
+}
+
+impl WarmupCosineLr {
+    pub(crate) fn lr_at(&self, step: u64, base_lr: f64) -> f64 {
+        let Some(iteration) = step.checked_sub(1) else { return 0.0 };
+        let ratio = match self.warmup_type.progress(iteration, self.warmup_num_steps) {
+            Some(progress) => self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * progress,
+            None => self.cos_min_ratio + (1.0 - self.cos_min_ratio) * self.half_cosine(iteration),
+        };
+        base_lr * ratio
+    }
+
+    /// From 1 at the end of the warm-up to 0 at the end of training and ever after.
+    fn half_cosine(&self, iteration: u64) -> f64 {
+        let warmup = effective_warmup(self.warmup_num_steps);
+        let decay_steps = self.total_num_steps.saturating_sub(warmup).max(1);
+        let progress = ((iteration - warmup) as f64 + 1.0) / decay_steps as f64;
+        (1.0 + (PI * progress.min(1.0)).cos()) / 2.0
+    }
+}

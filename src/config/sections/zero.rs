@@ -1,0 +1,237 @@
+//! The `zero_optimization` section.
+
+use crate::config::define::words::{choice, integer, key, section, text};
+use crate::config::define::{Keys, Setting, choices, keys};
+use crate::config::mesh_shape::{SizeOrigin, StatedSize};
+use crate::config::reader::Section;
+use crate::config::vocabulary::{Key, Value};
+use serde::Serialize;
+use serde_json::{Map, Value as Json};
+use ulysses_kernels::device::DeviceKind;
+
+keys! {
+    /// What ZeRO partitions, over which ranks, and where it is between its uses.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub struct ZeroConfig {
+        /// What is partitioned over dp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters. With dp 1 there is one
+        /// partition: every rank of an sp group stores the whole model state.
+        pub stage: ZeroStage = integer(0, 3).integer(0),
+        /// Neighbours along dp that partition among them what the next ones hold once more (MiCS; PyTorch's HSDP):
+        /// more memory, shorter ways. -1: all of dp.
+        pub mics_shard_size: Option<usize> = key(Value::Signed).integer(-1),
+        /// Keeps parameters elsewhere between uses; stage 3 only.
+        pub offload_param: Offload = section().or_null(),
+        /// Keeps and updates optimizer state elsewhere; from stage 1 on.
+        pub offload_optimizer: Offload = section().or_null(),
+    }
+}
+
+impl ZeroConfig {
+    /// The same at another stage, without the offload that the stage has nothing for.
+    pub fn set_stage(&mut self, stage: ZeroStage) {
+        self.stage = stage;
+        if !stage.partitions_optimizer() {
+            self.offload_optimizer = Offload::None;
+        }
+        if !stage.partitions_parameters() {
+            self.offload_param = Offload::None;
+        }
+    }
+
+    pub(crate) fn check(&self, section: &Section<'_>) {
+        let needs = |name: &'static str, stages: &str, is_enough: bool| {
+            let offload = section.section(name);
+            let is_on = offload.text("device").is_some_and(|device| !device.eq_ignore_ascii_case("none"));
+            if is_on && !is_enough {
+                section.contradiction("stage", &format!("{stages}, as `{name}.device` asks for offload"));
+                if !section.names("stage") {
+                    offload.contradiction("device", &format!("none, unless `stage` is {stages}"));
+                }
+            }
+        };
+        needs("offload_param", "3", self.stage.partitions_parameters());
+        needs("offload_optimizer", "1, 2 or 3", self.stage.partitions_optimizer());
+    }
+}
+
+/// The sizes of ZeRO's partitions, as often as the file states them. MiCS is off below 1, ZeRO++'s second partition,
+/// which is 1 by default, at 1.
+pub(crate) fn stated_shard_sizes(zero: &Section<'_>) -> Vec<StatedSize> {
+    let stated = |key, least| {
+        let size = zero.count(key).filter(|&size| size >= least)?;
+        let origin = SizeOrigin::Key { key, position: zero.position(zero.range(key)?) };
+        Some(StatedSize { size, origin })
+    };
+    let sizes = [stated("mics_shard_size", 1), stated("zero_hpz_partition_size", 2)];
+    sizes.into_iter().flatten().collect()
+}
+
+/// Where state is between its uses.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Offload {
+    /// Where it is used.
+    #[default]
+    None,
+    /// In the host's memory, which is where ranks on a CPU use it anyway.
+    Cpu,
+    /// In an unnamed file in this directory; without one in that of `ulysses.offload_path`.
+    Nvme(Option<String>),
+}
+
+keys! {
+    struct OffloadSection {
+        /// Where that is: "cpu" is the host's memory, where a CPU's are anyway; "nvme" a file, from a CPU only.
+        device: OffloadDevice = choice().text("none"),
+        /// The directory of that file; without it `ulysses.offload_path`.
+        nvme_path: Option<String> = text().or_null(),
+    }
+}
+
+choices! {
+    enum OffloadDevice {
+        #[default]
+        None = "none",
+        Cpu = "cpu",
+        Nvme = "nvme",
+    }
+}
+
+impl Keys for Offload {
+    fn declare(path: &str) -> Vec<Key> {
+        OffloadSection::declare(path)
+    }
+
+    fn from_section(section: &Section<'_>) -> Self {
+        let OffloadSection { device, nvme_path } = OffloadSection::from_section(section);
+        match device {
+            OffloadDevice::None => Self::None,
+            OffloadDevice::Cpu => Self::Cpu,
+            OffloadDevice::Nvme => Self::Nvme(nvme_path),
+        }
+    }
+
+    fn write_into(&self, object: &mut Map<String, Json>) {
+        let (device, nvme_path) = match self {
+            Self::None => return,
+            Self::Cpu => (OffloadDevice::Cpu, None),
+            Self::Nvme(path) => (OffloadDevice::Nvme, path.clone()),
+        };
+        OffloadSection { device, nvme_path }.write_into(object);
+    }
+
+    fn is_left_out(&self) -> bool {
+        *self == Self::None
+    }
+}
+
+impl Offload {
+    /// Its name in a file.
+    pub fn device(&self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Cpu => "cpu",
+            Self::Nvme(_) => "nvme",
+        }
+    }
+
+    /// Whether it is in a file.
+    pub fn is_in_file(&self) -> bool {
+        matches!(self, Self::Nvme(_))
+    }
+
+    /// Whether it is away between its uses, from where ranks on such a device use it.
+    pub fn is_moved_from(&self, device: DeviceKind) -> bool {
+        match self {
+            Self::None => false,
+            Self::Cpu => device != DeviceKind::Cpu,
+            Self::Nvme(_) => true,
+        }
+    }
+}
+
+impl Setting for ZeroStage {
+    fn find(section: &Section<'_>, name: &'static str) -> Option<Self> {
+        match section.is_switched_on() {
+            true => Some(Self::OptimizerStates), // the old form
+            false => Self::from_number(section.integer(name)?),
+        }
+    }
+
+    fn read(section: &Section<'_>, name: &'static str) -> Self {
+        Self::find(section, name).unwrap_or_default()
+    }
+
+    fn written(&self) -> Option<Json> {
+        Some(u8::from(*self).into())
+    }
+}
+
+/// What ZeRO partitions over the data-parallel ranks; each stage includes those before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(into = "u8")]
+pub enum ZeroStage {
+    /// Stage 0: nothing; every rank holds everything (DeepSpeed's default).
+    #[default]
+    Disabled,
+    /// Stage 1: the optimizer state.
+    OptimizerStates,
+    /// Stage 2: the optimizer state and the gradients.
+    Gradients,
+    /// Stage 3: the optimizer state, the gradients and the parameters.
+    Parameters,
+}
+
+impl ZeroStage {
+    /// All stages, in order.
+    pub const ALL: [Self; 4] = [Self::Disabled, Self::OptimizerStates, Self::Gradients, Self::Parameters];
+
+    /// The stage with this number, if it is 0 to 3.
+    pub fn from_number(number: u64) -> Option<Self> {
+        Self::ALL.into_iter().find(|&stage| u64::from(u8::from(stage)) == number)
+    }
+
+    /// Whether each rank keeps only its partition of the optimizer state.
+    pub fn partitions_optimizer(self) -> bool {
+        self >= Self::OptimizerStates
+    }
+
+    /// Whether each rank keeps only its partition of the gradients.
+    pub fn partitions_gradients(self) -> bool {
+        self >= Self::Gradients
+    }
+
+    /// Whether each rank keeps only its partition of the parameters.
+    pub fn partitions_parameters(self) -> bool {
+        self >= Self::Parameters
+    }
+}
+
+impl From<ZeroStage> for u8 {
+    fn from(stage: ZeroStage) -> Self {
+        stage as u8
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_stage_partitions_one_thing_more() {
+        let partitioned = ZeroStage::ALL.map(|stage| {
+            (stage.partitions_optimizer(), stage.partitions_gradients(), stage.partitions_parameters())
+        });
+        assert_eq!(
+            partitioned,
+            [(false, false, false), (true, false, false), (true, true, false), (true, true, true)]
+        );
+    }
+
+    #[test]
+    fn numbers_name_the_stages() {
+        for number in 0..4 {
+            assert_eq!(ZeroStage::from_number(number).map(u8::from), u8::try_from(number).ok());
+        }
+        assert_eq!(ZeroStage::from_number(4), None);
+    }
+}

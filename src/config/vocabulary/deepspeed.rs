@@ -1,0 +1,171 @@
+//! DeepSpeed's keys that are not ours: `deepspeed_keys.txt`, which explains its columns itself.
+
+use super::key::{Default, Effect, Harmless, Key, Literal, Max, Range, Refused, Value};
+use std::sync::LazyLock;
+
+static TABLE: LazyLock<Vec<Section>> = LazyLock::new(|| parse(include_str!("deepspeed_keys.txt")));
+
+struct Section {
+    path: &'static str,
+    /// What a section that is all DeepSpeed's is about.
+    about: Option<&'static str>,
+    lines: Vec<&'static str>,
+}
+
+struct Row {
+    /// The types whose parameter it is; all of them where it names none.
+    types: Vec<&'static str>,
+    key: Key,
+}
+
+/// The keys of the section at `path`: `own`, then those of the table. `of_type` is the optimizer or scheduler whose
+/// parameters they are.
+pub(crate) fn complete(own: Vec<Key>, path: &str, of_type: Option<&str>) -> &'static [Key] {
+    let mut keys = own;
+    for line in TABLE.iter().filter(|section| section.path == path).flat_map(|section| &section.lines) {
+        let Some(Row { types, key }) = row(line) else { continue };
+        if of_type.is_none_or(|of_type| types.is_empty() || types.contains(&of_type)) {
+            keys.push(key);
+        }
+    }
+    for section in TABLE.iter() {
+        let (parent, name) = section.path.rsplit_once('.').unwrap_or(("", section.path));
+        if let (Some(about), true) = (section.about, parent == path) {
+            let value = Value::Section(complete(Vec::new(), section.path, None));
+            keys.push(Key { name, about, ..Key::new(value) });
+        }
+    }
+    // Another name takes what the key takes.
+    let values: Vec<_> = keys.iter().map(|key| (key.name, key.value)).collect();
+    for key in &mut keys {
+        if let Effect::Renamed(to) = key.effect
+            && let Some((_, value)) = values.iter().find(|(name, _)| *name == to)
+        {
+            key.value = *value;
+        }
+    }
+    keys.leak()
+}
+
+/// The names that the key at `path` refuses with a reason.
+pub(crate) fn refused_names(path: &str) -> &'static [Refused] {
+    let sections = TABLE.iter().filter(|section| section.path.strip_prefix("names of ") == Some(path));
+    let names = sections.flat_map(|section| &section.lines).filter_map(|line| refused_name(line));
+    names.collect::<Vec<_>>().leak()
+}
+
+fn refused_name(line: &'static str) -> Option<Refused> {
+    let (name, reason) = line.split_once(" | ")?;
+    Some(Refused { name, reason })
+}
+
+fn parse(text: &'static str) -> Vec<Section> {
+    let mut sections: Vec<Section> = Vec::new();
+    for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        match (line.strip_prefix('[').and_then(|line| line.split_once(']')), sections.last_mut()) {
+            (Some((path, about)), _) => {
+                let about = Some(about.trim()).filter(|about| !about.is_empty());
+                sections.push(Section { path, about, lines: Vec::new() });
+            }
+            (None, Some(section)) => section.lines.push(line),
+            (None, None) => {}
+        }
+    }
+    sections
+}
+
+/// The key of a line; `None` for a line that is no row, of which a test finds none.
+fn row(line: &'static str) -> Option<Row> {
+    let mut cells = line.split('|').map(str::trim);
+    let mut cell = || cells.next().unwrap_or_default();
+    let (names, value, default, status, reason, about) = (cell(), cell(), cell(), cell(), cell(), cell());
+    let (name, types) = names.split_once(" of ").unwrap_or((names, ""));
+    let types = types.split(", ").filter(|of_type| !of_type.is_empty()).collect();
+    let (value, or_null) = value.strip_suffix(" or null").map_or((value, false), |value| (value, true));
+    let key = Key {
+        name,
+        about,
+        or_null,
+        is_missed: status == "missed",
+        default: match default {
+            "" => Default::Derived("not set"),
+            default => literal(default).map_or(Default::Derived(default), Default::Is),
+        },
+        effect: effect(status, reason)?,
+        ..Key::new(kind(value)?)
+    };
+    Some(Row { types, key })
+}
+
+fn kind(value: &'static str) -> Option<Value> {
+    let number = |max| Value::Number(Range { min: 0.0, max });
+    Some(match value {
+        // The value of another name is that of the key.
+        "any" | "" => Value::Anything,
+        "flag" => Value::Boolean,
+        "count" => Value::Integer { min: 1, max: u64::MAX },
+        "index" => Value::Integer { min: 0, max: u64::MAX },
+        "signed" => Value::Signed,
+        "number" => number(Max::Unbounded),
+        "fraction" => number(Max::AtMost(1.0)),
+        "text" => Value::Text,
+        "any text" => Value::AnyText,
+        "list" => Value::List,
+        _ => match value.strip_prefix("one of ") {
+            Some(names) => Value::Choice(names.split(", ").collect::<Vec<_>>().leak()),
+            None => Value::TwoCounts(value.strip_prefix("array of ")?),
+        },
+    })
+}
+
+fn effect(status: &'static str, reason: &'static str) -> Option<Effect> {
+    let refused = |harmless| Effect::Refused { harmless, reason };
+    Some(match status {
+        "no effect" | "missed" => Effect::Moot(reason),
+        "idle" => Effect::Idle,
+        "renamed" => Effect::Renamed(reason),
+        "honoured" => Effect::Honoured,
+        "refused" => refused(Harmless::Values(&[])),
+        "refused if enabled" => refused(Harmless::NothingEnabled),
+        _ => {
+            let values = status.strip_prefix("only ")?.split(", ").map(literal);
+            refused(Harmless::Values(values.collect::<Option<Vec<_>>>()?.leak()))
+        }
+    })
+}
+
+/// A value as JSON writes it.
+fn literal(text: &'static str) -> Option<Literal> {
+    match text {
+        "null" => Some(Literal::Null),
+        "true" => Some(Literal::Boolean(true)),
+        "false" => Some(Literal::Boolean(false)),
+        _ => match text.strip_prefix('"').and_then(|text| text.strip_suffix('"')) {
+            Some(text) => Some(Literal::Text(text)),
+            None => {
+                let integer = text.parse().ok().map(Literal::Integer);
+                integer.or_else(|| text.parse().ok().map(Literal::Number))
+            }
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::config::entries;
+
+    #[test]
+    fn every_line_of_the_table_is_a_row_and_every_section_is_reached() {
+        for Section { path, lines, .. } in TABLE.iter() {
+            let names_of = path.strip_prefix("names of ");
+            for line in lines {
+                let is_row =
+                    if names_of.is_some() { refused_name(line).is_some() } else { row(line).is_some() };
+                assert!(is_row, "{line}");
+            }
+            let path = names_of.unwrap_or(path);
+            assert!(path.is_empty() || entries().iter().any(|entry| entry.path == path), "`{path}`");
+        }
+    }
+}
