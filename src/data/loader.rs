@@ -1,6 +1,6 @@
 //! Hands one rank its micro batches, step after step.
 
-use super::order::SampleOrder;
+use super::sample_order::SampleOrder;
 use super::{DataError, Dataset, GlobalBatch, MicroBatch, Row};
 use crate::mesh::DeviceMesh;
 

@@ -35,6 +35,7 @@ mod order;
 mod packing;
 mod prepare;
 mod read_ahead;
+mod sample_order;
 mod source;
 mod storage;
 #[cfg(test)]

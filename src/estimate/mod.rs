@@ -27,8 +27,9 @@ mod time;
 pub use alternatives::Alternative;
 pub use criteria::{Criteria, Pace};
 pub use meshes::MeshChoice;
+pub use nodes::Sent;
 pub use proposal::{Proposal, Trial};
-pub use rank_plan::{MomentMemory, RankPlan, Sent};
+pub use rank_plan::{MomentMemory, RankPlan};
 pub use rank_step::{PlannedCalls, RankStep, model_flops};
 pub use time::StepTime;
 

@@ -1,9 +1,34 @@
 //! Where a rank's peers are.
 
-use super::Sent;
 use crate::engine::EngineError;
 use crate::estimate::event::{Axis, Transfer};
 use crate::mesh::{DeviceMesh, MeshError, REPLICAS_AXIS, SHARD_AXIS};
+use serde::Serialize;
+
+/// Bytes that a rank sends in a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Sent {
+    /// To ranks of its own node.
+    pub intra_node_bytes: u64,
+    /// To ranks of other nodes.
+    pub inter_node_bytes: u64,
+}
+
+impl Sent {
+    /// Both.
+    pub fn total(self) -> u64 {
+        self.intra_node_bytes + self.inter_node_bytes
+    }
+
+    /// Adds `other` so many times; nothing where 64 bits do not suffice.
+    pub(super) fn add(&mut self, other: Self, times: u64) -> Option<()> {
+        let added = |sum: u64, bytes: u64| sum.checked_add(bytes.checked_mul(times)?);
+        self.intra_node_bytes = added(self.intra_node_bytes, other.intra_node_bytes)?;
+        self.inter_node_bytes = added(self.inter_node_bytes, other.inter_node_bytes)?;
+        // So that their sum can be reported.
+        self.intra_node_bytes.checked_add(self.inter_node_bytes).map(|_| ())
+    }
+}
 
 /// Which members of a rank's groups share its node.
 pub(super) struct Nodes {

@@ -2,7 +2,7 @@
 
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose};
-use super::nodes::Nodes;
+use super::nodes::{Nodes, Sent};
 use crate::engine::{HeldInPart, Moment};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
@@ -39,31 +39,6 @@ pub struct RankPlan {
     /// Bytes sent by what they are.
     #[serde(serialize_with = "by_purpose")]
     pub sent_by_purpose: BTreeMap<Purpose, Sent>,
-}
-
-/// Bytes that a rank sends in a step.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Sent {
-    /// To ranks of its own node.
-    pub intra_node_bytes: u64,
-    /// To ranks of other nodes.
-    pub inter_node_bytes: u64,
-}
-
-impl Sent {
-    /// Both.
-    pub fn total(self) -> u64 {
-        self.intra_node_bytes + self.inter_node_bytes
-    }
-
-    /// Adds `other` so many times; nothing where 64 bits do not suffice.
-    fn add(&mut self, other: Self, times: u64) -> Option<()> {
-        let added = |sum: u64, bytes: u64| sum.checked_add(bytes.checked_mul(times)?);
-        self.intra_node_bytes = added(self.intra_node_bytes, other.intra_node_bytes)?;
-        self.inter_node_bytes = added(self.inter_node_bytes, other.inter_node_bytes)?;
-        // So that their sum can be reported.
-        self.intra_node_bytes.checked_add(self.inter_node_bytes).map(|_| ())
-    }
 }
 
 /// The most that a rank holds during a part of a step.

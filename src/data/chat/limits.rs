@@ -1,6 +1,6 @@
 //! Limits of a template. A template comes with a model from anywhere, so a small file must not occupy a machine.
 
-use super::python::failed;
+use super::failed;
 use minijinja::machinery::{Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::ValueKind;

@@ -17,7 +17,6 @@ use answers::{with_marks, without_marks};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
 use program::Program;
-use python::failed;
 use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 use std::cell::Cell;
@@ -142,4 +141,9 @@ fn message(message: &Json) -> Result<Value, Error> {
 
 fn value(json: &Json) -> Result<Value, Error> {
     Value::deserialize(json).map_err(|error| Error::new(ErrorKind::CannotDeserialize, error.to_string()))
+}
+
+/// An error of a template.
+fn failed(message: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message)
 }

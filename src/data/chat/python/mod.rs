@@ -17,9 +17,10 @@ pub(super) use methods::{METHODS, Method, join, method};
 pub(super) use operators::{OPERATORS, get_item, is_in};
 pub(super) use strings::{capitalize, is_space, replace, split_lines, strip};
 
+pub(super) use super::failed;
 use super::limits::{MAX_DEPTH, charge, charge_elements};
 use minijinja::value::ValueKind;
-use minijinja::{Error, ErrorKind, Value};
+use minijinja::{Error, Value};
 use std::cmp::Ordering;
 
 /// A value by its type in Python.
@@ -44,11 +45,6 @@ pub(super) enum Py<'a> {
 pub(super) enum Numbers {
     Ints(i128, i128),
     Floats(f64, f64),
-}
-
-/// An error of a template.
-pub(super) fn failed(message: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(ErrorKind::InvalidOperation, message)
 }
 
 pub(super) fn py(value: &Value) -> Py<'_> {
