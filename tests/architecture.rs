@@ -22,7 +22,7 @@ const MAY_IMPORT: [(&str, &[&str]); 12] = [
     ("sequence_parallel", &["mesh", "comm", "kernels"]),
     ("model", &["kernels"]),
     ("zero", &["comm", "config", "kernels"]),
-    ("data", &["mesh"]),
+    ("data", &["mesh", "config"]),
     ("checkpoint", &["mesh", "comm", "model", "zero"]),
     ("monitor", &["comm"]),
     (

@@ -6,12 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 use ulysses::config::{Config, DataSource, HeldOut, Packing};
 use ulysses::data::{
-    self, Corpus, DataError, Dataset, Documents, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
+    Corpus, DataError, Dataset, Documents, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
 };
 
 /// Documents that were read, before they are packed.
 pub(super) struct Sources {
-    packing: data::Packing,
+    packing: Packing,
     /// With their weights, which all have or none.
     training: Vec<(Documents, Option<f64>)>,
     held_out: Vec<Documents>,
@@ -40,19 +40,10 @@ pub(super) fn parse_packing(name: &str) -> Result<Packing, String> {
     found.map(|(_, packing)| *packing).ok_or_else(|| "greedy, cut and concat are valid".to_owned())
 }
 
-/// How the library packs documents.
-pub(super) fn packing(packing: Packing) -> data::Packing {
-    match packing {
-        Packing::Greedy => data::Packing::Greedy,
-        Packing::Cut => data::Packing::Cut,
-        Packing::Concat => data::Packing::Concat,
-    }
-}
-
 impl Sources {
     /// Reads what the config names, and checks it against the model's vocabulary.
     pub(super) fn read(config: &Config, tokenizer: &Tokenizer, vocab_size: usize) -> anyhow::Result<Self> {
-        let packing = packing(config.ulysses.packing);
+        let packing = config.ulysses.packing;
         let held_out = config.ulysses.validation.as_ref().map(|validation| &validation.data);
         let mut sources = Self { packing, training: Vec::new(), held_out: Vec::new() };
         for DataSource { path, weight } in config.require_data()? {
@@ -146,9 +137,9 @@ pub(super) fn failure(error: DataError) -> Failure {
 }
 
 /// Some token must have a next one.
-fn check(documents: &Documents, packing: data::Packing, what: &str) -> anyhow::Result<()> {
+fn check(documents: &Documents, packing: Packing, what: &str) -> anyhow::Result<()> {
     ensure!(
-        packing.num_predicted_tokens(documents) > 0,
+        documents.num_predicted_tokens(packing) > 0,
         "{what}: every document has a single token, so there is no next token to learn"
     );
     Ok(())

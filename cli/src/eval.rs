@@ -7,7 +7,7 @@ use serde_json::json;
 use std::path::Path;
 use ulysses::comm::{MeshGroups, launch};
 use ulysses::config::{Config, DataSource, Overrides, Packing, RawConfig};
-use ulysses::data::{self, Dataset, predicted_text_bytes};
+use ulysses::data::{Dataset, predicted_text_bytes};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::Model;
@@ -114,7 +114,7 @@ fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyho
 
 /// Description of the bytes that [`text_bytes`] counts.
 fn counted_bytes(data: &Dataset) -> &'static str {
-    match data.sources().iter().all(|rows| rows.packing() == data::Packing::Concat) {
+    match data.sources().iter().all(|rows| rows.packing() == Packing::Concat) {
         true => "decoded text, without special tokens and the first token, which nothing predicts",
         false => {
             "decoded text, without special tokens and each document's first token, which nothing predicts"

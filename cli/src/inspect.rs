@@ -1,7 +1,6 @@
 //! `ulysses data inspect` of text and conversations: the rendered text, and the tokens that have labels.
 
-use super::data::failure;
-use super::data::{packing, parse_packing};
+use super::data::{failure, parse_packing};
 use super::{Failure, OrFail, print};
 use std::fmt::Write;
 use std::ops::Range;
@@ -47,7 +46,7 @@ pub(super) fn inspect_text(args: &InspectArgs, tokenizer: &Path) -> Result<(), F
         token_files: TokenFileOptions::default(),
     };
     let documents = Documents::from(Corpus::open(&[&args.file], &options).map_err(failure)?);
-    let rows = PackedRows::with_packing(documents.clone(), args.seq_len, packing(args.packing)).or_usage()?;
+    let rows = PackedRows::with_packing(documents.clone(), args.seq_len, args.packing).or_usage()?;
     let lens = Lens::read(&documents).or_run()?;
     let mut text = String::new();
     for index in 0..documents.num_documents().min(args.samples) {

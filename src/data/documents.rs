@@ -1,6 +1,7 @@
 //! The documents that are packed: all of a corpus, or those that a split leaves.
 
 use super::{Corpus, DataError, IGNORED_LABEL, epoch_order};
+use crate::config::Packing;
 use crate::fnv1a;
 use std::ops::Range;
 use std::sync::Arc;
@@ -98,6 +99,12 @@ impl Documents {
     /// Number of documents, none of them empty.
     pub fn num_documents(&self) -> usize {
         self.selection.as_ref().map_or_else(|| self.corpus.num_documents(), |selection| selection.ends.len())
+    }
+
+    /// Tokens that come after another one in these documents, packed so: those that a label can be made of.
+    pub fn num_predicted_tokens(&self, packing: Packing) -> usize {
+        let borders = if packing == Packing::Concat { 1 } else { self.num_documents() };
+        self.num_tokens() - borders
     }
 
     /// The tokens of a document.

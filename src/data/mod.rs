@@ -43,6 +43,7 @@ mod tests;
 mod text_bytes;
 mod tokenizer;
 
+pub use crate::config::Packing;
 pub use batch::{GlobalBatch, MicroBatch};
 pub use corpus::{Corpus, SourceOptions};
 pub use dataset::Dataset;
@@ -52,7 +53,7 @@ pub use error::DataError;
 pub use file_error::FileError;
 pub use loader::{DataLoader, LoaderOptions, Placement};
 pub use order::epoch_order;
-pub use packing::{PackedRows, Packing, Row};
+pub use packing::{PackedRows, Row};
 pub use prepare::{PrepareOptions, PrepareProgress, Prepared, prepare};
 pub use read_ahead::ReadAhead;
 pub use source::Skipped;

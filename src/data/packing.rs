@@ -2,30 +2,7 @@
 
 use super::best_fit::{BestFit, Segment};
 use super::{Corpus, DataError, Documents, IGNORED_LABEL};
-
-/// How documents come to be rows. A corpus of one document gives the same rows each way.
-///
-/// Nothing is dropped: every token is in one row, whichever the packing.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Packing {
-    /// Documents that fit into a row are not cut, and share rows so that little is left empty. Longer ones are
-    /// cut into rows of their own; what is left of one shares a row. Attention stays inside a document.
-    #[default]
-    Greedy,
-    /// Documents are laid end to end and cut where rows end. Attention stays inside a document.
-    Cut,
-    /// Documents are laid end to end, and the rows know nothing of them, as in nanoGPT: attention reaches across
-    /// borders, and the last token of a document is to predict the first of the next.
-    Concat,
-}
-
-impl Packing {
-    /// Tokens of `documents` that come after another one: those that a label can be made of.
-    pub fn num_predicted_tokens(self, documents: &Documents) -> usize {
-        let borders = if self == Self::Concat { 1 } else { documents.num_documents() };
-        documents.num_tokens() - borders
-    }
-}
+use crate::config::Packing;
 
 /// Documents as rows of `seq_len` tokens.
 ///
@@ -112,9 +89,9 @@ impl PackedRows {
         self.documents.corpus()
     }
 
-    /// As [`Packing::num_predicted_tokens`].
+    /// Tokens that come after another one: those that a label can be made of.
     pub fn num_predicted_tokens(&self) -> usize {
-        self.packing.num_predicted_tokens(&self.documents)
+        self.documents.num_predicted_tokens(self.packing)
     }
 
     /// The share of the rows that holds no token, from 0 to 1.

@@ -69,14 +69,18 @@ impl Setting for Vec<DataSource> {
 }
 
 choices! {
-    /// How documents come to be rows; `data::Packing` explains each.
+    /// How documents come to be rows. A corpus of one document gives the same rows each way.
+    ///
+    /// Nothing is dropped: every token is in one row, whichever the packing.
     pub enum Packing {
-        /// Documents that fit into a row are not cut.
+        /// Documents that fit into a row are not cut, and share rows so that little is left empty. Longer ones are
+        /// cut into rows of their own; what is left of one shares a row. Attention stays inside a document.
         #[default]
         Greedy = "greedy",
-        /// Documents are laid end to end and cut where rows end.
+        /// Documents are laid end to end and cut where rows end. Attention stays inside a document.
         Cut = "cut",
-        /// The same, and attention reaches across documents.
+        /// Documents are laid end to end, and the rows know nothing of them, as in nanoGPT: attention reaches across
+        /// borders, and the last token of a document is to predict the first of the next.
         Concat = "concat",
     }
 }
