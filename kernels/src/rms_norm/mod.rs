@@ -93,7 +93,10 @@ pub fn backward<'a>(
                 })
             })
         }
-        Target::Dry(cpu) => Ok(cpu.take(cpu::backward_scratch_bytes(n, d))),
+        Target::Dry(cpu) => {
+            cpu.take(cpu::backward_scratch_bytes(n, d));
+            Ok(())
+        }
         Target::Kernels(launcher) => {
             let tensors = cuda::Backward { dy, x, weight, rstd, dx, dweight };
             call.kernels(cuda::backward(&launcher, dtype, &tensors, accumulate_dx, (n, d)))
