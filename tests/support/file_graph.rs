@@ -31,10 +31,8 @@ impl Crate {
             modules.insert(path, Module { file: source.path.clone(), tokens, imports: Imports::new() });
         }
         modules.retain(|path, _| !(1..=path.len()).any(|depth| test_modules.contains(&path[..depth])));
-        let imports: Vec<_> =
-            modules.iter().map(|(path, module)| (path.clone(), imports(path, &module.tokens))).collect();
-        for (path, found) in imports {
-            modules.get_mut(&path).unwrap().imports = found;
+        for (path, module) in &mut modules {
+            module.imports = imports(path, &module.tokens);
         }
         Self { modules }
     }
