@@ -70,8 +70,8 @@ __device__ __forceinline__ void backward_weight(float *partial, const T *dy, con
     __shared__ float sums[kWarps][kColumns];
     const bool aligned = d % N == 0 && is_aligned(dy, x);
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const u32 first = blockIdx.x * kColumns, column = first + lane * N;
-    const u64 begin = static_cast<u64>(blockIdx.y) * rows_per_chunk;
+    const u32 first = blockIdx.y * kColumns, column = first + lane * N;
+    const u64 begin = static_cast<u64>(blockIdx.x) * rows_per_chunk;
     const u64 end = begin + rows_per_chunk < rows ? begin + rows_per_chunk : rows;
     Pack<float, N> sum = {};
     if (column < d) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void backward_weight(float *partial, const T *dy, con
     for (u32 i = threadIdx.x; i < kColumns && first + i < d; i += kThreads) {
         float total = 0.0f;
         for (u32 other = 0; other < kWarps; ++other) total += sums[other][i];
-        partial[static_cast<u64>(blockIdx.y) * d + first + i] = total;
+        partial[static_cast<u64>(blockIdx.x) * d + first + i] = total;
     }
 }
 

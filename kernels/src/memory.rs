@@ -47,6 +47,8 @@ thread_local! {
     /// Bytes that this thread allocated minus bytes that it freed. Constant initialisation
     /// and no destructor: the allocator may use it at any time in a thread's life.
     static LIVE_BYTES: Cell<i64> = const { Cell::new(0) };
+    /// The same of what was really allocated and freed within a dry run.
+    static DRY_BYTES: Cell<i64> = const { Cell::new(0) };
     /// The most of them at any time since [`reset_peak`].
     static PEAK_BYTES: Cell<i64> = const { Cell::new(0) };
     /// Both of them by category.
@@ -149,7 +151,8 @@ pub(crate) fn count(category: Category, bytes: i64) {
     }
 }
 
-/// Counters of this thread that begin at zero, until it is dropped: then they are what they were.
+/// Counters of this thread that begin at zero, until it is dropped: then they are what they were, and what a dry run
+/// has really allocated and kept besides.
 pub(crate) struct Fresh {
     bytes: [i64; 2],
     by_category: [[i64; Category::ALL.len()]; 2],
@@ -172,6 +175,7 @@ impl Drop for Fresh {
         for (counters, values) in [&LIVE, &PEAK].into_iter().zip(self.by_category) {
             counters.with(|counts| counts.iter().zip(values).for_each(|(count, value)| count.set(value)));
         }
+        count(Category::Other, DRY_BYTES.replace(0));
     }
 }
 
@@ -183,8 +187,13 @@ fn count_large(bytes: usize) {
 
 /// Counts a block that has been allocated, for `category`.
 fn enter(block: *mut u8, size: usize, category: Category) {
+    if block.is_null() {
+        return;
+    }
     // A dry thread is counted by what it would hold.
-    if !block.is_null() && !dry::is_dry() {
+    if dry::is_dry() {
+        DRY_BYTES.set(DRY_BYTES.get() + size as i64);
+    } else {
         let category = if size < SMALLEST { Category::Other } else { blocks::enter(block.addr(), category) };
         count(category, size as i64);
     }
@@ -194,8 +203,9 @@ fn enter(block: *mut u8, size: usize, category: Category) {
 /// thread's block the moment after.
 fn leave(block: *mut u8, size: usize) -> Category {
     let category = if size < SMALLEST { Category::Other } else { blocks::leave(block.addr()) };
-    if !dry::is_dry() {
-        count(category, -(size as i64));
+    match dry::is_dry() {
+        true => DRY_BYTES.set(DRY_BYTES.get() - size as i64),
+        false => count(category, -(size as i64)),
     }
     category
 }

@@ -68,9 +68,10 @@ pub enum EngineError {
         /// What needs it.
         needed_by: String,
     },
-    /// A step has more tokens, or moves more bytes, than 64 bits can count.
+    /// A step has more tokens, or moves more bytes, than 64 bits can count, or more documents than a plan lists.
     #[error(
-        "a step of {train_batch_size} sequences of {seq_len} tokens is too large: its tokens or bytes exceed 2^64; choose a \
+        "a step of {train_batch_size} sequences of {seq_len} tokens is too large: its tokens or bytes exceed 2^64, or a micro \
+         batch has more than 4194304 documents; choose a \
          smaller `train_batch_size` (`gradient_accumulation_steps`, `train_micro_batch_size_per_gpu`)"
     )]
     StepTooLarge {

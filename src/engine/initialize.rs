@@ -19,6 +19,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, FlashAttention};
+use ulysses_kernels::device::dry;
 use ulysses_kernels::linear::bf16_products;
 use ulysses_kernels::tensor::TensorOptions;
 
@@ -96,7 +97,9 @@ impl Engine {
             _ => CommTimer::default(),
         });
         let groups = groups.map(|axis, group| comm_timer.along(axis, group));
-        warn_about_candle_threads();
+        if !dry::is_dry() {
+            warn_about_candle_threads();
+        }
         check_axis("dp", config.mesh.dp_size, &*groups.dp)?;
         check_axis("sp", config.mesh.sp_size, &*groups.sp)?;
         check_axis(SHARD_AXIS, config.zero_world_size(), &**groups.shard())?;

@@ -23,6 +23,9 @@ use ulysses_kernels::memory::live_bytes;
 /// reduces the gradients.
 const MAX_MICRO_BATCHES: usize = 4;
 
+/// Documents of a micro batch, at most, that a plan lists.
+const MAX_DOCUMENTS: usize = 1 << 22;
+
 /// What a rank does in a step.
 #[derive(Debug)]
 pub(super) struct DryStep {
@@ -149,7 +152,10 @@ impl Workload {
             widths.into_iter().map(|width| width as f64).sum::<f64>() * (model.num_layers + 1) as f64;
         let bytes = BYTES * config.micro_batch_size as f64 * seq_len as f64 * of_token;
         let tokens = config.train_batch_size.checked_mul(seq_len);
-        Ok(tokens.is_some() && u32::try_from(seq_len).is_ok() && bytes < i64::MAX as f64)
+        // Sequences and documents are listed one by one.
+        let documents = seq_len.div_ceil(self.document_len.unwrap_or(seq_len).clamp(1, seq_len));
+        let is_listable = config.micro_batch_size.saturating_mul(documents) <= MAX_DOCUMENTS;
+        Ok(tokens.is_some() && is_listable && u32::try_from(seq_len).is_ok() && bytes < i64::MAX as f64)
     }
 }
 

@@ -123,3 +123,40 @@ fn a_step_that_cannot_be_counted_is_refused() {
         assert!(error.to_string().contains("gradient_accumulation_steps"), "{error}");
     }
 }
+
+#[test]
+fn tiles_of_tokens_are_counted_without_running_each() {
+    for device in [DeviceKind::Cpu, DeviceKind::Cuda] {
+        let of = |tile_tokens: Option<usize>| {
+            let mut ulysses = json!({ "activation_checkpointing": true });
+            if let Some(tile) = tile_tokens {
+                ulysses["tile_tokens"] = json!(tile);
+            }
+            let workload = workload(&json!({ "mesh_param": [1, 2], "ulysses": ulysses }), device, 1);
+            let step = workload.first_step(&workload.mesh().unwrap(), 0).unwrap();
+            (RankStep::sum(step.events()).unwrap().flops, workload.plan().unwrap().peak_bytes)
+        };
+        // 26 tokens of two sequences on each rank: tiles of which the last is shorter, and one that is all.
+        let (flops, peak) = of(None);
+        for tile in [5, 13, 25, 26, 100] {
+            let (of_tiles, peak_of_tiles) = of(Some(tile));
+            assert_eq!(of_tiles, flops, "{device:?}, tiles of {tile}");
+            // A tile of nearly all tokens saves nothing, and copies.
+            assert!(
+                tile > 13 || peak_of_tiles < peak,
+                "{device:?}, tiles of {tile}: {peak_of_tiles} of {peak}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_micro_batch_of_more_documents_than_a_plan_lists_is_refused() {
+    let (_, device, config) = cases().remove(0);
+    let mut workload = workload(&config, device, 1);
+    (workload.config.micro_batch_size, workload.config.train_batch_size) = (1 << 23, 1 << 23);
+    workload.config.ulysses.seq_len = Some(1);
+    let error = workload.plan().unwrap_err();
+    assert!(matches!(error, EngineError::StepTooLarge { .. }), "{error}");
+    assert!(error.to_string().contains("documents"), "{error}");
+}

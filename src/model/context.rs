@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, Geometry, grouped_heads};
+use ulysses_kernels::device::dry::Tiles;
 use ulysses_kernels::device::dry::{self, Allocation};
 use ulysses_kernels::rope::{self, Rope};
 
@@ -98,10 +99,9 @@ impl LayerContext {
     }
 
     /// The tokens of all rows, `0..batch · seq_local`, in the tiles of [`Tiling::tile_tokens`].
-    pub fn token_tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+    pub fn token_tiles(&self) -> Tiles {
         let tokens = self.batch() * self.seq_len_local();
-        let tile = self.tiling.tile_tokens.map_or(tokens.max(1), NonZero::get);
-        (0..tokens).step_by(tile).map(move |start| start..(start + tile).min(tokens))
+        Tiles::new(tokens, self.tiling.tile_tokens.map_or(tokens, NonZero::get))
     }
 
     /// Rows of the micro batch.

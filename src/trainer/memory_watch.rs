@@ -3,7 +3,7 @@
 use super::observer::{Observer, ObserverError, StepEnd};
 use crate::engine::Moment;
 use crate::engine::{Engine, HeldInPart};
-use crate::kernels::memory::ByCategory;
+use crate::kernels::memory::{ByCategory, peak_bytes};
 use crate::monitor::Tracer;
 use serde::{Deserialize, Serialize};
 
@@ -76,6 +76,10 @@ impl Observer for MemoryWatch {
 
     fn on_step_end(&mut self, engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
         let parts = engine.take_memory();
+        if !parts.is_empty() {
+            // While parts are watched, the peak is that of the last part.
+            step.metrics.peak_memory_bytes = u64::try_from(peak_bytes()).unwrap_or(0);
+        }
         let tracer = self.tracer.as_ref();
         if let Some(tracer) = tracer.filter(|tracer| tracer.traces(self.done) && !parts.is_empty()) {
             let held = parts.iter().map(|part| (part.begun, part.peak.bytes, part.peak.by_category));

@@ -127,5 +127,9 @@ fn what_a_run_lacks_is_named_before_the_first_step() {
     assert!(error(&config(2, longer), true, &new).contains("has 1 phase(s)"));
     run(&config(2, json!({})), true, &new).unwrap();
     assert!(error(&config(4, json!({})), true, &new).contains("holds checkpoints of an earlier run"));
+    let (other, older) = (tempfile::tempdir().unwrap(), Some(Resume::From(dir.path().join("step_00000002"))));
+    run(&config(4, json!({})), true, &in_dir(other.path(), None)).unwrap();
+    let into_other = error(&config(6, json!({})), true, &in_dir(other.path(), older));
+    assert!(into_other.contains("up to step_00000004"), "{into_other}");
     assert!(matches!(Resume::new(Some("no such".into())), Err(TrainerError::NothingToResume { .. })));
 }

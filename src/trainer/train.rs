@@ -8,7 +8,7 @@ use super::evaluate::{agreed_loss, evaluate, of_first};
 use super::evaluation_tracker::EvaluationTracker;
 use super::observer::{Observer, ObserverError, StepEnd};
 use super::options::{TrainReport, TrainerOptions, check_config};
-use super::resume::Resumption;
+use super::resume::{Resume, Resumption, is_same_dir};
 use super::stragglers::Stragglers;
 use crate::checkpoint::{Evaluated, step_directories};
 use crate::comm::{CommError, MeshGroups, ProcessGroup, ProcessGroupExt, ReduceOp};
@@ -288,11 +288,20 @@ fn prepare_output(
     }
     let create = |source| TrainerError::Io { what: format!("cannot create {}", output.display()), source };
     std::fs::create_dir_all(output).map_err(create)?;
-    match step_directories(output)?.into_iter().next() {
-        Some(newest) if options.resume.is_none() => {
-            Err(TrainerError::OutputInUse { output: output.to_owned(), newest: newest.name })
+    let Some(newest) = step_directories(output)?.into_iter().next() else { return Ok(()) };
+    let is_own = match &options.resume {
+        None => false,
+        Some(Resume::Newest(None)) => true,
+        // Steps up to the one that is resumed are written anew.
+        Some(resume @ (Resume::Newest(Some(dir)) | Resume::From(dir))) => {
+            let candidate = resume.candidate(None)?;
+            let step = candidate.map_or(0, |checkpoint| checkpoint.manifest().progress.step);
+            newest.step <= step || is_same_dir(dir, output)
         }
-        _ => Ok(()),
+    };
+    match is_own {
+        true => Ok(()),
+        false => Err(TrainerError::OutputInUse { output: output.to_owned(), newest: newest.name }),
     }
 }
 

@@ -17,6 +17,7 @@ use ulysses::engine::Engine;
 use ulysses::estimate::Workload;
 use ulysses::estimate::event::{Event, Purpose, Transfer};
 use ulysses::kernels::attention::FlashAttention;
+use ulysses::memory::{live_by_category, live_bytes};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 use ulysses::zero::ZeroGroups;
 
@@ -304,4 +305,20 @@ fn what_a_rank_sends_to_another_is_what_that_one_receives() {
             }
         }
     }
+}
+
+#[test]
+fn a_plan_leaves_the_counters_of_its_thread_as_they_were() {
+    let config = json!({ "train_batch_size": 2, "ulysses": { "seq_len": 64 } });
+    let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
+    let (model, device) = (preset("nano").unwrap(), DeviceKind::Cpu);
+    let workload = Workload { config, model, document_len: None, ranks_per_node: 1, device };
+    let plan = || drop((workload.plan().unwrap(), workload.events(0).unwrap()));
+    plan();
+    let before = (live_bytes(), live_by_category());
+    plan();
+    assert_eq!((live_bytes(), live_by_category()), before);
+    let events = workload.events(0).unwrap();
+    let held = std::mem::size_of_val(&events[..]) as i64;
+    assert!(live_bytes() >= before.0 + held, "what a dry run returns is held: {held}");
 }

@@ -64,7 +64,7 @@ fn cannot_write(path: &Path) -> String {
     format!("`flops_profiler.output_file`: cannot write {}", path.display())
 }
 
-/// Rank 0's arithmetic by the schedule of the step, beside the time that it took.
+/// Rank 0's FLOPs of the step by the plan, and the time that it took.
 struct Profile<'a> {
     run: &'a Prepared,
     metrics: &'a Metrics,

@@ -16,7 +16,7 @@ use ulysses::estimate::{PlannedCalls, RankStep};
 use ulysses::memory::peak_bytes;
 use ulysses::model::Model;
 use ulysses::monitor::{PlannedVolume, RankComms, RankSummary, RunTotals};
-use ulysses::trainer::{MemoryWatch, MetricsFiles, Trainer, TrainerOptions};
+use ulysses::trainer::{MemoryWatch, MetricsFiles, Trainer, TrainerError, TrainerOptions};
 
 pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Result<RankOutcome> {
     let _rank = tracing::info_span!("rank", rank = rank.rank).entered();
@@ -41,9 +41,12 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
         trainer.observe(Profiler::new(&run.prepared, &steps));
         trainer.observe(files);
     }
-    let report = trainer.train();
-    let report = report
-        .map_err(|error| explain_out_of_memory(error.into(), trainer.engine().part(), planned.as_ref()))?;
+    let report = match trainer.train() {
+        Err(error @ TrainerError::Engine(_)) => {
+            return Err(explain_out_of_memory(error.into(), trainer.engine().part(), planned.as_ref()));
+        }
+        report => report?,
+    };
     let summary = trainer.engine().summary(&model.config, trainer.data().passes())?;
     let comms = comms(&run.prepared, trainer.engine(), &summary, trainer.data().passes());
     drop(trainer);

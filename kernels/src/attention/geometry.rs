@@ -203,7 +203,8 @@ impl Geometry {
             let window = self.window.map_or(len, |window| len.min(window as u64));
             causal(window) + (len - window) * window
         };
-        self.cu_seqlens.iter().flat_map(|row| row.windows(2)).map(of_document).sum()
+        let documents = self.cu_seqlens.iter().flat_map(|row| row.windows(2)).map(of_document);
+        documents.fold(0, u64::saturating_add)
     }
 
     /// What the queries of one batch row see, for kernels that have checked the batch size.

@@ -17,6 +17,7 @@ use crate::memory::{self, Category};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor, Var, bail};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -84,6 +85,8 @@ thread_local! {
     /// Constant initialisation and no destructor: the allocator reads it at any time in a thread's life.
     static KIND: Cell<Option<DeviceKind>> = const { Cell::new(None) };
     static STATE: RefCell<Option<State>> = const { RefCell::new(None) };
+    /// Equal pieces of work that the one at hand stands for.
+    static TIMES: Cell<u64> = const { Cell::new(1) };
 }
 
 /// Calls `work` with this thread dry and its [memory counters](crate::memory) at zero, and `sink` with each event; `sink` must
@@ -96,6 +99,7 @@ pub fn run<R>(device: DryDevice, sink: impl FnMut(Event) + 'static, work: impl F
     impl Drop for Restore {
         fn drop(&mut self) {
             KIND.set(None);
+            TIMES.set(1);
             STATE.take();
         }
     }
@@ -128,20 +132,58 @@ fn report(event: Event) {
 
 pub(crate) fn report_flops(op: MatmulOp, is_backward: bool, flops: f64) {
     if is_dry() && flops > 0.0 {
-        report(Event::Compute { op, is_backward, flops });
+        report(Event::Compute { op, is_backward, flops: flops * TIMES.get() as f64 });
     }
 }
 
 /// Reports an operation on single elements that reads or writes each of these tensors once.
 pub(crate) fn report_elementwise<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
     if is_dry() {
-        let bytes = tensors.into_iter().map(crate::tensor::bytes).sum::<usize>() as u64;
-        report(Event::Elementwise { bytes });
+        report_elementwise_bytes(tensors.into_iter().map(crate::tensor::bytes).sum::<usize>() as u64);
     }
 }
 
 pub(crate) fn report_elementwise_bytes(bytes: u64) {
-    report(Event::Elementwise { bytes });
+    report(Event::Elementwise { bytes: bytes.saturating_mul(TIMES.get()) });
+}
+
+/// `0..tokens` in tiles of `tile`, each of which takes the same work on tokens of its own. In a dry run the second
+/// stands for all up to the last, so that its cost does not grow with their number.
+#[derive(Debug)]
+pub struct Tiles {
+    tokens: usize,
+    tile: usize,
+    next: usize,
+}
+
+impl Tiles {
+    /// Tiles of at least a token.
+    pub fn new(tokens: usize, tile: usize) -> Self {
+        Self { tokens, tile: tile.max(1), next: 0 }
+    }
+}
+
+impl Iterator for Tiles {
+    type Item = Range<usize>;
+
+    fn next(&mut self) -> Option<Range<usize>> {
+        let start = self.next;
+        let end = start.saturating_add(self.tile).min(self.tokens);
+        self.next = end;
+        if is_dry() {
+            let left = (self.tokens - start).div_ceil(self.tile);
+            let times = if start == self.tile && left > 2 { left - 1 } else { 1 };
+            TIMES.set(times as u64);
+            self.next = start.saturating_add(times * self.tile).min(self.tokens);
+        }
+        (start < end).then_some(start..end)
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        TIMES.set(1);
+    }
 }
 
 pub(crate) fn report_copy(bytes: u64) {

@@ -85,7 +85,8 @@ fn backward_weight(
     let sum_rows = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_weight", dtype)?;
     let sum_chunks = Kernel::new(&RMS_NORM, "rms_norm_sum_chunks");
     launcher.open([&partial, dweight], [dy, x, rstd], |[partial, dweight], [dy, x, rstd]| {
-        let grid = Grid { blocks: [d.div_ceil(32 * pack(dtype)), chunks, 1], ..Grid::blocks(0) };
+        // Chunks first: of the other dimensions a grid has 65535 blocks at most.
+        let grid = Grid { blocks: [chunks, d.div_ceil(32 * pack(dtype)), 1], ..Grid::blocks(0) };
         let (rows, rows_per_chunk) = (rows as u64, ROWS_PER_CHUNK as u32);
         let args = [
             partial.into(),

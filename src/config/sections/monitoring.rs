@@ -58,7 +58,7 @@ keys! {
     /// Files of metrics in a directory of their own.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct EventFilesConfig {
-        /// Writes these files.
+        /// Writes the metrics of steps and evaluations to the files of this section.
         pub enabled: bool = flag(),
         /// The directory above that of the job; empty: the run's output.
         pub output_path: String = key(Value::AnyText).text(""),

@@ -5,6 +5,7 @@ use crate::config::define::{Keys, declare_variants, keys, variants, write_varian
 use crate::config::reader::{Report, Section};
 use crate::config::vocabulary::{Key, Literal};
 use serde_json::{Map, Value as Json};
+use std::sync::LazyLock;
 
 const LR: Key = number().number(1e-3).auto(Literal::Number(5e-5));
 
@@ -110,8 +111,12 @@ impl Keys for OptimizerConfig {
 impl Default for OptimizerConfig {
     /// AdamW with its defaults.
     fn default() -> Self {
-        let adam = Self::variants("").remove(0);
-        Self::of_type(adam.name, &Section::absent(&Report::new("", &[]), adam.params))
+        // A declaration leaks its keys.
+        static DEFAULT: LazyLock<OptimizerConfig> = LazyLock::new(|| {
+            let adam = OptimizerConfig::variants("").remove(0);
+            OptimizerConfig::of_type(adam.name, &Section::absent(&Report::new("", &[]), adam.params))
+        });
+        DEFAULT.clone()
     }
 }
 

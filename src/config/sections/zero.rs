@@ -80,7 +80,7 @@ pub enum Offload {
 
 keys! {
     struct OffloadSection {
-        /// Where that is: "cpu" is the host's memory, where a CPU's are anyway; "nvme" a file, from a CPU only.
+        /// Where what the section is of waits between its uses: "cpu" is the host's memory, where a CPU's are anyway; "nvme" a file, from a CPU only.
         device: OffloadDevice = choice().text("none"),
         /// The directory of that file; without it `ulysses.offload_path`.
         nvme_path: Option<String> = text().or_null(),
