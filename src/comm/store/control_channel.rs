@@ -65,7 +65,6 @@ impl ControlChannel {
     }
 
     /// Whether anyone is left who can be heard.
-    #[cfg(test)]
     pub(in crate::comm) fn is_connected(&self) -> bool {
         self.store.is_connected()
     }

@@ -155,16 +155,22 @@ fn who_speaks_for_another_rank_or_changes_a_frame_is_not_heard() {
     assert!(ends[0].get("rank/2").is_some());
 }
 
-#[test]
-fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_failure() {
-    use crate::comm::diagnostics::ControlMessage;
-    let mut host = JobStore::listen(2).unwrap();
+/// A launcher's store, and where its ranks find it.
+fn launched(world_size: usize) -> (JobStore, MeetingPoint) {
+    let host = JobStore::listen(world_size).unwrap();
     let environment = host.environment();
     let lookup =
         |name: &str| environment.iter().find(|(set, _)| *set == name).map(|(_, value)| value.clone());
-    let info = ProcessInfo { world_size: 2, local_world_size: Some(2), ..ProcessInfo::alone() };
+    let info = ProcessInfo { world_size, local_world_size: Some(world_size), ..ProcessInfo::alone() };
     let point = MeetingPoint::read(&info, lookup).unwrap().unwrap();
     assert_eq!(point.host_rank(), NO_RANK);
+    (host, point)
+}
+
+#[test]
+fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_failure() {
+    use crate::comm::diagnostics::ControlMessage;
+    let (mut host, point) = launched(2);
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
     std::thread::scope(|scope| {
         let first = scope.spawn(|| {
@@ -184,6 +190,33 @@ fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_fail
         }
     });
     assert_eq!(host.failure(), Some("rank 1 failed: out of memory"));
+}
+
+#[test]
+fn the_ranks_of_a_launcher_may_meet_again_when_all_have_left() {
+    let (mut host, point) = launched(2);
+    for meeting in [&b"1"[..], b"2"] {
+        std::thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| {
+                let point = &point;
+                scope.spawn(move || {
+                    let mut store = Store::meet(point, rank, BRIEF * 100)?;
+                    if rank == 0 {
+                        store.set("meeting", meeting);
+                    }
+                    let met = store.wait("meeting", PATIENT);
+                    store.close();
+                    met
+                })
+            });
+            while !ranks.iter().all(|rank| rank.is_finished()) {
+                host.poll();
+            }
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap().as_deref(), Ok(meeting));
+            }
+        });
+    }
 }
 
 #[test]
