@@ -75,14 +75,15 @@ impl ControlPlane {
                     failure = failure.or(Some(error));
                 }
                 Received::Message(ControlMessage::Ended) => {}
+                // Its watchdog asks the ranks to save and end, for which they need one another.
+                Received::Gone if rank == NO_RANK => tracing::warn!(
+                    "the launcher, which hosts the ranks' store, has ended: rank {} hears of no failures any more",
+                    self.rank
+                ),
                 Received::Gone => {
                     // The host has told all, or is gone itself, which all see.
                     self.has_heard_failure = true;
-                    let (rank, reason) = if rank == NO_RANK {
-                        (self.rank, "the launcher, which hosts the ranks' store, has ended".to_owned())
-                    } else {
-                        (rank, "its process has ended without a word".to_owned())
-                    };
+                    let reason = "its process has ended without a word".to_owned();
                     failure = failure.or(Some(CommError::PeerFailed { rank, reason }));
                 }
             }

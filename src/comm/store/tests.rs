@@ -8,20 +8,25 @@ use crate::comm::{CommError, ProcessInfo};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
-/// The ends of a job that has met.
+/// The ends of a job that has met, in the order of their ranks.
 pub(in crate::comm) fn connected_stores(ranks: usize) -> Vec<Store> {
+    stores_hosted_by(0, ranks)
+}
+
+/// The same with any host, which comes first.
+pub(in crate::comm) fn stores_hosted_by(host: usize, ranks: usize) -> Vec<Store> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let secret = JobSecret::new("a secret of these tests", true);
     let session = Session { secret: &secret, root: [1; 32], peer: [2; 32] };
     let end = |stream, is_host| Connection::new(stream, session.frame_key(is_host)).unwrap();
-    let (mut of_root, mut ends) = (BTreeMap::new(), Vec::new());
-    for rank in 1..ranks {
+    let (mut of_host, mut ends) = (BTreeMap::new(), Vec::new());
+    for rank in (0..ranks).filter(|rank| *rank != host) {
         let own = TcpStream::connect(address).unwrap();
-        of_root.insert(rank, end(listener.accept().unwrap().0, true));
-        ends.push(Store::new(rank, 0, ranks, BTreeMap::from([(0, end(own, false))])));
+        of_host.insert(rank, end(listener.accept().unwrap().0, true));
+        ends.push(Store::new(rank, host, ranks, BTreeMap::from([(host, end(own, false))])));
     }
-    ends.insert(0, Store::new(0, 0, ranks, of_root));
+    ends.insert(0, Store::new(host, host, ranks, of_host));
     ends
 }
 

@@ -5,12 +5,18 @@ use crate::comm::CollectiveOp;
 use crate::comm::diagnostics::GroupLabel;
 use crate::comm::diagnostics::tests::{issued, label};
 use crate::comm::store::control_channel::tests::{connected, impatient};
+use crate::comm::store::tests::stores_hosted_by;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 /// Ends of a world that has met, which do not stay for one another.
 fn ends_of(ranks: usize) -> Vec<ControlChannel> {
     connected(ranks).into_iter().map(impatient).collect()
+}
+
+/// The launcher's end, then those of its ranks.
+fn ends_under_a_launcher(ranks: usize) -> Vec<ControlChannel> {
+    stores_hosted_by(NO_RANK, ranks).into_iter().map(ControlChannel::new).map(impatient).collect()
 }
 
 type Call = (Arc<GroupLabel>, u64, &'static str);
@@ -197,6 +203,18 @@ fn where_rank_0_does_not_answer_it_alone_is_blamed() {
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [0]), "{found:?}");
     let parting = last.parting(found.as_ref().unwrap());
     assert_eq!(parting, None, "rank 1 would say where the ranks part, as far as it knows");
+}
+
+#[test]
+fn the_end_of_the_launcher_is_no_failure_of_a_rank() {
+    let mut ends = ends_under_a_launcher(2);
+    let mut last = ControlPlane::new(1, 2, ends.pop().unwrap());
+    drop(ends.remove(0));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while last.channel.is_connected() && Instant::now() < deadline {
+        assert_eq!(last.listen(Default::default), Ok(()));
+    }
+    assert!(!last.channel.is_connected());
 }
 
 /// What rank 0 hears of rank 1, which ends in some way.
