@@ -206,6 +206,15 @@ fn where_rank_0_does_not_answer_it_alone_is_blamed() {
 }
 
 #[test]
+fn where_a_launcher_passes_nothing_on_no_rank_is_blamed() {
+    let mut ends = ends_under_a_launcher(3);
+    let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
+    let history = &["barrier", "all_reduce"];
+    ends[2].send(&ControlMessage::Called { calls: called(history), wait: None });
+    assert_eq!(last.find_missing(&stuck_at(1), called(history)), None);
+}
+
+#[test]
 fn the_end_of_the_launcher_is_no_failure_of_a_rank() {
     let mut ends = ends_under_a_launcher(2);
     let mut last = ControlPlane::new(1, 2, ends.pop().unwrap());
