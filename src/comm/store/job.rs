@@ -74,7 +74,7 @@ impl JobStore {
                 return;
             }
             let (world_size, ranks) = (reception.ranks.len(), std::mem::take(&mut reception.ranks));
-            self.state = State::Open(ControlChannel::new(Store::new(NO_RANK, NO_RANK, world_size, ranks)));
+            self.state = State::Open(ControlChannel::new(Store::open(NO_RANK, world_size, ranks)));
         }
         let State::Open(channel) = &mut self.state else { return };
         for (_, received) in channel.poll() {
@@ -84,6 +84,16 @@ impl JobStore {
         }
         if !channel.is_connected() {
             self.state = State::Receiving(Reception::new(self.point.clone()));
+        }
+    }
+
+    /// The ranks that have not come to meet those that have.
+    pub fn missing(&self) -> Vec<usize> {
+        match &self.state {
+            State::Receiving(reception) if !reception.ranks.is_empty() => {
+                reception.missing.iter().copied().collect()
+            }
+            _ => Vec::new(),
         }
     }
 

@@ -225,6 +225,23 @@ fn the_ranks_of_a_launcher_may_meet_again_when_all_have_left() {
 }
 
 #[test]
+fn a_rank_that_does_not_come_is_named_by_the_launcher_and_missed_by_the_others() {
+    let (mut host, point) = launched(3);
+    host.poll();
+    assert!(host.missing().is_empty(), "who has not come may be another program");
+    std::thread::scope(|scope| {
+        let early = scope.spawn(|| Store::meet(&point, 1, BRIEF * 10).unwrap_err());
+        let deadline = Instant::now() + PATIENT;
+        while !early.is_finished() && Instant::now() < deadline {
+            host.poll();
+        }
+        let error = early.join().unwrap();
+        assert!(error.contains("not all ranks have come"), "{error}");
+    });
+    assert_eq!(host.missing(), [0, 2]);
+}
+
+#[test]
 fn a_stranger_gets_nothing_and_takes_no_ranks_place() {
     let point = point(free_port(), 2);
     std::thread::scope(|scope| {
