@@ -72,6 +72,14 @@ fn presence(rank: usize) -> String {
     format!("rank/{rank}")
 }
 
+/// A process of the store, as messages name it.
+fn process_name(rank: usize) -> String {
+    match rank {
+        NO_RANK => "the launcher".to_owned(),
+        rank => format!("rank {rank}"),
+    }
+}
+
 impl Store {
     /// Meets the other ranks of the job: as the host where this rank is. Returns when all have come.
     ///
@@ -206,12 +214,13 @@ impl Store {
         loop {
             self.connections.values_mut().for_each(Connection::write);
             let late = self.connections.iter().filter(|(_, connection)| connection.is_late());
-            let late: Vec<usize> = late.map(|(peer, _)| *peer).collect();
+            let late: Vec<String> = late.map(|(peer, _)| process_name(*peer)).collect();
             if late.is_empty() {
                 return;
             }
             if Instant::now() >= deadline {
-                return tracing::debug!("rank {} goes on before rank(s) {late:?} have read all", self.rank);
+                let (own, late) = (process_name(self.rank), late.join(", "));
+                return tracing::debug!("{own} goes on before {late} have read all");
             }
             std::thread::sleep(PAUSE);
         }
@@ -255,7 +264,8 @@ impl Store {
                 }
                 ConnectionState::Closed => {}
                 ConnectionState::Broken(error) => {
-                    tracing::warn!("rank {} hears no more of rank {peer}'s failures: {error}", self.rank);
+                    let (own, peer) = (process_name(self.rank), process_name(peer));
+                    tracing::warn!("{own} hears no more of the failures that {peer} tells: {error}");
                 }
             }
             self.connections.remove(&peer);

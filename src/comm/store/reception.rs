@@ -6,6 +6,7 @@ use super::handshake::{
     CLAIM_BYTES, Claim, HELLO_BYTES, MAGIC, Nonce, OTHER_SECRET, Session, Verdict, nonce,
 };
 use super::meeting_point::MeetingPoint;
+use super::process_name;
 use super::secret::JobSecret;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Error, ErrorKind, Read, Write};
@@ -118,7 +119,8 @@ impl Reception {
         // Far less than a new connection takes without waiting.
         let is_sent = peer.stream.write(&reply).is_ok_and(|written| written == reply.len());
         if verdict != Verdict::Accepted {
-            return self.note(format!("{} (from {from})", verdict.reason(claim, world_size)));
+            let reason = verdict.reason(claim, world_size, self.point.host_rank());
+            return self.note(format!("{reason} (from {from})"));
         }
         if let (true, Ok(connection)) = (is_sent, Connection::new(peer.stream, key)) {
             self.missing.remove(&(claim.rank as usize));
@@ -144,7 +146,8 @@ impl Reception {
 
     fn note(&mut self, refused: String) {
         if self.refused.len() < MAX_LISTED && self.refused.insert(refused.clone()) {
-            tracing::warn!("rank 0 has refused a process: {refused}");
+            let host = process_name(self.point.host_rank());
+            tracing::warn!("{host} has refused a process: {refused}");
         }
     }
 

@@ -229,8 +229,12 @@ fn a_rank_that_does_not_come_is_named_by_the_launcher_and_missed_by_the_others()
     let (mut host, point) = launched(3);
     host.poll();
     assert!(host.missing().is_empty(), "who has not come may be another program");
+    let larger = MeetingPoint { world_size: 4, ..point.clone() };
     std::thread::scope(|scope| {
-        let early = scope.spawn(|| Store::meet(&point, 1, BRIEF * 10).unwrap_err());
+        let early = scope.spawn(|| {
+            assert!(refusal(&larger, 2).contains("rank 2 counts 4 ranks, but the launcher counts 3"));
+            Store::meet(&point, 1, BRIEF * 10).unwrap_err()
+        });
         let deadline = Instant::now() + PATIENT;
         while !early.is_finished() && Instant::now() < deadline {
             host.poll();
@@ -389,6 +393,8 @@ fn who_waits_in_vain_is_told_for_whom() {
     assert!(error.contains("no answer from rank 0"), "{error}");
     let error = receive_all(&point, BRIEF).unwrap_err();
     assert!(error.contains("ranks {1, 2} did not come"), "{error}");
+    let error = join(&MeetingPoint { is_hosted: true, ..point }, 2, BRIEF).unwrap_err();
+    assert!(error.contains("no answer from the launcher"), "{error}");
 }
 
 #[test]
