@@ -167,8 +167,23 @@ fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
         }
     };
     assert_eq!(failure_at(&mut first), 1);
-    first.tell_failure(&CommError::PeerFailed { rank: 1, reason: "gone".into() });
     assert_eq!(failure_at(&mut last), 1);
+}
+
+#[test]
+fn a_failure_that_nobody_has_told_yet_reaches_all_ranks() {
+    let ends = ends_of(3).into_iter().enumerate();
+    let mut ranks: Vec<_> = ends.map(|(rank, end)| ControlPlane::new(rank, 3, end)).collect();
+    let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
+    ranks[1].tell_failure(&error);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    for rank in [0, 2] {
+        let mut heard = Ok(());
+        while heard.is_ok() && Instant::now() < deadline {
+            heard = ranks[rank].listen(Default::default);
+        }
+        assert_eq!(heard, Err(error.clone()), "rank {rank}");
+    }
 }
 
 #[test]
