@@ -19,6 +19,8 @@ const POLL: Duration = Duration::from_millis(5);
 pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Connections beyond those of ranks that may be open at once. One more closes the oldest.
 pub(super) const MAX_STRANGERS: usize = 256;
+/// Connections that are taken in one look.
+pub(super) const MAX_ACCEPTED: usize = 64;
 /// Refusals that the host lists when ranks do not come.
 const MAX_LISTED: usize = 8;
 
@@ -82,10 +84,11 @@ impl Reception {
         Self { point, pending: Vec::new(), ranks: BTreeMap::new(), missing, refused: BTreeSet::new() }
     }
 
-    /// Takes all connections that there are. One that cannot be taken, for the lack of file descriptors as well, comes
-    /// again.
+    /// Takes the connections that there are, so many at a time that a flood of them does not hold up the ranks. One that
+    /// cannot be taken, for the lack of file descriptors as well, comes again.
     pub(super) fn accept(&mut self, listener: &TcpListener) {
-        while let Ok((stream, from)) = listener.accept() {
+        for _ in 0..MAX_ACCEPTED {
+            let Ok((stream, from)) = listener.accept() else { return };
             if self.pending.len() >= MAX_STRANGERS + self.point.world_size {
                 self.pending.remove(0);
             }

@@ -387,6 +387,36 @@ fn too_many_strangers_push_out_the_oldest() {
 }
 
 #[test]
+fn a_look_takes_a_bounded_number_of_connections() {
+    let listener = TcpListener::bind((HOST, 0)).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let point = point(listener.local_addr().unwrap().port(), 2);
+    let _strangers: Vec<TcpStream> = (0..=MAX_ACCEPTED).map(|_| connect(point.port)).collect();
+    let mut reception = Reception::new(point);
+    reception.accept(&listener);
+    assert_eq!(reception.pending.len(), MAX_ACCEPTED);
+    reception.accept(&listener);
+    assert_eq!(reception.pending.len(), MAX_ACCEPTED + 1);
+}
+
+#[test]
+fn a_look_reads_a_bounded_part_of_what_a_process_sends() {
+    const FRAMES: usize = 800;
+    let frame: Arc<[u8]> = [7; 10_000].into();
+    let mut ends = connected_stores(2);
+    let (mut sender, mut host) = (ends.remove(1), ends.remove(0));
+    (0..FRAMES).for_each(|_| sender.connection_mut(0).send(&frame));
+    let (mut come, deadline) = (0, Instant::now() + PATIENT);
+    while come < FRAMES && Instant::now() < deadline {
+        let (frames, _) = host.connection_mut(1).read();
+        assert!(frames.len() * frame.len() <= 2 * connection::MAX_BYTES, "{} frames", frames.len());
+        come += frames.len();
+        sender.connection_mut(0).write();
+    }
+    assert_eq!(come, FRAMES);
+}
+
+#[test]
 fn who_waits_in_vain_is_told_for_whom() {
     let point = point(free_port(), 3);
     let error = join(&point, 2, BRIEF).unwrap_err();
