@@ -194,11 +194,6 @@ impl Store {
         self.settle_until(self.deadline());
     }
 
-    /// Deletes this rank's presence: it sets nothing any more.
-    pub(super) fn leave(&mut self) {
-        self.delete(&presence(self.rank));
-    }
-
     fn deadline(&self) -> Instant {
         Instant::now() + self.timeout
     }
