@@ -115,3 +115,37 @@ mod on_eight_gpus {
             wrong_arguments_are_typed_errors_and_leave_the_group_usable;
     }
 }
+
+#[test]
+fn a_fake_group_refuses_plans_that_are_not_for_its_size_or_leave_their_tensors() {
+    use candle_core::Tensor;
+    use std::sync::Arc;
+    use ulysses::comm::fake::FakeGroup;
+    use ulysses::comm::{CommError, ProcessGroup, RecvBlock, StridedBlock, StridedPlan};
+
+    let group = FakeGroup::new("fake", vec![0, 1, 2], 1).unwrap();
+    let tensor = Tensor::zeros(4, candle_core::DType::F32, &candle_core::Device::Cpu).unwrap();
+    let start = |send, recv| {
+        let (input, output) = ([tensor.clone()], [tensor.clone()]);
+        group.start_all_to_all_strided(&input, &output, &Arc::new(StridedPlan { send, recv })).map(drop)
+    };
+    let outside = StridedBlock {
+        tensor: 0,
+        offset: 3,
+        batch: 1,
+        batch_stride: 0,
+        rows: 1,
+        row_stride: 0,
+        run: 2,
+    };
+    let received = RecvBlock { block: outside.clone(), accumulate: false };
+    assert_eq!(start(vec![vec![]; 3], vec![vec![]; 3]), Ok(()));
+    for refused in [
+        start(vec![vec![]; 3], vec![vec![]; 2]),
+        start(vec![vec![]; 2], vec![vec![]; 3]),
+        start(vec![vec![], vec![], vec![outside]], vec![vec![]; 3]),
+        start(vec![vec![]; 3], vec![vec![received], vec![], vec![]]),
+    ] {
+        assert!(matches!(refused, Err(CommError::InvalidArgument { .. })), "{refused:?}");
+    }
+}

@@ -15,6 +15,8 @@ pub(super) struct Fault {
     last_line: Option<String>,
     /// What the ranks have reported before, which the process may only have ended of.
     reported: Option<String>,
+    /// The ranks that the others have waited for in vain to meet them.
+    missing: Vec<usize>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,12 +31,12 @@ impl Fault {
             Some(signal) => How::Killed(signal),
             None => How::Exited(status.code().unwrap_or(1)),
         };
-        Self { rank, how, last_line: last_line.map(str::to_owned), reported: None }
+        Self { rank, how, last_line: last_line.map(str::to_owned), reported: None, missing: Vec::new() }
     }
 
-    /// The same, with the failure that the ranks have reported.
-    pub(super) fn with_report(self, reported: Option<&str>) -> Self {
-        Self { reported: reported.map(str::to_owned), ..self }
+    /// The same, with the failure that the ranks have reported, and those that have not come to meet the others.
+    pub(super) fn with_report(self, reported: Option<&str>, missing: Vec<usize>) -> Self {
+        Self { reported: reported.map(str::to_owned), missing, ..self }
     }
 
     /// Whether arguments or config are at fault, so that another try would end the same.
@@ -58,6 +60,9 @@ impl fmt::Display for Fault {
         }
         if let Some(reported) = &self.reported {
             write!(f, "; the ranks report: {reported}")?;
+        }
+        if !self.missing.is_empty() {
+            write!(f, "; rank(s) {:?} have not come to meet the others", self.missing)?;
         }
         self.last_line.as_ref().map_or(Ok(()), |line| write!(f, "; its last line: {line}"))
     }
@@ -85,7 +90,7 @@ pub(super) fn of_mpirun(status: ExitStatus, said: &Said) -> Fault {
     };
     let rank = usize::try_from(rank).ok();
     let last_line = rank.and_then(|rank| said.last_of(rank)).map(str::to_owned);
-    Fault { rank, how, last_line, reported: None }
+    Fault { rank, how, last_line, reported: None, missing: Vec::new() }
 }
 
 #[cfg(test)]
@@ -110,6 +115,10 @@ mod tests {
              Exit code:    2\n",
         );
         assert_eq!(exited.to_string(), "rank 3 ended with exit code 2");
+        assert_eq!(
+            exited.clone().with_report(None, vec![1, 2]).to_string(),
+            "rank 3 ended with exit code 2; rank(s) [1, 2] have not come to meet the others"
+        );
         assert!(exited.is_usage());
         let other = mpirun_says("There are not enough slots");
         assert_eq!(

@@ -254,7 +254,7 @@ impl Job {
     fn with_report(&mut self, fault: Fault) -> Fault {
         let Some(store) = &mut self.store else { return fault };
         store.poll();
-        fault.with_report(store.failure())
+        fault.with_report(store.failure(), store.missing())
     }
 
     /// Asks those that still run to end, unless a signal has asked them before: a second one would cut short what they

@@ -75,14 +75,15 @@ impl ControlPlane {
                     failure = failure.or(Some(error));
                 }
                 Received::Message(ControlMessage::Ended) => {}
+                // Its watchdog asks the ranks to save and end, for which they need one another.
+                Received::Gone if rank == NO_RANK => tracing::warn!(
+                    "the launcher, which hosts the ranks' store, has ended: rank {} hears of no failures any more",
+                    self.rank
+                ),
                 Received::Gone => {
                     // The host has told all, or is gone itself, which all see.
                     self.has_heard_failure = true;
-                    let (rank, reason) = if rank == NO_RANK {
-                        (self.rank, "the launcher, which hosts the ranks' store, has ended".to_owned())
-                    } else {
-                        (rank, "its process has ended without a word".to_owned())
-                    };
+                    let reason = "its process has ended without a word".to_owned();
                     failure = failure.or(Some(CommError::PeerFailed { rank, reason }));
                 }
             }
@@ -93,6 +94,7 @@ impl ControlPlane {
     /// Lets all ranks report what they have called, and finds out who keeps them waiting: this one, or the one that it
     /// waits for. `None` where all have come and called the same: then the ranks do not know either. Where the rank that
     /// hosts the store does not answer it is the one that is known to be missing: what the others report goes through it.
+    /// Where a launcher hosts it and nothing comes, it may be the one that does not answer, and no rank is blamed.
     pub(super) fn find_missing(&mut self, stuck: &Stuck, called: Vec<EntryReport>) -> Option<CommError> {
         let own = (called, Some(stuck.wait.clone()));
         self.report_calls(|| own.clone());
@@ -106,6 +108,9 @@ impl ControlPlane {
         // It may have reported before it came to this.
         self.report.note(self.rank, own.0, own.1);
         let host = self.channel.host();
+        if host == NO_RANK && self.ranks > 1 && self.report.len() == 1 {
+            return None;
+        }
         if host != NO_RANK && !self.report.has(host) {
             return Some(Wait { missing: vec![host], ..stuck.wait.clone() }.timed_out(stuck.waited));
         }

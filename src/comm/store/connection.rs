@@ -110,7 +110,7 @@ impl Connection {
         }
     }
 
-    /// The frames that are complete.
+    /// The frames that are complete, of as much as the longest one has: who sends without end holds up nobody else.
     pub(super) fn read(&mut self) -> (Vec<Vec<u8>>, ConnectionState) {
         let mut state = ConnectionState::Open;
         let mut chunk = [0; 4096];
@@ -119,7 +119,9 @@ impl Connection {
                 Ok(0) => state = ConnectionState::Closed,
                 Ok(read) => {
                     self.received.extend_from_slice(&chunk[..read]);
-                    continue;
+                    if self.received.len() <= MAX_BYTES {
+                        continue;
+                    }
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}

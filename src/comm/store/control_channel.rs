@@ -31,9 +31,6 @@ impl ControlChannel {
     /// Sends all other ranks a message, as far as they can be reached. What a rank does not read in time goes out later,
     /// when this one looks.
     pub(in crate::comm) fn send(&mut self, message: &ControlMessage) {
-        if *message == ControlMessage::Ended {
-            return self.store.leave();
-        }
         match fitting(self.rank, message) {
             Ok(text) => self.store.set(&format!("control/{}", self.rank), text),
             Err(reason) => tracing::error!("rank {} cannot tell the others: {reason}", self.rank),
@@ -65,7 +62,6 @@ impl ControlChannel {
     }
 
     /// Whether anyone is left who can be heard.
-    #[cfg(test)]
     pub(in crate::comm) fn is_connected(&self) -> bool {
         self.store.is_connected()
     }

@@ -6,6 +6,7 @@
 //! frame after that has such a hash too, with its number. Nothing is encrypted: who can read the network can read the
 //! store.
 
+use super::process_name;
 use super::secret::JobSecret;
 use std::io;
 
@@ -60,8 +61,8 @@ pub(super) enum Verdict {
 impl Verdict {
     const ALL: [Self; 4] = [Self::Accepted, Self::OutOfRange, Self::OtherWorldSize, Self::Taken];
 
-    /// Why `claim` is refused by a job of `world_size` ranks.
-    pub(super) fn reason(self, claim: Claim, world_size: u64) -> String {
+    /// Why `claim` is refused by the host of a job of `world_size` ranks.
+    pub(super) fn reason(self, claim: Claim, world_size: u64, host: usize) -> String {
         let Claim { rank, world_size: claimed } = claim;
         match self {
             Self::Accepted => format!("rank {rank} is accepted"),
@@ -69,7 +70,8 @@ impl Verdict {
                 format!("rank {rank} is out of range: the job has ranks 0 to {}", world_size - 1)
             }
             Self::OtherWorldSize => {
-                format!("rank {rank} counts {claimed} ranks, but rank 0 counts {world_size}")
+                let host = process_name(host);
+                format!("rank {rank} counts {claimed} ranks, but {host} counts {world_size}")
             }
             Self::Taken => format!("rank {rank} is taken: two processes have the same rank"),
         }

@@ -13,7 +13,8 @@ const LOOPBACK: &str = "127.0.0.1";
 
 /// Hosts the store of a job, for as long as somebody [`poll`](Self::poll)s it, and knows why its ranks have failed.
 pub struct JobStore {
-    port: u16,
+    point: MeetingPoint,
+    listener: TcpListener,
     secret: String,
     state: State,
     failure: Option<String>,
@@ -22,10 +23,7 @@ pub struct JobStore {
 #[derive(Debug)]
 enum State {
     /// Not all ranks have come, and perhaps none will: the program may be another one.
-    Receiving {
-        listener: TcpListener,
-        reception: Reception,
-    },
+    Receiving(Reception),
     Open(ControlChannel),
 }
 
@@ -48,36 +46,54 @@ impl JobStore {
         let listener = address::listen(&point)?;
         listener.set_nonblocking(true)?;
         point.port = listener.local_addr()?.port();
-        let (port, reception) = (point.port, Reception::new(point));
-        Ok(Self { port, secret, state: State::Receiving { listener, reception }, failure: None })
+        let state = State::Receiving(Reception::new(point.clone()));
+        Ok(Self { point, listener, secret, state, failure: None })
     }
 
     /// The variables by which its ranks find it.
     pub fn environment(&self) -> [(&'static str, String); 4] {
         [
             ("MASTER_ADDR", LOOPBACK.to_owned()),
-            ("ULYSSES_MASTER_PORT", self.port.to_string()),
+            ("ULYSSES_MASTER_PORT", self.point.port.to_string()),
             (SECRET, self.secret.clone()),
             (HOSTED, "1".to_owned()),
         ]
     }
 
-    /// Takes what has come, and passes it on. Waits for nothing.
+    /// Takes what has come, and passes it on. Waits for nothing. When all ranks have left, they may meet again: what the
+    /// launcher has started may run more than one command that needs them.
     pub fn poll(&mut self) {
-        if let State::Receiving { listener, reception } = &mut self.state {
-            reception.accept(listener);
+        if let State::Receiving(reception) = &mut self.state {
+            reception.accept(&self.listener);
             reception.serve();
+            if !reception.ranks.is_empty() {
+                // It was that of a meeting before.
+                self.failure = None;
+            }
             if !reception.missing.is_empty() {
                 return;
             }
             let (world_size, ranks) = (reception.ranks.len(), std::mem::take(&mut reception.ranks));
-            self.state = State::Open(ControlChannel::new(Store::new(NO_RANK, NO_RANK, world_size, ranks)));
+            self.state = State::Open(ControlChannel::new(Store::open(NO_RANK, world_size, ranks)));
         }
         let State::Open(channel) = &mut self.state else { return };
         for (_, received) in channel.poll() {
             if let Received::Message(ControlMessage::Failed(error)) = received {
                 self.failure.get_or_insert(error.to_string());
             }
+        }
+        if !channel.is_connected() {
+            self.state = State::Receiving(Reception::new(self.point.clone()));
+        }
+    }
+
+    /// The ranks that have not come to meet those that have.
+    pub fn missing(&self) -> Vec<usize> {
+        match &self.state {
+            State::Receiving(reception) if !reception.ranks.is_empty() => {
+                reception.missing.iter().copied().collect()
+            }
+            _ => Vec::new(),
         }
     }
 
@@ -90,9 +106,9 @@ impl JobStore {
 /// Logs do not get the secret.
 impl std::fmt::Debug for JobStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { port, state, failure, .. } = self;
+        let Self { point, state, failure, .. } = self;
         f.debug_struct("JobStore")
-            .field("port", port)
+            .field("port", &point.port)
             .field("state", state)
             .field("failure", failure)
             .finish()

@@ -3,6 +3,7 @@
 use super::connection::Connection;
 use super::handshake::{Claim, Nonce, REPLY_BYTES, Session, Verdict, hello, nonce};
 use super::meeting_point::MeetingPoint;
+use super::process_name;
 use super::reception::HANDSHAKE_TIMEOUT;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -16,19 +17,23 @@ pub(super) const RETRY: Duration = Duration::from_millis(20);
 /// # Errors
 /// It has not answered in time, or has refused this rank; in words.
 pub(super) fn join(point: &MeetingPoint, rank: usize, timeout: Duration) -> Result<Connection, String> {
-    let started = Instant::now();
+    let (started, host) = (Instant::now(), process_name(point.host_rank()));
     loop {
         match ask(point, rank) {
             Ok(connection) => return Ok(connection),
             Err(Attempt::Refused(reason)) => {
-                return Err(format!("rank 0 at {point} refuses this process: {reason}"));
+                return Err(format!("{host} at {point} refuses this process: {reason}"));
             }
             Err(Attempt::Failed(error)) if started.elapsed() >= timeout => {
                 let seconds = timeout.as_secs_f32();
-                return Err(format!(
-                    "no answer from rank 0 at {point} within {seconds} s: {error}; where rank 0 knows this name by another \
-                     address, ULYSSES_MASTER_BIND gives it the one to listen on"
-                ));
+                let hint = match point.is_hosted {
+                    true => "",
+                    false => {
+                        "; where rank 0 knows this name by another address, ULYSSES_MASTER_BIND gives it the one to \
+                         listen on"
+                    }
+                };
+                return Err(format!("no answer from {host} at {point} within {seconds} s: {error}{hint}"));
             }
             Err(Attempt::Failed(_)) => std::thread::sleep(RETRY),
         }
@@ -75,7 +80,9 @@ fn ask_at(address: &SocketAddr, point: &MeetingPoint, rank: usize) -> Result<Con
     read_by(deadline, &mut stream, &mut reply)?;
     match session.read_reply(&reply) {
         Some((Verdict::Accepted, _)) => Ok(Connection::new(stream, session.frame_key(false))?),
-        Some((refused, world_size)) => Err(Attempt::Refused(refused.reason(claim, world_size))),
+        Some((refused, world_size)) => {
+            Err(Attempt::Refused(refused.reason(claim, world_size, point.host_rank())))
+        },
         None => Err(Attempt::Refused(
             "it has another job secret; ULYSSES_JOB_SECRET must be the same for all ranks, or another job has this port"
                 .to_owned(),

@@ -49,6 +49,8 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(1);
 /// The largest value that a process takes, with a short key before it.
 pub(super) const MAX_VALUE_BYTES: usize = connection::MAX_BYTES - 256;
+/// The key that the host sets when all ranks have come.
+const OPEN: &str = "open";
 /// In place of its rank, the host that is none.
 pub(super) const NO_RANK: usize = u32::MAX as usize;
 
@@ -70,18 +72,37 @@ fn presence(rank: usize) -> String {
     format!("rank/{rank}")
 }
 
+/// A process of the store, as messages name it.
+fn process_name(rank: usize) -> String {
+    match rank {
+        NO_RANK => "the launcher".to_owned(),
+        rank => format!("rank {rank}"),
+    }
+}
+
 impl Store {
-    /// Meets the other ranks of the job: as the host where this rank is. Returns when all have come, on the host, or when
-    /// the host has answered.
+    /// Meets the other ranks of the job: as the host where this rank is. Returns when all have come.
     ///
     /// # Errors
     /// Why not, in words.
     pub(super) fn meet(point: &MeetingPoint, rank: usize, timeout: Duration) -> Result<Self, String> {
-        let connections = match point.host_rank() {
-            host if host == rank => receive_all(point, timeout)?,
-            host => BTreeMap::from([(host, join(point, rank, timeout)?)]),
-        };
-        Ok(Self::new(rank, point.host_rank(), point.world_size, connections))
+        let (host, world_size) = (point.host_rank(), point.world_size);
+        if host == rank {
+            return Ok(Self::open(host, world_size, receive_all(point, timeout)?));
+        }
+        let connection = join(point, rank, timeout)?;
+        let mut store = Self::new(rank, host, world_size, BTreeMap::from([(host, connection)]));
+        match store.wait(OPEN, timeout) {
+            Ok(_) => Ok(store),
+            Err(reason) => Err(format!("not all ranks have come to {point}: {reason}")),
+        }
+    }
+
+    /// The host's end once all ranks have come, which it tells them.
+    pub(super) fn open(host: usize, world_size: usize, connections: BTreeMap<usize, Connection>) -> Self {
+        let mut store = Self::new(host, host, world_size, connections);
+        store.set(OPEN, *b"");
+        store
     }
 
     pub(super) fn new(
@@ -173,11 +194,6 @@ impl Store {
         self.settle_until(self.deadline());
     }
 
-    /// Deletes this rank's presence: it sets nothing any more.
-    pub(super) fn leave(&mut self) {
-        self.delete(&presence(self.rank));
-    }
-
     fn deadline(&self) -> Instant {
         Instant::now() + self.timeout
     }
@@ -193,12 +209,13 @@ impl Store {
         loop {
             self.connections.values_mut().for_each(Connection::write);
             let late = self.connections.iter().filter(|(_, connection)| connection.is_late());
-            let late: Vec<usize> = late.map(|(peer, _)| *peer).collect();
+            let late: Vec<String> = late.map(|(peer, _)| process_name(*peer)).collect();
             if late.is_empty() {
                 return;
             }
             if Instant::now() >= deadline {
-                return tracing::debug!("rank {} goes on before rank(s) {late:?} have read all", self.rank);
+                let (own, late) = (process_name(self.rank), late.join(", "));
+                return tracing::debug!("{own} goes on before {late} have read all");
             }
             std::thread::sleep(PAUSE);
         }
@@ -242,7 +259,8 @@ impl Store {
                 }
                 ConnectionState::Closed => {}
                 ConnectionState::Broken(error) => {
-                    tracing::warn!("rank {} hears no more of rank {peer}'s failures: {error}", self.rank);
+                    let (own, peer) = (process_name(self.rank), process_name(peer));
+                    tracing::warn!("{own} hears no more of the failures that {peer} tells: {error}");
                 }
             }
             self.connections.remove(&peer);

@@ -6,6 +6,7 @@ use super::handshake::{
     CLAIM_BYTES, Claim, HELLO_BYTES, MAGIC, Nonce, OTHER_SECRET, Session, Verdict, nonce,
 };
 use super::meeting_point::MeetingPoint;
+use super::process_name;
 use super::secret::JobSecret;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Error, ErrorKind, Read, Write};
@@ -18,6 +19,8 @@ const POLL: Duration = Duration::from_millis(5);
 pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Connections beyond those of ranks that may be open at once. One more closes the oldest.
 pub(super) const MAX_STRANGERS: usize = 256;
+/// Connections that are taken in one look.
+pub(super) const MAX_ACCEPTED: usize = 64;
 /// Refusals that the host lists when ranks do not come.
 const MAX_LISTED: usize = 8;
 
@@ -81,10 +84,11 @@ impl Reception {
         Self { point, pending: Vec::new(), ranks: BTreeMap::new(), missing, refused: BTreeSet::new() }
     }
 
-    /// Takes all connections that there are. One that cannot be taken, for the lack of file descriptors as well, comes
-    /// again.
+    /// Takes the connections that there are, so many at a time that a flood of them does not hold up the ranks. One that
+    /// cannot be taken, for the lack of file descriptors as well, comes again.
     pub(super) fn accept(&mut self, listener: &TcpListener) {
-        while let Ok((stream, from)) = listener.accept() {
+        for _ in 0..MAX_ACCEPTED {
+            let Ok((stream, from)) = listener.accept() else { return };
             if self.pending.len() >= MAX_STRANGERS + self.point.world_size {
                 self.pending.remove(0);
             }
@@ -118,7 +122,8 @@ impl Reception {
         // Far less than a new connection takes without waiting.
         let is_sent = peer.stream.write(&reply).is_ok_and(|written| written == reply.len());
         if verdict != Verdict::Accepted {
-            return self.note(format!("{} (from {from})", verdict.reason(claim, world_size)));
+            let reason = verdict.reason(claim, world_size, self.point.host_rank());
+            return self.note(format!("{reason} (from {from})"));
         }
         if let (true, Ok(connection)) = (is_sent, Connection::new(peer.stream, key)) {
             self.missing.remove(&(claim.rank as usize));
@@ -144,7 +149,8 @@ impl Reception {
 
     fn note(&mut self, refused: String) {
         if self.refused.len() < MAX_LISTED && self.refused.insert(refused.clone()) {
-            tracing::warn!("rank 0 has refused a process: {refused}");
+            let host = process_name(self.point.host_rank());
+            tracing::warn!("{host} has refused a process: {refused}");
         }
     }
 

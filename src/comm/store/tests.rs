@@ -8,20 +8,25 @@ use crate::comm::{CommError, ProcessInfo};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
-/// The ends of a job that has met.
+/// The ends of a job that has met, in the order of their ranks.
 pub(in crate::comm) fn connected_stores(ranks: usize) -> Vec<Store> {
+    stores_hosted_by(0, ranks)
+}
+
+/// The same with any host, which comes first.
+pub(in crate::comm) fn stores_hosted_by(host: usize, ranks: usize) -> Vec<Store> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let secret = JobSecret::new("a secret of these tests", true);
     let session = Session { secret: &secret, root: [1; 32], peer: [2; 32] };
     let end = |stream, is_host| Connection::new(stream, session.frame_key(is_host)).unwrap();
-    let (mut of_root, mut ends) = (BTreeMap::new(), Vec::new());
-    for rank in 1..ranks {
+    let (mut of_host, mut ends) = (BTreeMap::new(), Vec::new());
+    for rank in (0..ranks).filter(|rank| *rank != host) {
         let own = TcpStream::connect(address).unwrap();
-        of_root.insert(rank, end(listener.accept().unwrap().0, true));
-        ends.push(Store::new(rank, 0, ranks, BTreeMap::from([(0, end(own, false))])));
+        of_host.insert(rank, end(listener.accept().unwrap().0, true));
+        ends.push(Store::new(rank, host, ranks, BTreeMap::from([(host, end(own, false))])));
     }
-    ends.insert(0, Store::new(0, 0, ranks, of_root));
+    ends.insert(0, Store::new(host, host, ranks, of_host));
     ends
 }
 
@@ -155,16 +160,22 @@ fn who_speaks_for_another_rank_or_changes_a_frame_is_not_heard() {
     assert!(ends[0].get("rank/2").is_some());
 }
 
-#[test]
-fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_failure() {
-    use crate::comm::diagnostics::ControlMessage;
-    let mut host = JobStore::listen(2).unwrap();
+/// A launcher's store, and where its ranks find it.
+fn launched(world_size: usize) -> (JobStore, MeetingPoint) {
+    let host = JobStore::listen(world_size).unwrap();
     let environment = host.environment();
     let lookup =
         |name: &str| environment.iter().find(|(set, _)| *set == name).map(|(_, value)| value.clone());
-    let info = ProcessInfo { world_size: 2, local_world_size: Some(2), ..ProcessInfo::alone() };
+    let info = ProcessInfo { world_size, local_world_size: Some(world_size), ..ProcessInfo::alone() };
     let point = MeetingPoint::read(&info, lookup).unwrap().unwrap();
     assert_eq!(point.host_rank(), NO_RANK);
+    (host, point)
+}
+
+#[test]
+fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_failure() {
+    use crate::comm::diagnostics::ControlMessage;
+    let (mut host, point) = launched(2);
     let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
     std::thread::scope(|scope| {
         let first = scope.spawn(|| {
@@ -184,6 +195,54 @@ fn a_launcher_that_hosts_the_store_passes_on_what_ranks_set_and_hears_their_fail
         }
     });
     assert_eq!(host.failure(), Some("rank 1 failed: out of memory"));
+}
+
+#[test]
+fn the_ranks_of_a_launcher_may_meet_again_when_all_have_left() {
+    let (mut host, point) = launched(2);
+    for meeting in [&b"1"[..], b"2"] {
+        std::thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| {
+                let point = &point;
+                scope.spawn(move || {
+                    let mut store = Store::meet(point, rank, BRIEF * 100)?;
+                    if rank == 0 {
+                        store.set("meeting", meeting);
+                    }
+                    let met = store.wait("meeting", PATIENT);
+                    store.close();
+                    met
+                })
+            });
+            while !ranks.iter().all(|rank| rank.is_finished()) {
+                host.poll();
+            }
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap().as_deref(), Ok(meeting));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_by_the_launcher_and_missed_by_the_others() {
+    let (mut host, point) = launched(3);
+    host.poll();
+    assert!(host.missing().is_empty(), "who has not come may be another program");
+    let larger = MeetingPoint { world_size: 4, ..point.clone() };
+    std::thread::scope(|scope| {
+        let early = scope.spawn(|| {
+            assert!(refusal(&larger, 2).contains("rank 2 counts 4 ranks, but the launcher counts 3"));
+            Store::meet(&point, 1, BRIEF * 10).unwrap_err()
+        });
+        let deadline = Instant::now() + PATIENT;
+        while !early.is_finished() && Instant::now() < deadline {
+            host.poll();
+        }
+        let error = early.join().unwrap();
+        assert!(error.contains("not all ranks have come"), "{error}");
+    });
+    assert_eq!(host.missing(), [0, 2]);
 }
 
 #[test]
@@ -328,12 +387,44 @@ fn too_many_strangers_push_out_the_oldest() {
 }
 
 #[test]
+fn a_look_takes_a_bounded_number_of_connections() {
+    let listener = TcpListener::bind((HOST, 0)).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let point = point(listener.local_addr().unwrap().port(), 2);
+    let _strangers: Vec<TcpStream> = (0..=MAX_ACCEPTED).map(|_| connect(point.port)).collect();
+    let mut reception = Reception::new(point);
+    reception.accept(&listener);
+    assert_eq!(reception.pending.len(), MAX_ACCEPTED);
+    reception.accept(&listener);
+    assert_eq!(reception.pending.len(), MAX_ACCEPTED + 1);
+}
+
+#[test]
+fn a_look_reads_a_bounded_part_of_what_a_process_sends() {
+    const FRAMES: usize = 800;
+    let frame: Arc<[u8]> = [7; 10_000].into();
+    let mut ends = connected_stores(2);
+    let (mut sender, mut host) = (ends.remove(1), ends.remove(0));
+    (0..FRAMES).for_each(|_| sender.connection_mut(0).send(&frame));
+    let (mut come, deadline) = (0, Instant::now() + PATIENT);
+    while come < FRAMES && Instant::now() < deadline {
+        let (frames, _) = host.connection_mut(1).read();
+        assert!(frames.len() * frame.len() <= 2 * connection::MAX_BYTES, "{} frames", frames.len());
+        come += frames.len();
+        sender.connection_mut(0).write();
+    }
+    assert_eq!(come, FRAMES);
+}
+
+#[test]
 fn who_waits_in_vain_is_told_for_whom() {
     let point = point(free_port(), 3);
     let error = join(&point, 2, BRIEF).unwrap_err();
     assert!(error.contains("no answer from rank 0"), "{error}");
     let error = receive_all(&point, BRIEF).unwrap_err();
     assert!(error.contains("ranks {1, 2} did not come"), "{error}");
+    let error = join(&MeetingPoint { is_hosted: true, ..point }, 2, BRIEF).unwrap_err();
+    assert!(error.contains("no answer from the launcher"), "{error}");
 }
 
 #[test]

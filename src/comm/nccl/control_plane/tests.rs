@@ -5,12 +5,18 @@ use crate::comm::CollectiveOp;
 use crate::comm::diagnostics::GroupLabel;
 use crate::comm::diagnostics::tests::{issued, label};
 use crate::comm::store::control_channel::tests::{connected, impatient};
+use crate::comm::store::tests::stores_hosted_by;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 /// Ends of a world that has met, which do not stay for one another.
 fn ends_of(ranks: usize) -> Vec<ControlChannel> {
     connected(ranks).into_iter().map(impatient).collect()
+}
+
+/// The launcher's end, then those of its ranks.
+fn ends_under_a_launcher(ranks: usize) -> Vec<ControlChannel> {
+    stores_hosted_by(NO_RANK, ranks).into_iter().map(ControlChannel::new).map(impatient).collect()
 }
 
 type Call = (Arc<GroupLabel>, u64, &'static str);
@@ -161,8 +167,23 @@ fn the_rank_that_sees_a_process_end_tells_those_who_cannot() {
         }
     };
     assert_eq!(failure_at(&mut first), 1);
-    first.tell_failure(&CommError::PeerFailed { rank: 1, reason: "gone".into() });
     assert_eq!(failure_at(&mut last), 1);
+}
+
+#[test]
+fn a_failure_that_nobody_has_told_yet_reaches_all_ranks() {
+    let ends = ends_of(3).into_iter().enumerate();
+    let mut ranks: Vec<_> = ends.map(|(rank, end)| ControlPlane::new(rank, 3, end)).collect();
+    let error = CommError::PeerFailed { rank: 1, reason: "out of memory".into() };
+    ranks[1].tell_failure(&error);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    for rank in [0, 2] {
+        let mut heard = Ok(());
+        while heard.is_ok() && Instant::now() < deadline {
+            heard = ranks[rank].listen(Default::default);
+        }
+        assert_eq!(heard, Err(error.clone()), "rank {rank}");
+    }
 }
 
 #[test]
@@ -197,6 +218,27 @@ fn where_rank_0_does_not_answer_it_alone_is_blamed() {
     assert!(matches!(&found, Some(CommError::Timeout { missing, .. }) if *missing == [0]), "{found:?}");
     let parting = last.parting(found.as_ref().unwrap());
     assert_eq!(parting, None, "rank 1 would say where the ranks part, as far as it knows");
+}
+
+#[test]
+fn where_a_launcher_passes_nothing_on_no_rank_is_blamed() {
+    let mut ends = ends_under_a_launcher(3);
+    let mut last = ControlPlane::new(2, 3, ends.pop().unwrap());
+    let history = &["barrier", "all_reduce"];
+    ends[2].send(&ControlMessage::Called { calls: called(history), wait: None });
+    assert_eq!(last.find_missing(&stuck_at(1), called(history)), None);
+}
+
+#[test]
+fn the_end_of_the_launcher_is_no_failure_of_a_rank() {
+    let mut ends = ends_under_a_launcher(2);
+    let mut last = ControlPlane::new(1, 2, ends.pop().unwrap());
+    drop(ends.remove(0));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while last.channel.is_connected() && Instant::now() < deadline {
+        assert_eq!(last.listen(Default::default), Ok(()));
+    }
+    assert!(!last.channel.is_connected());
 }
 
 /// What rank 0 hears of rank 1, which ends in some way.

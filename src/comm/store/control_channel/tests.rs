@@ -3,8 +3,8 @@
 use super::*;
 use crate::comm::call_signature::CallSignature;
 use crate::comm::diagnostics::{Entry, FlightRecorder, GroupLabel};
-use crate::comm::store::Change;
 use crate::comm::store::tests::{capacity, connected_stores};
+use crate::comm::store::{Change, presence};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,11 @@ fn hear(ends: &mut [ControlChannel], rank: usize, count: usize) -> Vec<(usize, R
     come
 }
 
+/// Says that a rank is done, and does not stay until that has arrived.
+fn end(channel: &mut ControlChannel) {
+    channel.store.delete(&presence(channel.rank));
+}
+
 fn failed(rank: usize, reason: &str) -> ControlMessage {
     ControlMessage::Failed(CommError::PeerFailed { rank, reason: reason.into() })
 }
@@ -40,7 +45,7 @@ fn what_a_rank_tells_reaches_all_others_and_not_itself() {
         let (first, second) = others.split_at_mut(1);
         scope.spawn(|| {
             first[0].send(&long);
-            first[0].send(&ControlMessage::Ended);
+            end(&mut first[0]);
             assert_eq!(first[0].poll(), [], "it does not hear itself");
         });
         let mut come = (Vec::new(), Vec::new());
@@ -61,7 +66,7 @@ fn what_a_rank_tells_reaches_all_others_and_not_itself() {
 #[test]
 fn a_process_that_ends_is_missed_unless_it_has_said_so() {
     let mut ends = connected(3);
-    ends[1].send(&ControlMessage::Ended);
+    end(&mut ends[1]);
     let (second, first) = (ends.pop(), ends.pop());
     drop((first, second));
     let mut heard = hear(&mut ends, 0, 2);
@@ -148,8 +153,9 @@ fn a_message_that_a_slow_rank_took_in_part_is_finished_before_the_next_one() {
     let mut root = impatient(ends.remove(0));
     // Far more than the system keeps for one who does not read.
     let long = failed(0, &"x".repeat(MAX_VALUE_BYTES - 200));
+    (0..24).for_each(|_| root.send(&long));
+    end(&mut root);
     let told: Vec<ControlMessage> = (0..24).map(|_| long.clone()).chain([ControlMessage::Ended]).collect();
-    told.iter().for_each(|message| root.send(message));
     assert!(root.store.connection_mut(1).is_late(), "the other side has not read");
     let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
     while come.len() < told.len() && Instant::now() < deadline {
@@ -170,7 +176,7 @@ fn a_rank_that_does_not_read_keeps_nothing_from_the_others() {
         root.store.connection_mut(1).send(&frame);
     }
     std::thread::scope(|scope| {
-        scope.spawn(|| root.send(&ControlMessage::Ended));
+        scope.spawn(|| end(&mut root));
         let (mut come, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
         while come.is_empty() && Instant::now() < deadline {
             come = ends[0].poll();
