@@ -129,15 +129,8 @@ fn a_fake_group_refuses_plans_that_are_not_for_its_size_or_leave_their_tensors()
         let (input, output) = ([tensor.clone()], [tensor.clone()]);
         group.start_all_to_all_strided(&input, &output, &Arc::new(StridedPlan { send, recv })).map(drop)
     };
-    let outside = StridedBlock {
-        tensor: 0,
-        offset: 3,
-        batch: 1,
-        batch_stride: 0,
-        rows: 1,
-        row_stride: 0,
-        run: 2,
-    };
+    let outside =
+        StridedBlock { tensor: 0, offset: 3, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run: 2 };
     let received = RecvBlock { block: outside.clone(), accumulate: false };
     assert_eq!(start(vec![vec![]; 3], vec![vec![]; 3]), Ok(()));
     for refused in [
