@@ -198,7 +198,7 @@ impl Inner {
     fn launcher(&self) -> Result<Launcher, DeviceError> {
         match Target::of(&self.own.device)? {
             Target::Kernels(launcher) => Ok(launcher),
-            Target::Cpu => Err(DeviceError::MixedDevices),
+            Target::Cpu | Target::Dry(_) => Err(DeviceError::MixedDevices),
         }
     }
 
