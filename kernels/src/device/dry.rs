@@ -98,18 +98,18 @@ pub fn run<R>(device: DryDevice, sink: impl FnMut(Event) + 'static, work: impl F
     struct Restore;
     impl Drop for Restore {
         fn drop(&mut self) {
-            KIND.set(None);
-            TIMES.set(1);
+            // While the thread is dry: what was allocated so is freed so.
             STATE.take();
+            TIMES.set(1);
+            KIND.set(None);
         }
     }
     assert!(KIND.get().is_none(), "a dry run within a dry run");
-    let seed = Var::zeros(1, DType::F32, &Device::Cpu)?.as_tensor().clone();
-    let state = State { device, sink: Box::new(sink), seed, live: HashMap::new(), kept: HashMap::new() };
     let _counters = memory::Fresh::start();
-    STATE.set(Some(state));
     KIND.set(Some(device.kind));
     let _restore = Restore;
+    let seed = Var::zeros(1, DType::F32, &Device::Cpu)?.as_tensor().clone();
+    STATE.set(Some(State { device, sink: Box::new(sink), seed, live: HashMap::new(), kept: HashMap::new() }));
     Ok(work())
 }
 
