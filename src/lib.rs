@@ -10,12 +10,12 @@
 //!
 //! Reading the modules in this order follows a batch through the code:
 //!
-//! 1. [`config`]: a DeepSpeed-style JSON file becomes a [`Config`](config::Config).
-//! 2. [`mesh`]: [`DeviceMesh`](mesh::DeviceMesh) says which ranks form which groups.
+//! 1. [`config`]: a DeepSpeed-style JSON file becomes a [`Config`].
+//! 2. [`mesh`]: [`DeviceMesh`] says which ranks form which groups.
 //! 3. [`comm`]: [`ProcessGroup`](comm::ProcessGroup) is what a backend offers; ranks as
 //!    threads in [`comm::thread`].
 //! 4. [`data`]: [`DataLoader`](data::DataLoader) cuts one global order of rows over dp and sp.
-//! 5. [`engine`]: [`initialize`](engine::initialize), then `forward`, `backward` and `step`:
+//! 5. [`engine`]: [`initialize`], then `forward`, `backward` and `step`:
 //!    - for each layer, [`zero`] gathers its parameters, [`model`] computes it from [`kernels`],
 //!      and [`sequence_parallel`] exchanges tokens for heads around attention;
 //!    - the loss, in tiles of tokens;

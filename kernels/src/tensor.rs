@@ -132,7 +132,7 @@ pub fn with_bytes_mut<R>(tensor: &Tensor, write: impl FnOnce(&mut [u8]) -> R) ->
     }
 }
 
-/// Reads a contiguous tensor into a vector, whatever its shape. One on a GPU is waited for; a [dry](crate::device::dry) one
+/// Reads a contiguous tensor into a vector, whatever its shape. One on a GPU is waited for; a dry one ([`crate::device::dry`])
 /// has zeros.
 ///
 /// # Errors

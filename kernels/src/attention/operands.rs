@@ -26,7 +26,7 @@ pub struct Upstream<'a> {
     pub dout: &'a Tensor,
     /// Logarithm of each query's softmax denominator, `[b, hq, sq]`.
     pub lse: &'a Tensor,
-    /// Row sums of `o * dout`, `[b, hq, sq]`; see [`delta`].
+    /// Row sums of `o * dout`, `[b, hq, sq]`; see [`delta`](super::delta).
     pub delta: &'a Tensor,
 }
 
