@@ -161,39 +161,40 @@ impl Workload {
         workload
     }
 
-    /// The longest sequence whose peak is within `budget_bytes` on every rank; none when not even a token for
-    /// each rank is.
+    /// The longest sequence, of a whole number of tokens per rank, whose peak is within `budget_bytes` on every rank;
+    /// none when not even one token per rank fits. Lengths that `sp_size` does not divide need buffers for the uneven
+    /// shards, so that one of them can need more than a longer sequence that it divides.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
     pub fn longest(&self, budget_bytes: u64) -> Result<Option<usize>, EngineError> {
-        let peak = |seq_len: usize| match self.with_seq_len(seq_len).plan() {
+        let sp_size = self.config.mesh.sp_size;
+        let peak = |tokens_per_rank: usize| match self.with_seq_len(tokens_per_rank * sp_size).plan() {
             Err(EngineError::StepTooLarge { .. }) => Ok(u64::MAX),
             plan => plan.map(|plan| plan.peak_bytes),
         };
-        let shortest = self.config.mesh.sp_size;
-        let mut fits = (shortest, self.with_seq_len(shortest).plan()?.peak_bytes);
+        let mut fits = (1, self.with_seq_len(sp_size).plan()?.peak_bytes);
         if fits.1 > budget_bytes {
             return Ok(None);
         }
-        let mut too_long = (MAX_SEQ_LEN, u64::MAX);
+        let mut too_long = (MAX_SEQ_LEN / sp_size + 1, u64::MAX);
         for probe in 1.. {
             if fits.0 + 1 >= too_long.0 {
                 break;
             }
-            let seq_len = between(fits, too_long, budget_bytes, probe);
-            let found = (seq_len, peak(seq_len)?);
+            let tokens_per_rank = between(fits, too_long, budget_bytes, probe);
+            let found = (tokens_per_rank, peak(tokens_per_rank)?);
             if found.1 <= budget_bytes { fits = found } else { too_long = found }
         }
-        Ok(Some(fits.0))
+        Ok(Some(fits.0 * sp_size))
     }
 }
 
 /// The next length to try between one that fits and one that does not, each with its peak: where a straight line between
-/// them reaches the budget, for peaks are nearly one, or now and then the middle, for they bend upwards.
+/// them reaches the budget, for peaks are nearly linear, or every third time the middle, for they bend upwards.
 fn between(fits: (usize, u64), too_long: (usize, u64), budget_bytes: u64, probe: usize) -> usize {
     let (shorter, longer) = (fits.0, too_long.0);
-    let seq_len = match too_long.1 {
+    let length = match too_long.1 {
         u64::MAX if shorter.saturating_mul(16) < longer => 16 * shorter,
         u64::MAX => shorter.midpoint(longer),
         _ if probe.is_multiple_of(3) => shorter.midpoint(longer),
@@ -202,7 +203,7 @@ fn between(fits: (usize, u64), too_long: (usize, u64), budget_bytes: u64, probe:
             shorter + ((longer - shorter) as f64 * share) as usize
         }
     };
-    seq_len.clamp(shorter + 1, longer - 1)
+    length.clamp(shorter + 1, longer - 1)
 }
 
 #[cfg(test)]

@@ -147,6 +147,7 @@ mod tests {
         let longest = proposal.max_seq_len.unwrap();
         let chosen = proposal.chosen.sp;
         let peak = |seq_len| workload(seq_len).on_cluster(TWO_OF_8, chosen).plan().unwrap().peak_bytes;
-        assert!(peak(longest) <= 160 * GIB && peak(longest + 1) > 160 * GIB);
+        assert!(longest.is_multiple_of(chosen), "{longest} tokens over {chosen} ranks");
+        assert!(peak(longest) <= 160 * GIB && peak(longest + chosen) > 160 * GIB);
     }
 }

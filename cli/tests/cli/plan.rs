@@ -109,7 +109,7 @@ fn what_flags_set_is_planned() {
 }
 
 #[test]
-fn the_longest_sequence_fits_and_one_token_more_does_not() {
+fn the_longest_sequence_fits_and_one_token_more_per_rank_does_not() {
     let place = workplace(json!({}));
     let of = |seq_len: &str| {
         plan(
@@ -132,7 +132,7 @@ fn the_longest_sequence_fits_and_one_token_more_does_not() {
     let longest = first["budget"]["max_seq_len"].as_u64().unwrap();
     assert!(longest > 1024, "{longest}");
     assert_eq!(of(&longest.to_string())["budget"]["fits"], true);
-    assert_eq!(of(&(longest + 1).to_string())["budget"]["fits"], false);
+    assert_eq!(of(&(longest + 2).to_string())["budget"]["fits"], false);
 }
 
 #[test]
