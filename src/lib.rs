@@ -39,11 +39,11 @@
 //! | to | use |
 //! |---|---|
 //! | read a config | [`Config`] |
-//! | arrange ranks | [`DeviceMesh`], [`comm::MeshGroups`], [`launch`], [`comm::ProcessGroup`] |
+//! | arrange ranks | [`DeviceMesh`], [`comm::MeshGroups`], [`launch()`], [`comm::ProcessGroup`] |
 //! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedRows`], [`data::DataLoader`], [`data::Tokenizer`] |
-//! | build a model | [`model::Model`], [`model::preset`], [`model::HfModel`], [`model::AutogradLayer`] |
+//! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`model::AutogradLayer`] |
 //! | train | [`initialize`], [`Engine`], [`Trainer`], [`trainer::Observer`] |
-//! | save and load | [`checkpoint::Checkpoint`], [`checkpoint::export`], [`trainer::Resume`] |
+//! | save and load | [`checkpoint::Checkpoint`], [`checkpoint::export()`], [`trainer::Resume`] |
 //! | predict memory and time | [`estimate`] |
 //!
 //! # The path of a training step
