@@ -107,7 +107,9 @@ pub use trainer::Trainer;
 pub mod prelude {
     pub use crate::candle::{Device, Tensor};
     pub use crate::checkpoint::Saved;
-    pub use crate::comm::{LaunchOptions, MeshGroups, ProcessGroup, RankContext, launch};
+    pub use crate::comm::{
+        LaunchOptions, MeshGroups, ProcessGroup, ProcessGroupExt, RankContext, ReduceOp, launch,
+    };
     pub use crate::config::Config;
     pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedRows, Tokenizer};
     pub use crate::engine::{Engine, initialize};
