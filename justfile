@@ -2,7 +2,7 @@
 default:
     @just --list
 
-# Everything that CI runs: format, lints, documentation, tests, and the CUDA code as far as it goes without a GPU.
+# Everything that CI runs: format, lints, documentation, tests, and the checks of the CUDA code that need no GPU.
 check:
     .ci/run
 
@@ -18,11 +18,11 @@ fmt:
 kernels-check *args:
     gpu/kernels-check.sh {{args}}
 
-# Makes the folder to run on a machine with GPUs: docs/gpu.md.
+# Makes the folder that checks a machine with GPUs: docs/gpu.md.
 gpu-build:
     gpu/build.sh
 
-# Licences, advisories, duplicates and sources of the dependencies (needs cargo-deny).
+# Licenses, advisories, duplicates and sources of the dependencies (needs cargo-deny).
 deny:
     cargo deny check
 
@@ -30,17 +30,17 @@ deny:
 train *args:
     cargo run --release -- train {{args}}
 
-# Holds exported and imported models against Python's transformers, and event files against TensorBoard, which it installs into `target/interop`.
+# Compares exported and imported models with Python's transformers, and event files with TensorBoard. Installs both into `target/interop`.
 interop:
     python3 -m venv target/interop
     target/interop/bin/pip install --quiet torch transformers tensorboard
     ULYSSES_PYTHON=target/interop/bin/python cargo test --release --test interop -- --nocapture
 
-# Trains on long rows of this repository's text, on a 2 × 2 mesh.
+# Trains on long sequences of this repository's text, on a 2 × 2 mesh.
 example:
     cargo run --release --example train_long_sequence
 
-# Rates, each beside its baseline in the same run: `just bench attention --seq-len 4096`, `just bench checkpoint`.
+# Rates, each with a baseline from the same run: `just bench attention --seq-len 4096`, `just bench checkpoint`.
 bench *args:
     cargo run --release -- bench {{args}}
 
@@ -48,14 +48,14 @@ bench *args:
 book:
     mdbook build docs
 
-# ulysses beside PyTorch + DeepSpeed, which it installs into `target/peer` (5 GB): `just bench-peer`, `just bench-peer small-2048 collectives`.
+# ulysses against PyTorch + DeepSpeed, which it installs into `target/peer` (5 GB): `just bench-peer`, `just bench-peer small-2048 collectives`.
 bench-peer *args:
     python3 -m venv target/peer
     target/peer/bin/pip install --quiet --requirement benches/peer/requirements.txt
     cargo build --release
     target/peer/bin/python benches/peer/compare.py {{args}}
 
-# Holds the manifests of configs/clusters against the CRDs of the MPI operator and the training operator: two files of their repositories.
+# Validates the manifests of configs/clusters against the CRDs of the MPI operator and the training operator: two files of their repositories.
 manifests mpijobs_crd pytorchjobs_crd:
     python3 -m venv target/manifests
     target/manifests/bin/pip install --quiet kubernetes-validate jsonschema pyyaml

@@ -1,74 +1,81 @@
-//! Trains transformers on sequences too long for one device.
+//! Trains transformers on sequences that are too long for one device.
 //!
-//! A two-dimensional mesh `(dp_size, sp_size)` organises `dp_size · sp_size` ranks. The `sp`
-//! axis cuts every sequence (Ulysses: an all-to-all around attention trades tokens for heads
-//! and back), the `dp` axis partitions optimizer state, gradients and parameters (ZeRO). The
-//! mesh never changes the maths: loss, gradients and updates are the same for every
-//! (dp, sp, ZeRO stage, accumulation) that describes the same batch.
+//! A mesh of `dp_size · sp_size` ranks shares the work. The `sp` axis shards every sequence (DeepSpeed-Ulysses: an
+//! all-to-all around attention trades tokens for heads and back). The `dp` axis takes different sequences, and ZeRO
+//! partitions optimizer state, gradients and parameters over it. The mesh never changes the math: loss, gradients and
+//! updates are the same for every dp, sp, ZeRO stage and accumulation that describe the same batch.
 //!
-//! # The path of a training step
+//! # A program
 //!
-//! Reading the modules in this order follows a batch through the code:
-//!
-//! 1. [`config`]: a DeepSpeed-style JSON file becomes a [`Config`].
-//! 2. [`mesh`]: [`DeviceMesh`] says which ranks form which groups.
-//! 3. [`comm`]: [`ProcessGroup`](comm::ProcessGroup) is what a backend offers; ranks as
-//!    threads in [`comm::thread`].
-//! 4. [`data`]: [`DataLoader`](data::DataLoader) cuts one global order of rows over dp and sp.
-//! 5. [`engine`]: [`initialize`], then `forward`, `backward` and `step`:
-//!    - for each layer, [`zero`] gathers its parameters, [`model`] computes it from [`kernels`],
-//!      and [`sequence_parallel`] exchanges tokens for heads around attention;
-//!    - the loss, in tiles of tokens;
-//!    - for each layer, backwards: gather, compute, reduce over dp, then over sp;
-//!    - normalise, clip, update the own partition.
-//! 6. [`checkpoint`]: the state that outlives the run, for any other mesh to go on from.
-//! 7. [`monitor`]: what the user sees of it.
-//! 8. [`trainer`]: the loop around the engine, with evaluations, checkpoints and observers.
-//! 9. [`estimate`]: the same engine run dry, for what a step will need on machines that are not at hand.
-//!
-//! [`tensor`] (candle tensors as slices) and [`memory`] (bytes held per thread) serve all of them.
-//!
-//! # Example
-//!
-//! Four ranks, ZeRO stage 3 over two, sequences cut in two:
+//! Four ranks train as threads: ZeRO stage 3 over two of them, each sequence in two shards.
 //!
 //! ```
 //! use std::sync::Arc;
-//! use ulysses::comm::{LaunchOptions, MeshGroups, launch};
-//! use ulysses::config::Config;
-//! use ulysses::data::{Corpus, PackedRows};
-//! use ulysses::mesh::DeviceMesh;
-//! use ulysses::model::{Model, RandomWeights, preset};
+//! use ulysses::prelude::*;
 //!
 //! let json = r#"{ "train_batch_size": 2, "mesh_param": [2, 2], "zero_optimization": { "stage": 3 } }"#;
 //! let config = Config::from_json_str(json, "config.json")?;
 //! let text = b"the quick brown fox jumps over the lazy dog. ".repeat(20);
 //! let corpus = Corpus::from_documents([text.into_iter().map(u32::from).collect()])?;
-//! let rows = Arc::new(PackedRows::new(corpus, 64)?);
+//! let data = Arc::new(PackedRows::new(corpus, 64)?); // sequences of 64 tokens
 //! let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
 //!
 //! let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
 //!     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
 //!     let model = Model::llama(&preset("nano")?)?;
-//!     let mut engine = ulysses::engine::initialize(model, &RandomWeights { seed: 1 }, &config, &groups)?;
-//!     let mut loader = engine.data_loader(rows.clone())?;
+//!     let mut engine = initialize(model, &RandomWeights { seed: 1 }, &config, &groups)?;
+//!     let mut loader = engine.data_loader(data.clone())?;
 //!     let report = engine.train_batch(|| loader.next_micro_batch())?;
 //!     Ok::<_, anyhow::Error>(report.loss)
 //! })?;
-//! assert!(losses.iter().all(|loss| *loss == losses[0]));
+//! assert!(losses.iter().all(|loss| *loss == losses[0])); // every rank has the loss of the global batch
 //! # Ok::<(), anyhow::Error>(())
 //! ```
 //!
+//! [`Trainer`] is the whole loop, with evaluations, checkpoints and observers.
+//!
+//! # Where to begin
+//!
+//! | to | use |
+//! |---|---|
+//! | read a config | [`Config`] |
+//! | arrange ranks | [`DeviceMesh`], [`comm::MeshGroups`], [`launch()`], [`comm::ProcessGroup`] |
+//! | load data | [`data::Corpus`], [`data::Documents`], [`data::PackedRows`], [`data::DataLoader`], [`data::Tokenizer`] |
+//! | build a model | [`model::Model`], [`model::preset()`], [`model::HfModel`], [`model::AutogradLayer`] |
+//! | train | [`initialize`], [`Engine`], [`Trainer`], [`trainer::Observer`] |
+//! | save and load | [`checkpoint::Checkpoint`], [`checkpoint::export()`], [`trainer::Resume`] |
+//! | predict memory and time | [`estimate`] |
+//!
+//! # The path of a training step
+//!
+//! In this order, the modules follow a batch through the code:
+//!
+//! 1. [`config`]: a DeepSpeed-style JSON file becomes a [`Config`].
+//! 2. [`mesh`]: [`DeviceMesh`] defines which ranks form which groups.
+//! 3. [`comm`]: [`ProcessGroup`](comm::ProcessGroup) is the contract of a backend; [`comm::thread`] runs ranks as threads.
+//! 4. [`data`]: [`DataLoader`](data::DataLoader) shards one global order of sequences over dp and sp.
+//! 5. [`engine`]: [`initialize`], then `forward`, `backward` and `step`:
+//!    - for each layer, [`zero`] gathers its parameters, [`model`] computes it with [`kernels`], and
+//!      [`sequence_parallel`] exchanges tokens for heads around attention;
+//!    - the loss, in tiles of tokens;
+//!    - for each layer in reverse: gather, compute, reduce over dp, then over sp;
+//!    - normalize, clip, update the own partition.
+//! 6. [`checkpoint`]: the state that outlives the run, for any other mesh.
+//! 7. [`monitor`]: metrics, progress, traces.
+//! 8. [`trainer`]: the loop around the engine, with evaluations, checkpoints and observers.
+//! 9. [`estimate`]: the same engine run dry, to predict a step on machines that are not at hand.
+//!
+//! [`tensor`] (candle tensors as slices) and [`memory`] (bytes per thread and category) serve all of them.
+//!
 //! # Conventions
 //!
-//! Shapes: `B` batch rows, `S` tokens of a row, `H` query heads, `H_kv` KV heads, `D` head
-//! dimension. Unsuffixed names are global, `_local` is this rank's part. `rank` is relative
-//! to a named group, `global_rank` to the world. A *shard* is a rank's piece of a logical
-//! tensor, a *partition* ZeRO's range of a flat buffer.
+//! Shapes: `B` sequences of a batch, `S` tokens of a sequence, `H` query heads, `H_kv` KV heads, `D` head dimension.
+//! Unsuffixed names are global, `_local` is this rank's part. `rank` is relative to a named group, `global_rank` to the
+//! world. A *shard* is a rank's piece of a logical tensor, a *partition* ZeRO's range of a flat buffer.
 //!
-//! candle runs elementwise ops on more than 64 K elements on a pool that all ranks share.
-//! The library's own ops do not use it, but programs that run candle ops in their layers set
-//! `CANDLE_NUM_THREADS=1` before the first one; the library never changes the environment.
+//! candle runs element-wise ops on more than 64 K elements on a pool that all ranks share. The library's own ops do not
+//! use it. Programs with candle ops in their layers should set `CANDLE_NUM_THREADS=1` before the first op; the library
+//! never changes the environment.
 
 pub mod checkpoint;
 pub mod comm;
@@ -96,11 +103,13 @@ pub use engine::{Engine, initialize};
 pub use mesh::DeviceMesh;
 pub use trainer::Trainer;
 
-/// What a training program needs: `use ulysses::prelude::*;`.
+/// The types of a training program: `use ulysses::prelude::*;`.
 pub mod prelude {
     pub use crate::candle::{Device, Tensor};
     pub use crate::checkpoint::Saved;
-    pub use crate::comm::{LaunchOptions, MeshGroups, ProcessGroup, RankContext, launch};
+    pub use crate::comm::{
+        LaunchOptions, MeshGroups, ProcessGroup, ProcessGroupExt, RankContext, ReduceOp, launch,
+    };
     pub use crate::config::Config;
     pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedRows, Tokenizer};
     pub use crate::engine::{Engine, initialize};
@@ -115,7 +124,7 @@ pub mod prelude {
     };
 }
 
-/// Runs the example of the front page.
+/// Runs the program of README.md as a test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -43,10 +43,10 @@ fn every_machine_profile_is_valid_and_says_that_it_is_not_measured() {
 }
 
 #[test]
-fn the_readme_walks_through_the_file_as_it_is() {
-    let readme = std::fs::read_to_string(configs_dir().join("../README.md")).unwrap();
+fn the_book_shows_the_config_file_as_it_is() {
+    let page = std::fs::read_to_string(configs_dir().join("../docs/config-file.md")).unwrap();
     let file = std::fs::read_to_string(configs_dir().join("long_sequence.json")).unwrap();
-    assert!(readme.contains(file.trim()), "README.md shows another configs/long_sequence.json");
+    assert!(page.contains(file.trim()), "docs/config-file.md shows another configs/long_sequence.json");
 }
 
 #[test]

@@ -93,5 +93,5 @@ fn the_summary_lists_every_chapter_once() {
     let mut sorted = listed.clone();
     sorted.sort();
     assert_eq!(sorted, chapters);
-    assert_eq!(listed[0], "tour.md", "the book begins with the tour");
+    assert_eq!(listed[0], "quick-start.md", "the book begins with the quick start");
 }
