@@ -2,7 +2,7 @@
 //!
 //! A rank of the thread backend is one OS thread, so a rank's memory is its thread's; what the
 //! further threads of its pool allocate is counted as theirs. Blocks from 16 KiB on are counted by what they are for, too:
-//! whoever allocates says so ([`counted_as`]). The count
+//! whoever allocates says so ([`with_category`]). The count
 //! costs some additions per allocation and exists only in programs that install it:
 //!
 //! ```
@@ -11,14 +11,14 @@
 //! #[global_allocator]
 //! static ALLOCATOR: CountingAllocator<std::alloc::System> = CountingAllocator(std::alloc::System);
 //!
-//! let meter = ulysses_kernels::memory::Meter::start();
+//! let meter = ulysses_kernels::memory::AllocationMeter::start();
 //! let buffer = vec![0_u8; 1000];
 //! assert_eq!(meter.bytes(), 1000);
 //! drop(buffer);
 //! assert_eq!(meter.bytes(), 0);
 //!
-//! use ulysses_kernels::memory::{Category, counted_as, live_by_category};
-//! let gradients = counted_as(Category::Gradients, || vec![0_f32; 10_000]);
+//! use ulysses_kernels::memory::{Category, with_category, live_by_category};
+//! let gradients = with_category(Category::Gradients, || vec![0_f32; 10_000]);
 //! assert_eq!(live_by_category().gradients, 40_000);
 //! # drop(gradients);
 //! ```
@@ -27,7 +27,7 @@ mod blocks;
 mod category;
 mod peaks;
 
-pub use category::{ByCategory, Category, counted_as, counted_by_default_as, current};
+pub use category::{ByCategory, Category, current, with_category, with_default_category};
 pub use peaks::{Peak, Peaks};
 
 use crate::device::dry;
@@ -102,11 +102,11 @@ pub fn large_allocations() -> u64 {
 
 /// Measures what a piece of code keeps.
 #[derive(Debug)]
-pub struct Meter {
+pub struct AllocationMeter {
     start: i64,
 }
 
-impl Meter {
+impl AllocationMeter {
     /// Starts at what is held now.
     pub fn start() -> Self {
         Self { start: live_bytes() }

@@ -2,7 +2,7 @@
 
 use super::OpError;
 use crate::device::dry;
-use crate::memory::{Category, counted_by_default_as};
+use crate::memory::{Category, with_default_category};
 use crate::tensor::{StorageId, TensorOptions, zeros};
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
 use parking_lot::Mutex;
@@ -11,9 +11,9 @@ use std::collections::HashMap;
 /// One rank's store of tensors that are out of use, by element type and count.
 ///
 /// Layers and steps need the same sizes again and again, while fresh memory costs a page fault per 4 KiB.
-/// [`take`](Self::take) hands out a tensor and forgets it; [`give`](Self::give) brings it back. Activations and
+/// [`alloc`](Self::alloc) hands out a tensor and forgets it; [`recycle`](Self::recycle) brings it back. Activations and
 /// their gradients have the element type of the [`TensorOptions`], statistics of tokens are f32
-/// ([`take_f32`](Self::take_f32)).
+/// ([`alloc_f32`](Self::alloc_f32)).
 ///
 /// **Give back only what nobody else still uses.** The next `take` of that size writes into the same
 /// memory, and every clone, view or reshape of the given tensor would see it. A tensor that is dropped
@@ -59,19 +59,19 @@ impl Workspace {
     ///
     /// # Errors
     /// When candle cannot allocate.
-    pub fn take(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
-        self.take_dtype(shape.into(), self.options.dtype)
+    pub fn alloc(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
+        self.alloc_dtype(shape.into(), self.options.dtype)
     }
 
-    /// As [`take`](Self::take), of f32 elements whatever the workspace's type.
+    /// As [`alloc`](Self::alloc), of f32 elements whatever the workspace's type.
     ///
     /// # Errors
     /// When candle cannot allocate.
-    pub fn take_f32(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
-        self.take_dtype(shape.into(), DType::F32)
+    pub fn alloc_f32(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
+        self.alloc_dtype(shape.into(), DType::F32)
     }
 
-    fn take_dtype(&self, shape: Shape, dtype: DType) -> Result<Tensor, OpError> {
+    fn alloc_dtype(&self, shape: Shape, dtype: DType) -> Result<Tensor, OpError> {
         let recycled = {
             let mut shelves = self.shelves.lock();
             let shelf = shelves.entry((dtype, shape.elem_count())).or_default();
@@ -81,17 +81,17 @@ impl Workspace {
         match recycled {
             Some(flat) => flat.reshape(shape),
             None => {
-                counted_by_default_as(Category::Activations, || zeros(shape, dtype, &self.options.device))
+                with_default_category(Category::Activations, || zeros(shape, dtype, &self.options.device))
             }
         }
-        .map_err(|source| OpError::Candle { op: "Workspace::take", source })
+        .map_err(|source| OpError::Candle { op: "Workspace::alloc", source })
     }
 
-    /// Takes a tensor back for later [`take`](Self::take)s; see the type's rule on who may.
+    /// Takes a tensor back for later [`alloc`](Self::alloc)s; see the type's rule on who may.
     ///
     /// Only a tensor of the workspace's device that covers its whole storage is kept. Others (views of a larger
     /// buffer, transposes, variables) are dropped, and so is one whose storage is here already.
-    pub fn give(&self, tensor: Tensor) {
+    pub fn recycle(&self, tensor: Tensor) {
         let Some(flat) = whole(&tensor) else { return };
         drop(tensor);
         let mut shelves = self.shelves.lock();
@@ -111,7 +111,7 @@ impl Workspace {
 
     /// Bytes of the tensors that wait here.
     #[must_use]
-    pub fn bytes_held(&self) -> usize {
+    pub fn free_bytes(&self) -> usize {
         let bytes_of =
             |(dtype, elems): &(DType, usize), shelf: &Shelf| elems * shelf.free.len() * dtype.size_in_bytes();
         self.shelves.lock().iter().map(|(key, shelf)| bytes_of(key, shelf)).sum()
@@ -164,37 +164,37 @@ mod tests {
     #[test]
     fn trimming_frees_what_waits_and_keeps_what_comes_back_later() {
         let workspace = Workspace::new();
-        let (waiting, used) = (workspace.take(8).unwrap(), workspace.take(8).unwrap());
-        workspace.give(waiting);
+        let (waiting, used) = (workspace.alloc(8).unwrap(), workspace.alloc(8).unwrap());
+        workspace.recycle(waiting);
         workspace.trim();
-        assert_eq!(workspace.bytes_held(), 0);
-        workspace.give(used);
-        assert_eq!(workspace.bytes_held(), 8 * size_of::<f32>());
+        assert_eq!(workspace.free_bytes(), 0);
+        workspace.recycle(used);
+        assert_eq!(workspace.free_bytes(), 8 * size_of::<f32>());
     }
 
     #[test]
     fn a_given_tensor_is_taken_again_in_another_shape_of_the_same_size() {
         let workspace = Workspace::new();
-        let first = workspace.take((4, 6)).unwrap();
+        let first = workspace.alloc((4, 6)).unwrap();
         let place = address(&first);
-        workspace.give(first);
-        assert_eq!(workspace.bytes_held(), 24 * 4);
-        let second = workspace.take((2, 3, 4)).unwrap();
+        workspace.recycle(first);
+        assert_eq!(workspace.free_bytes(), 24 * 4);
+        let second = workspace.alloc((2, 3, 4)).unwrap();
         assert_eq!(second.dims(), [2, 3, 4]);
         assert_eq!(address(&second), place);
-        assert_eq!(workspace.bytes_held(), 0);
+        assert_eq!(workspace.free_bytes(), 0);
     }
 
     #[test]
     fn storage_is_never_handed_out_twice() {
         let workspace = Workspace::new();
-        let tensor = workspace.take(8).unwrap();
+        let tensor = workspace.alloc(8).unwrap();
         let clone = tensor.reshape((2, 4)).unwrap();
-        workspace.give(tensor);
-        workspace.give(clone);
-        assert_eq!(workspace.bytes_held(), 8 * 4, "the second give of one storage is dropped");
+        workspace.recycle(tensor);
+        workspace.recycle(clone);
+        assert_eq!(workspace.free_bytes(), 8 * 4, "the second give of one storage is dropped");
         let (a, b, c) =
-            (workspace.take(8).unwrap(), workspace.take(8).unwrap(), workspace.take((2, 4)).unwrap());
+            (workspace.alloc(8).unwrap(), workspace.alloc(8).unwrap(), workspace.alloc((2, 4)).unwrap());
         assert_ne!(address(&a), address(&b));
         assert_ne!(address(&a), address(&c));
         assert_ne!(address(&b), address(&c));
@@ -203,24 +203,24 @@ mod tests {
     #[test]
     fn another_size_does_not_reuse_storage() {
         let workspace = Workspace::new();
-        workspace.give(workspace.take(8).unwrap());
-        assert_eq!(workspace.take(7).unwrap().elem_count(), 7);
-        assert_eq!(workspace.bytes_held(), 8 * 4);
+        workspace.recycle(workspace.alloc(8).unwrap());
+        assert_eq!(workspace.alloc(7).unwrap().elem_count(), 7);
+        assert_eq!(workspace.free_bytes(), 8 * 4);
         workspace.clear();
-        assert_eq!(workspace.bytes_held(), 0);
+        assert_eq!(workspace.free_bytes(), 0);
     }
 
     #[test]
     fn views_transposes_other_types_and_variables_are_not_kept() {
         let workspace = Workspace::new();
         let flat = Tensor::zeros(24, DType::F32, &Device::Cpu).unwrap();
-        workspace.give(flat.narrow(0, 0, 8).unwrap());
-        workspace.give(flat.narrow(0, 16, 8).unwrap());
-        workspace.give(flat.reshape((4, 6)).unwrap().t().unwrap());
-        workspace.give(Tensor::zeros(8, DType::F64, &Device::Cpu).unwrap());
-        workspace.give(Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap());
-        workspace.give(candle_core::Var::from_tensor(&flat).unwrap().as_tensor().clone());
-        assert_eq!(workspace.bytes_held(), 0);
+        workspace.recycle(flat.narrow(0, 0, 8).unwrap());
+        workspace.recycle(flat.narrow(0, 16, 8).unwrap());
+        workspace.recycle(flat.reshape((4, 6)).unwrap().t().unwrap());
+        workspace.recycle(Tensor::zeros(8, DType::F64, &Device::Cpu).unwrap());
+        workspace.recycle(Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap());
+        workspace.recycle(candle_core::Var::from_tensor(&flat).unwrap().as_tensor().clone());
+        assert_eq!(workspace.free_bytes(), 0);
         assert_eq!(to_vec::<f32>(&flat).unwrap(), [0.0; 24], "what is not kept is not touched");
     }
 
@@ -228,13 +228,13 @@ mod tests {
     fn element_types_have_shelves_of_their_own() {
         let options = TensorOptions { dtype: DType::BF16, ..TensorOptions::default() };
         let workspace = Workspace::with_options(options);
-        let (activation, statistic) = (workspace.take(5).unwrap(), workspace.take_f32(5).unwrap());
+        let (activation, statistic) = (workspace.alloc(5).unwrap(), workspace.alloc_f32(5).unwrap());
         assert_eq!((activation.dtype(), statistic.dtype()), (DType::BF16, DType::F32));
-        workspace.give(activation);
-        workspace.give(statistic);
-        assert_eq!(workspace.bytes_held(), 5 * 2 + 5 * 4);
-        assert_eq!(workspace.take(5).unwrap().dtype(), DType::BF16);
-        assert_eq!(workspace.bytes_held(), 5 * 4);
+        workspace.recycle(activation);
+        workspace.recycle(statistic);
+        assert_eq!(workspace.free_bytes(), 5 * 2 + 5 * 4);
+        assert_eq!(workspace.alloc(5).unwrap().dtype(), DType::BF16);
+        assert_eq!(workspace.free_bytes(), 5 * 4);
     }
 
     #[test]

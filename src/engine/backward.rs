@@ -2,7 +2,7 @@
 
 use super::forward::{LayerTape, Loss, Tape, head_views};
 use super::moment::Moment;
-use super::offload::{CheckpointStore, OffloadedTensor};
+use super::offload::{ActivationOffload, OffloadedTensor};
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
@@ -55,12 +55,12 @@ impl Engine {
             let index = layers.len();
             // The state of a layer may hold its output. Where there is none, that is given back at once.
             let held = matches!(left, LayerTape::State(..)).then(|| output.take()).flatten();
-            output.take().into_iter().for_each(|y| self.workspace.give(y));
+            output.take().into_iter().for_each(|y| self.workspace.recycle(y));
             self.begin_part(Moment::Backward { layer: index });
             self.read_ahead(layers.last())?;
             let (gradient, x) = self.backward_layer(index, left, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
-            held.into_iter().for_each(|y| self.workspace.give(y));
+            held.into_iter().for_each(|y| self.workspace.recycle(y));
             self.zero.reduce(index + 1, boundary)?;
         }
         self.begin_part(Moment::EmbeddingBackward);
@@ -69,7 +69,7 @@ impl Engine {
             let _embedding = tracing::trace_span!("embedding backward").entered();
             self.model.embedding.backward(&input_ids, &dx, dweight)?;
         }
-        [Some(dx), output].into_iter().flatten().for_each(|tensor| self.workspace.give(tensor));
+        [Some(dx), output].into_iter().flatten().for_each(|tensor| self.workspace.recycle(tensor));
         self.zero.reduce(0, boundary)?;
         Ok(self.zero.finish_reductions()?)
     }
@@ -105,7 +105,7 @@ impl Engine {
 
     /// Starts to bring back what the next layer's backward needs.
     fn read_ahead(&self, left: Option<&LayerTape>) -> Result<(), EngineError> {
-        match (&self.checkpoint_store, left) {
+        match (&self.activation_offload, left) {
             (Some(store), Some(LayerTape::Offloaded(stored))) => store.read_ahead(stored, &self.workspace),
             _ => Ok(()),
         }
@@ -140,7 +140,7 @@ impl Engine {
                 return Ok((dx, x));
             }
             LayerTape::Checkpoint(tensors) => tensors,
-            LayerTape::Offloaded(stored) => load(self.checkpoint_store.as_ref(), stored, &self.workspace)?,
+            LayerTape::Offloaded(stored) => load(self.activation_offload.as_ref(), stored, &self.workspace)?,
         };
         let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
@@ -172,7 +172,7 @@ impl Engine {
 
 /// Brings a stored checkpoint back to memory.
 fn load(
-    store: Option<&CheckpointStore>,
+    store: Option<&ActivationOffload>,
     stored: Vec<OffloadedTensor>,
     workspace: &Workspace,
 ) -> Result<Vec<Tensor>, EngineError> {

@@ -171,7 +171,7 @@ pub enum EngineError {
         "rank {rank} was given parts of other rows than rank {first} of its sp group: all of them must read the \
          same data, in the same order, with the same settings"
     )]
-    RowsDiffer {
+    SequencesDiffer {
         /// Global rank that differs.
         rank: usize,
         /// Global rank of the group's first member.

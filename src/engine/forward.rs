@@ -113,7 +113,7 @@ impl Engine {
         })?;
         self.begin_part(Moment::Head);
         let _head = tracing::trace_span!("head").entered();
-        if self.checkpoint_store.is_some() {
+        if self.activation_offload.is_some() {
             // Memory is short, and what the layers work in would lie idle beside the head's.
             self.workspace.trim();
         }
@@ -141,7 +141,7 @@ impl Engine {
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<LossSum, EngineError> {
         self.check_usable()?;
         let sent = self.bytes_sent();
-        self.check_rows(batch.rows_hash)?;
+        self.check_sequences(batch.rows_hash)?;
         let ctx = self.context(batch)?;
         let hidden = self.run_without_tape(&input_ids(batch), &ctx)?;
         let head_unit = self.head_unit();
@@ -172,13 +172,13 @@ impl Engine {
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let logits = self.model.head.logits(norm, projection, &hidden, &ctx)?;
         self.zero.release(head_unit);
-        self.workspace.give(hidden);
+        self.workspace.recycle(hidden);
         Ok(logits)
     }
 
     /// A layer's checkpoint, where the config wants it.
     fn keep(&self, checkpoint: Vec<Tensor>) -> Result<LayerTape, EngineError> {
-        let Some(store) = &self.checkpoint_store else { return Ok(LayerTape::Checkpoint(checkpoint)) };
+        let Some(store) = &self.activation_offload else { return Ok(LayerTape::Checkpoint(checkpoint)) };
         let stored = checkpoint.into_iter().map(|tensor| store.store(tensor));
         Ok(LayerTape::Offloaded(stored.collect::<Result<_, _>>()?))
     }
@@ -187,7 +187,7 @@ impl Engine {
     fn run_without_tape(&mut self, input_ids: &Ids, ctx: &LayerContext) -> Result<Tensor, EngineError> {
         self.run_layers(input_ids, ctx, |engine, index, params, x| {
             let (y, checkpoint) = engine.model.layers[index].forward_checkpointed(params, x, ctx)?;
-            checkpoint.into_iter().for_each(|tensor| engine.workspace.give(tensor));
+            checkpoint.into_iter().for_each(|tensor| engine.workspace.recycle(tensor));
             Ok(y)
         })
     }

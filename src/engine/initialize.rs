@@ -2,9 +2,9 @@
 
 use super::EngineError;
 use super::loss_scale::LossScaler;
-use super::memory::PartMemory;
+use super::memory::PeakRecorder;
 use super::moment::Moment;
-use super::offload::{CheckpointStore, storage};
+use super::offload::{ActivationOffload, storage};
 use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
 use super::times::StepTimes;
@@ -35,7 +35,7 @@ pub struct Engine {
     /// Of the last micro batch: the next one's are most often the same.
     pub(super) token_layout: Option<Arc<TokenLayout>>,
     /// Where checkpoints of layers wait for their backward pass, if not in memory.
-    pub(super) checkpoint_store: Option<CheckpointStore>,
+    pub(super) activation_offload: Option<ActivationOffload>,
     pub(super) schedule: LrSchedule,
     pub(super) accumulation: Accumulation,
     /// Updates done.
@@ -52,7 +52,7 @@ pub struct Engine {
     /// Of the steps since they were taken last.
     pub(super) times: StepTimes,
     /// Of the steps that are watched.
-    pub(super) memory: Option<PartMemory>,
+    pub(super) memory: Option<PeakRecorder>,
     /// The part of a step that began last.
     pub(super) part: Option<Moment>,
 }
@@ -110,7 +110,7 @@ impl Engine {
         if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
             return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
         }
-        let checkpoint_store = CheckpointStore::of(config, device)?;
+        let activation_offload = ActivationOffload::of(config, device)?;
         let storage = storage(config, options.clone())?;
         check_parameter_groups(&config.ulysses.parameter_groups, &units)?;
         let layout = |unit: &crate::model::UnitSpec| {
@@ -134,7 +134,7 @@ impl Engine {
             stage = u8::from(config.zero.stage),
             dp_rank = groups.dp.rank(),
             sp_rank = groups.sp.rank(),
-            held_bytes = zero.held_bytes().total(),
+            held_bytes = zero.state_bytes().total(),
             "initialised"
         );
         let workspace = Arc::new(Workspace::with_options(options));
@@ -149,7 +149,7 @@ impl Engine {
             attention: Arc::new(attention),
             workspace,
             token_layout: None,
-            checkpoint_store,
+            activation_offload,
             accumulation: Accumulation::default(),
             step: 0,
             attempted_steps: 0,

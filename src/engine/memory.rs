@@ -7,7 +7,7 @@ use ulysses_kernels::memory::{Peak, Peaks};
 
 /// A part of a step, and the most that this rank's thread held in it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct HeldInPart {
+pub struct PartPeak {
     /// Which part.
     pub at: Moment,
     /// When it began.
@@ -18,27 +18,27 @@ pub struct HeldInPart {
 }
 
 /// Notes the parts of steps, while that is asked for.
-pub(super) struct PartMemory {
+pub(super) struct PeakRecorder {
     peaks: Peaks,
-    ended: Vec<HeldInPart>,
-    going_on: Option<(Moment, Instant)>,
+    ended: Vec<PartPeak>,
+    current: Option<(Moment, Instant)>,
     /// Whether the parts of a micro batch replace those of the one before.
     is_last_only: bool,
 }
 
-impl PartMemory {
+impl PeakRecorder {
     fn begin(&mut self, at: Moment) {
         self.end();
         if self.is_last_only && at == Moment::Embedding {
             self.ended.clear();
         }
-        self.going_on = Some((at, Instant::now()));
+        self.current = Some((at, Instant::now()));
     }
 
     fn end(&mut self) {
         // What comes before the first part counts to it.
-        if let Some((at, begun)) = self.going_on.take() {
-            self.ended.push(HeldInPart { at, begun, peak: self.peaks.cut() });
+        if let Some((at, begun)) = self.current.take() {
+            self.ended.push(PartPeak { at, begun, peak: self.peaks.cut() });
         }
     }
 }
@@ -58,12 +58,12 @@ impl Engine {
 
     fn watch(&mut self, is_last_only: bool) {
         let (peaks, ended) = (Peaks::start(), Vec::new());
-        self.memory = Some(PartMemory { peaks, ended, going_on: None, is_last_only });
+        self.memory = Some(PeakRecorder { peaks, ended, current: None, is_last_only });
     }
 
     /// Ends [`watch_memory`](Self::watch_memory): the parts since then, in their order. What comes before the first one
     /// counts to it, and what follows the last one to that.
-    pub fn take_memory(&mut self) -> Vec<HeldInPart> {
+    pub fn take_part_peaks(&mut self) -> Vec<PartPeak> {
         let Some(mut memory) = self.memory.take() else { return Vec::new() };
         memory.end();
         memory.ended

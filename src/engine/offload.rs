@@ -74,7 +74,7 @@ impl Offloaded {
 }
 
 /// One rank's store of checkpoints of layers, between their forward and their backward pass.
-pub(super) struct CheckpointStore(OffloadStore);
+pub(super) struct ActivationOffload(OffloadStore);
 
 /// A checkpoint in the store.
 pub(super) struct OffloadedTensor {
@@ -82,7 +82,7 @@ pub(super) struct OffloadedTensor {
     shape: Shape,
 }
 
-impl CheckpointStore {
+impl ActivationOffload {
     /// The store that the config asks for: a file for a CPU's tensors, the host's memory for a GPU's. Each rank has
     /// its own.
     ///
@@ -122,7 +122,7 @@ impl CheckpointStore {
     ) -> Result<(), EngineError> {
         self.0.settle()?;
         tensors.iter().try_for_each(|OffloadedTensor { extent, shape }| {
-            self.0.read_ahead(extent, || Ok(workspace.take(shape.clone())?))
+            self.0.read_ahead(extent, || Ok(workspace.alloc(shape.clone())?))
         })
     }
 
@@ -133,7 +133,7 @@ impl CheckpointStore {
     pub(super) fn load(&self, stored: OffloadedTensor, workspace: &Workspace) -> Result<Tensor, EngineError> {
         self.0.settle()?;
         let OffloadedTensor { extent, shape } = stored;
-        self.0.read(&extent, || Ok(workspace.take(shape)?))
+        self.0.read(&extent, || Ok(workspace.alloc(shape)?))
     }
 }
 

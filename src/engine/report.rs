@@ -5,7 +5,7 @@ use crate::comm::ProcessGroupExt;
 use crate::model::LlamaConfig;
 use crate::monitor::{Metrics, RankSummary};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
-use crate::zero::HeldBytes;
+use crate::zero::StateBytes;
 use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::memory;
 
@@ -58,7 +58,7 @@ impl Engine {
         // What a rank has sent is complete once all others have taken it.
         let groups = self.groups.by_axis();
         groups.iter().try_for_each(|(_, group)| group.barrier())?;
-        let (held, expected) = (self.zero.held_bytes(), self.zero.expected_held_bytes());
+        let (held, expected) = (self.zero.state_bytes(), self.zero.expected_state_bytes());
         Ok(RankSummary {
             rank: self.global_rank,
             // By axis: a group that spans the world is the world's and bears its name.
@@ -92,7 +92,7 @@ impl Engine {
     }
 }
 
-fn pairs(held: HeldBytes, expected: HeldBytes) -> [(u64, u64); 3] {
+fn pairs(held: StateBytes, expected: StateBytes) -> [(u64, u64); 3] {
     [
         (held.parameters, expected.parameters),
         (held.gradients, expected.gradients),

@@ -1,7 +1,7 @@
 //! The optimizer step.
 
 use super::moment::Moment;
-use super::{Engine, EngineError, rows};
+use super::{Engine, EngineError, consistency};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
@@ -32,7 +32,7 @@ impl Accumulation {
     pub(super) fn add(&mut self, losses: Losses, rows_hash: u64, tokens: u64, weight: f64) {
         self.losses.push((losses, weight));
         self.tokens += tokens;
-        self.rows_hash = rows::combine(self.rows_hash, rows_hash);
+        self.rows_hash = consistency::combine(self.rows_hash, rows_hash);
     }
 
     /// The weighted sum of the token losses, and the number of tokens that have a label. A GPU is waited for, once
@@ -97,7 +97,7 @@ impl Engine {
             return Ok(None);
         }
         self.begin_part(Moment::Update);
-        self.check_rows(self.accumulation.rows_hash)?;
+        self.check_sequences(self.accumulation.rows_hash)?;
         let global = self.global_gradient()?;
         let Accumulation { tokens, .. } = std::mem::take(&mut self.accumulation);
         self.attempted_steps += 1;

@@ -32,7 +32,7 @@ impl Architecture {
         self == Self::Qwen2
     }
 
-    /// Whether every head of the queries and keys is normalised.
+    /// Whether every head of the queries and keys is normalized.
     pub fn has_qk_norm(self) -> bool {
         self == Self::Qwen3
     }

@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Storage, 
 use parking_lot::Mutex;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, Geometry, SavedAttention};
+use ulysses_kernels::attention::{Attention, AttentionLayout, SavedAttention};
 use ulysses_kernels::tensor::TensorOptions;
 
 /// Attention for blocks written with candle ops: `(q, k, v) → o` as **one** custom op,
@@ -23,7 +23,7 @@ use ulysses_kernels::tensor::TensorOptions;
 /// Whatever `attention` reports, as a candle error.
 pub fn autograd_attention(
     attention: Arc<dyn Attention>,
-    geometry: &Geometry,
+    layout: &AttentionLayout,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -31,10 +31,10 @@ pub fn autograd_attention(
     // The attention may overwrite its operands, which the graph goes on using: it gets copies.
     let own = |tensor: &Tensor| tensor.detach().contiguous()?.copy();
     let (out, saved) =
-        attention.forward(own(q)?, own(k)?, own(v)?, geometry, &fresh(q)).map_err(Error::wrap)?;
+        attention.forward(own(q)?, own(k)?, own(v)?, layout, &fresh(q)).map_err(Error::wrap)?;
     // A copy: candle clones whole storages, and the result may be part of one.
     let computed = Mutex::new(Some(out.copy()?));
-    let op = AttentionOp { attention, geometry: geometry.clone(), computed, saved: Mutex::new(Some(saved)) };
+    let op = AttentionOp { attention, layout: layout.clone(), computed, saved: Mutex::new(Some(saved)) };
     q.apply_op3(k, v, op)
 }
 
@@ -46,7 +46,7 @@ fn fresh(like: &Tensor) -> Workspace {
 /// The node. Its forward pass has run already: candle lends custom ops bare storages, the attention wants tensors.
 struct AttentionOp {
     attention: Arc<dyn Attention>,
-    geometry: Geometry,
+    layout: AttentionLayout,
     /// The result, taken by the forward pass.
     computed: Mutex<Option<Tensor>>,
     /// Taken by the backward pass.
@@ -114,7 +114,7 @@ impl CustomOp3 for AttentionOp {
         let Some(saved) = saved else { bail!("attention: a second backward through the same graph") };
         let dout = dout.detach().contiguous()?;
         let (dq, dk, dv) =
-            self.attention.backward(saved, &dout, &self.geometry, &fresh(&dout)).map_err(Error::wrap)?;
+            self.attention.backward(saved, &dout, &self.layout, &fresh(&dout)).map_err(Error::wrap)?;
         Ok((Some(dq), Some(dk), Some(dv)))
     }
 }

@@ -37,8 +37,8 @@ impl BlockContext<'_> {
     /// # Errors
     /// Shapes that do not fit, or failed communication.
     pub fn attention(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let geometry = self.layer.geometry(q.dims4()?.2, k.dims4()?.2);
-        autograd_attention(self.layer.attention().clone(), &geometry, q, k, v)
+        let layout = self.layer.attention_layout(q.dims4()?.2, k.dims4()?.2);
+        autograd_attention(self.layer.attention().clone(), &layout, q, k, v)
     }
 
     /// `cos` and `sin` of the rotary embedding (θ, or a whole [`Rope`]) for this rank's tokens, each

@@ -7,7 +7,7 @@ use std::num::NonZero;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, Geometry, grouped_heads};
+use ulysses_kernels::attention::{Attention, AttentionLayout, grouped_heads};
 use ulysses_kernels::device::dry::Tiles;
 use ulysses_kernels::device::dry::{self, Allocation};
 use ulysses_kernels::rope::{self, Rope};
@@ -33,11 +33,11 @@ impl Default for Tiling {
 }
 
 /// Where the tokens of a micro batch stand, and what depends on nothing else: rotary tables and attention
-/// geometries. These are made at first use and shared by all layers, and by micro batches alike.
+/// layouts. These are made at first use and shared by all layers, and by micro batches alike.
 pub struct TokenLayout {
     position_ids: Vec<u32>,
-    geometry: Geometry,
-    head_geometries: Mutex<HashMap<HeadKey, Geometry>>,
+    layout: AttentionLayout,
+    head_layouts: Mutex<HashMap<HeadKey, AttentionLayout>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
     /// What the position ids take in a dry run.
     _dry: Option<Allocation>,
@@ -58,18 +58,18 @@ impl TokenLayout {
         cu_seqlens: Arc<Vec<Vec<u32>>>,
     ) -> Result<Self, ModelError> {
         let tokens = shard.start as u32..shard.end as u32;
-        let geometry = Geometry::of_ranges(tokens.clone(), tokens, cu_seqlens, Vec::new(), None)?;
-        let _dry = Allocation::on_host(geometry.batch() * geometry.num_queries() * size_of::<u32>());
-        let (head_geometries, rope_tables) = Default::default();
-        Ok(Self { position_ids, geometry, head_geometries, rope_tables, _dry })
+        let layout = AttentionLayout::of_ranges(tokens.clone(), tokens, cu_seqlens, Vec::new(), None)?;
+        let _dry = Allocation::on_host(layout.batch() * layout.num_queries() * size_of::<u32>());
+        let (head_layouts, rope_tables) = Default::default();
+        Ok(Self { position_ids, layout, head_layouts, rope_tables, _dry })
     }
 
     /// Whether [`new`](Self::new) would make the same of these arguments.
     pub fn is_of(&self, shard: &Range<usize>, position_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> bool {
-        let own_shard = self.geometry.q_positions();
-        let is_shard = self.geometry.num_queries() == shard.len()
+        let own_shard = self.layout.q_positions();
+        let is_shard = self.layout.num_queries() == shard.len()
             && own_shard.first().is_none_or(|first| *first as usize == shard.start);
-        is_shard && self.position_ids == position_ids && **self.geometry.cu_seqlens() == cu_seqlens
+        is_shard && self.position_ids == position_ids && **self.layout.cu_seqlens() == cu_seqlens
     }
 }
 
@@ -106,12 +106,12 @@ impl LayerContext {
 
     /// Rows of the micro batch.
     pub fn batch(&self) -> usize {
-        self.tokens.geometry.batch()
+        self.tokens.layout.batch()
     }
 
     /// This rank's tokens of every row.
     pub fn seq_len_local(&self) -> usize {
-        self.tokens.geometry.num_queries()
+        self.tokens.layout.num_queries()
     }
 
     /// Positions of this rank's tokens within their documents, `[batch, seq_local]`.
@@ -131,35 +131,35 @@ impl LayerContext {
 
     /// Which keys each query sees, for `num_heads` query heads in groups of
     /// `num_heads / num_kv_heads` to a KV head.
-    pub fn geometry(&self, num_heads: usize, num_kv_heads: usize) -> Geometry {
-        let mut geometries = self.tokens.head_geometries.lock();
-        let make = || self.tokens.geometry.with_heads(grouped_heads(num_heads, num_kv_heads));
-        geometries.entry((num_heads, num_kv_heads, None)).or_insert_with(make).clone()
+    pub fn attention_layout(&self, num_heads: usize, num_kv_heads: usize) -> AttentionLayout {
+        let mut layouts = self.tokens.head_layouts.lock();
+        let make = || self.tokens.layout.with_heads(grouped_heads(num_heads, num_kv_heads));
+        layouts.entry((num_heads, num_kv_heads, None)).or_insert_with(make).clone()
     }
 
-    /// As [`geometry`](Self::geometry), where a query sees `window` positions back, itself
+    /// As [`attention_layout`](Self::attention_layout), where a query sees `window` positions back, itself
     /// included.
     ///
     /// # Errors
     /// A window of 0.
-    pub fn windowed_geometry(
+    pub fn windowed_attention_layout(
         &self,
         num_heads: usize,
         num_kv_heads: usize,
         window: Option<usize>,
-    ) -> Result<Geometry, ModelError> {
+    ) -> Result<AttentionLayout, ModelError> {
         if window.is_none() {
-            return Ok(self.geometry(num_heads, num_kv_heads));
+            return Ok(self.attention_layout(num_heads, num_kv_heads));
         }
-        let mut geometries = self.tokens.head_geometries.lock();
+        let mut layouts = self.tokens.head_layouts.lock();
         let key = (num_heads, num_kv_heads, window);
-        if let Some(geometry) = geometries.get(&key) {
-            return Ok(geometry.clone());
+        if let Some(layout) = layouts.get(&key) {
+            return Ok(layout.clone());
         }
         let heads = grouped_heads(num_heads, num_kv_heads);
-        let geometry = self.tokens.geometry.with_window(heads, window)?;
-        geometries.insert(key, geometry.clone());
-        Ok(geometry)
+        let layout = self.tokens.layout.with_window(heads, window)?;
+        layouts.insert(key, layout.clone());
+        Ok(layout)
     }
 
     /// Rotary tables for this rank's tokens; of θ alone, or of a whole [`Rope`].
@@ -184,15 +184,15 @@ impl LayerContext {
 
     /// For each of this rank's tokens, the length of its whole document.
     fn document_lens(&self) -> Vec<u32> {
-        let geometry = &self.tokens.geometry;
+        let layout = &self.tokens.layout;
         let of_row = |boundaries: &Vec<u32>| {
             let mut documents = boundaries.windows(2).peekable();
             let mut len_at = |position: u32| {
                 while documents.next_if(|document| document[1] <= position).is_some() {}
                 documents.peek().map_or(0, |document| document[1] - document[0])
             };
-            geometry.q_positions().iter().map(|position| len_at(*position)).collect::<Vec<u32>>()
+            layout.q_positions().iter().map(|position| len_at(*position)).collect::<Vec<u32>>()
         };
-        geometry.cu_seqlens().iter().flat_map(of_row).collect()
+        layout.cu_seqlens().iter().flat_map(of_row).collect()
     }
 }

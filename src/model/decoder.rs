@@ -10,7 +10,7 @@ use ulysses_kernels::rms_norm;
 /// RMSNorm, attention, residual; RMSNorm, SwiGLU, residual (Llama, arXiv 2302.13971), with what
 /// its [`Architecture`](super::Architecture) adds.
 ///
-/// The backward pass recomputes the normalised inputs and the SwiGLU product, each a pass
+/// The backward pass recomputes the normalized inputs and the SwiGLU product, each a pass
 /// over memory, instead of keeping them: 2·hidden + intermediate elements less per token.
 /// [`Tiling`](super::Tiling) bounds what exists at a time, of the MLP by tokens and of the
 /// attention by heads.
@@ -37,15 +37,15 @@ impl DecoderLayer {
         Self { name, config: config.clone(), parameters }
     }
 
-    /// `x` normalised. Writes the reciprocal root mean square of every token to `rstd`.
-    pub(super) fn normalise(
+    /// `x` normalized. Writes the reciprocal root mean square of every token to `rstd`.
+    pub(super) fn normalize(
         &self,
         x: &Tensor,
         weight: &Tensor,
         rstd: &Tensor,
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
-        let y = ctx.workspace().take(x.dims())?;
+        let y = ctx.workspace().alloc(x.dims())?;
         rms_norm::forward(x, weight, self.config.rms_norm_eps, &y, rstd)?;
         Ok(y)
     }
@@ -110,7 +110,7 @@ impl Layer for DecoderLayer {
         if ctx.tiling().head_chunks > 1 {
             return Ok((y, vec![x, mid]));
         }
-        ctx.workspace().give(mid);
+        ctx.workspace().recycle(mid);
         Ok((y, vec![x]))
     }
 

@@ -7,10 +7,10 @@
 use super::decoder::DecoderLayer;
 use super::decoder_mlp::rows;
 use super::decoder_weights::{HeadRows, View, Weights};
-use super::heads::{self, SavedHeadNorm};
+use super::qkv_projection::{self, SavedHeadNorm};
 use super::{HeadChunk, LayerContext, LlamaConfig, ModelError};
 use candle_core::Tensor;
-use ulysses_kernels::attention::{Geometry, SavedAttention};
+use ulysses_kernels::attention::{AttentionLayout, SavedAttention};
 use ulysses_kernels::rope::Direction;
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::{elementwise, linear, rms_norm, rope, strided_copy};
@@ -33,9 +33,9 @@ impl DecoderLayer {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Vec<AttentionSaved>), ModelError> {
         let ws = ctx.workspace();
-        let mid = ws.take(x.dims())?;
+        let mid = ws.alloc(x.dims())?;
         strided_copy::copy(x, &mid)?;
-        let rstd = ws.take_f32(token_dims(x))?;
+        let rstd = ws.alloc_f32(token_dims(x))?;
         let mut kept = Vec::new();
         for chunk in self.head_chunks(ctx)? {
             let saved = self.attend(weights, &chunk, (x, &rstd), ctx)?;
@@ -46,7 +46,7 @@ impl DecoderLayer {
                 saved.recycle(ctx);
             }
         }
-        ws.give(rstd);
+        ws.recycle(rstd);
         trim_after_chunks(ctx);
         Ok((mid, kept))
     }
@@ -62,7 +62,7 @@ impl DecoderLayer {
         ctx: &LayerContext,
     ) -> Result<(), ModelError> {
         let ws = ctx.workspace();
-        let (dnormed, rstd) = (ws.take(x.dims())?, ws.take_f32(token_dims(x))?);
+        let (dnormed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32(token_dims(x))?);
         let mut kept = kept.into_iter();
         for (index, chunk) in self.head_chunks(ctx)?.into_iter().enumerate() {
             let saved = match kept.next() {
@@ -80,7 +80,7 @@ impl DecoderLayer {
             )?;
         }
         rms_norm::backward(&dnormed, x, weights.input_norm, &rstd, dmid, true, grads.input_norm)?;
-        [dnormed, rstd].into_iter().for_each(|tensor| ws.give(tensor));
+        [dnormed, rstd].into_iter().for_each(|tensor| ws.recycle(tensor));
         trim_after_chunks(ctx);
         Ok(())
     }
@@ -95,22 +95,22 @@ impl DecoderLayer {
     ) -> Result<AttentionSaved, ModelError> {
         let LlamaConfig { head_dim, rms_norm_eps, .. } = self.config;
         let [wq, wk, wv] = self.qkv_rows(weights, chunk)?;
-        let projected = [&wq, &wk, &wv].map(|weights| heads::take(weights, head_dim, ctx));
+        let projected = [&wq, &wk, &wv].map(|weights| qkv_projection::take(weights, head_dim, ctx));
         let [q, k, v] = projected;
         let (q, k, v) = (q?, k?, v?);
         for tile in ctx.token_tiles() {
-            let normed = self.normalise(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
+            let normed = self.normalize(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
             for (weights, y) in [(&wq, &q), (&wk, &k), (&wv, &v)] {
-                heads::project(&normed, weights, &rows(y, &tile)?, ctx)?;
+                qkv_projection::project(&normed, weights, &rows(y, &tile)?, ctx)?;
             }
-            ctx.workspace().give(normed);
+            ctx.workspace().recycle(normed);
         }
-        let (q, q_norm) = heads::normalise(q, weights.q.norm, rms_norm_eps, ctx)?;
-        let (k, k_norm) = heads::normalise(k, weights.k.norm, rms_norm_eps, ctx)?;
+        let (q, q_norm) = qkv_projection::normalize(q, weights.q.norm, rms_norm_eps, ctx)?;
+        let (k, k_norm) = qkv_projection::normalize(k, weights.k.norm, rms_norm_eps, ctx)?;
         let table = ctx.rope(head_dim, self.config.rope())?;
         rope::apply(&q, &table, Direction::Forward)?;
         rope::apply(&k, &table, Direction::Forward)?;
-        let (out, inner) = ctx.attention().forward(q, k, v, &self.geometry(chunk, ctx)?, ctx.workspace())?;
+        let (out, inner) = ctx.attention().forward(q, k, v, &self.layout(chunk, ctx)?, ctx.workspace())?;
         Ok(AttentionSaved { inner, out, q_norm, k_norm })
     }
 
@@ -127,7 +127,7 @@ impl DecoderLayer {
         if let Some(gradient) = grads.o {
             self.add_o_gradient(gradient, chunk, (dmid, &saved.out), ctx)?;
         }
-        let dout = ws.take(saved.out.dims())?;
+        let dout = ws.alloc(saved.out.dims())?;
         linear::backward_input(dmid, &self.o_columns(weights.o, chunk)?, &dout.flatten_from(2)?, false)?;
         let is_shared = saved.shares_output();
         let AttentionSaved { inner, out, q_norm, k_norm } = saved;
@@ -135,15 +135,15 @@ impl DecoderLayer {
         if is_shared {
             drop(out)
         } else {
-            ws.give(out)
+            ws.recycle(out)
         }
-        let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.geometry(chunk, ctx)?, ws)?;
-        ws.give(dout);
+        let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.layout(chunk, ctx)?, ws)?;
+        ws.recycle(dout);
         let table = ctx.rope(self.config.head_dim, self.config.rope())?;
         rope::apply(&dq, &table, Direction::Backward)?;
         rope::apply(&dk, &table, Direction::Backward)?;
-        let dq = heads::backward_norm(dq, weights.q.norm, grads.q.norm.flatten(), q_norm, ctx)?;
-        let dk = heads::backward_norm(dk, weights.k.norm, grads.k.norm.flatten(), k_norm, ctx)?;
+        let dq = qkv_projection::backward_norm(dq, weights.q.norm, grads.q.norm.flatten(), q_norm, ctx)?;
+        let dk = qkv_projection::backward_norm(dk, weights.k.norm, grads.k.norm.flatten(), k_norm, ctx)?;
         Ok([dq, dk, dv])
     }
 
@@ -160,15 +160,15 @@ impl DecoderLayer {
     ) -> Result<(), ModelError> {
         let (weights_of, grads_of) = (self.qkv_rows(weights, chunk)?, self.qkv_rows(grads, chunk)?);
         for tile in ctx.token_tiles() {
-            let normed = self.normalise(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
+            let normed = self.normalize(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
             for (index, dy) in dqkv.iter().enumerate() {
                 let (dy, dx) = (rows(dy, &tile)?, rows(dnormed, &tile)?);
-                heads::backward_weight(&dy, &normed, &grads_of[index], ctx)?;
+                qkv_projection::backward_weight(&dy, &normed, &grads_of[index], ctx)?;
                 linear::backward_input(&dy, &weights_of[index].weight, &dx, accumulate || index > 0)?;
             }
-            ctx.workspace().give(normed);
+            ctx.workspace().recycle(normed);
         }
-        dqkv.into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        dqkv.into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
         Ok(())
     }
 
@@ -183,9 +183,9 @@ impl DecoderLayer {
     }
 
     /// Which keys each query of a chunk sees.
-    fn geometry(&self, chunk: &HeadChunk, ctx: &LayerContext) -> Result<Geometry, ModelError> {
+    fn layout(&self, chunk: &HeadChunk, ctx: &LayerContext) -> Result<AttentionLayout, ModelError> {
         let window = self.config.architecture.sliding_window();
-        ctx.windowed_geometry(chunk.q.len(), chunk.kv.len(), window)
+        ctx.windowed_attention_layout(chunk.q.len(), chunk.kv.len(), window)
     }
 
     /// A chunk's rows of the three projections, or of their gradients.
@@ -223,7 +223,7 @@ impl DecoderLayer {
         }
         let (hidden, columns) = gradient.dims2()?;
         let run = chunk.q.len() * self.config.head_dim;
-        let part = ctx.workspace().take_f32((hidden, run))?;
+        let part = ctx.workspace().alloc_f32((hidden, run))?;
         elementwise::fill(&part, 0.0)?;
         linear::backward_weight(dmid, &out, &part)?;
         let packed = StridedBlock {
@@ -238,7 +238,7 @@ impl DecoderLayer {
         let offset = chunk.q.start * self.config.head_dim;
         let strided = StridedBlock { offset, row_stride: columns, ..packed.clone() };
         copy_blocks(&[&part], &[gradient], &[BlockCopy { from: packed, to: strided, accumulate: true }])?;
-        ctx.workspace().give(part);
+        ctx.workspace().recycle(part);
         Ok(())
     }
 }
@@ -259,7 +259,7 @@ impl AttentionSaved {
     /// Gives all tensors back, for the next chunk.
     fn recycle(self, ctx: &LayerContext) {
         let Self { inner: SavedAttention { q, k, v, o, lse }, out, q_norm, k_norm } = self;
-        [q, k, v, o, lse, out].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        [q, k, v, o, lse, out].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
         [q_norm, k_norm].into_iter().flatten().for_each(|norm| norm.recycle(ctx));
     }
 }

@@ -25,19 +25,19 @@ impl DecoderLayer {
     ) -> Result<(Tensor, Option<GateUp>), ModelError> {
         let ws = ctx.workspace();
         let keep = keep && ctx.tiling().tile_tokens.is_none();
-        let y = ws.take(mid.dims())?;
+        let y = ws.alloc(mid.dims())?;
         strided_copy::copy(mid, &y)?;
         let mut kept = None;
         for tile in ctx.token_tiles() {
             let GateUp { gate, up } = self.gate_up(weights, mid, &tile, ctx)?;
-            let product = ws.take(gate.dims())?;
+            let product = ws.alloc(gate.dims())?;
             swiglu::forward(&gate, &up, &product)?;
             linear::forward(&product, weights.down, &rows(&y, &tile)?, true)?;
-            ws.give(product);
+            ws.recycle(product);
             if keep {
                 kept = Some(GateUp { gate, up });
             } else {
-                [gate, up].into_iter().for_each(|tensor| ws.give(tensor));
+                [gate, up].into_iter().for_each(|tensor| ws.recycle(tensor));
             }
         }
         Ok((y, kept))
@@ -66,7 +66,7 @@ impl DecoderLayer {
                 ctx,
             )?;
         }
-        ctx.workspace().give(mid);
+        ctx.workspace().recycle(mid);
         Ok(())
     }
 
@@ -80,17 +80,17 @@ impl DecoderLayer {
         ctx: &LayerContext,
     ) -> Result<(), ModelError> {
         let ws = ctx.workspace();
-        let product = ws.take(gate.dims())?;
+        let product = ws.alloc(gate.dims())?;
         swiglu::forward(&gate, &up, &product)?;
         add_weight_gradient(dy, &product, grads.down)?;
         let dproduct = product;
         linear::backward_input(dy, weights.down, &dproduct, false)?;
-        let (dgate, dup) = (ws.take(gate.dims())?, ws.take(gate.dims())?);
+        let (dgate, dup) = (ws.alloc(gate.dims())?, ws.alloc(gate.dims())?);
         swiglu::backward(&dproduct, &gate, &up, &dgate, &dup)?;
-        [dproduct, gate, up].into_iter().for_each(|tensor| ws.give(tensor));
+        [dproduct, gate, up].into_iter().for_each(|tensor| ws.recycle(tensor));
 
-        let rstd = ws.take_f32(mid.dims()[0])?;
-        let normed = self.normalise(mid, weights.post_attention_norm, &rstd, ctx)?;
+        let rstd = ws.alloc_f32(mid.dims()[0])?;
+        let normed = self.normalize(mid, weights.post_attention_norm, &rstd, ctx)?;
         add_weight_gradient(&dgate, &normed, grads.gate)?;
         add_weight_gradient(&dup, &normed, grads.up)?;
         let dnormed = normed;
@@ -98,7 +98,7 @@ impl DecoderLayer {
         linear::backward_input(&dup, weights.up, &dnormed, true)?;
         let (weight, dweight) = (weights.post_attention_norm, grads.post_attention_norm);
         rms_norm::backward(&dnormed, mid, weight, &rstd, dy, true, dweight)?;
-        [dgate, dup, dnormed, rstd].into_iter().for_each(|tensor| ws.give(tensor));
+        [dgate, dup, dnormed, rstd].into_iter().for_each(|tensor| ws.recycle(tensor));
         Ok(())
     }
 
@@ -111,13 +111,13 @@ impl DecoderLayer {
         ctx: &LayerContext,
     ) -> Result<GateUp, ModelError> {
         let ws = ctx.workspace();
-        let rstd = ws.take_f32(tile.len())?;
-        let normed = self.normalise(&rows(mid, tile)?, weights.post_attention_norm, &rstd, ctx)?;
+        let rstd = ws.alloc_f32(tile.len())?;
+        let normed = self.normalize(&rows(mid, tile)?, weights.post_attention_norm, &rstd, ctx)?;
         let dims = (tile.len(), weights.gate.dims()[0]);
-        let (gate, up) = (ws.take(dims)?, ws.take(dims)?);
+        let (gate, up) = (ws.alloc(dims)?, ws.alloc(dims)?);
         linear::forward(&normed, weights.gate, &gate, false)?;
         linear::forward(&normed, weights.up, &up, false)?;
-        [normed, rstd].into_iter().for_each(|tensor| ws.give(tensor));
+        [normed, rstd].into_iter().for_each(|tensor| ws.recycle(tensor));
         Ok(GateUp { gate, up })
     }
 }

@@ -37,7 +37,7 @@ impl Embedding {
         input_ids: &Ids,
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
-        let y = ctx.workspace().take((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
+        let y = ctx.workspace().alloc((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
         embedding::forward(input_ids, weight, &y)?;
         Ok(y)
     }

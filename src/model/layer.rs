@@ -152,7 +152,7 @@ pub trait Layer: Send + Sync {
         let x = checkpoint.into_iter().next().ok_or_else(foreign)?;
         let (y, saved) = self.forward(params, &x, ctx)?;
         let dx = self.backward(params, saved, dy, grads, ctx)?;
-        ctx.workspace().give(y);
+        ctx.workspace().recycle(y);
         Ok(dx)
     }
 }

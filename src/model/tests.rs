@@ -139,8 +139,8 @@ fn logits_give_back_what_they_took_of_the_workspace() {
     let ctx = context(batch, seq_len);
     let x = random(&[batch, seq_len, hidden], 0);
     head.logits(&random(&[hidden], 1), &random(&[vocab, hidden], 2), &x, &ctx).unwrap();
-    // The normalised tokens, and a reciprocal root mean square of each.
-    assert_eq!(ctx.workspace().bytes_held(), batch * seq_len * (hidden + 1) * size_of::<f32>());
+    // The normalized tokens, and a reciprocal root mean square of each.
+    assert_eq!(ctx.workspace().free_bytes(), batch * seq_len * (hidden + 1) * size_of::<f32>());
 }
 
 #[test]

@@ -63,7 +63,7 @@ pub enum UlyssesError {
     /// The local tokens are not this rank's shard of the rows.
     #[error(
         "sp rank {rank} of {sp_size} holds tokens {expected:?} of a row of {seq_len}, \
-         but its geometry covers {}",
+         but its layout covers {}",
         got.map_or("no position".into(), |(first, last)| format!("positions {first} to {last}"))
     )]
     Shard {
@@ -75,7 +75,7 @@ pub enum UlyssesError {
         seq_len: usize,
         /// Tokens that this rank should hold.
         expected: std::ops::Range<usize>,
-        /// First and last position of the geometry.
+        /// First and last position of the layout.
         got: Option<(u32, u32)>,
     },
     /// A collective failed.

@@ -143,7 +143,7 @@ impl Exchange {
                     got: tensor.dims().to_vec(),
                 });
             }
-            received.push(workspace.take(arrives)?);
+            received.push(workspace.alloc(arrives)?);
         }
         self.group.all_to_all_strided(tensors, &received, plan)?;
         received.try_into().map_err(|_| unreachable!("one tensor per name"))

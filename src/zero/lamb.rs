@@ -2,8 +2,8 @@
 //! partitions cut through tensors: every rank sums the squares of its part, and the parts are added up in
 //! partition order. A rank that holds everything goes through the same parts, so all stages give the same bits.
 
-use super::rule::{Owned, Step};
-use super::spans::{Span, Tensors};
+use super::optimizer_step::{UpdateTensors, Step};
+use super::param_group_ranges::{ParamGroupRange, Tensors};
 use super::unit::Unit;
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::ProcessGroupExt;
@@ -19,13 +19,13 @@ impl ZeroOptimizer {
     pub(super) fn update_by_lamb(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
         let mut norms = Vec::new();
         self.each_trained_unit(|unit| {
-            let owned = self.owned(unit)?;
+            let owned = self.update_tensors(unit)?;
             norms.push(find_directions(unit, &owned, config, step)?);
             self.put_back_state(unit, owned.state)
         })?;
         let norms = self.sum_over_partitions(norms)?;
         for (unit, norms) in self.trained_units().zip(&norms) {
-            let owned = self.owned_without_state(unit)?;
+            let owned = self.update_tensors_without_state(unit)?;
             apply_directions(unit, &owned, norms, config, step)?;
             self.put_back(unit, owned)?;
         }
@@ -87,13 +87,13 @@ fn params_of((config, step): (OptimizerConfig, Step)) -> LambParams {
 /// The norms that this rank has of each parameter of the unit.
 fn find_directions(
     unit: &Unit,
-    owned: &Owned,
+    owned: &UpdateTensors,
     config: &OptimizerConfig,
     step: Step,
 ) -> Result<UnitNorms, ZeroError> {
     let mut norms = vec![SquaredNorms::default(); unit.layout.parameters().len()];
     for (span, tensors) in spans(unit) {
-        let Owned { parameters, gradients, state } = owned.narrow(&span.elements)?;
+        let UpdateTensors { parameters, gradients, state } = owned.narrow(&span.elements)?;
         let [exp_avg, exp_avg_sq] = state.as_slice() else {
             unreachable!("LAMB has two moments by `state_kinds`")
         };
@@ -109,13 +109,13 @@ fn find_directions(
 
 fn apply_directions(
     unit: &Unit,
-    owned: &Owned,
+    owned: &UpdateTensors,
     norms: &[SquaredNorms],
     config: &OptimizerConfig,
     step: Step,
 ) -> Result<(), ZeroError> {
     for (span, tensors) in spans(unit) {
-        let Owned { parameters, gradients, .. } = owned.narrow(&span.elements)?;
+        let UpdateTensors { parameters, gradients, .. } = owned.narrow(&span.elements)?;
         let norms: Vec<_> = tensors.parameters.iter().map(|&parameter| norms[parameter]).collect();
         let params = params_of(span.settings.applied(config, step));
         lamb::apply(&parameters, &gradients, &tensors.segments, &norms, &params)?;
@@ -123,6 +123,6 @@ fn apply_directions(
     Ok(())
 }
 
-fn spans(unit: &Unit) -> impl Iterator<Item = (&Span, &Tensors)> {
-    unit.spans.iter().filter_map(|span| Some((span, span.tensors.as_ref()?)))
+fn spans(unit: &Unit) -> impl Iterator<Item = (&ParamGroupRange, &Tensors)> {
+    unit.param_group_ranges.iter().filter_map(|span| Some((span, span.tensors.as_ref()?)))
 }

@@ -17,23 +17,23 @@
 //! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.
 //! - [`ZeroOptimizer`]: storage, gathering, reduction and update of all units.
 //! - [`Storage`]: on which device, in which element type, and what waits elsewhere between its uses.
-//! - [`HeldBytes`]: what that costs, by formula, to be held against the allocator's count.
+//! - [`StateBytes`]: what that costs, by formula, to be held against the allocator's count.
 //!
 //! The folder's README explains the order of summation, and which stages it makes bit-equal.
 
 mod error;
 mod finite;
 mod groups;
-mod held;
-mod kept;
+mod state_bytes;
+mod state_tensor;
 mod lamb;
 mod layout;
 mod optimizer;
 mod reduce;
 mod replicas;
-mod rule;
-mod spans;
-mod split;
+mod optimizer_step;
+mod param_group_ranges;
+mod frozen_split;
 mod state;
 mod storage;
 #[cfg(test)]
@@ -43,10 +43,10 @@ mod update;
 
 pub use error::ZeroError;
 pub use groups::{HybridGroups, ZeroGroups};
-pub use held::HeldBytes;
-pub use kept::KeptPart;
+pub use state_bytes::StateBytes;
+pub use state_tensor::StateSlice;
 pub use layout::{FlatLayout, FlatParameter, Piece};
-pub use optimizer::{Initialise, ZeroOptimizer};
-pub use rule::state_kinds;
+pub use optimizer::{Initialize, ZeroOptimizer};
+pub use optimizer_step::state_kinds;
 pub use state::RestoreState;
 pub use storage::Storage;

@@ -1,16 +1,16 @@
 //! [`ZeroOptimizer`]: the units of a model on one rank.
 
-use super::kept::Kept;
+use super::state_tensor::StateTensor;
 use super::reduce::{self, Reduction};
-use super::split::{Split, split};
+use super::frozen_split::{FrozenSplit, split_frozen};
 use super::unit::{Gradients, Parameters, Unit};
-use super::{FlatLayout, HeldBytes, Storage, ZeroError, ZeroGroups, rule};
+use super::{FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups, optimizer_step};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 use ulysses_kernels::device::dry;
-use ulysses_kernels::memory::{self, Category, counted_as};
+use ulysses_kernels::memory::{self, Category, with_category};
 use ulysses_kernels::tensor::TensorOptions;
 
 /// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
@@ -24,23 +24,23 @@ pub struct ZeroOptimizer {
     pub(super) groups: ZeroGroups,
     pub(super) storage: Storage,
     /// The model's units, each of one or two of `units`.
-    splits: Vec<Split>,
+    splits: Vec<FrozenSplit>,
     /// Trained parameters and frozen ones are never in the same.
     pub(super) units: Vec<Unit>,
     in_flight: Option<Reduction>,
-    held: HeldBytes,
+    state_bytes: StateBytes,
 }
 
 /// Writes elements `range` of parameter `(unit, parameter)`, in row-major order, to a slice of
 /// as many elements.
-pub type Initialise<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
+pub type Initialize<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
 
 impl ZeroOptimizer {
-    /// Allocates what this rank keeps of every unit and asks `initialise` for exactly the
+    /// Allocates what this rank keeps of every unit and asks `initialize` for exactly the
     /// parameter elements that it keeps. Parameters in a frozen group have no gradient and no state.
     ///
     /// # Errors
-    /// Whatever `initialise` reports, or a failed allocation.
+    /// Whatever `initialize` reports, or a failed allocation.
     pub fn new<E: From<ZeroError>>(
         units: Vec<FlatLayout>,
         stage: ZeroStage,
@@ -48,32 +48,32 @@ impl ZeroOptimizer {
         parameter_groups: &[ParameterGroup],
         groups: ZeroGroups,
         storage: impl Into<Storage>,
-        initialise: Initialise<'_, E>,
+        initialize: Initialize<'_, E>,
     ) -> Result<Self, E> {
         let shard_rank = groups.shard().rank();
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
-        let (units, splits) = split(units, is_frozen);
+        let (units, splits) = split_frozen(units, is_frozen);
         let storage: Storage = storage.into();
         let TensorOptions { device, dtype } = &storage.options;
-        let meter = memory::Meter::start();
+        let meter = memory::AllocationMeter::start();
         let parameters = each(Category::Parameters, &units, |layout| {
             let store = storage.parameters.as_ref();
             Parameters::zeros(layout, stage.partitions_parameters(), (*dtype, device), store)
         })?;
         storage.settle()?;
         let parameter_bytes = meter.bytes();
-        let meter = memory::Meter::start();
+        let meter = memory::AllocationMeter::start();
         let gradients = each(Category::Gradients, &units, |layout| {
             let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), device);
             (!layout.is_frozen()).then(zeros).transpose()
         })?;
         let gradient_bytes = meter.bytes();
-        let meter = memory::Meter::start();
+        let meter = memory::AllocationMeter::start();
         let state =
             each(Category::Optimizer, &units, |layout| optimizer_state(layout, stage, &config, &storage))?;
         storage.settle()?;
-        let held =
-            HeldBytes { parameters: parameter_bytes, gradients: gradient_bytes, optimizer: meter.bytes() };
+        let state_bytes =
+            StateBytes { parameters: parameter_bytes, gradients: gradient_bytes, optimizer: meter.bytes() };
         let parts = units.into_iter().zip(parameters).zip(gradients).zip(state);
         let units = parts
             .map(|(((layout, parameters), gradients), (master, state))| Unit {
@@ -83,24 +83,24 @@ impl ZeroOptimizer {
                 gradients,
                 master,
                 state,
-                spans: Vec::new(),
+                param_group_ranges: Vec::new(),
             })
             .collect();
-        let mut this = Self { stage, config, groups, storage, splits, units, in_flight: None, held };
+        let mut this = Self { stage, config, groups, storage, splits, units, in_flight: None, state_bytes };
         if !this.storage.options.device.is_cpu() {
             // The allocator counts the host's memory. On a device nothing but the tensors is held.
-            this.held = this.expected_held_bytes();
+            this.state_bytes = this.expected_state_bytes();
         }
         let updates_all = !stage.partitions_optimizer();
         for unit in this.units.iter_mut().filter(|unit| !unit.layout.is_frozen()) {
-            unit.spans =
-                unit.cut_spans(updates_all, &this.config, parameter_groups, &this.storage.options.device)?;
+            unit.param_group_ranges =
+                unit.param_group_ranges(updates_all, &this.config, parameter_groups, &this.storage.options.device)?;
         }
-        this.initialise(initialise)?;
+        this.initialize(initialize)?;
         Ok(this)
     }
 
-    fn initialise<E: From<ZeroError>>(&self, initialise: Initialise<'_, E>) -> Result<(), E> {
+    fn initialize<E: From<ZeroError>>(&self, initialize: Initialize<'_, E>) -> Result<(), E> {
         if dry::is_dry() {
             return Ok(());
         }
@@ -116,16 +116,16 @@ impl ZeroOptimizer {
             let fill = |elements: &mut [f32]| {
                 unit.layout.pieces(range.clone()).try_for_each(|piece| {
                     let place = (index, parameters[piece.parameter]);
-                    initialise(place, piece.elements, &mut elements[piece.target])
+                    initialize(place, piece.elements, &mut elements[piece.target])
                 })
             };
             let TensorOptions { device, dtype } = &self.storage.options;
             if *dtype == DType::F32 && device.is_cpu() {
-                let kept = unit.parameters.persistent();
-                let parameters = kept.blank()?;
+                let stored = unit.parameters.persistent();
+                let parameters = stored.blank()?;
                 ulysses_kernels::tensor::with_slice_mut(&parameters, fill).map_err(ZeroError::from)??;
                 self.storage.settle()?;
-                kept.put(parameters)?;
+                stored.put(parameters)?;
             } else {
                 let mut elements = vec![0.0; range.len()];
                 fill(&mut elements)?;
@@ -138,13 +138,13 @@ impl ZeroOptimizer {
     /// Brings initial parameters to the device: those of `parameters.persistent()`, and from them the master copy.
     fn store(&self, unit: &Unit, elements: Vec<f32>) -> Result<(), ZeroError> {
         let TensorOptions { device, dtype } = &self.storage.options;
-        let kept = unit.parameters.persistent();
-        let exact = Tensor::from_vec(elements, kept.numel(), device)?;
-        let parameters = kept.blank()?;
+        let stored = unit.parameters.persistent();
+        let exact = Tensor::from_vec(elements, stored.numel(), device)?;
+        let parameters = stored.blank()?;
         parameters.slice_set(&exact.to_dtype(*dtype)?, 0, 0)?;
         self.storage.settle()?;
-        kept.put(parameters)?;
-        if let Some(kept) = &unit.master {
+        stored.put(parameters)?;
+        if let Some(stored) = &unit.master {
             let updated = match unit.parameters {
                 Parameters::Whole(_) if self.stage.partitions_optimizer() => {
                     let own = unit.layout.partition(unit.shard_rank);
@@ -152,9 +152,9 @@ impl ZeroOptimizer {
                 }
                 _ => exact,
             };
-            let master = kept.blank()?;
+            let master = stored.blank()?;
             master.slice_set(&updated, 0, 0)?;
-            kept.put(master)?;
+            stored.put(master)?;
         }
         Ok(())
     }
@@ -178,25 +178,25 @@ impl ZeroOptimizer {
 
     /// Elements of optimizer state that this rank holds, of one kind (Adam has two).
     pub fn state_numel(&self) -> usize {
-        self.units.iter().filter_map(|unit| unit.state.first()).map(Kept::numel).sum()
+        self.units.iter().filter_map(|unit| unit.state.first()).map(StateTensor::numel).sum()
     }
 
     /// Bytes that this rank holds, measured when they were allocated. All zero unless the
     /// program runs on [`memory::CountingAllocator`].
-    pub fn held_bytes(&self) -> HeldBytes {
-        self.held
+    pub fn state_bytes(&self) -> StateBytes {
+        self.state_bytes
     }
 
     /// The same by formula.
-    pub fn expected_held_bytes(&self) -> HeldBytes {
+    pub fn expected_state_bytes(&self) -> StateBytes {
         let padded_numel = |frozen| {
             let layouts = self.layouts().filter(|layout| layout.is_frozen() == frozen);
             layouts.map(FlatLayout::padded_numel).sum()
         };
         let (stage, dp_size, dtype) = (self.stage, self.world_size(), self.storage.options.dtype);
-        let state_tensors = rule::state_kinds(&self.config).len();
-        let all = HeldBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
-            + HeldBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype);
+        let state_tensors = optimizer_step::state_kinds(&self.config).len();
+        let all = StateBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
+            + StateBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype);
         all.without(self.storage.parameters.is_some(), self.storage.optimizer.is_some())
     }
 
@@ -328,7 +328,7 @@ fn each<T>(
     units: &[FlatLayout],
     make: impl Fn(&FlatLayout) -> Result<T, ZeroError>,
 ) -> Result<Vec<T>, ZeroError> {
-    counted_as(category, || units.iter().map(make).collect())
+    with_category(category, || units.iter().map(make).collect())
 }
 
 /// Zeroed master copy, where parameters are not f32, and initial optimizer state for the elements
@@ -338,7 +338,7 @@ fn optimizer_state(
     stage: ZeroStage,
     config: &OptimizerConfig,
     storage: &Storage,
-) -> Result<(Option<Kept>, Vec<Kept>), ZeroError> {
+) -> Result<(Option<StateTensor>, Vec<StateTensor>), ZeroError> {
     if layout.is_frozen() {
         return Ok((None, Vec::new()));
     }
@@ -348,10 +348,10 @@ fn optimizer_state(
         if value != 0.0 {
             ulysses_kernels::elementwise::fill(&tensor, value as f32)?;
         }
-        Kept::new(tensor, Category::Optimizer, storage.optimizer.as_ref())
+        StateTensor::new(tensor, Category::Optimizer, storage.optimizer.as_ref())
     };
     let master = (storage.options.dtype != DType::F32).then(|| initially(0.0)).transpose()?;
-    let initial = rule::initial_state(config);
-    let state = rule::state_kinds(config).iter().map(|_| initially(initial));
+    let initial = optimizer_step::initial_state(config);
+    let state = optimizer_step::state_kinds(config).iter().map(|_| initially(initial));
     Ok((master, state.collect::<Result<_, ZeroError>>()?))
 }

@@ -6,7 +6,7 @@ use super::{ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroupExt, ReduceOp};
 use crate::config::ZeroStage;
 use candle_core::Tensor;
-use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::{elementwise, strided_copy};
 
 /// A unit's reduction over dp that has been started. It completes when the next one
@@ -44,7 +44,7 @@ pub(super) fn start(
             None => return Err(ZeroError::NoGradients { unit: unit.layout.name().to_owned() }),
         },
     };
-    let received = counted_as(Category::Gradients, || {
+    let received = with_category(Category::Gradients, || {
         ulysses_kernels::tensor::zeros(unit.layout.partition_numel(), whole.dtype(), whole.device())
     })?;
     let pending = groups.shard().start_reduce_scatter(&whole, &received, ReduceOp::Sum)?;

@@ -1,6 +1,6 @@
 //! Hashes of what several ranks hold and update redundantly: equal, or the replicas have drifted apart.
 
-use super::kept::Kept;
+use super::state_tensor::StateTensor;
 use super::{ZeroError, ZeroOptimizer};
 use crate::fnv1a::{OFFSET_BASIS, step};
 use candle_core::{DType, Device, Tensor};
@@ -24,7 +24,7 @@ impl ZeroOptimizer {
     /// # Errors
     /// A tensor that cannot be read.
     pub fn optimizer_hash(&self) -> Result<u64, ZeroError> {
-        hash(self.units.iter().flat_map(|unit| unit.master.iter().chain(&unit.state)).map(Kept::fetch))
+        hash(self.units.iter().flat_map(|unit| unit.master.iter().chain(&unit.state)).map(StateTensor::fetch))
     }
 }
 

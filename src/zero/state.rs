@@ -1,8 +1,8 @@
 //! What outlives a run: parameters and optimizer state as named, partitioned tensors.
 
-use super::kept::{Kept, KeptPart};
+use super::state_tensor::{StateTensor, StateSlice};
 use super::unit::Unit;
-use super::{ZeroError, ZeroOptimizer, rule};
+use super::{ZeroError, ZeroOptimizer, optimizer_step};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::strided_copy;
@@ -16,7 +16,7 @@ impl ZeroOptimizer {
     /// 16-bit ones), then the optimizer's own state. Other methods name a kind by its index in this list. Of frozen
     /// parameters there is only the first.
     pub fn state_kinds(&self) -> Vec<&'static str> {
-        [&["parameters"], rule::state_kinds(&self.config)].concat()
+        [&["parameters"], optimizer_step::state_kinds(&self.config)].concat()
     }
 
     /// This rank's partition of one kind of a unit's state, without padding: a view, or a copy of what is in a
@@ -33,11 +33,11 @@ impl ZeroOptimizer {
     }
 
     /// As [`state_partition`](Self::state_partition), before it is read from where it is.
-    pub fn state_part(&self, unit: usize, kind: usize) -> Option<KeptPart> {
+    pub fn state_part(&self, unit: usize, kind: usize) -> Option<StateSlice> {
         let unit = &self.units[unit];
-        let (kept, held) = unit.state_tensor(kind)?;
+        let (stored, stored_range) = unit.state_tensor(kind)?;
         let own = unit.layout.unpadded(unit.layout.partition(unit.shard_rank));
-        (!own.is_empty()).then(|| KeptPart { kept, elements: own.start - held.start..own.end - held.start })
+        (!own.is_empty()).then(|| StateSlice { tensor: stored, elements: own.start - stored_range.start..own.end - stored_range.start })
     }
 
     /// Replaces parameters and optimizer state. `restore` is asked for exactly the elements
@@ -51,18 +51,18 @@ impl ZeroOptimizer {
         let kinds = self.state_kinds().len();
         for (index, unit) in self.units.iter().enumerate() {
             for kind in 0..kinds {
-                let Some((kept, held)) = unit.state_tensor(kind) else { continue };
-                let range = unit.layout.unpadded(held.clone());
+                let Some((stored, stored_range)) = unit.state_tensor(kind) else { continue };
+                let range = unit.layout.unpadded(stored_range.clone());
                 // Padding stays what it is from the start.
                 if range.is_empty() {
                     continue;
                 }
                 let mut elements = vec![0.0; range.len()];
                 restore((index, kind), range.clone(), &mut elements)?;
-                let tensor = kept.fetch()?;
-                overwrite(&tensor, range.start - held.start, elements)?;
+                let tensor = stored.fetch()?;
+                overwrite(&tensor, range.start - stored_range.start, elements)?;
                 self.storage.settle()?;
-                kept.put(tensor)?;
+                stored.put(tensor)?;
             }
         }
         Ok(self.round_master()?)
@@ -71,14 +71,14 @@ impl ZeroOptimizer {
 
 impl Unit {
     /// The tensor of one kind, where there is one, and which elements of the flat buffer it holds.
-    fn state_tensor(&self, kind: usize) -> Option<(Kept, Range<usize>)> {
-        let kept = match kind {
+    fn state_tensor(&self, kind: usize) -> Option<(StateTensor, Range<usize>)> {
+        let stored = match kind {
             0 => self.master.clone().unwrap_or_else(|| self.parameters.persistent()),
             kind => self.state.get(kind - 1)?.clone(),
         };
-        let whole = kept.numel() == self.layout.padded_numel();
-        let held = if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.shard_rank) };
-        Some((kept, held))
+        let whole = stored.numel() == self.layout.padded_numel();
+        let stored_range = if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.shard_rank) };
+        Some((stored, stored_range))
     }
 }
 

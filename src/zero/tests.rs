@@ -41,7 +41,7 @@ fn a_unit_smaller_than_the_number_of_ranks_leaves_ranks_with_padding_only() {
 #[test]
 fn expected_bytes_follow_the_table_of_stages() {
     // Adam, Ψ = 100 padded elements, S = 4: 16Ψ; 8Ψ + 8Ψ/S; 4Ψ + 12Ψ/S; 16Ψ/S.
-    let totals = |dtype| ZeroStage::ALL.map(|stage| HeldBytes::expected(stage, 100, 4, 2, dtype).total());
+    let totals = |dtype| ZeroStage::ALL.map(|stage| StateBytes::expected(stage, 100, 4, 2, dtype).total());
     assert_eq!(totals(DType::F32), [1600, 1000, 700, 400]);
     // With a master copy: 18Ψ; 6Ψ + 12Ψ/S; 2Ψ + 16Ψ/S; 18Ψ/S.
     assert_eq!(totals(DType::BF16), [1800, 900, 600, 450]);
@@ -220,7 +220,7 @@ fn state_that_waits_beside_the_device_comes_back_to_the_bit() {
             on_mesh_with(mesh, stage, (config, away), |zero, dp_rank, sp_rank| {
                 let bits = after_three_updates(zero, dp_rank, sp_rank);
                 assert_eq!(Some(&bits), seen.lock().get(&(dp_rank, sp_rank)), "{mesh:?} {stage:?} {dtype:?}");
-                let held = zero.expected_held_bytes();
+                let held = zero.expected_state_bytes();
                 assert_eq!((held.optimizer, held.parameters == 0), (0, stage == ZeroStage::Parameters));
             });
         }

@@ -1,14 +1,14 @@
 //! What one rank stores of one unit.
 
-use super::kept::Kept;
-use super::spans::Span;
+use super::state_tensor::StateTensor;
+use super::param_group_ranges::ParamGroupRange;
 use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::elementwise;
-use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::offload::OffloadStore;
 
 /// A flat buffer together with its parameter-shaped views.
@@ -33,7 +33,7 @@ pub(super) enum MaybePartitioned<P, T> {
 }
 
 /// Partitioned parameters are gathered for their use.
-pub(super) type Parameters = MaybePartitioned<Kept, Gathered>;
+pub(super) type Parameters = MaybePartitioned<StateTensor, Gathered>;
 
 /// Partitioned gradients accumulate over micro steps; the whole gradient exists from a unit's
 /// backward to its reduction.
@@ -54,7 +54,7 @@ impl Parameters {
         store: Option<&Arc<OffloadStore>>,
     ) -> Result<Self, ZeroError> {
         Ok(if partitioned {
-            let partition = Kept::new(
+            let partition = StateTensor::new(
                 ulysses_kernels::tensor::zeros(layout.partition_numel(), dtype, device)?,
                 Category::Parameters,
                 store,
@@ -66,9 +66,9 @@ impl Parameters {
     }
 
     /// The elements that persist: all, or the own partition.
-    pub(super) fn persistent(&self) -> Kept {
+    pub(super) fn persistent(&self) -> StateTensor {
         match self {
-            Self::Whole(whole) => Kept::Resident(whole.flat.clone()),
+            Self::Whole(whole) => StateTensor::Resident(whole.flat.clone()),
             Self::Partitioned { partition, .. } => partition.clone(),
         }
     }
@@ -104,11 +104,11 @@ pub(super) struct Unit {
     pub(super) gradients: Option<Gradients>,
     /// f32 copy of 16-bit parameters, of the elements that this rank updates: steps are too
     /// small to be seen in 16 bits.
-    pub(super) master: Option<Kept>,
+    pub(super) master: Option<StateTensor>,
     /// What the optimizer keeps of the elements that this rank updates: Adam's two moments, for example.
-    pub(super) state: Vec<Kept>,
+    pub(super) state: Vec<StateTensor>,
     /// The elements that this rank updates, by settings.
-    pub(super) spans: Vec<Span>,
+    pub(super) param_group_ranges: Vec<ParamGroupRange>,
 }
 
 impl Unit {
@@ -133,7 +133,7 @@ impl Unit {
         if let Parameters::Partitioned { partition, transient: transient @ None } = &mut self.parameters {
             // Of one in a store the copy lives until its peers have read it.
             let partition = partition.fetch()?;
-            let whole = counted_as(Category::Parameters, || {
+            let whole = with_category(Category::Parameters, || {
                 Viewed::zeros(&self.layout, partition.dtype(), partition.device())
             })?;
             let pending = Some(dp.start_all_gather(&partition, &whole.flat)?);
@@ -155,12 +155,12 @@ impl Unit {
         if self.master.is_none() {
             self.read_ahead()?;
         }
-        self.master.iter().chain(&self.state).try_for_each(Kept::read_ahead)
+        self.master.iter().chain(&self.state).try_for_each(StateTensor::read_ahead)
     }
 
     /// Takes back the state that was fetched and changed; none of what was not fetched.
     pub(super) fn put_state(&self, state: Vec<Tensor>) -> Result<(), ZeroError> {
-        self.state.iter().zip(state).try_for_each(|(kept, changed)| kept.put(changed))
+        self.state.iter().zip(state).try_for_each(|(stored, changed)| stored.put(changed))
     }
 
     /// Frees gathered parameters.
@@ -178,7 +178,7 @@ impl Unit {
             Some(Gradients::Partitioned { transient, partition }) => {
                 let whole = match transient.take() {
                     Some(whole) => whole,
-                    None => counted_as(Category::Gradients, || {
+                    None => with_category(Category::Gradients, || {
                         Viewed::zeros(&self.layout, partition.dtype(), partition.device())
                     })?,
                 };
@@ -209,11 +209,11 @@ impl Unit {
 
     /// The parameters that this rank updates, as they are stored: its partition, or all of them
     /// where the optimizer is not partitioned.
-    pub(super) fn updated_parameters(&self, stage: ZeroStage) -> Result<Kept, ZeroError> {
+    pub(super) fn updated_parameters(&self, stage: ZeroStage) -> Result<StateTensor, ZeroError> {
         match &self.parameters {
             Parameters::Whole(whole) if stage.partitions_optimizer() => {
                 let range = self.layout.partition(self.shard_rank);
-                Ok(Kept::Resident(whole.flat.narrow(0, range.start, range.len())?))
+                Ok(StateTensor::Resident(whole.flat.narrow(0, range.start, range.len())?))
             }
             parameters => Ok(parameters.persistent()),
         }

@@ -1,14 +1,14 @@
 //! The optimizer step on what this rank owns, and access to whole parameters.
 
-use super::kept::Kept;
-use super::rule::{self, Owned, Step};
+use super::state_tensor::StateTensor;
+use super::optimizer_step::{self, UpdateTensors, Step};
 use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
 use candle_core::{DType, Tensor};
 use ulysses_kernels::cast;
-use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::memory::{Category, with_category};
 
 impl ZeroOptimizer {
     /// Updates the elements that this rank owns and, where parameters are whole but the
@@ -95,22 +95,22 @@ impl ZeroOptimizer {
     }
 
     fn update_unit(&self, unit: &Unit, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
-        let owned = self.owned(unit)?;
-        for span in &unit.spans {
+        let owned = self.update_tensors(unit)?;
+        for span in &unit.param_group_ranges {
             let (config, step) = span.settings.applied(config, step);
-            rule::update(&config, &owned.narrow(&span.elements)?, step)?;
+            optimizer_step::update(&config, &owned.narrow(&span.elements)?, step)?;
         }
         self.put_back(unit, owned)
     }
 
     /// The elements that this rank updates, with their gradients and state; copies of what is elsewhere.
-    pub(super) fn owned(&self, unit: &Unit) -> Result<Owned, ZeroError> {
-        let state = unit.state.iter().map(Kept::fetch).collect::<Result<_, _>>()?;
-        Ok(Owned { state, ..self.owned_without_state(unit)? })
+    pub(super) fn update_tensors(&self, unit: &Unit) -> Result<UpdateTensors, ZeroError> {
+        let state = unit.state.iter().map(StateTensor::fetch).collect::<Result<_, _>>()?;
+        Ok(UpdateTensors { state, ..self.update_tensors_without_state(unit)? })
     }
 
     /// The same without the state.
-    pub(super) fn owned_without_state(&self, unit: &Unit) -> Result<Owned, ZeroError> {
+    pub(super) fn update_tensors_without_state(&self, unit: &Unit) -> Result<UpdateTensors, ZeroError> {
         let gradients = if self.stage.partitions_optimizer() {
             unit.gradient_partition(unit.shard_rank)?
         } else {
@@ -119,18 +119,18 @@ impl ZeroOptimizer {
         let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
         let gradients = gradients.ok_or_else(missing)?;
         let parameters = self.exact_parameters(unit)?.fetch()?;
-        Ok(Owned { parameters, gradients, state: Vec::new() })
+        Ok(UpdateTensors { parameters, gradients, state: Vec::new() })
     }
 
     /// The parameters that this rank updates: the master copy where there is one.
-    fn exact_parameters(&self, unit: &Unit) -> Result<Kept, ZeroError> {
+    fn exact_parameters(&self, unit: &Unit) -> Result<StateTensor, ZeroError> {
         unit.master.clone().map_or_else(|| unit.updated_parameters(self.stage), Ok)
     }
 
     /// Rounds the updated master copy, where there is one, to the parameters, and writes what belongs elsewhere once the
     /// unit before is written.
-    pub(super) fn put_back(&self, unit: &Unit, owned: Owned) -> Result<(), ZeroError> {
-        let Owned { parameters, state, .. } = owned;
+    pub(super) fn put_back(&self, unit: &Unit, owned: UpdateTensors) -> Result<(), ZeroError> {
+        let UpdateTensors { parameters, state, .. } = owned;
         self.storage.settle()?;
         if unit.master.is_some() {
             self.round_to_stored(unit, &parameters)?;
@@ -147,10 +147,10 @@ impl ZeroOptimizer {
 
     /// Rounds a master copy to the parameters.
     fn round_to_stored(&self, unit: &Unit, master: &Tensor) -> Result<(), ZeroError> {
-        let kept = unit.updated_parameters(self.stage)?;
-        let rounded = kept.blank()?;
+        let stored = unit.updated_parameters(self.stage)?;
+        let rounded = stored.blank()?;
         cast::cast(master, &rounded)?;
-        kept.put(rounded)
+        stored.put(rounded)
     }
 
     /// Starts to gather a unit whose parameters are whole on every rank.
@@ -159,7 +159,7 @@ impl ZeroOptimizer {
             Parameters::Whole(whole) => {
                 // A copy: the gather's input must not share storage with its output.
                 let own = unit.updated_parameters(self.stage)?.fetch()?;
-                let own = counted_as(Category::Parameters, || ulysses_kernels::tensor::copy_of(&own))?;
+                let own = with_category(Category::Parameters, || ulysses_kernels::tensor::copy_of(&own))?;
                 Ok(Some(self.groups.shard().start_all_gather(&own, &whole.flat)?))
             }
             Parameters::Partitioned { .. } => Ok(None),
@@ -199,7 +199,7 @@ impl ZeroOptimizer {
                 self.groups.shard().all_gather(&own, &whole)?;
                 Ok(Some(whole))
             }
-            master => master.as_ref().map(Kept::fetch).transpose(),
+            master => master.as_ref().map(StateTensor::fetch).transpose(),
         }
     }
 

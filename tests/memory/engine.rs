@@ -16,7 +16,7 @@ use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::kernels::rope::Scaling;
-use ulysses::memory::{Meter, live_by_category, live_bytes, peak_bytes, reset_peak};
+use ulysses::memory::{AllocationMeter, live_by_category, live_bytes, peak_bytes, reset_peak};
 use ulysses::model::{
     Architecture, DecoderLayer, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
     RandomWeights, Saved, WeightSource,
@@ -102,11 +102,11 @@ fn parameters_gradients_and_optimizer_state_take_what_zero_says() {
             let config = config(dp, sp, stage, false);
             let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
                 let model = Model::llama(&MODEL)?;
-                let meter = Meter::start();
+                let meter = AllocationMeter::start();
                 let engine = engine(model, &Constant, &config, groups)?;
                 let all = meter.bytes();
                 let counted = live_by_category();
-                let held = engine.zero().held_bytes();
+                let held = engine.zero().state_bytes();
                 assert_eq!(counted.total() as i64, live_bytes());
                 for (counted, held) in [
                     (counted.parameters, held.parameters),
@@ -116,8 +116,8 @@ fn parameters_gradients_and_optimizer_state_take_what_zero_says() {
                     // Names and views beside the tensors are small blocks.
                     assert!(counted <= held && held - counted < held / 50, "{counted} counted, {held} held");
                 }
-                assert_eq!(engine.zero().expected_held_bytes().total(), by_formula(stage, dp) as u64);
-                Ok((all, engine.zero().held_bytes()))
+                assert_eq!(engine.zero().expected_state_bytes().total(), by_formula(stage, dp) as u64);
+                Ok((all, engine.zero().state_bytes()))
             });
             let of = |partitioned: bool| if partitioned { PARAMETERS / dp } else { PARAMETERS };
             for (rank, (all, held)) in ranks.unwrap().into_iter().enumerate() {
@@ -146,7 +146,7 @@ fn every_optimizer_holds_as_many_tensors_as_its_rule_has() {
         let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let engine = engine(Model::llama(&MODEL)?, &Constant, &config, groups)?;
-            Ok((engine.zero().held_bytes(), engine.zero().expected_held_bytes()))
+            Ok((engine.zero().state_bytes(), engine.zero().expected_state_bytes()))
         });
         let updated = if stage == 0 { PARAMETERS } else { PARAMETERS / 2 };
         for (held, expected) in ranks.unwrap() {
@@ -174,9 +174,9 @@ fn frozen_parameters_hold_nothing_but_themselves() {
             });
             let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
             let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-                let meter = Meter::start();
+                let meter = AllocationMeter::start();
                 let engine = engine(Model::llama(&MODEL)?, &Constant, &config, groups)?;
-                Ok((meter.bytes(), engine.zero().held_bytes(), engine.zero().expected_held_bytes()))
+                Ok((meter.bytes(), engine.zero().state_bytes(), engine.zero().expected_state_bytes()))
             });
             let of = |bytes: usize, partitioned: bool| if partitioned { bytes / dp } else { bytes };
             let f32_copies = if dtype == "bf16" { 3 } else { 2 };
@@ -219,7 +219,7 @@ fn held_and_peak(dp: usize, precision: &str, offload: serde_json::Value) -> Vec<
         let before = live_bytes();
         let mut engine = engine(Model::llama(&MODEL)?, &RandomWeights { seed: 1 }, &config, groups)?;
         let held = live_bytes() - before;
-        let (by_zero, expected) = (engine.zero().held_bytes(), engine.zero().expected_held_bytes());
+        let (by_zero, expected) = (engine.zero().state_bytes(), engine.zero().expected_state_bytes());
         assert!(by_zero.total() >= expected.total());
         assert!(held - (expected.total() as i64) < 64 << 10, "{held} held, {expected:?}");
         let batch = micro_batches(&global, &engine)?.remove(0);
@@ -356,7 +356,7 @@ fn stage_3_never_holds_more_than_two_gathered_layers_and_two_whole_gradients() {
 
         let before = live_bytes();
         let loss = engine.forward(&batch)?;
-        let activations = loss.saved_bytes() + engine.workspace().bytes_held();
+        let activations = loss.saved_bytes() + engine.workspace().free_bytes();
         engine.backward(loss)?;
         let held: Vec<i64> = log.lock().unwrap().iter().map(|bytes| bytes - before).collect();
         Ok((activations, held))

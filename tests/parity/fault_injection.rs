@@ -1,7 +1,7 @@
 //! The parity suite notices what it is there to notice: wrong parts put in at the library's
 //! trait seams each make it fail.
 
-use crate::support::doubles::{Fault, FaultyGroup, WrongGeometry};
+use crate::support::doubles::{Fault, FaultyGroup, WrongAttentionLayout};
 use crate::support::mesh_run::{Doubles, Layout, Problem, Rule, layout, matches};
 use crate::support::problems::main_problem;
 use crate::support::reference::{Batch, IGNORED};
@@ -72,7 +72,7 @@ fn a_loss_scaled_by_sp_is_noticed() {
 
 #[test]
 fn attention_across_documents_is_noticed() {
-    let doubles = Doubles { attention: Arc::new(WrongGeometry::ignores_cu_seqlens()), ..Doubles::default() };
+    let doubles = Doubles { attention: Arc::new(WrongAttentionLayout::ignores_cu_seqlens()), ..Doubles::default() };
     for sp in [1, 2] {
         assert_eq!(verdict(layout(1, sp, 0), &doubles), Verdict::WrongNumbers, "sp {sp}");
     }
@@ -81,7 +81,7 @@ fn attention_across_documents_is_noticed() {
 #[test]
 fn kv_heads_found_by_division_are_noticed_where_heads_are_uneven() {
     let doubles =
-        Doubles { attention: Arc::new(WrongGeometry::divides_heads_by_group()), ..Doubles::default() };
+        Doubles { attention: Arc::new(WrongAttentionLayout::divides_heads_by_group()), ..Doubles::default() };
     // Even heads: division happens to be right, so sp 3 is the case that tells.
     assert_eq!(verdict(layout(1, 2, 0), &doubles), Verdict::Accepted);
     assert_eq!(verdict(layout(1, 3, 0), &doubles), Verdict::WrongNumbers);

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::engine::StepReport;
 use ulysses::kernels::Workspace;
-use ulysses::kernels::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
+use ulysses::kernels::attention::{Attention, AttentionError, FlashAttention, AttentionLayout, SavedAttention};
 use ulysses::model::{LlamaConfig, Model};
 
 const FORMATS: [&str; 2] = ["bf16", "fp16"];
@@ -133,10 +133,10 @@ impl Attention for Overflowing {
         q: candle_core::Tensor,
         k: candle_core::Tensor,
         v: candle_core::Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        let (out, saved) = FlashAttention.forward(q, k, v, geometry, workspace)?;
+        let (out, saved) = FlashAttention.forward(q, k, v, layout, workspace)?;
         let step = self.calls.fetch_add(1, Ordering::Relaxed) / self.per_step;
         if self.steps.contains(&step) {
             return Ok(((out * f64::INFINITY)?, saved));
@@ -148,10 +148,10 @@ impl Attention for Overflowing {
         &self,
         saved: SavedAttention,
         dout: &candle_core::Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        FlashAttention.backward(saved, dout, geometry, workspace)
+        FlashAttention.backward(saved, dout, layout, workspace)
     }
 }
 
@@ -241,20 +241,20 @@ impl Attention for OverflowingBackward {
         q: candle_core::Tensor,
         k: candle_core::Tensor,
         v: candle_core::Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        FlashAttention.forward(q, k, v, geometry, workspace)
+        FlashAttention.forward(q, k, v, layout, workspace)
     }
 
     fn backward(
         &self,
         saved: SavedAttention,
         dout: &candle_core::Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        let (dq, dk, dv) = FlashAttention.backward(saved, dout, geometry, workspace)?;
+        let (dq, dk, dv) = FlashAttention.backward(saved, dout, layout, workspace)?;
         let pass = self.calls.fetch_add(1, Ordering::Relaxed) % self.per_step;
         let dq = if pass == self.pass { (dq * f64::INFINITY)? } else { dq };
         Ok((dq, dk, dv))

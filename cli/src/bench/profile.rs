@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use ulysses::comm::{LaunchOptions, RankContext};
 use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
-use ulysses::kernels::attention::Geometry;
+use ulysses::kernels::attention::AttentionLayout;
 use ulysses::kernels::optimizer::adamw::{self, AdamParams};
 use ulysses::kernels::{rms_norm, strided_copy, swiglu};
 use ulysses::model::{LlamaConfig, preset};
@@ -57,7 +57,7 @@ pub(super) struct Args {
 struct Bench<'a> {
     args: &'a Args,
     model: LlamaConfig,
-    geometry: Geometry,
+    layout: AttentionLayout,
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -67,8 +67,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let options = settings::launch_options(args.threads_per_rank, ranks)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
     settings::check_tensors(device, (ranks * (tensors + 8 * (usize::from(args.mib) << 18))) as f64)?;
-    let geometry = Geometry::causal(1, args.tokens, (0..model.num_heads).collect::<Vec<_>>()).or_usage()?;
-    let bench = Bench { args, model, geometry };
+    let layout = AttentionLayout::causal(1, args.tokens, (0..model.num_heads).collect::<Vec<_>>()).or_usage()?;
+    let bench = Bench { args, model, layout };
     let rates_of = |dtype| on_ranks(ranks, &options, |rank| bench.rates(rank, device, dtype)).map(Some);
     let rates = RatesByFormat { f32: rates_of(DType::F32)?, bf16: rates_of(DType::BF16)?, fp16: None };
     let profile = MachineProfile {
@@ -110,10 +110,10 @@ impl Bench<'_> {
         let device = device.open(rank.rank)?;
         let (square, tokens) = (Square::new(dtype, &device)?, self.args.tokens as usize);
         let products = Product::all(&self.model, tokens, dtype, &device)?;
-        let attention = Operation::new(&self.geometry, self.model.head_dim, dtype, &device)?;
+        let attention = Operation::new(&self.layout, self.model.head_dim, dtype, &device)?;
         let elementwise = Elementwise::new(&self.model, tokens, dtype, &device)?;
         let LlamaConfig { num_heads, head_dim, .. } = self.model;
-        let products_of_pairs = self.geometry.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;
+        let products_of_pairs = self.layout.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;
         let mut cases = vec![square.case(), attention.forward(), attention.backward()];
         let mut work = vec![square.flops(), 4.0 * products_of_pairs, 8.0 * products_of_pairs];
         let of_products =

@@ -66,7 +66,7 @@ pub enum AttentionError {
         /// KV heads in `k` and `v`.
         num_kv_heads: usize,
     },
-    /// A tensor has another shape than the other operands and the geometry imply.
+    /// A tensor has another shape than the other operands and the layout imply.
     #[error("{op}: {tensor} must have shape {expected:?}, got {got:?}")]
     Shape {
         /// The operation.

@@ -1,6 +1,6 @@
 //! Causal attention over packed rows, forward and backward, in memory linear in the sequence length.
 //!
-//! * [`Geometry`] says which keys each query sees: causal, per document, optionally within a sliding window,
+//! * [`AttentionLayout`] says which keys each query sees: causal, per document, optionally within a sliding window,
 //!   for any part of a row.
 //! * [`Attention`] is what layers call; [`FlashAttention`] computes it on this rank alone, and sequence
 //!   parallelism wraps it in another implementation.
@@ -19,7 +19,7 @@ mod cpu;
 mod cuda;
 mod dims;
 mod error;
-mod geometry;
+mod layout;
 mod kernels;
 mod on_cpu;
 mod operands;
@@ -28,12 +28,12 @@ pub mod reference;
 mod tests;
 
 pub use error::AttentionError;
-pub use geometry::{Geometry, VisibleRanges, grouped_heads};
+pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
 pub use kernels::{backward, delta, forward};
 pub use operands::{Gradients, Operands, Upstream};
 
 use crate::Workspace;
-use crate::memory::{Category, counted_as};
+use crate::memory::{Category, with_category};
 use candle_core::Tensor;
 
 /// Attention of a layer's queries over its keys, with a hand-written backward.
@@ -49,13 +49,13 @@ pub trait Attention: Send + Sync {
     /// `q [b, sq, hq, d]`, `k, v [b, skv, hkv, d]` to `o [b, sq, hq, d]`.
     ///
     /// # Errors
-    /// When the tensors do not fit the geometry, or when the implementation's communication fails.
+    /// When the tensors do not fit the layout, or when the implementation's communication fails.
     fn forward(
         &self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError>;
 
@@ -71,7 +71,7 @@ pub trait Attention: Send + Sync {
         &self,
         saved: SavedAttention,
         dout: &Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError>;
 }
@@ -122,13 +122,13 @@ impl Attention for FlashAttention {
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
         let (b, sq, hq, _) = q.dims4()?;
-        let (o, lse) = (workspace.take(q.dims())?, workspace.take_f32((b, hq, sq))?);
-        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
-        counted_as(Category::Other, || forward(&operands, &o, &lse))?;
+        let (o, lse) = (workspace.alloc(q.dims())?, workspace.alloc_f32((b, hq, sq))?);
+        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, layout };
+        with_category(Category::Other, || forward(&operands, &o, &lse))?;
         Ok((o.clone(), SavedAttention { q, k, v, o, lse }))
     }
 
@@ -136,19 +136,19 @@ impl Attention for FlashAttention {
         &self,
         saved: SavedAttention,
         dout: &Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         let SavedAttention { q, k, v, o, lse } = saved;
-        let delta_of_rows = workspace.take_f32(lse.dims())?;
-        counted_as(Category::Other, || delta(&o, dout, &delta_of_rows))?;
-        workspace.give(o);
-        let (dq, dk, dv) = (workspace.take(q.dims())?, workspace.take(k.dims())?, workspace.take(v.dims())?);
-        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, geometry };
+        let delta_of_rows = workspace.alloc_f32(lse.dims())?;
+        with_category(Category::Other, || delta(&o, dout, &delta_of_rows))?;
+        workspace.recycle(o);
+        let (dq, dk, dv) = (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
+        let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, layout };
         let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };
-        counted_as(Category::Other, || backward(&operands, &upstream, &gradients))?;
-        [q, k, v, lse, delta_of_rows].into_iter().for_each(|tensor| workspace.give(tensor));
+        with_category(Category::Other, || backward(&operands, &upstream, &gradients))?;
+        [q, k, v, lse, delta_of_rows].into_iter().for_each(|tensor| workspace.recycle(tensor));
         Ok((dq, dk, dv))
     }
 }

@@ -2,7 +2,7 @@
 
 use super::cpu::{self, Heads, InBf16, InF32, InPairs, Operand, Problem};
 use super::dims::Dims;
-use super::{AttentionError, Geometry, Gradients, Operands, Upstream};
+use super::{AttentionError, AttentionLayout, Gradients, Operands, Upstream};
 use crate::call::Call;
 use crate::cast::{Float, convert, with_element_type};
 use crate::device::dry::DryCpu;
@@ -63,9 +63,9 @@ fn forward_with<T: Operand>(
     operands: &Operands<'_>,
     [o, lse]: [&Tensor; 2],
 ) -> Result<()> {
-    let Operands { q, k, v, scale, geometry } = *operands;
+    let Operands { q, k, v, scale, layout } = *operands;
     call.on_cpu([q, k, v], [o], |qkv: [&[T::Element]; 3], [o]| {
-        let problem = problem::<T>(dims, kernel, qkv, scale, geometry);
+        let problem = problem::<T>(dims, kernel, qkv, scale, layout);
         call.on_cpu([], [lse], |[], [lse]| cpu::forward(&problem, o, lse))
     })??;
     Ok(())
@@ -79,11 +79,11 @@ fn backward_with<T: Operand>(
     upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
 ) -> Result<()> {
-    let Operands { q, k, v, scale, geometry } = *operands;
+    let Operands { q, k, v, scale, layout } = *operands;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T::Element]; 4], [dq, dk, dv]| {
-        let problem = problem::<T>(dims, kernel, [q, k, v], scale, geometry);
+        let problem = problem::<T>(dims, kernel, [q, k, v], scale, layout);
         call.on_cpu([lse, delta], [], |[lse, delta], []| {
             let upstream = cpu::Upstream { dout: queries(dims, dout), lse, delta };
             in_f32(dq, |dq| cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv }));
@@ -122,9 +122,9 @@ pub(super) fn take(cpu: DryCpu, dims: &Dims, dtype: DType, is_backward: bool) {
         Some(_) => cpu::scratch_bytes::<InBf16>(num_tokens, head_dim, is_backward),
         None => cpu::scratch_bytes::<InF32<f32>>(num_tokens, head_dim, is_backward),
     };
-    cpu.keep("attention", cpu.threads * of_thread);
+    cpu.alloc_persistent("attention", cpu.threads * of_thread);
     if is_backward && dtype != DType::F32 {
-        cpu.take(dims.batch * num_tokens * dims.num_heads * head_dim * size_of::<f32>());
+        cpu.alloc_temporary(dims.batch * num_tokens * dims.num_heads * head_dim * size_of::<f32>());
     }
 }
 
@@ -133,10 +133,10 @@ fn problem<'a, T: Operand>(
     kernel: T::Kernel,
     [q, k, v]: [&'a [T::Element]; 3],
     scale: f32,
-    geometry: &'a Geometry,
+    layout: &'a AttentionLayout,
 ) -> Problem<'a, T> {
     let keys = |elements| Heads::new(elements, dims.num_keys, dims.num_kv_heads, dims.head_dim);
-    Problem { kernel, q: queries(dims, q), k: keys(k), v: keys(v), dims: *dims, scale, geometry }
+    Problem { kernel, q: queries(dims, q), k: keys(k), v: keys(v), dims: *dims, scale, layout }
 }
 
 fn queries<'a, E: Copy>(dims: &Dims, elements: &'a [E]) -> Heads<'a, E> {

@@ -1,6 +1,6 @@
 //! The tensors of a call: what attention reads and where it writes.
 
-use super::Geometry;
+use super::AttentionLayout;
 use candle_core::Tensor;
 
 /// What both directions read.
@@ -15,7 +15,7 @@ pub struct Operands<'a> {
     /// Factor on the logits, usually `1 / sqrt(d)`.
     pub scale: f32,
     /// Which keys each query sees, and which KV head each query head uses.
-    pub geometry: &'a Geometry,
+    pub layout: &'a AttentionLayout,
 }
 
 /// What backward reads besides. `lse` and `delta` may cover more keys than the operands do: with those of the

@@ -319,12 +319,12 @@ impl DryCpu {
     }
 
     /// Memory that an op takes while it runs.
-    pub(crate) fn take(self, bytes: usize) {
+    pub(crate) fn alloc_temporary(self, bytes: usize) {
         drop(Allocation::new(bytes));
     }
 
     /// Working memory that threads keep from call to call, and make anew where it is too small.
-    pub(crate) fn keep(self, what: &'static str, bytes: usize) {
+    pub(crate) fn alloc_persistent(self, what: &'static str, bytes: usize) {
         let more = with_state(|state| {
             let kept = state.kept.entry(what).or_default();
             let more = bytes.saturating_sub(*kept);

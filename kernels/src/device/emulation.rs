@@ -1,6 +1,6 @@
 //! The kernels, compiled for the host and run on CPU tensors: how machines without a GPU test them.
 
-use super::{Arg, DeviceError, Grid, Kernel, MatrixAt, Product};
+use super::{Arg, DeviceError, Grid, Kernel, MatrixAt, Matmul};
 use candle_core::DType;
 use half::{bf16, f16};
 use std::cell::Cell;
@@ -109,15 +109,15 @@ fn is_same_parameter(expected: &str, given: &str) -> bool {
 ///
 /// # Safety
 /// As [`Launcher::gemm`](super::Launcher::gemm).
-pub(super) unsafe fn gemm(product: &Product) -> Result<(), DeviceError> {
-    for index in 0..product.batch {
+pub(super) unsafe fn gemm(matmul: &Matmul) -> Result<(), DeviceError> {
+    for index in 0..matmul.batch {
         let nth = |matrix: MatrixAt| MatrixAt {
             address: matrix.address.offset(index * matrix.batch_stride),
             ..matrix
         };
         // SAFETY: the matrices of one product of the batch, which the caller vouches for.
         unsafe {
-            gemm_one(&Product { a: nth(product.a), b: nth(product.b), c: nth(product.c), ..*product })?
+            gemm_one(&Matmul { a: nth(matmul.a), b: nth(matmul.b), c: nth(matmul.c), ..*matmul })?
         };
     }
     Ok(())
@@ -125,8 +125,8 @@ pub(super) unsafe fn gemm(product: &Product) -> Result<(), DeviceError> {
 
 /// # Safety
 /// As [`gemm`], for one product.
-unsafe fn gemm_one(product: &Product) -> Result<(), DeviceError> {
-    let Product { alpha, a, b, beta, c, .. } = *product;
+unsafe fn gemm_one(matmul: &Matmul) -> Result<(), DeviceError> {
+    let Matmul { alpha, a, b, beta, c, .. } = *matmul;
     // SAFETY: the caller vouches for every element of the three matrices.
     let (left, right) = unsafe { (read(&a)?, read(&b)?) };
     let mut result = if beta == 0.0 {

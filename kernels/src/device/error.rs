@@ -51,7 +51,7 @@ pub enum DeviceError {
     },
     /// A matrix product could not be started.
     #[error("matrix product of {a:?} and {b:?}: {message}")]
-    Product {
+    Matmul {
         /// Rows and columns of the left matrix.
         a: [usize; 2],
         /// Rows and columns of the right matrix.

@@ -1,7 +1,7 @@
 //! The launcher: what the ops' host code is written against.
 
 use super::address::Opener;
-use super::{Address, Arg, DeviceError, Grid, Kernel, Product};
+use super::{Address, Arg, DeviceError, Grid, Kernel, Matmul};
 use candle_core::Tensor;
 
 /// Runs kernels and products on one device, in the order of the calls.
@@ -100,23 +100,23 @@ impl Launcher {
     ///
     /// # Errors
     /// Matrices that do not fit, element types that no library multiplies, or a failed call.
-    pub(crate) unsafe fn gemm(&self, product: &Product) -> Result<(), DeviceError> {
-        let Product { a, b, c, batch, .. } = product;
+    pub(crate) unsafe fn gemm(&self, matmul: &Matmul) -> Result<(), DeviceError> {
+        let Matmul { a, b, c, batch, .. } = matmul;
         if *batch == 0 || c.rows == 0 || c.cols == 0 {
             return Ok(());
         }
         if a.rows != c.rows || b.cols != c.cols || a.cols != b.rows {
             let message = format!("the result has {} rows and {} columns", c.rows, c.cols);
-            return Err(DeviceError::Product { a: [a.rows, a.cols], b: [b.rows, b.cols], message });
+            return Err(DeviceError::Matmul { a: [a.rows, a.cols], b: [b.rows, b.cols], message });
         }
         match self {
             Self::Dry => Ok(()),
             #[cfg(feature = "kernel-emulation")]
             // SAFETY: the caller's promise is the callee's.
-            Self::Emulated => unsafe { super::emulation::gemm(product) },
+            Self::Emulated => unsafe { super::emulation::gemm(matmul) },
             #[cfg(feature = "cuda")]
             // SAFETY: the caller's promise is the callee's.
-            Self::Cuda(device) => unsafe { super::cuda::gemm(device, product) },
+            Self::Cuda(device) => unsafe { super::cuda::gemm(device, matmul) },
         }
     }
 

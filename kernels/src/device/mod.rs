@@ -1,7 +1,7 @@
 //! Kernels on accelerators: how the ops launch them, and what runs them.
 //!
 //! An op's host code is written once, against `Launcher`: it opens the addresses of its tensors, launches
-//! `Kernel`s and matrix `Product`s on them, and does not know what executes these:
+//! `Kernel`s and [`Matmul`]s on them, and does not know what executes these:
 //!
 //! | launcher | tensors | kernels | products |
 //! |---|---|---|---|
@@ -33,7 +33,7 @@ mod host_copies;
 mod kernel;
 mod kind;
 mod launcher;
-mod product;
+mod matmul;
 #[cfg(any(feature = "cuda", test))]
 mod staging;
 mod target;
@@ -51,5 +51,5 @@ pub(crate) use host_copies::{HostCopies, LateCopies};
 pub(crate) use kernel::{Arg, Grid, Kernel, sources};
 pub use kind::DeviceKind;
 pub use launcher::Launcher;
-pub(crate) use product::{MatrixAt, Product};
+pub(crate) use matmul::{MatrixAt, Matmul};
 pub use target::Target;

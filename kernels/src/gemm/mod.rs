@@ -5,7 +5,7 @@
 //!
 //! | products of | operands | CPU | computed by |
 //! |---|---|---|---|
-//! | `linear`, `lm_head_loss` (`product::multiply`) | f32 | any | `gemm` |
+//! | `linear`, `lm_head_loss` (`dispatch::multiply`) | f32 | any | `gemm` |
 //! | the same, large ones | bf16 | with AMX, or AMD's with AVX512-BF16 | `bf16`: packed panels, f32 sums |
 //! | the same | other 16-bit types, or small | any | `widened`: blocks copied as f32, then `gemm` |
 //! | `attention` | f32, or 16 bits copied as f32 | any | `unpacked::multiply` |
@@ -17,7 +17,7 @@
 
 pub(super) mod bf16;
 pub(super) mod operand;
-pub(super) mod product;
+pub(super) mod dispatch;
 pub(super) mod tile;
 pub(super) mod transposed;
 pub(super) mod unpacked;
@@ -153,7 +153,7 @@ impl MatrixLayout {
 }
 
 /// Multiply-adds of a product that is over in a tenth of a millisecond.
-const SMALL_PRODUCT: usize = 1 << 22;
+const SMALL_MATMUL: usize = 1 << 22;
 
 /// Terms that a small product adds up before it adds their sum to the others. One long chain of additions loses
 /// half as many bits again (measured on a small model's gradients: rms error 1.28e-7 with one chain, 0.86e-7 so).
@@ -190,7 +190,7 @@ pub fn gemm(
         (Threads::Caller, _) | (Threads::Pool, ..=1) => gemm::Parallelism::None,
         (Threads::Pool, threads) => gemm::Parallelism::Rayon(threads),
     };
-    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_PRODUCT;
+    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_MATMUL;
     let terms_at_a_time = if is_small { SUMMED_AT_A_TIME } else { k.max(1) };
     let mut beta = beta;
     for first in (0..k.max(1)).step_by(terms_at_a_time) {

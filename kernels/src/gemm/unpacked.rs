@@ -23,7 +23,7 @@ use std::hint::black_box;
 /// # Shapes
 /// `dst` `[rows, cols]` and `rhs` `[terms, cols]` have contiguous rows; `lhs` `[rows, terms]` has any strides.
 #[derive(Clone, Copy)]
-pub(crate) struct Product<W = f32> {
+pub(crate) struct Matmul<W = f32> {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) terms: usize,
@@ -42,8 +42,8 @@ pub(crate) struct Product<W = f32> {
 ///
 /// # Safety
 /// All elements of the matrices are in bounds of what the pointers point into, and nothing else reaches those of `dst`.
-pub(crate) unsafe fn multiply(product: Product) {
-    let promised = CheckedProduct(product);
+pub(crate) unsafe fn multiply(matmul: Matmul) {
+    let matmul = CheckedMatmul(matmul);
     let level = Level::current();
     #[cfg(target_arch = "x86_64")]
     {
@@ -51,27 +51,27 @@ pub(crate) unsafe fn multiply(product: Product) {
         if level >= Level::Avx512
             && let Some(simd) = V4::try_new()
         {
-            return Simd::vectorize(simd, promised);
+            return Simd::vectorize(simd, matmul);
         }
         if level >= Level::Avx2
             && let Some(simd) = V3::try_new()
         {
-            return Simd::vectorize(simd, promised);
+            return Simd::vectorize(simd, matmul);
         }
     }
     #[cfg(target_arch = "aarch64")]
     if let Some(simd) = pulp::aarch64::Neon::try_new() {
-        return Simd::vectorize(simd, promised);
+        return Simd::vectorize(simd, matmul);
     }
     let _ = level;
     // Without vectors, as the `gemm` crate does there: those of SSE2 have no fused multiply-add.
-    Simd::vectorize(pulp::Scalar, promised);
+    Simd::vectorize(pulp::Scalar, matmul);
 }
 
 /// A product of which [`multiply`]'s caller has promised that its pointers may be followed.
-struct CheckedProduct(Product);
+struct CheckedMatmul(Matmul);
 
-impl WithSimd for CheckedProduct {
+impl WithSimd for CheckedMatmul {
     type Output = ();
 
     #[inline(always)]
@@ -98,13 +98,13 @@ impl<S: Simd> MulAdd<S> for Elements {
 
 /// Computes the product.
 #[inline(always)]
-fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, CheckedProduct(product): CheckedProduct, elements: M) {
+fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, CheckedMatmul(matmul): CheckedMatmul, elements: M) {
     // Sums take three quarters of the registers, the rest is for the operands.
     let most_vectors = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
     let mut col = 0;
-    while col < product.cols {
-        let vectors = (product.cols - col).div_ceil(S::F32_LANES).min(most_vectors);
-        let columns = Columns::new(simd, product, elements, col, vectors);
+    while col < matmul.cols {
+        let vectors = (matmul.cols - col).div_ceil(S::F32_LANES).min(most_vectors);
+        let columns = Columns::new(simd, matmul, elements, col, vectors);
         if S::REGISTER_COUNT >= 32 {
             match vectors {
                 1 => columns.multiply::<1, 12>(),
@@ -122,10 +122,10 @@ fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, CheckedProduct(product): CheckedP
     }
 }
 
-/// Some columns of a [`CheckedProduct`] product, the last vector of which may be partial.
+/// Some columns of a [`CheckedMatmul`], the last vector of which may be partial.
 struct Columns<S: Simd, M> {
     simd: S,
-    product: Product,
+    matmul: Matmul,
     elements: M,
     first: usize,
     /// Elements of the last vector.
@@ -136,24 +136,24 @@ struct Columns<S: Simd, M> {
 
 impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
     #[inline(always)]
-    fn new(simd: S, product: Product, elements: M, first: usize, vectors: usize) -> Self {
-        let last = (product.cols - first).saturating_sub((vectors - 1) * S::F32_LANES);
+    fn new(simd: S, matmul: Matmul, elements: M, first: usize, vectors: usize) -> Self {
+        let last = (matmul.cols - first).saturating_sub((vectors - 1) * S::F32_LANES);
         let mask = simd.mask_between_m32s(0, last as u32);
-        Self { simd, product, elements, first, mask, is_partial: last < S::F32_LANES }
+        Self { simd, matmul, elements, first, mask, is_partial: last < S::F32_LANES }
     }
 
     #[inline(always)]
     fn multiply<const VECTORS: usize, const ROWS: usize>(&self) {
         let mut row = 0;
-        while self.product.rows - row >= ROWS {
+        while self.matmul.rows - row >= ROWS {
             self.tile::<VECTORS, ROWS>(row);
             row += ROWS;
         }
-        while self.product.rows - row >= 4 {
+        while self.matmul.rows - row >= 4 {
             self.tile::<VECTORS, 4>(row);
             row += 4;
         }
-        while self.product.rows > row {
+        while self.matmul.rows > row {
             self.tile::<VECTORS, 1>(row);
             row += 1;
         }
@@ -173,15 +173,15 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
         &self,
         row: usize,
     ) -> [[S::f32s; VECTORS]; ROWS] {
-        let Self { simd, product, elements, first, .. } = *self;
-        let [row_stride, term_stride] = product.lhs_strides;
+        let Self { simd, matmul, elements, first, .. } = *self;
+        let [row_stride, term_stride] = matmul.lhs_strides;
         let mut sums = [[simd.splat_f32s(0.0); VECTORS]; ROWS];
-        let mut lhs = product.lhs.wrapping_add(row * row_stride);
-        let mut rhs = product.rhs.wrapping_add(first);
+        let mut lhs = matmul.lhs.wrapping_add(row * row_stride);
+        let mut rhs = matmul.rhs.wrapping_add(first);
         // Hidden, or the compiler reaches a row by adding the stride to the row before: a chain of additions that
         // takes as long as the multiplications.
         let offsets: [usize; ROWS] = black_box(std::array::from_fn(|index| index * row_stride));
-        for _ in 0..product.terms {
+        for _ in 0..matmul.terms {
             let mut b = [simd.splat_f32s(0.0); VECTORS];
             for (index, b) in b.iter_mut().enumerate() {
                 let is_partial = PARTIAL && index + 1 == VECTORS;
@@ -195,7 +195,7 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
                     *sum = elements.mul_add(simd, a, b, *sum);
                 }
             }
-            (lhs, rhs) = (lhs.wrapping_add(term_stride), rhs.wrapping_add(product.rhs_stride));
+            (lhs, rhs) = (lhs.wrapping_add(term_stride), rhs.wrapping_add(matmul.rhs_stride));
         }
         sums
     }
@@ -206,16 +206,16 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
         row: usize,
         sums: [[S::f32s; VECTORS]; ROWS],
     ) {
-        let Self { simd, product, first, mask, .. } = *self;
-        let factor = simd.splat_f32s(product.factor);
+        let Self { simd, matmul, first, mask, .. } = *self;
+        let factor = simd.splat_f32s(matmul.factor);
         for (row, sums) in (row..).zip(sums) {
-            let dst = product.dst.wrapping_add(row * product.dst_stride + first);
+            let dst = matmul.dst.wrapping_add(row * matmul.dst_stride + first);
             for (index, sum) in sums.into_iter().enumerate() {
                 let is_partial = PARTIAL && index + 1 == VECTORS;
                 let dst = dst.wrapping_add(index * S::F32_LANES);
                 // SAFETY: as `multiply`'s caller promises, these are elements of `dst`; the mask hides what lies beyond the last column.
                 unsafe {
-                    let value = if product.add {
+                    let value = if matmul.add {
                         simd.mul_add_e_f32s(factor, sum, self.load(is_partial, dst))
                     } else {
                         simd.mul_f32s(factor, sum)

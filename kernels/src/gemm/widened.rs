@@ -6,7 +6,7 @@
 
 use super::operand::MatmulOperand;
 use super::transposed::transpose_rows;
-use super::unpacked::{self, Product};
+use super::unpacked::{self, Matmul};
 use crate::cast::Float;
 use crate::scratch::{Scratch, total, with_scratch};
 use crate::simd::simd_kernel;
@@ -159,7 +159,7 @@ impl<'a> LeftPanel<'a> {
             }
         );
         assert!(rows == 0 || sums.len() >= (rows - 1) * stride + cols);
-        let product = Product {
+        let matmul = Matmul {
             rows,
             cols,
             terms: self.terms,
@@ -173,7 +173,7 @@ impl<'a> LeftPanel<'a> {
             add,
         };
         // SAFETY: the last elements of all three are in bounds, as just checked, and `sums` is borrowed for writing.
-        unsafe { unpacked::multiply(product) }
+        unsafe { unpacked::multiply(matmul) }
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::OpError;
 use crate::gemm::bf16::Stored;
 use crate::gemm::operand::MatmulOperand;
-use crate::gemm::product::multiply;
+use crate::gemm::dispatch::multiply;
 
 pub(super) fn forward<T: Stored>(
     [x, weight]: [&[T]; 2],

@@ -13,7 +13,7 @@ use super::OpError;
 use super::call::Call;
 use super::cast::with_element_type;
 use super::gemm::bf16::Kernel;
-use super::gemm::product::{take_for_product, take_for_sum_over_tokens};
+use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
 use crate::device::Target;
 use crate::device::dry::{self, MatmulOp};
 use candle_core::{DType, Tensor};
@@ -42,7 +42,7 @@ pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Res
             })?)
         }
         Target::Dry(cpu) => {
-            take_for_product(cpu, [dtype; 3], [n, outputs, inputs]);
+            alloc_matmul_scratch(cpu, [dtype; 3], [n, outputs, inputs]);
             Ok(())
         }
         Target::Kernels(launcher) => {
@@ -76,7 +76,7 @@ pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: boo
             })?)
         }
         Target::Dry(cpu) => {
-            take_for_product(cpu, [dtype; 3], [n, inputs, outputs]);
+            alloc_matmul_scratch(cpu, [dtype; 3], [n, inputs, outputs]);
             Ok(())
         }
         Target::Kernels(launcher) => {
@@ -110,7 +110,7 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
             })??)
         }
         Target::Dry(cpu) => {
-            take_for_sum_over_tokens(cpu, [dtype, dtype, DType::F32], [outputs, inputs, n]);
+            alloc_token_sum_scratch(cpu, [dtype, dtype, DType::F32], [outputs, inputs, n]);
             Ok(())
         }
         Target::Kernels(launcher) => {

@@ -2,7 +2,7 @@
 //! between them.
 
 use super::{Labels, LossSum, Losses, Sizes, all_ignored};
-use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, MatrixAt, Product, sources::LM_HEAD_LOSS};
+use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, MatrixAt, Matmul, sources::LM_HEAD_LOSS};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 
@@ -112,7 +112,7 @@ pub(super) fn backward(
                 logits_of_tile(launcher, sizes, [x, weight, logits], &tokens)?;
                 gradient_of_tile(launcher, sizes, [gradient, logits], of_rows, tokens.len())?;
                 let factors = [gradient, x_of_tile, weight];
-                gradient_products(launcher, sizes, factors, (dx, dweight), scale, tokens.len())?;
+                gradient_matmuls(launcher, sizes, factors, (dx, dweight), scale, tokens.len())?;
             }
         }
         Ok(())
@@ -138,7 +138,7 @@ unsafe fn logits_of_tile(
     let weight = MatrixAt::row_major(weight, vocab_size, dim, dim);
     let logits = MatrixAt::row_major(logits, tokens.len(), vocab_size, row_stride(sizes));
     // SAFETY: the caller's promise.
-    unsafe { launcher.gemm(&product(1.0, x, weight.transposed(), 0.0, logits)) }
+    unsafe { launcher.gemm(&matmul(1.0, x, weight.transposed(), 0.0, logits)) }
 }
 
 /// gradient = softmax(logits) − one-hot. The upstream gradient is left to the products, in whose f32 arithmetic
@@ -172,7 +172,7 @@ unsafe fn gradient_of_tile(
 ///
 /// # Safety
 /// `gradient`, `x` and `dx` have `rows` rows, `weight` and `dweight` are tensors of these `sizes`.
-unsafe fn gradient_products(
+unsafe fn gradient_matmuls(
     launcher: &Launcher,
     sizes: Sizes,
     [gradient, x, weight]: [Address; 3],
@@ -185,18 +185,18 @@ unsafe fn gradient_products(
     let [x, dx] = [x, dx].map(|address| MatrixAt::row_major(address, rows, dim, dim));
     let of_weight = |address| MatrixAt::row_major(address, vocab_size, dim, dim);
     // SAFETY: the caller's promise.
-    unsafe { launcher.gemm(&product(scale, gradient, of_weight(weight), 0.0, dx))? };
+    unsafe { launcher.gemm(&matmul(scale, gradient, of_weight(weight), 0.0, dx))? };
     match dweight {
         // SAFETY: as above.
         Some(dweight) => unsafe {
-            launcher.gemm(&product(scale, gradient.transposed(), x, 1.0, of_weight(dweight)))
+            launcher.gemm(&matmul(scale, gradient.transposed(), x, 1.0, of_weight(dweight)))
         },
         None => Ok(()),
     }
 }
 
-fn product(alpha: f32, a: MatrixAt, b: MatrixAt, beta: f32, c: MatrixAt) -> Product {
-    Product { alpha, a, b, beta, c, batch: 1 }
+fn matmul(alpha: f32, a: MatrixAt, b: MatrixAt, beta: f32, c: MatrixAt) -> Matmul {
+    Matmul { alpha, a, b, beta, c, batch: 1 }
 }
 
 /// # Safety

@@ -21,7 +21,7 @@ pub use losses::Losses;
 
 use super::call::Call;
 use super::cast::with_element_type;
-use super::gemm::product::{take_for_product, take_for_sum_over_tokens};
+use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
 use super::{OpError, Workspace, linear};
 use crate::device::Target;
 use crate::device::dry::{self, MatmulOp};
@@ -73,9 +73,9 @@ pub fn forward(
             Ok(Losses::summed(sum))
         }
         Target::Dry(cpu) => {
-            workspace.give(workspace.take_f32((shape.tile_tokens, shape.vocab_size))?);
+            workspace.recycle(workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?);
             let Sizes { tokens, dim, vocab_size, tile_tokens } = shape;
-            take_for_product(cpu, [x.dtype(), x.dtype(), DType::F32], [tile_tokens, vocab_size, dim]);
+            alloc_matmul_scratch(cpu, [x.dtype(), x.dtype(), DType::F32], [tile_tokens, vocab_size, dim]);
             Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: tokens as u64 }))
         }
         Target::Kernels(launcher) => {
@@ -132,15 +132,15 @@ pub fn backward<'a>(
             }))
         }
         Target::Dry(cpu) => {
-            let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
+            let logits = workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?;
             let Sizes { dim, vocab_size, tile_tokens, .. } = shape;
             let f32 = DType::F32;
-            take_for_product(cpu, [dtype, dtype, f32], [tile_tokens, vocab_size, dim]);
-            take_for_product(cpu, [f32, dtype, dtype], [tile_tokens, dim, vocab_size]);
+            alloc_matmul_scratch(cpu, [dtype, dtype, f32], [tile_tokens, vocab_size, dim]);
+            alloc_matmul_scratch(cpu, [f32, dtype, dtype], [tile_tokens, dim, vocab_size]);
             if dweight.is_some() {
-                take_for_sum_over_tokens(cpu, [f32, dtype, f32], [vocab_size, dim, tile_tokens]);
+                alloc_token_sum_scratch(cpu, [f32, dtype, f32], [vocab_size, dim, tile_tokens]);
             }
-            workspace.give(logits);
+            workspace.recycle(logits);
             Ok(())
         }
         Target::Kernels(launcher) => {
@@ -157,9 +157,9 @@ fn with_room<R>(
     workspace: &Workspace,
     work: impl FnOnce(&mut [f32]) -> Result<R, OpError>,
 ) -> Result<R, OpError> {
-    let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
+    let logits = workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?;
     let result = call.on_cpu([], [&logits], |[], [logits]| work(logits))??;
-    workspace.give(logits);
+    workspace.recycle(logits);
     Ok(result)
 }
 

@@ -96,15 +96,15 @@ impl Drop for Scope {
 }
 
 /// Counts what `work` allocates on this thread for `category`, wherever it is freed.
-pub fn counted_as<T>(category: Category, work: impl FnOnce() -> T) -> T {
+pub fn with_category<T>(category: Category, work: impl FnOnce() -> T) -> T {
     let _scope = Scope(CURRENT.replace(category));
     work()
 }
 
 /// The same, unless the caller counts for something else than [`Category::Other`] already.
-pub fn counted_by_default_as<T>(category: Category, work: impl FnOnce() -> T) -> T {
+pub fn with_default_category<T>(category: Category, work: impl FnOnce() -> T) -> T {
     match CURRENT.get() {
-        Category::Other => counted_as(category, work),
+        Category::Other => with_category(category, work),
         _ => work(),
     }
 }

@@ -94,7 +94,7 @@ pub fn backward<'a>(
             })
         }
         Target::Dry(cpu) => {
-            cpu.take(cpu::backward_scratch_bytes(n, d));
+            cpu.alloc_temporary(cpu::backward_scratch_bytes(n, d));
             Ok(())
         }
         Target::Kernels(launcher) => {

@@ -109,8 +109,8 @@ impl<T: Operand> Pass<'_, T> {
     /// `dk` and `dv` of some blocks of keys and, if asked for, what they add to `dq`. Queries are fetched once for all
     /// of the blocks, whose rectangles are those of one block alone.
     fn keys(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
-        let Problem { dims, geometry, .. } = *self.problem;
-        let visible = geometry.visible(row);
+        let Problem { dims, layout, .. } = *self.problem;
+        let visible = layout.visible(row);
         let lengths = keys_lengths::<T>(keys.len(), dims.head_dim);
         with_scratch(lengths, |[p, ds, p_room, ds_room, k, k_t, v_t, q, dout, dk, dv]| {
             let [dk, dv] = [dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
@@ -148,8 +148,8 @@ impl<T: Operand> Pass<'_, T> {
         add_to_dq: bool,
     ) {
         const { assert!(begin_at_multiples(T::TERMS) && T::BACKWARD_STRIP.is_multiple_of(T::TERMS)) }
-        let Problem { kernel, scale, geometry, .. } = *self.problem;
-        let spans = spans(geometry.visible(row), queries.queries.clone(), keys.keys.clone(), T::TERMS);
+        let Problem { kernel, scale, layout, .. } = *self.problem;
+        let spans = spans(layout.visible(row), queries.queries.clone(), keys.keys.clone(), T::TERMS);
         for span in strips(spans, T::BACKWARD_STRIP) {
             self.recompute(row, head, &span, (queries, keys), [p, ds]);
             let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
@@ -171,8 +171,8 @@ impl<T: Operand> Pass<'_, T> {
 
     /// `dq` of a block of queries.
     fn query_block(&self, row: usize, head: usize, queries: Range<usize>) {
-        let Problem { dims, geometry, .. } = self.problem;
-        let visible = geometry.visible(row);
+        let Problem { dims, layout, .. } = self.problem;
+        let visible = layout.visible(row);
         let lengths = dq_lengths::<T>(queries.len(), dims.head_dim);
         with_scratch(lengths, |[p, ds, room, k, k_t, v_t, q, dout]| {
             // SAFETY: no other task has this row, head and block of queries.
@@ -180,7 +180,7 @@ impl<T: Operand> Pass<'_, T> {
             let of_queries =
                 QueryBlock::gather(self.problem, self.upstream, (row, head), queries.clone(), [q, dout]);
             for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
-                let kv_head = geometry.q_to_kv()[head];
+                let kv_head = layout.q_to_kv()[head];
                 let block = KeyBlock::gather(self.problem, (row, kv_head), keys.clone(), [k, k_t, v_t]);
                 for span in strips(spans(visible, queries.clone(), keys, T::TERMS), T::BACKWARD_STRIP) {
                     self.recompute(row, head, &span, (&of_queries, &block), [p, ds]);
@@ -202,7 +202,7 @@ impl<T: Operand> Pass<'_, T> {
         (queries, keys): (&QueryBlock<'_, T>, &KeyBlock<'_, T>),
         [p, ds]: [&mut [f32]; 2],
     ) {
-        let Problem { kernel, dims, scale, geometry, .. } = *self.problem;
+        let Problem { kernel, dims, scale, layout, .. } = *self.problem;
         let Upstream { lse, delta, .. } = self.upstream;
         let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
         let [q, dout] = queries.of(span);
@@ -213,7 +213,7 @@ impl<T: Operand> Pass<'_, T> {
         T::multiply(kernel, gradients, Store::Overwrite, 1.0, dout, v_t);
         let first = (row * dims.num_heads + head) * dims.num_queries + span.queries.start;
         let terms = RowTerms { lse: &lse[first..][..num_queries], delta: &delta[first..][..num_queries] };
-        softmax_backward(span, geometry.visible(row), &terms, p, ds);
+        softmax_backward(span, layout.visible(row), &terms, p, ds);
     }
 
     /// Adds `scale ds k` of a rectangle.
@@ -235,7 +235,7 @@ impl<T: Operand> Pass<'_, T> {
     }
 
     fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> {
-        let q_to_kv = self.problem.geometry.q_to_kv().iter().enumerate();
+        let q_to_kv = self.problem.layout.q_to_kv().iter().enumerate();
         q_to_kv.filter(move |(_, used)| **used == kv_head).map(|(head, _)| head)
     }
 }

@@ -79,9 +79,9 @@ impl Task {
         [q, k_t, v]: [&mut [f32]; 3],
         running: &mut Running<'_>,
     ) {
-        let Problem { kernel, dims, scale, geometry, .. } = *problem;
-        let visible = geometry.visible(self.row);
-        let kv_head = geometry.q_to_kv()[self.head];
+        let Problem { kernel, dims, scale, layout, .. } = *problem;
+        let visible = layout.visible(self.row);
+        let kv_head = layout.q_to_kv()[self.head];
         let (of_q, of_kv) = ((self.row, self.head), (self.row, kv_head));
         let q = T::gather(&problem.q, of_q, &self.queries, q);
         for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {

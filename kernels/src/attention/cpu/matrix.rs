@@ -2,7 +2,7 @@
 
 use crate::cast::{Float, copy_rows};
 use crate::gemm::transposed::transpose_rows;
-use crate::gemm::unpacked::{Product, multiply, multiply_pairs};
+use crate::gemm::unpacked::{Matmul, multiply, multiply_pairs};
 use std::{marker::PhantomData, ops::Range};
 
 /// A read-only matrix within a slice; one of its strides is 1.
@@ -76,7 +76,7 @@ impl<'a, T> MatMut<'a, T> {
     }
 
     /// The matrix must have the shape of `lhs * rhs`.
-    pub(super) fn expect_product<U>(&self, lhs: &Mat<'_, U>, rhs: &Mat<'_, U>) {
+    pub(super) fn expect_matmul<U>(&self, lhs: &Mat<'_, U>, rhs: &Mat<'_, U>) {
         assert_eq!((self.rows, self.cols, lhs.cols), (lhs.rows, rhs.cols, rhs.rows));
     }
 }
@@ -111,9 +111,9 @@ pub(in crate::attention) enum Store {
 
 /// `dst (+)= factor * lhs * rhs` on the calling thread.
 pub(super) fn multiply_f32(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
-    let product = product_of(&dst, store, factor, lhs, rhs);
-    // SAFETY: as `product_of` says.
-    unsafe { multiply(product) }
+    let matmul = matmul_of(&dst, store, factor, lhs, rhs);
+    // SAFETY: as `matmul_of` says.
+    unsafe { multiply(matmul) }
 }
 
 /// As [`multiply_f32`], of operands with two terms of bf16 in each element.
@@ -124,23 +124,23 @@ pub(super) fn multiply_words(
     lhs: Mat<'_, u32>,
     rhs: Mat<'_, u32>,
 ) {
-    let product = product_of(&dst, store, factor, lhs, rhs);
-    // SAFETY: as `product_of` says.
-    unsafe { multiply_pairs(product) }
+    let matmul = matmul_of(&dst, store, factor, lhs, rhs);
+    // SAFETY: as `matmul_of` says.
+    unsafe { multiply_pairs(matmul) }
 }
 
 /// What may be multiplied as long as the views live: they are in bounds of live slices (checked where they are made), the
 /// shapes agree, and `dst` is the only way to its elements.
-fn product_of<T>(
+fn matmul_of<T>(
     dst: &MatMut<'_>,
     store: Store,
     factor: f32,
     lhs: Mat<'_, T>,
     rhs: Mat<'_, T>,
-) -> Product<T> {
-    dst.expect_product(&lhs, &rhs);
+) -> Matmul<T> {
+    dst.expect_matmul(&lhs, &rhs);
     assert_eq!(rhs.col_stride, 1, "rows of the right operand are read as vectors");
-    Product {
+    Matmul {
         rows: dst.rows,
         cols: dst.cols,
         terms: lhs.cols,

@@ -20,7 +20,7 @@ pub(super) use operand::{InBf16, InF32, Operand};
 pub(super) use pairs::InPairs;
 pub(super) use scratch::scratch_bytes;
 
-use super::{Geometry, dims::Dims};
+use super::{AttentionLayout, dims::Dims};
 
 /// What both directions read; checked by the caller.
 pub(super) struct Problem<'a, T: Operand> {
@@ -30,7 +30,7 @@ pub(super) struct Problem<'a, T: Operand> {
     pub(super) v: Heads<'a, T::Element>,
     pub(super) dims: Dims,
     pub(super) scale: f32,
-    pub(super) geometry: &'a Geometry,
+    pub(super) layout: &'a AttentionLayout,
 }
 
 /// What backward reads besides the [`Problem`].

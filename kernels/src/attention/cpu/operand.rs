@@ -252,7 +252,7 @@ impl Operand for InBf16 {
         lhs: Mat<'_, bf16>,
         rhs: Mat<'_, bf16>,
     ) {
-        dst.expect_product(&lhs, &rhs);
+        dst.expect_matmul(&lhs, &rhs);
         let (lhs, rhs) = (lines_of(lhs), lines_of(rhs.t()));
         let add = store == Store::Add;
         multiply_on_caller(kernel, &lhs, &rhs, |row, column, sums| {

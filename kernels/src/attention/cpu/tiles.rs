@@ -93,16 +93,16 @@ fn whole_groups(part: &Range<usize>, whole: &Range<usize>, group: usize) -> Rang
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionError, Geometry, reference};
+    use crate::attention::{AttentionError, AttentionLayout, reference};
 
-    fn packed(length: u32, boundaries: Vec<u32>, window: Option<usize>) -> Result<Geometry, AttentionError> {
+    fn packed(length: u32, boundaries: Vec<u32>, window: Option<usize>) -> Result<AttentionLayout, AttentionError> {
         let positions: Vec<u32> = (0..length).collect();
-        Geometry::new(positions.clone(), positions, vec![boundaries], vec![0], window)
+        AttentionLayout::new(positions.clone(), positions, vec![boundaries], vec![0], window)
     }
 
-    fn all_spans(geometry: &Geometry, group: usize) -> Vec<Span> {
-        let visible = geometry.visible(0);
-        let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+    fn all_spans(layout: &AttentionLayout, group: usize) -> Vec<Span> {
+        let visible = layout.visible(0);
+        let (num_queries, num_keys) = (layout.q_positions().len(), layout.kv_positions().len());
         blocks(0..num_queries, num_queries, QUERY_BLOCK)
             .flat_map(|queries| {
                 blocks(visible.hull(&queries), num_keys, KEY_BLOCK)
@@ -120,21 +120,21 @@ mod tests {
         let even: Vec<u32> = (0..700).map(|index| 2 * index).collect();
         let late: Vec<u32> = (300..1400).collect();
         let thirds: Vec<u32> = (0..333).map(|index| 3 * index).collect();
-        let geometries = [
+        let layouts = [
             packed(700, vec![0, 700], None)?,
             packed(700, vec![0, 1, 90, 91, 400, 700], None)?,
             packed(700, vec![0, 500, 700], Some(33))?,
             packed(900, vec![0, 900], Some(300))?,
-            Geometry::new(even.clone(), late.clone(), vec![vec![0, 800, 1400]], vec![0], None)?,
-            Geometry::new(late, even, vec![vec![0, 350, 1400]], vec![0], Some(500))?,
+            AttentionLayout::new(even.clone(), late.clone(), vec![vec![0, 800, 1400]], vec![0], None)?,
+            AttentionLayout::new(late, even, vec![vec![0, 350, 1400]], vec![0], Some(500))?,
             packed(601, vec![0, 37, 90, 91, 601], Some(301))?,
-            Geometry::new(thirds.clone(), thirds, vec![vec![0, 400, 1000]], vec![0], None)?,
+            AttentionLayout::new(thirds.clone(), thirds, vec![vec![0, 400, 1000]], vec![0], None)?,
         ];
-        let cases = geometries.iter().enumerate().flat_map(|case| [(case, 1), (case, 2)]);
-        for ((case, geometry), group) in cases {
-            let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+        let cases = layouts.iter().enumerate().flat_map(|case| [(case, 1), (case, 2)]);
+        for ((case, layout), group) in cases {
+            let (num_queries, num_keys) = (layout.q_positions().len(), layout.kv_positions().len());
             let mut covered = vec![0u8; num_queries * num_keys];
-            for span in all_spans(geometry, group) {
+            for span in all_spans(layout, group) {
                 let end = span.keys.end;
                 assert!(span.keys.start.is_multiple_of(group), "case {case}: {span:?}");
                 assert!(end.is_multiple_of(group) || end == num_keys, "case {case}: {span:?}");
@@ -146,7 +146,7 @@ mod tests {
             }
             for (pair, count) in covered.into_iter().enumerate() {
                 let (query, key) = (pair / num_keys, pair % num_keys);
-                let visible = reference::is_visible(geometry, 0, query, key);
+                let visible = reference::is_visible(layout, 0, query, key);
                 assert!(
                     count <= 1 && (count == 1 || !visible),
                     "case {case}, groups of {group}: ({query}, {key}) {count} times"

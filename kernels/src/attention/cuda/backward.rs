@@ -23,11 +23,11 @@ pub(in crate::attention) fn backward(
     gradients: &Gradients<'_>,
     tiling: &Tiling,
 ) -> Result<(), DeviceError> {
-    let Problem { q, k, v, dims, dtype, scale, geometry } = *problem;
+    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
-    let (ranges, heads) = (geometry.ranges_on(q.device())?, geometry.heads_by_kv_head_on(q.device())?);
-    let chunks = tiling.head_chunks(geometry.q_to_kv(), &dims, tiling.max_kv_heads(&dims));
+    let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
+    let chunks = tiling.head_chunks(layout.q_to_kv(), &dims, tiling.max_kv_heads(&dims));
     let stride = tiling.score_stride(&dims);
     let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), q.device())?;
     if launcher.is_dry() {
@@ -141,7 +141,7 @@ impl Backward<'_> {
         self.zero(self.kv_sums, 2 * len)?;
         if chunk.group > 0 {
             // The first keys' part overwrites `dq`, for all queries.
-            let seeing = pass.geometry.visible(row).queries_of(keys);
+            let seeing = pass.layout.visible(row).queries_of(keys);
             let queries = if keys.start == 0 { 0..num_queries } else { seeing };
             for queries in blocks(queries, num_queries, self.tiling.query_block(&pass.dims, chunk)) {
                 self.query_block(&QueryBlock { row, chunk: *chunk, queries }, &sums)?;
@@ -157,7 +157,7 @@ impl Backward<'_> {
         pass.gather(self.packed_q, self.inputs.q, block)?;
         pass.gather(self.packed_dout, self.inputs.dout, block)?;
         self.zero(self.dq_sums, block.num_rows() * pass.dims.head_dim)?;
-        for tile in self.tiling.tiles(pass.geometry.visible(block.row), block.queries.clone(), sums.keys) {
+        for tile in self.tiling.tiles(pass.layout.visible(block.row), block.queries.clone(), sums.keys) {
             self.tile(block, &tile, sums)?;
         }
         pass.scatter_queries(dq, self.dq_sums, block, sums.keys.start > 0)

@@ -16,10 +16,10 @@ pub(in crate::attention) fn forward(
     [o, lse]: [&Tensor; 2],
     tiling: &Tiling,
 ) -> Result<(), DeviceError> {
-    let Problem { q, k, v, dims, dtype, scale, geometry } = *problem;
+    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
     let device = q.device();
-    let (ranges, heads) = (geometry.ranges_on(device)?, geometry.heads_by_kv_head_on(device)?);
-    let chunks = tiling.head_chunks(geometry.q_to_kv(), &dims, dims.num_kv_heads);
+    let (ranges, heads) = (layout.ranges_on(device)?, layout.heads_by_kv_head_on(device)?);
+    let chunks = tiling.head_chunks(layout.q_to_kv(), &dims, dims.num_kv_heads);
     let rows = max_rows(&dims, &chunks, tiling);
     let stride = tiling.score_stride(&dims);
     let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), device)?;
@@ -109,7 +109,7 @@ impl Forward<'_> {
         let Self { pass, .. } = self;
         pass.gather(self.packed_q, self.q, block)?;
         self.begin(block)?;
-        let visible = pass.geometry.visible(block.row);
+        let visible = pass.layout.visible(block.row);
         for tile in tiling.tiles(visible, block.queries.clone(), &(0..pass.dims.num_keys)) {
             self.tile(block, &tile)?;
         }

@@ -9,7 +9,7 @@ pub(super) use backward::backward;
 pub(super) use forward::forward;
 pub(super) use tiling::Tiling;
 
-use super::{Geometry, dims::Dims};
+use super::{AttentionLayout, dims::Dims};
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION};
 use candle_core::{DType, Tensor};
 
@@ -22,7 +22,7 @@ pub(super) struct Problem<'a> {
     /// Of `q`, `k`, `v` and all that has their shapes.
     pub(super) dtype: DType,
     pub(super) scale: f32,
-    pub(super) geometry: &'a Geometry,
+    pub(super) layout: &'a AttentionLayout,
 }
 
 /// Writes `delta [b, hq, sq] = rowsum(o * dout)` for `o, dout [b, sq, hq, d]`.

@@ -4,9 +4,9 @@ use super::{
     Problem,
     tiling::{HeadChunk, Tile},
 };
-use crate::attention::{Geometry, dims::Dims};
+use crate::attention::{AttentionLayout, dims::Dims};
 use crate::device::{
-    Address, Arg, DeviceError, Grid, Kernel, Launcher, MatrixAt, Product, sources::ATTENTION,
+    Address, Arg, DeviceError, Grid, Kernel, Launcher, MatrixAt, Matmul, sources::ATTENTION,
 };
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
@@ -40,12 +40,12 @@ impl QueryBlock {
 
 /// One call: its sizes, kernels and tables.
 ///
-/// Invariant: the tables are those of the geometry, and the addresses that methods take are of tensors and scratch
+/// Invariant: the tables are those of the layout, and the addresses that methods take are of tensors and scratch
 /// whose sizes follow from `dims` and the tiling.
 pub(super) struct Pass<'a> {
     pub(super) launcher: &'a Launcher,
     pub(super) dims: Dims,
-    pub(super) geometry: &'a Geometry,
+    pub(super) layout: &'a AttentionLayout,
     dtype: DType,
     /// Elements from one row of scores to the next.
     score_stride: usize,
@@ -65,7 +65,7 @@ impl<'a> Pass<'a> {
         Ok(Self {
             launcher,
             dims: problem.dims,
-            geometry: problem.geometry,
+            layout: problem.layout,
             dtype: problem.dtype,
             score_stride,
             ranges,
@@ -195,7 +195,7 @@ impl<'a> Pass<'a> {
     ) -> Result<(), DeviceError> {
         let batch = block.chunk.num_kv_heads;
         // SAFETY: the matrices are within their tensors (the invariant), and `c` is of a scratch of its own.
-        unsafe { self.launcher.gemm(&Product { alpha, a, b, beta, c, batch }) }
+        unsafe { self.launcher.gemm(&Matmul { alpha, a, b, beta, c, batch }) }
     }
 
     fn keys_at(&self, tensor: Address, row: usize, chunk: &HeadChunk, key: usize) -> Address {

@@ -42,7 +42,7 @@ pub(super) struct HeadChunk {
     pub(super) num_kv_heads: usize,
     /// Query heads of each of the KV heads.
     pub(super) group: usize,
-    /// The first of these query heads in `Geometry::heads_by_kv_head_on`.
+    /// The first of these query heads in `AttentionLayout::heads_by_kv_head_on`.
     pub(super) first_head: usize,
 }
 
@@ -138,7 +138,7 @@ fn aligned(range: &Range<usize>, bounds: &Range<usize>) -> Range<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionError, Geometry, reference};
+    use crate::attention::{AttentionError, AttentionLayout, reference};
 
     const SMALL: Tiling = Tiling { rows: 128, keys: 96, heads: 4, sums: 0 };
 
@@ -172,24 +172,24 @@ mod tests {
     fn every_visible_pair_lies_in_exactly_one_tile() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..700).collect();
         let even: Vec<u32> = (0..350).map(|index| 2 * index).collect();
-        let geometries = [
-            Geometry::causal(1, 700, vec![0])?,
-            Geometry::new(
+        let layouts = [
+            AttentionLayout::causal(1, 700, vec![0])?,
+            AttentionLayout::new(
                 positions.clone(),
                 positions.clone(),
                 vec![vec![0, 1, 90, 91, 400, 700]],
                 vec![0],
                 None,
             )?,
-            Geometry::new(positions.clone(), positions.clone(), vec![vec![0, 500, 700]], vec![0], Some(33))?,
-            Geometry::new(even, positions, vec![vec![0, 350, 700]], vec![0], Some(300))?,
+            AttentionLayout::new(positions.clone(), positions.clone(), vec![vec![0, 500, 700]], vec![0], Some(33))?,
+            AttentionLayout::new(even, positions, vec![vec![0, 350, 700]], vec![0], Some(300))?,
         ];
-        for (case, geometry) in geometries.iter().enumerate() {
-            let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+        for (case, layout) in layouts.iter().enumerate() {
+            let (num_queries, num_keys) = (layout.q_positions().len(), layout.kv_positions().len());
             let mut covered = vec![0u8; num_queries * num_keys];
             for keys in [0..288, 288..num_keys] {
                 for queries in blocks(0..num_queries, num_queries, 128) {
-                    for tile in SMALL.tiles(geometry.visible(0), queries, &keys) {
+                    for tile in SMALL.tiles(layout.visible(0), queries, &keys) {
                         for query in tile.queries {
                             for key in tile.keys.clone() {
                                 covered[query * num_keys + key] += 1;
@@ -200,7 +200,7 @@ mod tests {
             }
             for (pair, count) in covered.into_iter().enumerate() {
                 let (query, key) = (pair / num_keys, pair % num_keys);
-                let visible = reference::is_visible(geometry, 0, query, key);
+                let visible = reference::is_visible(layout, 0, query, key);
                 assert!(
                     count <= 1 && (count == 1 || !visible),
                     "case {case}: ({query}, {key}) {count} times"
@@ -214,12 +214,12 @@ mod tests {
     fn documents_cost_no_more_than_their_own_blocks() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..65536).collect();
         let boundaries: Vec<u32> = (0..=16).map(|document| document * 4096).collect();
-        let geometry = Geometry::new(positions.clone(), positions, vec![boundaries], vec![0], None)?;
+        let layout = AttentionLayout::new(positions.clone(), positions, vec![boundaries], vec![0], None)?;
         let (tiling, keys) = (Tiling::FORWARD, 0..65536);
         let tiles = blocks(0..65536, 65536, 1024)
-            .flat_map(|queries| tiling.tiles(geometry.visible(0), queries, &keys));
+            .flat_map(|queries| tiling.tiles(layout.visible(0), queries, &keys));
         let area: usize = tiles.map(|tile| tile.queries.len() * tile.keys.len()).sum();
-        let visible = geometry.num_visible_pairs() as usize;
+        let visible = layout.num_visible_pairs() as usize;
         assert!(area * 4 <= visible * 5, "{area} for {visible} visible pairs");
         Ok(())
     }

@@ -7,7 +7,7 @@ mod properties;
 mod tilings;
 
 use super::{
-    Attention, AttentionError, FlashAttention, Geometry, Gradients, Operands, Upstream, backward, delta,
+    Attention, AttentionError, FlashAttention, AttentionLayout, Gradients, Operands, Upstream, backward, delta,
     forward, reference,
 };
 use crate::OpError;
@@ -57,7 +57,7 @@ fn dirty(like: &Tensor) -> Result<Tensor> {
 /// maximum moves.
 #[derive(Clone)]
 struct Case {
-    geometry: Geometry,
+    layout: AttentionLayout,
     num_kv_heads: usize,
     head_dim: usize,
     q: Tensor,
@@ -71,17 +71,17 @@ type Outputs = [Vec<f32>; 5];
 const NAMES: [&str; 5] = ["o", "lse", "dq", "dk", "dv"];
 
 impl Case {
-    fn new(geometry: Geometry, num_kv_heads: usize, head_dim: usize) -> Result<Self> {
-        let (b, hq) = (geometry.batch(), geometry.q_to_kv().len());
-        let q_shape = [b, geometry.q_positions().len(), hq, head_dim];
-        let kv_shape = [b, geometry.kv_positions().len(), num_kv_heads, head_dim];
+    fn new(layout: AttentionLayout, num_kv_heads: usize, head_dim: usize) -> Result<Self> {
+        let (b, hq) = (layout.batch(), layout.q_to_kv().len());
+        let q_shape = [b, layout.q_positions().len(), hq, head_dim];
+        let kv_shape = [b, layout.kv_positions().len(), num_kv_heads, head_dim];
         let draw = |seed, factor: f32, shape: [usize; 4]| {
             let data: Vec<f32> = random(seed, shape.iter().product());
             testing::tensor(&data.into_iter().map(|x| factor * x).collect::<Vec<_>>(), &shape)
         };
         let (q, k) = (draw(1, 4.0, q_shape), draw(2, 2.0, kv_shape));
         let (v, dout) = (draw(3, 1.0, kv_shape), draw(4, 1.0, q_shape));
-        Ok(Self { geometry, num_kv_heads, head_dim, q, k, v, dout })
+        Ok(Self { layout, num_kv_heads, head_dim, q, k, v, dout })
     }
 
     fn scale(&self) -> f32 {
@@ -89,7 +89,7 @@ impl Case {
     }
 
     fn operands(&self) -> Operands<'_> {
-        Operands { q: &self.q, k: &self.k, v: &self.v, scale: self.scale(), geometry: &self.geometry }
+        Operands { q: &self.q, k: &self.k, v: &self.v, scale: self.scale(), layout: &self.layout }
     }
 
     /// Runs the ops.
@@ -132,7 +132,7 @@ impl Case {
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
             scale: T::from(self.scale()),
-            geometry: &self.geometry,
+            layout: &self.layout,
         };
         let (o, lse) = reference::forward(&problem);
         let (dq, dk, dv) = reference::backward(&problem, &numbers(&self.dout));
@@ -180,11 +180,11 @@ fn bits(outputs: &Outputs) -> Vec<Vec<u32>> {
 }
 
 /// Whole rows of packed documents.
-fn packed(cu_seqlens: &[&[u32]], q_to_kv: &[usize], window: Option<usize>) -> Result<Geometry> {
+fn packed(cu_seqlens: &[&[u32]], q_to_kv: &[usize], window: Option<usize>) -> Result<AttentionLayout> {
     let seq_len = cu_seqlens[0].last().copied().unwrap_or(0);
     let positions: Vec<u32> = (0..seq_len).collect();
     let rows: Vec<Vec<u32>> = cu_seqlens.iter().map(|row| row.to_vec()).collect();
-    Geometry::new(positions.clone(), positions, rows, q_to_kv, window)
+    AttentionLayout::new(positions.clone(), positions, rows, q_to_kv, window)
 }
 
 fn causal(
@@ -194,11 +194,11 @@ fn causal(
     num_kv_heads: usize,
     head_dim: usize,
 ) -> Result<Case> {
-    Case::new(Geometry::causal(batch, seq_len, q_to_kv)?, num_kv_heads, head_dim)
+    Case::new(AttentionLayout::causal(batch, seq_len, q_to_kv)?, num_kv_heads, head_dim)
 }
 
 /// Parts of two packed rows of 700 tokens.
-fn shards(q: impl IntoIterator<Item = u32>, kv: impl IntoIterator<Item = u32>) -> Result<Geometry> {
+fn shards(q: impl IntoIterator<Item = u32>, kv: impl IntoIterator<Item = u32>) -> Result<AttentionLayout> {
     let (q, kv): (Vec<u32>, Vec<u32>) = (q.into_iter().collect(), kv.into_iter().collect());
-    Geometry::new(q, kv, vec![vec![0, 700], vec![0, 130, 410, 700]], vec![0, 1, 1], None)
+    AttentionLayout::new(q, kv, vec![vec![0, 700], vec![0, 130, 410, 700]], vec![0, 1, 1], None)
 }

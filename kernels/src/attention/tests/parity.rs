@@ -66,8 +66,8 @@ fn large_logits_neither_overflow_nor_lose_accuracy() -> Result<()> {
 #[test]
 fn the_reference_gradients_match_finite_differences() -> Result<()> {
     const STEP: f64 = 1e-5;
-    let geometry = packed(&[&[0, 9], &[0, 4, 9]], &[0, 1, 1], Some(5))?;
-    let case = Case::new(geometry, 2, 4)?;
+    let layout = packed(&[&[0, 9], &[0, 4, 9]], &[0, 1, 1], Some(5))?;
+    let case = Case::new(layout, 2, 4)?;
     let dout: Vec<f64> = read(&case.dout).into_iter().map(f64::from).collect();
     let inputs: Vec<Vec<f64>> = [&case.q, &case.k, &case.v]
         .into_iter()
@@ -81,7 +81,7 @@ fn the_reference_gradients_match_finite_differences() -> Result<()> {
             num_kv_heads: 2,
             head_dim: 4,
             scale: f64::from(case.scale()),
-            geometry: &case.geometry,
+            layout: &case.layout,
         };
         reference::forward(&problem).0.iter().zip(&dout).map(|(o, dout)| o * dout).sum::<f64>()
     };

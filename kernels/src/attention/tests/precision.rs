@@ -40,15 +40,15 @@ impl Case {
         };
         let numbers = |tensor| testing::to_f64(&read(tensor));
         let [q, k, v, dout] = [&self.q, &self.k, &self.v, &self.dout].map(numbers);
-        let (heads, head_dim) = (self.geometry.q_to_kv().len(), self.head_dim);
-        let (queries, keys) = (self.geometry.q_positions().len(), self.geometry.kv_positions().len());
+        let (heads, head_dim) = (self.layout.q_to_kv().len(), self.head_dim);
+        let (queries, keys) = (self.layout.q_positions().len(), self.layout.kv_positions().len());
         let mut outputs = [q.len(), 0, q.len(), k.len(), v.len()].map(|len| vec![0.0; len]);
-        for index in 0..self.geometry.batch() * heads * queries {
+        for index in 0..self.layout.batch() * heads * queries {
             let (row, head, query) = (index / queries / heads, index / queries % heads, index % queries);
             let at = ((row * queries + query) * heads + head) * head_dim;
-            let kv_head = self.geometry.q_to_kv()[head];
+            let kv_head = self.layout.q_to_kv()[head];
             let seen: Vec<usize> = (0..keys)
-                .filter(|key| reference::is_visible(&self.geometry, row, query, *key))
+                .filter(|key| reference::is_visible(&self.layout, row, query, *key))
                 .map(|key| ((row * keys + key) * self.num_kv_heads + kv_head) * head_dim)
                 .collect();
             let dot = |a: &[f64], b: &[f64], kv: usize| -> f64 {

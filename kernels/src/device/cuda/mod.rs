@@ -8,13 +8,13 @@
 mod copies;
 mod module;
 mod pointer;
-mod product;
+mod matmul;
 mod upload;
 
 pub(crate) use copies::CudaCopies;
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
-pub(super) use product::gemm;
+pub(super) use matmul::gemm;
 pub(crate) use upload::upload;
 
 use super::{Arg, DeviceError, Grid, Kernel};

@@ -31,7 +31,7 @@ impl Kernel {
     /// The fastest that this machine has, if it is faster than f32 and [`VARIABLE`] does not ask for f32.
     pub(crate) fn detect() -> Option<Self> {
         static KERNEL: OnceLock<Option<Kernel>> = OnceLock::new();
-        *KERNEL.get_or_init(|| match products_in_f32() {
+        *KERNEL.get_or_init(|| match gemm_in_f32() {
             Ok(true) => None,
             // What has no meaning is `checked`'s to tell.
             Ok(false) | Err(_) => Self::fastest(Self::all(), is_intel()),
@@ -43,7 +43,7 @@ impl Kernel {
     /// # Errors
     /// When [`VARIABLE`] has a value without a meaning.
     pub(crate) fn checked() -> Result<Option<Self>, OpError> {
-        products_in_f32()?;
+        gemm_in_f32()?;
         Ok(Self::detect())
     }
 
@@ -107,7 +107,7 @@ impl Kernel {
 }
 
 /// Whether the environment asks for f32.
-fn products_in_f32() -> Result<bool, OpError> {
+fn gemm_in_f32() -> Result<bool, OpError> {
     match std::env::var_os(VARIABLE).or_else(|| std::env::var_os(OLD_VARIABLE)) {
         None => Ok(false),
         Some(value) if value == "auto" => Ok(false),

@@ -16,7 +16,7 @@ mod tests;
 
 pub(crate) use kernel::Kernel;
 
-use super::SMALL_PRODUCT;
+use super::SMALL_MATMUL;
 use super::operand::MatmulOperand;
 use crate::cast::Float;
 use crate::simd::simd_kernel;
@@ -118,7 +118,7 @@ thread_local! {
 
 /// What should compute a product of `[m, k]` and `[k, n]` bf16 matrices, if the f32 product should not.
 pub(crate) fn kernel_for([m, n, k]: [usize; 3]) -> Option<Kernel> {
-    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_PRODUCT;
+    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_MATMUL;
     if is_small { None } else { Kernel::detect() }
 }
 

@@ -1,6 +1,6 @@
 //! Products of pairs of bf16: each word of an operand holds two terms, the first in its low half.
 
-use super::{CheckedProduct, MulAdd, Product, all_columns};
+use super::{CheckedMatmul, MulAdd, Matmul, all_columns};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Level;
 use pulp::Scalar;
@@ -12,12 +12,12 @@ use pulp::x86::V4;
 ///
 /// # Safety
 /// As there.
-pub(crate) unsafe fn multiply_pairs(product: Product<u32>) {
-    let Product { rows, cols, terms, dst, dst_stride, lhs, lhs_strides, rhs, rhs_stride, factor, add } =
-        product;
+pub(crate) unsafe fn multiply_pairs(matmul: Matmul<u32>) {
+    let Matmul { rows, cols, terms, dst, dst_stride, lhs, lhs_strides, rhs, rhs_stride, factor, add } =
+        matmul;
     // Both have the size and alignment of f32, and are only ever copied from memory to registers as such.
     let (lhs, rhs) = (lhs.cast(), rhs.cast());
-    let promised = CheckedProduct(Product {
+    let matmul = CheckedMatmul(Matmul {
         rows,
         cols,
         terms,
@@ -33,9 +33,9 @@ pub(crate) unsafe fn multiply_pairs(product: Product<u32>) {
     #[cfg(target_arch = "x86_64")]
     if let Some(simd) = instructions_to_use() {
         // SAFETY: the processor has them, as just asked.
-        return unsafe { by_instruction(simd, promised) };
+        return unsafe { by_instruction(simd, matmul) };
     }
-    all_columns(Scalar, promised, Halves);
+    all_columns(Scalar, matmul, Halves);
 }
 
 /// AVX-512 of a processor that has AVX512-BF16 too.
@@ -52,8 +52,8 @@ pub(super) fn instructions_to_use() -> Option<V4> {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-fn by_instruction(simd: V4, promised: CheckedProduct) {
-    all_columns(simd, promised, Instruction(()));
+fn by_instruction(simd: V4, matmul: CheckedMatmul) {
+    all_columns(simd, matmul, Instruction(()));
 }
 
 /// `VDPBF16PS`, on processors that have it.
@@ -117,7 +117,7 @@ mod tests {
         }
         let rhs: Vec<u32> = (0..pairs * stride).map(|at| word(5 + at % stride, at / stride)).collect();
         let mut dst = vec![UNTOUCHED; rows * stride];
-        let product = Product {
+        let matmul = Matmul {
             rows,
             cols,
             terms: pairs,
@@ -131,7 +131,7 @@ mod tests {
             add,
         };
         // SAFETY: all three have as many elements as their shapes and strides say.
-        unsafe { multiply_pairs(product) };
+        unsafe { multiply_pairs(matmul) };
         for (index, element) in dst.into_iter().enumerate() {
             let (row, col) = (index / stride, index % stride);
             let sum: f32 = (0..2 * pairs).map(|at| term(row, at) * term(5 + col, at)).sum();

@@ -14,7 +14,7 @@ fn check([rows, cols, terms]: [usize; 3], lhs_is_transposed: bool, add: bool, le
     let (lhs, rhs) = (matrix(rows, terms), matrix(terms, stride));
     let lhs_strides = if lhs_is_transposed { [1, rows] } else { [terms, 1] };
     let mut dst = vec![UNTOUCHED; rows * stride];
-    let product = Product {
+    let matmul = Matmul {
         rows,
         cols,
         terms,
@@ -28,7 +28,7 @@ fn check([rows, cols, terms]: [usize; 3], lhs_is_transposed: bool, add: bool, le
         add,
     };
     // SAFETY: all three have as many elements as their shapes and strides say.
-    unsafe { multiply(product) };
+    unsafe { multiply(matmul) };
     for (index, element) in dst.into_iter().enumerate() {
         let (row, col) = (index / stride, index % stride);
         let lhs = |term| lhs[row * lhs_strides[0] + term * lhs_strides[1]];

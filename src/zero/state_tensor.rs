@@ -4,12 +4,12 @@ use super::ZeroError;
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
-use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::offload::{Extent, OffloadStore};
 
 /// A flat tensor that is kept.
 #[derive(Debug, Clone)]
-pub(super) enum Kept {
+pub(super) enum StateTensor {
     /// Where it is used.
     Resident(Tensor),
     /// In the rank's store.
@@ -29,13 +29,13 @@ pub(super) struct Slot {
 
 impl Slot {
     fn empty(&self) -> Result<Tensor, ZeroError> {
-        Ok(counted_as(self.category, || {
+        Ok(with_category(self.category, || {
             ulysses_kernels::tensor::zeros(self.numel, self.dtype, &self.device)
         })?)
     }
 }
 
-impl Kept {
+impl StateTensor {
     /// Keeps a tensor: where it is, or in the store if there is one. What was written before is settled first.
     pub(super) fn new(
         tensor: Tensor,
@@ -47,9 +47,9 @@ impl Kept {
         let extent = store.reserve(ulysses_kernels::tensor::bytes(&tensor));
         let (numel, dtype, device) = (tensor.elem_count(), tensor.dtype(), tensor.device().clone());
         let slot = Slot { store: store.clone(), extent, numel, dtype, device, category };
-        let kept = Self::Offloaded(Arc::new(slot));
-        kept.put(tensor)?;
-        Ok(kept)
+        let stored = Self::Offloaded(Arc::new(slot));
+        stored.put(tensor)?;
+        Ok(stored)
     }
 
     pub(super) fn numel(&self) -> usize {
@@ -94,17 +94,17 @@ impl Kept {
 
 /// Part of a tensor that outlives a step.
 #[derive(Debug, Clone)]
-pub struct KeptPart {
-    pub(super) kept: Kept,
+pub struct StateSlice {
+    pub(super) tensor: StateTensor,
     pub(super) elements: Range<usize>,
 }
 
-impl KeptPart {
+impl StateSlice {
     /// All of a tensor.
     #[must_use]
     pub fn whole(tensor: Tensor) -> Self {
         let elements = 0..tensor.elem_count();
-        Self { kept: Kept::Resident(tensor), elements }
+        Self { tensor: StateTensor::Resident(tensor), elements }
     }
 
     /// The elements in f32: a view where they are in memory in f32, else a copy.
@@ -115,7 +115,7 @@ impl KeptPart {
     /// # Errors
     /// A tensor that cannot be read.
     pub fn tensor(&self) -> Result<Tensor, ZeroError> {
-        let part = self.kept.fetch()?.narrow(0, self.elements.start, self.elements.len())?;
+        let part = self.tensor.fetch()?.narrow(0, self.elements.start, self.elements.len())?;
         Ok(part.to_dtype(DType::F32)?)
     }
 }

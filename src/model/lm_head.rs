@@ -33,7 +33,7 @@ impl HeadSaved {
 
     /// Gives its tensors back, the head's input among them, where no backward pass will.
     pub fn recycle(self, ctx: &LayerContext) {
-        [self.x, self.rstd, self.lse].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        [self.x, self.rstd, self.lse].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
     }
 }
 
@@ -71,14 +71,14 @@ impl LossHead {
         &self.projection
     }
 
-    fn normalise(
+    fn normalize(
         &self,
         x: &Tensor,
         norm: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Tensor), ModelError> {
-        let y = ctx.workspace().take(x.dims())?;
-        let rstd = ctx.workspace().take_f32((ctx.batch(), ctx.seq_len_local()))?;
+        let y = ctx.workspace().alloc(x.dims())?;
+        let rstd = ctx.workspace().alloc_f32((ctx.batch(), ctx.seq_len_local()))?;
         rms_norm::forward(x, norm, self.rms_norm_eps, &y, &rstd)?;
         Ok((y, rstd))
     }
@@ -98,11 +98,11 @@ impl LossHead {
         labels: &Labels,
         ctx: &LayerContext,
     ) -> Result<(Losses, HeadSaved), ModelError> {
-        let (normed, rstd) = self.normalise(x, norm, ctx)?;
-        let lse = ctx.workspace().take_f32((ctx.batch(), ctx.seq_len_local()))?;
+        let (normed, rstd) = self.normalize(x, norm, ctx)?;
+        let lse = ctx.workspace().alloc_f32((ctx.batch(), ctx.seq_len_local()))?;
         let loss =
             lm_head_loss::forward(&normed, projection, labels, self.tile_tokens, &lse, ctx.workspace())?;
-        ctx.workspace().give(normed);
+        ctx.workspace().recycle(normed);
         Ok((loss, HeadSaved { x: x.clone(), rstd, lse }))
     }
 
@@ -126,13 +126,13 @@ impl LossHead {
     ) -> Result<Tensor, ModelError> {
         let HeadSaved { x, rstd, lse } = saved;
         let ws = ctx.workspace();
-        let (normed, rstd_again) = self.normalise(&x, norm, ctx)?;
-        let dnormed = ws.take(x.dims())?;
+        let (normed, rstd_again) = self.normalize(&x, norm, ctx)?;
+        let dnormed = ws.alloc(x.dims())?;
         let tile = self.tile_tokens;
         lm_head_loss::backward(&normed, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
         let dx = normed;
         rms_norm::backward(&dnormed, &x, norm, &rstd, &dx, false, dnorm)?;
-        [rstd, rstd_again, lse, dnormed].into_iter().for_each(|tensor| ws.give(tensor));
+        [rstd, rstd_again, lse, dnormed].into_iter().for_each(|tensor| ws.recycle(tensor));
         Ok(dx)
     }
 
@@ -150,11 +150,11 @@ impl LossHead {
         x: &Tensor,
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
-        let (normed, rstd) = self.normalise(x, norm, ctx)?;
+        let (normed, rstd) = self.normalize(x, norm, ctx)?;
         let dims = (ctx.batch(), ctx.seq_len_local(), self.projection.shape[0]);
         let logits = Tensor::zeros(dims, x.dtype(), x.device())?;
         linear::forward(&normed, projection, &logits, false)?;
-        [normed, rstd].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        [normed, rstd].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
         Ok(logits)
     }
 }

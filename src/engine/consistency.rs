@@ -11,14 +11,14 @@ pub(super) fn combine(hashes: u64, rows_hash: u64) -> u64 {
 impl Engine {
     /// Compares hashes of whole rows along sp: ranks whose loaders went apart would compute a loss of rows that do
     /// not exist. Collective; 8 bytes from each rank.
-    pub(super) fn check_rows(&self, hash: u64) -> Result<(), EngineError> {
+    pub(super) fn check_sequences(&self, hash: u64) -> Result<(), EngineError> {
         let sp = &self.groups.sp;
         if sp.world_size() == 1 {
             return Ok(());
         }
         match sp.find_disagreement(&[hash])? {
             None => Ok(()),
-            Some((rank, _)) => Err(EngineError::RowsDiffer { rank, first: sp.global_ranks()[0] }),
+            Some((rank, _)) => Err(EngineError::SequencesDiffer { rank, first: sp.global_ranks()[0] }),
         }
     }
 

@@ -55,24 +55,24 @@ const MAX_PACKED_COLUMNS: usize = 768;
 
 /// Lets a dry CPU take what [`multiply`] needs beside operands and result: with elements of these types, of `[m, k]` by
 /// `[k, n]`.
-pub(crate) fn take_for_product(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
+pub(crate) fn alloc_matmul_scratch(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
     let packed = if n <= MAX_PACKED_COLUMNS { n } else { 0 };
     take(cpu, types, [m, n, k], packed);
 }
 
 /// The same where the terms are tokens, and so not one behind the other in either operand.
-pub(crate) fn take_for_sum_over_tokens(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
+pub(crate) fn alloc_token_sum_scratch(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
     take(cpu, types, [m, n, k], m);
 }
 
 fn take(cpu: DryCpu, [a, b, c]: [DType; 3], [m, n, k]: [usize; 3], packed_lines: usize) {
     let threads = cpu.threads;
     if [a, b, c] == [DType::F32; 3] {
-        cpu.keep("gemm panels", threads * PANELS_PER_THREAD_BYTES);
-        cpu.take(k.min(PANEL_TERMS) * packed_lines * size_of::<f32>());
+        cpu.alloc_persistent("gemm panels", threads * PANELS_PER_THREAD_BYTES);
+        cpu.alloc_temporary(k.min(PANEL_TERMS) * packed_lines * size_of::<f32>());
     } else if [a, b] == [DType::BF16; 2] && kernel_for([m, n, k]).is_some() {
-        cpu.keep("packed bf16", packed_bytes_of_threads([m, n, k], c == DType::F32, threads));
+        cpu.alloc_persistent("packed bf16", packed_bytes_of_threads([m, n, k], c == DType::F32, threads));
     } else {
-        cpu.keep("widened copies", widened::kept_bytes([m, n, k], threads));
+        cpu.alloc_persistent("widened copies", widened::kept_bytes([m, n, k], threads));
     }
 }

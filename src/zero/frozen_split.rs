@@ -5,14 +5,14 @@ use super::FlatLayout;
 use std::ops::Range;
 
 /// A unit of the model: the flat buffers that its parameters lie in, at most two.
-pub(crate) struct Split {
+pub(crate) struct FrozenSplit {
     /// Indices of its flat buffers; of its trained parameters before those of its frozen ones.
     pub(crate) flats: Range<usize>,
     /// Each parameter's flat buffer and its index there.
     places: Vec<(usize, usize)>,
 }
 
-impl Split {
+impl FrozenSplit {
     /// One element for each of the unit's parameters, in their order, from those of each of its flat buffers.
     pub(super) fn in_order<T: Clone>(&self, of_flats: &[Vec<T>]) -> Vec<T> {
         self.places
@@ -28,10 +28,10 @@ impl Split {
 }
 
 /// Divides units by whether their parameters are frozen. A unit without frozen parameters keeps its layout.
-pub(crate) fn split(
+pub(crate) fn split_frozen(
     units: Vec<FlatLayout>,
     is_frozen: impl Fn(&str) -> bool,
-) -> (Vec<FlatLayout>, Vec<Split>) {
+) -> (Vec<FlatLayout>, Vec<FrozenSplit>) {
     let mut layouts = Vec::new();
     let split_unit = |unit: FlatLayout| {
         let first = layouts.len();
@@ -55,7 +55,7 @@ pub(crate) fn split(
                 true => layout(format!("{} (frozen)", unit.name())).frozen(),
             });
         }
-        Split { flats: first..layouts.len(), places }
+        FrozenSplit { flats: first..layouts.len(), places }
     };
     let splits = units.into_iter().map(split_unit).collect();
     (layouts, splits)

@@ -1,6 +1,6 @@
 //! Matrix products through cuBLAS, accumulated in f32.
 
-use crate::device::{DeviceError, MatrixAt, Product};
+use crate::device::{DeviceError, MatrixAt, Matmul};
 use candle_core::cuda::cudarc::cublas::{result, sys};
 use candle_core::{CudaDevice, DType};
 
@@ -10,9 +10,9 @@ use candle_core::{CudaDevice, DType};
 ///
 /// # Safety
 /// As [`Launcher::gemm`](crate::device::Launcher::gemm).
-pub(in crate::device) unsafe fn gemm(device: &CudaDevice, product: &Product) -> Result<(), DeviceError> {
-    let Product { alpha, a, b, beta, c, batch } = product;
-    let error = |message: String| DeviceError::Product { a: [a.rows, a.cols], b: [b.rows, b.cols], message };
+pub(in crate::device) unsafe fn gemm(device: &CudaDevice, matmul: &Matmul) -> Result<(), DeviceError> {
+    let Matmul { alpha, a, b, beta, c, batch } = matmul;
+    let error = |message: String| DeviceError::Matmul { a: [a.rows, a.cols], b: [b.rows, b.cols], message };
     let blas = device.cublas_handle();
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().map_err(|failure| error(failure.to_string()))?;

@@ -4,7 +4,7 @@ use super::{Architecture, LlamaConfig, ModelError, PRESETS, preset};
 use ulysses_kernels::rope::Scaling;
 
 /// Names that [`shape`] knows besides the [`PRESETS`].
-pub const PUBLISHED: [&str; 4] = ["llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b"];
+pub const KNOWN_MODELS: [&str; 4] = ["llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b"];
 
 /// The shape of a published model, or of a preset, by name. Sizes: hidden × layers × query heads / KV heads.
 ///
@@ -27,7 +27,7 @@ pub fn shape(name: &str) -> Result<LlamaConfig, ModelError> {
         "llama3-405b" => (16384, 126, 128, 8, 53248),
         _ if PRESETS.contains(&name) => return preset(name),
         _ => {
-            let presets = PRESETS.into_iter().chain(PUBLISHED).collect();
+            let presets = PRESETS.into_iter().chain(KNOWN_MODELS).collect();
             return Err(ModelError::UnknownPreset { name: name.to_owned(), presets });
         }
     };
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn shapes_have_as_many_parameters_as_the_models_are_known_to() {
-        let parameters = PUBLISHED.map(|name| shape(name).unwrap().num_parameters());
+        let parameters = KNOWN_MODELS.map(|name| shape(name).unwrap().num_parameters());
         assert_eq!(parameters, [6_738_415_616, 8_030_261_248, 70_553_706_496, 405_853_388_800]);
     }
 

@@ -1,6 +1,6 @@
 //! The elements that a rank updates, cut where parameters of other settings begin.
 
-use super::rule::Step;
+use super::optimizer_step::Step;
 use super::unit::Unit;
 use super::{FlatLayout, ZeroError};
 use crate::config::{GroupRate, OptimizerConfig, ParameterGroup};
@@ -36,7 +36,7 @@ impl Settings {
 }
 
 /// Consecutive elements that are updated with the same settings. Padding is in none.
-pub(super) struct Span {
+pub(super) struct ParamGroupRange {
     /// Within the elements that this rank updates.
     pub(super) elements: Range<usize>,
     pub(super) settings: Settings,
@@ -53,13 +53,13 @@ pub(super) struct Tensors {
 
 impl Unit {
     /// The spans of the elements that this rank updates: `all` of them or its partition.
-    pub(super) fn cut_spans(
+    pub(super) fn param_group_ranges(
         &self,
         all: bool,
         config: &OptimizerConfig,
         groups: &[ParameterGroup],
         device: &Device,
-    ) -> Result<Vec<Span>, ZeroError> {
+    ) -> Result<Vec<ParamGroupRange>, ZeroError> {
         let layout = &self.layout;
         let names = layout.parameters().iter().map(|parameter| &parameter.name);
         let settings: Vec<_> = names.map(|name| Settings::of(groups, name)).collect();
@@ -94,10 +94,10 @@ struct Run {
 }
 
 impl Run {
-    fn span(self, first: usize, tensors: Option<Tensors>) -> Span {
+    fn span(self, first: usize, tensors: Option<Tensors>) -> ParamGroupRange {
         let start = first + self.start;
         let len = self.pieces.last().map_or(0, |piece| piece.end);
-        Span { elements: start..start + len, settings: self.settings, tensors }
+        ParamGroupRange { elements: start..start + len, settings: self.settings, tensors }
     }
 }
 

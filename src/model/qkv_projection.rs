@@ -21,7 +21,7 @@ impl SavedHeadNorm {
 
     /// Gives its tensors back.
     pub(super) fn recycle(self, ctx: &LayerContext) {
-        [self.heads, self.rstd].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        [self.heads, self.rstd].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
     }
 }
 
@@ -32,7 +32,7 @@ pub(super) fn take(
     ctx: &LayerContext,
 ) -> Result<Tensor, ModelError> {
     let heads = weights.weight.dims()[0] / head_dim;
-    Ok(ctx.workspace().take((ctx.batch(), ctx.seq_len_local(), heads, head_dim))?)
+    Ok(ctx.workspace().alloc((ctx.batch(), ctx.seq_len_local(), heads, head_dim))?)
 }
 
 /// `y = x · weightᵀ + bias`, as far as there is a bias.
@@ -50,16 +50,16 @@ pub(super) fn project(
         // rounded once.
         let ones = ones(x.dims()[0], ctx)?;
         linear::forward(&ones, &as_column(bias)?, y, false)?;
-        ctx.workspace().give(ones);
+        ctx.workspace().recycle(ones);
     }
     Ok(linear::forward(x, &weights.weight, y, weights.bias.is_some())?)
 }
 
-/// The heads normalised, as far as there is a norm.
+/// The heads normalized, as far as there is a norm.
 ///
 /// # Shapes
 /// `y`, result: `[batch, seq_local, heads, head_dim]`.
-pub(super) fn normalise(
+pub(super) fn normalize(
     y: Tensor,
     norm: Option<&Tensor>,
     eps: f64,
@@ -67,13 +67,13 @@ pub(super) fn normalise(
 ) -> Result<(Tensor, Option<SavedHeadNorm>), ModelError> {
     let Some(norm) = norm else { return Ok((y, None)) };
     let (b, s, heads, _) = y.dims4()?;
-    let normed = ctx.workspace().take(y.dims())?;
-    let rstd = ctx.workspace().take_f32((b, s, heads))?;
+    let normed = ctx.workspace().alloc(y.dims())?;
+    let rstd = ctx.workspace().alloc_f32((b, s, heads))?;
     rms_norm::forward(&y, norm, eps, &normed, &rstd)?;
     Ok((normed, Some(SavedHeadNorm { heads: y, rstd })))
 }
 
-/// Backward of [`normalise`]: adds to the norm's gradient, unless it is frozen, and returns that of its input. `dy` is
+/// Backward of [`normalize`]: adds to the norm's gradient, unless it is frozen, and returns that of its input. `dy` is
 /// used up.
 ///
 /// # Shapes
@@ -86,9 +86,9 @@ pub(super) fn backward_norm(
     ctx: &LayerContext,
 ) -> Result<Tensor, ModelError> {
     let (Some(norm), Some(saved)) = (norm, saved) else { return Ok(dy) };
-    let dheads = ctx.workspace().take(dy.dims())?;
+    let dheads = ctx.workspace().alloc(dy.dims())?;
     rms_norm::backward(&dy, &saved.heads, norm, &saved.rstd, &dheads, false, dnorm)?;
-    ctx.workspace().give(dy);
+    ctx.workspace().recycle(dy);
     saved.recycle(ctx);
     Ok(dheads)
 }
@@ -107,7 +107,7 @@ pub(super) fn backward_weight(
         // Σ dy over the tokens, as a product with ones.
         let ones = ones(x.dims()[0], ctx)?;
         linear::backward_weight(dy, &ones, &as_column(dbias)?)?;
-        ctx.workspace().give(ones);
+        ctx.workspace().recycle(ones);
     }
     add_weight_gradient(dy, x, grads.weight.as_ref())
 }
@@ -115,7 +115,7 @@ pub(super) fn backward_weight(
 /// A one for every token, `[tile, 1]`: with it a bias is a linear layer of one input, and needs
 /// no op of its own on any device.
 fn ones(tokens: usize, ctx: &LayerContext) -> Result<Tensor, ModelError> {
-    let ones = ctx.workspace().take((tokens, 1))?;
+    let ones = ctx.workspace().alloc((tokens, 1))?;
     elementwise::fill(&ones, 1.0)?;
     Ok(ones)
 }

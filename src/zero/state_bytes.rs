@@ -6,7 +6,7 @@ use std::ops::Add;
 
 /// Persistent bytes of one rank by category.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct HeldBytes {
+pub struct StateBytes {
     /// Parameters; f32 ones are the optimizer's master copy as well.
     pub parameters: u64,
     /// Gradients that outlive a layer's backward.
@@ -15,7 +15,7 @@ pub struct HeldBytes {
     pub optimizer: u64,
 }
 
-impl HeldBytes {
+impl StateBytes {
     /// By formula (the table in the folder's README), for parameters of element type `dtype` with
     /// `state_tensors` tensors of optimizer state (Adam: 2) and `padded_numel` parameter elements
     /// over all units.
@@ -62,7 +62,7 @@ impl HeldBytes {
     }
 }
 
-impl Add for HeldBytes {
+impl Add for StateBytes {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {

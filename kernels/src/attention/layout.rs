@@ -18,7 +18,7 @@ use std::{ops::Range, sync::Arc};
 ///
 /// Cloning copies pointers only.
 #[derive(Debug, Clone)]
-pub struct Geometry {
+pub struct AttentionLayout {
     q_positions: Arc<[u32]>,
     kv_positions: Arc<[u32]>,
     num_queries: usize,
@@ -33,7 +33,7 @@ pub struct Geometry {
     _dry: Arc<Option<Allocation>>,
 }
 
-impl Geometry {
+impl AttentionLayout {
     /// Describes any part of a batch of packed rows.
     ///
     /// * `q_positions`, `kv_positions`: index within the row of each local token, strictly ascending.
@@ -98,12 +98,12 @@ impl Geometry {
             let kv_positions = if are_same { q_positions.clone() } else { keys.collect() };
             return Self::new(q_positions, kv_positions, cu_seqlens, q_to_kv, window);
         }
-        let geometry = Self::new(Vec::new(), Vec::new(), cu_seqlens, q_to_kv, window)?;
+        let layout = Self::new(Vec::new(), Vec::new(), cu_seqlens, q_to_kv, window)?;
         let (num_queries, num_keys) = (queries.len(), keys.len());
         let numbers = if queries == keys { num_queries } else { num_queries + num_keys };
-        let tables = numbers + 2 * geometry.batch() * num_queries;
+        let tables = numbers + 2 * layout.batch() * num_queries;
         let _dry = Arc::new(Allocation::on_host(tables * size_of::<u32>()));
-        Ok(Self { num_queries, num_keys, _dry, ..geometry })
+        Ok(Self { num_queries, num_keys, _dry, ..layout })
     }
 
     /// The same tokens for another set of heads that see another window.
@@ -116,11 +116,11 @@ impl Geometry {
         window: Option<usize>,
     ) -> Result<Self, AttentionError> {
         let (q_positions, kv_positions) = (self.q_positions.clone(), self.kv_positions.clone());
-        let geometry = Self::new(q_positions, kv_positions, self.cu_seqlens.clone(), q_to_kv, window)?;
+        let layout = Self::new(q_positions, kv_positions, self.cu_seqlens.clone(), q_to_kv, window)?;
         let Self { num_queries, num_keys, .. } = *self;
         let ranges = 2 * self.batch() * num_queries * size_of::<u32>();
         let _dry = Arc::new(Allocation::on_host(ranges));
-        Ok(Self { num_queries, num_keys, _dry, ..geometry })
+        Ok(Self { num_queries, num_keys, _dry, ..layout })
     }
 
     /// Whole rows of one document each: plain causal attention.
@@ -348,19 +348,19 @@ pub fn grouped_heads(num_heads: usize, num_kv_heads: usize) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    fn ranges(geometry: &Geometry, row: usize) -> Vec<Range<usize>> {
-        let visible = geometry.visible(row);
+    fn ranges(layout: &AttentionLayout, row: usize) -> Vec<Range<usize>> {
+        let visible = layout.visible(row);
         (0..visible.len()).map(|query| visible.of(query)).collect()
     }
 
     #[test]
     fn causal_queries_see_themselves_and_all_before() -> Result<(), AttentionError> {
-        let geometry = Geometry::causal(2, 4, vec![0])?;
+        let layout = AttentionLayout::causal(2, 4, vec![0])?;
         for row in 0..2 {
-            assert_eq!(ranges(&geometry, row), [0..1, 0..2, 0..3, 0..4]);
+            assert_eq!(ranges(&layout, row), [0..1, 0..2, 0..3, 0..4]);
         }
-        assert_eq!(geometry.num_visible_pairs(), 20);
-        assert!(geometry.visible_ranges(2).is_none());
+        assert_eq!(layout.num_visible_pairs(), 20);
+        assert!(layout.visible_ranges(2).is_none());
         Ok(())
     }
 
@@ -368,18 +368,18 @@ mod tests {
     fn documents_and_the_window_cut_what_is_seen() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..7).collect();
         let rows = vec![vec![0, 2, 2, 7], vec![0, 7]];
-        let geometry = Geometry::new(positions.clone(), positions, rows, vec![0], Some(3))?;
-        assert_eq!(ranges(&geometry, 0), [0..1, 0..2, 2..3, 2..4, 2..5, 3..6, 4..7]);
-        assert_eq!(ranges(&geometry, 1), [0..1, 0..2, 0..3, 1..4, 2..5, 3..6, 4..7]);
+        let layout = AttentionLayout::new(positions.clone(), positions, rows, vec![0], Some(3))?;
+        assert_eq!(ranges(&layout, 0), [0..1, 0..2, 2..3, 2..4, 2..5, 3..6, 4..7]);
+        assert_eq!(ranges(&layout, 1), [0..1, 0..2, 0..3, 1..4, 2..5, 3..6, 4..7]);
         Ok(())
     }
 
     #[test]
     fn shards_with_gaps_see_the_keys_that_are_not_later() -> Result<(), AttentionError> {
         let rows = vec![vec![0, 3, 8]];
-        let geometry = Geometry::new(vec![0, 1, 6, 7], vec![2, 3, 4, 5], rows.clone(), vec![0], None)?;
-        assert_eq!(ranges(&geometry, 0), [0..0, 0..0, 1..4, 1..4], "key 2 is of the first document");
-        let later = Geometry::new(vec![0, 1], vec![6, 7], rows, vec![0], None)?;
+        let layout = AttentionLayout::new(vec![0, 1, 6, 7], vec![2, 3, 4, 5], rows.clone(), vec![0], None)?;
+        assert_eq!(ranges(&layout, 0), [0..0, 0..0, 1..4, 1..4], "key 2 is of the first document");
+        let later = AttentionLayout::new(vec![0, 1], vec![6, 7], rows, vec![0], None)?;
         assert_eq!(ranges(&later, 0), [0..0, 0..0]);
         Ok(())
     }
@@ -387,9 +387,9 @@ mod tests {
     #[test]
     fn queries_of_inverts_hull() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..40).collect();
-        let geometry =
-            Geometry::new(positions.clone(), positions, vec![vec![0, 11, 12, 30, 40]], vec![0], Some(9))?;
-        let visible = geometry.visible(0);
+        let layout =
+            AttentionLayout::new(positions.clone(), positions, vec![vec![0, 11, 12, 30, 40]], vec![0], Some(9))?;
+        let visible = layout.visible(0);
         for start in 0..40 {
             for end in start + 1..=40 {
                 let sees = |query: &usize| visible.of(*query).start < end && start < visible.of(*query).end;
@@ -405,10 +405,10 @@ mod tests {
     }
 
     #[test]
-    fn bad_geometries_are_refused_by_name() {
+    fn bad_layouts_are_refused_by_name() {
         let build = |q: &[u32], rows: &[&[u32]], window| {
             let rows: Vec<Vec<u32>> = rows.iter().map(|row| row.to_vec()).collect();
-            Geometry::new(q, [0, 1].as_slice(), rows, vec![0], window).expect_err("invalid")
+            AttentionLayout::new(q, [0, 1].as_slice(), rows, vec![0], window).expect_err("invalid")
         };
         assert!(matches!(
             build(&[0, 2, 2], &[&[0, 4]], None),

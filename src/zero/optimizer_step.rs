@@ -21,7 +21,7 @@ pub(super) struct Step {
 }
 
 /// Elements that are updated, with their gradients and their state: tensors of equal length.
-pub(super) struct Owned {
+pub(super) struct UpdateTensors {
     /// The master copy where there is one.
     pub(super) parameters: Tensor,
     pub(super) gradients: Tensor,
@@ -29,7 +29,7 @@ pub(super) struct Owned {
     pub(super) state: Vec<Tensor>,
 }
 
-impl Owned {
+impl UpdateTensors {
     /// Some of the elements.
     pub(super) fn narrow(&self, elements: &Range<usize>) -> Result<Self, ZeroError> {
         let narrow = |tensor: &Tensor| tensor.narrow(0, elements.start, elements.len());
@@ -61,8 +61,8 @@ pub(super) fn initial_state(config: &OptimizerConfig) -> f64 {
 }
 
 /// Updates elements by a rule that treats each of them alone.
-pub(super) fn update(config: &OptimizerConfig, owned: &Owned, step: Step) -> Result<(), ZeroError> {
-    let Owned { parameters, gradients, state } = owned;
+pub(super) fn update(config: &OptimizerConfig, owned: &UpdateTensors, step: Step) -> Result<(), ZeroError> {
+    let UpdateTensors { parameters, gradients, state } = owned;
     let Step { number, lr, grad_scale } = step;
     match (config, state.as_slice()) {
         (

@@ -49,7 +49,7 @@ impl MatrixAt {
 /// `a` and `b` have one element type, f32, bf16 or f16; `c` has that type too, or f32. With `beta` 0 what `c` held
 /// is not read.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Product {
+pub(crate) struct Matmul {
     /// Factor of the product.
     pub(crate) alpha: f32,
     /// [m, k].
