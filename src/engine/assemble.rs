@@ -1,11 +1,11 @@
-//! Putting tensors that are sharded over the mesh back together, for checks.
+//! Reassembles tensors that are sharded over the mesh, for checks.
 
 use super::{Engine, EngineError};
 use crate::comm::ProcessGroupExt;
 use candle_core::{DType, Device, Tensor};
 
 impl Engine {
-    /// The whole of a per-token tensor of the global batch, on every rank. Collective.
+    /// Gathers a per-token tensor of the global batch on every rank. Collective.
     ///
     /// # Shapes
     /// `local`: `[micro_batch, seq_local, width]` → `[micro_batch · dp, seq, width]`.

@@ -13,8 +13,8 @@ use ulysses_kernels::Workspace;
 use ulysses_kernels::lm_head_loss::Labels;
 
 impl Engine {
-    /// Adds the gradients of a micro batch. Each unit's are reduced while the next one's
-    /// backward runs. Collective. The first call after a step forgets the gradients of the last.
+    /// Adds the gradients of a micro batch. Each unit's gradients are reduced while the backward pass of
+    /// the next one runs. Collective. The first call after a step clears the gradients of the previous step.
     ///
     /// # Errors
     /// More calls than the accumulation allows, or failed communication.
@@ -31,7 +31,7 @@ impl Engine {
         if self.accumulation.micro_steps == 0 {
             self.zero.zero_gradients()?;
         }
-        // Until the end: what fails on the way leaves part of a gradient behind.
+        // Cleared at the end: a failure in between leaves partial gradients behind.
         self.is_broken = true;
         let (scale, weight) = self.loss_scale(&loss)?;
         let Loss { local, tape } = loss;
@@ -42,7 +42,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Head, layers and embedding.
+    /// Runs the backward pass of head, layers and embedding.
     fn backward_pass(&mut self, tape: Tape, scale: f32, boundary: bool) -> Result<(), EngineError> {
         let Tape { ctx, input_ids, labels, mut layers, hidden, head, .. } = tape;
         self.read_ahead(layers.last())?;
@@ -53,14 +53,15 @@ impl Engine {
         let mut output = Some(hidden);
         while let Some(left) = layers.pop() {
             let index = layers.len();
-            // The state of a layer may hold its output. Where there is none, that is given back at once.
-            let held = matches!(left, LayerTape::State(..)).then(|| output.take()).flatten();
+            // A layer's saved state may hold its output. A checkpointed layer's output is recycled at
+            // once.
+            let output_in_use = matches!(left, LayerTape::State(..)).then(|| output.take()).flatten();
             output.take().into_iter().for_each(|y| self.workspace.recycle(y));
             self.begin_part(Moment::Backward { layer: index });
             self.read_ahead(layers.last())?;
             let (gradient, x) = self.backward_layer(index, left, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
-            held.into_iter().for_each(|y| self.workspace.recycle(y));
+            output_in_use.into_iter().for_each(|y| self.workspace.recycle(y));
             self.zero.reduce(index + 1, boundary)?;
         }
         self.begin_part(Moment::EmbeddingBackward);
@@ -74,8 +75,8 @@ impl Engine {
         Ok(self.zero.finish_reductions()?)
     }
 
-    /// Backward of the loss and the head. The views end here, or they would keep the head's
-    /// whole parameters and gradients through the backward of all layers.
+    /// Backward of the loss and the head. The views are dropped here. Otherwise they would keep the
+    /// head's full parameters and gradients alive through the backward pass of all layers.
     fn backward_head(
         &mut self,
         saved: HeadSaved,
@@ -103,7 +104,7 @@ impl Engine {
         Ok(dx)
     }
 
-    /// Starts to bring back what the next layer's backward needs.
+    /// Starts to load what the backward pass of the next layer needs.
     fn read_ahead(&self, left: Option<&LayerTape>) -> Result<(), EngineError> {
         match (&self.activation_offload, left) {
             (Some(store), Some(LayerTape::Offloaded(stored))) => store.read_ahead(stored, &self.workspace),
@@ -111,7 +112,7 @@ impl Engine {
         }
     }
 
-    /// Backward of one layer from what it left: the gradient of its input, and the input.
+    /// Backward of one layer from its tape: the gradient of its input, and the input.
     fn backward_layer(
         &mut self,
         index: usize,
@@ -150,12 +151,11 @@ impl Engine {
         Ok((dx, x))
     }
 
-    /// The factor that this micro batch's gradient gets now, and the one that its loss gets
-    /// in the step's report.
+    /// The factor for this micro batch's gradient, and the weight of its loss in the step's report.
     ///
-    /// `global`: the constant `1/C`; what is missing follows in `step`. `micro_batch`: the mean
-    /// over the sp group's valid tokens, then over dp and accumulation (DeepSpeed's). The
-    /// gradient's factor contains the loss scale besides.
+    /// With `global`, the factor is the constant `1/C`; `step` supplies the rest. With `micro_batch`, it is
+    /// the mean over the sp group's valid tokens, then over dp and accumulation (as in DeepSpeed). The
+    /// gradient's factor also contains the loss scale.
     fn loss_scale(&self, loss: &Loss) -> Result<(f32, f64), EngineError> {
         match self.config.loss_normalization {
             LossNormalization::Global => Ok(((self.scaler.scale() / self.loss_constant()) as f32, 1.0)),
@@ -170,7 +170,7 @@ impl Engine {
     }
 }
 
-/// Brings a stored checkpoint back to memory.
+/// Loads an offloaded checkpoint into memory.
 fn load(
     store: Option<&ActivationOffload>,
     stored: Vec<OffloadedTensor>,

@@ -1,6 +1,7 @@
-//! LAMB on what a rank owns. The trust ratio of a parameter tensor needs the norms of all of it, and
-//! partitions cut through tensors: every rank sums the squares of its part, and the parts are added up in
-//! partition order. A rank that holds everything goes through the same parts, so all stages give the same bits.
+//! The LAMB update of a rank's elements. The trust ratio needs the norm of each whole parameter tensor, but
+//! partition boundaries cut through tensors. So every rank sums the squares of its parts, and the parts are
+//! added in partition order. A rank that holds everything sums the same parts, so all stages give the same
+//! bits.
 
 use super::optimizer_step::{UpdateTensors, Step};
 use super::param_group_ranges::{ParamGroupRange, Tensors};
@@ -14,8 +15,8 @@ use ulysses_kernels::optimizer::lamb::{self, LambParams, SquaredNorms};
 type UnitNorms = Vec<SquaredNorms>;
 
 impl ZeroOptimizer {
-    /// Overwrites the gradients with the directions of the step, then moves the parameters. One collective over
-    /// dp between the two, where the optimizer is partitioned.
+    /// Replaces the gradients by the directions of the step, then updates the parameters. If the optimizer is
+    /// partitioned, one collective over dp runs in between.
     pub(super) fn update_by_lamb(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
         let mut norms = Vec::new();
         self.each_trained_unit(|unit| {
@@ -32,7 +33,7 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    /// The norms of whole tensors from those of this rank's partitions.
+    /// The norms of whole tensors, from those of this rank's partitions.
     fn sum_over_partitions(&self, own: Vec<UnitNorms>) -> Result<Vec<UnitNorms>, ZeroError> {
         if !self.stage.partitions_optimizer() {
             return Ok(own);
@@ -63,11 +64,11 @@ fn params_of((config, step): (OptimizerConfig, Step)) -> LambParams {
         ..
     } = config
     else {
-        unreachable!("only LAMB is updated by tensors")
+        unreachable!("only LAMB is updated per tensor")
     };
     let Step { number, lr, grad_scale } = step;
-    // DeepSpeed's FusedLamb corrects the length of the step instead of the moments: the trust ratio, and what decays,
-    // are those of the moments as they are.
+    // DeepSpeed's FusedLamb corrects the step size instead of the moments, so trust ratio and weight decay
+    // use the uncorrected moments.
     let t = number as f64;
     let correction = if bias_correction { (1.0 - beta2.powf(t)).sqrt() / (1.0 - beta1.powf(t)) } else { 1.0 };
     LambParams {
@@ -84,7 +85,7 @@ fn params_of((config, step): (OptimizerConfig, Step)) -> LambParams {
     }
 }
 
-/// The norms that this rank has of each parameter of the unit.
+/// This rank's part of the norms of each parameter of the unit.
 fn find_directions(
     unit: &Unit,
     owned: &UpdateTensors,

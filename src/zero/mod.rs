@@ -1,11 +1,11 @@
 //! ZeRO: optimizer state, gradients and parameters partitioned over the `dp` axis
 //! (arXiv 1910.02054).
 //!
-//! A model's parameters come in units (the embedding, every layer, the head). Each unit is
-//! one flat, padded buffer cut into `dp_size` contiguous partitions: **the ZeRO world size
-//! is `dp_size`**, whatever `sp_size` is. The ranks of an sp group hold the same partition
-//! and update it redundantly from the same, sp-summed gradient. Hybrid sharding partitions over a part of
-//! `dp` and replicates over the rest ([`ZeroGroups`]).
+//! A model's parameters come in units (the embedding, every layer, the head). Each unit is one flat, padded
+//! buffer in `dp_size` contiguous partitions: **the ZeRO world size is `dp_size`**, whatever `sp_size` is.
+//! The ranks of an sp group hold the same partition. They update it redundantly, from a gradient that is
+//! summed over sp. Hybrid sharding partitions over a part of `dp` and replicates over the rest
+//! ([`ZeroGroups`]).
 //!
 //! | stage | partitioned over dp |
 //! |---|---|
@@ -16,8 +16,8 @@
 //!
 //! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.
 //! - [`ZeroOptimizer`]: storage, gathering, reduction and update of all units.
-//! - [`Storage`]: on which device, in which element type, and what waits elsewhere between its uses.
-//! - [`StateBytes`]: what that costs, by formula, to be held against the allocator's count.
+//! - [`Storage`]: device and element type, and what is offloaded.
+//! - [`StateBytes`]: persistent bytes by formula, to compare with the allocator's count.
 //!
 //! The folder's README explains the order of summation, and which stages it makes bit-equal.
 

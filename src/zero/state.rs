@@ -1,4 +1,4 @@
-//! What outlives a run: parameters and optimizer state as named, partitioned tensors.
+//! Parameters and optimizer state as named, partitioned tensors, for checkpoints.
 
 use super::state_tensor::{StateTensor, StateSlice};
 use super::unit::Unit;
@@ -7,20 +7,20 @@ use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::strided_copy;
 
-/// Asked for elements `range` of the flat buffer of `(unit, kind)`, writes them to a slice of
-/// as many elements.
+/// Writes elements `range` of the flat buffer of `(unit, kind)` to a slice of the same length.
 pub type RestoreState<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
 
 impl ZeroOptimizer {
-    /// What is kept of every element, by name, f32 each: the parameters first (the master copy of
-    /// 16-bit ones), then the optimizer's own state. Other methods name a kind by its index in this list. Of frozen
-    /// parameters there is only the first.
+    /// The names of the f32 state tensors: first the parameters (the master copy of 16-bit ones), then the
+    /// optimizer's own state. Other methods take the index of a kind in this list. Frozen parameters have
+    /// only the first kind.
     pub fn state_kinds(&self) -> Vec<&'static str> {
         [&["parameters"], optimizer_step::state_kinds(&self.config)].concat()
     }
 
-    /// This rank's partition of one kind of a unit's state, without padding: a view, or a copy of what is in a
-    /// file, or nothing where the partition is all padding. At every stage the partitions of all dp ranks together are the whole.
+    /// This rank's partition of one kind of a unit's state, without padding: a view, or a copy if it is
+    /// offloaded or not f32. `None` if the partition is all padding. At every stage, the partitions of all dp
+    /// ranks make up the whole.
     ///
     /// # Shapes
     /// Result: flat, f32, the elements of `layout.partition(shard_rank)` that are below `layout.numel()`; none of
@@ -32,7 +32,7 @@ impl ZeroOptimizer {
         self.state_part(unit, kind).map(|part| part.tensor()).transpose()
     }
 
-    /// As [`state_partition`](Self::state_partition), before it is read from where it is.
+    /// As [`state_partition`](Self::state_partition), without loading it.
     pub fn state_part(&self, unit: usize, kind: usize) -> Option<StateSlice> {
         let unit = &self.units[unit];
         let (stored, stored_range) = unit.state_tensor(kind)?;
@@ -40,20 +40,20 @@ impl ZeroOptimizer {
         (!own.is_empty()).then(|| StateSlice { tensor: stored, elements: own.start - stored_range.start..own.end - stored_range.start })
     }
 
-    /// Replaces parameters and optimizer state. `restore` is asked for exactly the elements
-    /// that this rank holds at its stage. Collective over dp.
+    /// Replaces parameters and optimizer state. `restore` is called for exactly the elements that this rank
+    /// holds at its stage. Collective over dp.
     ///
     /// # Errors
-    /// Whatever `restore` reports; part of the state has been replaced then.
+    /// An error of `restore`, which leaves part of the state replaced.
     pub fn restore_state<E: From<ZeroError>>(&mut self, restore: RestoreState<'_, E>) -> Result<(), E> {
-        // What was gathered before would be served in place of what is restored.
+        // Gathered parameters would be stale.
         self.release_all();
         let kinds = self.state_kinds().len();
         for (index, unit) in self.units.iter().enumerate() {
             for kind in 0..kinds {
                 let Some((stored, stored_range)) = unit.state_tensor(kind) else { continue };
                 let range = unit.layout.unpadded(stored_range.clone());
-                // Padding stays what it is from the start.
+                // Padding keeps its initial value.
                 if range.is_empty() {
                     continue;
                 }
@@ -70,7 +70,7 @@ impl ZeroOptimizer {
 }
 
 impl Unit {
-    /// The tensor of one kind, where there is one, and which elements of the flat buffer it holds.
+    /// The tensor of one kind, if any, and the element range of the flat buffer that it holds.
     fn state_tensor(&self, kind: usize) -> Option<(StateTensor, Range<usize>)> {
         let stored = match kind {
             0 => self.master.clone().unwrap_or_else(|| self.parameters.persistent()),

@@ -1,4 +1,4 @@
-//! Tensors that outlive a step: where they are used, or in a store between their uses.
+//! Persistent tensors, resident or offloaded between their uses.
 
 use super::ZeroError;
 use candle_core::{DType, Device, Tensor};
@@ -7,16 +7,16 @@ use std::sync::Arc;
 use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::offload::{Extent, OffloadStore};
 
-/// A flat tensor that is kept.
+/// A flat, persistent tensor.
 #[derive(Debug, Clone)]
 pub(super) enum StateTensor {
-    /// Where it is used.
+    /// In memory on the device that uses it.
     Resident(Tensor),
-    /// In the rank's store.
+    /// In the rank's offload store.
     Offloaded(Arc<Slot>),
 }
 
-/// An extent of a store, and what is in it.
+/// An extent of a store, with the properties of its tensor.
 #[derive(Debug)]
 pub(super) struct Slot {
     store: Arc<OffloadStore>,
@@ -36,7 +36,7 @@ impl Slot {
 }
 
 impl StateTensor {
-    /// Keeps a tensor: where it is, or in the store if there is one. What was written before is settled first.
+    /// Stores a tensor: as it is, or offloaded if there is a `store`. First waits for earlier writes.
     pub(super) fn new(
         tensor: Tensor,
         category: Category,
@@ -59,7 +59,7 @@ impl StateTensor {
         }
     }
 
-    /// The tensor itself or, of one in the store, a copy: changes count once they are [`put`](Self::put).
+    /// The tensor itself, or a copy of an offloaded one. Write changes back with [`put`](Self::put).
     pub(super) fn fetch(&self) -> Result<Tensor, ZeroError> {
         match self {
             Self::Resident(tensor) => Ok(tensor.clone()),
@@ -67,7 +67,7 @@ impl StateTensor {
         }
     }
 
-    /// As [`fetch`](Self::fetch) where all elements will be overwritten.
+    /// As [`fetch`](Self::fetch), with unspecified content, for callers that overwrite all elements.
     pub(super) fn blank(&self) -> Result<Tensor, ZeroError> {
         match self {
             Self::Resident(tensor) => Ok(tensor.clone()),
@@ -75,7 +75,7 @@ impl StateTensor {
         }
     }
 
-    /// Starts to fetch what will be needed soon.
+    /// Starts to load the tensor for a later [`fetch`](Self::fetch).
     pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
@@ -83,7 +83,7 @@ impl StateTensor {
         }
     }
 
-    /// Takes back what was fetched and changed: starts to write it, where it does not stay.
+    /// Writes a fetched tensor back: starts to write an offloaded one, and does nothing for a resident one.
     pub(super) fn put(&self, tensor: Tensor) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
@@ -92,7 +92,7 @@ impl StateTensor {
     }
 }
 
-/// Part of a tensor that outlives a step.
+/// A range of a persistent tensor.
 #[derive(Debug, Clone)]
 pub struct StateSlice {
     pub(super) tensor: StateTensor,
@@ -100,14 +100,14 @@ pub struct StateSlice {
 }
 
 impl StateSlice {
-    /// All of a tensor.
+    /// The whole of a tensor.
     #[must_use]
     pub fn whole(tensor: Tensor) -> Self {
         let elements = 0..tensor.elem_count();
         Self { tensor: StateTensor::Resident(tensor), elements }
     }
 
-    /// The elements in f32: a view where they are in memory in f32, else a copy.
+    /// Returns the elements in f32: a view of a resident f32 tensor, otherwise a copy.
     ///
     /// # Shapes
     /// Flat.

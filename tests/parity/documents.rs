@@ -176,7 +176,7 @@ fn sp_ranks_with_parts_of_different_rows_are_named() {
         });
         let error = format!("{:#}", anyhow::Error::from(error.unwrap_err()));
         assert!(
-            error.contains("rank 4 was given parts of other rows than rank 3 of its sp group"),
+            error.contains("rank 4 holds shards of other sequences than rank 3 of its sp group"),
             "{error}"
         );
     }
@@ -192,7 +192,7 @@ fn a_rank_that_would_end_at_another_step_is_named() {
     };
     run(7).unwrap();
     let error = format!("{:#}", anyhow::Error::from(run(8).unwrap_err()));
-    assert!(error.contains("the last step differs: rank 4 does not have what rank"), "{error}");
+    assert!(error.contains("the last step differs between rank 4 and rank"), "{error}");
 }
 
 #[test]

@@ -160,7 +160,7 @@ fn a_pattern_that_matches_nothing_is_an_error_with_names_that_are_like_it() {
     problem.extra = json!({ "ulysses": { "parameter_groups": groups } });
     let error = format!("{:#}", problem.run(layout(1, 1, 0)).unwrap_err());
     let expected = "`ulysses.parameter_groups[1].match`: no parameter has a name that matches \
-                    \"model.embed_token.weight\"; there is, for example, model.embed_tokens.weight";
+                    \"model.embed_token.weight\"; for example, there is model.embed_tokens.weight";
     assert!(error.contains(expected), "{error}");
 }
 

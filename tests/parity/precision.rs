@@ -222,8 +222,8 @@ fn a_scale_at_its_minimum_ends_training() {
         let error = error.unwrap_err();
         // Scales of 2 and 1 are skipped over; at 1 there is nothing left to halve.
         assert!(error.contains("step 3") && error.contains("2 step(s) in a row"), "{error}");
-        assert!(error.contains("a loss scale of 1, which is its minimum already"), "{error}");
-        assert!(error.contains("begins in the head, as the loss is NaN: the forward pass"), "{error}");
+        assert!(error.contains("a loss scale of 1, which is its minimum;"), "{error}");
+        assert!(error.contains("backward pass: the head; the loss is NaN, so the forward pass"), "{error}");
     }
 }
 
@@ -294,7 +294,7 @@ fn a_run_that_keeps_overflowing_ends_with_the_layer_where_that_begins() {
                 }
             });
             for error in errors.unwrap() {
-                let expected = format!("begins in model.layers.{}; the parameters", 1 - pass);
+                let expected = format!("backward pass: model.layers.{}; the parameters", 1 - pass);
                 let steps =
                     "step 64: the gradient is not finite, in 64 step(s) in a row, with a loss scale of 1;";
                 assert!(error.contains(&expected) && error.contains(steps), "{layout:?}: {error}");

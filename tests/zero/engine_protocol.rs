@@ -115,11 +115,11 @@ fn train_batch_completes_a_step_that_was_begun() {
 type Defect = (&'static str, fn(&mut MicroBatch));
 
 const DEFECTS: [Defect; 6] = [
-    ("number of rows", |batch| batch.batch += 1),
-    ("number of its tokens on this rank", |batch| batch.input_ids.truncate(1)),
-    ("number of its labels", |batch| batch.labels.push(0)),
-    ("number of its position ids", |batch| batch.position_ids.truncate(1)),
-    ("number of rows that its document boundaries cover", |batch| {
+    ("number of sequences", |batch| batch.batch += 1),
+    ("number of its local tokens", |batch| batch.input_ids.truncate(1)),
+    ("number of its local labels", |batch| batch.labels.push(0)),
+    ("number of its local position ids", |batch| batch.position_ids.truncate(1)),
+    ("number of sequences in its cu_seqlens", |batch| {
         Arc::make_mut(&mut batch.cu_seqlens).push(vec![0, 22])
     }),
     // Another rank's shard, as long as the own one.
