@@ -1,11 +1,11 @@
 //! The attention half of the decoder block, in chunks of heads.
 //!
-//! With `head_chunks` the heads pass one chunk at a time: queries, keys, values and output of the whole
-//! sequence exist for one chunk only, and so does all that the exchange between sequence and head sharding
-//! needs (the idea of UPipe). Chunks are cut between KV heads, and each projects with its own rows of the weights.
+//! With `head_chunks`, one chunk of heads runs at a time. Queries, keys, values and output of the whole
+//! sequence then exist for one chunk only, and so do the buffers of the exchange (the idea of UPipe). Chunks
+//! consist of whole KV heads; each uses its own rows of the weights.
 
 use super::decoder::DecoderLayer;
-use super::decoder_mlp::rows;
+use super::decoder_mlp::token_rows;
 use super::decoder_weights::{HeadRows, View, Weights};
 use super::qkv_projection::{self, SavedHeadNorm};
 use super::{HeadChunk, LayerContext, LlamaConfig, ModelError};
@@ -15,7 +15,7 @@ use ulysses_kernels::rope::Direction;
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::{elementwise, linear, rms_norm, rope, strided_copy};
 
-/// Kept of one chunk, by the attention itself and of what is before and after it.
+/// State of one chunk that is saved for the backward pass.
 pub(super) struct AttentionSaved {
     inner: SavedAttention,
     out: Tensor,
@@ -24,7 +24,8 @@ pub(super) struct AttentionSaved {
 }
 
 impl DecoderLayer {
-    /// `x + o_proj(attention(norm(x)))`, and with `keep` what its backward needs of every chunk.
+    /// Computes `x + o_proj(attention(norm(x)))`. With `keep`, also saves the state of every chunk for the
+    /// backward pass.
     pub(super) fn forward_attention(
         &self,
         weights: &Weights<&Tensor>,
@@ -51,8 +52,8 @@ impl DecoderLayer {
         Ok((mid, kept))
     }
 
-    /// Gradient of the attention half. `dmid` becomes the gradient of its input `x`. Chunks that were
-    /// not kept are computed again, one at a time.
+    /// Backward of the attention half. `dmid` becomes the gradient of its input `x`. Chunks without saved
+    /// state are recomputed, one at a time.
     pub(super) fn backward_attention(
         &self,
         weights: &Weights<&Tensor>,
@@ -95,13 +96,13 @@ impl DecoderLayer {
     ) -> Result<AttentionSaved, ModelError> {
         let LlamaConfig { head_dim, rms_norm_eps, .. } = self.config;
         let [wq, wk, wv] = self.qkv_rows(weights, chunk)?;
-        let projected = [&wq, &wk, &wv].map(|weights| qkv_projection::take(weights, head_dim, ctx));
+        let projected = [&wq, &wk, &wv].map(|weights| qkv_projection::alloc_heads(weights, head_dim, ctx));
         let [q, k, v] = projected;
         let (q, k, v) = (q?, k?, v?);
         for tile in ctx.token_tiles() {
-            let normed = self.normalize(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
+            let normed = self.normalize(&token_rows(x, &tile)?, weights.input_norm, &token_rows(rstd, &tile)?, ctx)?;
             for (weights, y) in [(&wq, &q), (&wk, &k), (&wv, &v)] {
-                qkv_projection::project(&normed, weights, &rows(y, &tile)?, ctx)?;
+                qkv_projection::project(&normed, weights, &token_rows(y, &tile)?, ctx)?;
             }
             ctx.workspace().recycle(normed);
         }
@@ -114,7 +115,7 @@ impl DecoderLayer {
         Ok(AttentionSaved { inner, out, q_norm, k_norm })
     }
 
-    /// From the gradient of the half's result to those of a chunk's projections to q, k and v.
+    /// From the gradient of the half's result to those of a chunk's q, k and v projections.
     fn backward_chunk(
         &self,
         (weights, grads): (&Weights<&Tensor>, &Weights<Option<&Tensor>>),
@@ -131,7 +132,7 @@ impl DecoderLayer {
         linear::backward_input(dmid, &self.o_columns(weights.o, chunk)?, &dout.flatten_from(2)?, false)?;
         let is_shared = saved.shares_output();
         let AttentionSaved { inner, out, q_norm, k_norm } = saved;
-        // The attention may free what it no longer needs, so nothing else may hold it here.
+        // The attention may free tensors that it no longer needs, so this function must not hold them.
         if is_shared {
             drop(out)
         } else {
@@ -147,8 +148,8 @@ impl DecoderLayer {
         Ok([dq, dk, dv])
     }
 
-    /// Adds to the gradients of a chunk's rows of the weights, and to `dnormed` or, for the first
-    /// chunk, overwrites it.
+    /// Adds to the gradients of a chunk's rows of the weights, and to `dnormed`; the first chunk overwrites
+    /// `dnormed`.
     fn backward_projections(
         &self,
         (weights, grads): (&Weights<&Tensor>, &Weights<Option<&Tensor>>),
@@ -160,9 +161,9 @@ impl DecoderLayer {
     ) -> Result<(), ModelError> {
         let (weights_of, grads_of) = (self.qkv_rows(weights, chunk)?, self.qkv_rows(grads, chunk)?);
         for tile in ctx.token_tiles() {
-            let normed = self.normalize(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
+            let normed = self.normalize(&token_rows(x, &tile)?, weights.input_norm, &token_rows(rstd, &tile)?, ctx)?;
             for (index, dy) in dqkv.iter().enumerate() {
-                let (dy, dx) = (rows(dy, &tile)?, rows(dnormed, &tile)?);
+                let (dy, dx) = (token_rows(dy, &tile)?, token_rows(dnormed, &tile)?);
                 qkv_projection::backward_weight(&dy, &normed, &grads_of[index], ctx)?;
                 linear::backward_input(&dy, &weights_of[index].weight, &dx, accumulate || index > 0)?;
             }
@@ -182,7 +183,7 @@ impl DecoderLayer {
         Ok(self.config.head_chunks(chunks))
     }
 
-    /// Which keys each query of a chunk sees.
+    /// The attention layout of a chunk.
     fn layout(&self, chunk: &HeadChunk, ctx: &LayerContext) -> Result<AttentionLayout, ModelError> {
         let window = self.config.architecture.sliding_window();
         ctx.windowed_attention_layout(chunk.q.len(), chunk.kv.len(), window)
@@ -202,7 +203,7 @@ impl DecoderLayer {
         ])
     }
 
-    /// A chunk's columns of the output projection: the weight itself where there is one chunk, else a copy.
+    /// A chunk's columns of the output projection: the weight itself if there is one chunk, otherwise a copy.
     fn o_columns(&self, o: &Tensor, chunk: &HeadChunk) -> Result<Tensor, ModelError> {
         let head_dim = self.config.head_dim;
         let columns = o.narrow(1, chunk.q.start * head_dim, chunk.q.len() * head_dim)?;
@@ -244,19 +245,19 @@ impl DecoderLayer {
 }
 
 impl AttentionSaved {
-    /// Bytes that it keeps alive.
+    /// Bytes of the saved tensors.
     pub(super) fn bytes(&self) -> usize {
         let out = if self.shares_output() { 0 } else { ulysses_kernels::tensor::bytes(&self.out) };
         let norms = [&self.q_norm, &self.k_norm].into_iter().flatten().map(SavedHeadNorm::bytes);
         self.inner.bytes() + out + norms.sum::<usize>()
     }
 
-    /// Without sequence parallelism the attention keeps the very tensor that it returned.
+    /// Whether the attention saved the same tensor that it returned, as it does without sequence parallelism.
     fn shares_output(&self) -> bool {
         self.out.id() == self.inner.o.id()
     }
 
-    /// Gives all tensors back, for the next chunk.
+    /// Recycles all tensors, for the next chunk.
     fn recycle(self, ctx: &LayerContext) {
         let Self { inner: SavedAttention { q, k, v, o, lse }, out, q_norm, k_norm } = self;
         [q, k, v, o, lse, out].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
@@ -269,7 +270,7 @@ fn token_dims(x: &Tensor) -> (usize, usize) {
     (x.dims()[0], x.dims()[1])
 }
 
-/// Whoever asks for chunks is short of memory: what they passed through would lie idle beside the MLP.
+/// Frees the chunks' working memory, which the MLP cannot use. Head chunks mean that memory is short.
 fn trim_after_chunks(ctx: &LayerContext) {
     if ctx.tiling().head_chunks > 1 {
         ctx.workspace().trim();

@@ -7,15 +7,15 @@ use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::{linear, rms_norm, strided_copy, swiglu};
 
-/// The MLP's two projections, of all tokens.
+/// Outputs of the gate and up projections, for all tokens.
 pub(super) struct GateUp {
     pub(super) gate: Tensor,
     pub(super) up: Tensor,
 }
 
 impl DecoderLayer {
-    /// `mid + down(silu(gate(n)) · up(n))` with `n = norm(mid)`. With `keep`, and tokens that are
-    /// not tiled, the projections come back as well.
+    /// Computes `mid + down(silu(gate(n)) · up(n))` with `n = norm(mid)`. With `keep` and without tiles, also
+    /// returns the projections.
     pub(super) fn forward_mlp(
         &self,
         weights: &Weights<&Tensor>,
@@ -32,7 +32,7 @@ impl DecoderLayer {
             let GateUp { gate, up } = self.gate_up(weights, mid, &tile, ctx)?;
             let product = ws.alloc(gate.dims())?;
             swiglu::forward(&gate, &up, &product)?;
-            linear::forward(&product, weights.down, &rows(&y, &tile)?, true)?;
+            linear::forward(&product, weights.down, &token_rows(&y, &tile)?, true)?;
             ws.recycle(product);
             if keep {
                 kept = Some(GateUp { gate, up });
@@ -43,8 +43,8 @@ impl DecoderLayer {
         Ok((y, kept))
     }
 
-    /// Gradient of the MLP half. `dy` becomes the gradient of its input `mid`. What forward did not
-    /// keep is computed again, tile by tile.
+    /// Backward of the MLP half. `dy` becomes the gradient of its input `mid`. What the forward pass did not
+    /// save is recomputed, tile by tile.
     pub(super) fn backward_mlp(
         &self,
         weights: &Weights<&Tensor>,
@@ -61,8 +61,8 @@ impl DecoderLayer {
             self.backward_mlp_tile(
                 weights,
                 grads,
-                (&rows(&mid, &tile)?, projections),
-                &rows(dy, &tile)?,
+                (&token_rows(&mid, &tile)?, projections),
+                &token_rows(dy, &tile)?,
                 ctx,
             )?;
         }
@@ -112,7 +112,7 @@ impl DecoderLayer {
     ) -> Result<GateUp, ModelError> {
         let ws = ctx.workspace();
         let rstd = ws.alloc_f32(tile.len())?;
-        let normed = self.normalize(&rows(mid, tile)?, weights.post_attention_norm, &rstd, ctx)?;
+        let normed = self.normalize(&token_rows(mid, tile)?, weights.post_attention_norm, &rstd, ctx)?;
         let dims = (tile.len(), weights.gate.dims()[0]);
         let (gate, up) = (ws.alloc(dims)?, ws.alloc(dims)?);
         linear::forward(&normed, weights.gate, &gate, false)?;
@@ -122,8 +122,9 @@ impl DecoderLayer {
     }
 }
 
-/// Some tokens of `[batch, seq_local, …]` or `[batch, seq_local]`, as rows of a matrix: the same storage.
-pub(super) fn rows(x: &Tensor, tile: &Range<usize>) -> Result<Tensor, ModelError> {
+/// A tile of tokens of `[batch, seq_local, …]` or `[batch, seq_local]`, as a matrix with one row per token.
+/// Shares the storage.
+pub(super) fn token_rows(x: &Tensor, tile: &Range<usize>) -> Result<Tensor, ModelError> {
     let tokens = x.dims()[0] * x.dims()[1];
     let width = x.elem_count() / tokens.max(1);
     Ok(x.reshape((tokens, width))?.narrow(0, tile.start, tile.len())?)

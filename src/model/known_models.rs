@@ -1,12 +1,13 @@
-//! Shapes of published models, for plans: there are no weights behind them.
+//! Shapes of published models, for plans. They have no weights.
 
 use super::{Architecture, LlamaConfig, ModelError, PRESETS, preset};
 use ulysses_kernels::rope::Scaling;
 
-/// Names that [`shape`] knows besides the [`PRESETS`].
+/// Names that [`shape`] accepts in addition to the [`PRESETS`].
 pub const KNOWN_MODELS: [&str; 4] = ["llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b"];
 
-/// The shape of a published model, or of a preset, by name. Sizes: hidden × layers × query heads / KV heads.
+/// Returns the shape of a published model or a preset by name. Size: hidden × layers × query heads / KV
+/// heads.
 ///
 /// | name | size | intermediate | vocabulary |
 /// |---|---|---|---|
@@ -15,7 +16,7 @@ pub const KNOWN_MODELS: [&str; 4] = ["llama2-7b", "llama3-8b", "llama3-70b", "ll
 /// | `llama3-70b` | 8192 × 80 × 64/8 | 28672 | 128256 |
 /// | `llama3-405b` | 16384 × 126 × 128/8 | 53248 | 128256 |
 ///
-/// Numbers are those of the models' `config.json` (arXiv 2307.09288, 2407.21783).
+/// The values are those of the models' `config.json` (arXiv 2307.09288, 2407.21783).
 ///
 /// # Errors
 /// An unknown name; the error lists the known ones.

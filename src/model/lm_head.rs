@@ -7,8 +7,8 @@ use ulysses_kernels::{linear, rms_norm};
 
 /// RMSNorm, linear head and cross-entropy.
 ///
-/// Training never holds `[tokens, vocab]` logits: they are made, used and dropped for
-/// `tile_tokens` tokens at a time, forward and again backward.
+/// Training never holds all logits, `[tokens, vocab]`. They exist for `tile_tokens` tokens at a time, in the
+/// forward and in the backward pass.
 #[derive(Debug, Clone)]
 pub struct LossHead {
     norm: ParameterSpec,
@@ -17,7 +17,7 @@ pub struct LossHead {
     tile_tokens: usize,
 }
 
-/// Kept from the loss's forward to its backward pass.
+/// State saved for the backward pass of head and loss.
 #[derive(Debug)]
 pub struct HeadSaved {
     x: Tensor,
@@ -26,19 +26,19 @@ pub struct HeadSaved {
 }
 
 impl HeadSaved {
-    /// Bytes that it keeps alive.
+    /// Bytes of the saved tensors.
     pub fn bytes(&self) -> usize {
         [&self.x, &self.rstd, &self.lse].into_iter().map(ulysses_kernels::tensor::bytes).sum()
     }
 
-    /// Gives its tensors back, the head's input among them, where no backward pass will.
+    /// Recycles its tensors, including the head's input, if no backward pass will run.
     pub fn recycle(self, ctx: &LayerContext) {
         [self.x, self.rstd, self.lse].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
     }
 }
 
 impl LossHead {
-    /// A head over `vocab_size` classes whose matrix is called `projection_name`.
+    /// Creates a head over `vocab_size` classes whose matrix is called `projection_name`.
     pub fn new(
         projection_name: &str,
         vocab_size: usize,
@@ -54,7 +54,7 @@ impl LossHead {
         }
     }
 
-    /// Sets how many tokens' logits exist at a time.
+    /// Sets the number of tokens whose logits exist at a time.
     #[must_use]
     pub fn with_tile_tokens(mut self, tile_tokens: usize) -> Self {
         self.tile_tokens = tile_tokens.max(1);
@@ -83,7 +83,7 @@ impl LossHead {
         Ok((y, rstd))
     }
 
-    /// The token losses of this rank; labels of −100 do not count.
+    /// Computes the token losses of this rank; labels of −100 are ignored.
     ///
     /// # Shapes
     /// `x`: `[batch, seq_local, hidden]`, `labels`: `[batch, seq_local]`.
@@ -106,8 +106,8 @@ impl LossHead {
         Ok((loss, HeadSaved { x: x.clone(), rstd, lse }))
     }
 
-    /// Gradient of `scale · Σ loss`: adds to `dnorm` and `dprojection`, unless they are frozen, and returns
-    /// that of `x`.
+    /// Backward of `scale · Σ loss`: adds to `dnorm` and `dprojection`, unless they are frozen, and returns
+    /// the gradient of `x`.
     ///
     /// # Shapes
     /// Result: `[batch, seq_local, hidden]`.
@@ -136,7 +136,7 @@ impl LossHead {
         Ok(dx)
     }
 
-    /// All logits of this rank's tokens, for evaluation and checks.
+    /// Computes the logits of all of this rank's tokens, for evaluation and checks.
     ///
     /// # Shapes
     /// `x`: `[batch, seq_local, hidden]` → `[batch, seq_local, vocab]`.

@@ -1,15 +1,15 @@
 //! Transformer models as a stack of layers with hand-written backward passes.
 //!
-//! - [`Layer`]: the trait that the engine drives; [`DecoderLayer`] is the Llama block,
-//!   [`AutogradLayer`] runs any block written with candle ops.
+//! - [`Layer`]: the trait that the engine calls; [`DecoderLayer`] is the Llama block, [`AutogradLayer`] runs
+//!   any block written with candle ops.
 //! - [`Embedding`] before and [`LossHead`] after the layers.
-//! - [`Model`]: the three together, and its parameters grouped into units, the pieces that
-//!   ZeRO partitions, gathers and reduces as a whole.
-//! - [`LlamaConfig`]: presets and Hugging Face `config.json`; [`WeightSource`]: where
-//!   initial values come from, [`RandomWeights`] or [`HfWeights`].
+//! - [`Model`]: the three together. Its parameters form units, which ZeRO partitions, gathers and reduces as
+//!   a whole.
+//! - [`LlamaConfig`]: presets and Hugging Face `config.json`.
+//! - [`WeightSource`]: the source of initial values, [`RandomWeights`] or [`HfWeights`].
 //!
-//! The engine owns parameters and gradients; layers get views of them. Nothing here
-//! communicates: what needs other ranks is behind [`Attention`](ulysses_kernels::attention::Attention).
+//! The engine owns parameters and gradients; layers get views of them. This module does not communicate:
+//! [`Attention`](ulysses_kernels::attention::Attention) hides the other ranks.
 
 mod architecture;
 mod attention_node;

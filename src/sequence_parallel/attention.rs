@@ -1,4 +1,4 @@
-//! [`UlyssesAttention`]: a local attention made sequence-parallel.
+//! [`UlyssesAttention`]: makes a local attention sequence-parallel.
 
 use super::exchange::Qkv;
 use super::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded, UlyssesError};
@@ -13,26 +13,25 @@ use ulysses_kernels::memory::{Category, with_category};
 
 /// Runs a local attention over whole sequences that are sharded over an `sp` group.
 ///
-/// It takes and returns sequence-sharded tensors and is itself an [`Attention`], so a
-/// layer does not know whether its sequence is sharded. What it saves for the backward
-/// pass is head-sharded: the exchange of q, k and v is not repeated.
+/// Takes and returns sequence-sharded tensors and implements [`Attention`], so a layer does not know whether
+/// its sequence is sharded. The state saved for the backward pass is head-sharded, so the exchange of q, k
+/// and v is not repeated.
 ///
-/// Communication per layer: one all-to-all of q, k, v and one of the output forward,
-/// the same backward; nothing with `sp_size` 1. Both calls are collective over the group.
+/// Communication per layer: one all-to-all of q, k, v and one of the output in the forward pass, and the same
+/// in the backward pass. With `sp_size` 1 there is none. Both calls are collective over the group.
 pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
-    /// The layouts of this micro batch, one for each number of heads, and what follows from them:
-    /// all layers share them.
+    /// The plans for this micro batch, one per number of heads, shared by all layers.
     shardings: Mutex<Vec<Arc<Sharding>>>,
 }
 
-/// What a sequence-sharded layout means for this rank.
+/// The exchange and the local layout that follow from a sequence-sharded layout on this rank.
 struct Sharding {
     sharded: AttentionLayout,
     shape: AttentionShape,
     exchange: Exchange,
-    /// AttentionLayout of the local attention: all tokens, this rank's heads.
+    /// Layout of the local attention: all tokens, this rank's heads.
     whole: AttentionLayout,
 }
 
@@ -42,8 +41,7 @@ impl UlyssesAttention {
         Self { local, group, shardings: Mutex::default() }
     }
 
-    /// Recognises the layout of an earlier call by its shared parts, else plans anew and forgets
-    /// those of other tokens.
+    /// Finds the plan of an earlier call with the same layout, or creates it and drops those of other tokens.
     fn sharding(&self, layout: &AttentionLayout, shape: AttentionShape) -> Result<Arc<Sharding>, UlyssesError> {
         let mut known = self.shardings.lock();
         let is_this = |known: &&Arc<Sharding>| {
@@ -60,7 +58,7 @@ impl UlyssesAttention {
         Ok(sharding)
     }
 
-    /// `same_tokens`: what the local attention sees of them with other heads.
+    /// `same_tokens`: the local layout of the same tokens with other heads.
     fn plan(
         &self,
         layout: &AttentionLayout,
@@ -137,16 +135,16 @@ impl UlyssesAttention {
 }
 
 impl Attention for UlyssesAttention {
-    /// Once sent, the storage of `q`, `k` and `v` goes to the workspace.
+    /// The storage of `q`, `k` and `v` is recycled once they are sent.
     ///
     /// # Shapes
     /// `q`, `o`: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
-    /// `[batch, seq_local, num_kv_heads, head_dim]`. What is saved is head-sharded:
-    /// `[batch, seq, heads_local, head_dim]`.
+    /// `[batch, seq_local, num_kv_heads, head_dim]`. The saved state is head-sharded: `[batch, seq,
+    /// heads_local, head_dim]`.
     ///
     /// # Errors
-    /// Fewer heads or tokens than ranks, a layout whose positions are not this rank's shard of
-    /// the row, tensors of another shape, or a failed collective.
+    /// Fewer heads or tokens than ranks, a layout whose positions are not this rank's shard of the sequence,
+    /// tensors of another shape, or a failed collective.
     fn forward(
         &self,
         q: Tensor,
@@ -184,12 +182,12 @@ fn into_attention_error(error: UlyssesError) -> AttentionError {
     }
 }
 
-/// Tokens in a whole row.
+/// Number of tokens in a whole sequence.
 fn seq_len(layout: &AttentionLayout) -> usize {
     layout.cu_seqlens().first().and_then(|row| row.last()).map_or(0, |&end| end as usize)
 }
 
-/// Whether two layouts are of the same tokens, told by their shared parts.
+/// Whether two layouts share their tokens, judged by shared pointers.
 fn shares_tokens(a: &AttentionLayout, b: &AttentionLayout) -> bool {
     Arc::ptr_eq(a.q_positions(), b.q_positions())
         && Arc::ptr_eq(a.kv_positions(), b.kv_positions())

@@ -1,4 +1,4 @@
-//! The all-to-all itself: one collective per direction.
+//! The all-to-all exchanges: one collective per direction.
 
 use super::{ExchangePlan, UlyssesError};
 use crate::comm::{ProcessGroup, ProcessGroupExt, StridedPlan};
@@ -7,20 +7,20 @@ use std::array::from_ref;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 
-/// Tensors that hold this rank's tokens with all heads: `[batch, seq_local, heads, head_dim]`.
+/// Tensors with this rank's tokens and all heads: `[batch, seq_local, heads, head_dim]`.
 #[derive(Debug, Clone)]
 pub struct SeqSharded<T>(pub T);
 
-/// Tensors that hold all tokens with this rank's heads: `[batch, seq, heads_local, head_dim]`.
+/// Tensors with all tokens and this rank's heads: `[batch, seq, heads_local, head_dim]`.
 #[derive(Debug, Clone)]
 pub struct HeadSharded<T>(pub T);
 
 /// Query, key and value, or their gradients.
 pub type Qkv = [Tensor; 3];
 
-/// An [`ExchangePlan`] bound to the process group that carries it out. Results come from the caller's workspace.
+/// Executes an [`ExchangePlan`] over a process group. Results are allocated from the caller's workspace.
 ///
-/// The strided plans are made once here and shared by all layers of a micro batch.
+/// The strided plans are created once and shared by all layers of a micro batch.
 #[derive(Debug)]
 pub struct Exchange {
     plan: ExchangePlan,
@@ -44,19 +44,19 @@ impl Exchange {
         }
     }
 
-    /// The plan that is carried out.
+    /// The plan.
     pub fn plan(&self) -> &ExchangePlan {
         &self.plan
     }
 
-    /// Sends q, k and v to the ranks that own their heads, in one all-to-all.
+    /// Sends q, k and v to the ranks with their heads, in one all-to-all.
     ///
     /// # Shapes
     /// `[B, S_local, H, D]`, `[B, S_local, H_kv, D]` twice →
     /// `[B, S, H_local, D]`, `[B, S, H_kv_local, D]` twice.
     ///
     /// # Errors
-    /// A shape that is not the plan's, or a failed collective.
+    /// A shape that differs from the plan's, or a failed collective.
     pub fn qkv_seq_to_head(
         &self,
         qkv: &SeqSharded<Qkv>,
@@ -69,14 +69,14 @@ impl Exchange {
         Ok(HeadSharded(self.exchange(&qkv.0, dims, &self.qkv_seq_to_head, workspace)?))
     }
 
-    /// Sends the gradients of q, k and v back to the ranks that own their tokens, in
-    /// one all-to-all; gradients of a shared KV head are summed there in rank order.
+    /// Sends the gradients of q, k and v back to the ranks with their tokens, in one all-to-all. Gradients of
+    /// a shared KV head are summed there in rank order.
     ///
     /// # Shapes
     /// The inverse of [`qkv_seq_to_head`](Self::qkv_seq_to_head).
     ///
     /// # Errors
-    /// A shape that is not the plan's, or a failed collective.
+    /// A shape that differs from the plan's, or a failed collective.
     pub fn qkv_head_to_seq(
         &self,
         grads: &HeadSharded<Qkv>,
@@ -89,13 +89,13 @@ impl Exchange {
         Ok(SeqSharded(self.exchange(&grads.0, dims, &self.qkv_head_to_seq, workspace)?))
     }
 
-    /// Sends the attention output back to the ranks that own its tokens.
+    /// Sends the attention output back to the ranks with its tokens.
     ///
     /// # Shapes
     /// `[B, S, H_local, D]` → `[B, S_local, H, D]`.
     ///
     /// # Errors
-    /// A shape that is not the plan's, or a failed collective.
+    /// A shape that differs from the plan's, or a failed collective.
     pub fn out_head_to_seq(
         &self,
         out: &HeadSharded<Tensor>,
@@ -107,13 +107,13 @@ impl Exchange {
         Ok(SeqSharded(received))
     }
 
-    /// Sends the gradient of the attention output to the ranks that own its heads.
+    /// Sends the gradient of the attention output to the ranks with its heads.
     ///
     /// # Shapes
     /// `[B, S_local, H, D]` → `[B, S, H_local, D]`.
     ///
     /// # Errors
-    /// A shape that is not the plan's, or a failed collective.
+    /// A shape that differs from the plan's, or a failed collective.
     pub fn out_seq_to_head(
         &self,
         dout: &SeqSharded<Tensor>,
@@ -125,7 +125,7 @@ impl Exchange {
         Ok(HeadSharded(received))
     }
 
-    /// One all-to-all of `N` tensors, each with its name and its shape here and where it arrives.
+    /// One all-to-all of `N` tensors, each with its name, its shape and the shape of the result.
     fn exchange<const N: usize>(
         &self,
         tensors: &[Tensor; N],
@@ -150,5 +150,5 @@ impl Exchange {
     }
 }
 
-/// `[batch, seq, heads, head_dim]`, either of them local.
+/// `[batch, seq, heads, head_dim]`, with local `seq` or `heads`.
 type Dims = (usize, usize, usize, usize);

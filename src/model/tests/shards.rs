@@ -120,7 +120,7 @@ fn an_index_names_no_file_outside_its_directory() {
     for shard in ["../1.safetensors", "/etc/passwd", "", "."] {
         let mut shards = Shards::new();
         shards.index["weight_map"]["a"] = json!(shard);
-        shards.assert_refused(&["index.json", &format!("{shard:?}"), "no plain file name"]);
+        shards.assert_refused(&["index.json", &format!("{shard:?}"), "not a plain file name"]);
     }
 }
 
