@@ -105,7 +105,7 @@ pub fn run<R>(device: DryDevice, sink: impl FnMut(Event) + 'static, work: impl F
         }
     }
     assert!(KIND.get().is_none(), "a dry run within a dry run");
-    let _counters = memory::Fresh::start();
+    let _counters = memory::FreshCounters::start();
     KIND.set(Some(device.kind));
     let _restore = Restore;
     let seed = Var::zeros(1, DType::F32, &Device::Cpu)?.as_tensor().clone();
