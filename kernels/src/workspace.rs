@@ -132,7 +132,7 @@ impl Workspace {
 /// otherwise keep its autograd graph alive.
 fn whole(tensor: &Tensor) -> Option<Tensor> {
     if dry::is_dry() {
-        return dry::taken_over(tensor);
+        return dry::take_over(tensor);
     }
     let covers = !tensor.is_variable() && covers_its_storage(tensor);
     covers.then(|| tensor.detach().flatten_all().ok()).flatten()

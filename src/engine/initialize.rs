@@ -20,7 +20,7 @@ use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, FlashAttention};
 use ulysses_kernels::device::dry;
-use ulysses_kernels::linear::bf16_products;
+use ulysses_kernels::linear::bf16_gemm;
 use ulysses_kernels::tensor::TensorOptions;
 
 /// A model in training on one rank of the mesh.
@@ -89,7 +89,7 @@ impl Engine {
         device: &Device,
     ) -> Result<Self, EngineError> {
         // Reports an invalid environment variable early.
-        bf16_products()?;
+        bf16_gemm()?;
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
         let comm_timer = Arc::new(match &config.monitoring.comms_logger {
             logger if logger.enabled => CommTimer::keeping_each_call(logger.verbose),

@@ -1,4 +1,4 @@
-//! The tensor-level entry points: check the operands, then run the kernels of their device.
+//! The tensor-level functions: check the operands, then run the kernels of their device.
 
 use super::{
     AttentionError, AttentionLayout,
@@ -15,15 +15,15 @@ use candle_core::{DType, Tensor};
 
 /// Writes `o = softmax(scale * q k^T) v` over the visible keys, and the softmax's log-denominators.
 ///
-/// A query that sees no key gets `o = 0` and `lse = -inf`.
+/// A query without visible keys gets `o = 0` and `lse = -inf`.
 ///
 /// # Shapes
-/// [`Operands`] to `o [b, sq, hq, d]` and `lse [b, hq, sq]`. All have the element type of `q`, but `lse` is f32.
+/// [`Operands`] to `o [b, sq, hq, d]` and `lse [b, hq, sq]`. All have the element type of `q`, except `lse`,
+/// which is f32.
 ///
 /// # Errors
-/// When a tensor is not a contiguous one of the expected shape and element type on the device of the others, when
-/// `q_to_kv` names a KV head that is not there, when an output shares storage with another operand, and when the
-/// device fails.
+/// A tensor that is not contiguous, or whose shape, element type or device does not match; a `q_to_kv` with a
+/// KV head that does not exist; an output that shares storage with another operand; a failure of the device.
 pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), AttentionError> {
     let call = Call::new("attention::forward");
     let Operands { q, k, v, scale, layout } = *operands;
@@ -36,7 +36,7 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
     report_flops(layout, &dims, false);
     match target {
         Target::Cpu => on_cpu::forward(bf16_kernel(dtype, &dims), &call, &dims, operands, [o, lse])?,
-        Target::Dry(cpu) => on_cpu::take(cpu, &dims, dtype, false),
+        Target::Dry(cpu) => on_cpu::alloc_scratch(cpu, &dims, dtype, false),
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
             call.kernels(cuda::forward(&launcher, &problem, [o, lse], &Tiling::FORWARD))?;
@@ -45,7 +45,7 @@ pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), 
     Ok(())
 }
 
-/// Writes `delta = rowsum(o * dout)`, the term of the softmax's derivative that a query's keys share.
+/// Writes `delta = rowsum(o * dout)`, which a query's keys share in the derivative of the softmax.
 ///
 /// # Shapes
 /// `o, dout [b, sq, hq, d]` of one element type to `delta [b, hq, sq]` in f32.
@@ -72,11 +72,12 @@ pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionE
 
 /// Writes the gradients of `q`, `k` and `v`.
 ///
-/// The same bits whatever the number of threads. A query that sees no key gets a zero gradient, and so does a
-/// key that no query sees.
+/// The result has the same bits for any number of threads. A query without visible keys gets a zero gradient,
+/// and so does a key that no query sees.
 ///
 /// # Shapes
-/// [`Operands`] and [`Upstream`] to [`Gradients`]. All have the element type of `q`, but `lse` and `delta` are f32.
+/// [`Operands`] and [`Upstream`] to [`Gradients`]. All have the element type of `q`, except `lse` and
+/// `delta`, which are f32.
 ///
 /// # Errors
 /// As [`forward`].
@@ -106,7 +107,7 @@ pub fn backward(
         Target::Cpu => {
             on_cpu::backward(bf16_kernel(dtype, &dims), &call, &dims, operands, upstream, gradients)?;
         }
-        Target::Dry(cpu) => on_cpu::take(cpu, &dims, dtype, true),
+        Target::Dry(cpu) => on_cpu::alloc_scratch(cpu, &dims, dtype, true),
         Target::Kernels(launcher) => {
             let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
             call.kernels(cuda::backward(&launcher, &problem, upstream, gradients, &Tiling::BACKWARD))?;
@@ -115,8 +116,8 @@ pub fn backward(
     Ok(())
 }
 
-/// What a dry run reports. Of a backward pass twice the forward's: that the scores are computed once more is the kernel's
-/// affair.
+/// Reports the FLOPs of a dry run. A backward pass counts twice the forward pass; the recomputation of scores
+/// within a kernel does not count.
 fn report_flops(layout: &AttentionLayout, dims: &Dims, is_backward: bool) {
     if dry::is_dry() {
         let of_pair = if is_backward { 8.0 } else { 4.0 } * (dims.num_heads * dims.head_dim) as f64;
@@ -129,7 +130,7 @@ fn bf16_kernel(dtype: DType, dims: &Dims) -> Option<Kernel> {
     on_cpu::bf16_kernel(dtype, dims.num_queries, dims.num_keys, dims.head_dim)
 }
 
-/// The sizes of a call whose `q`, `k` and `v` fit each other and the layout.
+/// The sizes of a call, after checking `q`, `k` and `v` against each other and the layout.
 pub(super) fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, AttentionError> {
     let Operands { q, k, v, layout, .. } = *operands;
     let (_, _, num_kv_heads, _) = k.dims4()?;
@@ -153,7 +154,7 @@ pub(super) fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, Atte
     Ok(dims)
 }
 
-/// The tensor must have exactly this shape.
+/// Checks that the tensor has exactly this shape.
 fn expect(
     call: &Call,
     (name, tensor): (&'static str, &Tensor),

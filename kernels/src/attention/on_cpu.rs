@@ -1,4 +1,4 @@
-//! A call on CPU tensors: chooses what the products are computed in, and runs the kernels.
+//! Runs a call on CPU tensors: selects the precision of the matmuls, and runs the kernels.
 
 use super::cpu::{self, Heads, InBf16, InF32, InPairs, Operand, Problem};
 use super::dims::Dims;
@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 
 type Result<T> = std::result::Result<T, AttentionError>;
 
-/// With products of bf16 elements by `kernel`, or of all elements in f32.
+/// With bf16 matmuls by `kernel`, or with f32 matmuls.
 pub(super) fn forward(
     kernel: Option<Kernel>,
     call: &Call,
@@ -92,7 +92,7 @@ fn backward_with<T: Operand>(
     Ok(())
 }
 
-/// Calls `write` with the elements, or with f32 ones that are rounded to them afterwards.
+/// Calls `write` with the elements, or with an f32 buffer that is rounded to them afterwards.
 fn in_f32<E: Float>(elements: &mut [E], write: impl FnOnce(&mut [f32])) {
     if let Some(elements) = E::as_f32_mut(elements) {
         return write(elements);
@@ -102,8 +102,8 @@ fn in_f32<E: Float>(elements: &mut [E], write: impl FnOnce(&mut [f32])) {
     convert(&values, elements);
 }
 
-/// What multiplies the elements as they are, if they are not widened to f32. That depends on the whole row, so it is
-/// the same on every mesh.
+/// The kernel for bf16 matmuls; `None` if they are computed in f32. The choice depends on the whole sequence,
+/// so it is the same on every mesh.
 pub(super) fn bf16_kernel(
     dtype: DType,
     num_queries: usize,
@@ -113,9 +113,9 @@ pub(super) fn bf16_kernel(
     if dtype == DType::BF16 { kernel_for([num_queries, num_keys, head_dim]) } else { None }
 }
 
-/// Lets a dry CPU take what a forward or a backward pass needs: the buffers of its threads, and the sums in f32 of the
-/// gradients of 16-bit queries.
-pub(super) fn take(cpu: DryCpu, dims: &Dims, dtype: DType, is_backward: bool) {
+/// Counts the scratch of a pass on a dry CPU: the buffers of its threads, and the f32 sums of the gradients
+/// of 16-bit queries.
+pub(super) fn alloc_scratch(cpu: DryCpu, dims: &Dims, dtype: DType, is_backward: bool) {
     let (num_tokens, head_dim) = (dims.num_queries, dims.head_dim);
     let of_thread = match bf16_kernel(dtype, num_tokens, dims.num_keys, head_dim) {
         Some(Kernel::Avx512) => cpu::scratch_bytes::<InPairs>(num_tokens, head_dim, is_backward),

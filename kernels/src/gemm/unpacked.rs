@@ -1,8 +1,8 @@
-//! Products of matrices that lie in the cache, read where they are, with f32 sums.
+//! Matmuls of matrices in the cache, without packing, with f32 sums.
 //!
-//! A general product packs its operands first. For the tiles of attention, whose products sum over 32 to 256 terms,
-//! that costs as much time as it saves: here rows of `rhs` are loaded as vectors and elements of `lhs` broadcast.
-//! Elements are f32, or pairs of bf16 ([`multiply_pairs`]).
+//! A general matmul packs its operands first. For the tiles of attention, which sum over 32 to 256 terms,
+//! packing costs as much time as it saves. Here rows of `rhs` are loaded as vectors and elements of `lhs` are
+//! broadcast. Elements are f32, or pairs of bf16 ([`multiply_pairs`]).
 
 mod pairs;
 mod rounding;
@@ -12,13 +12,13 @@ mod tests;
 #[cfg(target_arch = "x86_64")]
 pub(super) use pairs::instructions as instructions_for_pairs;
 pub(crate) use pairs::multiply_pairs;
-pub(crate) use rounding::{round_neighbours, round_rows};
+pub(crate) use rounding::{round_neighbors, round_rows};
 
 use crate::simd::Level;
 use pulp::{MemMask, Simd, WithSimd};
 use std::hint::black_box;
 
-/// `dst = factor * lhs * rhs`, or added to `dst`. `W` are the elements of the operands.
+/// `dst = factor * lhs * rhs`, or added to `dst`. `W` is the element type of the operands.
 ///
 /// # Shapes
 /// `dst` `[rows, cols]` and `rhs` `[terms, cols]` have contiguous rows; `lhs` `[rows, terms]` has any strides.
@@ -30,7 +30,7 @@ pub(crate) struct Matmul<W = f32> {
     pub(crate) dst: *mut f32,
     pub(crate) dst_stride: usize,
     pub(crate) lhs: *const W,
-    /// Between rows, and between terms.
+    /// Strides between rows, and between terms.
     pub(crate) lhs_strides: [usize; 2],
     pub(crate) rhs: *const W,
     pub(crate) rhs_stride: usize,
@@ -38,10 +38,11 @@ pub(crate) struct Matmul<W = f32> {
     pub(crate) add: bool,
 }
 
-/// Computes the product on the calling thread.
+/// Computes the matmul on the calling thread.
 ///
 /// # Safety
-/// All elements of the matrices are in bounds of what the pointers point into, and nothing else reaches those of `dst`.
+/// All elements of the matrices are in bounds of the memory that the pointers point into, and no other code
+/// accesses those of `dst`.
 pub(crate) unsafe fn multiply(matmul: Matmul) {
     let matmul = CheckedMatmul(matmul);
     let level = Level::current();
@@ -64,11 +65,11 @@ pub(crate) unsafe fn multiply(matmul: Matmul) {
         return Simd::vectorize(simd, matmul);
     }
     let _ = level;
-    // Without vectors, as the `gemm` crate does there: those of SSE2 have no fused multiply-add.
+    // Without vectors, as in the `gemm` crate: SSE2 has no fused multiply-add.
     Simd::vectorize(pulp::Scalar, matmul);
 }
 
-/// A product of which [`multiply`]'s caller has promised that its pointers may be followed.
+/// A matmul whose pointers are valid by the contract of [`multiply`].
 struct CheckedMatmul(Matmul);
 
 impl WithSimd for CheckedMatmul {
@@ -80,12 +81,12 @@ impl WithSimd for CheckedMatmul {
     }
 }
 
-/// How vectors of the operands' elements are multiplied, which have the size of f32.
+/// A multiply-add of vectors of the operands' elements, which have the size of f32.
 trait MulAdd<S: Simd>: Copy {
     fn mul_add(self, simd: S, lhs: S::f32s, rhs: S::f32s, sum: S::f32s) -> S::f32s;
 }
 
-/// As f32.
+/// Elements of f32.
 #[derive(Clone, Copy)]
 struct Elements;
 
@@ -96,10 +97,10 @@ impl<S: Simd> MulAdd<S> for Elements {
     }
 }
 
-/// Computes the product.
+/// Computes the matmul.
 #[inline(always)]
 fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, CheckedMatmul(matmul): CheckedMatmul, elements: M) {
-    // Sums take three quarters of the registers, the rest is for the operands.
+    // Three quarters of the registers hold sums, the rest operands.
     let most_vectors = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
     let mut col = 0;
     while col < matmul.cols {
@@ -122,15 +123,15 @@ fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, CheckedMatmul(matmul): CheckedMat
     }
 }
 
-/// Some columns of a [`CheckedMatmul`], the last vector of which may be partial.
+/// Some columns of a [`CheckedMatmul`]; the last vector may be partial.
 struct Columns<S: Simd, M> {
     simd: S,
     matmul: Matmul,
     elements: M,
     first: usize,
-    /// Elements of the last vector.
+    /// Mask of the last vector.
     mask: MemMask<S::m32s>,
-    /// Whether it has fewer than a vector holds.
+    /// Whether the last vector is partial.
     is_partial: bool,
 }
 
@@ -178,14 +179,15 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
         let mut sums = [[simd.splat_f32s(0.0); VECTORS]; ROWS];
         let mut lhs = matmul.lhs.wrapping_add(row * row_stride);
         let mut rhs = matmul.rhs.wrapping_add(first);
-        // Hidden, or the compiler reaches a row by adding the stride to the row before: a chain of additions that
-        // takes as long as the multiplications.
+        // Hidden from the compiler, which would otherwise compute each offset from the previous one: a chain
+        // of additions that takes as long as the multiplications.
         let offsets: [usize; ROWS] = black_box(std::array::from_fn(|index| index * row_stride));
         for _ in 0..matmul.terms {
             let mut b = [simd.splat_f32s(0.0); VECTORS];
             for (index, b) in b.iter_mut().enumerate() {
                 let is_partial = PARTIAL && index + 1 == VECTORS;
-                // SAFETY: as `multiply`'s caller promises, these are elements of `rhs`; the mask hides what lies beyond the last column.
+                // SAFETY: by the contract of `multiply` these are elements of `rhs`; the mask hides what lies
+                // beyond the last column.
                 *b = unsafe { self.load(is_partial, rhs.wrapping_add(index * S::F32_LANES)) };
             }
             for (sums, offset) in sums.iter_mut().zip(offsets) {
@@ -213,7 +215,8 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
             for (index, sum) in sums.into_iter().enumerate() {
                 let is_partial = PARTIAL && index + 1 == VECTORS;
                 let dst = dst.wrapping_add(index * S::F32_LANES);
-                // SAFETY: as `multiply`'s caller promises, these are elements of `dst`; the mask hides what lies beyond the last column.
+                // SAFETY: by the contract of `multiply` these are elements of `dst`; the mask hides what lies
+                // beyond the last column.
                 unsafe {
                     let value = if matmul.add {
                         simd.mul_add_e_f32s(factor, sum, self.load(is_partial, dst))
@@ -234,7 +237,7 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
     /// The elements that the mask shows, or a whole vector if not partial, can be read.
     #[inline(always)]
     unsafe fn load(&self, is_partial: bool, from: *const f32) -> S::f32s {
-        // SAFETY: as the caller promises.
+        // SAFETY: by this function's contract.
         unsafe {
             if is_partial {
                 self.simd.mask_load_ptr_f32s(self.mask, from)

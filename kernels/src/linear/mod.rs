@@ -120,11 +120,11 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
     }
 }
 
-/// What multiplies large bf16 matrices on this CPU; without it they are multiplied in f32. So they are
-/// where the environment variable `ULYSSES_BF16_GEMM` is `f32`.
+/// The instructions that multiply large bf16 matrices on this CPU; `None` if they are multiplied in f32, as they
+/// also are with the environment variable `ULYSSES_BF16_GEMM=f32`.
 ///
 /// # Errors
 /// When the variable is neither `f32` nor `auto`.
-pub fn bf16_products() -> Result<Option<&'static str>, OpError> {
+pub fn bf16_gemm() -> Result<Option<&'static str>, OpError> {
     Ok(Kernel::checked()?.map(Kernel::name))
 }

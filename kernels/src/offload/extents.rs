@@ -23,7 +23,7 @@ pub(super) struct Extents {
 impl Extent {
     /// Returns a free extent of this size. A pending copy from it completes first, since copies run in the
     /// order in which they were started.
-    pub(super) fn take(extents: &Arc<Mutex<Extents>>, bytes: usize) -> Self {
+    pub(super) fn reserve(extents: &Arc<Mutex<Extents>>, bytes: usize) -> Self {
         let bytes = bytes as u64;
         dry::report_offloaded(bytes as i64);
         let offset = {
@@ -53,18 +53,18 @@ mod tests {
     #[test]
     fn a_free_extent_is_reused() {
         let extents = Arc::default();
-        let [first, other] = [Extent::take(&extents, 12), Extent::take(&extents, 16)];
+        let [first, other] = [Extent::reserve(&extents, 12), Extent::reserve(&extents, 16)];
         let offset = first.offset;
         drop(first);
-        assert_ne!(Extent::take(&extents, 16).offset, offset, "of another size");
-        assert_eq!(Extent::take(&extents, 12).offset, offset);
+        assert_ne!(Extent::reserve(&extents, 16).offset, offset, "of another size");
+        assert_eq!(Extent::reserve(&extents, 12).offset, offset);
         assert_eq!(other.offset, 12);
     }
 
     #[test]
     fn empty_extents_are_distinct() {
         let extents = Arc::default();
-        let places = [0, 0, 8].map(|bytes| Extent::take(&extents, bytes));
+        let places = [0, 0, 8].map(|bytes| Extent::reserve(&extents, bytes));
         assert_eq!(places.each_ref().map(|place| place.offset), [0, 1, 2]);
     }
 }

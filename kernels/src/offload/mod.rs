@@ -129,7 +129,7 @@ impl OffloadStore {
 
     /// Reserves an extent of so many bytes, with unspecified content.
     pub fn reserve(&self, bytes: usize) -> Extent {
-        Extent::take(&self.extents, bytes)
+        Extent::reserve(&self.extents, bytes)
     }
 
     /// Starts to copy a tensor to an extent of its size. The tensor must not change until it is

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// A box of elements within one contiguous tensor:
-/// `batch × rows` runs of `run` neighbouring elements.
+/// `batch × rows` runs of `run` adjacent elements.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StridedBlock {
     /// Which of the call's tensors the block lies in.
@@ -29,7 +29,7 @@ impl StridedBlock {
         Self { tensor, offset, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run: elements }
     }
 
-    /// A block of neighbouring elements of tensor 0, in the shape of `self`.
+    /// A block of adjacent elements of tensor 0, in the shape of `self`.
     #[must_use]
     pub fn packed_at(&self, offset: usize) -> Self {
         let (rows, run) = (self.rows, self.run);
@@ -56,7 +56,7 @@ impl StridedBlock {
         self.offset.checked_add(batches)?.checked_add(rows)?.checked_add(self.run)
     }
 
-    /// Where its elements are, if they are neighbours in the order in which they travel.
+    /// Where its elements are, if they are neighbors in the order in which they travel.
     pub fn in_one_piece(&self) -> Option<Range<usize>> {
         let batch = self.rows.checked_mul(self.run)?;
         let rows_follow = self.rows <= 1 || self.row_stride == self.run;

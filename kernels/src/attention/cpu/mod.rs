@@ -1,4 +1,4 @@
-//! The CPU kernels: tiles of matrix products with a fused softmax between them.
+//! The CPU kernels: tiled matmuls with a fused softmax in between.
 
 mod backward;
 mod delta;
@@ -22,7 +22,7 @@ pub(super) use scratch::scratch_bytes;
 
 use super::{AttentionLayout, dims::Dims};
 
-/// What both directions read; checked by the caller.
+/// Inputs of both directions, checked by the caller.
 pub(super) struct Problem<'a, T: Operand> {
     pub(super) kernel: T::Kernel,
     pub(super) q: Heads<'a, T::Element>,
@@ -33,7 +33,7 @@ pub(super) struct Problem<'a, T: Operand> {
     pub(super) layout: &'a AttentionLayout,
 }
 
-/// What backward reads besides the [`Problem`].
+/// Inputs of the backward pass in addition to the [`Problem`].
 pub(super) struct Upstream<'a, T: Operand> {
     /// `[b, sq, hq, d]`
     pub(super) dout: Heads<'a, T::Element>,

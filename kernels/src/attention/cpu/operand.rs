@@ -1,7 +1,7 @@
-//! What the products are computed in: f32, or bf16 with f32 sums where the processor multiplies bf16 faster.
+//! The precision of the matmuls: f32, or bf16 with f32 sums on CPUs that multiply bf16 faster.
 //!
-//! Scores, probabilities and their gradients are f32 tiles either way. As operands of a product with bf16 they are
-//! rounded to bf16, as FlashAttention does (Dao 2023, `P` and `dS` are converted before the second product).
+//! Scores, probabilities and their gradients are f32 tiles in either case. As operands of a bf16 matmul they
+//! are rounded to bf16, as in FlashAttention (Dao 2023: `P` and `dS` are converted before the second matmul).
 
 use super::matrix::{Heads, Mat, MatMut, Store, multiply_f32};
 use super::softmax::ROW_STRIDE;
@@ -13,63 +13,64 @@ use half::bf16;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// How the products of attention are computed.
+/// How the matmuls of attention are computed.
 ///
-/// A product's left operand is read element by element, its right one row by row. An element of an operand may hold
-/// several terms, so the same numbers can need another copy as the left than as the right operand, or where the terms
-/// are tokens than where they are of `head_dim`. Where one copy will do for all, the defaults are right.
+/// A matmul reads its left operand element by element, its right one row by row. An element of an operand may
+/// hold several terms. So the same values may need different copies as left or right operand, and for terms
+/// that are tokens or along `head_dim`. The defaults fit operands for which one copy is enough.
 pub(in crate::attention) trait Operand: Sync + 'static {
-    /// Of the tensors.
+    /// Element type of the tensors.
     type Element: Float;
 
-    /// Of the operands of products.
+    /// Element type of the operands.
     type Tile: Copy + Send + Sync;
 
-    /// What computes the products.
+    /// The instructions of the matmuls.
     type Kernel: Copy + Send + Sync;
 
-    /// Most queries of a rectangle whose scores forward computes together.
+    /// Maximum number of queries of a rectangle whose scores the forward pass computes together.
     const STRIP: usize;
 
-    /// And backward.
+    /// The same for the backward pass.
     const BACKWARD_STRIP: usize;
 
-    /// Terms in an element. Rectangles begin at multiples of it: of keys as [`spans`](super::tiles::spans) cuts them, of
-    /// queries because what these are cut by are multiples.
+    /// Terms per element. Rectangles begin at multiples of it: for keys see
+    /// [`rectangles`](super::tiles::rectangles); for queries, the block sizes are multiples.
     const TERMS: usize = 1;
 
-    /// f32 elements of working memory for [`Self::gather`].
+    /// f32 elements of scratch for [`Self::gather`].
     fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
         tokens * head_dim
     }
 
-    /// For [`Self::gather_terms`].
+    /// Scratch for [`Self::gather_terms`].
     fn room_for_terms(tokens: usize, head_dim: usize) -> usize {
         Self::room_for_rows(tokens, head_dim)
     }
 
-    /// For [`Self::gather_both`].
+    /// Scratch for [`Self::gather_both`].
     fn room_for_both(tokens: usize, head_dim: usize) -> usize {
         Self::room_for_rows(tokens, head_dim)
     }
 
-    /// For [`Self::gather_transposed`] of a block of keys.
+    /// Scratch for [`Self::gather_transposed`] of a block of keys.
     fn room_for_columns(head_dim: usize) -> usize {
         ROW_STRIDE * head_dim
     }
 
-    /// For [`Self::from_tile`] or [`Self::from_tile_transposed`] of a tile of so many rows.
+    /// Scratch for [`Self::from_tile`] or [`Self::from_tile_transposed`] of a tile with so many rows.
     fn room_for_tile(rows: usize) -> usize;
 
-    /// For [`Self::from_tile_both`].
+    /// Scratch for [`Self::from_tile_both`].
     fn room_for_both_tiles(rows: usize) -> usize {
         Self::room_for_tile(rows)
     }
 
-    /// Bytes that a thread keeps once it has multiplied tiles of `queries` by `keys`.
+    /// Bytes that a thread retains after multiplying tiles of `queries` by `keys`.
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
 
-    /// Some tokens of one head, `[tokens, head_dim]`, copied to `memory`: the left operand of a product over `head_dim`.
+    /// Copies some tokens of one head, `[tokens, head_dim]`, to `memory`: the left operand of a matmul over
+    /// `head_dim`.
     fn gather<'b>(
         heads: &Heads<'_, Self::Element>,
         at: (usize, usize),
@@ -77,7 +78,7 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         memory: &'b mut [f32],
     ) -> Mat<'b, Self::Tile>;
 
-    /// The right operand of a product over the tokens: `[tokens / TERMS, head_dim]`.
+    /// Copies the right operand of a matmul over the tokens: `[tokens / TERMS, head_dim]`.
     fn gather_terms<'b>(
         heads: &Heads<'_, Self::Element>,
         at: (usize, usize),
@@ -97,7 +98,7 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         [Self::gather(heads, at, tokens, memory); 2]
     }
 
-    /// The right operand of a product over `head_dim`: `[head_dim / TERMS, tokens]`.
+    /// Copies the right operand of a matmul over `head_dim`: `[head_dim / TERMS, tokens]`.
     fn gather_transposed<'b>(
         heads: &Heads<'_, Self::Element>,
         at: (usize, usize),
@@ -105,19 +106,20 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         memory: &'b mut [f32],
     ) -> Mat<'b, Self::Tile>;
 
-    /// Where these tokens are in what [`gather_terms`](Self::gather_terms) makes of a block that begins with token 0.
+    /// The rows of these tokens in the result of [`gather_terms`](Self::gather_terms) for a block that begins
+    /// with token 0.
     fn terms(tokens: Range<usize>) -> Range<usize> {
         tokens.start / Self::TERMS..tokens.end.div_ceil(Self::TERMS)
     }
 
-    /// A tile of f32 values as the left operand of a product over its columns, in `room` if they have to be converted:
-    /// `[rows, cols / TERMS]`.
+    /// A tile of f32 values as the left operand of a matmul over its columns, `[rows, cols / TERMS]`.
+    /// Converted in `room` if necessary.
     ///
     /// # Shapes
     /// `tile` has rows of `cols` values [`ROW_STRIDE`] apart.
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self::Tile>;
 
-    /// The left operand of a product over its rows: `[cols, rows / TERMS]`.
+    /// The left operand of a matmul over the tile's rows: `[cols, rows / TERMS]`.
     fn from_tile_transposed<'a>(
         tile: &'a [f32],
         rows: usize,
@@ -138,7 +140,7 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         [tile, tile.t()]
     }
 
-    /// `dst (+)= factor * lhs * rhs` on the calling thread.
+    /// Computes `dst (+)= factor * lhs * rhs` on the calling thread.
     fn multiply(
         kernel: Self::Kernel,
         dst: MatMut<'_>,
@@ -149,7 +151,7 @@ pub(in crate::attention) trait Operand: Sync + 'static {
     );
 }
 
-/// Products in f32 of elements of any type.
+/// Matmuls in f32, for elements of any type.
 pub(in crate::attention) struct InF32<E>(PhantomData<E>);
 
 impl<E: Float> Operand for InF32<E> {
@@ -157,11 +159,11 @@ impl<E: Float> Operand for InF32<E> {
     type Tile = f32;
     type Kernel = ();
 
-    /// Their scores of a block of keys stay in the first cache between the two products, and all heights of the
-    /// products' tiles divide it.
+    /// A strip's scores for a block of keys stay in the first-level cache between the two matmuls, and all
+    /// heights of the matmuls' tiles divide it.
     const STRIP: usize = 24;
 
-    /// A strip adds to the gradients of all its keys: fewer and longer ones do that less often.
+    /// Every strip adds to the gradients of all its keys, so fewer and longer strips add less often.
     const BACKWARD_STRIP: usize = 48;
 
     fn room_for_tile(_: usize) -> usize {
@@ -199,7 +201,7 @@ impl<E: Float> Operand for InF32<E> {
     }
 }
 
-/// Products of bf16 with f32 sums, of packed operands: AMX's.
+/// bf16 matmuls with f32 sums and packed operands, for AMX.
 pub(in crate::attention) struct InBf16;
 
 impl Operand for InBf16 {
@@ -207,7 +209,7 @@ impl Operand for InBf16 {
     type Tile = bf16;
     type Kernel = Kernel;
 
-    /// A product packs both its operands, which pays for large ones.
+    /// A matmul packs both operands, which pays off for large ones.
     const STRIP: usize = 240;
 
     const BACKWARD_STRIP: usize = 240;
@@ -261,11 +263,11 @@ impl Operand for InBf16 {
     }
 }
 
-/// Working memory for twice as many elements.
+/// Scratch as twice as many bf16 elements.
 fn room_as_bf16(memory: &mut [f32]) -> &mut [bf16] {
     let elems = 2 * memory.len();
-    // SAFETY: the same bytes, borrowed for as long. bf16 has half the size and alignment of f32, and any bits are a
-    // value of either.
+    // SAFETY: the same bytes with the same lifetime. bf16 has half the size and alignment of f32, and any
+    // bits are valid for both.
     unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast(), elems) }
 }
 

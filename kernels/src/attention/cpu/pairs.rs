@@ -1,20 +1,20 @@
-//! Products of bf16 by instructions that multiply pairs of terms and add both to an f32 sum, read where they are.
+//! bf16 matmuls with instructions that multiply pairs of terms and add both to an f32 sum, without packing.
 //!
-//! A word of an operand holds two terms. Where these are of `head_dim` they are neighbours in a row of the tensor,
-//! where they are tokens they come from two rows; so a tile is copied once for each kind of product, which is little
-//! beside packing it anew for every product.
+//! A word of an operand holds two terms. Terms along `head_dim` are adjacent in a row of the tensor; terms
+//! that are tokens come from two rows. So a tile is copied once for each kind of matmul, which is cheap
+//! compared with packing it for every matmul.
 
 use super::matrix::{Heads, Mat, MatMut, Store, multiply_words};
 use super::operand::Operand;
 use super::softmax::ROW_STRIDE;
 use crate::gemm::tile::{TILE, pairs_of, transpose, word_of};
-use crate::gemm::unpacked::{round_neighbours, round_rows};
+use crate::gemm::unpacked::{round_neighbors, round_rows};
 use crate::simd::simd_kernel;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use std::ops::Range;
 
-/// Products of pairs of bf16, with f32 sums.
+/// Matmuls of bf16 pairs, with f32 sums.
 pub(in crate::attention) struct InPairs;
 
 impl Operand for InPairs {
@@ -22,7 +22,7 @@ impl Operand for InPairs {
     type Tile = u32;
     type Kernel = ();
 
-    /// As in f32, whose instructions read and write in the same way.
+    /// As in f32, whose instructions access memory in the same way.
     const STRIP: usize = 24;
 
     const BACKWARD_STRIP: usize = 48;
@@ -106,7 +106,7 @@ impl Operand for InPairs {
 
     fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, u32> {
         let words = words_in(room);
-        round_neighbours((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE / 2));
+        round_neighbors((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE / 2));
         Mat::new(words, rows, pairs(cols), ROW_STRIDE / 2)
     }
 
@@ -136,7 +136,7 @@ impl Operand for InPairs {
     }
 }
 
-/// Words that hold so many terms.
+/// Number of words for so many terms.
 fn pairs(terms: usize) -> usize {
     terms.div_ceil(2)
 }
@@ -146,7 +146,7 @@ fn words_in(memory: &mut [f32]) -> &mut [u32] {
 }
 
 simd_kernel! {
-    /// Neighbours in a row become a word.
+    /// Combines adjacent elements of a row into words.
     fn pairs_of_rows<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
         let (rows, cols) = sizes;
         for (row, words) in words.chunks_exact_mut(cols.div_ceil(2)).take(rows).enumerate() {
@@ -163,7 +163,7 @@ simd_kernel! {
 }
 
 simd_kernel! {
-    /// An element and the one below it become a word; below the last row are zeros.
+    /// Combines each element with the one below it into a word; zeros follow the last row.
     fn rows_of_pairs<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
         let (rows, cols) = sizes;
         for (row, words) in (0..rows).step_by(2).zip(words.chunks_exact_mut(cols)) {

@@ -1,9 +1,9 @@
 //! Backward: recomputes the probabilities from the log-denominators, tile by tile.
 //!
-//! `p = exp(scale q k^T - lse)`, `ds = p * (dout v^T - delta)`, then `dv += p^T dout`, `dk += scale ds^T q` and
-//! `dq += scale ds k`. `dk` and `dv` are summed in f32 over all queries, and over the query heads that share a KV
-//! head by the same products; `dq` is summed in f32 over the keys for which these sums have room, and over more than
-//! that in the tensor itself.
+//! `p = exp(scale q k^T - lse)`, `ds = p * (dout v^T - delta)`, then `dv += p^T dout`, `dk += scale ds^T q`
+//! and `dq += scale ds k`. `dk` and `dv` are summed in f32 over all queries; the same matmuls sum them over
+//! the query heads that share a KV head. `dq` is summed in f32 over the keys that fit the buffer of sums, and
+//! beyond that in the tensor itself.
 
 use super::{
     Problem, Tiling,
@@ -68,7 +68,7 @@ pub(in crate::attention) fn backward(
     })
 }
 
-/// The working memory of [`Backward`], in its order, for the largest of the chunks.
+/// The scratch of [`Backward`], in its order, for the largest of the chunks.
 fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 8] {
     let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads()).max();
     let keys = chunks.iter().map(|chunk| {
@@ -77,7 +77,7 @@ fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [R
     });
     let packed = rows.unwrap_or(0) * dims.head_dim;
     let tile = rows.unwrap_or(0) * tiling.score_stride(dims);
-    // f32 probabilities and gradients of scores take the place of what they are made of.
+    // In f32, probabilities and gradients of scores are computed in place.
     let rounded = if dtype == DType::F32 { 0 } else { tile };
     let sums = 2 * keys.max().unwrap_or(0) * dims.head_dim;
     [
@@ -117,7 +117,7 @@ struct Backward<'a> {
     ds: Address,
     /// A query block's `dq`.
     dq_sums: Address,
-    /// A block of keys' `dk`, and behind it their `dv`.
+    /// `dk` of a block of keys, followed by their `dv`.
     kv_sums: Address,
     zero: Kernel,
     softmax: Kernel,
@@ -131,7 +131,7 @@ struct KeySums<'a> {
 }
 
 impl Backward<'_> {
-    /// `dk` and `dv` of some keys of a chunk of heads, and their part of its `dq`.
+    /// Computes `dk` and `dv` of some keys of a chunk of heads, and their contribution to its `dq`.
     fn sum_block(&self, row: usize, chunk: &HeadChunk, keys: &Range<usize>) -> Result<(), DeviceError> {
         let Self { pass, .. } = self;
         let [_, dk, dv] = self.outputs;
@@ -140,7 +140,7 @@ impl Backward<'_> {
         let sums = KeySums { keys, dk: self.kv_sums, dv: self.kv_sums.offset(len) };
         self.zero(self.kv_sums, 2 * len)?;
         if chunk.group > 0 {
-            // The first keys' part overwrites `dq`, for all queries.
+            // The first keys overwrite `dq`, for all queries.
             let seeing = pass.layout.visible(row).queries_of(keys);
             let queries = if keys.start == 0 { 0..num_queries } else { seeing };
             for queries in blocks(queries, num_queries, self.tiling.query_block(&pass.dims, chunk)) {
@@ -177,7 +177,7 @@ impl Backward<'_> {
         pass.multiply(block, *scale, [ds, k], 1.0, pass.rows(self.dq_sums, block, tile))
     }
 
-    /// The tile's keys among those that are summed.
+    /// The sums of the tile's keys.
     fn sums_of(&self, address: Address, sums: &KeySums<'_>, tile: &Tile) -> MatrixAt {
         let head_dim = self.pass.dims.head_dim;
         let address = address.offset((tile.keys.start - sums.keys.start) * head_dim);

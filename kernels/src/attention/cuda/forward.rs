@@ -1,4 +1,4 @@
-//! Forward: for each block of queries, tile after tile of keys, with a running softmax.
+//! Forward: for each block of queries, tile after tile of keys, with an online softmax.
 
 use super::{
     Problem, Tiling,
@@ -67,11 +67,11 @@ fn max_rows(dims: &Dims, chunks: &[HeadChunk], tiling: &Tiling) -> usize {
     rows.max().unwrap_or(0)
 }
 
-/// Packed queries, scores, probabilities, their sums with the values, and the rows' largest scores and sums.
+/// Packed queries, scores, probabilities, their products with the values, and the rows' maxima and sums.
 fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 5] {
     let rows = max_rows(dims, chunks, tiling);
     let (packed, tile) = (rows * dims.head_dim, rows * tiling.score_stride(dims));
-    // f32 probabilities take the place of the scores.
+    // In f32, probabilities replace the scores.
     let probabilities = if dtype == DType::F32 { 0 } else { tile };
     [
         (packed, dtype),
@@ -95,9 +95,9 @@ struct Forward<'a> {
     probabilities: Address,
     /// A block's sums of `p v`, in f32 until all keys are added.
     acc: Address,
-    /// Each packed row's largest score so far.
+    /// Maximum score so far of each packed row.
     maxima: Address,
-    /// Each packed row's sum of `exp(score - maximum)` so far.
+    /// Sum of `exp(score - maximum)` so far of each packed row.
     sums: Address,
     begin: Kernel,
     softmax: Kernel,

@@ -3,7 +3,7 @@ use crate::simd::at_every_level;
 
 const UNTOUCHED: f32 = -7.0;
 
-/// Integers that tell their place, so that sums are exact at every level.
+/// Integers that encode their position, so that sums are exact at every level.
 fn matrix(rows: usize, cols: usize) -> Vec<f32> {
     (0..rows * cols).map(|index| (index / cols * 31 + index % cols * 7) as f32 % 61.0 - 30.0).collect()
 }
