@@ -1,4 +1,4 @@
-//! The products on slices. `[n, inputs, outputs]` are tokens and the weight's two dimensions.
+//! The matmuls on slices. `[n, inputs, outputs]` are tokens and the weight's two dimensions.
 
 use crate::OpError;
 use crate::gemm::bf16::Stored;

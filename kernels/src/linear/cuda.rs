@@ -1,4 +1,4 @@
-//! The products on a device, through its matrix library. `[n, inputs, outputs]` are tokens and the weight's two
+//! The matmuls on a device, with its matrix library. `[n, inputs, outputs]` are tokens and the weight's two
 //! dimensions.
 
 use crate::device::{DeviceError, Launcher, MatrixAt, Matmul};

@@ -1,7 +1,7 @@
-//! Linear layer without bias: y = x·Wᵀ, and the two products of its backward.
+//! Linear layer without bias: y = x·Wᵀ, and the two matmuls of its backward.
 //!
-//! Each is one matrix product over strided views of the caller's tensors: no transpose is materialised, and
-//! a weight gradient is accumulated where it belongs, inside the flat gradient buffer.
+//! Each is one matmul over strided views of the caller's tensors. No transpose is materialized, and a weight
+//! gradient is accumulated in place, inside the flat gradient buffer.
 
 mod cpu;
 mod cuda;
@@ -24,7 +24,7 @@ use candle_core::{DType, Tensor};
 /// `x: [n, in], weight: [out, in], y: [n, out]`
 ///
 /// # Errors
-/// When shapes, dtypes, devices or layouts do not fit, or the output shares storage with an input.
+/// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with an input.
 pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Result<(), OpError> {
     let call = Call::new("linear::forward");
     let (n, inputs) = call.rows(("x", x))?;
@@ -124,7 +124,7 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
 /// also are with the environment variable `ULYSSES_BF16_GEMM=f32`.
 ///
 /// # Errors
-/// When the variable is neither `f32` nor `auto`.
+/// A value of the variable other than `f32` or `auto`.
 pub fn bf16_gemm() -> Result<Option<&'static str>, OpError> {
     Ok(Kernel::checked()?.map(Kernel::name))
 }

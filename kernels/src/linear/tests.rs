@@ -1,7 +1,7 @@
 use super::*;
 use crate::testing::*;
 
-/// (n, inputs, outputs), among them the matrix-vector shapes that `gemm` treats apart.
+/// (n, inputs, outputs), including the matrix-vector shapes that `gemm` treats specially.
 const SIZES: [[usize; 3]; 7] =
     [[1, 1, 1], [1, 7, 5], [5, 1, 3], [3, 2, 1], [2, 64, 100], [9, 100, 33], [65, 48, 131]];
 

@@ -3,10 +3,10 @@
 //!
 //! Tokens are processed in tiles, so at most `tile_tokens × vocab` logits exist at any time (the idea of
 //! Liger's fused linear cross-entropy and of DeepSpeed's tiled logits loss). [`backward`] recomputes each
-//! tile's logits from the `lse` that [`forward`] kept, which costs one product more than storing them.
+//! tile's logits from the `lse` of [`forward`], which costs one matmul more than storing them.
 //!
-//! A label of [`IGNORED`] takes its token out: no loss, zero gradient, and an `lse` of 0. A tile without
-//! any other label is skipped. All sums over tokens run in token order.
+//! The label [`IGNORED`] excludes a token: no loss, zero gradient, and an `lse` of 0. A tile with only such
+//! labels is skipped. All sums over tokens run in token order.
 
 mod cpu;
 mod cuda;
@@ -31,24 +31,25 @@ use std::ops::Range;
 /// The label of a token that has no loss (PyTorch's `ignore_index`).
 pub const IGNORED: i64 = -100;
 
-/// A sum of token losses, and over how many tokens. Sums of shards and micro batches add up.
+/// A sum of token losses, with the number of tokens. Sums of shards and micro batches can be added.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LossSum {
-    /// Σ of the losses of the tokens that have a label.
+    /// Sum of the losses of the tokens with a label.
     pub sum: f64,
-    /// How many these are.
+    /// Number of these tokens.
     pub valid_tokens: u64,
 }
 
-/// The losses; writes each token's logsumexp for [`backward`]. No GPU is waited for before their sum is asked for. On a
-/// CPU the `workspace`, which must be one of CPU tensors, lends a tile's logits.
+/// Computes the losses, and writes each token's logsumexp for [`backward`]. Does not synchronize with a GPU;
+/// their sum does. On a CPU, a tile's logits are allocated from the `workspace`, which must be one of CPU
+/// tensors.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
 ///
 /// # Errors
-/// When a label is neither [`IGNORED`] nor in 0..vocab, `tile_tokens` is 0, shapes, dtypes, devices or
-/// layouts do not fit, or `lse_out` shares storage with an input.
+/// A label that is neither [`IGNORED`] nor in 0..vocab, a `tile_tokens` of 0, shapes, dtypes, devices or
+/// layouts that do not match, or an `lse_out` that shares storage with an input.
 pub fn forward(
     x: &Tensor,
     weight: &Tensor,
@@ -84,7 +85,7 @@ pub fn forward(
     }
 }
 
-/// Gradients of `scale` · [`forward`]'s sum: dx is overwritten, dweight is added to, where there is one.
+/// Gradients of `scale` · the sum of [`forward`]: dx is overwritten; dweight, if there is one, is added to.
 ///
 /// # Shapes
 /// `x, dx: [n, d], weight, dweight: [vocab, d], labels: [n], lse: [n]`
@@ -150,7 +151,7 @@ pub fn backward<'a>(
     }
 }
 
-/// Calls `work` with room for a tile's logits, which the workspace lends.
+/// Calls `work` with a buffer for a tile's logits from the workspace.
 fn with_room<R>(
     call: Call,
     shape: Sizes,
@@ -163,7 +164,7 @@ fn with_room<R>(
     Ok(result)
 }
 
-/// All logits at once, for callers that want to see them.
+/// Computes all logits at once, for evaluation and checks.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], out: [n, vocab]`
@@ -184,7 +185,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// What a dry run reports: so many matrix products, and softmax or its gradient, which read and write the logits.
+    /// Reports the matmuls, and the softmax or its gradient, which read and write the logits, in a dry run.
     fn report(self, is_backward: bool, products: f64) {
         let logits = self.tokens as f64 * self.vocab_size as f64;
         dry::report_flops(MatmulOp::LmHead, is_backward, products * 2.0 * self.dim as f64 * logits);
@@ -219,6 +220,6 @@ fn check(
         let (op, argument, also_valid) = (call.op, "labels", " and -100 (ignored)");
         return Err(OpError::IdOutOfRange { op, argument, position, value, vocab_size, also_valid });
     }
-    // A tile larger than the input would only be a larger scratch buffer.
+    // A tile larger than the input would only need a larger scratch buffer.
     Ok(Sizes { tokens, dim, vocab_size, tile_tokens: tile_tokens.min(tokens.max(1)) })
 }

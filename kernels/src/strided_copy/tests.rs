@@ -11,7 +11,7 @@ fn tensor<T: Element>(before: usize, len: usize, element: impl Fn(usize) -> T) -
     flat.narrow(0, before, len).unwrap()
 }
 
-/// What lies around a view of [`tensor`], bytes alike.
+/// The whole storage behind a view of [`tensor`], as bytes.
 fn whole_storage<T: Element>(view: &Tensor) -> Vec<T> {
     let (storage, _) = view.storage_and_layout();
     let candle_core::Storage::Cpu(storage) = &*storage else { panic!("a tensor on the CPU") };
@@ -33,7 +33,7 @@ fn block(
     StridedBlock { tensor, offset, batch, batch_stride, rows, row_stride, run }
 }
 
-/// Compares with the definition, around the targets as well.
+/// Compares with the definition, including the surroundings of the targets.
 fn check<T: Arithmetic>(what: &str, befores: [usize; 2], lens: [usize; 2], copies: &[BlockCopy]) {
     let sources: Vec<Tensor> =
         (0..2).map(|k| tensor(befores[0], lens[0], |i| small::<T>(i + 17 * k))).collect();

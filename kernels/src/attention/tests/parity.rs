@@ -14,7 +14,7 @@ fn causal_rows_match_the_reference_for_all_lengths_heads_and_dimensions() -> Res
         causal(1, 300, &[0, 0, 0, 0], 1, 64)?.check("MQA over more than one tile")?;
         causal(1, 1100, &[0, 0, 1], 2, 8)?.check("several tiles")?;
         causal(1, 1100, &[0], 1, 1)?.check("head dimension 1")?;
-        causal(1, 600, &[0], 1, 256)?.check("more keys than stay near")
+        causal(1, 600, &[0], 1, 256)?.check("more keys than fit the cache budget")
     })
 }
 
@@ -58,7 +58,8 @@ fn large_logits_neither_overflow_nor_lose_accuracy() -> Result<()> {
     on_every_target(|_| {
         let mut case = causal(1, 300, &[0, 1], 2, 16)?;
         case.q = case.q.affine(50.0, 0.0)?;
-        // Backward recomputes probabilities from the log-denominator, which in f32 is that much coarser here.
+        // Backward recomputes probabilities from the log-denominator, which in f32 is correspondingly less
+        // accurate here.
         case.check_within(1e-5, "logits of several hundred")
     })
 }

@@ -1,5 +1,5 @@
-//! 16-bit elements: the error against f64 is at most twice that of the plain computation that rounds every
-//! intermediate tensor to them, which is how FlashAttention is tested (Dao, `tests/test_flash_attn.py`).
+//! 16-bit elements: the error against f64 is at most twice that of a plain computation that rounds every
+//! intermediate tensor, which is how FlashAttention is tested (Dao, `tests/test_flash_attn.py`).
 
 use super::super::{kernels::dims_of, on_cpu};
 use super::*;
@@ -9,10 +9,10 @@ use crate::device::emulate;
 use crate::gemm::bf16::Kernel;
 use half::{bf16, f16};
 
-/// Where the tensors lie.
+/// Alignment of the tensors.
 #[derive(Debug, Clone, Copy)]
 enum Layout {
-    /// From the start of a buffer: kernels access 16 bytes at a time.
+    /// At the start of a buffer: kernels access 16 bytes at a time.
     Aligned,
     /// In the middle of a buffer, at an odd offset.
     Odd,
@@ -31,7 +31,8 @@ impl Case {
         Ok(Self { q, k, v, dout, ..self })
     }
 
-    /// `[o, lse, dq, dk, dv]` with products in f64, and scores, probabilities and their gradients stored in `dtype`.
+    /// `[o, lse, dq, dk, dv]` with matmuls in f64, and scores, probabilities and their gradients stored in
+    /// `dtype`.
     fn naive(&self) -> [Vec<f32>; 5] {
         let round = |x: f64| match self.q.dtype() {
             DType::BF16 => bf16::from_f64(x).to_f64(),
@@ -100,7 +101,7 @@ fn for_16_bits(run: impl Fn(DType, Layout) -> Result<()>) -> Result<()> {
     Ok(())
 }
 
-/// Grouped heads, several rows, documents with a window, and queries that see nothing.
+/// Grouped heads, several sequences, documents with a window, and queries without visible keys.
 fn cases() -> Result<[Case; 4]> {
     Ok([
         causal(1, 200, &[0, 0, 1, 1], 2, 64)?,
@@ -137,12 +138,12 @@ fn so_do_elements_of_16_bits_on_the_cpu() -> Result<()> {
 #[test]
 fn so_do_products_of_16_bits_of_every_kernel_for_any_number_of_threads() -> Result<()> {
     let long = causal(1, 600, &[0, 0, 1], 2, 40)?;
-    // Alone, a thread takes two blocks of queries at a time; and more keys than stay near.
+    // Alone, a thread processes two blocks of queries at a time; and more keys than fit the cache budget.
     let (blocks, wide) = (causal(1, 1100, &[0, 0, 0, 1, 1, 1], 2, 8)?, causal(1, 600, &[0], 1, 256)?);
-    // Everything is odd that kernels take in pairs.
+    // All sizes that kernels process in pairs are odd.
     let odd = Case::new(packed(&[&[0, 37, 90, 91, 601]], &[0, 0, 1], Some(301))?, 2, 9)?;
     for (index, case) in cases()?.into_iter().chain([long, blocks, wide, odd]).enumerate() {
-        // Attention by pairs makes do with plain instructions, for this test.
+        // For this test, attention by pairs falls back to plain instructions.
         let others = Kernel::all().filter(|kernel| *kernel != Kernel::Avx512);
         let kernels =
             others.chain([Kernel::Avx512, Kernel::Portable]).map(|kernel| (DType::BF16, Some(kernel)));

@@ -1,11 +1,11 @@
-//! What holds whatever the numbers are: determinism, independence, the trait, refusals.
+//! Properties independent of the values: determinism, independence, the trait, refusals.
 
 use super::*;
 use crate::Workspace;
 use crate::attention::SavedAttention;
 use crate::tensor::TensorOptions;
 
-/// What an attention of the case's tensors takes its outputs from.
+/// A workspace for attention over the case's tensors.
 fn workspace(case: &Case) -> Workspace {
     Workspace::with_options(TensorOptions { device: case.q.device().clone(), dtype: case.q.dtype() })
 }
@@ -61,11 +61,11 @@ fn packing_documents_equals_running_them_one_by_one() -> Result<()> {
 fn the_number_of_threads_does_not_change_a_bit() -> Result<()> {
     let rows: [&[u32]; 2] = [&[0, 600, 1100], &[0, 37, 293, 1100]];
     let cases = [
-        // Two KV heads in all: one or two threads take them whole, five divide them.
+        // Two KV heads in all: one or two threads process whole heads, five divide them.
         Case::new(packed(&rows, &[0, 0, 0], None)?, 1, 16)?,
         causal(1, 600, &[1, 0, 1], 2, 8)?,
         causal(1, 600, &[0, 0], 1, 64)?,
-        // Alone, a thread takes two blocks of queries at a time; and more keys than stay near.
+        // Alone, a thread processes two blocks of queries at a time; and more keys than fit the cache budget.
         causal(1, 1100, &[0, 0, 0, 1, 1, 1], 2, 8)?,
         causal(1, 600, &[0], 1, 256)?,
         Case::new(packed(&rows, &[0], Some(100))?, 1, 8)?,
@@ -152,7 +152,7 @@ fn a_nan_does_not_outlive_its_call() -> Result<()> {
     let clean = causal(1, 40, &[0], 1, 4)?;
     let nan = |like: &Tensor| Tensor::full(f32::NAN, like.shape(), &Device::Cpu);
     let poisoned = Case { q: nan(&clean.q)?, v: nan(&clean.v)?, ..causal(1, 40, &[0], 1, 4)? };
-    // One thread, so that both calls work in the same memory.
+    // One thread, so that both calls use the same scratch memory.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().map_err(AttentionError::other)?;
     let [before, after] = pool.install(|| -> Result<_> {
         let before = clean.run()?;

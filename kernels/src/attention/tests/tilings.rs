@@ -7,7 +7,7 @@ use crate::attention::{
 };
 use crate::device::{Launcher, emulate};
 
-/// Blocks of a few queries, tiles of 48 keys at most, and room for the sums of one tile's keys.
+/// Blocks of a few queries, tiles of at most 48 keys, and sums for one tile's keys.
 pub(super) const SMALL: Tiling = Tiling { rows: 64, keys: 48, heads: 4, sums: 0 };
 
 impl Case {
