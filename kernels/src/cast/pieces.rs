@@ -15,9 +15,9 @@ pub(crate) fn rows_per_piece(row_elems: usize) -> usize {
 /// The old content of a piece to write.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Before {
-    /// Unspecified; never read.
+    /// Unspecified content that is never read.
     Garbage,
-    /// Values.
+    /// Values that are read.
     Values,
 }
 
