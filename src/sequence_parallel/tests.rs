@@ -126,7 +126,7 @@ const SHAPES: [(AttentionShape, usize); 6] = [
 ];
 
 #[test]
-fn seq_to_head_brings_every_token_of_the_own_heads() {
+fn seq_to_head_gathers_every_token_of_the_local_heads() {
     for (shape, sp_size) in SHAPES {
         on_ranks(shape, sp_size, |exchange, group| {
             let (plan, rank) = (exchange.plan(), group.rank());

@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn documents_and_the_window_cut_what_is_seen() -> Result<(), AttentionError> {
+    fn documents_and_the_window_limit_the_visible_keys() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..7).collect();
         let rows = vec![vec![0, 2, 2, 7], vec![0, 7]];
         let layout = AttentionLayout::new(positions.clone(), positions, rows, vec![0], Some(3))?;

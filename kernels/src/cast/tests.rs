@@ -71,7 +71,7 @@ fn nan_stays_nan() {
 }
 
 #[test]
-fn the_reference_agrees_with_the_processor_on_f32() {
+fn the_reference_agrees_with_the_cpu_on_f32() {
     for bits in (0..u64::from(u32::MAX)).step_by(99_991) {
         // An f64 near every magnitude of f32, with digits that f32 does not have.
         let x = f64::from(f32::from_bits(bits as u32)) * (1.0 + 1e-9 * (bits % 97) as f64);

@@ -173,7 +173,7 @@ fn large_inputs_give_the_same_bits_on_any_number_of_threads() {
 }
 
 #[test]
-fn all_logits_at_once_are_the_products() {
+fn all_logits_at_once_equal_the_matmul() {
     on_every_target(|_| {
         let case = Case::new([5, 7, 9]);
         let out = output(&[5, 9]);

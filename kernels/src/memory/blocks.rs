@@ -61,7 +61,7 @@ mod tests {
     const FAR: usize = 1 << 60;
 
     #[test]
-    fn every_block_leaves_as_what_it_entered_and_is_unknown_after() {
+    fn every_block_keeps_its_category_until_it_leaves() {
         let blocks = |category: Category| (0..100).map(move |i| FAR + (6 * i + category as usize) * 65_536);
         for category in Category::ALL {
             for address in blocks(category) {
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_without_a_place_counts_as_other_when_it_enters_and_when_it_leaves() {
+    fn a_block_without_a_slot_counts_as_other_on_entry_and_exit() {
         // Addresses that share one slot: those whose hashes are within one table step.
         let same = |address: &usize| std::ptr::eq(places(*address).as_ptr(), places(2 * FAR).as_ptr());
         let addresses: Vec<usize> = (0..).map(|i| 2 * FAR + i * 16).filter(same).take(WINDOW + 3).collect();

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn overlap_is_told_from_interleaving() {
+    fn overlap_is_distinguished_from_interleaving() {
         assert!(block(0, (1, 0), (2, 3), 4).overlaps_itself());
         assert!(block(0, (2, 5), (2, 4), 4).overlaps_itself());
         assert!(!block(0, (2, 4), (3, 8), 4).overlaps_itself(), "batches between the rows");
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_in_one_piece_is_told_from_what_has_gaps() {
+    fn contiguous_blocks_are_told_from_those_with_gaps() {
         assert_eq!(block(3, (2, 12), (4, 3), 3).in_one_piece(), Some(3..27));
         assert_eq!(block(3, (1, 99), (4, 3), 3).in_one_piece(), Some(3..15));
         assert_eq!(block(3, (1, 0), (1, 99), 3).in_one_piece(), Some(3..6));
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_share_elements_are_told_from_those_that_do_not() {
+    fn blocks_that_share_elements_are_detected() {
         let mut blocks = Vec::new();
         for offset in 0..9 {
             for (batch, rows) in [((1, 0), (1, 0)), ((1, 0), (3, 4)), ((2, 12), (2, 4)), ((2, 9), (3, 3))] {

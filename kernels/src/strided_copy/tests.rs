@@ -194,7 +194,7 @@ fn sixteen_bit_sums_round_once_per_block() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_its_place_in_the_list() {
+fn blocks_that_do_not_fit_are_refused_with_their_index() {
     let (source, target) = (tensor(0, 12, |i| i as f32), tensor(0, 12, |i| i as f32));
     let good = StridedBlock::contiguous(0, 0, 4);
     let refuse = |from: &StridedBlock, to: &StridedBlock, expected: &str| {

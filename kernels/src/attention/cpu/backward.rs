@@ -245,7 +245,7 @@ mod tests {
     use super::one_task_per_kv_head;
 
     #[test]
-    fn kv_heads_are_divided_when_they_leave_too_many_threads_idle() {
+    fn kv_heads_are_divided_if_too_many_threads_would_be_idle() {
         for (num_tasks, num_threads) in [(8, 1), (1, 1), (8, 2), (3, 2), (8, 8), (23, 8)] {
             assert!(one_task_per_kv_head(num_tasks, num_threads), "{num_tasks} on {num_threads}");
         }

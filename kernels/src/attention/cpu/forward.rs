@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tasks_are_as_long_as_leaves_enough_of_them() {
+    fn tasks_are_as_long_as_an_even_load_allows() {
         let dims = |num_heads, num_queries, head_dim| Dims {
             batch: 1,
             num_queries,

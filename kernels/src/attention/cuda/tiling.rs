@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_hold_as_many_keys_as_a_tile_has() {
+    fn the_kernels_support_the_keys_of_a_tile() {
         let constant = format!("kMaxKeys = {MAX_KEYS};");
         assert!(crate::device::sources::ATTENTION.text.contains(&constant), "{constant}");
         assert!([Tiling::FORWARD, Tiling::BACKWARD].iter().all(|tiling| tiling.keys <= MAX_KEYS));

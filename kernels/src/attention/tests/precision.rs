@@ -136,7 +136,7 @@ fn so_do_elements_of_16_bits_on_the_cpu() -> Result<()> {
 }
 
 #[test]
-fn so_do_products_of_16_bits_of_every_kernel_for_any_number_of_threads() -> Result<()> {
+fn so_do_matmuls_of_16_bits_of_every_kernel_for_any_number_of_threads() -> Result<()> {
     let long = causal(1, 600, &[0, 0, 1], 2, 40)?;
     // Alone, a thread processes two blocks of queries at a time; and more keys than fit the cache budget.
     let (blocks, wide) = (causal(1, 1100, &[0, 0, 0, 1, 1, 1], 2, 8)?, causal(1, 600, &[0], 1, 256)?);

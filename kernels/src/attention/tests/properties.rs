@@ -82,7 +82,7 @@ fn the_number_of_threads_does_not_change_a_bit() -> Result<()> {
 }
 
 #[test]
-fn gradients_of_key_shards_sum_to_those_of_the_row() -> Result<()> {
+fn gradients_of_key_shards_sum_to_those_of_the_sequence() -> Result<()> {
     on_every_target(|_| {
         let rows = vec![vec![0, 130, 400]];
         let positions: Vec<u32> = (0..400).collect();
@@ -195,7 +195,7 @@ fn operands_that_do_not_fit_are_refused_by_name() -> Result<()> {
 }
 
 #[test]
-fn gradients_that_share_storage_are_refused_instead_of_waiting_for_ever() -> Result<()> {
+fn gradients_that_share_storage_are_refused_instead_of_deadlocking() -> Result<()> {
     let case = causal(1, 8, &[0], 1, 4)?;
     let lse = Tensor::zeros((1, 1, 8), DType::F32, &Device::Cpu)?;
     let flat = Tensor::zeros((3, 8, 1, 4), DType::F32, &Device::Cpu)?;

@@ -56,7 +56,7 @@ fn heads_and_dimensions_match_the_reference_in_small_tiles() -> Result<()> {
 }
 
 #[test]
-fn what_queries_see_matches_the_reference_in_small_tiles() -> Result<()> {
+fn visible_keys_match_the_reference_in_small_tiles() -> Result<()> {
     let rows: [&[u32]; 2] = [&[0, 1, 2, 64, 65, 190, 300], &[0, 150, 150, 299, 300]];
     for window in [None, Some(1), Some(49), Some(130)] {
         let case = Case::new(packed(&rows, &[0, 0, 1], window)?, 2, 8)?;

@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fastest_is_taken_and_on_intel_s_processors_only_amx() {
+    fn the_fastest_kernel_is_selected_and_on_intel_only_amx() {
         let fastest = |found: &[Kernel], is_intel| Kernel::fastest(found.iter().copied(), is_intel);
         assert_eq!(fastest(&[Amx, Avx512], true), Some(Amx));
         assert_eq!(fastest(&[Avx512], true), None);
@@ -165,7 +165,7 @@ mod tests {
 
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     #[test]
-    fn the_vendor_is_that_which_the_system_reads() {
+    fn the_vendor_matches_the_system_report() {
         let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap();
         let vendor = cpuinfo.lines().find_map(|line| line.strip_prefix("vendor_id")).unwrap();
         assert_eq!(is_intel(), vendor.contains("GenuineIntel"), "{vendor}");

@@ -84,7 +84,7 @@ fn every_kernel_multiplies_integers_exactly_in_every_layout() {
 
 /// The criterion of FlashAttention's tests: at most twice the error of a plain sum that is rounded to bf16.
 #[test]
-fn rounded_products_are_as_good_as_a_plain_sum_and_sums_as_good_as_f32() {
+fn rounded_matmuls_are_as_accurate_as_a_plain_sum_and_sums_as_f32() {
     let operands = Operands::new([64, 48, 4096], |salt, len| {
         random(salt, len).into_iter().map(bf16::from_f32).collect()
     });

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_stays_none() {
+    fn nan_stays_nan_when_rounded() {
         at_every_level(|level| {
             let values = [f32::NAN, f32::INFINITY, f32::from_bits(0x7f80_0001), 1.0];
             let mut words = [0; 4];

@@ -54,7 +54,7 @@ fn every_remainder_of_rows_and_columns_is_multiplied_and_nothing_else_written() 
 }
 
 #[test]
-fn a_product_of_no_terms_is_zero_and_one_of_many_is_their_sum() {
+fn a_matmul_of_no_terms_is_zero_and_one_of_many_is_their_sum() {
     at_every_level(|level| {
         for terms in [0, 1, 64, 257] {
             for add in [false, true] {
