@@ -51,15 +51,15 @@ impl Engine {
             self.zero.reduce(self.head_unit(), boundary)?;
         }
         let mut output = Some(hidden);
-        while let Some(left) = layers.pop() {
+        while let Some(layer_tape) = layers.pop() {
             let index = layers.len();
             // A layer's saved state may hold its output. A checkpointed layer's output is recycled at
             // once.
-            let output_in_use = matches!(left, LayerTape::State(..)).then(|| output.take()).flatten();
+            let output_in_use = matches!(layer_tape, LayerTape::State(..)).then(|| output.take()).flatten();
             output.take().into_iter().for_each(|y| self.workspace.recycle(y));
             self.begin_part(Moment::Backward { layer: index });
             self.read_ahead(layers.last())?;
-            let (gradient, x) = self.backward_layer(index, left, dx, &ctx)?;
+            let (gradient, x) = self.backward_layer(index, layer_tape, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
             output_in_use.into_iter().for_each(|y| self.workspace.recycle(y));
             self.zero.reduce(index + 1, boundary)?;
@@ -97,16 +97,16 @@ impl Engine {
         }
         let (params, (dnorm, dprojection)) = (head_views(&params, tied), head_views(&grads, tied));
         let grads = (dnorm.as_ref(), dprojection.as_ref());
-        let begun = Instant::now();
+        let start = Instant::now();
         let dx = self.model.head.backward(params, saved, labels, scale, grads, ctx)?;
-        self.part_times(num_layers).backward += begun.elapsed().as_secs_f64();
+        self.part_times(num_layers).backward += start.elapsed().as_secs_f64();
         self.zero.release(unit);
         Ok(dx)
     }
 
     /// Starts to load what the backward pass of the next layer needs.
-    fn read_ahead(&self, left: Option<&LayerTape>) -> Result<(), EngineError> {
-        match (&self.activation_offload, left) {
+    fn read_ahead(&self, layer_tape: Option<&LayerTape>) -> Result<(), EngineError> {
+        match (&self.activation_offload, layer_tape) {
             (Some(store), Some(LayerTape::Offloaded(stored))) => store.read_ahead(stored, &self.workspace),
             _ => Ok(()),
         }
@@ -116,7 +116,7 @@ impl Engine {
     fn backward_layer(
         &mut self,
         index: usize,
-        left: LayerTape,
+        layer_tape: LayerTape,
         dy: Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Tensor), EngineError> {
@@ -131,12 +131,12 @@ impl Engine {
                 self.zero.read_ahead(unit - 2)?;
             }
         }
-        let begun = Instant::now();
+        let start = Instant::now();
         let layer = &self.model.layers[index];
-        let checkpoint = match left {
+        let checkpoint = match layer_tape {
             LayerTape::State(x, saved) => {
                 let dx = layer.backward(&params, saved, dy, &grads, ctx)?;
-                self.part_times(index).backward += begun.elapsed().as_secs_f64();
+                self.part_times(index).backward += start.elapsed().as_secs_f64();
                 self.zero.release(unit);
                 return Ok((dx, x));
             }
@@ -146,7 +146,7 @@ impl Engine {
         let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
         let dx = layer.backward_checkpointed(&params, checkpoint, dy, &grads, ctx)?;
-        self.part_times(index).backward += begun.elapsed().as_secs_f64();
+        self.part_times(index).backward += start.elapsed().as_secs_f64();
         self.zero.release(unit);
         Ok((dx, x))
     }

@@ -37,13 +37,13 @@ impl RunRecord {
     /// # Errors
     /// Data that cannot be read, so that its hash is unknown.
     pub fn new(run_id: impl Into<String>, model: Value, loader: &DataLoader) -> Result<Self, DataError> {
-        let rows = loader.data();
+        let data = loader.data();
         let data = DataCursor {
             samples_consumed: loader.samples_consumed(),
             seed: loader.options().seed,
-            seq_len: rows.seq_len(),
-            num_rows: rows.num_rows(),
-            data_hash: Some(rows.sampled_hash()?),
+            seq_len: data.seq_len(),
+            num_rows: data.num_rows(),
+            data_hash: Some(data.sampled_hash()?),
         };
         Ok(Self { run_id: run_id.into(), model, source: None, data, evaluations: Evaluations::default() })
     }

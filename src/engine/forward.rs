@@ -98,7 +98,7 @@ impl Engine {
         let mut layers = Vec::with_capacity(self.model.layers.len());
         let input_ids = input_ids(batch);
         let hidden = self.run_layers(&input_ids, &ctx, |engine, index, params, x| {
-            let begun = Instant::now();
+            let start = Instant::now();
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
                 let (y, checkpoint) = layer.forward_checkpointed(params, x, &ctx)?;
@@ -108,7 +108,7 @@ impl Engine {
                 (y, LayerTape::State(x, saved))
             };
             layers.push(left);
-            engine.part_times(index).forward += begun.elapsed().as_secs_f64();
+            engine.part_times(index).forward += start.elapsed().as_secs_f64();
             Ok(y)
         })?;
         self.begin_part(Moment::Head);
@@ -121,9 +121,9 @@ impl Engine {
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let labels = labels(batch);
-        let begun = Instant::now();
+        let start = Instant::now();
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
-        self.part_times(self.model.layers.len()).forward += begun.elapsed().as_secs_f64();
+        self.part_times(self.model.layers.len()).forward += start.elapsed().as_secs_f64();
         let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
         let tokens = (batch.batch * batch.seq_len) as u64;
         Ok(Loss {

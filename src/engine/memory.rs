@@ -11,7 +11,7 @@ pub struct PartPeak {
     /// The part.
     pub at: Moment,
     /// When it began.
-    pub begun: Instant,
+    pub start: Instant,
     /// Peak bytes, in total and by category. All zero unless the program's allocator
     /// [counts](ulysses_kernels::memory::CountingAllocator).
     pub peak: Peak,
@@ -37,8 +37,8 @@ impl PeakRecorder {
 
     fn end(&mut self) {
         // Anything before the first part counts toward it.
-        if let Some((at, begun)) = self.current.take() {
-            self.ended.push(PartPeak { at, begun, peak: self.peaks.cut() });
+        if let Some((at, start)) = self.current.take() {
+            self.ended.push(PartPeak { at, start, peak: self.peaks.cut() });
         }
     }
 }

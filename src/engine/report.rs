@@ -58,7 +58,7 @@ impl Engine {
         // The count of sent bytes is complete once all other ranks have received them.
         let groups = self.groups.by_axis();
         groups.iter().try_for_each(|(_, group)| group.barrier())?;
-        let (held, expected) = (self.zero.state_bytes(), self.zero.expected_state_bytes());
+        let (measured, expected) = (self.zero.state_bytes(), self.zero.expected_state_bytes());
         Ok(RankSummary {
             rank: self.global_rank,
             // By axis: a group that spans the world is the world group and has its name.
@@ -67,7 +67,7 @@ impl Engine {
                 .iter()
                 .map(|passes| self.exchange_bytes(model, *passes))
                 .sum::<Result<u64, EngineError>>()?,
-            held_bytes: pairs(held, expected),
+            held_bytes: pairs(measured, expected),
             peak_by_category: memory::peak_by_category(),
         })
     }
@@ -92,10 +92,10 @@ impl Engine {
     }
 }
 
-fn pairs(held: StateBytes, expected: StateBytes) -> [(u64, u64); 3] {
+fn pairs(measured: StateBytes, expected: StateBytes) -> [(u64, u64); 3] {
     [
-        (held.parameters, expected.parameters),
-        (held.gradients, expected.gradients),
-        (held.optimizer, expected.optimizer),
+        (measured.parameters, expected.parameters),
+        (measured.gradients, expected.gradients),
+        (measured.optimizer, expected.optimizer),
     ]
 }

@@ -94,7 +94,7 @@ impl Engine {
     }
 
     pub(super) fn timed<T>(&mut self, phase: StepPhase, run: impl FnOnce(&mut Self) -> T) -> T {
-        let (begun, comm) = (Instant::now(), self.comm_timer.seconds());
+        let (start, comm) = (Instant::now(), self.comm_timer.seconds());
         let span = match phase {
             StepPhase::Forward => tracing::debug_span!("forward"),
             StepPhase::Backward => tracing::debug_span!("backward"),
@@ -106,7 +106,7 @@ impl Engine {
             StepPhase::Backward => &mut self.times.backward,
             StepPhase::Update => &mut self.times.update,
         };
-        times.seconds += begun.elapsed().as_secs_f64();
+        times.seconds += start.elapsed().as_secs_f64();
         times.comm += self.comm_timer.seconds() - comm;
         value
     }

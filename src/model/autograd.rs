@@ -122,8 +122,8 @@ where
         }
         // The engine recycles the result; the graph keeps its own output.
         let result = y.detach().contiguous()?.copy()?;
-        let kept = params.iter().chain([&x]).map(|var| var.as_tensor()).chain([&y]);
-        let bytes = kept.map(ulysses_kernels::tensor::bytes).sum();
+        let saved = params.iter().chain([&x]).map(|var| var.as_tensor()).chain([&y]);
+        let bytes = saved.map(ulysses_kernels::tensor::bytes).sum();
         Ok((result, Saved::new(SavedGraph { x, params, y }, bytes)))
     }
 

@@ -37,19 +37,19 @@ impl DecoderLayer {
         let mid = ws.alloc(x.dims())?;
         strided_copy::copy(x, &mid)?;
         let rstd = ws.alloc_f32(token_dims(x))?;
-        let mut kept = Vec::new();
+        let mut saved_chunks = Vec::new();
         for chunk in self.head_chunks(ctx)? {
             let saved = self.attend(weights, &chunk, (x, &rstd), ctx)?;
             linear::forward(&saved.out.flatten_from(2)?, &self.o_columns(weights.o, &chunk)?, &mid, true)?;
             if keep {
-                kept.push(saved);
+                saved_chunks.push(saved);
             } else {
                 saved.recycle(ctx);
             }
         }
         ws.recycle(rstd);
         trim_after_chunks(ctx);
-        Ok((mid, kept))
+        Ok((mid, saved_chunks))
     }
 
     /// Backward of the attention half. `dmid` becomes the gradient of its input `x`. Chunks without saved
@@ -58,15 +58,15 @@ impl DecoderLayer {
         &self,
         weights: &Weights<&Tensor>,
         grads: &Weights<Option<&Tensor>>,
-        (x, kept): (&Tensor, Vec<AttentionSaved>),
+        (x, saved_chunks): (&Tensor, Vec<AttentionSaved>),
         dmid: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(), ModelError> {
         let ws = ctx.workspace();
         let (dnormed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32(token_dims(x))?);
-        let mut kept = kept.into_iter();
+        let mut saved_chunks = saved_chunks.into_iter();
         for (index, chunk) in self.head_chunks(ctx)?.into_iter().enumerate() {
-            let saved = match kept.next() {
+            let saved = match saved_chunks.next() {
                 Some(saved) => saved,
                 None => self.attend(weights, &chunk, (x, &rstd), ctx)?,
             };

@@ -27,7 +27,7 @@ impl DecoderLayer {
         let keep = keep && ctx.tiling().tile_tokens.is_none();
         let y = ws.alloc(mid.dims())?;
         strided_copy::copy(mid, &y)?;
-        let mut kept = None;
+        let mut saved = None;
         for tile in ctx.token_tiles() {
             let GateUp { gate, up } = self.gate_up(weights, mid, &tile, ctx)?;
             let product = ws.alloc(gate.dims())?;
@@ -35,12 +35,12 @@ impl DecoderLayer {
             linear::forward(&product, weights.down, &token_rows(&y, &tile)?, true)?;
             ws.recycle(product);
             if keep {
-                kept = Some(GateUp { gate, up });
+                saved = Some(GateUp { gate, up });
             } else {
                 [gate, up].into_iter().for_each(|tensor| ws.recycle(tensor));
             }
         }
-        Ok((y, kept))
+        Ok((y, saved))
     }
 
     /// Backward of the MLP half. `dy` becomes the gradient of its input `mid`. What the forward pass did not
@@ -49,13 +49,13 @@ impl DecoderLayer {
         &self,
         weights: &Weights<&Tensor>,
         grads: &Weights<Option<&Tensor>>,
-        (mid, mut kept): (Tensor, Option<GateUp>),
+        (mid, mut saved): (Tensor, Option<GateUp>),
         dy: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(), ModelError> {
         for tile in ctx.token_tiles() {
-            let projections = match kept.take() {
-                Some(kept) => kept,
+            let projections = match saved.take() {
+                Some(saved) => saved,
                 None => self.gate_up(weights, &mid, &tile, ctx)?,
             };
             self.backward_mlp_tile(

@@ -109,9 +109,9 @@ fn read_header(file: &mut File, file_bytes: u64, path: &Path) -> Result<(Metadat
     let invalid = |error: &dyn std::fmt::Display| format(format!("not a safetensors header: {error}"));
     let parsed: Metadata = serde_json::from_slice(&json).map_err(|error| invalid(&error))?;
     let metadata = validated(&parsed).map_err(|error| invalid(&error))?;
-    let (claimed, held) = (metadata.data_len() as u64, file_bytes - data_start);
-    if claimed != held {
-        return Err(format(format!("the header describes {claimed} bytes of tensors; the file has {held}")));
+    let (claimed, actual) = (metadata.data_len() as u64, file_bytes - data_start);
+    if claimed != actual {
+        return Err(format(format!("the header describes {claimed} bytes of tensors; the file has {actual}")));
     }
     Ok((metadata, data_start))
 }

@@ -115,7 +115,7 @@ mod tests {
             let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
             let on_ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
                 let groups = ZeroGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, size)?;
-                let told: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
+                let listed: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
                 assert_eq!(listed, axes, "dp {dp} × sp {sp}, {size:?}");
                 Ok::<_, CommError>(groups.written_partition())
             });

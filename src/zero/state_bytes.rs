@@ -48,10 +48,10 @@ impl StateBytes {
     /// The same without offloaded parameters or optimizer state.
     #[must_use]
     pub fn without(self, parameters: bool, optimizer: bool) -> Self {
-        let held = |bytes: u64, offloaded: bool| if offloaded { 0 } else { bytes };
+        let resident = |bytes: u64, offloaded: bool| if offloaded { 0 } else { bytes };
         Self {
-            parameters: held(self.parameters, parameters),
-            optimizer: held(self.optimizer, optimizer),
+            parameters: resident(self.parameters, parameters),
+            optimizer: resident(self.optimizer, optimizer),
             ..self
         }
     }

@@ -220,8 +220,8 @@ fn offloaded_state_comes_back_bit_for_bit() {
             on_mesh_with(mesh, stage, (config, away), |zero, dp_rank, sp_rank| {
                 let bits = after_three_updates(zero, dp_rank, sp_rank);
                 assert_eq!(Some(&bits), seen.lock().get(&(dp_rank, sp_rank)), "{mesh:?} {stage:?} {dtype:?}");
-                let held = zero.expected_state_bytes();
-                assert_eq!((held.optimizer, held.parameters == 0), (0, stage == ZeroStage::Parameters));
+                let bytes = zero.expected_state_bytes();
+                assert_eq!((bytes.optimizer, bytes.parameters == 0), (0, stage == ZeroStage::Parameters));
             });
         }
     }

@@ -138,17 +138,17 @@ struct LeftPanel<'a> {
 }
 
 impl<'a> LeftPanel<'a> {
-    /// Copies `a` to `room`.
-    fn of<A: Float>(a: &MatmulOperand<'_, A>, room: &'a mut [f32]) -> Self {
+    /// Copies `a` to `buffer`.
+    fn of<A: Float>(a: &MatmulOperand<'_, A>, buffer: &'a mut [f32]) -> Self {
         let MatmulOperand { data, lines, terms, line_stride, term_stride } = *a;
         let strides = if term_stride == 1 {
-            A::widen_rows(data, line_stride, room, terms, [lines, terms]);
+            A::widen_rows(data, line_stride, buffer, terms, [lines, terms]);
             [terms, 1]
         } else {
-            A::widen_rows(data, term_stride, room, lines, [terms, lines]);
+            A::widen_rows(data, term_stride, buffer, lines, [terms, lines]);
             [1, lines]
         };
-        Self { elements: room, terms, strides }
+        Self { elements: buffer, terms, strides }
     }
 
     /// Writes or adds the product with `right`, whose rows are [`BLOCK_COLUMNS`] apart.

@@ -66,7 +66,7 @@ pub fn forward(
     shape.report(false, 1.0);
     match target {
         Target::Cpu => {
-            let sum = with_element_type!(x.dtype(), T => with_room(call, shape, workspace, |logits| {
+            let sum = with_element_type!(x.dtype(), T => with_tile_logits(call, shape, workspace, |logits| {
                 call.write(lse_out, |lse| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
                     cpu::forward(shape, operands, labels, lse, logits)
                 })?)
@@ -120,7 +120,7 @@ pub fn backward<'a>(
     match target {
         Target::Cpu => {
             let lse = call.read(lse)?;
-            with_element_type!(dtype, T => with_room(call, shape, workspace, |logits| {
+            with_element_type!(dtype, T => with_tile_logits(call, shape, workspace, |logits| {
                 call.on_cpu([x, weight], [dx], |[x, weight], [dx]| {
                     let inputs = cpu::BackwardInputs::<T> { x, weight, labels, lse: &lse, scale };
                     match dweight {
@@ -152,7 +152,7 @@ pub fn backward<'a>(
 }
 
 /// Calls `work` with a buffer for a tile's logits from the workspace.
-fn with_room<R>(
+fn with_tile_logits<R>(
     call: Call,
     shape: Sizes,
     workspace: &Workspace,

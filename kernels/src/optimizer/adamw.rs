@@ -111,7 +111,7 @@ impl Rule<3> for AdamParams {
         *m = S::mul_add(c.one_minus_beta1, g - *m, *m);
         *v = S::mul_add(c.one_minus_beta2 * g, g, c.beta2 * *v);
         let denominator = S::mul_add(v.sqrt(), c.root_scale, c.eps);
-        let kept = S::mul_add(-c.decoupled_decay, *p, *p);
-        *p = S::mul_add(-c.step_size, *m / denominator, kept);
+        let decayed = S::mul_add(-c.decoupled_decay, *p, *p);
+        *p = S::mul_add(-c.step_size, *m / denominator, decayed);
     }
 }

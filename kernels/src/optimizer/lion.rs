@@ -74,8 +74,8 @@ impl Rule<2> for LionParams {
     fn update<S: Isa>(c: &Constants, [p, m]: &mut [f32; 2], grad: f32) {
         let g = grad * c.grad_scale;
         let direction = S::mul_add(c.one_minus_beta1, g - *m, *m);
-        let kept = S::mul_add(-c.decay, *p, *p);
-        *p = S::mul_add(-c.lr, sign(direction), kept);
+        let decayed = S::mul_add(-c.decay, *p, *p);
+        *p = S::mul_add(-c.lr, sign(direction), decayed);
         *m = S::mul_add(c.one_minus_beta2, g - *m, *m);
     }
 }

@@ -112,7 +112,7 @@ impl<T: Operand> Pass<'_, T> {
         let Problem { dims, layout, .. } = *self.problem;
         let visible = layout.visible(row);
         let lengths = keys_lengths::<T>(keys.len(), dims.head_dim);
-        with_scratch(lengths, |[p, ds, p_room, ds_room, k, k_t, v_t, q, dout, dk, dv]| {
+        with_scratch(lengths, |[p, ds, p_converted, ds_converted, k, k_t, v_t, q, dout, dk, dv]| {
             let [dk, dv] = [dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
             dk.fill(0.0);
             dv.fill(0.0);
@@ -124,8 +124,8 @@ impl<T: Operand> Pass<'_, T> {
                     let of_queries =
                         QueryBlock::gather_both(problem, upstream, (row, head), queries, [q, dout]);
                     for (block, gradients) in &mut cached {
-                        let rooms = [&mut *p, ds, p_room, ds_room];
-                        self.tile(row, head, (&of_queries, block), gradients, rooms, add_to_dq);
+                        let buffers = [&mut *p, ds, p_converted, ds_converted];
+                        self.tile(row, head, (&of_queries, block), gradients, buffers, add_to_dq);
                     }
                 }
             }
@@ -144,7 +144,7 @@ impl<T: Operand> Pass<'_, T> {
         head: usize,
         ((queries, terms), keys): (&(QueryBlock<'_, T>, QueryTerms<'_, T>), &KeyBlock<'_, T>),
         [dk, dv]: &mut [&mut [f32]; 2],
-        [p, ds, p_room, ds_room]: [&mut [f32]; 4],
+        [p, ds, p_converted, ds_converted]: [&mut [f32]; 4],
         add_to_dq: bool,
     ) {
         const { assert!(begin_at_multiples(T::TERMS) && T::BACKWARD_STRIP.is_multiple_of(T::TERMS)) }
@@ -153,17 +153,17 @@ impl<T: Operand> Pass<'_, T> {
         for rectangle in strips(rectangles, T::BACKWARD_STRIP) {
             self.recompute(row, head, &rectangle, (queries, keys), [p, ds]);
             let (num_queries, num_keys) = (rectangle.queries.len(), rectangle.keys.len());
-            let p_t = T::from_tile_transposed(p, num_queries, num_keys, p_room);
+            let p_t = T::from_tile_transposed(p, num_queries, num_keys, p_converted);
             let [q, dout] = terms.of(&rectangle, queries);
             let (dk, dv) = (keys.rows_of(&rectangle, dk), keys.rows_of(&rectangle, dv));
             T::multiply(kernel, dv, Store::Add, 1.0, p_t, dout);
             let ds_t = if add_to_dq {
-                let [ds, ds_t] = T::from_tile_both(ds, num_queries, num_keys, ds_room);
+                let [ds, ds_t] = T::from_tile_both(ds, num_queries, num_keys, ds_converted);
                 // SAFETY: each query head has one KV head, so only that head's task accesses it.
                 unsafe { self.add_to_dq(row, head, &rectangle, keys, ds) };
                 ds_t
             } else {
-                T::from_tile_transposed(ds, num_queries, num_keys, ds_room)
+                T::from_tile_transposed(ds, num_queries, num_keys, ds_converted)
             };
             T::multiply(kernel, dk, Store::Add, scale, ds_t, q);
         }
@@ -174,7 +174,7 @@ impl<T: Operand> Pass<'_, T> {
         let Problem { dims, layout, .. } = self.problem;
         let visible = layout.visible(row);
         let lengths = dq_lengths::<T>(queries.len(), dims.head_dim);
-        with_scratch(lengths, |[p, ds, room, k, k_t, v_t, q, dout]| {
+        with_scratch(lengths, |[p, ds, buffer, k, k_t, v_t, q, dout]| {
             // SAFETY: no other task has this sequence, head and block of queries.
             unsafe { self.dq.head((row, head), &queries) }.fill(0.0);
             let of_queries =
@@ -184,7 +184,7 @@ impl<T: Operand> Pass<'_, T> {
                 let block = KeyBlock::gather(self.problem, (row, kv_head), keys.clone(), [k, k_t, v_t]);
                 for rectangle in strips(rectangles(visible, queries.clone(), keys, T::TERMS), T::BACKWARD_STRIP) {
                     self.recompute(row, head, &rectangle, (&of_queries, &block), [p, ds]);
-                    let ds = T::from_tile(ds, rectangle.queries.len(), rectangle.keys.len(), room);
+                    let ds = T::from_tile(ds, rectangle.queries.len(), rectangle.keys.len(), buffer);
                     // SAFETY: as above.
                     unsafe { self.add_to_dq(row, head, &rectangle, &block, ds) };
                 }

@@ -59,14 +59,14 @@ impl Task {
         let rows = self.queries.len();
         with_scratch(
             queries_lengths::<T>(problem.dims.num_queries, head_dim),
-            |[scores, room, q, k_t, v, output, max, sums]| {
+            |[scores, buffer, q, k_t, v, output, max, sums]| {
                 let (output, max) = (&mut output[..rows * head_dim], &mut max[..rows]);
                 let sums = &mut sums.as_chunks_mut().0[..rows];
                 output.fill(0.0);
                 max.fill(f32::NEG_INFINITY);
                 sums.fill([0.0; SUMS]);
                 let mut running = Running { max, sums, output, head_dim, first_query: self.queries.start };
-                self.accumulate(problem, [scores, room], [q, k_t, v], &mut running);
+                self.accumulate(problem, [scores, buffer], [q, k_t, v], &mut running);
                 // SAFETY: no other task has these queries of this sequence and head.
                 let o = unsafe { o.head((self.row, self.head), &self.queries) };
                 finish(&mut running, o, lse);
@@ -77,7 +77,7 @@ impl Task {
     fn accumulate<T: Operand>(
         &self,
         problem: &Problem<'_, T>,
-        [scores, room]: [&mut [f32]; 2],
+        [scores, buffer]: [&mut [f32]; 2],
         [q, k_t, v]: [&mut [f32]; 3],
         running: &mut Running<'_>,
     ) {
@@ -99,7 +99,7 @@ impl Task {
                 let k_t = k_t.columns(in_keys.clone());
                 T::multiply(kernel, s, Store::Overwrite, scale, q.rows(in_queries.clone()), k_t);
                 online_softmax(&rectangle, visible, scores, running);
-                let p = T::from_tile(scores, num_queries, num_keys, room);
+                let p = T::from_tile(scores, num_queries, num_keys, buffer);
                 let output = &mut running.output[in_queries.start * dims.head_dim..];
                 let output = MatMut::new(output, num_queries, dims.head_dim, dims.head_dim);
                 T::multiply(kernel, output, Store::Add, 1.0, p, v.rows(T::terms(in_keys)));

@@ -110,8 +110,8 @@ pub(super) fn gather_blocks<'a, T: Operand>(
 ) -> Vec<WithGradients<'a, T>> {
     let head_dim = problem.dims.head_dim;
     let [dk, dv] = [dk, dv].map(|buffer| buffer.chunks_mut(KEY_BLOCK * head_dim));
-    let [of_k_t, of_v_t] = [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(T::room_for_columns(head_dim)));
-    let of_k = of_k.chunks_mut(T::room_for_terms(KEY_BLOCK, head_dim));
+    let [of_k_t, of_v_t] = [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(T::columns_scratch(head_dim)));
+    let of_k = of_k.chunks_mut(T::terms_scratch(KEY_BLOCK, head_dim));
     let buffers = of_k.zip(of_k_t).zip(of_v_t).zip(dk.zip(dv));
     let blocks = blocks(keys.clone(), keys.end, KEY_BLOCK).zip(buffers);
     let gather = |(keys, (((of_k, of_k_t), of_v_t), (dk, dv)))| {

@@ -39,31 +39,31 @@ pub(in crate::attention) trait Operand: Sync + 'static {
     const TERMS: usize = 1;
 
     /// f32 elements of scratch for [`Self::gather`].
-    fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
+    fn rows_scratch(tokens: usize, head_dim: usize) -> usize {
         tokens * head_dim
     }
 
     /// Scratch for [`Self::gather_terms`].
-    fn room_for_terms(tokens: usize, head_dim: usize) -> usize {
-        Self::room_for_rows(tokens, head_dim)
+    fn terms_scratch(tokens: usize, head_dim: usize) -> usize {
+        Self::rows_scratch(tokens, head_dim)
     }
 
     /// Scratch for [`Self::gather_both`].
-    fn room_for_both(tokens: usize, head_dim: usize) -> usize {
-        Self::room_for_rows(tokens, head_dim)
+    fn both_scratch(tokens: usize, head_dim: usize) -> usize {
+        Self::rows_scratch(tokens, head_dim)
     }
 
     /// Scratch for [`Self::gather_transposed`] of a block of keys.
-    fn room_for_columns(head_dim: usize) -> usize {
+    fn columns_scratch(head_dim: usize) -> usize {
         ROW_STRIDE * head_dim
     }
 
     /// Scratch for [`Self::from_tile`] or [`Self::from_tile_transposed`] of a tile with so many rows.
-    fn room_for_tile(rows: usize) -> usize;
+    fn tile_scratch(rows: usize) -> usize;
 
     /// Scratch for [`Self::from_tile_both`].
-    fn room_for_both_tiles(rows: usize) -> usize {
-        Self::room_for_tile(rows)
+    fn both_tiles_scratch(rows: usize) -> usize {
+        Self::tile_scratch(rows)
     }
 
     /// Bytes that a thread retains after multiplying tiles of `queries` by `keys`.
@@ -113,20 +113,20 @@ pub(in crate::attention) trait Operand: Sync + 'static {
     }
 
     /// A tile of f32 values as the left operand of a matmul over its columns, `[rows, cols / TERMS]`.
-    /// Converted in `room` if necessary.
+    /// Converted in `buffer` if necessary.
     ///
     /// # Shapes
     /// `tile` has rows of `cols` values [`ROW_STRIDE`] apart.
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self::Tile>;
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, Self::Tile>;
 
     /// The left operand of a matmul over the tile's rows: `[cols, rows / TERMS]`.
     fn from_tile_transposed<'a>(
         tile: &'a [f32],
         rows: usize,
         cols: usize,
-        room: &'a mut [f32],
+        buffer: &'a mut [f32],
     ) -> Mat<'a, Self::Tile> {
-        Self::from_tile(tile, rows, cols, room).t()
+        Self::from_tile(tile, rows, cols, buffer).t()
     }
 
     /// [`from_tile`](Self::from_tile) and [`from_tile_transposed`](Self::from_tile_transposed).
@@ -134,9 +134,9 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         tile: &'a [f32],
         rows: usize,
         cols: usize,
-        room: &'a mut [f32],
+        buffer: &'a mut [f32],
     ) -> [Mat<'a, Self::Tile>; 2] {
-        let tile = Self::from_tile(tile, rows, cols, room);
+        let tile = Self::from_tile(tile, rows, cols, buffer);
         [tile, tile.t()]
     }
 
@@ -166,7 +166,7 @@ impl<E: Float> Operand for InF32<E> {
     /// Every strip adds to the gradients of all its keys, so fewer and longer strips add less often.
     const BACKWARD_STRIP: usize = 48;
 
-    fn room_for_tile(_: usize) -> usize {
+    fn tile_scratch(_: usize) -> usize {
         0
     }
 
@@ -214,7 +214,7 @@ impl Operand for InBf16 {
 
     const BACKWARD_STRIP: usize = 240;
 
-    fn room_for_tile(rows: usize) -> usize {
+    fn tile_scratch(rows: usize) -> usize {
         (rows * ROW_STRIDE).div_ceil(2)
     }
 
@@ -228,7 +228,7 @@ impl Operand for InBf16 {
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> Mat<'b, bf16> {
-        heads.gather(at, tokens, room_as_bf16(memory))
+        heads.gather(at, tokens, scratch_as_bf16(memory))
     }
 
     fn gather_transposed<'b>(
@@ -240,8 +240,8 @@ impl Operand for InBf16 {
         Self::gather(heads, at, tokens, memory).t()
     }
 
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, bf16> {
-        let rounded = room_as_bf16(room);
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, bf16> {
+        let rounded = scratch_as_bf16(buffer);
         round_rows(tile, rows, cols, rounded);
         Mat::new(rounded, rows, cols, ROW_STRIDE)
     }
@@ -264,7 +264,7 @@ impl Operand for InBf16 {
 }
 
 /// Scratch as twice as many bf16 elements.
-fn room_as_bf16(memory: &mut [f32]) -> &mut [bf16] {
+fn scratch_as_bf16(memory: &mut [f32]) -> &mut [bf16] {
     let elems = 2 * memory.len();
     // SAFETY: the same bytes with the same lifetime. bf16 has half the size and alignment of f32, and any
     // bits are valid for both.

@@ -29,28 +29,28 @@ impl Operand for InPairs {
 
     const TERMS: usize = 2;
 
-    fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
+    fn rows_scratch(tokens: usize, head_dim: usize) -> usize {
         tokens * pairs(head_dim)
     }
 
-    fn room_for_terms(tokens: usize, head_dim: usize) -> usize {
+    fn terms_scratch(tokens: usize, head_dim: usize) -> usize {
         pairs(tokens) * head_dim
     }
 
-    fn room_for_both(tokens: usize, head_dim: usize) -> usize {
-        Self::room_for_rows(tokens, head_dim) + Self::room_for_terms(tokens, head_dim)
+    fn both_scratch(tokens: usize, head_dim: usize) -> usize {
+        Self::rows_scratch(tokens, head_dim) + Self::terms_scratch(tokens, head_dim)
     }
 
-    fn room_for_columns(head_dim: usize) -> usize {
+    fn columns_scratch(head_dim: usize) -> usize {
         ROW_STRIDE * pairs(head_dim)
     }
 
-    fn room_for_tile(rows: usize) -> usize {
+    fn tile_scratch(rows: usize) -> usize {
         pairs(rows) * ROW_STRIDE
     }
 
-    fn room_for_both_tiles(rows: usize) -> usize {
-        2 * Self::room_for_tile(rows)
+    fn both_tiles_scratch(rows: usize) -> usize {
+        2 * Self::tile_scratch(rows)
     }
 
     fn packed_bytes(_: usize, _: usize, _: usize) -> usize {
@@ -87,7 +87,7 @@ impl Operand for InPairs {
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> [Mat<'b, u32>; 2] {
-        let of_rows = Self::room_for_rows(tokens.len(), heads.head_dim());
+        let of_rows = Self::rows_scratch(tokens.len(), heads.head_dim());
         let (memory, of_terms) = memory.split_at_mut(of_rows);
         [Self::gather(heads, at, tokens, memory), Self::gather_terms(heads, at, tokens, of_terms)]
     }
@@ -104,8 +104,8 @@ impl Operand for InPairs {
         Mat::new(words, pairs(cols), rows, ROW_STRIDE)
     }
 
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, u32> {
-        let words = words_in(room);
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, u32> {
+        let words = words_in(buffer);
         round_neighbors((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE / 2));
         Mat::new(words, rows, pairs(cols), ROW_STRIDE / 2)
     }
@@ -114,9 +114,9 @@ impl Operand for InPairs {
         tile: &'a [f32],
         rows: usize,
         cols: usize,
-        room: &'a mut [f32],
+        buffer: &'a mut [f32],
     ) -> Mat<'a, u32> {
-        let words = words_in(room);
+        let words = words_in(buffer);
         round_rows((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE));
         Mat::new(words, pairs(rows), cols, ROW_STRIDE).t()
     }
@@ -125,10 +125,10 @@ impl Operand for InPairs {
         tile: &'a [f32],
         rows: usize,
         cols: usize,
-        room: &'a mut [f32],
+        buffer: &'a mut [f32],
     ) -> [Mat<'a, u32>; 2] {
-        let (room, transposed) = room.split_at_mut(Self::room_for_tile(rows));
-        [Self::from_tile(tile, rows, cols, room), Self::from_tile_transposed(tile, rows, cols, transposed)]
+        let (buffer, transposed) = buffer.split_at_mut(Self::tile_scratch(rows));
+        [Self::from_tile(tile, rows, cols, buffer), Self::from_tile_transposed(tile, rows, cols, transposed)]
     }
 
     fn multiply((): (), dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_, u32>, rhs: Mat<'_, u32>) {

@@ -37,10 +37,10 @@ pub(in crate::attention) fn scratch_bytes<T: Operand>(
 pub(super) fn queries_lengths<T: Operand>(num_queries: usize, head_dim: usize) -> [usize; 8] {
     let rows = num_queries.min(cached_tokens(QUERY_BLOCK, head_dim));
     let strip = rows.min(T::STRIP);
-    let (tile, room) = (strip * ROW_STRIDE, T::room_for_tile(strip));
-    let (of_queries, of_keys) = (T::room_for_rows(rows, head_dim), T::room_for_terms(KEY_BLOCK, head_dim));
-    let (columns, output) = (T::room_for_columns(head_dim), rows * head_dim);
-    [tile, room, of_queries, columns, of_keys, output, rows, rows * SUMS]
+    let (tile, buffer) = (strip * ROW_STRIDE, T::tile_scratch(strip));
+    let (of_queries, of_keys) = (T::rows_scratch(rows, head_dim), T::terms_scratch(KEY_BLOCK, head_dim));
+    let (columns, output) = (T::columns_scratch(head_dim), rows * head_dim);
+    [tile, buffer, of_queries, columns, of_keys, output, rows, rows * SUMS]
 }
 
 /// Lengths of the buffers of a backward task of up to `num_keys` keys: two tiles and their conversions; keys;
@@ -48,17 +48,17 @@ pub(super) fn queries_lengths<T: Operand>(num_queries: usize, head_dim: usize) -
 pub(super) fn keys_lengths<T: Operand>(num_keys: usize, head_dim: usize) -> [usize; 11] {
     let keys = num_keys.min(cached_tokens(KEY_BLOCK, head_dim));
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (room, rooms) = (T::room_for_tile(T::BACKWARD_STRIP), T::room_for_both_tiles(T::BACKWARD_STRIP));
-    let (of_keys, of_queries) = (T::room_for_terms(keys, head_dim), T::room_for_both(QUERY_BLOCK, head_dim));
-    let columns = keys.div_ceil(KEY_BLOCK) * T::room_for_columns(head_dim);
+    let (buffer, buffers) = (T::tile_scratch(T::BACKWARD_STRIP), T::both_tiles_scratch(T::BACKWARD_STRIP));
+    let (of_keys, of_queries) = (T::terms_scratch(keys, head_dim), T::both_scratch(QUERY_BLOCK, head_dim));
+    let columns = keys.div_ceil(KEY_BLOCK) * T::columns_scratch(head_dim);
     let gradient = keys * head_dim;
-    [tile, tile, room, rooms, of_keys, columns, columns, of_queries, of_queries, gradient, gradient]
+    [tile, tile, buffer, buffers, of_keys, columns, columns, of_queries, of_queries, gradient, gradient]
 }
 
 /// As [`keys_lengths`], for a task that computes only the gradient of `queries` queries.
 pub(super) fn dq_lengths<T: Operand>(queries: usize, head_dim: usize) -> [usize; 8] {
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (room, columns) = (T::room_for_tile(T::BACKWARD_STRIP), T::room_for_columns(head_dim));
-    let (of_keys, of_queries) = (T::room_for_terms(KEY_BLOCK, head_dim), T::room_for_rows(queries, head_dim));
-    [tile, tile, room, of_keys, columns, columns, of_queries, of_queries]
+    let (buffer, columns) = (T::tile_scratch(T::BACKWARD_STRIP), T::columns_scratch(head_dim));
+    let (of_keys, of_queries) = (T::terms_scratch(KEY_BLOCK, head_dim), T::rows_scratch(queries, head_dim));
+    [tile, tile, buffer, of_keys, columns, columns, of_queries, of_queries]
 }

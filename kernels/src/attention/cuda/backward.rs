@@ -7,7 +7,7 @@
 
 use super::{
     Problem, Tiling,
-    pass::{Pass, QueryBlock, Room, align, scratch, sizes},
+    pass::{Pass, QueryBlock, ScratchSize, align, scratch, sizes},
     tiling::{HeadChunk, Tile},
 };
 use crate::attention::{Gradients, Upstream, blocks::blocks, dims::Dims};
@@ -29,7 +29,7 @@ pub(in crate::attention) fn backward(
     let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
     let chunks = tiling.head_chunks(layout.q_to_kv(), &dims, tiling.max_kv_heads(&dims));
     let stride = tiling.score_stride(&dims);
-    let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), q.device())?;
+    let scratch = scratch(scratch_sizes(&dims, dtype, &chunks, tiling), q.device())?;
     if launcher.is_dry() {
         return Ok(());
     }
@@ -69,7 +69,7 @@ pub(in crate::attention) fn backward(
 }
 
 /// The scratch of [`Backward`], in its order, for the largest of the chunks.
-fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 8] {
+fn scratch_sizes(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [ScratchSize; 8] {
     let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads()).max();
     let keys = chunks.iter().map(|chunk| {
         let first = tiling.sum_blocks(dims, chunk).next();

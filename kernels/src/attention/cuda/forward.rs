@@ -2,7 +2,7 @@
 
 use super::{
     Problem, Tiling,
-    pass::{Pass, QueryBlock, Room, align, scratch, sizes},
+    pass::{Pass, QueryBlock, ScratchSize, align, scratch, sizes},
     tiling::{HeadChunk, Tile},
 };
 use crate::attention::{blocks::blocks, dims::Dims};
@@ -22,7 +22,7 @@ pub(in crate::attention) fn forward(
     let chunks = tiling.head_chunks(layout.q_to_kv(), &dims, dims.num_kv_heads);
     let rows = max_rows(&dims, &chunks, tiling);
     let stride = tiling.score_stride(&dims);
-    let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), device)?;
+    let scratch = scratch(scratch_sizes(&dims, dtype, &chunks, tiling), device)?;
     if launcher.is_dry() {
         return Ok(());
     }
@@ -68,7 +68,7 @@ fn max_rows(dims: &Dims, chunks: &[HeadChunk], tiling: &Tiling) -> usize {
 }
 
 /// Packed queries, scores, probabilities, their products with the values, and the rows' maxima and sums.
-fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 5] {
+fn scratch_sizes(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [ScratchSize; 5] {
     let rows = max_rows(dims, chunks, tiling);
     let (packed, tile) = (rows * dims.head_dim, rows * tiling.score_stride(dims));
     // In f32, probabilities replace the scores.

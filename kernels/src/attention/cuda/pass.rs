@@ -220,16 +220,16 @@ pub(super) fn sizes<const N: usize>(sizes: [usize; N]) -> [Arg<'static>; N] {
 }
 
 /// A scratch tensor: its number of elements and their type.
-pub(super) type Room = (usize, DType);
+pub(super) type ScratchSize = (usize, DType);
 
 /// Scratch memory, to be used from [`align`] on.
-pub(super) fn scratch<const N: usize>(rooms: [Room; N], device: &Device) -> candle_core::Result<[Tensor; N]> {
-    let tensor = |room| crate::tensor::zeros(elements(room), room.1, device);
-    let tensors: Vec<Tensor> = rooms.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
+pub(super) fn scratch<const N: usize>(sizes: [ScratchSize; N], device: &Device) -> candle_core::Result<[Tensor; N]> {
+    let tensor = |size| crate::tensor::zeros(elements(size), size.1, device);
+    let tensors: Vec<Tensor> = sizes.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
     Ok(tensors.try_into().unwrap_or_else(|_| unreachable!("one tensor for each")))
 }
 
-fn elements((elements, dtype): Room) -> usize {
+fn elements((elements, dtype): ScratchSize) -> usize {
     elements + 16 / dtype.size_in_bytes()
 }
 

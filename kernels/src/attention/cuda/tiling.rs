@@ -95,8 +95,8 @@ impl Tiling {
         dims: &Dims,
         chunk: &HeadChunk,
     ) -> impl Iterator<Item = Range<usize>> + use<> {
-        let room = self.sums / (2 * dims.head_dim * chunk.num_kv_heads);
-        let (len, num_keys) = ((room / self.keys).max(1) * self.keys, dims.num_keys);
+        let num_keys_that_fit = self.sums / (2 * dims.head_dim * chunk.num_kv_heads);
+        let (len, num_keys) = ((num_keys_that_fit / self.keys).max(1) * self.keys, dims.num_keys);
         (0..num_keys.div_ceil(len).max(1)).map(move |block| block * len..num_keys.min((block + 1) * len))
     }
 

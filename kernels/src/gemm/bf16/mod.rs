@@ -240,11 +240,11 @@ fn two_panels(packed: &[u32], first: usize, panel_words: usize) -> [&[u32]; 2] {
 /// Calls `work` with so many words of the thread's buffer, content undefined. The buffer is taken out of its
 /// cell, because the thread may steal other work meanwhile.
 fn with_words<R>(
-    kept: &'static std::thread::LocalKey<RefCell<Vec<u32>>>,
+    cell: &'static std::thread::LocalKey<RefCell<Vec<u32>>>,
     len: usize,
     work: impl FnOnce(&mut [u32]) -> R,
 ) -> R {
-    let mut words = kept.take();
+    let mut words = cell.take();
     if words.len() < len {
         drop(words);
         words = vec![0; len];
@@ -253,6 +253,6 @@ fn with_words<R>(
     #[cfg(test)]
     words.fill(0x7fc0_7fc0);
     let result = work(&mut words[..len]);
-    kept.set(words);
+    cell.set(words);
     result
 }
