@@ -6,7 +6,7 @@ use crate::config::{Config, ConfigError};
 use crate::data::DataError;
 use crate::mesh::MeshError;
 use crate::model::ModelError;
-use crate::sequence_parallel::UlyssesError;
+use crate::sequence_parallel::SequenceParallelError;
 use crate::zero::ZeroError;
 use ulysses_kernels::OpError;
 use ulysses_kernels::offload::OffloadError;
@@ -222,7 +222,7 @@ pub enum EngineError {
     Zero(Box<ZeroError>),
     /// The exchange plan failed.
     #[error(transparent)]
-    Ulysses(Box<UlyssesError>),
+    SequenceParallel(Box<SequenceParallelError>),
     /// The caller's source of micro batches failed.
     #[error(transparent)]
     Source(Box<dyn std::error::Error + Send + Sync>),
@@ -265,5 +265,5 @@ macro_rules! boxed {
 }
 
 boxed! {
-    Config(ConfigError), Mesh(MeshError), Model(ModelError), Zero(ZeroError), Ulysses(UlyssesError), Checkpoint(CheckpointError), Comm(CommError),
+    Config(ConfigError), Mesh(MeshError), Model(ModelError), Zero(ZeroError), SequenceParallel(SequenceParallelError), Checkpoint(CheckpointError), Comm(CommError),
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::device::DeviceKind;
-use ulysses_kernels::offload::{Extent, OffloadError, OffloadStore, Purpose};
+use ulysses_kernels::offload::{Extent, OffloadError, OffloadStore, StoreLabel};
 use ulysses_kernels::tensor::TensorOptions;
 
 /// A kind of tensor that may be offloaded.
@@ -39,12 +39,12 @@ const PARAMETERS: Offloaded = Offloaded {
 
 impl Offloaded {
     fn in_file(self, directory: Option<&Path>) -> Result<OffloadStore, OffloadError> {
-        OffloadStore::in_file(Purpose { holds: self.holds, key: self.directory_key }, directory)
+        OffloadStore::in_file(StoreLabel { holds: self.holds, key: self.directory_key }, directory)
     }
 
     /// `None` if the tensors are in host memory already.
     fn in_host_memory(self, device: &Device) -> Result<Option<OffloadStore>, OffloadError> {
-        OffloadStore::in_host_memory(Purpose { holds: self.holds, key: self.key }, device)
+        OffloadStore::in_host_memory(StoreLabel { holds: self.holds, key: self.key }, device)
     }
 
     /// The store that the config selects.

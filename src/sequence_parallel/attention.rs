@@ -1,7 +1,7 @@
 //! [`UlyssesAttention`]: makes a local attention sequence-parallel.
 
 use super::exchange::Qkv;
-use super::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded, UlyssesError};
+use super::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded, SequenceParallelError};
 use crate::comm::ProcessGroup;
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -42,7 +42,7 @@ impl UlyssesAttention {
     }
 
     /// Finds the plan of an earlier call with the same layout, or creates it and drops those of other tokens.
-    fn sharding(&self, layout: &AttentionLayout, shape: AttentionShape) -> Result<Arc<Sharding>, UlyssesError> {
+    fn sharding(&self, layout: &AttentionLayout, shape: AttentionShape) -> Result<Arc<Sharding>, SequenceParallelError> {
         let mut known = self.shardings.lock();
         let is_this = |known: &&Arc<Sharding>| {
             known.shape == shape
@@ -64,7 +64,7 @@ impl UlyssesAttention {
         layout: &AttentionLayout,
         shape: AttentionShape,
         same_tokens: Option<&AttentionLayout>,
-    ) -> Result<Sharding, UlyssesError> {
+    ) -> Result<Sharding, SequenceParallelError> {
         let (rank, sp_size) = (self.group.rank(), self.group.world_size());
         let plan = ExchangePlan::new(shape, layout.q_to_kv(), sp_size, rank)?;
         let expected = plan.seq_ranges()[rank].clone();
@@ -74,7 +74,7 @@ impl UlyssesAttention {
             if !positions.iter().map(|&p| p as usize).eq(expected.clone()) {
                 let got = positions.first().copied().zip(positions.last().copied());
                 let seq_len = shape.seq_len;
-                return Err(UlyssesError::Shard { rank, sp_size, seq_len, expected, got });
+                return Err(SequenceParallelError::Shard { rank, sp_size, seq_len, expected, got });
             }
         }
         let heads = plan.q_to_kv_local();
@@ -94,7 +94,7 @@ impl UlyssesAttention {
         qkv: Qkv,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, SavedAttention), UlyssesError> {
+    ) -> Result<(Tensor, SavedAttention), SequenceParallelError> {
         let (batch, _, num_heads, head_dim) = qkv[0].dims4()?;
         let num_kv_heads = qkv[1].dims4()?.2;
         let shape = AttentionShape { batch, seq_len: seq_len(layout), num_heads, num_kv_heads, head_dim };
@@ -116,7 +116,7 @@ impl UlyssesAttention {
         dout: &Tensor,
         layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<Qkv, UlyssesError> {
+    ) -> Result<Qkv, SequenceParallelError> {
         let (batch, _, num_heads, head_dim) = dout.dims4()?;
         let num_kv_heads = layout.q_to_kv().last().map_or(0, |kv| kv + 1);
         let shape = AttentionShape { batch, seq_len: seq_len(layout), num_heads, num_kv_heads, head_dim };
@@ -175,9 +175,9 @@ impl Attention for UlyssesAttention {
     }
 }
 
-fn into_attention_error(error: UlyssesError) -> AttentionError {
+fn into_attention_error(error: SequenceParallelError) -> AttentionError {
     match error {
-        UlyssesError::Attention(error) => error,
+        SequenceParallelError::Attention(error) => error,
         other => AttentionError::other(other),
     }
 }

@@ -7,7 +7,7 @@ use ulysses_kernels::attention::AttentionError;
 /// An error of the Ulysses exchange.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum UlyssesError {
+pub enum SequenceParallelError {
     /// Some sp rank would get no attention head.
     #[error(
         "num_heads = {num_heads} cannot be split over sp = {sp_size} ranks: every rank needs a head, \

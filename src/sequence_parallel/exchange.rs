@@ -1,6 +1,6 @@
 //! The all-to-all exchanges: one collective per direction.
 
-use super::{ExchangePlan, UlyssesError};
+use super::{ExchangePlan, SequenceParallelError};
 use crate::comm::{ProcessGroup, ProcessGroupExt, StridedPlan};
 use candle_core::Tensor;
 use std::array::from_ref;
@@ -61,7 +61,7 @@ impl Exchange {
         &self,
         qkv: &SeqSharded<Qkv>,
         workspace: &Workspace,
-    ) -> Result<HeadSharded<Qkv>, UlyssesError> {
+    ) -> Result<HeadSharded<Qkv>, SequenceParallelError> {
         let _exchange = tracing::trace_span!("qkv_seq_to_head").entered();
         let (q, kv) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
         let (q_out, kv_out) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
@@ -81,7 +81,7 @@ impl Exchange {
         &self,
         grads: &HeadSharded<Qkv>,
         workspace: &Workspace,
-    ) -> Result<SeqSharded<Qkv>, UlyssesError> {
+    ) -> Result<SeqSharded<Qkv>, SequenceParallelError> {
         let _exchange = tracing::trace_span!("qkv_head_to_seq").entered();
         let (q, kv) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
         let (q_out, kv_out) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
@@ -100,7 +100,7 @@ impl Exchange {
         &self,
         out: &HeadSharded<Tensor>,
         workspace: &Workspace,
-    ) -> Result<SeqSharded<Tensor>, UlyssesError> {
+    ) -> Result<SeqSharded<Tensor>, SequenceParallelError> {
         let _exchange = tracing::trace_span!("out_head_to_seq").entered();
         let dims = [("o", self.plan.head_sharded_q_dims(), self.plan.seq_sharded_q_dims())];
         let [received] = self.exchange(from_ref(&out.0), dims, &self.out_head_to_seq, workspace)?;
@@ -118,7 +118,7 @@ impl Exchange {
         &self,
         dout: &SeqSharded<Tensor>,
         workspace: &Workspace,
-    ) -> Result<HeadSharded<Tensor>, UlyssesError> {
+    ) -> Result<HeadSharded<Tensor>, SequenceParallelError> {
         let _exchange = tracing::trace_span!("out_seq_to_head").entered();
         let dims = [("do", self.plan.seq_sharded_q_dims(), self.plan.head_sharded_q_dims())];
         let [received] = self.exchange(from_ref(&dout.0), dims, &self.out_seq_to_head, workspace)?;
@@ -132,11 +132,11 @@ impl Exchange {
         named_dims: [(&'static str, Dims, Dims); N],
         plan: &Arc<StridedPlan>,
         workspace: &Workspace,
-    ) -> Result<[Tensor; N], UlyssesError> {
+    ) -> Result<[Tensor; N], SequenceParallelError> {
         let mut received = Vec::with_capacity(N);
         for (tensor, (name, (b, s, h, d), arrives)) in tensors.iter().zip(named_dims) {
             if tensor.dims() != [b, s, h, d] {
-                return Err(UlyssesError::Shape {
+                return Err(SequenceParallelError::Shape {
                     tensor: name,
                     rank: self.group.rank(),
                     expected: vec![b, s, h, d],

@@ -25,7 +25,7 @@ mod tests;
 mod volume;
 
 pub use attention::UlyssesAttention;
-pub use error::UlyssesError;
+pub use error::SequenceParallelError;
 pub use exchange::{Exchange, HeadSharded, Qkv, SeqSharded};
 pub use plan::{AttentionShape, ExchangePlan};
 pub use volume::ExchangeVolume;

@@ -2,7 +2,7 @@
 //!
 //! The CPU backends and the CUDA kernels both execute the blocks of these plans.
 
-use super::UlyssesError;
+use super::SequenceParallelError;
 use crate::comm::{RecvBlock, StridedBlock, StridedPlan};
 use crate::mesh::shard_range;
 use std::ops::Range;
@@ -49,22 +49,22 @@ impl ExchangePlan {
         q_to_kv: &[usize],
         sp_size: usize,
         rank: usize,
-    ) -> Result<Self, UlyssesError> {
+    ) -> Result<Self, SequenceParallelError> {
         let AttentionShape { seq_len, num_heads, num_kv_heads, .. } = shape;
         if num_heads < sp_size {
-            return Err(UlyssesError::TooFewHeads { num_heads, sp_size });
+            return Err(SequenceParallelError::TooFewHeads { num_heads, sp_size });
         }
         if rank >= sp_size {
-            return Err(UlyssesError::NoSuchRank { rank, sp_size });
+            return Err(SequenceParallelError::NoSuchRank { rank, sp_size });
         }
         if seq_len < sp_size {
-            return Err(UlyssesError::SequenceTooShort { seq_len, sp_size });
+            return Err(SequenceParallelError::SequenceTooShort { seq_len, sp_size });
         }
         let ascending = q_to_kv.windows(2).all(|pair| pair[1] == pair[0] || pair[1] == pair[0] + 1);
         let covers_all =
             q_to_kv.first() == Some(&0) && q_to_kv.last() == Some(&(num_kv_heads.wrapping_sub(1)));
         if q_to_kv.len() != num_heads || !ascending || !covers_all {
-            return Err(UlyssesError::HeadMap { num_heads, num_kv_heads, q_to_kv: q_to_kv.to_vec() });
+            return Err(SequenceParallelError::HeadMap { num_heads, num_kv_heads, q_to_kv: q_to_kv.to_vec() });
         }
         let split = |len| (0..sp_size).map(|rank| shard_range(len, sp_size, rank)).collect::<Vec<_>>();
         let (q_heads, seq) = (split(num_heads), split(seq_len));

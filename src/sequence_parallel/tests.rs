@@ -111,7 +111,7 @@ fn on_ranks(shape: AttentionShape, sp_size: usize, check: impl Fn(&Exchange, &Ar
         let group: Arc<dyn ProcessGroup> = ctx.group.clone();
         let plan = plan(shape, sp_size, group.rank());
         check(&Exchange::new(plan, group.clone()), &group);
-        Ok::<_, UlyssesError>(())
+        Ok::<_, SequenceParallelError>(())
     })
     .unwrap();
 }

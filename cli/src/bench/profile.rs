@@ -17,7 +17,7 @@ use ulysses::kernels::attention::AttentionLayout;
 use ulysses::kernels::optimizer::adamw::{self, AdamParams};
 use ulysses::kernels::{rms_norm, strided_copy, swiglu};
 use ulysses::model::{LlamaConfig, preset};
-use ulysses::offload::{OffloadError, OffloadStore, Use};
+use ulysses::offload::{OffloadError, OffloadStore, StoreLabel};
 
 /// Elements of a collective that takes nothing but its latency.
 const FEW: usize = 8;
@@ -170,16 +170,16 @@ impl Bench<'_> {
         if device != DeviceKind::Cpu {
             return Ok(None);
         }
-        let use_ = Use { holds: "what is measured", key: "--offload-path" };
+        let label = StoreLabel { holds: "what is measured", key: "--offload-path" };
         let directory = self.args.offload_path.as_deref();
         // Refused before anything starts.
-        OffloadStore::in_file(use_, directory).or_usage()?;
-        let measure = |rank: &RankContext| self.file_of(rank, use_, directory);
+        OffloadStore::in_file(label, directory).or_usage()?;
+        let measure = |rank: &RankContext| self.file_of(rank, label, directory);
         on_ranks(ranks, options, measure).map(Some)
     }
 
-    fn file_of(&self, rank: &RankContext, use_: Use, directory: Option<&Path>) -> Result<f64> {
-        let file = OffloadStore::in_file(use_, directory)?;
+    fn file_of(&self, rank: &RankContext, label: StoreLabel, directory: Option<&Path>) -> Result<f64> {
+        let file = OffloadStore::in_file(label, directory)?;
         let bytes = usize::from(self.args.mib) << 20;
         let back = Tensor::ones(bytes / size_of::<f32>(), DType::F32, &Device::Cpu)?;
         let there_and_back = Case::new(|| {

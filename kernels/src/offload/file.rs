@@ -3,7 +3,7 @@
 //! A thread writes while its owner continues. Before a tensor is needed, the same thread reads it ahead, so
 //! that it is in the system's page cache, which does not count as a rank's memory.
 
-use super::{Backing, Extent, OffloadError, Purpose};
+use super::{Backing, Extent, OffloadError, StoreLabel};
 use crate::tensor::{with_bytes, with_bytes_mut};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -21,7 +21,7 @@ pub(super) const READ_AHEAD_BYTES: usize = 1 << 17;
 /// The file of one rank.
 #[derive(Debug)]
 pub(super) struct File {
-    purpose: Purpose,
+    label: StoreLabel,
     directory: PathBuf,
     file: Arc<std::fs::File>,
     writer: Mutex<Writer>,
@@ -46,9 +46,9 @@ enum Job {
 
 impl File {
     /// Creates the file in `directory`, or in the system's directory for temporary files.
-    pub(super) fn create(purpose: Purpose, directory: Option<&Path>) -> Result<Self, OffloadError> {
+    pub(super) fn create(label: StoreLabel, directory: Option<&Path>) -> Result<Self, OffloadError> {
         let directory = directory.map_or_else(std::env::temp_dir, Path::to_owned);
-        let failed = |source| OffloadError::File { purpose, directory: directory.clone(), source };
+        let failed = |source| OffloadError::File { label, directory: directory.clone(), source };
         let file = Arc::new(tempfile::tempfile_in(&directory).map_err(failed)?);
         let (jobs, todo) = channel();
         let (done, written) = channel();
@@ -57,11 +57,11 @@ impl File {
         let name = "ulysses-offload".to_owned();
         let thread = std::thread::Builder::new().name(name).spawn(work).map_err(failed)?;
         let writer = Mutex::new(Writer { jobs: Some(jobs), written, in_flight: VecDeque::new() });
-        Ok(Self { purpose, directory, file, writer, thread: Some(thread) })
+        Ok(Self { label, directory, file, writer, thread: Some(thread) })
     }
 
     fn failed(&self, source: io::Error) -> OffloadError {
-        OffloadError::File { purpose: self.purpose, directory: self.directory.clone(), source }
+        OffloadError::File { label: self.label, directory: self.directory.clone(), source }
     }
 }
 

@@ -8,7 +8,7 @@
     allow(dead_code, reason = "compiled always, but without a device there is no memory beside one")
 )]
 
-use super::{Backing, Extent, OffloadError, Purpose};
+use super::{Backing, Extent, OffloadError, StoreLabel};
 use crate::device::{DeviceError, HostCopies, Launcher};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -17,24 +17,24 @@ use std::collections::hash_map::Entry;
 use std::fmt::{self, Debug, Formatter};
 
 /// The host memory of a launcher's device.
-pub(super) fn backing(launcher: &Launcher, purpose: Purpose) -> Result<Box<dyn Backing>, DeviceError> {
+pub(super) fn backing(launcher: &Launcher, label: StoreLabel) -> Result<Box<dyn Backing>, DeviceError> {
     match launcher {
         Launcher::Dry => {
-            let _ = purpose;
+            let _ = label;
             Ok(Box::new(super::dry_store::DryStore::host_memory()))
         }
         #[cfg(feature = "kernel-emulation")]
-        Launcher::Emulated => Ok(Box::new(HostMemory::new(purpose, crate::device::LateCopies::default()))),
+        Launcher::Emulated => Ok(Box::new(HostMemory::new(label, crate::device::LateCopies::default()))),
         #[cfg(feature = "cuda")]
         Launcher::Cuda(device) => {
-            Ok(Box::new(HostMemory::new(purpose, crate::device::CudaCopies::new(device)?)))
+            Ok(Box::new(HostMemory::new(label, crate::device::CudaCopies::new(device)?)))
         }
     }
 }
 
 /// One rank's host memory.
 pub(super) struct HostMemory<C: HostCopies> {
-    purpose: Purpose,
+    label: StoreLabel,
     copies: C,
     /// Blocks by the offsets of their extents. A block outlives its extent and serves the next one at that
     /// offset.
@@ -51,13 +51,13 @@ struct Block<C: HostCopies> {
 }
 
 impl<C: HostCopies> HostMemory<C> {
-    pub(super) fn new(purpose: Purpose, copies: C) -> Self {
-        Self { purpose, copies, blocks: Mutex::default(), pending_writes: Mutex::default() }
+    pub(super) fn new(label: StoreLabel, copies: C) -> Self {
+        Self { label, copies, blocks: Mutex::default(), pending_writes: Mutex::default() }
     }
 
     fn failed(&self) -> impl Fn(DeviceError) -> OffloadError + use<C> {
-        let purpose = self.purpose;
-        move |source| OffloadError::Host { purpose, source: Box::new(source) }
+        let label = self.label;
+        move |source| OffloadError::Host { label, source: Box::new(source) }
     }
 
     /// Calls a function with the memory of an extent that has been written.
@@ -113,6 +113,6 @@ impl<C: HostCopies> Backing for HostMemory<C> {
 
 impl<C: HostCopies> Debug for HostMemory<C> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostMemory").field("purpose", &self.purpose).finish_non_exhaustive()
+        f.debug_struct("HostMemory").field("label", &self.label).finish_non_exhaustive()
     }
 }

@@ -26,9 +26,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The purpose of a store, for its errors.
+/// The description of a store, for its errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Purpose {
+pub struct StoreLabel {
     /// Description of its tensors.
     pub holds: &'static str,
     /// The config key that names its directory, or enables it.
@@ -42,21 +42,21 @@ pub enum OffloadError {
     /// Offload to a file failed.
     #[error(
         "cannot offload {} to a file in {}: {source}; set `{}` to another directory",
-        purpose.holds, directory.display(), purpose.key
+        label.holds, directory.display(), label.key
     )]
     File {
-        /// Purpose of the store.
-        purpose: Purpose,
+        /// Description of the store.
+        label: StoreLabel,
         /// Directory of the file.
         directory: PathBuf,
         /// The system's error.
         source: io::Error,
     },
     /// Offload to host memory failed.
-    #[error("cannot offload {} to page-locked host memory, as `{}` requests: {source}", purpose.holds, purpose.key)]
+    #[error("cannot offload {} to page-locked host memory, as `{}` requests: {source}", label.holds, label.key)]
     Host {
-        /// Purpose of the store.
-        purpose: Purpose,
+        /// Description of the store.
+        label: StoreLabel,
         /// The driver's error.
         source: Box<DeviceError>,
     },
@@ -95,23 +95,23 @@ impl OffloadStore {
     ///
     /// # Errors
     /// A directory that cannot be written to.
-    pub fn in_file(purpose: Purpose, directory: Option<&Path>) -> Result<Self, OffloadError> {
+    pub fn in_file(label: StoreLabel, directory: Option<&Path>) -> Result<Self, OffloadError> {
         if dry::is_dry() {
             return Ok(Self::on(Box::new(dry_store::DryStore::file())));
         }
-        Ok(Self::on(Box::new(file::File::create(purpose, directory)?)))
+        Ok(Self::on(Box::new(file::File::create(label, directory)?)))
     }
 
     /// Creates a store in host memory, for tensors on `device`; `None` for the CPU.
     ///
     /// # Errors
     /// A device that this build does not support, or an error of the driver.
-    pub fn in_host_memory(purpose: Purpose, device: &Device) -> Result<Option<Self>, OffloadError> {
-        let failed = |source| OffloadError::Host { purpose, source: Box::new(source) };
+    pub fn in_host_memory(label: StoreLabel, device: &Device) -> Result<Option<Self>, OffloadError> {
+        let failed = |source| OffloadError::Host { label, source: Box::new(source) };
         match Target::of(device).map_err(failed)? {
             Target::Cpu | Target::Dry(_) => Ok(None),
             Target::Kernels(launcher) => {
-                host::backing(&launcher, purpose).map(|backing| Some(Self::on(backing))).map_err(failed)
+                host::backing(&launcher, label).map(|backing| Some(Self::on(backing))).map_err(failed)
             }
         }
     }
@@ -119,8 +119,8 @@ impl OffloadStore {
     /// A store for tests: copies of CPU tensors that complete as late as a GPU's may.
     #[doc(hidden)]
     pub fn with_late_copies() -> Self {
-        let purpose = Purpose { holds: "numbers", key: "a.key" };
-        Self::on(Box::new(host::HostMemory::new(purpose, crate::device::LateCopies::default())))
+        let label = StoreLabel { holds: "numbers", key: "a.key" };
+        Self::on(Box::new(host::HostMemory::new(label, crate::device::LateCopies::default())))
     }
 
     fn on(backing: Box<dyn Backing>) -> Self {

@@ -1,7 +1,7 @@
 use super::*;
 use candle_core::DType;
 
-const USE: Purpose = Purpose { holds: "numbers", key: "a.key" };
+const USE: StoreLabel = StoreLabel { holds: "numbers", key: "a.key" };
 
 /// A file, and host memory whose copies complete as late as allowed.
 fn stores() -> [OffloadStore; 2] {
