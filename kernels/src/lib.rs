@@ -9,10 +9,10 @@
 //! | [`embedding`] | rows of a table | summed per row |
 //! | [`lm_head_loss`] | language-model head and loss, tiled over tokens | input, head weight |
 //! | [`optimizer`] | one step of AdamW, SGD, Lion or Adagrad on flat tensors | – |
-//! | [`optimizer::lamb`] | the same in two calls, with norms per parameter tensor between them | – |
+//! | [`optimizer::lamb`] | one step of LAMB in two calls, with norms per parameter tensor in between | – |
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
 //! | [`cast`] | conversion between f32, bf16 and f16 | – |
-//! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | itself, the other way |
+//! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | the copy in the other direction |
 //! | [`rank_reduce`] | sums, maxima and minima over ranks, in rank order | – |
 //! | [`elementwise`] | norms, finiteness, sums and fills of flat tensors | – |
 //!

@@ -20,15 +20,15 @@ impl ZeroOptimizer {
     pub(super) fn update_by_lamb(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
         let mut norms = Vec::new();
         self.each_trained_unit(|unit| {
-            let owned = self.update_tensors(unit)?;
-            norms.push(find_directions(unit, &owned, config, step)?);
-            self.put_back_state(unit, owned.state)
+            let update = self.update_tensors(unit)?;
+            norms.push(find_directions(unit, &update, config, step)?);
+            self.put_back_state(unit, update.state)
         })?;
         let norms = self.sum_over_partitions(norms)?;
         for (unit, norms) in self.trained_units().zip(&norms) {
-            let owned = self.update_tensors_without_state(unit)?;
-            apply_directions(unit, &owned, norms, config, step)?;
-            self.put_back(unit, owned)?;
+            let update = self.update_tensors_without_state(unit)?;
+            apply_directions(unit, &update, norms, config, step)?;
+            self.put_back(unit, update)?;
         }
         Ok(())
     }
@@ -88,17 +88,17 @@ fn params_of((config, step): (OptimizerConfig, Step)) -> LambParams {
 /// This rank's part of the norms of each parameter of the unit.
 fn find_directions(
     unit: &Unit,
-    owned: &UpdateTensors,
+    update: &UpdateTensors,
     config: &OptimizerConfig,
     step: Step,
 ) -> Result<UnitNorms, ZeroError> {
     let mut norms = vec![SquaredNorms::default(); unit.layout.parameters().len()];
-    for (span, tensors) in spans(unit) {
-        let UpdateTensors { parameters, gradients, state } = owned.narrow(&span.elements)?;
+    for (range, tensors) in group_ranges(unit) {
+        let UpdateTensors { parameters, gradients, state } = update.narrow(&range.elements)?;
         let [exp_avg, exp_avg_sq] = state.as_slice() else {
             unreachable!("LAMB has two moments by `state_kinds`")
         };
-        let params = params_of(span.settings.applied(config, step));
+        let params = params_of(range.settings.applied(config, step));
         let of_parts =
             lamb::direction(&parameters, &gradients, exp_avg, exp_avg_sq, &tensors.segments, &params)?;
         for (&parameter, of_part) in tensors.parameters.iter().zip(of_parts) {
@@ -110,20 +110,20 @@ fn find_directions(
 
 fn apply_directions(
     unit: &Unit,
-    owned: &UpdateTensors,
+    update: &UpdateTensors,
     norms: &[SquaredNorms],
     config: &OptimizerConfig,
     step: Step,
 ) -> Result<(), ZeroError> {
-    for (span, tensors) in spans(unit) {
-        let UpdateTensors { parameters, gradients, .. } = owned.narrow(&span.elements)?;
+    for (range, tensors) in group_ranges(unit) {
+        let UpdateTensors { parameters, gradients, .. } = update.narrow(&range.elements)?;
         let norms: Vec<_> = tensors.parameters.iter().map(|&parameter| norms[parameter]).collect();
-        let params = params_of(span.settings.applied(config, step));
+        let params = params_of(range.settings.applied(config, step));
         lamb::apply(&parameters, &gradients, &tensors.segments, &norms, &params)?;
     }
     Ok(())
 }
 
-fn spans(unit: &Unit) -> impl Iterator<Item = (&ParamGroupRange, &Tensors)> {
-    unit.param_group_ranges.iter().filter_map(|span| Some((span, span.tensors.as_ref()?)))
+fn group_ranges(unit: &Unit) -> impl Iterator<Item = (&ParamGroupRange, &Tensors)> {
+    unit.param_group_ranges.iter().filter_map(|range| Some((range, range.tensors.as_ref()?)))
 }

@@ -61,8 +61,8 @@ pub(super) fn initial_state(config: &OptimizerConfig) -> f64 {
 }
 
 /// Updates elements independently of each other.
-pub(super) fn update(config: &OptimizerConfig, owned: &UpdateTensors, step: Step) -> Result<(), ZeroError> {
-    let UpdateTensors { parameters, gradients, state } = owned;
+pub(super) fn update(config: &OptimizerConfig, tensors: &UpdateTensors, step: Step) -> Result<(), ZeroError> {
+    let UpdateTensors { parameters, gradients, state } = tensors;
     let Step { number, lr, grad_scale } = step;
     match (config, state.as_slice()) {
         (

@@ -66,7 +66,7 @@ impl Unit {
         let updated = if all { 0..layout.padded_numel() } else { layout.partition(self.shard_rank) };
         if !matches!(config, OptimizerConfig::Lamb { .. }) {
             let runs = equal_settings(layout, updated, &settings);
-            return Ok(runs.into_iter().map(|run| run.span(0, None)).collect());
+            return Ok(runs.into_iter().map(|run| run.into_range(0, None)).collect());
         }
         // Split at partition boundaries too, so that norms are sums over the same parts on every rank and at
         // every stage.
@@ -79,7 +79,7 @@ impl Unit {
         runs.map(|(first, run)| {
             let segments = Segments::new(run.pieces.clone(), device)?;
             let tensors = Tensors { parameters: run.parameters.clone(), segments };
-            Ok(run.span(first, Some(tensors)))
+            Ok(run.into_range(first, Some(tensors)))
         })
         .collect()
     }
@@ -95,7 +95,7 @@ struct Run {
 }
 
 impl Run {
-    fn span(self, first: usize, tensors: Option<Tensors>) -> ParamGroupRange {
+    fn into_range(self, first: usize, tensors: Option<Tensors>) -> ParamGroupRange {
         let start = first + self.start;
         let len = self.pieces.last().map_or(0, |piece| piece.end);
         ParamGroupRange { elements: start..start + len, settings: self.settings, tensors }

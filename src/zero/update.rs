@@ -96,12 +96,12 @@ impl ZeroOptimizer {
     }
 
     fn update_unit(&self, unit: &Unit, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
-        let owned = self.update_tensors(unit)?;
-        for span in &unit.param_group_ranges {
-            let (config, step) = span.settings.applied(config, step);
-            optimizer_step::update(&config, &owned.narrow(&span.elements)?, step)?;
+        let update = self.update_tensors(unit)?;
+        for range in &unit.param_group_ranges {
+            let (config, step) = range.settings.applied(config, step);
+            optimizer_step::update(&config, &update.narrow(&range.elements)?, step)?;
         }
-        self.put_back(unit, owned)
+        self.put_back(unit, update)
     }
 
     /// The elements that this rank updates, with gradients and state; copies of offloaded tensors.
@@ -130,8 +130,8 @@ impl ZeroOptimizer {
 
     /// Rounds the updated master copy, if any, to the parameters. Offloaded tensors are written back once the
     /// previous unit is written.
-    pub(super) fn put_back(&self, unit: &Unit, owned: UpdateTensors) -> Result<(), ZeroError> {
-        let UpdateTensors { parameters, state, .. } = owned;
+    pub(super) fn put_back(&self, unit: &Unit, update: UpdateTensors) -> Result<(), ZeroError> {
+        let UpdateTensors { parameters, state, .. } = update;
         self.storage.settle()?;
         if unit.master.is_some() {
             self.round_to_stored(unit, &parameters)?;
