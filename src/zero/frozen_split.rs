@@ -1,5 +1,5 @@
 //! Separates frozen from trained parameters. Frozen parameters have no gradient and no optimizer state, so
-//! they lie in a flat buffer of their own.
+//! they lie in a separate flat buffer.
 
 use super::FlatLayout;
 use std::ops::Range;

@@ -11,7 +11,7 @@
 //! |---|---|
 //! | 0 | nothing |
 //! | 1 | optimizer state |
-//! | 2 | and gradients: only the own partition outlives a unit's backward |
+//! | 2 | and gradients: only this rank's partition outlives a unit's backward |
 //! | 3 | and parameters: gathered for a unit's forward and backward, released after |
 //!
 //! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.

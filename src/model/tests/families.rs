@@ -1,4 +1,4 @@
-//! Descriptions and parameters of the families beside Llama.
+//! Descriptions and parameters of the families other than Llama.
 
 use super::*;
 use serde_json::{Value, json};
