@@ -22,7 +22,7 @@ use candle_core::{D, Device, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, launch};
 use ulysses::kernels::Workspace;
-use ulysses::kernels::attention::{Attention, FlashAttention, AttentionLayout, grouped_heads};
+use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, grouped_heads};
 use ulysses::mesh::shard_range;
 use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, UlyssesAttention};
 

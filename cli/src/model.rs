@@ -8,7 +8,7 @@ use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::model::{
-    HfDescription, HfModel, HfSource, HfWeights, LlamaConfig, Model, ModelError, PRESETS, KNOWN_MODELS,
+    HfDescription, HfModel, HfSource, HfWeights, KNOWN_MODELS, LlamaConfig, Model, ModelError, PRESETS,
     RandomWeights, WeightSource, preset,
 };
 use ulysses::sequence_parallel::{AttentionShape, ExchangePlan};

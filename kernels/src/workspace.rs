@@ -97,8 +97,9 @@ impl Workspace {
         let mut free_lists = self.free_lists.lock();
         let key = (flat.dtype(), flat.elem_count());
         let Some(list) = free_lists.get_mut(&key).filter(|list| list.allocated > 0) else { return };
-        let is_same =
-            |cached: &Tensor| StorageId::of(cached) == StorageId::of(&flat) || dry::share_memory(cached, &flat);
+        let is_same = |cached: &Tensor| {
+            StorageId::of(cached) == StorageId::of(&flat) || dry::share_memory(cached, &flat)
+        };
         if list.free.iter().any(is_same) {
             return;
         }
@@ -112,8 +113,9 @@ impl Workspace {
     /// Bytes of the cached tensors.
     #[must_use]
     pub fn free_bytes(&self) -> usize {
-        let bytes_of =
-            |(dtype, elems): &(DType, usize), list: &FreeList| elems * list.free.len() * dtype.size_in_bytes();
+        let bytes_of = |(dtype, elems): &(DType, usize), list: &FreeList| {
+            elems * list.free.len() * dtype.size_in_bytes()
+        };
         self.free_lists.lock().iter().map(|(key, list)| bytes_of(key, list)).sum()
     }
 

@@ -122,9 +122,7 @@ pub enum EngineError {
         done: usize,
     },
     /// Loss or gradient norm of an f32 step is not finite.
-    #[error(
-        "step {step}: loss {loss}, gradient norm {norm}: not finite; the parameters are unchanged"
-    )]
+    #[error("step {step}: loss {loss}, gradient norm {norm}: not finite; the parameters are unchanged")]
     NonFinite {
         /// The step, from 1.
         step: u64,

@@ -16,6 +16,7 @@
 mod assemble;
 mod backward;
 mod checkpoint;
+mod consistency;
 mod error;
 mod forward;
 mod initialize;
@@ -25,7 +26,6 @@ mod moment;
 mod offload;
 mod parameter_groups;
 mod report;
-mod consistency;
 mod step;
 mod times;
 mod train;

@@ -3,7 +3,7 @@
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose};
 use super::nodes::{Nodes, Sent};
-use crate::engine::{PartPeak, Moment};
+use crate::engine::{Moment, PartPeak};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use ulysses_kernels::memory::Category;

@@ -100,7 +100,8 @@ impl DecoderLayer {
         let [q, k, v] = projected;
         let (q, k, v) = (q?, k?, v?);
         for tile in ctx.token_tiles() {
-            let normed = self.normalize(&token_rows(x, &tile)?, weights.input_norm, &token_rows(rstd, &tile)?, ctx)?;
+            let normed =
+                self.normalize(&token_rows(x, &tile)?, weights.input_norm, &token_rows(rstd, &tile)?, ctx)?;
             for (weights, y) in [(&wq, &q), (&wk, &k), (&wv, &v)] {
                 qkv_projection::project(&normed, weights, &token_rows(y, &tile)?, ctx)?;
             }
@@ -161,7 +162,8 @@ impl DecoderLayer {
     ) -> Result<(), ModelError> {
         let (weights_of, grads_of) = (self.qkv_rows(weights, chunk)?, self.qkv_rows(grads, chunk)?);
         for tile in ctx.token_tiles() {
-            let normed = self.normalize(&token_rows(x, &tile)?, weights.input_norm, &token_rows(rstd, &tile)?, ctx)?;
+            let normed =
+                self.normalize(&token_rows(x, &tile)?, weights.input_norm, &token_rows(rstd, &tile)?, ctx)?;
             for (index, dy) in dqkv.iter().enumerate() {
                 let (dy, dx) = (token_rows(dy, &tile)?, token_rows(dnormed, &tile)?);
                 qkv_projection::backward_weight(&dy, &normed, &grads_of[index], ctx)?;

@@ -188,7 +188,8 @@ fn read_index(path: &Path) -> Result<WeightMap, ModelError> {
     }
     let io = |source| ModelError::Io { path: path.to_owned(), source };
     let text = crate::regular_file::read_to_string(path).map_err(io)?;
-    let format = |error| ModelError::Format { path: path.to_owned(), reason: format!("not an index: {error}") };
+    let format =
+        |error| ModelError::Format { path: path.to_owned(), reason: format!("not an index: {error}") };
     serde_json::from_str(&text).map(|Index { weight_map }| weight_map).map_err(format)
 }
 

@@ -111,7 +111,9 @@ fn read_header(file: &mut File, file_bytes: u64, path: &Path) -> Result<(Metadat
     let metadata = validated(&parsed).map_err(|error| invalid(&error))?;
     let (claimed, actual) = (metadata.data_len() as u64, file_bytes - data_start);
     if claimed != actual {
-        return Err(format(format!("the header describes {claimed} bytes of tensors; the file has {actual}")));
+        return Err(format(format!(
+            "the header describes {claimed} bytes of tensors; the file has {actual}"
+        )));
     }
     Ok((metadata, data_start))
 }

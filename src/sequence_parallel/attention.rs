@@ -42,7 +42,11 @@ impl UlyssesAttention {
     }
 
     /// Finds the plan of an earlier call with the same layout, or creates it and drops those of other tokens.
-    fn sharding(&self, layout: &AttentionLayout, shape: AttentionShape) -> Result<Arc<Sharding>, SequenceParallelError> {
+    fn sharding(
+        &self,
+        layout: &AttentionLayout,
+        shape: AttentionShape,
+    ) -> Result<Arc<Sharding>, SequenceParallelError> {
         let mut known = self.shardings.lock();
         let is_this = |known: &&Arc<Sharding>| {
             known.shape == shape
@@ -124,8 +128,8 @@ impl UlyssesAttention {
         let dout = SeqSharded(dout.clone());
         let dout = with_category(Category::Exchange, || sharding.exchange.out_seq_to_head(&dout, workspace))?;
         let attend = || self.local.backward(saved, &dout.0, &sharding.whole, workspace);
-        let (dq, dk, dv) =
-            tracing::trace_span!("attention backward").in_scope(|| with_category(Category::Exchange, attend))?;
+        let (dq, dk, dv) = tracing::trace_span!("attention backward")
+            .in_scope(|| with_category(Category::Exchange, attend))?;
         workspace.recycle(dout.0);
         let grads = HeadSharded([dq, dk, dv]);
         let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads, workspace)?;

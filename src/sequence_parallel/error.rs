@@ -20,7 +20,9 @@ pub enum SequenceParallelError {
         sp_size: usize,
     },
     /// Some sp rank would get no token.
-    #[error("seq_len = {seq_len} cannot be split over sp = {sp_size} ranks: the largest valid sp is {seq_len}")]
+    #[error(
+        "seq_len = {seq_len} cannot be split over sp = {sp_size} ranks: the largest valid sp is {seq_len}"
+    )]
     SequenceTooShort {
         /// Tokens per sequence.
         seq_len: usize,

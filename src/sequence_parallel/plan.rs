@@ -64,7 +64,11 @@ impl ExchangePlan {
         let covers_all =
             q_to_kv.first() == Some(&0) && q_to_kv.last() == Some(&(num_kv_heads.wrapping_sub(1)));
         if q_to_kv.len() != num_heads || !ascending || !covers_all {
-            return Err(SequenceParallelError::HeadMap { num_heads, num_kv_heads, q_to_kv: q_to_kv.to_vec() });
+            return Err(SequenceParallelError::HeadMap {
+                num_heads,
+                num_kv_heads,
+                q_to_kv: q_to_kv.to_vec(),
+            });
         }
         let split = |len| (0..sp_size).map(|rank| shard_range(len, sp_size, rank)).collect::<Vec<_>>();
         let (q_heads, seq) = (split(num_heads), split(seq_len));

@@ -3,7 +3,7 @@
 //! added in partition order. A rank that holds everything sums the same parts, so all stages give the same
 //! bits.
 
-use super::optimizer_step::{UpdateTensors, Step};
+use super::optimizer_step::{Step, UpdateTensors};
 use super::param_group_ranges::{ParamGroupRange, Tensors};
 use super::unit::Unit;
 use super::{ZeroError, ZeroOptimizer};

@@ -23,18 +23,18 @@
 
 mod error;
 mod finite;
+mod frozen_split;
 mod groups;
-mod state_bytes;
-mod state_tensor;
 mod lamb;
 mod layout;
 mod optimizer;
-mod reduce;
-mod replicas;
 mod optimizer_step;
 mod param_group_ranges;
-mod frozen_split;
+mod reduce;
+mod replicas;
 mod state;
+mod state_bytes;
+mod state_tensor;
 mod storage;
 #[cfg(test)]
 mod tests;
@@ -43,10 +43,10 @@ mod update;
 
 pub use error::ZeroError;
 pub use groups::{HybridGroups, ZeroGroups};
-pub use state_bytes::StateBytes;
-pub use state_tensor::StateSlice;
 pub use layout::{FlatLayout, FlatParameter, Piece};
 pub use optimizer::{Initialize, ZeroOptimizer};
 pub use optimizer_step::state_kinds;
 pub use state::RestoreState;
+pub use state_bytes::StateBytes;
+pub use state_tensor::StateSlice;
 pub use storage::Storage;

@@ -1,8 +1,8 @@
 //! [`ZeroOptimizer`]: all units of a model on one rank.
 
-use super::state_tensor::StateTensor;
-use super::reduce::{self, Reduction};
 use super::frozen_split::{FrozenSplit, split_frozen};
+use super::reduce::{self, Reduction};
+use super::state_tensor::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
 use super::{FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups, optimizer_step};
 use crate::comm::ProcessGroupExt;
@@ -93,8 +93,12 @@ impl ZeroOptimizer {
         }
         let updates_all = !stage.partitions_optimizer();
         for unit in this.units.iter_mut().filter(|unit| !unit.layout.is_frozen()) {
-            unit.param_group_ranges =
-                unit.param_group_ranges(updates_all, &this.config, parameter_groups, &this.storage.options.device)?;
+            unit.param_group_ranges = unit.param_group_ranges(
+                updates_all,
+                &this.config,
+                parameter_groups,
+                &this.storage.options.device,
+            )?;
         }
         this.initialize(initialize)?;
         Ok(this)

@@ -1,6 +1,6 @@
 //! Parameters and optimizer state as named, partitioned tensors, for checkpoints.
 
-use super::state_tensor::{StateTensor, StateSlice};
+use super::state_tensor::{StateSlice, StateTensor};
 use super::unit::Unit;
 use super::{ZeroError, ZeroOptimizer, optimizer_step};
 use candle_core::Tensor;
@@ -37,7 +37,10 @@ impl ZeroOptimizer {
         let unit = &self.units[unit];
         let (stored, stored_range) = unit.state_tensor(kind)?;
         let own = unit.layout.unpadded(unit.layout.partition(unit.shard_rank));
-        (!own.is_empty()).then(|| StateSlice { tensor: stored, elements: own.start - stored_range.start..own.end - stored_range.start })
+        (!own.is_empty()).then(|| StateSlice {
+            tensor: stored,
+            elements: own.start - stored_range.start..own.end - stored_range.start,
+        })
     }
 
     /// Replaces parameters and optimizer state. `restore` is called for exactly the elements that this rank
@@ -77,7 +80,8 @@ impl Unit {
             kind => self.state.get(kind - 1)?.clone(),
         };
         let whole = stored.numel() == self.layout.padded_numel();
-        let stored_range = if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.shard_rank) };
+        let stored_range =
+            if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.shard_rank) };
         Some((stored, stored_range))
     }
 }

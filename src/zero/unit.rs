@@ -1,7 +1,7 @@
 //! The tensors of one unit on one rank.
 
-use super::state_tensor::StateTensor;
 use super::param_group_ranges::ParamGroupRange;
+use super::state_tensor::StateTensor;
 use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;

@@ -1,7 +1,7 @@
 //! The optimizer step on this rank's elements, and access to whole parameters and gradients.
 
+use super::optimizer_step::{self, Step, UpdateTensors};
 use super::state_tensor::StateTensor;
-use super::optimizer_step::{self, UpdateTensors, Step};
 use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};

@@ -71,7 +71,8 @@ fn a_loss_scaled_by_sp_is_detected() {
 
 #[test]
 fn attention_across_documents_is_detected() {
-    let doubles = Doubles { attention: Arc::new(WrongAttentionLayout::ignores_cu_seqlens()), ..Doubles::default() };
+    let doubles =
+        Doubles { attention: Arc::new(WrongAttentionLayout::ignores_cu_seqlens()), ..Doubles::default() };
     for sp in [1, 2] {
         assert_eq!(verdict(layout(1, sp, 0), &doubles), Verdict::WrongNumbers, "sp {sp}");
     }

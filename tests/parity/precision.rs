@@ -15,7 +15,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::engine::StepReport;
 use ulysses::kernels::Workspace;
-use ulysses::kernels::attention::{Attention, AttentionError, FlashAttention, AttentionLayout, SavedAttention};
+use ulysses::kernels::attention::{
+    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention,
+};
 use ulysses::model::{LlamaConfig, Model};
 
 const FORMATS: [&str; 2] = ["bf16", "fp16"];

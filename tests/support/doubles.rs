@@ -3,7 +3,9 @@
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGroup};
-use ulysses::kernels::attention::{Attention, AttentionError, FlashAttention, AttentionLayout, SavedAttention};
+use ulysses::kernels::attention::{
+    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention,
+};
 use ulysses::kernels::{OpError, Workspace};
 
 /// What a [`FaultyGroup`] does to the f32 sums that it is asked for: the gradients.

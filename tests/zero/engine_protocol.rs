@@ -119,9 +119,7 @@ const DEFECTS: [Defect; 6] = [
     ("number of its local tokens", |batch| batch.input_ids.truncate(1)),
     ("number of its local labels", |batch| batch.labels.push(0)),
     ("number of its local position ids", |batch| batch.position_ids.truncate(1)),
-    ("number of sequences in its cu_seqlens", |batch| {
-        Arc::make_mut(&mut batch.cu_seqlens).push(vec![0, 22])
-    }),
+    ("number of sequences in its cu_seqlens", |batch| Arc::make_mut(&mut batch.cu_seqlens).push(vec![0, 22])),
     // Another rank's shard, of the same length.
     ("first token of its shard", |batch| batch.shard = batch.shard.start + 1..batch.shard.end + 1),
 ];

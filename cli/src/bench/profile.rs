@@ -67,7 +67,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let options = settings::launch_options(args.threads_per_rank, ranks)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
     settings::check_tensors(device, (ranks * (tensors + 8 * (usize::from(args.mib) << 18))) as f64)?;
-    let layout = AttentionLayout::causal(1, args.tokens, (0..model.num_heads).collect::<Vec<_>>()).or_usage()?;
+    let layout =
+        AttentionLayout::causal(1, args.tokens, (0..model.num_heads).collect::<Vec<_>>()).or_usage()?;
     let bench = Bench { args, model, layout };
     let rates_of = |dtype| on_ranks(ranks, &options, |rank| bench.rates(rank, device, dtype)).map(Some);
     let rates = RatesByFormat { f32: rates_of(DType::F32)?, bf16: rates_of(DType::BF16)?, fp16: None };

@@ -387,8 +387,13 @@ mod tests {
     #[test]
     fn queries_of_inverts_hull() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..40).collect();
-        let layout =
-            AttentionLayout::new(positions.clone(), positions, vec![vec![0, 11, 12, 30, 40]], vec![0], Some(9))?;
+        let layout = AttentionLayout::new(
+            positions.clone(),
+            positions,
+            vec![vec![0, 11, 12, 30, 40]],
+            vec![0],
+            Some(9),
+        )?;
         let visible = layout.visible(0);
         for start in 0..40 {
             for end in start + 1..=40 {

@@ -19,8 +19,8 @@ mod cpu;
 mod cuda;
 mod dims;
 mod error;
-mod layout;
 mod kernels;
+mod layout;
 mod on_cpu;
 mod operands;
 pub mod reference;
@@ -28,8 +28,8 @@ pub mod reference;
 mod tests;
 
 pub use error::AttentionError;
-pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
 pub use kernels::{backward, delta, forward};
+pub use layout::{AttentionLayout, VisibleRanges, grouped_heads};
 pub use operands::{Gradients, Operands, Upstream};
 
 use crate::Workspace;
@@ -143,7 +143,8 @@ impl Attention for FlashAttention {
         let delta_of_rows = workspace.alloc_f32(lse.dims())?;
         with_category(Category::Other, || delta(&o, dout, &delta_of_rows))?;
         workspace.recycle(o);
-        let (dq, dk, dv) = (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
+        let (dq, dk, dv) =
+            (workspace.alloc(q.dims())?, workspace.alloc(k.dims())?, workspace.alloc(v.dims())?);
         let operands = Operands { q: &q, k: &k, v: &v, scale: Self::scale(&q)?, layout };
         let upstream = Upstream { dout, lse: &lse, delta: &delta_of_rows };
         let gradients = Gradients { dq: &dq, dk: &dk, dv: &dv };

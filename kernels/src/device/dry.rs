@@ -111,7 +111,13 @@ pub fn run<R>(device: DryDevice, sink: impl FnMut(Event) + 'static, work: impl F
     KIND.set(Some(device.kind));
     let _restore = Restore;
     let seed = Var::zeros(1, DType::F32, &Device::Cpu)?.as_tensor().clone();
-    STATE.set(Some(State { device, sink: Box::new(sink), seed, live: HashMap::new(), persistent: HashMap::new() }));
+    STATE.set(Some(State {
+        device,
+        sink: Box::new(sink),
+        seed,
+        live: HashMap::new(),
+        persistent: HashMap::new(),
+    }));
     Ok(work())
 }
 

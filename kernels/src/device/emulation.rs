@@ -1,6 +1,6 @@
 //! The CUDA kernels, compiled for the host and run on CPU tensors, for tests on machines without a GPU.
 
-use super::{Arg, DeviceError, Grid, Kernel, MatrixAt, Matmul};
+use super::{Arg, DeviceError, Grid, Kernel, Matmul, MatrixAt};
 use candle_core::DType;
 use half::{bf16, f16};
 use std::cell::Cell;
@@ -117,9 +117,7 @@ pub(super) unsafe fn gemm(matmul: &Matmul) -> Result<(), DeviceError> {
             ..matrix
         };
         // SAFETY: the caller guarantees the matrices of every matmul of the batch.
-        unsafe {
-            gemm_one(&Matmul { a: nth(matmul.a), b: nth(matmul.b), c: nth(matmul.c), ..*matmul })?
-        };
+        unsafe { gemm_one(&Matmul { a: nth(matmul.a), b: nth(matmul.b), c: nth(matmul.c), ..*matmul })? };
     }
     Ok(())
 }

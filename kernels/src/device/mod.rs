@@ -51,5 +51,5 @@ pub(crate) use host_copies::{HostCopies, LateCopies};
 pub(crate) use kernel::{Arg, Grid, Kernel, sources};
 pub use kind::DeviceKind;
 pub use launcher::Launcher;
-pub(crate) use matmul::{MatrixAt, Matmul};
+pub(crate) use matmul::{Matmul, MatrixAt};
 pub use target::Target;

@@ -17,8 +17,8 @@
 //! attention.
 
 pub(super) mod bf16;
-pub(super) mod operand;
 pub(super) mod dispatch;
+pub(super) mod operand;
 pub(super) mod tile;
 pub(super) mod transposed;
 pub(super) mod unpacked;

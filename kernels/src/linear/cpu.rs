@@ -2,8 +2,8 @@
 
 use crate::OpError;
 use crate::gemm::bf16::Stored;
-use crate::gemm::operand::MatmulOperand;
 use crate::gemm::dispatch::multiply;
+use crate::gemm::operand::MatmulOperand;
 
 pub(super) fn forward<T: Stored>(
     [x, weight]: [&[T]; 2],

@@ -1,7 +1,7 @@
 //! The matmuls on a device, with its matrix library. `[n, inputs, outputs]` are tokens and the weight's two
 //! dimensions.
 
-use crate::device::{DeviceError, Launcher, MatrixAt, Matmul};
+use crate::device::{DeviceError, Launcher, Matmul, MatrixAt};
 use candle_core::Tensor;
 
 pub(super) fn forward(

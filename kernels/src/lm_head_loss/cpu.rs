@@ -3,8 +3,8 @@
 use super::{IGNORED, LossSum, Sizes, all_ignored};
 use crate::OpError;
 use crate::gemm::bf16::Stored;
-use crate::gemm::operand::MatmulOperand;
 use crate::gemm::dispatch::multiply;
+use crate::gemm::operand::MatmulOperand;
 use crate::parallel::rows_per_block;
 use crate::simd::{Isa, LANES, Lanes, exp, max_lanes, max_of_lanes, padded, simd_kernel, sum_of_lanes};
 use rayon::prelude::*;

@@ -2,7 +2,7 @@
 //! between.
 
 use super::{Labels, LossSum, Losses, Sizes, all_ignored};
-use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, MatrixAt, Matmul, sources::LM_HEAD_LOSS};
+use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, Matmul, MatrixAt, sources::LM_HEAD_LOSS};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 

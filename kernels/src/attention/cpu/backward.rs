@@ -149,7 +149,8 @@ impl<T: Operand> Pass<'_, T> {
     ) {
         const { assert!(begin_at_multiples(T::TERMS) && T::BACKWARD_STRIP.is_multiple_of(T::TERMS)) }
         let Problem { kernel, scale, layout, .. } = *self.problem;
-        let rectangles = rectangles(layout.visible(row), queries.queries.clone(), keys.keys.clone(), T::TERMS);
+        let rectangles =
+            rectangles(layout.visible(row), queries.queries.clone(), keys.keys.clone(), T::TERMS);
         for rectangle in strips(rectangles, T::BACKWARD_STRIP) {
             self.recompute(row, head, &rectangle, (queries, keys), [p, ds]);
             let (num_queries, num_keys) = (rectangle.queries.len(), rectangle.keys.len());
@@ -182,7 +183,9 @@ impl<T: Operand> Pass<'_, T> {
             for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
                 let kv_head = layout.q_to_kv()[head];
                 let block = KeyBlock::gather(self.problem, (row, kv_head), keys.clone(), [k, k_t, v_t]);
-                for rectangle in strips(rectangles(visible, queries.clone(), keys, T::TERMS), T::BACKWARD_STRIP) {
+                for rectangle in
+                    strips(rectangles(visible, queries.clone(), keys, T::TERMS), T::BACKWARD_STRIP)
+                {
                     self.recompute(row, head, &rectangle, (&of_queries, &block), [p, ds]);
                     let ds = T::from_tile(ds, rectangle.queries.len(), rectangle.keys.len(), buffer);
                     // SAFETY: as above.

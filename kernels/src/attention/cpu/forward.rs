@@ -90,11 +90,12 @@ impl Task {
             let k_t = T::gather_transposed(&problem.k, of_kv, &keys, k_t);
             let v = T::gather_terms(&problem.v, of_kv, &keys, v);
             let tiles = blocks(self.queries.clone(), dims.num_queries, QUERY_BLOCK);
-            for rectangle in
-                tiles.flat_map(|queries| strips(rectangles(visible, queries, keys.clone(), T::TERMS), T::STRIP))
+            for rectangle in tiles
+                .flat_map(|queries| strips(rectangles(visible, queries, keys.clone(), T::TERMS), T::STRIP))
             {
                 let (num_queries, num_keys) = (rectangle.queries.len(), rectangle.keys.len());
-                let (in_queries, in_keys) = (within(&rectangle.queries, &self.queries), within(&rectangle.keys, &keys));
+                let (in_queries, in_keys) =
+                    (within(&rectangle.queries, &self.queries), within(&rectangle.keys, &keys));
                 let s = MatMut::new(scores, num_queries, num_keys, ROW_STRIDE);
                 let k_t = k_t.columns(in_keys.clone());
                 T::multiply(kernel, s, Store::Overwrite, scale, q.rows(in_queries.clone()), k_t);

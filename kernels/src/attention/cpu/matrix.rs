@@ -131,13 +131,7 @@ pub(super) fn multiply_words(
 
 /// A matmul that may run as long as the views live: they are in bounds of live slices (checked on
 /// construction), the shapes match, and `dst` has exclusive access to its elements.
-fn matmul_of<T>(
-    dst: &MatMut<'_>,
-    store: Store,
-    factor: f32,
-    lhs: Mat<'_, T>,
-    rhs: Mat<'_, T>,
-) -> Matmul<T> {
+fn matmul_of<T>(dst: &MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_, T>, rhs: Mat<'_, T>) -> Matmul<T> {
     dst.expect_matmul(&lhs, &rhs);
     assert_eq!(rhs.col_stride, 1, "rows of the right operand are read as vectors");
     Matmul {

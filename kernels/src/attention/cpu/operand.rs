@@ -117,7 +117,8 @@ pub(in crate::attention) trait Operand: Sync + 'static {
     ///
     /// # Shapes
     /// `tile` has rows of `cols` values [`ROW_STRIDE`] apart.
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, Self::Tile>;
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32])
+    -> Mat<'a, Self::Tile>;
 
     /// The left operand of a matmul over the tile's rows: `[cols, rows / TERMS]`.
     fn from_tile_transposed<'a>(

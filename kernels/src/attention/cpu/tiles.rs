@@ -37,7 +37,10 @@ pub(super) struct Rectangle {
 }
 
 /// Cuts the rectangles into strips of at most `rows` queries.
-pub(super) fn strips(rectangles: impl Iterator<Item = Rectangle>, rows: usize) -> impl Iterator<Item = Rectangle> {
+pub(super) fn strips(
+    rectangles: impl Iterator<Item = Rectangle>,
+    rows: usize,
+) -> impl Iterator<Item = Rectangle> {
     rectangles.flat_map(move |Rectangle { queries, keys }| {
         let end = queries.end;
         queries
@@ -79,7 +82,9 @@ pub(super) fn rectangles(
             queries: panel.clone(),
         })
     });
-    std::iter::once(Rectangle { queries, keys: dense }).chain(panels).filter(|rectangle| !rectangle.keys.is_empty())
+    std::iter::once(Rectangle { queries, keys: dense })
+        .chain(panels)
+        .filter(|rectangle| !rectangle.keys.is_empty())
 }
 
 /// The groups of `whole` that overlap `part`.
@@ -95,7 +100,11 @@ mod tests {
     use super::*;
     use crate::attention::{AttentionError, AttentionLayout, reference};
 
-    fn packed(length: u32, boundaries: Vec<u32>, window: Option<usize>) -> Result<AttentionLayout, AttentionError> {
+    fn packed(
+        length: u32,
+        boundaries: Vec<u32>,
+        window: Option<usize>,
+    ) -> Result<AttentionLayout, AttentionError> {
         let positions: Vec<u32> = (0..length).collect();
         AttentionLayout::new(positions.clone(), positions, vec![boundaries], vec![0], window)
     }

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::attention::{AttentionLayout, dims::Dims};
 use crate::device::{
-    Address, Arg, DeviceError, Grid, Kernel, Launcher, MatrixAt, Matmul, sources::ATTENTION,
+    Address, Arg, DeviceError, Grid, Kernel, Launcher, Matmul, MatrixAt, sources::ATTENTION,
 };
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
@@ -223,7 +223,10 @@ pub(super) fn sizes<const N: usize>(sizes: [usize; N]) -> [Arg<'static>; N] {
 pub(super) type ScratchSize = (usize, DType);
 
 /// Scratch memory, to be used from [`align`] on.
-pub(super) fn scratch<const N: usize>(sizes: [ScratchSize; N], device: &Device) -> candle_core::Result<[Tensor; N]> {
+pub(super) fn scratch<const N: usize>(
+    sizes: [ScratchSize; N],
+    device: &Device,
+) -> candle_core::Result<[Tensor; N]> {
     let tensor = |size| crate::tensor::zeros(elements(size), size.1, device);
     let tensors: Vec<Tensor> = sizes.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
     Ok(tensors.try_into().unwrap_or_else(|_| unreachable!("one tensor for each")))

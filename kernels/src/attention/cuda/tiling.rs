@@ -182,7 +182,13 @@ mod tests {
                 vec![0],
                 None,
             )?,
-            AttentionLayout::new(positions.clone(), positions.clone(), vec![vec![0, 500, 700]], vec![0], Some(33))?,
+            AttentionLayout::new(
+                positions.clone(),
+                positions.clone(),
+                vec![vec![0, 500, 700]],
+                vec![0],
+                Some(33),
+            )?,
             AttentionLayout::new(even, positions, vec![vec![0, 350, 700]], vec![0], Some(300))?,
         ];
         for (case, layout) in layouts.iter().enumerate() {
@@ -217,8 +223,8 @@ mod tests {
         let boundaries: Vec<u32> = (0..=16).map(|document| document * 4096).collect();
         let layout = AttentionLayout::new(positions.clone(), positions, vec![boundaries], vec![0], None)?;
         let (tiling, keys) = (Tiling::FORWARD, 0..65536);
-        let tiles = blocks(0..65536, 65536, 1024)
-            .flat_map(|queries| tiling.tiles(layout.visible(0), queries, &keys));
+        let tiles =
+            blocks(0..65536, 65536, 1024).flat_map(|queries| tiling.tiles(layout.visible(0), queries, &keys));
         let area: usize = tiles.map(|tile| tile.queries.len() * tile.keys.len()).sum();
         let visible = layout.num_visible_pairs() as usize;
         assert!(area * 4 <= visible * 5, "{area} for {visible} visible pairs");

@@ -7,8 +7,8 @@ mod properties;
 mod tilings;
 
 use super::{
-    Attention, AttentionError, FlashAttention, AttentionLayout, Gradients, Operands, Upstream, backward, delta,
-    forward, reference,
+    Attention, AttentionError, AttentionLayout, FlashAttention, Gradients, Operands, Upstream, backward,
+    delta, forward, reference,
 };
 use crate::OpError;
 use crate::tensor::to_vec;

@@ -86,7 +86,8 @@ fn gradients_of_key_shards_sum_to_those_of_the_sequence() -> Result<()> {
     on_every_target(|_| {
         let rows = vec![vec![0, 130, 400]];
         let positions: Vec<u32> = (0..400).collect();
-        let layout = |kv: &[u32]| AttentionLayout::new(positions.clone(), kv, rows.clone(), vec![0, 0, 1], None);
+        let layout =
+            |kv: &[u32]| AttentionLayout::new(positions.clone(), kv, rows.clone(), vec![0, 0, 1], None);
         let whole = Case::new(layout(&positions)?, 2, 16)?;
         let (o, saved) = flash_forward(&whole)?;
         let row_terms = saved.lse.zeros_like()?;

@@ -1,6 +1,6 @@
 //! Matmuls with cuBLAS, accumulated in f32.
 
-use crate::device::{DeviceError, MatrixAt, Matmul};
+use crate::device::{DeviceError, Matmul, MatrixAt};
 use candle_core::cuda::cudarc::cublas::{result, sys};
 use candle_core::{CudaDevice, DType};
 

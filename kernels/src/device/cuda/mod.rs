@@ -7,15 +7,15 @@
 //! after all of them.
 
 mod copies;
+mod matmul;
 mod module;
 mod pointer;
-mod matmul;
 mod upload;
 
 pub(crate) use copies::CudaCopies;
+pub(super) use matmul::gemm;
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
-pub(super) use matmul::gemm;
 pub(crate) use upload::upload;
 
 use super::{Arg, DeviceError, Grid, Kernel};

@@ -142,7 +142,7 @@ pub(crate) fn multiply<C: Stored>(
     }
     let terms_per_sum = if C::ADDS_EXACTLY { TERMS_PER_SUM } else { a.terms.max(1) };
     for first in (0..a.terms.max(1)).step_by(terms_per_sum) {
-        let (a, b) = (a.terms(first, terms_per_sum), b.terms(first, terms_at_a_time));
+        let (a, b) = (a.terms(first, terms_per_sum), b.terms(first, terms_per_sum));
         with_words(&PACKED_B, panels_of(b.lines) * b.panel_words(), |packed| {
             b.pack_in_parallel(Order::LinesOfPair, packed);
             let packed = &*packed;

@@ -1,6 +1,6 @@
 //! Matmuls of bf16 pairs: each word of an operand holds two terms, the first in its low half.
 
-use super::{CheckedMatmul, MulAdd, Matmul, all_columns};
+use super::{CheckedMatmul, Matmul, MulAdd, all_columns};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Level;
 use pulp::Scalar;
