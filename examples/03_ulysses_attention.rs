@@ -22,7 +22,7 @@ use candle_core::{D, Device, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, launch};
 use ulysses::kernels::Workspace;
-use ulysses::kernels::attention::{Attention, FlashAttention, Geometry, grouped_heads};
+use ulysses::kernels::attention::{Attention, AttentionLayout, FlashAttention, grouped_heads};
 use ulysses::mesh::shard_range;
 use ulysses::sequence_parallel::{AttentionShape, ExchangePlan, UlyssesAttention};
 
@@ -36,8 +36,8 @@ fn main() -> Result<()> {
     let random = |heads| Tensor::randn(0.0_f32, 1.0, (batch, seq_len, heads, head_dim), &Device::Cpu);
     let whole = [random(num_heads)?, random(num_kv_heads)?, random(num_kv_heads)?, random(num_heads)?];
     let heads = grouped_heads(num_heads, num_kv_heads);
-    let geometry = Geometry::causal(batch, seq_len as u32, heads.clone())?;
-    let expected = forward_and_backward(&FlashAttention, &whole, &geometry)?;
+    let layout = AttentionLayout::causal(batch, seq_len as u32, heads.clone())?;
+    let expected = forward_and_backward(&FlashAttention, &whole, &layout)?;
 
     // The same on three ranks, each with its tokens of everything.
     let options = LaunchOptions::default();
@@ -69,12 +69,12 @@ fn sharded(rank: &RankContext, whole: &[Tensor; 4], heads: &[usize]) -> Result<(
     // Which tokens are here, and where the row's documents lie: one that is the whole row.
     let positions: Arc<[u32]> = (tokens.start as u32..tokens.end as u32).collect();
     let documents = vec![vec![0, SHAPE.seq_len as u32]];
-    let geometry = Geometry::new(positions.clone(), positions, documents, heads, None)?;
+    let layout = AttentionLayout::new(positions.clone(), positions, documents, heads, None)?;
 
     // Any local attention becomes sequence-parallel, and stays an `Attention`: whoever calls it
     // cannot tell.
     let attention = UlyssesAttention::new(Arc::new(FlashAttention), rank.group.clone());
-    let results = forward_and_backward(&attention, &local, &geometry)?;
+    let results = forward_and_backward(&attention, &local, &layout)?;
     rank.group.barrier()?;
     let volume = ExchangePlan::new(SHAPE, heads, SP, rank.rank)?.volume();
     let formula = volume.total_elems(false) * size_of::<f32>() as u64;
@@ -84,12 +84,12 @@ fn sharded(rank: &RankContext, whole: &[Tensor; 4], heads: &[usize]) -> Result<(
 fn forward_and_backward(
     attention: &dyn Attention,
     [q, k, v, dout]: &[Tensor; 4],
-    geometry: &Geometry,
+    layout: &AttentionLayout,
 ) -> Result<[Tensor; 4]> {
     // Attention may overwrite what it is given, and reuses what it saved: hence the copies.
     let workspace = Workspace::new();
-    let (o, saved) = attention.forward(q.copy()?, k.copy()?, v.copy()?, geometry, &workspace)?;
+    let (o, saved) = attention.forward(q.copy()?, k.copy()?, v.copy()?, layout, &workspace)?;
     let o = o.copy()?;
-    let (dq, dk, dv) = attention.backward(saved, dout, geometry, &workspace)?;
+    let (dq, dk, dv) = attention.backward(saved, dout, layout, &workspace)?;
     Ok([o, dq, dk, dv])
 }

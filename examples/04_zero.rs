@@ -18,7 +18,7 @@ use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::{Config, ZeroStage};
 use ulysses::mesh::DeviceMesh;
 use ulysses::tensor::TensorOptions;
-use ulysses::zero::{FlatLayout, HeldBytes, ZeroGroups, ZeroOptimizer};
+use ulysses::zero::{FlatLayout, StateBytes, ZeroGroups, ZeroOptimizer};
 
 const DP: usize = 4;
 /// Weights and a bias: 11 elements, which 4 does not divide. The flat buffer is padded to 12.
@@ -39,7 +39,7 @@ fn main() -> Result<()> {
     for stage in ZeroStage::ALL {
         let results = launch(DP, &LaunchOptions::default(), |rank| fit(&rank, stage))?;
         let (loss, held) = results[0];
-        let HeldBytes { parameters, gradients, optimizer } = held;
+        let StateBytes { parameters, gradients, optimizer } = held;
         println!("{:5}  {loss:<20e}  {parameters:10} {gradients:10} {optimizer:13}", u8::from(stage));
         losses.push(loss);
     }
@@ -53,7 +53,7 @@ fn layout() -> FlatLayout {
 }
 
 /// Fits the line to all ranks' samples and returns the last loss and what this rank holds.
-fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, HeldBytes)> {
+fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, StateBytes)> {
     let mesh = DeviceMesh::dp_sp(DP, 1)?;
     let groups = MeshGroups::new(&mesh, rank.group.clone())?;
     let groups = ZeroGroups::new(&groups, None)?;
@@ -97,5 +97,5 @@ fn fit(rank: &RankContext, stage: ZeroStage) -> Result<(f64, HeldBytes)> {
         // The sum over all samples, made a mean on the way.
         zero.update(step, 0.2, None, 2.0 / (DP * SAMPLES_PER_RANK) as f64)?;
     }
-    Ok((loss, zero.expected_held_bytes()))
+    Ok((loss, zero.expected_state_bytes()))
 }

@@ -90,16 +90,16 @@ const CIRCLES: [(&str, &str); 8] = [
     ),
     ("src/data/source/document.rs src/data/source/lines.rs", "a line of a file becomes a document"),
     (
-        "src/engine/initialize.rs src/engine/memory.rs src/engine/rows.rs src/engine/step.rs src/engine/times.rs",
+        "src/engine/consistency.rs src/engine/initialize.rs src/engine/memory.rs src/engine/step.rs src/engine/times.rs",
         "the engine, and the parts of its step as `impl` blocks",
     ),
     (
         "src/model/decoder.rs src/model/decoder_attention.rs src/model/decoder_mlp.rs src/model/decoder_weights.rs \
-         src/model/heads.rs src/model/hf_config.rs src/model/hf_model.rs src/model/hf_rope.rs src/model/llama.rs \
-         src/model/stack.rs",
+         src/model/hf_config.rs src/model/hf_model.rs src/model/hf_rope.rs src/model/llama.rs \
+         src/model/model.rs src/model/qkv_projection.rs",
         "the decoder's halves as `impl` blocks, and the model with the description that it is made from and exported with",
     ),
-    ("src/zero/spans.rs src/zero/unit.rs", "a unit's parameters in the ranges of their groups"),
+    ("src/zero/param_group_ranges.rs src/zero/unit.rs", "a unit's parameters in the ranges of their groups"),
 ];
 
 /// Folders that hide something hard, and so explain it.

@@ -45,7 +45,7 @@ use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
-use ulysses::kernels::linear::bf16_products;
+use ulysses::kernels::linear::bf16_gemm;
 use ulysses::memory::CountingAllocator;
 use ulysses::mesh::{DeviceMesh, MeshError, TrainingShape};
 use ulysses::monitor::{Tracer, escaped};
@@ -156,7 +156,7 @@ fn main() -> ExitCode {
         _ => None,
     };
     settings::start_logging(tracer.as_ref());
-    let result = bf16_products().map(drop).or_usage().and_then(|()| dispatch(cli.command, tracer));
+    let result = bf16_gemm().map(drop).or_usage().and_then(|()| dispatch(cli.command, tracer));
     let (error, code) = match result {
         Ok(()) => return ExitCode::SUCCESS,
         Err(Failure::Stopped { step, is_saved }) => {

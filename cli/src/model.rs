@@ -8,7 +8,7 @@ use ulysses::config::Config;
 use ulysses::engine::check_parameter_groups;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::model::{
-    HfDescription, HfModel, HfSource, HfWeights, LlamaConfig, Model, ModelError, PRESETS, PUBLISHED,
+    HfDescription, HfModel, HfSource, HfWeights, KNOWN_MODELS, LlamaConfig, Model, ModelError, PRESETS,
     RandomWeights, WeightSource, preset,
 };
 use ulysses::sequence_parallel::{AttentionShape, ExchangePlan};
@@ -66,7 +66,7 @@ fn print_notes(notes: &[String]) {
 /// Why there is no such model: most often a directory is called otherwise.
 fn unknown(model: &str, error: ModelError) -> anyhow::Error {
     let ModelError::UnknownPreset { presets, .. } = error else { return error.into() };
-    let hint = match PUBLISHED.contains(&model) {
+    let hint = match KNOWN_MODELS.contains(&model) {
         true => "; only its shape is known, for `ulysses plan`: give a directory with its weights",
         false => "",
     };

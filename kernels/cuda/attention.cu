@@ -1,27 +1,28 @@
-// Attention, forward and backward (`src/attention`): all but the matrix products, which the matrix library does.
+// Attention, forward and backward (`src/attention`): everything except the matmuls, which cuBLAS computes.
 //
-// Queries are worked on in packed form: rows [kv head, token, member], where the members of a KV head are the query
-// heads that use it, so that one product serves all of them. `heads` names the query head of each (kv head, member);
-// null stands for the identity.
+// Queries are processed in packed form: rows [kv head, token, member], where the members of a KV head are the
+// query heads that use it, so that one matmul serves all of them. `heads` has the query head of each (kv
+// head, member); null means the identity.
 //
-// A tile is a rectangle of packed rows and keys: `rows` of each KV head (along the grid's y) from some token on, and
-// `keys` from `first_key` on. Its scores lie row by row, `stride` apart, a multiple of 4. `ranges` holds a pair for
-// every token: the first key it sees and the one past the last. Pointers to what has a row per query begin at the
+// A tile is a rectangle of packed rows and keys: `rows` of each KV head (along the grid's y) beginning at
+// some token, and `keys` beginning at `first_key`. Its scores are stored row by row, `stride` apart, a
+// multiple of 4. `ranges` has a pair for every token: the first visible key and the one past the last.
+// Pointers to per-query data begin at the tile's first row.
 // tile's first row.
 
 #include "common.cuh"
 
 namespace {
 
-// Keys of a tile, at most: a warp holds a row of scores in its registers.
+// Maximum number of keys of a tile: a warp holds a row of scores in its registers.
 constexpr u32 kMaxKeys = 1024;
-// Neighbouring scores that a lane handles at a time.
+// Adjacent scores that a lane processes at a time.
 constexpr u32 kColumns = 4;
 constexpr u32 kSteps = kMaxKeys / (kWarp * kColumns);
 
 using Scores = Pack<float, kColumns>;
 
-// Where the elements of a packed row are in a tensor [token, head, d].
+// The position of a packed row's elements in a tensor [token, head, d].
 struct Place {
     u32 token, head;
 };
@@ -45,13 +46,13 @@ __device__ __forceinline__ void gather(T *packed, const T *x, const u32 *heads, 
     }
 }
 
-// The factor on each row of a sum that is finished: none.
+// The factor on each row of a finished sum: none.
 struct One {
     __device__ __forceinline__ float operator()(u32) const { return 1.0f; }
 };
 
-// The reciprocal of the softmax's denominator, 0 for a query that saw nothing.
-struct Normalise {
+// The reciprocal of the softmax's denominator, 0 for a query without visible keys.
+struct Normalize {
     const float *maxima, *sums;
     __device__ __forceinline__ float operator()(u32 row) const {
         return maxima[row] == kNegativeInfinity ? 0.0f : 1.0f / sums[row];
@@ -103,7 +104,7 @@ __device__ __forceinline__ Seen seen_of(const u32 *ranges, u32 token, u32 first_
     return {begin > first_key ? begin - first_key : 0, past < keys ? past : keys};
 }
 
-// This warp's row of the tile, and whether there is one.
+// This warp's row of the tile, and whether it exists.
 struct TileRow {
     u32 row, lane;
     bool exists;
@@ -121,8 +122,8 @@ template <typename T> __device__ __forceinline__ void write_columns(T *to, const
     *reinterpret_cast<Pack<T, kColumns> *>(to) = elements;
 }
 
-// A warp per row: p = exp(score − m), where m is the largest score of the row so far. The row's sum of p, and the
-// sum of p · v that `acc` holds, are rescaled to the new m first.
+// One warp per row: p = exp(score − m), where m is the maximum score of the row so far. The row's sum of p,
+// and the sum of p · v in `acc`, are first rescaled to the new m.
 template <typename T>
 __device__ void softmax(T *p, float *maxima, float *sums, float *acc, const float *scores, const u32 *ranges,
                         u32 rows, u32 acc_rows, u32 group, u32 first_key, u32 keys, u32 stride, u32 d) {
@@ -173,7 +174,7 @@ __device__ void softmax(T *p, float *maxima, float *sums, float *acc, const floa
     }
 }
 
-// A warp per row: p = exp(score − lse) and ds = p · (dp − delta).
+// One warp per row: p = exp(score − lse) and ds = p · (dp − delta).
 template <typename T>
 __device__ void softmax_backward(T *p, T *ds, const float *scores, const float *dp, const float *lse,
                                  const float *delta, const u32 *heads, const u32 *ranges, u32 rows, u32 group,
@@ -200,7 +201,7 @@ __device__ void softmax_backward(T *p, T *ds, const float *scores, const float *
     }
 }
 
-// A lane's part of a · b: kPack neighbouring products at a time, so that the order does not depend on `packable`.
+// A lane's part of a · b: kPack adjacent products at a time, so that the order does not depend on `packable`.
 template <typename T>
 __device__ __forceinline__ float dot(const T *a, const T *b, u32 d, u32 lane, u32 width, bool packable) {
     constexpr u32 N = kPack<T>;
@@ -218,7 +219,7 @@ __device__ __forceinline__ float dot(const T *a, const T *b, u32 d, u32 lane, u3
     return sum;
 }
 
-// `width` neighbouring lanes per row [token, head] of o and dout: delta[batch row, head, token] = Σ o · dout.
+// `width` adjacent lanes per row [token, head] of o and dout: delta[sequence, head, token] = Σ o · dout.
 template <typename T>
 __device__ void delta(float *sums, const T *o, const T *dout, u64 rows, u32 tokens, u32 num_heads, u32 d, u32 width) {
     const u64 row = static_cast<u64>(blockIdx.x) * (blockDim.x / width) + threadIdx.x / width;
@@ -236,7 +237,7 @@ __device__ void delta(float *sums, const T *o, const T *dout, u64 rows, u32 toke
 
 }  // namespace
 
-// Empty sums: acc [rows, d] and what goes with it.
+// Empty sums: acc [rows, d], with its maxima and sums.
 KERNEL(attention_begin, float *acc, float *maxima, float *sums, u32 rows, u32 d) {
     for (u64 i = global_thread(); i < static_cast<u64>(rows) * d; i += global_threads()) acc[i] = 0.0f;
     for (u64 row = global_thread(); row < rows; row += global_threads()) {
@@ -268,7 +269,7 @@ KERNEL(attention_zero, float *x, u64 count) {
     }                                                                                                             \
     KERNEL(attention_finish_##suffix, T *o, float *lse, const float *acc, const float *maxima, const float *sums, \
            const u32 *heads, u32 rows, u32 tokens, u32 group, u32 num_heads, u32 num_tokens, u32 d) {             \
-        const Normalise factor = {maxima, sums};                                                                  \
+        const Normalize factor = {maxima, sums};                                                                  \
         if (is_packable(o, d)) {                                                                                  \
             scatter<T, kPack<T>>(o, acc, heads, rows, tokens, group, num_heads, d, 0, factor);                    \
         } else {                                                                                                  \

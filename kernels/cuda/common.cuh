@@ -1,14 +1,15 @@
-// What every kernel shares: element types, vector accesses, reductions within a block.
+// Definitions that all kernels share: element types, vector accesses, reductions within a block.
 //
-// Kernels are written against this file alone. The CUDA toolkit's headers are not needed, so NVRTC compiles a
-// kernel wherever it runs; the host compiler reads the same sources with `emulation/emulation.h` before them.
+// Kernels include only this file. They do not need the CUDA toolkit's headers, so NVRTC compiles a kernel on
+// any machine with a driver. The host compiler reads the same sources with `emulation/emulation.h` before
+// them.
 //
 // Conventions
-// - Elements are f32, bf16 or f16; all arithmetic is in f32 and rounds once, when it is stored.
+// - Elements are f32, bf16 or f16; all arithmetic is in f32 and rounded once, when it is stored.
 // - Offsets into tensors are 64 bits wide: a tensor may have more than 2^32 elements.
-// - Reductions have a fixed order. There are no atomics, so a kernel gives the same bits every time.
+// - Reductions have a fixed order. There are no atomics, so a kernel always gives the same bits.
 // - Every entry point is declared with KERNEL(name, parameters...), outputs first; everything else in a `.cu`
-//   file stands in an anonymous namespace.
+//   file is in an anonymous namespace.
 
 #ifndef ULYSSES_COMMON_CUH
 #define ULYSSES_COMMON_CUH
@@ -29,9 +30,9 @@ struct f16 {
 
 #ifndef ULYSSES_EMULATION
 #define KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
-// A struct that is read where it was passed: without this, a reference to it may be one to a copy in local memory.
+// A struct that is read in place: without this, a reference may refer to a copy in local memory.
 #define BY_VALUE(T) const __grid_constant__ T
-// The block's dynamic shared memory, seen as an array of T.
+// The block's dynamic shared memory as an array of T.
 #define DYNAMIC_SHARED(T, name)                                   \
     extern __shared__ __align__(16) unsigned char shared_bytes_[]; \
     T *name = reinterpret_cast<T *>(shared_bytes_)
@@ -76,7 +77,7 @@ template <> __device__ __forceinline__ float round_to<float>(float x) { return x
 template <> __device__ __forceinline__ bf16 round_to<bf16>(float x) { return float_to_bf16(x); }
 template <> __device__ __forceinline__ f16 round_to<f16>(float x) { return float_to_f16(x); }
 
-// N neighbouring elements, read and written in as few accesses of up to 16 bytes as they fill.
+// N adjacent elements, read and written in as few accesses as possible, of up to 16 bytes.
 template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
     T at[N];
 };
@@ -89,10 +90,10 @@ template <typename To, typename From> __device__ __forceinline__ To bits_as(cons
     return to;
 }
 
-// Elements of T in 16 bytes.
+// Number of elements of T in 16 bytes.
 template <typename T> constexpr int kPack = 16 / sizeof(T);
 
-// Whether addresses may be read 16 bytes at a time.
+// Whether addresses allow accesses of 16 bytes.
 template <typename... T> __device__ __forceinline__ bool is_aligned(const T *... pointers) {
     return (... && ((reinterpret_cast<u64>(pointers) & 15) == 0));
 }
@@ -112,8 +113,8 @@ template <int N, typename T> __device__ __forceinline__ void store(T *to, const 
     *reinterpret_cast<Pack<T, N> *>(to) = elements;
 }
 
-// `load` at element i of a row of `size`, wherever it lies: without alignment one element at a time, and 0 for
-// those past the row's end. So which elements a thread sums, and in which order, does not depend on alignment.
+// `load` at element i of a row of `size`, for any alignment: without alignment one element at a time, and 0
+// past the row's end. So the elements that a thread sums, and their order, do not depend on alignment.
 template <int N, typename T>
 __device__ __forceinline__ Pack<float, N> load_in_row(const T *row, u32 i, u32 size, bool aligned) {
     if (aligned) return load<N>(row + i);
@@ -146,7 +147,7 @@ struct Max {
     __device__ __forceinline__ static float identity() { return kNegativeInfinity; }
 };
 
-// Combines one value per lane; every lane gets the result. All 32 lanes of the warp take part.
+// Combines one value per lane; every lane gets the result. All 32 lanes of the warp must call it.
 template <typename Op> __device__ __forceinline__ float warp_reduce(float value) {
     const Op combine;
     for (u32 distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -155,8 +156,8 @@ template <typename Op> __device__ __forceinline__ float warp_reduce(float value)
     return value;
 }
 
-// Combines one value per thread; every thread gets the result. All threads of the block take part, a whole
-// number of warps and 1024 at most. `scratch` holds 32 floats; it is free again when all have returned.
+// Combines one value per thread; every thread gets the result. All threads of the block must call it: a whole
+// number of warps, at most 1024 threads. `scratch` holds 32 floats, and may be reused after it returns.
 template <typename Op> __device__ __forceinline__ float block_reduce(float value, float *scratch) {
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     value = warp_reduce<Op>(value);
@@ -167,20 +168,20 @@ template <typename Op> __device__ __forceinline__ float block_reduce(float value
     return value;
 }
 
-// Index of this thread among all of the grid's, and their number, for loops over more elements than threads.
+// Index of this thread in the grid, and the number of threads of the grid, for grid-stride loops.
 __device__ __forceinline__ u64 global_thread() {
     return static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 __device__ __forceinline__ u64 global_threads() { return static_cast<u64>(gridDim.x) * blockDim.x; }
 
-// Threads of a block, and elements of a tile, in kernels over flat tensors: `Grid::tiles`.
+// Threads per block, and elements per tile, in kernels over flat tensors: `Grid::tiles`.
 inline constexpr u32 kThreads = 256;
 inline constexpr u32 kTile = 4096;
 
-// Runs a body for the packs of N elements in a tile of a flat tensor of `size`, and for the single elements that
-// remain of the last tile. A body is a struct with `template <int N> __device__ void at(u64 i)`, which works on the
-// elements from i to i + N. A thread has kTile / (N · kThreads) packs; those of a full tile are unrolled, so that
-// their loads are all in flight before the first of them is needed.
+// Runs a body for the packs of N elements in a tile of a flat tensor of `size`, and for single elements at
+// the end of the last tile. A body is a struct with `template <int N> __device__ void at(u64 i)`, which
+// processes the elements from i to i + N. A thread has kTile / (N · kThreads) packs; for a full tile the loop
+// is unrolled, so that all loads are in flight before the first value is needed.
 template <int N, typename Body> __device__ __forceinline__ void for_each_in_tile(u64 tile, u64 size, Body &body) {
     constexpr u32 kStride = kThreads * N;
     const u64 first = tile * kTile + threadIdx.x * N;
@@ -200,7 +201,7 @@ template <int N, typename Body> __device__ __forceinline__ void for_each_in_tile
     }
 }
 
-// As above for the whole tensor, of which each block takes one tile, with packs of N where `aligned`.
+// As above for the whole tensor, one tile per block, with packs of N if `aligned`.
 template <int N, typename Body> __device__ __forceinline__ void for_each_pack(u64 size, bool aligned, Body body) {
     if (aligned) {
         for_each_in_tile<N>(blockIdx.x, size, body);
@@ -215,8 +216,8 @@ template <int N, typename Body> __device__ __forceinline__ void for_each_pack(u6
     macro(bf16, bf16)         \
     macro(f16, f16)
 
-// What sums of T are held in: f32 for the 16-bit floats, T itself otherwise. For transposes and reductions over
-// ranks, which take every element type that tensors travel in.
+// The type of sums of T: f32 for the 16-bit floats, otherwise T. For transposes and reductions over ranks,
+// which support every element type of communication.
 template <typename T> struct Wide {
     typedef T type;
     __device__ __forceinline__ static T of(T x) { return x; }
@@ -236,7 +237,7 @@ template <> __device__ __forceinline__ i64 plus<i64>(i64 a, i64 b) {
     return static_cast<i64>(static_cast<u64>(a) + static_cast<u64>(b));
 }
 
-// Expands `macro(type, suffix)` for every element type that tensors travel in.
+// Expands `macro(type, suffix)` for every element type of communication.
 #define FOR_EACH_ELEMENT(macro) \
     FOR_EACH_FLOAT(macro)       \
     macro(double, f64)          \

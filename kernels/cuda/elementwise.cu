@@ -4,7 +4,7 @@
 
 namespace {
 
-// Adds one value per thread, lanes first and then warps; thread 0 gets the sum.
+// Adds one value per thread, first over lanes, then over warps; thread 0 gets the sum.
 __device__ __forceinline__ double block_sum(double value) {
     __shared__ double sums[kThreads / kWarp];
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -20,8 +20,8 @@ __device__ __forceinline__ double block_sum(double value) {
     return sum;
 }
 
-// Adds squares in f64. Which elements a thread adds, and in which order, depends on the number of elements and of
-// blocks alone: without alignment it takes the same ones singly.
+// Adds squares in f64. The elements that a thread adds, and their order, depend only on the number of
+// elements and of blocks; without alignment the same elements are read one by one.
 template <typename T> struct SumOfSquares {
     const T *x;
     bool aligned;
@@ -46,7 +46,7 @@ template <typename T> __device__ __forceinline__ void sum_of_squares(double *par
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// Finds the largest exponent and mantissa. Of all values, only the infinite ones and NaN have every exponent bit set.
+// Finds the largest exponent and mantissa. Only infinities and NaN have all exponent bits set.
 template <typename T> struct LargestMagnitude {
     const T *x;
     bool aligned;
@@ -61,7 +61,7 @@ template <typename T> struct LargestMagnitude {
     }
 };
 
-// found[block] = 1 where a tile of the block has an infinite element or a NaN, else 0.
+// found[block] = 1 if a tile of the block has an infinity or a NaN, else 0.
 template <typename T> __device__ __forceinline__ void find_non_finite(float *found, const T *x, u64 size) {
     __shared__ float scratch[kWarp];
     LargestMagnitude<T> magnitude = {x, is_aligned(x), 0};
@@ -133,7 +133,7 @@ template <typename T> struct Fill {
     }
 FOR_EACH_FLOAT(INSTANTIATE)
 
-// Gradients of 16 bits into a buffer of f32.
+// Adds 16-bit gradients to an f32 buffer.
 KERNEL(elementwise_accumulate_in_f32_bf16, float *__restrict__ dst, const bf16 *__restrict__ src, u64 size) {
     accumulate(dst, src, size);
 }

@@ -4,7 +4,7 @@
 
 namespace {
 
-// y[i] = weight[ids[i]], bit for bit: a warp for each row.
+// y[i] = weight[ids[i]], bit for bit: one warp per row.
 template <int N, typename T>
 __device__ __forceinline__ void copy_rows(T *y, const T *weight, const u32 *ids, u64 rows, u32 d) {
     const u64 row = global_thread() / kWarp;
@@ -26,8 +26,8 @@ __device__ __forceinline__ void forward(T *y, const T *weight, const u32 *ids, u
     }
 }
 
-// Tokens of one id, `tokens[begin..end]`, and the row that takes the sum of their gradients: of `dweight`, or of
-// `partial` where the id has more tokens than one segment. As `Segment` in `src/embedding/plan.rs`.
+// Tokens of one id, `tokens[begin..end]`, and the row for the sum of their gradients: a row of `dweight`, or
+// of `partial` if the id has more tokens than fit one segment. As `Segment` in `src/embedding/plan.rs`.
 struct Segment {
     u32 begin, end, row, is_partial;
 };
@@ -35,7 +35,7 @@ struct Segment {
 // Columns that a block adds up, and its threads.
 constexpr u32 kColumns = 512, kColumnThreads = 128;
 
-// Adds the gradients of a segment's tokens, in their order, to N columns a thread.
+// Adds the gradients of a segment's tokens, in order, for N columns per thread.
 template <int N, typename T>
 __device__ __forceinline__ void add_segment(float *dweight, float *partial, const T *dy, const u32 *tokens,
                                             const Segment &segment, u32 d) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void add_segments(float *dweight, float *partial, con
 
 }  // namespace
 
-// dweight[row] += Σ partial[begin..end], in order, for each of the ids with several segments: {row, begin, end}.
+// dweight[row] += Σ partial[begin..end], in order, for each id with several segments: {row, begin, end}.
 KERNEL(embedding_add_partials, float *__restrict__ dweight, const float *__restrict__ partial,
        const u32 *__restrict__ sums, u32 d) {
     const u32 *sum_of = sums + static_cast<u64>(blockIdx.x) * 3;

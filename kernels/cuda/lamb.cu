@@ -1,5 +1,5 @@
-// The two halves of a step of LAMB on flat tensors (`src/optimizer/lamb`). A block works on a chunk of a parameter tensor:
-// the elements from chunks[2 · block] up to chunks[2 · block + 1].
+// The two halves of a LAMB step on flat tensors (`src/optimizer/lamb`). A block processes a chunk of a
+// parameter tensor: the elements from chunks[2 · block] up to chunks[2 · block + 1].
 
 #include "common.cuh"
 
@@ -27,8 +27,8 @@ __device__ __forceinline__ void update(float param, float &grad, float &exp_avg,
     norms.direction = fmaf(grad, grad, norms.direction);
 }
 
-// Calls `vector(i)` for every four elements from a multiple of 4 on that lie within the block's chunk, where vectors
-// are possible, and `element(i)` for all others.
+// Calls `vector(i)` for every four elements from a multiple of 4 on within the block's chunk, if vectors are
+// possible, and `element(i)` for all others.
 template <typename Vector, typename Element>
 __device__ __forceinline__ void for_chunk(const i64 *chunks, bool fits_vectors, Vector vector, Element element) {
     const i64 begin = chunks[2 * static_cast<u64>(blockIdx.x)];

@@ -1,6 +1,6 @@
-// Softmax and cross-entropy of a tile of logits, between the matrix products (`src/lm_head_loss`).
+// Softmax and cross-entropy of a tile of logits, between the matmuls (`src/lm_head_loss`).
 //
-// The logits are f32 whatever the elements are: their rounding would be the largest error of the loss. Rows lie
+// The logits are always f32, since rounding them would be the largest error of the loss. Rows are
 // `row_stride` columns apart, a multiple of 8, so that every row begins at a 16-byte boundary.
 
 #include "common.cuh"
@@ -8,14 +8,14 @@
 namespace {
 
 constexpr i64 kIgnored = -100;
-// 16-byte loads that a thread has in flight.
+// Number of 16-byte loads that a thread has in flight.
 constexpr u32 kUnroll = 4;
 
-// What to subtract before exponentiating; finite where no logit is above −∞, so that −∞ − shift is no NaN.
+// The value to subtract before exponentiating; finite if all logits are −∞, so that −∞ − shift is not NaN.
 __device__ __forceinline__ float shift_of(float max) { return max == kNegativeInfinity ? 0.0f : max; }
 
-// gradient = softmax − one-hot of the label for N neighbouring columns; 0 for an ignored token. `gradient` may
-// lie where the logits do: a thread has read its columns before it writes them.
+// gradient = softmax − one-hot of the label for N adjacent columns; 0 for an ignored token. `gradient` may
+// overwrite the logits: a thread reads its columns before it writes them.
 template <typename T>
 __device__ void gradient_of_columns(T *gradient, const float *logits, const float *lse, const i64 *labels,
                                     u32 vocab_size, u32 row_stride) {
@@ -47,8 +47,9 @@ template <typename T> __device__ void clear(T *rows, u64 len) {
 
 }  // namespace
 
-// One block per token: logsumexp of its logits and its loss, logsumexp − logit of the label; both 0 where the
-// label is ignored. The maximum is kept along the way, so the logits are read once (Milakov & Gimelshein 2018).
+// One block per token: logsumexp of its logits, and its loss, logsumexp − logit of the label; both 0 if the
+// label is ignored. The maximum is updated along the way, so the logits are read once (Milakov & Gimelshein
+// 2018).
 KERNEL(lm_head_loss_forward, float *lse, float *losses, const float *logits, const i64 *labels, u32 vocab_size,
        u32 row_stride) {
     __shared__ float scratch[kWarp];

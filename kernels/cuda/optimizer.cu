@@ -1,7 +1,7 @@
 // One step of an optimizer on flat tensors (`src/optimizer`): rules for one element, and the driver of all.
 //
-// A rule is the struct `Constants` of the Rust file of its name. Its `update` gets one element of each tensor that a
-// step updates, the parameter first.
+// A rule is the struct `Constants` of the Rust file with its name. Its `update` gets one element of each
+// tensor that a step updates, the parameter first.
 
 #include "common.cuh"
 
@@ -70,7 +70,7 @@ struct Adagrad {
     }
 };
 
-// Applies a rule to N neighbouring elements of T tensors.
+// Applies a rule to N adjacent elements of T tensors.
 template <typename Rule, int T> struct Step {
     float *tensors[T];
     const float *grad;

@@ -6,7 +6,7 @@ namespace {
 
 constexpr u32 kMaxRanks = 256;
 
-// By value: where every rank's elements begin.
+// Passed by value: the address of every rank's elements.
 struct Ranks {
     u64 sources[kMaxRanks];
     u32 count;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void reduce_pack(T *target, const Ranks &ranks, u64 i
     reinterpret_cast<Pack<T, N> *>(target)[index] = result;
 }
 
-// One thread for each of `packs` packs of 16 bytes, then one for each element behind them.
+// One thread per pack of 16 bytes, then one per remaining element.
 template <typename T, typename Op>
 __device__ __forceinline__ void reduce(T *target, const Ranks &ranks, u64 packs, u64 elements) {
     const u64 thread = global_thread();

@@ -4,7 +4,7 @@
 
 namespace {
 
-// One block per row: y = w · x / sqrt(mean(x²) + eps); rstd keeps the reciprocal root.
+// One block per row: y = w · x / sqrt(mean(x²) + eps); rstd stores the reciprocal root.
 template <typename T>
 __device__ __forceinline__ void forward(T *y, float *rstd, const T *x, const T *weight, u32 d, float eps) {
     constexpr int N = kPack<T>;

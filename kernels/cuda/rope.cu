@@ -4,8 +4,8 @@
 
 namespace {
 
-// Turns N neighbouring pairs (x[i], x[i + half]) at a time by the token's angles i; `sign` −1 turns them back.
-// A block has `tokens_per_block` tokens.
+// Rotates N adjacent pairs (x[i], x[i + half]) by the token's angles i; `sign` −1 rotates backwards. A block
+// has `tokens_per_block` tokens.
 template <int N, typename T>
 __device__ __forceinline__ void rotate(T *x, const float *cos, const float *sin, u64 tokens, u32 tokens_per_block,
                                        u32 heads, u32 half, float sign) {

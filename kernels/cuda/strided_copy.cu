@@ -4,7 +4,7 @@
 
 namespace {
 
-// Units that a thread holds at a time: independent loads in flight.
+// Units that a thread holds at a time, so that their loads are in flight together.
 constexpr u32 kHeld = 4;
 constexpr u32 kTile = kThreads * kHeld;
 constexpr u32 kMaxBlocks = 48;
@@ -14,20 +14,20 @@ struct Block {
     u64 from, to;
     u64 from_batch, from_row, to_batch, to_row;
     u32 rows, run, units;
-    // The first tile of the launch that is this block's.
+    // The first tile of the launch that belongs to this block.
     u32 first_tile;
     // kThreads = (step_batch · rows + step_row) · run + step_unit
     u32 step_batch, step_row, step_unit;
     u32 reserved;
 };
 
-// By value: 4 KB at most.
+// Passed by value: at most 4 KB.
 struct Table {
     Block blocks[kMaxBlocks];
     u32 count, reserved;
 };
 
-// The place of a unit within a block. It moves on by kThreads units without dividing.
+// The position of a unit within a block. It advances by kThreads units without a division.
 struct Place {
     u32 batch, row, unit;
 
@@ -61,7 +61,7 @@ struct Place {
     }
 };
 
-// The block that a tile belongs to: the last one that begins no later.
+// The block of a tile: the last one that does not begin after it.
 __device__ __forceinline__ const Block &block_of(const Table &table, u32 tile) {
     u32 low = 0, high = table.count;
     while (high - low > 1) {
@@ -94,7 +94,7 @@ template <typename T> struct Add {
     static constexpr bool kReads = true;
 };
 
-// A tile of kTile neighbouring units of one block: all loads, then all stores.
+// Moves a tile of kTile adjacent units of one block: all loads, then all stores.
 template <typename Unit, typename Merge> __device__ __forceinline__ void move_tile(const Table &table) {
     const Block &block = block_of(table, blockIdx.x);
     const u32 begin = (blockIdx.x - block.first_tile) * kTile + threadIdx.x;
@@ -120,7 +120,7 @@ template <typename Unit, typename Merge> __device__ __forceinline__ void move_ti
 
 }  // namespace
 
-// Plain copies know no element type: the unit is the widest that every address, stride and run allows.
+// Plain copies ignore the element type: the unit is the widest that all addresses, strides and runs allow.
 #define COPY(bytes, type, count)                                                                               \
     KERNEL(strided_copy_##bytes, BY_VALUE(Table) table) {                                                      \
         move_tile<Pack<type, count>, Copy>(table);                                                             \
@@ -131,8 +131,8 @@ COPY(4, u32, 1)
 COPY(2, u16, 1)
 COPY(1, u8, 1)
 
-// Sums, in units of 16 bytes or of one element. Words wait for their turn to be added: a small element would take a
-// register of its own.
+// Sums, in units of 16 bytes or of one element. Values are kept as words until they are added, since each
+// small element would need a register of its own.
 #define ADD(T, suffix)                                                                                         \
     KERNEL(strided_copy_add_packs_##suffix, BY_VALUE(Table) table) {                                           \
         move_tile<Pack<u32, 4>, Add<T>>(table);                                                                \

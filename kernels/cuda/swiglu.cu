@@ -4,8 +4,8 @@
 
 namespace {
 
-// The division is the hardware's reciprocal, 1 ulp from the exact one, and has no branch: so the loads of one
-// pack need not wait for the sigmoids of another.
+// Uses the hardware's reciprocal, 1 ulp from the exact one, without a branch, so that the loads of one pack
+// need not wait for the sigmoids of another.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
 // y = gate · σ(gate) · up

@@ -1,4 +1,4 @@
-//! What every op does with its tensors before and around a kernel: checks and slices.
+//! Argument checks and slice access that all ops share.
 
 use super::OpError;
 use super::cast::{Float, convert};
@@ -12,7 +12,7 @@ type Result<T> = std::result::Result<T, OpError>;
 /// A tensor argument with its name in the op's signature.
 pub(super) type Argument<'a> = (&'static str, &'a Tensor);
 
-/// One call of an op; carries the name that its errors report.
+/// One call of an op, with the op's name for errors.
 #[derive(Clone, Copy)]
 pub(super) struct Call {
     pub(super) op: &'static str,
@@ -36,7 +36,7 @@ impl Call {
         }
     }
 
-    /// The tensor must have `dims`, where the leading dimensions may be split further.
+    /// Checks that the tensor has shape `dims`; leading dimensions may be split further.
     pub(super) fn expect(&self, (argument, tensor): Argument<'_>, dims: &[usize]) -> Result<()> {
         let got = tensor.dims();
         let trailing = dims.get(1..).unwrap_or_default();
@@ -46,7 +46,7 @@ impl Call {
         Err(OpError::Shape { op: self.op, argument, expected: dims.to_vec(), got: got.to_vec() })
     }
 
-    /// A slice that runs along the tokens must have one element for each.
+    /// Checks that a slice along the tokens has one element per token.
     pub(super) fn expect_tokens(&self, argument: &'static str, got: usize, expected: usize) -> Result<()> {
         if got == expected {
             return Ok(());
@@ -54,7 +54,7 @@ impl Call {
         Err(OpError::TokenCount { op: self.op, argument, expected, got })
     }
 
-    /// A scalar argument must satisfy `valid`.
+    /// Checks that a scalar argument satisfies `valid`.
     pub(super) fn expect_value(
         &self,
         argument: &'static str,
@@ -68,8 +68,8 @@ impl Call {
         Err(OpError::InvalidValue { op: self.op, argument, value, expected })
     }
 
-    /// What computes the op. All tensors must be contiguous, of an element type that it has kernels for and on
-    /// one device, and no output may share storage with another argument.
+    /// The target that computes the op. Checks that all tensors are contiguous, have a supported element type
+    /// and are on one device, and that no output shares storage with another argument.
     pub(super) fn target(&self, outputs: &[Argument<'_>], inputs: &[Argument<'_>]) -> Result<Target> {
         let op = self.op;
         let arguments = || outputs.iter().chain(inputs);
@@ -99,14 +99,15 @@ impl Call {
         Ok(target)
     }
 
-    /// As [`target`](Self::target) of an op that reads or writes every element once, as a dry run reports.
+    /// As [`target`](Self::target), for an op that reads or writes every element once; reports it in a dry
+    /// run.
     pub(super) fn elementwise(&self, outputs: &[Argument<'_>], inputs: &[Argument<'_>]) -> Result<Target> {
         let target = self.target(outputs, inputs)?;
         dry::report_elementwise(outputs.iter().chain(inputs).map(|(_, tensor)| *tensor));
         Ok(target)
     }
 
-    /// The element type of the op: that of all `elements`. The `sums` are f32 whatever it is.
+    /// The common element type of all `elements`. The `sums` must be f32.
     pub(super) fn element_type(&self, elements: &[Argument<'_>], sums: &[Argument<'_>]) -> Result<DType> {
         let dtype = elements.first().map_or(DType::F32, |(_, tensor)| tensor.dtype());
         let expected = elements.iter().map(|argument| (argument, dtype));
@@ -124,13 +125,13 @@ impl Call {
         Err(OpError::UnsupportedDevice { op: self.op, device: tensor.device().location() })
     }
 
-    /// Names the op in the error of its kernels.
+    /// Adds the op's name to an error of its kernels.
     pub(super) fn kernels<T>(&self, result: std::result::Result<T, DeviceError>) -> Result<T> {
         result.map_err(|source| OpError::Device { op: self.op, source })
     }
 
-    /// A CPU tensor's elements as f32, locked for reading until the returned guard is dropped; 16-bit ones are
-    /// widened.
+    /// A CPU tensor's elements as f32, locked for reading until the guard is dropped; 16-bit elements are
+    /// converted.
     pub(super) fn read<'a>(&self, tensor: &'a Tensor) -> Result<impl Deref<Target = [f32]> + use<'a>> {
         let (storage, layout) = tensor.storage_and_layout();
         let (Storage::Cpu(elements), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
@@ -144,12 +145,12 @@ impl Call {
         }
     }
 
-    /// Calls `write` with the elements of a CPU tensor of f32.
+    /// Calls `write` with the elements of an f32 CPU tensor.
     pub(super) fn write<R>(&self, tensor: &Tensor, write: impl FnOnce(&mut [f32]) -> Result<R>) -> Result<R> {
         with_slice_mut(tensor, write).map_err(|source| OpError::Candle { op: self.op, source })?
     }
 
-    /// Calls `work` with the elements of CPU tensors of one type, some to read and some to write.
+    /// Calls `work` with the elements of CPU tensors of one type: inputs and outputs.
     pub(super) fn on_cpu<T: Element, R, const I: usize, const O: usize>(
         &self,
         inputs: [&Tensor; I],
@@ -188,11 +189,11 @@ fn widen<T: Float>(elements: &[T]) -> Vec<f32> {
     wide
 }
 
-/// The elements that one tensor covers.
+/// The elements of one tensor.
 enum Elements<G> {
     /// f32 elements under the read lock on their storage.
     Locked { storage: G, range: Range<usize> },
-    /// A copy of 16-bit elements.
+    /// A copy of 16-bit elements, converted to f32.
     Widened(Vec<f32>),
 }
 

@@ -1,16 +1,16 @@
-//! What the host makes and kernels read, copied to their device once.
+//! Tables that the host creates and copies to the device once for its kernels.
 
 use crate::device::dry;
 use crate::tensor::{Element, from_slice, zeros};
 use candle_core::{Device, Tensor};
 use std::sync::{Arc, OnceLock};
 
-/// A table on the first device that asked for it; clones share it, so that the layers of a model copy it once.
+/// A table on the first device that requests it. Clones share it, so that a model's layers copy it once.
 #[derive(Debug, Clone, Default)]
 pub(super) struct DeviceTable(Arc<OnceLock<Tensor>>);
 
 impl DeviceTable {
-    /// The table of `len` values on `device`, flat. What `values` returns must be the same in every call.
+    /// The table of `len` values on `device`, flat. `values` must return the same values in every call.
     pub(super) fn on<T: Element, V: AsRef<[T]>>(
         &self,
         device: &Device,
@@ -25,7 +25,7 @@ impl DeviceTable {
             true => zeros(len, T::DTYPE, device)?,
             false => from_slice(values().as_ref(), device)?,
         };
-        // Another device's table may be there already: then this one is used once.
+        // The table of another device may be cached already: this one is then not cached.
         _ = self.0.set(table.clone());
         Ok(table)
     }

@@ -1,4 +1,4 @@
-//! The element types that tensors travel between ranks in, and the arithmetic of their sums.
+//! The element types of communication, and the arithmetic of reductions.
 
 use super::OpError;
 use super::call::Call;
@@ -6,8 +6,8 @@ use crate::device::Target;
 use crate::tensor::{DTYPES, Element, StorageId};
 use candle_core::{DType, Tensor};
 
-/// Runs `$body` with `$element` standing for the Rust type of `$dtype`, or `$otherwise` for one that is not
-/// among [`DTYPES`](crate::tensor::DTYPES).
+/// Runs `$body` with `$element` as the Rust type of `$dtype`, or `$otherwise` for a dtype that is not in
+/// [`DTYPES`](crate::tensor::DTYPES).
 #[macro_export]
 macro_rules! for_dtype {
     ($dtype:expr, $element:ident => $body:expr, else $otherwise:expr) => {{
@@ -47,7 +47,7 @@ macro_rules! for_dtype {
 }
 pub(crate) use for_dtype;
 
-/// A type that reductions compute in.
+/// A type that reductions are computed in.
 pub(super) trait Number: Copy + PartialOrd + Send + Sync + 'static {
     /// The sum; integers wrap.
     fn plus(self, other: Self) -> Self;
@@ -74,13 +74,13 @@ macro_rules! number {
 }
 number!(float: f32, f64; integer: i64, u32, u8);
 
-/// An element type together with the type that it is reduced in: itself, or `f32`
-/// for the 16-bit floats, which are rounded once at the end.
+/// An element type with the type that it is reduced in: itself, or `f32` for 16-bit floats, which are rounded
+/// once at the end.
 pub(super) trait Arithmetic: Element {
-    /// The type that sums are held in.
+    /// The type of sums.
     type Wide: Number;
 
-    /// Exact.
+    /// Converts exactly.
     fn widen(self) -> Self::Wide;
 
     /// Rounds to nearest even.
@@ -108,9 +108,9 @@ macro_rules! arithmetic {
 arithmetic!(itself: f32, f64, i64, u32, u8; in_f32: half::bf16, half::f16);
 
 impl Call {
-    /// What computes an op on tensors of any type among [`DTYPES`], and that type. All tensors must be contiguous,
-    /// of one type and in the memory of one device, though ranks that share a GPU reach it by candle devices of
-    /// their own; the first output's is the one that computes. No output may share storage with an input.
+    /// The target that computes an op on tensors of any type in [`DTYPES`], and that type. All tensors must
+    /// be contiguous, of one type and on one device. Ranks that share a GPU have separate candle devices for
+    /// it; the first output's is used. No output may share storage with an input.
     pub(super) fn carried(
         &self,
         outputs: &[&Tensor],

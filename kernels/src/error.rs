@@ -1,12 +1,11 @@
-//! The error of every op.
+//! The error of all ops.
 
 use super::strided_copy::StridedBlock;
 use crate::device::DeviceError;
 use crate::tensor::DTYPE_NAMES;
 use candle_core::{DType, DeviceLocation};
 
-/// Why an op refused its arguments. No output has been touched when one is returned,
-/// except by [`OpError::Candle`].
+/// The reason why an op refused its arguments. Outputs are then unchanged, except after [`OpError::Candle`].
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum OpError {
@@ -17,76 +16,76 @@ pub enum OpError {
         op: &'static str,
         /// The argument's name in the op's signature.
         argument: &'static str,
-        /// The shape that would be valid, with all leading dimensions multiplied into the first.
+        /// The expected shape, with all leading dimensions multiplied into the first.
         expected: Vec<usize>,
-        /// The shape that was passed.
+        /// The actual shape.
         got: Vec<usize>,
     },
-    /// An argument has no dimensions where the op needs some, or an empty last one.
+    /// An argument lacks a dimension, or its last dimension is empty.
     #[error("{op}: `{argument}` has shape {got:?}, expected {expected}")]
     Dimensions {
         /// The op.
         op: &'static str,
         /// The argument's name.
         argument: &'static str,
-        /// What would be valid.
+        /// The expected shape, in words.
         expected: &'static str,
-        /// The shape that was passed.
+        /// The actual shape.
         got: Vec<usize>,
     },
-    /// An argument holds an element type that the op has no kernel for on its device.
+    /// The op has no kernel for an argument's element type on its device.
     #[error("{op}: `{argument}` holds {got:?}, expected F32, BF16 or F16")]
     DType {
         /// The op.
         op: &'static str,
         /// The argument's name.
         argument: &'static str,
-        /// The element type that was passed.
+        /// The actual element type.
         got: DType,
     },
-    /// An argument holds an element type that tensors do not travel in.
+    /// An argument's element type is not one that ranks exchange.
     #[error("{op}: an {argument} holds {got:?}, expected {DTYPE_NAMES}")]
     ElementType {
         /// The op.
         op: &'static str,
-        /// Whether it is an input or an output.
+        /// `input` or `output`.
         argument: &'static str,
-        /// The element type that was passed.
+        /// The actual element type.
         got: DType,
     },
-    /// A block of a list of copies does not fit its tensor or its partner.
+    /// A block in a list of copies does not fit its tensor or its counterpart.
     #[error("{op}: copy {index} has a block that {fault}: {block:?}")]
     Block {
         /// The op.
         op: &'static str,
         /// Index in the list of copies.
         index: usize,
-        /// What is wrong.
+        /// The problem.
         fault: String,
         /// The block.
         block: Box<StridedBlock>,
     },
-    /// An argument holds another element type than the others ask for.
+    /// An argument's element type differs from the others'.
     #[error("{op}: `{argument}` holds {got:?}, expected {expected:?}")]
     MixedDTypes {
         /// The op.
         op: &'static str,
         /// The argument's name.
         argument: &'static str,
-        /// The element type that would be valid.
+        /// The expected element type.
         expected: DType,
-        /// The element type that was passed.
+        /// The actual element type.
         got: DType,
     },
-    /// The device's kernel failed.
+    /// A device kernel failed.
     #[error("{op}")]
     Device {
         /// The op.
         op: &'static str,
-        /// Why.
+        /// The cause.
         source: DeviceError,
     },
-    /// An argument's elements do not lie one after the other.
+    /// An argument is not contiguous.
     #[error("{op}: `{argument}` of shape {shape:?} has strides {strides:?}, expected a contiguous tensor")]
     NotContiguous {
         /// The op.
@@ -98,7 +97,7 @@ pub enum OpError {
         /// Its strides.
         strides: Vec<usize>,
     },
-    /// The arguments live on different devices.
+    /// The arguments are on different devices.
     #[error("{op}: `{argument}` is on {got:?}, the first output on {expected:?}")]
     DeviceMismatch {
         /// The op.
@@ -118,67 +117,67 @@ pub enum OpError {
         /// The arguments' device.
         device: DeviceLocation,
     },
-    /// An output shares storage with another argument: candle's lock on it would wait for itself.
+    /// An output shares storage with another argument: candle's lock on it would deadlock.
     #[error("{op}: output `{output}` shares storage with `{other}`; each output needs storage of its own")]
     SharedStorage {
         /// The op.
         op: &'static str,
         /// The output.
         output: &'static str,
-        /// The argument it shares storage with.
+        /// The argument with the same storage.
         other: &'static str,
     },
-    /// A slice or table covers another number of tokens than the tensors.
+    /// A slice or table has another number of tokens than the tensors.
     #[error("{op}: `{argument}` covers {got} tokens, expected {expected}")]
     TokenCount {
         /// The op.
         op: &'static str,
         /// The argument's name.
         argument: &'static str,
-        /// The number of tokens of the tensors.
+        /// Number of tokens of the tensors.
         expected: usize,
-        /// The number of tokens of the argument.
+        /// Number of tokens of the argument.
         got: usize,
     },
-    /// A token id or label does not name a row of the vocabulary.
+    /// A token id or label is outside the vocabulary.
     #[error("{op}: `{argument}[{position}]` is {value}, valid are 0..{vocab_size}{also_valid}")]
     IdOutOfRange {
         /// The op.
         op: &'static str,
         /// The argument's name.
         argument: &'static str,
-        /// Where in the argument.
+        /// Position within the argument.
         position: usize,
-        /// The id found there.
+        /// The id.
         value: i64,
-        /// Rows of the vocabulary.
+        /// Size of the vocabulary.
         vocab_size: usize,
-        /// Further valid values, for the message (empty or ` and …`).
+        /// Further valid values, for the message: empty or ` and …`.
         also_valid: &'static str,
     },
-    /// An environment variable has a value without a meaning.
+    /// An environment variable has an invalid value.
     #[error("{variable} is `{value}`, expected {expected}")]
     Environment {
-        /// Its name.
+        /// Name of the variable.
         variable: &'static str,
-        /// The value that it has.
+        /// Its value.
         value: String,
-        /// What would be valid.
+        /// The expected value, in words.
         expected: &'static str,
     },
-    /// A scalar argument is outside its range.
+    /// A scalar argument is out of range.
     #[error("{op}: `{argument}` is {value}, expected {expected}")]
     InvalidValue {
         /// The op.
         op: &'static str,
         /// The argument's name.
         argument: &'static str,
-        /// The value that was passed.
+        /// The actual value.
         value: f64,
-        /// What would be valid.
+        /// The expected value, in words.
         expected: &'static str,
     },
-    /// A matrix view reaches past the end of its slice, or a writable one overlaps itself.
+    /// A matrix view reaches beyond its slice, or a writable view overlaps itself.
     #[error(
         "matrix of {rows}x{cols} with strides ({row_stride}, {col_stride}) does not fit {len} elements \
          without overlap"
@@ -195,7 +194,7 @@ pub enum OpError {
         /// Elements of the slice.
         len: usize,
     },
-    /// candle failed to give access to a tensor.
+    /// candle failed to access a tensor.
     #[error("{op}: {source}")]
     Candle {
         /// The op.

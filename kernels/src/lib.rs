@@ -1,4 +1,4 @@
-//! Fused tensor operations with hand-written gradients: what the layers are made of.
+//! Fused tensor operations with hand-written gradients: the building blocks of the layers.
 //!
 //! | op | computes | gradient |
 //! |---|---|---|
@@ -9,27 +9,27 @@
 //! | [`embedding`] | rows of a table | summed per row |
 //! | [`lm_head_loss`] | language-model head and loss, tiled over tokens | input, head weight |
 //! | [`optimizer`] | one step of AdamW, SGD, Lion or Adagrad on flat tensors | – |
-//! | [`optimizer::lamb`] | the same in two calls, with norms per parameter tensor between them | – |
+//! | [`optimizer::lamb`] | one step of LAMB in two calls, with norms per parameter tensor in between | – |
 //! | [`attention`] | causal attention within documents, blocked | queries, keys, values |
 //! | [`cast`] | conversion between f32, bf16 and f16 | – |
-//! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | itself, the other way |
+//! | [`strided_copy`] | copies of strided blocks between tensors: the transposes of the exchange | the copy in the other direction |
 //! | [`rank_reduce`] | sums, maxima and minima over ranks, in rank order | – |
 //! | [`elementwise`] | norms, finiteness, sums and fills of flat tensors | – |
 //!
-//! Each op is a folder: `mod.rs` checks arguments and dispatches on the device, `cpu.rs` holds the kernel on
-//! slices, `reference.rs` the same in slow, readable f64, and `tests.rs` compares the two and checks the
-//! reference's gradient against finite differences. ([`attention`] is larger: its kernels are the folders
-//! `cpu/` and `cuda/`, and a README explains them.) [`gemm`] is the matrix product that ops build on, [`simd`] the
-//! instruction sets that kernels are compiled for, [`Workspace`] recycles the tensors between them.
+//! Each op is a folder. `mod.rs` checks arguments and dispatches on the device; `cpu.rs` has the kernel on
+//! slices; `reference.rs` has the same in slow, readable f64. `tests.rs` compares the two and checks the
+//! reference's gradient against finite differences. ([`attention`] is larger: its kernels are in `cpu/` and
+//! `cuda/`, and a README explains them.) [`gemm`] has the matmuls that ops build on, [`simd`] the instruction
+//! sets of the kernels. [`Workspace`] recycles tensors between ops.
 //!
 //! # Conventions
-//! - All tensors are contiguous; views into a larger flat buffer (`narrow`) are fine. Elements are f32, bf16 or
-//!   f16, arithmetic and statistics are f32.
-//! - Outputs are allocated by the caller and written in place. An output shares storage with no other
-//!   argument (an error otherwise); where an op is in place by nature its documentation says so.
-//! - Outputs are overwritten whatever they held, except weight gradients and arguments under an
-//!   `accumulate` flag, which are added to.
-//! - Only the last dimension has a meaning where a shape begins with n; the leading ones are multiplied.
+//! - All tensors are contiguous; views into a larger flat buffer (`narrow`) are fine. Elements are f32, bf16
+//!   or f16; arithmetic and statistics are f32.
+//! - The caller allocates outputs. An output must not share storage with another argument, unless the op's
+//!   documentation says that it works in place.
+//! - Outputs are overwritten, except weight gradients and arguments with an `accumulate` flag, which are
+//!   added to.
+//! - Where a shape begins with n, the leading dimensions are multiplied; only the last one has a meaning.
 //! - Results do not depend on the number of threads. Work is shared among the current rayon pool.
 //!
 //! # Shapes

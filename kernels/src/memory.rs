@@ -1,9 +1,9 @@
-//! What the allocator holds, counted per thread, and how often it was asked for much.
+//! Memory counters per thread, and a count of large allocations.
 //!
-//! A rank of the thread backend is one OS thread, so a rank's memory is its thread's; what the
-//! further threads of its pool allocate is counted as theirs. Blocks from 16 KiB on are counted by what they are for, too:
-//! whoever allocates says so ([`counted_as`]). The count
-//! costs some additions per allocation and exists only in programs that install it:
+//! A rank of the thread backend is one OS thread, so a rank's memory is its thread's. Allocations of the
+//! other threads in its pool count as theirs. Blocks from 16 KiB on are also counted by category
+//! ([`with_category`]). Counting costs a few additions per allocation, and only in programs that install the
+//! allocator:
 //!
 //! ```
 //! use ulysses_kernels::memory::CountingAllocator;
@@ -11,14 +11,14 @@
 //! #[global_allocator]
 //! static ALLOCATOR: CountingAllocator<std::alloc::System> = CountingAllocator(std::alloc::System);
 //!
-//! let meter = ulysses_kernels::memory::Meter::start();
+//! let meter = ulysses_kernels::memory::AllocationMeter::start();
 //! let buffer = vec![0_u8; 1000];
 //! assert_eq!(meter.bytes(), 1000);
 //! drop(buffer);
 //! assert_eq!(meter.bytes(), 0);
 //!
-//! use ulysses_kernels::memory::{Category, counted_as, live_by_category};
-//! let gradients = counted_as(Category::Gradients, || vec![0_f32; 10_000]);
+//! use ulysses_kernels::memory::{Category, with_category, live_by_category};
+//! let gradients = with_category(Category::Gradients, || vec![0_f32; 10_000]);
 //! assert_eq!(live_by_category().gradients, 40_000);
 //! # drop(gradients);
 //! ```
@@ -27,7 +27,7 @@ mod blocks;
 mod category;
 mod peaks;
 
-pub use category::{ByCategory, Category, counted_as, counted_by_default_as, current};
+pub use category::{ByCategory, Category, current, with_category, with_default_category};
 pub use peaks::{Peak, Peaks};
 
 use crate::device::dry;
@@ -35,7 +35,7 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// From so many bytes on an allocation is large.
+/// Allocations of at least this size are large.
 pub const LARGE_BYTES: usize = 2 << 20;
 
 /// Large allocations of all threads.
@@ -44,14 +44,14 @@ static LARGE_ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 use blocks::SMALLEST;
 
 thread_local! {
-    /// Bytes that this thread allocated minus bytes that it freed. Constant initialisation
-    /// and no destructor: the allocator may use it at any time in a thread's life.
+    /// Bytes that this thread allocated minus bytes that it freed. Constant initialization and no destructor:
+    /// the allocator may use it at any time in a thread's life.
     static LIVE_BYTES: Cell<i64> = const { Cell::new(0) };
-    /// The same of what was really allocated and freed within a dry run.
+    /// The same for real allocations within a dry run.
     static DRY_BYTES: Cell<i64> = const { Cell::new(0) };
-    /// The most of them at any time since [`reset_peak`].
+    /// Peak of `LIVE_BYTES` since [`reset_peak`].
     static PEAK_BYTES: Cell<i64> = const { Cell::new(0) };
-    /// Both of them by category.
+    /// Both by category.
     static LIVE: Counts = const { [const { Cell::new(0) }; Category::ALL.len()] };
     static PEAK: Counts = const { [const { Cell::new(0) }; Category::ALL.len()] };
 }
@@ -62,82 +62,81 @@ fn values(counts: &Counts) -> ByCategory {
     ByCategory::from_counts(counts.each_ref().map(Cell::get))
 }
 
-/// Bytes that this thread has allocated and not freed. Zero or meaningless unless the
-/// program's global allocator is a [`CountingAllocator`].
+/// Bytes that this thread has allocated and not freed. Zero or meaningless unless the program's global
+/// allocator is a [`CountingAllocator`].
 pub fn live_bytes() -> i64 {
     LIVE_BYTES.get()
 }
 
-/// The most bytes that this thread held at a time since its start or [`reset_peak`].
-/// Meaningless where [`live_bytes`] is.
+/// Peak of this thread's [`live_bytes`] since its start or [`reset_peak`].
 pub fn peak_bytes() -> i64 {
     PEAK_BYTES.get()
 }
 
-/// [`live_bytes`] by what they are for.
+/// [`live_bytes`] by category.
 pub fn live_by_category() -> ByCategory {
     LIVE.with(values)
 }
 
-/// What the [`peak_bytes`] were for: the categories as they were then.
+/// [`peak_bytes`] by category: the categories at the time of the peak.
 pub fn peak_by_category() -> ByCategory {
     PEAK.with(values)
 }
 
-/// Forgets what this thread held at a time before now.
+/// Resets this thread's peak to its current bytes.
 pub fn reset_peak() {
     PEAK_BYTES.set(LIVE_BYTES.get());
-    keep_peak();
+    record_peak();
 }
 
-fn keep_peak() {
+fn record_peak() {
     LIVE.with(|live| PEAK.with(|peak| peak.iter().zip(live).for_each(|(peak, live)| peak.set(live.get()))));
 }
 
-/// How often any thread of the program has allocated at least [`LARGE_BYTES`] at once. Zero unless the program's global
-/// allocator is a [`CountingAllocator`].
+/// Number of allocations of at least [`LARGE_BYTES`] by all threads of the program. Zero unless the program's
+/// global allocator is a [`CountingAllocator`].
 pub fn large_allocations() -> u64 {
     LARGE_ALLOCATIONS.load(Ordering::Relaxed)
 }
 
-/// Measures what a piece of code keeps.
+/// Measures the bytes that a piece of code allocates and does not free.
 #[derive(Debug)]
-pub struct Meter {
+pub struct AllocationMeter {
     start: i64,
 }
 
-impl Meter {
-    /// Starts at what is held now.
+impl AllocationMeter {
+    /// Starts at the current bytes.
     pub fn start() -> Self {
         Self { start: live_bytes() }
     }
 
-    /// Bytes that this thread holds more than at the start; zero when it holds less.
+    /// Bytes of this thread above those at the start; zero if below.
     pub fn bytes(&self) -> u64 {
         u64::try_from(live_bytes() - self.start).unwrap_or(0)
     }
 }
 
-/// Measures the most that a piece of code holds at any time. A thread has one at a time: starting another ends it.
+/// Measures the memory peak of a piece of code. One per thread: starting another ends the first.
 #[derive(Debug)]
 pub struct PeakMeter {
     start: i64,
 }
 
 impl PeakMeter {
-    /// Starts at what is held now.
+    /// Starts at the current bytes.
     pub fn start() -> Self {
         reset_peak();
         Self { start: live_bytes() }
     }
 
-    /// The most bytes that this thread held at any time since the start, above what it held then.
+    /// Peak bytes of this thread since the start, above those at the start.
     pub fn bytes(&self) -> u64 {
         u64::try_from(peak_bytes() - self.start).unwrap_or(0)
     }
 }
 
-/// An allocator that counts what every thread holds, around another one.
+/// Wraps an allocator and counts the bytes of every thread.
 #[derive(Debug, Default)]
 pub struct CountingAllocator<A>(pub A);
 
@@ -147,18 +146,18 @@ pub(crate) fn count(category: Category, bytes: i64) {
     LIVE.with(|of| of[category as usize].set(of[category as usize].get() + bytes));
     if live > PEAK_BYTES.get() {
         PEAK_BYTES.set(live);
-        keep_peak();
+        record_peak();
     }
 }
 
-/// Counters of this thread that begin at zero, until it is dropped: then they are what they were, and what a dry run
-/// has really allocated and kept besides.
-pub(crate) struct Fresh {
+/// Sets this thread's counters to zero until it is dropped. Dropping restores them, plus the real allocations
+/// of a dry run that are still live.
+pub(crate) struct FreshCounters {
     bytes: [i64; 2],
     by_category: [[i64; Category::ALL.len()]; 2],
 }
 
-impl Fresh {
+impl FreshCounters {
     pub(crate) fn start() -> Self {
         let replaced = |counts: &Counts| counts.each_ref().map(|count| count.replace(0));
         let by_category = [LIVE.with(replaced), PEAK.with(replaced)];
@@ -166,7 +165,7 @@ impl Fresh {
     }
 }
 
-impl Drop for Fresh {
+impl Drop for FreshCounters {
     fn drop(&mut self) {
         [&LIVE_BYTES, &PEAK_BYTES]
             .into_iter()
@@ -185,12 +184,12 @@ fn count_large(bytes: usize) {
     }
 }
 
-/// Counts a block that has been allocated, for `category`.
+/// Counts an allocated block as `category`.
 fn enter(block: *mut u8, size: usize, category: Category) {
     if block.is_null() {
         return;
     }
-    // A dry thread is counted by what it would hold.
+    // A dry thread counts what it would allocate.
     if dry::is_dry() {
         DRY_BYTES.set(DRY_BYTES.get() + size as i64);
     } else {
@@ -199,8 +198,8 @@ fn enter(block: *mut u8, size: usize, category: Category) {
     }
 }
 
-/// Counts a block that will be freed, and returns what it was for. Before it is freed: its address may be another
-/// thread's block the moment after.
+/// Counts a block that is about to be freed, and returns its category. After the block is freed, another
+/// thread may get its address.
 fn leave(block: *mut u8, size: usize) -> Category {
     let category = if size < SMALLEST { Category::Other } else { blocks::leave(block.addr()) };
     match dry::is_dry() {

@@ -1,15 +1,15 @@
-//! How elementwise kernels share rows among the threads of the current rayon pool.
+//! Divides the rows of elementwise kernels among the threads of the current rayon pool.
 //!
-//! Kernels always go through rayon's `par_chunks`; a single chunk runs on the calling thread without
-//! touching the pool, so choosing the chunk size is all the decision there is.
+//! Kernels always use rayon's `par_chunks`; a single chunk runs on the calling thread without the pool. So
+//! the chunk size is the only decision.
 
-/// A block below this many elements (128 KiB) is not worth waking a thread for.
+/// A block of fewer elements (128 KiB) is not worth waking a thread.
 pub(super) const MIN_BLOCK_ELEMS: usize = 32 * 1024;
 
-/// More blocks than threads, so that one late thread does not hold up the others.
+/// More blocks than threads, so that one slow thread does not delay the others.
 const BLOCKS_PER_THREAD: usize = 4;
 
-/// Rows of `row_elems` elements that one task should take out of `rows`.
+/// Number of the `rows`, of `row_elems` elements each, per task.
 pub(super) fn rows_per_block(rows: usize, row_elems: usize) -> usize {
     let threads = rayon::current_num_threads();
     if threads <= 1 {

@@ -1,4 +1,4 @@
-//! Working memory that a thread keeps from one kernel to the next.
+//! Working memory that a thread reuses between kernels.
 
 use std::cell::RefCell;
 use std::thread::LocalKey;
@@ -6,17 +6,18 @@ use std::thread::LocalKey;
 /// Elements in a cache line, to which the memory is aligned.
 const ALIGNMENT: usize = 16;
 
-/// Made anew only where it is too small.
+/// Reallocated only if it is too small.
 pub(super) type Scratch = RefCell<Vec<f32>>;
 
-/// Elements that buffers of the given lengths take together.
+/// Total number of elements of buffers of the given lengths.
 pub(super) fn total<const N: usize>(lengths: [usize; N]) -> usize {
     lengths.iter().map(|length| length.next_multiple_of(ALIGNMENT)).sum::<usize>() + ALIGNMENT
 }
 
-/// Calls `work` with `N` buffers of the given lengths, each aligned to a cache line, contents undefined.
+/// Calls `work` with `N` buffers of the given lengths, each aligned to a cache line, with unspecified
+/// content.
 ///
-/// `work` must not come back here on the same thread, so it must not wait for the thread pool.
+/// `work` must not call this again on the same thread, so it must not wait for the thread pool.
 pub(super) fn with_scratch<const N: usize, R>(
     scratch: &'static LocalKey<Scratch>,
     lengths: [usize; N],
@@ -29,7 +30,7 @@ pub(super) fn with_scratch<const N: usize, R>(
             drop(std::mem::take(scratch));
             *scratch = vec![0.0; total];
         }
-        // As f32 and as each half of a word of bf16: what reads before it writes shows itself.
+        // NaN as f32, and as each bf16 half of a word, so that a read before a write shows.
         #[cfg(test)]
         scratch.fill(f32::from_bits(0x7fc0_7fc0));
         let offset = scratch.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());

@@ -1,12 +1,13 @@
-//! Runtime SIMD dispatch and the vectorisable pieces that kernels share.
+//! Runtime SIMD dispatch, and vectorizable building blocks of kernels.
 //!
-//! A kernel is written once as plain loops over slices inside `simd_kernel!`. The macro compiles the body
-//! three times, for AVX-512, AVX2 with FMA, and the target's baseline, and picks one when it is called; the
-//! compiler vectorises each for its registers. Loops that reduce keep `LANES` partial results, because
-//! the compiler must not reorder a floating-point sum by itself; the order is the same at every level.
+//! A kernel is written once, as plain loops over slices inside `simd_kernel!`. The macro compiles the body
+//! three times, for AVX-512, AVX2 with FMA, and the target's baseline, and selects one at run time; the
+//! compiler vectorizes each. Reductions keep `LANES` partial results, since the compiler must not reorder
+//! floating-point sums. The order is the same at every level.
 //!
-//! What a body calls must be `#[inline(always)]`, and closures stay out: a function that is not inlined is
-//! compiled for the baseline, where a fused multiply-add is a call into libm and `exp` 20 times slower.
+//! Functions that a body calls must be `#[inline(always)]`, and closures are not allowed. A function that is
+//! not inlined is compiled for the baseline, where a fused multiply-add is a libm call and `exp` is 20 times
+//! slower.
 
 use std::sync::LazyLock;
 
@@ -16,7 +17,7 @@ pub(super) const LANES: usize = 32;
 /// The instruction sets that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// What every machine of the compilation target has.
+    /// The baseline of the compilation target.
     Baseline,
     /// x86-64 with AVX2 and FMA.
     Avx2,
@@ -50,7 +51,7 @@ impl Level {
         Self::Baseline
     }
 
-    /// The level to run at: the best one, or less where a test asks for it.
+    /// The level to run at: the best one, or a lower one in tests.
     pub(super) fn current() -> Self {
         #[cfg(test)]
         if let Some(limit) = LIMIT.get() {
@@ -65,8 +66,8 @@ thread_local! {
     static LIMIT: std::cell::Cell<Option<Level>> = const { std::cell::Cell::new(None) };
 }
 
-/// Runs `test` once per level that this machine has. Only kernels on the calling thread are affected, so
-/// the data must stay below the size that is shared among threads.
+/// Runs `test` once per level that this machine supports. Only kernels on the calling thread are affected, so
+/// the data must be too small to be shared among threads.
 #[cfg(test)]
 pub(super) fn at_every_level(mut test: impl FnMut(Level)) {
     for level in [Level::Baseline, Level::Avx2, Level::Avx512] {
@@ -78,9 +79,9 @@ pub(super) fn at_every_level(mut test: impl FnMut(Level)) {
     LIMIT.set(None);
 }
 
-/// The one operation that differs between levels by more than its width.
+/// The one operation whose code differs between levels.
 pub(super) trait Isa {
-    /// `a·b + c`, rounded once where the machine can and twice where it cannot.
+    /// `a·b + c`, rounded once with a fused instruction and twice without.
     fn mul_add(a: f32, b: f32, c: f32) -> f32;
 }
 
@@ -104,7 +105,7 @@ impl Isa for Separate {
     }
 }
 
-/// The multiply-add of [`Level::Baseline`]: aarch64 always has the fused one.
+/// The multiply-add of [`Level::Baseline`]: aarch64 always has the fused instruction.
 #[cfg(target_arch = "aarch64")]
 pub(super) type BaselineIsa = Fused;
 /// The multiply-add of [`Level::Baseline`].
@@ -112,7 +113,7 @@ pub(super) type BaselineIsa = Fused;
 pub(super) type BaselineIsa = Separate;
 
 /// Defines `fn name<S>(arguments) -> output { body }`, compiled per [`Level`] and dispatched at run time.
-/// `S` is the level's [`Isa`] inside the body and no parameter of the resulting function.
+/// Inside the body, `S` is the level's [`Isa`]; the resulting function has no such parameter.
 macro_rules! simd_kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident<$isa:ident>($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
@@ -146,7 +147,7 @@ macro_rules! simd_kernel {
 }
 pub(super) use simd_kernel;
 
-/// A kernel that is generic: what `simd_kernel!` makes of a function, as a trait.
+/// A generic kernel: the trait counterpart of `simd_kernel!`.
 pub(super) trait SimdKernel {
     /// The kernel's body, `#[inline(always)]`.
     fn run<S: Isa>(self);
@@ -177,17 +178,17 @@ pub(super) fn dispatch<K: SimdKernel>(kernel: K) {
 
 /// eˣ with a relative error below 2e-7: ∞ above 88.73, subnormal and then 0 below −87.3, NaN for NaN.
 ///
-/// x = n·ln 2 + r with |r| ≤ ln 2 / 2; the polynomial for eʳ and the split of ln 2 are those of Cephes
-/// (`expf`, S. Moshier). Branch-free, so a loop over it vectorises.
+/// x = n·ln 2 + r with |r| ≤ ln 2 / 2. The polynomial for eʳ and the split of ln 2 are from Cephes (`expf`,
+/// S. Moshier). Branch-free, so that loops over it vectorize.
 #[inline(always)]
 pub(super) fn exp<S: Isa>(x: f32) -> f32 {
-    /// 1.5·2²³: adding it rounds to an integer, which then sits in the low mantissa bits.
+    /// 1.5·2²³: adding it rounds to an integer, which is then in the low mantissa bits.
     const ROUND: f32 = 12_582_912.0;
     const LN_2_HIGH: f32 = 355.0 / 512.0;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
 
-    // Comparisons rather than `clamp` or `min`, so that NaN passes through. Beyond the bounds the result
-    // is ∞ or 0 already, and inside them n fits the exponent arithmetic below.
+    // Comparisons instead of `clamp` or `min`, so that NaN passes through. Beyond the bounds the result is ∞
+    // or 0 already; inside them n fits the exponent arithmetic below.
     let x = if x > 89.0 { 89.0 } else { x };
     let x = if x < -105.0 { -105.0 } else { x };
     let rounded = S::mul_add(x, std::f32::consts::LOG2_E, ROUND);
@@ -202,7 +203,7 @@ pub(super) fn exp<S: Isa>(x: f32) -> f32 {
     p = S::mul_add(p, r, 0.5);
     p = S::mul_add(p * r, r, r) + 1.0;
 
-    // 2ⁿ in two factors, each inside the exponent's range although 2ⁿ may not be.
+    // 2ⁿ in two factors, each within the exponent's range, although 2ⁿ may not be.
     let n = (rounded.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let half = n >> 1;
     p * power_of_two(half) * power_of_two(n.wrapping_sub(half))
@@ -213,7 +214,7 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// As many values as a reduction keeps partial results.
+/// The partial results of a reduction.
 pub(super) type Lanes = [f32; LANES];
 
 /// Σ a·b. Both slices must have the same length.
@@ -247,7 +248,7 @@ pub(super) fn dot3<S: Isa>(a: &[f32], b: &[f32], c: &[f32]) -> f32 {
     sum_of_lanes(sums)
 }
 
-/// Σ x² in f64, where the square of an f32 is exact: fusing would change nothing.
+/// Σ x² in f64, where the square of an f32 is exact, so fusing would change nothing.
 #[inline(always)]
 pub(super) fn sum_of_squares(x: &[f32]) -> f64 {
     let (chunks, tail) = x.as_chunks::<LANES>();
@@ -264,8 +265,8 @@ pub(super) fn sum_of_squares(x: &[f32]) -> f64 {
     lanes.iter().sum()
 }
 
-/// The last elements of a slice with `filler` behind them. Padding instead of a loop over single elements
-/// keeps the partial results in registers: an array that is indexed at run time lives in memory.
+/// The last elements of a slice, padded with `filler`. Padding keeps the partial results in registers; a loop
+/// over single elements would index the array at run time and put it in memory.
 #[inline(always)]
 pub(super) fn padded(tail: &[f32], filler: f32) -> Lanes {
     let mut lanes = [filler; LANES];
@@ -291,7 +292,7 @@ fn mul_add_lanes<S: Isa>(a: &Lanes, b: &Lanes, c: &Lanes) -> Lanes {
     sums
 }
 
-/// The larger of each two lanes; `b` only where it compares greater, so its NaN are passed over.
+/// The larger of each two lanes. `b` counts only if it compares greater, so its NaNs are ignored.
 #[inline(always)]
 pub(super) fn max_lanes(a: &Lanes, b: &Lanes) -> Lanes {
     let mut max = *a;
@@ -301,7 +302,7 @@ pub(super) fn max_lanes(a: &Lanes, b: &Lanes) -> Lanes {
     max
 }
 
-/// The sum of all lanes, halving their number at each step.
+/// The sum of all lanes by repeated halving.
 #[inline(always)]
 pub(super) fn sum_of_lanes(mut lanes: Lanes) -> f32 {
     let mut width = LANES;

@@ -1,11 +1,9 @@
 //! Access to the elements of CPU candle tensors as plain slices.
 //!
-//! candle hands out storage for reading but keeps writing behind its in-place
-//! custom ops. Kernels and backends want slices, so the two directions are
-//! wrapped here once. A tensor must be contiguous (a `narrow` of a flat buffer
-//! is), and a tensor that is being written must not share storage with one that
-//! is being read in the same closure: candle guards each storage with a
-//! read-write lock, and the second lock would wait for the first for ever.
+//! candle allows writes only through in-place custom ops, while kernels and backends need slices. This module
+//! wraps both directions. A tensor must be contiguous (a `narrow` of a flat buffer is). A tensor that is
+//! being written must not share storage with one that is read in the same closure: candle has a read-write
+//! lock per storage, so the second lock would deadlock.
 
 use crate::device::dry;
 use candle_core::{
@@ -15,9 +13,9 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::cell::RefCell;
 
-/// Element types that collectives and kernels move.
+/// Element types of collectives and kernels.
 pub trait Element: WithDType {
-    /// The storage's elements, or `None` when it holds another type.
+    /// The storage's elements, or `None` if it has another type.
     fn storage_slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
@@ -39,19 +37,19 @@ element! {
     half::bf16 => BF16, half::f16 => F16,
 }
 
-/// The element types that tensors may travel between ranks in.
+/// The element types that ranks may exchange.
 pub const DTYPES: [DType; 7] =
     [DType::F32, DType::F64, DType::BF16, DType::F16, DType::I64, DType::U32, DType::U8];
 
 /// The names of [`DTYPES`], for error messages.
 pub const DTYPE_NAMES: &str = "f32, f64, bf16, f16, i64, u32 or u8";
 
-/// Identifies the storage that a tensor is a view of: candle keeps it at one address for its whole life.
+/// Identifies the storage of a tensor. candle never moves a storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StorageId(usize);
 
 impl StorageId {
-    /// The storage behind `tensor`.
+    /// The identity of the storage behind `tensor`.
     pub fn of(tensor: &Tensor) -> Self {
         Self(std::ptr::from_ref::<Storage>(&tensor.storage_and_layout().0).addr())
     }
@@ -83,7 +81,7 @@ pub fn with_slices<T: Element, R>(tensors: &[&Tensor], read: impl FnOnce(&[&[T]]
     Ok(read(&slices.collect::<Result<Vec<_>>>()?))
 }
 
-/// Calls `write` with the elements of a contiguous CPU tensor, writable in place.
+/// Calls `write` with the mutable elements of a contiguous CPU tensor.
 ///
 /// # Errors
 /// When the tensor is not on the CPU, not contiguous or of another dtype.
@@ -116,7 +114,7 @@ pub fn with_bytes<R>(tensor: &Tensor, read: impl FnOnce(&[u8]) -> R) -> Result<R
     }
 }
 
-/// Calls `write` with the bytes of such a tensor, writable in place.
+/// Calls `write` with the mutable bytes of such a tensor.
 ///
 /// # Errors
 /// As [`with_slice`].
@@ -132,8 +130,8 @@ pub fn with_bytes_mut<R>(tensor: &Tensor, write: impl FnOnce(&mut [u8]) -> R) ->
     }
 }
 
-/// Reads a contiguous tensor into a vector, whatever its shape. One on a GPU is waited for; a dry one ([`crate::device::dry`])
-/// has zeros.
+/// Copies a contiguous tensor to a vector. Synchronizes with a GPU. A dry tensor ([`crate::device::dry`])
+/// gives zeros.
 ///
 /// # Errors
 /// When the tensor is not contiguous or of another dtype.
@@ -147,11 +145,11 @@ pub fn to_vec<T: Element>(tensor: &Tensor) -> Result<Vec<T>> {
     if tensor.elem_count() == 0 {
         return Ok(Vec::new());
     }
-    // candle moves whole storages: of a view, only its own elements are to come.
+    // candle copies whole storages; of a view, only its own elements are wanted.
     with_slice(&tensor.force_contiguous()?.to_device(&Device::Cpu)?, <[T]>::to_vec)
 }
 
-/// Zeroed elements. CUDA does not allocate nothing, so a tensor without elements is a view of one.
+/// Allocates zeros. CUDA cannot allocate zero bytes, so a tensor without elements is a view of one element.
 ///
 /// # Errors
 /// A failed allocation.
@@ -164,7 +162,8 @@ pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
     }
 }
 
-/// A flat tensor of these elements on a device; of none as [`zeros`]. No GPU is waited for.
+/// Creates a flat tensor of these elements on a device; an empty one as [`zeros`]. Does not synchronize with
+/// a GPU.
 ///
 /// # Errors
 /// A failed allocation or copy.
@@ -177,7 +176,7 @@ pub fn from_slice<T: Element>(elements: &[T], device: &Device) -> Result<Tensor>
     }
 }
 
-/// The elements of a tensor in their order, without gaps: itself, or a copy.
+/// The tensor itself if it is contiguous, otherwise a contiguous copy.
 ///
 /// # Errors
 /// A failed allocation or copy.
@@ -185,7 +184,7 @@ pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     if tensor.is_contiguous() { Ok(tensor.clone()) } else { copy_of(tensor) }
 }
 
-/// A copy of a tensor's elements in their order, without gaps.
+/// A contiguous copy of a tensor.
 ///
 /// # Errors
 /// A failed allocation or copy.
@@ -198,14 +197,14 @@ pub fn copy_of(tensor: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
-/// Bytes of a tensor's elements.
+/// Number of bytes of a tensor's elements.
 pub fn bytes(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
 
-/// Where a model's tensors are and what their elements are.
+/// Device and element type of a model's tensors.
 ///
-/// Statistics, gradients and optimizer state are f32 whatever the elements of parameters and activations.
+/// Statistics, gradients and optimizer state are always f32.
 #[derive(Debug, Clone)]
 pub struct TensorOptions {
     /// The device of all tensors.
@@ -222,7 +221,7 @@ impl Default for TensorOptions {
 }
 
 impl TensorOptions {
-    /// Zeroed elements of a parameter or an activation.
+    /// Allocates zeros for a parameter or an activation.
     ///
     /// # Errors
     /// A failed allocation.
@@ -230,7 +229,7 @@ impl TensorOptions {
         zeros(shape, self.dtype, &self.device)
     }
 
-    /// Zeroed f32 elements of a statistic, a gradient or an optimizer state.
+    /// Allocates f32 zeros for a statistic, a gradient or optimizer state.
     ///
     /// # Errors
     /// A failed allocation.

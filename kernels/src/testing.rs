@@ -1,11 +1,11 @@
-//! What the ops' tests share.
+//! Helpers shared by the ops' tests.
 
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::cell::{Cell, RefCell};
 
-/// Row counts and widths that meet every remainder of the vector widths.
+/// Row counts and widths that cover every remainder of the vector widths.
 pub(super) const SHAPES: [(usize, usize); 7] = [(1, 1), (3, 1), (1, 7), (5, 7), (4, 64), (3, 100), (17, 131)];
 
 /// Uniform in [−2, 2).
@@ -15,22 +15,21 @@ pub(super) fn random(seed: u64, len: usize) -> Vec<f32> {
 }
 
 thread_local! {
-    /// Elements before and after those of a test's tensor, all NaN.
+    /// Number of NaN elements before and after those of a test's tensor.
     static PADDING: Cell<(usize, usize)> = const { Cell::new(ODD) };
 
-    /// Where tensors are made.
+    /// Device of the tests' tensors.
     static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
 }
 
-/// At an odd offset, where kernels must not access 16 bytes at once.
+/// An odd offset, at which kernels must not access 16 bytes at once.
 const ODD: (usize, usize) = (3, 2);
 
-/// At a multiple of 16 bytes, whatever the element type.
+/// A multiple of 16 bytes for every element type.
 #[cfg(feature = "kernel-emulation")]
 const ALIGNED: (usize, usize) = (8, 2);
 
-/// A tensor of `data` that begins in the middle of a larger buffer, at an odd offset unless the test runs
-/// [`at_every_alignment`].
+/// A tensor of `data` in the middle of a larger buffer, at an odd offset except in [`at_every_alignment`].
 pub(super) fn tensor(data: &[f32], shape: &[usize]) -> Tensor {
     let (before, after) = PADDING.get();
     let mut padded = vec![f32::NAN; before];
@@ -41,17 +40,17 @@ pub(super) fn tensor(data: &[f32], shape: &[usize]) -> Tensor {
     flat.narrow(0, before, data.len()).unwrap().reshape(shape).unwrap()
 }
 
-/// An output whose old content must not matter: NaN throughout.
+/// An output whose old content must not matter: all NaN.
 pub(super) fn output(shape: &[usize]) -> Tensor {
     tensor(&vec![f32::NAN; shape.iter().product()], shape)
 }
 
-/// A tensor's elements. Around them, nothing may have been written.
+/// Returns a tensor's elements, after checking that nothing was written around them.
 #[track_caller]
 pub(super) fn read(tensor: &Tensor) -> Vec<f32> {
     let elements: Vec<f32> = crate::tensor::to_vec(&tensor.to_dtype(DType::F32).unwrap()).unwrap();
     let (storage, _) = tensor.storage_and_layout();
-    // What lies around a tensor on a GPU is out of reach; the emulated kernels are the same.
+    // The surroundings of a tensor on a GPU are not accessible; the emulated kernels are the same.
     let Storage::Cpu(storage) = &*storage else { return elements };
     let whole: Vec<f32> = match storage {
         CpuStorage::F32(whole) => whole.clone(),
@@ -67,8 +66,8 @@ pub(super) fn read(tensor: &Tensor) -> Vec<f32> {
     elements
 }
 
-/// Runs a test with every instruction set of the CPU and, where they are built in, with the emulated kernels; or
-/// with `ULYSSES_TEST_DEVICE=cuda` on a GPU.
+/// Runs a test with every instruction set of the CPU and, if compiled in, with the emulated kernels; with
+/// `ULYSSES_TEST_DEVICE=cuda`, on a GPU.
 pub(super) fn on_every_target(run: impl Fn(&str)) {
     if std::env::var("ULYSSES_TEST_DEVICE").is_ok_and(|device| device == "cuda") {
         let gpu = crate::device::DeviceKind::Cuda.open(0).expect("a GPU, as ULYSSES_TEST_DEVICE asks for");
@@ -81,7 +80,7 @@ pub(super) fn on_every_target(run: impl Fn(&str)) {
     crate::device::emulate(|| at_every_alignment(|alignment| run(&format!("emulated kernels, {alignment}"))));
 }
 
-/// Runs a test with its tensors at odd offsets, and again with all of them aligned to 16 bytes.
+/// Runs a test with tensors at odd offsets, and again with tensors aligned to 16 bytes.
 #[cfg(feature = "kernel-emulation")]
 pub(super) fn at_every_alignment(run: impl Fn(&str)) {
     for (padding, alignment) in [(ALIGNED, "aligned"), (ODD, "not aligned")] {
@@ -97,7 +96,7 @@ fn tensor_address(tensor: &Tensor) -> usize {
     crate::tensor::with_slice(tensor, |elements: &[f32]| elements.as_ptr().addr()).unwrap()
 }
 
-/// Runs a test on the emulated kernels for every element type, with the relative error of one rounding to it.
+/// Runs a test on the emulated kernels for every element type, with the relative error of one rounding.
 #[cfg(feature = "kernel-emulation")]
 pub(super) fn for_every_dtype(run: impl Fn(DType, f64)) {
     crate::device::emulate(|| {
@@ -107,9 +106,9 @@ pub(super) fn for_every_dtype(run: impl Fn(DType, f64)) {
     });
 }
 
-/// Runs `run` on emulated kernels, on f32 tensors of `data` that begin at a 16-byte boundary and on such that do not.
-/// The same bits must be in them afterwards, and around them nothing may have changed: here stand finite numbers,
-/// because an update in place leaves a NaN a NaN.
+/// Runs `run` on emulated kernels, on f32 tensors of `data` that begin at a 16-byte boundary and on others.
+/// Both must give the same bits and leave their surroundings unchanged. The surroundings are finite here,
+/// because an in-place update of NaN stays NaN.
 #[cfg(feature = "kernel-emulation")]
 #[track_caller]
 pub(super) fn assert_same_at_any_alignment(data: &[Vec<f32>], run: impl Fn(&[Tensor])) {
@@ -141,11 +140,11 @@ pub(super) fn assert_same_at_any_alignment(data: &[Vec<f32>], run: impl Fn(&[Ten
     });
 }
 
-/// As [`tensor`], of an element type; and what its elements are after they were rounded to it.
+/// As [`tensor`], with an element type; also returns the elements after rounding to it.
 pub(super) fn rounded(dtype: DType, data: &[f32], shape: &[usize]) -> (Tensor, Vec<f64>) {
     let (before, _) = PADDING.get();
     let flat = tensor(data, &[data.len()]);
-    // The whole padded buffer is converted, so that the result lies in the middle of one again.
+    // The whole padded buffer is converted, so that the result is again in the middle of one.
     let (storage, _) = flat.storage_and_layout();
     let Storage::Cpu(CpuStorage::F32(whole)) = &*storage else { panic!("an f32 tensor on the CPU") };
     let whole = Tensor::from_slice(whole, whole.len(), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
@@ -158,8 +157,8 @@ pub(super) fn to_f64(values: &[f32]) -> Vec<f64> {
     values.iter().map(|v| f64::from(*v)).collect()
 }
 
-/// Every element within `relative` of its own expected value plus `relative` of the largest one: a sum of
-/// terms that cancel is only as exact as its terms.
+/// Checks that every element is within `relative` of its expected value plus `relative` of the largest one: a
+/// sum whose terms cancel is only as accurate as its terms.
 #[track_caller]
 pub(super) fn assert_close(what: &str, got: &[f32], expected: &[f64], relative: f64) {
     assert_eq!(got.len(), expected.len(), "{what}: length");
@@ -174,7 +173,7 @@ pub(super) fn assert_close(what: &str, got: &[f32], expected: &[f64], relative: 
     }
 }
 
-/// The gradient of `f` at `x` must equal `gradient`, by central differences in f64.
+/// Checks that `gradient` is the gradient of `f` at `x`, by central differences in f64.
 #[track_caller]
 pub(super) fn assert_gradient(what: &str, f: impl Fn(&[f64]) -> f64, x: &[f64], gradient: &[f64]) {
     const STEP: f64 = 1e-5;
@@ -198,7 +197,7 @@ pub(super) fn weighted_sum(values: &[f64], cotangent: &[f64]) -> f64 {
     values.iter().zip(cotangent).map(|(v, c)| v * c).sum()
 }
 
-/// `run` in rayon pools of 1, 2 and 3 threads must return the same bits.
+/// Checks that `run` returns the same bits in rayon pools of 1, 2 and 3 threads.
 #[track_caller]
 pub(super) fn assert_same_for_any_thread_count<T: PartialEq + std::fmt::Debug + Send>(
     run: impl Fn() -> T + Sync,
@@ -213,7 +212,7 @@ pub(super) fn assert_same_for_any_thread_count<T: PartialEq + std::fmt::Debug + 
     }
 }
 
-/// A tensor that no kernel exists for.
+/// A tensor of a type without kernels.
 pub(super) fn wrong_dtype(shape: &[usize]) -> Tensor {
     Tensor::zeros(shape, DType::F64, &Device::Cpu).unwrap()
 }

@@ -2,137 +2,139 @@
 
 use super::OpError;
 use crate::device::dry;
-use crate::memory::{Category, counted_by_default_as};
+use crate::memory::{Category, with_default_category};
 use crate::tensor::{StorageId, TensorOptions, zeros};
 use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 
-/// One rank's store of tensors that are out of use, by element type and count.
+/// A rank's cache of unused tensors, by element type and count.
 ///
 /// Layers and steps need the same sizes again and again, while fresh memory costs a page fault per 4 KiB.
-/// [`take`](Self::take) hands out a tensor and forgets it; [`give`](Self::give) brings it back. Activations and
-/// their gradients have the element type of the [`TensorOptions`], statistics of tokens are f32
-/// ([`take_f32`](Self::take_f32)).
+/// [`alloc`](Self::alloc) returns a cached or a new tensor; [`recycle`](Self::recycle) returns it to the
+/// cache. Activations and their gradients have the element type of the [`TensorOptions`]; statistics per
+/// token are f32 ([`alloc_f32`](Self::alloc_f32)).
 ///
-/// **Give back only what nobody else still uses.** The next `take` of that size writes into the same
-/// memory, and every clone, view or reshape of the given tensor would see it. A tensor that is dropped
-/// instead of given back is merely freed. Debug builds fill given tensors with NaN, so that a use after
-/// `give`, or a use of a fresh `take` before it is written, shows.
+/// **Recycle only tensors without other users.** The next `alloc` of that size writes to the same memory,
+/// which every clone, view or reshape of the tensor would see. A tensor that is dropped instead is freed.
+/// Debug builds fill recycled tensors with NaN, so that a use after `recycle`, or a read of a new tensor
+/// before a write, shows.
 ///
-/// No more is kept than was taken: a tensor that comes from elsewhere takes the place of one that was
-/// taken and dropped, or is freed. So nothing grows from step to step, whatever layers give back.
+/// The cache never holds more tensors of a size than were allocated. A recycled tensor from elsewhere
+/// replaces one that was allocated and dropped, or is freed. So the cache does not grow from step to step.
 #[derive(Debug, Default)]
 pub struct Workspace {
     options: TensorOptions,
-    shelves: Mutex<HashMap<(DType, usize), Shelf>>,
+    free_lists: Mutex<HashMap<(DType, usize), FreeList>>,
 }
 
 /// The tensors of one size.
 #[derive(Debug, Default)]
-struct Shelf {
-    /// Flat tensors that own their whole storage, none of them twice.
+struct FreeList {
+    /// Flat tensors that own their whole storage, without duplicates.
     free: Vec<Tensor>,
-    /// Tensors taken and not given back.
-    taken: usize,
+    /// Number of tensors that were allocated and not recycled.
+    allocated: usize,
 }
 
 impl Workspace {
-    /// An empty workspace for f32 tensors on the CPU.
+    /// Creates an empty workspace for f32 tensors on the CPU.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// An empty workspace for tensors of a device and an element type.
+    /// Creates an empty workspace for tensors of the given device and element type.
     #[must_use]
     pub fn with_options(options: TensorOptions) -> Self {
-        Self { options, shelves: Mutex::default() }
+        Self { options, free_lists: Mutex::default() }
     }
 
-    /// Device and element type of what it hands out.
+    /// Device and element type of its tensors.
     pub fn options(&self) -> &TensorOptions {
         &self.options
     }
 
-    /// A contiguous tensor of this shape with **unspecified content**.
+    /// Returns a contiguous tensor of this shape with **unspecified content**.
     ///
     /// # Errors
     /// When candle cannot allocate.
-    pub fn take(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
-        self.take_dtype(shape.into(), self.options.dtype)
+    pub fn alloc(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
+        self.alloc_dtype(shape.into(), self.options.dtype)
     }
 
-    /// As [`take`](Self::take), of f32 elements whatever the workspace's type.
+    /// As [`alloc`](Self::alloc), always with f32 elements.
     ///
     /// # Errors
     /// When candle cannot allocate.
-    pub fn take_f32(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
-        self.take_dtype(shape.into(), DType::F32)
+    pub fn alloc_f32(&self, shape: impl Into<Shape>) -> Result<Tensor, OpError> {
+        self.alloc_dtype(shape.into(), DType::F32)
     }
 
-    fn take_dtype(&self, shape: Shape, dtype: DType) -> Result<Tensor, OpError> {
+    fn alloc_dtype(&self, shape: Shape, dtype: DType) -> Result<Tensor, OpError> {
         let recycled = {
-            let mut shelves = self.shelves.lock();
-            let shelf = shelves.entry((dtype, shape.elem_count())).or_default();
-            shelf.taken += 1;
-            shelf.free.pop()
+            let mut free_lists = self.free_lists.lock();
+            let list = free_lists.entry((dtype, shape.elem_count())).or_default();
+            list.allocated += 1;
+            list.free.pop()
         };
         match recycled {
             Some(flat) => flat.reshape(shape),
             None => {
-                counted_by_default_as(Category::Activations, || zeros(shape, dtype, &self.options.device))
+                with_default_category(Category::Activations, || zeros(shape, dtype, &self.options.device))
             }
         }
-        .map_err(|source| OpError::Candle { op: "Workspace::take", source })
+        .map_err(|source| OpError::Candle { op: "Workspace::alloc", source })
     }
 
-    /// Takes a tensor back for later [`take`](Self::take)s; see the type's rule on who may.
+    /// Caches a tensor for later calls of [`alloc`](Self::alloc); see the rule above.
     ///
-    /// Only a tensor of the workspace's device that covers its whole storage is kept. Others (views of a larger
-    /// buffer, transposes, variables) are dropped, and so is one whose storage is here already.
-    pub fn give(&self, tensor: Tensor) {
+    /// Only tensors on the workspace's device that cover their whole storage are cached. Others (views of a
+    /// larger buffer, transposes, variables, duplicates) are dropped.
+    pub fn recycle(&self, tensor: Tensor) {
         let Some(flat) = whole(&tensor) else { return };
         drop(tensor);
-        let mut shelves = self.shelves.lock();
+        let mut free_lists = self.free_lists.lock();
         let key = (flat.dtype(), flat.elem_count());
-        let Some(shelf) = shelves.get_mut(&key).filter(|shelf| shelf.taken > 0) else { return };
-        let is_same =
-            |held: &Tensor| StorageId::of(held) == StorageId::of(&flat) || dry::share_memory(held, &flat);
-        if shelf.free.iter().any(is_same) {
+        let Some(list) = free_lists.get_mut(&key).filter(|list| list.allocated > 0) else { return };
+        let is_same = |cached: &Tensor| {
+            StorageId::of(cached) == StorageId::of(&flat) || dry::share_memory(cached, &flat)
+        };
+        if list.free.iter().any(is_same) {
             return;
         }
         if cfg!(debug_assertions) && !dry::is_dry() && super::elementwise::fill(&flat, f32::NAN).is_err() {
             return;
         }
-        shelf.taken -= 1;
-        shelf.free.push(flat);
+        list.allocated -= 1;
+        list.free.push(flat);
     }
 
-    /// Bytes of the tensors that wait here.
+    /// Bytes of the cached tensors.
     #[must_use]
-    pub fn bytes_held(&self) -> usize {
-        let bytes_of =
-            |(dtype, elems): &(DType, usize), shelf: &Shelf| elems * shelf.free.len() * dtype.size_in_bytes();
-        self.shelves.lock().iter().map(|(key, shelf)| bytes_of(key, shelf)).sum()
+    pub fn free_bytes(&self) -> usize {
+        let bytes_of = |(dtype, elems): &(DType, usize), list: &FreeList| {
+            elems * list.free.len() * dtype.size_in_bytes()
+        };
+        self.free_lists.lock().iter().map(|(key, list)| bytes_of(key, list)).sum()
     }
 
-    /// Frees all tensors that wait here; those that are given back later are kept as before.
+    /// Frees all cached tensors. Tensors that are recycled later are cached as before.
     pub fn trim(&self) {
-        self.shelves.lock().values_mut().for_each(|shelf| shelf.free.clear());
+        self.free_lists.lock().values_mut().for_each(|list| list.free.clear());
     }
 
-    /// Frees all tensors that wait here, and forgets what was taken: what is given back later is freed.
+    /// Frees all cached tensors and resets the counts, so that tensors that are recycled later are freed.
     pub fn clear(&self) {
-        self.shelves.lock().clear();
+        self.free_lists.lock().clear();
     }
 }
 
-/// The tensor flat and on its own, if it covers all of its storage: detached, or a recycled tensor would keep the graph
-/// alive that computed it.
+/// The tensor, flat and detached, if it covers its whole storage. Detached, since a cached tensor would
+/// otherwise keep its autograd graph alive.
 fn whole(tensor: &Tensor) -> Option<Tensor> {
     if dry::is_dry() {
-        return dry::taken_over(tensor);
+        return dry::take_over(tensor);
     }
     let covers = !tensor.is_variable() && covers_its_storage(tensor);
     covers.then(|| tensor.detach().flatten_all().ok()).flatten()
@@ -162,39 +164,39 @@ mod tests {
     }
 
     #[test]
-    fn trimming_frees_what_waits_and_keeps_what_comes_back_later() {
+    fn trimming_frees_cached_tensors_and_caches_later_ones() {
         let workspace = Workspace::new();
-        let (waiting, used) = (workspace.take(8).unwrap(), workspace.take(8).unwrap());
-        workspace.give(waiting);
+        let (cached, used) = (workspace.alloc(8).unwrap(), workspace.alloc(8).unwrap());
+        workspace.recycle(cached);
         workspace.trim();
-        assert_eq!(workspace.bytes_held(), 0);
-        workspace.give(used);
-        assert_eq!(workspace.bytes_held(), 8 * size_of::<f32>());
+        assert_eq!(workspace.free_bytes(), 0);
+        workspace.recycle(used);
+        assert_eq!(workspace.free_bytes(), 8 * size_of::<f32>());
     }
 
     #[test]
-    fn a_given_tensor_is_taken_again_in_another_shape_of_the_same_size() {
+    fn a_recycled_tensor_is_reused_in_another_shape_of_the_same_size() {
         let workspace = Workspace::new();
-        let first = workspace.take((4, 6)).unwrap();
+        let first = workspace.alloc((4, 6)).unwrap();
         let place = address(&first);
-        workspace.give(first);
-        assert_eq!(workspace.bytes_held(), 24 * 4);
-        let second = workspace.take((2, 3, 4)).unwrap();
+        workspace.recycle(first);
+        assert_eq!(workspace.free_bytes(), 24 * 4);
+        let second = workspace.alloc((2, 3, 4)).unwrap();
         assert_eq!(second.dims(), [2, 3, 4]);
         assert_eq!(address(&second), place);
-        assert_eq!(workspace.bytes_held(), 0);
+        assert_eq!(workspace.free_bytes(), 0);
     }
 
     #[test]
-    fn storage_is_never_handed_out_twice() {
+    fn storage_is_never_allocated_twice() {
         let workspace = Workspace::new();
-        let tensor = workspace.take(8).unwrap();
+        let tensor = workspace.alloc(8).unwrap();
         let clone = tensor.reshape((2, 4)).unwrap();
-        workspace.give(tensor);
-        workspace.give(clone);
-        assert_eq!(workspace.bytes_held(), 8 * 4, "the second give of one storage is dropped");
+        workspace.recycle(tensor);
+        workspace.recycle(clone);
+        assert_eq!(workspace.free_bytes(), 8 * 4, "the second recycle of one storage is dropped");
         let (a, b, c) =
-            (workspace.take(8).unwrap(), workspace.take(8).unwrap(), workspace.take((2, 4)).unwrap());
+            (workspace.alloc(8).unwrap(), workspace.alloc(8).unwrap(), workspace.alloc((2, 4)).unwrap());
         assert_ne!(address(&a), address(&b));
         assert_ne!(address(&a), address(&c));
         assert_ne!(address(&b), address(&c));
@@ -203,38 +205,38 @@ mod tests {
     #[test]
     fn another_size_does_not_reuse_storage() {
         let workspace = Workspace::new();
-        workspace.give(workspace.take(8).unwrap());
-        assert_eq!(workspace.take(7).unwrap().elem_count(), 7);
-        assert_eq!(workspace.bytes_held(), 8 * 4);
+        workspace.recycle(workspace.alloc(8).unwrap());
+        assert_eq!(workspace.alloc(7).unwrap().elem_count(), 7);
+        assert_eq!(workspace.free_bytes(), 8 * 4);
         workspace.clear();
-        assert_eq!(workspace.bytes_held(), 0);
+        assert_eq!(workspace.free_bytes(), 0);
     }
 
     #[test]
-    fn views_transposes_other_types_and_variables_are_not_kept() {
+    fn views_transposes_other_types_and_variables_are_not_cached() {
         let workspace = Workspace::new();
         let flat = Tensor::zeros(24, DType::F32, &Device::Cpu).unwrap();
-        workspace.give(flat.narrow(0, 0, 8).unwrap());
-        workspace.give(flat.narrow(0, 16, 8).unwrap());
-        workspace.give(flat.reshape((4, 6)).unwrap().t().unwrap());
-        workspace.give(Tensor::zeros(8, DType::F64, &Device::Cpu).unwrap());
-        workspace.give(Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap());
-        workspace.give(candle_core::Var::from_tensor(&flat).unwrap().as_tensor().clone());
-        assert_eq!(workspace.bytes_held(), 0);
-        assert_eq!(to_vec::<f32>(&flat).unwrap(), [0.0; 24], "what is not kept is not touched");
+        workspace.recycle(flat.narrow(0, 0, 8).unwrap());
+        workspace.recycle(flat.narrow(0, 16, 8).unwrap());
+        workspace.recycle(flat.reshape((4, 6)).unwrap().t().unwrap());
+        workspace.recycle(Tensor::zeros(8, DType::F64, &Device::Cpu).unwrap());
+        workspace.recycle(Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap());
+        workspace.recycle(candle_core::Var::from_tensor(&flat).unwrap().as_tensor().clone());
+        assert_eq!(workspace.free_bytes(), 0);
+        assert_eq!(to_vec::<f32>(&flat).unwrap(), [0.0; 24], "what is not cached is unchanged");
     }
 
     #[test]
-    fn element_types_have_shelves_of_their_own() {
+    fn element_types_have_separate_free_lists() {
         let options = TensorOptions { dtype: DType::BF16, ..TensorOptions::default() };
         let workspace = Workspace::with_options(options);
-        let (activation, statistic) = (workspace.take(5).unwrap(), workspace.take_f32(5).unwrap());
+        let (activation, statistic) = (workspace.alloc(5).unwrap(), workspace.alloc_f32(5).unwrap());
         assert_eq!((activation.dtype(), statistic.dtype()), (DType::BF16, DType::F32));
-        workspace.give(activation);
-        workspace.give(statistic);
-        assert_eq!(workspace.bytes_held(), 5 * 2 + 5 * 4);
-        assert_eq!(workspace.take(5).unwrap().dtype(), DType::BF16);
-        assert_eq!(workspace.bytes_held(), 5 * 4);
+        workspace.recycle(activation);
+        workspace.recycle(statistic);
+        assert_eq!(workspace.free_bytes(), 5 * 2 + 5 * 4);
+        assert_eq!(workspace.alloc(5).unwrap().dtype(), DType::BF16);
+        assert_eq!(workspace.free_bytes(), 5 * 4);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use super::manifest::{FileEntry, Manifest};
 use super::shard::{Shard, write_shard};
 use super::{CheckpointError, Storage};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
-use crate::zero::{KeptPart, ZeroError, ZeroOptimizer};
+use crate::zero::{StateSlice, ZeroError, ZeroOptimizer};
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -79,7 +79,7 @@ enum Work {
 type Outcome = Result<Vec<FileEntry>, String>;
 
 /// A rank's partition by kind and unit; the units that have nothing in it are left out.
-type Partition = Vec<Vec<KeptPart>>;
+type Partition = Vec<Vec<StateSlice>>;
 
 impl Saver {
     /// Makes checkpoints in `directory`, which exists and is this job's alone. `group` holds all
@@ -250,7 +250,7 @@ impl Job {
         })
     }
 
-    fn write_kind(&self, kind: &str, units: &[KeptPart]) -> Result<FileEntry, CheckpointError> {
+    fn write_kind(&self, kind: &str, units: &[StateSlice]) -> Result<FileEntry, CheckpointError> {
         let (dir, manifest) = (&self.dir, &self.manifest);
         let entry = write_shard(&*self.storage, dir, manifest, (kind, self.partition), units)?;
         if self.read_back {
@@ -262,9 +262,9 @@ impl Job {
 
 /// Writes from a copy, in a thread.
 fn spawn(job: Job, parts: &Partition) -> Work {
-    let copy = |part: &KeptPart| {
+    let copy = |part: &StateSlice| {
         let tensor = part.tensor()?;
-        Ok(KeptPart::whole(Tensor::from_vec(to_vec::<f32>(&tensor)?, tensor.shape(), &Device::Cpu)?))
+        Ok(StateSlice::whole(Tensor::from_vec(to_vec::<f32>(&tensor)?, tensor.shape(), &Device::Cpu)?))
     };
     let copies = parts.iter().map(|units| units.iter().map(copy).collect()).collect();
     let copies: Partition = match copies {

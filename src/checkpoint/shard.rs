@@ -5,7 +5,7 @@ use super::manifest::{FileEntry, Manifest, file_name};
 use super::{CheckpointError, Storage, StorageFile};
 use crate::regular_file;
 use crate::safetensors_file::{CHUNK_BYTES, read_elements};
-use crate::zero::{FlatLayout, KeptPart};
+use crate::zero::{FlatLayout, StateSlice};
 use candle_core::Device;
 use safetensors::Dtype;
 use std::fs::File;
@@ -106,7 +106,7 @@ pub(super) fn write_shard(
     dir: &Path,
     manifest: &Manifest,
     (kind, partition): (&str, usize),
-    units: &[KeptPart],
+    units: &[StateSlice],
 ) -> Result<FileEntry, CheckpointError> {
     let name = file_name(kind, partition, manifest.num_partitions);
     let header = expected_header(manifest, &manifest.layouts(), kind, partition);

@@ -1,11 +1,11 @@
-//! Putting tensors that are sharded over the mesh back together, for checks.
+//! Reassembles tensors that are sharded over the mesh, for checks.
 
 use super::{Engine, EngineError};
 use crate::comm::ProcessGroupExt;
 use candle_core::{DType, Device, Tensor};
 
 impl Engine {
-    /// The whole of a per-token tensor of the global batch, on every rank. Collective.
+    /// Gathers a per-token tensor of the global batch on every rank. Collective.
     ///
     /// # Shapes
     /// `local`: `[micro_batch, seq_local, width]` → `[micro_batch · dp, seq, width]`.
@@ -13,16 +13,16 @@ impl Engine {
     /// # Errors
     /// Failed communication.
     pub fn assemble_tokens(&self, local: &Tensor) -> Result<Tensor, EngineError> {
-        let (rows, _, width) = local.dims3()?;
+        let (batch, _, width) = local.dims3()?;
         let local = ulysses_kernels::tensor::to_vec::<f32>(&local.to_dtype(DType::F32)?)?;
         let shards = self.groups.sp.all_gather_varied(&local)?;
         let shards = shards.into_iter().map(|shard| {
-            let seq_len_local = shard.len() / (rows * width).max(1);
-            Tensor::from_vec(shard, (rows, seq_len_local, width), &Device::Cpu)
+            let seq_len_local = shard.len() / (batch * width).max(1);
+            Tensor::from_vec(shard, (batch, seq_len_local, width), &Device::Cpu)
         });
         let row_block = Tensor::cat(&shards.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
         let seq_len = row_block.dim(1)?;
         let all = self.groups.dp.all_gather_values(&ulysses_kernels::tensor::to_vec::<f32>(&row_block)?)?;
-        Ok(Tensor::from_vec(all, (rows * self.config.mesh.dp_size, seq_len, width), &Device::Cpu)?)
+        Ok(Tensor::from_vec(all, (batch * self.config.mesh.dp_size, seq_len, width), &Device::Cpu)?)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::forward::{LayerTape, Loss, Tape, head_views};
 use super::moment::Moment;
-use super::offload::{CheckpointStore, OffloadedTensor};
+use super::offload::{ActivationOffload, OffloadedTensor};
 use super::{Engine, EngineError};
 use crate::comm::{ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
@@ -13,8 +13,8 @@ use ulysses_kernels::Workspace;
 use ulysses_kernels::lm_head_loss::Labels;
 
 impl Engine {
-    /// Adds the gradients of a micro batch. Each unit's are reduced while the next one's
-    /// backward runs. Collective. The first call after a step forgets the gradients of the last.
+    /// Adds the gradients of a micro batch. Each unit's gradients are reduced while the backward pass of
+    /// the next one runs. Collective. The first call after a step clears the gradients of the previous step.
     ///
     /// # Errors
     /// More calls than the accumulation allows, or failed communication.
@@ -31,7 +31,7 @@ impl Engine {
         if self.accumulation.micro_steps == 0 {
             self.zero.zero_gradients()?;
         }
-        // Until the end: what fails on the way leaves part of a gradient behind.
+        // Cleared at the end: a failure in between leaves partial gradients behind.
         self.is_broken = true;
         let (scale, weight) = self.loss_scale(&loss)?;
         let Loss { local, tape } = loss;
@@ -42,7 +42,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Head, layers and embedding.
+    /// Runs the backward pass of head, layers and embedding.
     fn backward_pass(&mut self, tape: Tape, scale: f32, boundary: bool) -> Result<(), EngineError> {
         let Tape { ctx, input_ids, labels, mut layers, hidden, head, .. } = tape;
         self.read_ahead(layers.last())?;
@@ -51,16 +51,17 @@ impl Engine {
             self.zero.reduce(self.head_unit(), boundary)?;
         }
         let mut output = Some(hidden);
-        while let Some(left) = layers.pop() {
+        while let Some(layer_tape) = layers.pop() {
             let index = layers.len();
-            // The state of a layer may hold its output. Where there is none, that is given back at once.
-            let held = matches!(left, LayerTape::State(..)).then(|| output.take()).flatten();
-            output.take().into_iter().for_each(|y| self.workspace.give(y));
+            // A layer's saved state may hold its output. A checkpointed layer's output is recycled at
+            // once.
+            let output_in_use = matches!(layer_tape, LayerTape::State(..)).then(|| output.take()).flatten();
+            output.take().into_iter().for_each(|y| self.workspace.recycle(y));
             self.begin_part(Moment::Backward { layer: index });
             self.read_ahead(layers.last())?;
-            let (gradient, x) = self.backward_layer(index, left, dx, &ctx)?;
+            let (gradient, x) = self.backward_layer(index, layer_tape, dx, &ctx)?;
             (dx, output) = (gradient, Some(x));
-            held.into_iter().for_each(|y| self.workspace.give(y));
+            output_in_use.into_iter().for_each(|y| self.workspace.recycle(y));
             self.zero.reduce(index + 1, boundary)?;
         }
         self.begin_part(Moment::EmbeddingBackward);
@@ -69,13 +70,13 @@ impl Engine {
             let _embedding = tracing::trace_span!("embedding backward").entered();
             self.model.embedding.backward(&input_ids, &dx, dweight)?;
         }
-        [Some(dx), output].into_iter().flatten().for_each(|tensor| self.workspace.give(tensor));
+        [Some(dx), output].into_iter().flatten().for_each(|tensor| self.workspace.recycle(tensor));
         self.zero.reduce(0, boundary)?;
         Ok(self.zero.finish_reductions()?)
     }
 
-    /// Backward of the loss and the head. The views end here, or they would keep the head's
-    /// whole parameters and gradients through the backward of all layers.
+    /// Backward of the loss and the head. The views are dropped here. Otherwise they would keep the
+    /// head's full parameters and gradients alive through the backward pass of all layers.
     fn backward_head(
         &mut self,
         saved: HeadSaved,
@@ -96,26 +97,26 @@ impl Engine {
         }
         let (params, (dnorm, dprojection)) = (head_views(&params, tied), head_views(&grads, tied));
         let grads = (dnorm.as_ref(), dprojection.as_ref());
-        let begun = Instant::now();
+        let start = Instant::now();
         let dx = self.model.head.backward(params, saved, labels, scale, grads, ctx)?;
-        self.part_times(num_layers).backward += begun.elapsed().as_secs_f64();
+        self.part_times(num_layers).backward += start.elapsed().as_secs_f64();
         self.zero.release(unit);
         Ok(dx)
     }
 
-    /// Starts to bring back what the next layer's backward needs.
-    fn read_ahead(&self, left: Option<&LayerTape>) -> Result<(), EngineError> {
-        match (&self.checkpoint_store, left) {
+    /// Starts to load what the backward pass of the next layer needs.
+    fn read_ahead(&self, layer_tape: Option<&LayerTape>) -> Result<(), EngineError> {
+        match (&self.activation_offload, layer_tape) {
             (Some(store), Some(LayerTape::Offloaded(stored))) => store.read_ahead(stored, &self.workspace),
             _ => Ok(()),
         }
     }
 
-    /// Backward of one layer from what it left: the gradient of its input, and the input.
+    /// Backward of one layer from its tape: the gradient of its input, and the input.
     fn backward_layer(
         &mut self,
         index: usize,
-        left: LayerTape,
+        layer_tape: LayerTape,
         dy: Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Tensor), EngineError> {
@@ -130,32 +131,31 @@ impl Engine {
                 self.zero.read_ahead(unit - 2)?;
             }
         }
-        let begun = Instant::now();
+        let start = Instant::now();
         let layer = &self.model.layers[index];
-        let checkpoint = match left {
+        let checkpoint = match layer_tape {
             LayerTape::State(x, saved) => {
                 let dx = layer.backward(&params, saved, dy, &grads, ctx)?;
-                self.part_times(index).backward += begun.elapsed().as_secs_f64();
+                self.part_times(index).backward += start.elapsed().as_secs_f64();
                 self.zero.release(unit);
                 return Ok((dx, x));
             }
             LayerTape::Checkpoint(tensors) => tensors,
-            LayerTape::Offloaded(stored) => load(self.checkpoint_store.as_ref(), stored, &self.workspace)?,
+            LayerTape::Offloaded(stored) => load(self.activation_offload.as_ref(), stored, &self.workspace)?,
         };
         let foreign = || ModelError::ForeignSavedState { layer: layer.name().to_owned() };
         let x = checkpoint.first().ok_or_else(foreign)?.clone();
         let dx = layer.backward_checkpointed(&params, checkpoint, dy, &grads, ctx)?;
-        self.part_times(index).backward += begun.elapsed().as_secs_f64();
+        self.part_times(index).backward += start.elapsed().as_secs_f64();
         self.zero.release(unit);
         Ok((dx, x))
     }
 
-    /// The factor that this micro batch's gradient gets now, and the one that its loss gets
-    /// in the step's report.
+    /// The factor for this micro batch's gradient, and the weight of its loss in the step's report.
     ///
-    /// `global`: the constant `1/C`; what is missing follows in `step`. `micro_batch`: the mean
-    /// over the sp group's valid tokens, then over dp and accumulation (DeepSpeed's). The
-    /// gradient's factor contains the loss scale besides.
+    /// With `global`, the factor is the constant `1/C`; `step` supplies the rest. With `micro_batch`, it is
+    /// the mean over the sp group's valid tokens, then over dp and accumulation (as in DeepSpeed). The
+    /// gradient's factor also contains the loss scale.
     fn loss_scale(&self, loss: &Loss) -> Result<(f32, f64), EngineError> {
         match self.config.loss_normalization {
             LossNormalization::Global => Ok(((self.scaler.scale() / self.loss_constant()) as f32, 1.0)),
@@ -170,9 +170,9 @@ impl Engine {
     }
 }
 
-/// Brings a stored checkpoint back to memory.
+/// Loads an offloaded checkpoint into memory.
 fn load(
-    store: Option<&CheckpointStore>,
+    store: Option<&ActivationOffload>,
     stored: Vec<OffloadedTensor>,
     workspace: &Workspace,
 ) -> Result<Vec<Tensor>, EngineError> {

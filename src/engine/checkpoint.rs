@@ -1,4 +1,4 @@
-//! Saving and restoring an engine.
+//! Saves and restores an engine.
 
 use super::{Engine, EngineError};
 use crate::checkpoint::{
@@ -14,44 +14,45 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What a checkpoint records of a run that the engine does not know.
+/// What a checkpoint records about a run that the engine does not know.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunRecord {
-    /// Name of the run, kept by those that resume it.
+    /// Name of the run; resumed runs keep it.
     pub run_id: String,
     /// The model in the vocabulary of Hugging Face's `config.json`, or null.
     pub model: Value,
-    /// The files that an export keeps, if the run started from a model directory.
+    /// Files for the export, if the run started from a model directory.
     pub source: Option<HfSource>,
-    /// The data consumed.
+    /// Position in the data.
     pub data: DataCursor,
     /// Results of the evaluations so far.
     pub evaluations: Evaluations,
 }
 
 impl RunRecord {
-    /// What a run that is fed by `loader` has come to. `model` is its description in the vocabulary of Hugging Face's
-    /// `config.json` ([`LlamaConfig::to_hf_json`](crate::model::LlamaConfig::to_hf_json)), which an export needs, or
-    /// null. A run that started from a model directory sets `source` too.
+    /// The record of a run that reads from `loader`. `model` describes the model as Hugging Face's
+    /// `config.json` does ([`LlamaConfig::to_hf_json`](crate::model::LlamaConfig::to_hf_json)); an export
+    /// needs it, otherwise it may be null. A run that started from a model directory also sets `source`.
     ///
     /// # Errors
-    /// Data of which no hash can be made because it cannot be read.
+    /// Data that cannot be read, so that its hash is unknown.
     pub fn new(run_id: impl Into<String>, model: Value, loader: &DataLoader) -> Result<Self, DataError> {
-        let rows = loader.data();
+        let data = loader.data();
         let data = DataCursor {
             samples_consumed: loader.samples_consumed(),
             seed: loader.options().seed,
-            seq_len: rows.seq_len(),
-            num_rows: rows.num_rows(),
-            data_hash: Some(rows.sampled_hash()?),
+            seq_len: data.seq_len(),
+            num_rows: data.num_rows(),
+            data_hash: Some(data.sampled_hash()?),
         };
         Ok(Self { run_id: run_id.into(), model, source: None, data, evaluations: Evaluations::default() })
     }
 }
 
 impl Engine {
-    /// What saves this engine's checkpoints to `directory`, which exists. `group` is as [`Saver::new`] wants it. Of the
-    /// ranks that hold the same partition, one writes it. Collective.
+    /// Returns a [`Saver`] that writes this engine's checkpoints to `directory`, which must exist.
+    /// `group` must meet the requirements of [`Saver::new`]. Of the ranks that hold the same partition, one
+    /// writes it. Collective.
     ///
     /// # Errors
     /// As [`Saver::new`].
@@ -65,12 +66,11 @@ impl Engine {
         Ok(Saver::new(group, Arc::new(LocalStorage), directory, partition, options)?)
     }
 
-    /// Begins to save what this engine and the other ranks' hold, after it has compared the
-    /// replicas. Gradients of an unfinished accumulation are not part of it. Collective;
-    /// returns what the save before came to ([`Saver::begin`]).
+    /// Starts to save the state of all ranks, after comparing the replicas. Gradients of an unfinished
+    /// accumulation are not saved. Collective. Returns the result of the previous save ([`Saver::begin`]).
     ///
     /// # Errors
-    /// Replicas that differ, or a save that failed.
+    /// Replicas that differ, or a failed save.
     pub fn save_checkpoint(
         &mut self,
         saver: &mut Saver,
@@ -79,7 +79,7 @@ impl Engine {
         self.check_usable()?;
         let sent = self.bytes_sent();
         self.check_replicas()?;
-        // A step's metrics count what the step sent.
+        // The bytes sent by a save do not count toward a step's metrics.
         self.reported_bytes += self.bytes_sent() - sent;
         let manifest = self.manifest(run)?;
         Ok(saver.begin(&self.zero, manifest)?)
@@ -114,14 +114,13 @@ impl Engine {
         })
     }
 
-    /// Goes on where a checkpoint was saved, on whatever mesh and at whatever stage: parameters,
-    /// optimizer state and counters become those of the checkpoint, of which this rank reads
-    /// what it holds. The checkpoint should have been verified
+    /// Resumes from a checkpoint, saved on any mesh and at any ZeRO stage. Restores parameters, optimizer
+    /// state and counters; each rank reads only its own part. Verify the checkpoint first
     /// ([`open_verified`](crate::checkpoint::open_verified)).
     ///
     /// # Errors
-    /// A checkpoint of another model or optimizer, which changes nothing, or one that cannot be
-    /// read, after which this engine is unusable.
+    /// A checkpoint of another model or optimizer, which leaves the engine unchanged; or one that cannot be
+    /// read, which leaves it unusable.
     pub fn load_checkpoint(&mut self, checkpoint: &Checkpoint) -> Result<(), EngineError> {
         checkpoint.check_fits(self.zero.layouts(), &self.zero.state_kinds())?;
         let reader = RefCell::new(checkpoint.reader());
@@ -138,7 +137,7 @@ impl Engine {
         }
         self.zero_grad();
         self.is_broken = false;
-        // Metrics of the next step do not count what it took to get there.
+        // The bytes sent by a restore do not count toward the next step's metrics.
         self.reported_bytes = self.bytes_sent();
         Ok(())
     }

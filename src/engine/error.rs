@@ -6,16 +6,16 @@ use crate::config::{Config, ConfigError};
 use crate::data::DataError;
 use crate::mesh::MeshError;
 use crate::model::ModelError;
-use crate::sequence_parallel::UlyssesError;
+use crate::sequence_parallel::SequenceParallelError;
 use crate::zero::ZeroError;
 use ulysses_kernels::OpError;
 use ulysses_kernels::offload::OffloadError;
 
-/// What can go wrong in a training step.
+/// An error of the engine.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// The mesh of the process groups is not the config's.
+    /// The mesh of the process groups differs from the config's.
     #[error("the config asks for {axis} = {configured}, the mesh has {axis} = {actual}")]
     MeshMismatch {
         /// Axis name.
@@ -28,83 +28,83 @@ pub enum EngineError {
     /// The pattern of a parameter group matches no parameter.
     #[error(
         "`ulysses.parameter_groups[{index}].match`: no parameter has a name that matches {pattern:?}; \
-         there is, for example, {}", similar.join(", ")
+         for example, there is {}", similar.join(", ")
     )]
     ParameterGroup {
-        /// Which group, from 0.
+        /// Index of the group.
         index: usize,
         /// Its pattern.
         pattern: String,
-        /// Names of parameters that resemble the pattern.
+        /// Parameter names that resemble the pattern.
         similar: Vec<String>,
     },
-    /// Every parameter that a group's pattern matches is in an earlier group.
+    /// Every parameter that the group's pattern matches belongs to an earlier group.
     #[error(
         "`ulysses.parameter_groups[{index}].match`: every parameter with a name that matches {pattern:?} is in an \
-         earlier group, and the first that matches counts: put this group before it, or leave it out"
+         earlier group, and the first match wins: move this group before that one, or remove it"
     )]
     ParameterGroupShadowed {
-        /// Which group, from 0.
+        /// Index of the group.
         index: usize,
         /// Its pattern.
         pattern: String,
     },
-    /// Parameter groups freeze everything.
+    /// The parameter groups freeze all parameters.
     #[error(
         "`ulysses.parameter_groups` freezes every parameter ({}), so there is nothing to train; \
-         leave some to other patterns", patterns.join(", ")
+         narrow a pattern", patterns.join(", ")
     )]
     AllFrozen {
-        /// The patterns of the groups that are frozen.
+        /// Patterns of the frozen groups.
         patterns: Vec<String>,
     },
     /// A machine profile lacks a rate that a step needs.
-    #[error("the machine profile of {machine:?} does not tell `{key}`, but {needed_by}")]
+    #[error("the machine profile of {machine:?} lacks `{key}`, but {needed_by}")]
     MachineRate {
         /// The profile's name.
         machine: String,
-        /// The key that is absent or null.
+        /// The missing key.
         key: &'static str,
         /// What needs it.
         needed_by: String,
     },
-    /// A step has more tokens, or moves more bytes, than 64 bits can count, or more documents than a plan lists.
+    /// A step exceeds 64 bits in tokens or bytes, or has more documents than a plan supports.
     #[error(
         "a step of {train_batch_size} sequences of {seq_len} tokens is too large: its tokens or bytes exceed 2^64, or a micro \
          batch has more than 4194304 documents; choose a \
          smaller `train_batch_size` (`gradient_accumulation_steps`, `train_micro_batch_size_per_gpu`)"
     )]
     StepTooLarge {
-        /// Sequences of a step on all ranks.
+        /// Sequences per step on all ranks.
         train_batch_size: usize,
-        /// Tokens of each.
+        /// Tokens per sequence.
         seq_len: usize,
     },
-    /// Something could not be moved away or back.
+    /// Offloading failed.
     #[error(transparent)]
     Offload(#[from] OffloadError),
-    /// What is to be offloaded to a file is on a GPU.
+    /// A tensor on a GPU cannot be offloaded to a file.
     #[error(
-        "`{key}`: \"nvme\" keeps {what} in a file, where they go from a CPU's memory; from a GPU they go to the \
-         host's memory: set it to \"cpu\", or to \"none\""
+        "`{key}`: \"nvme\" offloads {what} from CPU memory to a file; a GPU can offload to host memory only: set it \
+         to \"cpu\" or \"none\""
     )]
     OffloadToFile {
-        /// The key that asks for it.
+        /// The config key.
         key: &'static str,
-        /// What it asks to move.
+        /// What it offloads.
         what: &'static str,
     },
     /// A micro batch does not fit the config or the mesh.
     #[error("micro batch: {what} is {got}, expected {expected}")]
     MicroBatch {
-        /// What does not fit.
+        /// The quantity that does not fit.
         what: &'static str,
         /// Its value.
         got: usize,
-        /// The value that would fit.
+        /// The expected value.
         expected: usize,
     },
-    /// `backward` was called more often than the accumulation allows.
+    /// `backward` was called too often for the configured accumulation.
     #[error(
         "backward was called {accumulation} times since the last step \
          (gradient_accumulation_steps = {accumulation}); call step before the next one"
@@ -113,18 +113,16 @@ pub enum EngineError {
         /// Micro steps per update.
         accumulation: usize,
     },
-    /// Gradients were asked for before the accumulation was complete.
-    #[error("gradients exist after {accumulation} backward calls, so far there were {done}")]
+    /// Gradients were requested before the accumulation was complete.
+    #[error("gradients are complete after {accumulation} backward calls; so far there were {done}")]
     NotAtBoundary {
         /// Micro steps per update.
         accumulation: usize,
         /// Micro steps done.
         done: usize,
     },
-    /// An update with this gradient would destroy the parameters.
-    #[error(
-        "step {step}: loss {loss}, gradient norm {norm}: not finite, so the parameters were left as they are"
-    )]
+    /// Loss or gradient norm of an f32 step is not finite.
+    #[error("step {step}: loss {loss}, gradient norm {norm}: not finite; the parameters are unchanged")]
     NonFinite {
         /// The step, from 1.
         step: u64,
@@ -133,29 +131,29 @@ pub enum EngineError {
         /// Its gradient norm.
         norm: f64,
     },
-    /// Step after step overflowed, or the loss scale can fall no lower.
+    /// Too many consecutive steps overflowed, or the loss scale is at its minimum.
     #[error(
-        "step {step}: the gradient is not finite, in {skips} step(s) in a row, with a loss scale of {scale}{}; \
-         backward it begins in {part}{}; the parameters were left as they are",
-        if *is_scale_at_minimum { ", which is its minimum already and cannot be lowered" } else { "" },
-        if loss.is_finite() { String::new() } else { format!(", as the loss is {loss}: the forward pass overflows") },
+        "step {step}: the gradient is not finite, in {skips} step(s) in a row, with a loss scale of {scale}{}; first \
+         overflow of the backward pass: {part}{}; the parameters are unchanged",
+        if *is_scale_at_minimum { ", which is its minimum" } else { "" },
+        if loss.is_finite() { String::new() } else { format!("; the loss is {loss}, so the forward pass overflows") },
     )]
     Overflow {
         /// The step, from 1.
         step: u64,
-        /// Overflows in a row, this one included.
+        /// Consecutive overflows, including this one.
         skips: u64,
-        /// The factor on the loss.
+        /// The loss scale.
         scale: f64,
-        /// Whether the scale was as low as it may be.
+        /// Whether the loss scale is at its minimum.
         is_scale_at_minimum: bool,
         /// Loss of the step.
         loss: f64,
-        /// The first part of the model, in the order of the backward pass, whose gradient is not finite.
+        /// The first part of the model, in backward order, with a non-finite gradient.
         part: String,
     },
-    /// Ranks that must hold the same parameters and optimizer state do not.
-    #[error("{what} differ along {axis}: rank {rank} does not hold what rank {first} holds")]
+    /// Replicas of parameters or optimizer state differ.
+    #[error("{what} differ along {axis} between rank {rank} and rank {first}")]
     ReplicasDiffer {
         /// "parameters" or "optimizer state".
         what: &'static str,
@@ -166,30 +164,30 @@ pub enum EngineError {
         /// Global rank of the group's first member.
         first: usize,
     },
-    /// Ranks that must hold parts of the same rows do not.
+    /// The ranks of an sp group hold shards of different sequences.
     #[error(
-        "rank {rank} was given parts of other rows than rank {first} of its sp group: all of them must read the \
-         same data, in the same order, with the same settings"
+        "rank {rank} holds shards of other sequences than rank {first} of its sp group: all ranks must read the same \
+         data, in the same order, with the same settings"
     )]
-    RowsDiffer {
+    SequencesDiffer {
         /// Global rank that differs.
         rank: usize,
         /// Global rank of the group's first member.
         first: usize,
     },
-    /// Ranks that must go by the same number do not.
+    /// Ranks disagree on a value.
     #[error(
-        "{what} differs: rank {rank} does not have what rank {first} has; do all read the same data and config?"
+        "{what} differs between rank {rank} and rank {first}: do all ranks read the same data and config?"
     )]
     Disagreement {
-        /// What the number is.
+        /// Name of the value.
         what: &'static str,
         /// Global rank that differs.
         rank: usize,
         /// Global rank of the group's first member.
         first: usize,
     },
-    /// A loss went backward after a step had changed the parameters that it was computed with.
+    /// A loss went backward after a step had changed its parameters.
     #[error("this loss was computed before step {now} (after step {made}); run forward again")]
     StaleLoss {
         /// Steps done when the loss was computed.
@@ -197,13 +195,13 @@ pub enum EngineError {
         /// Steps done now.
         now: u64,
     },
-    /// An earlier call failed half-way.
+    /// An earlier call failed part-way.
     #[error(
-        "an earlier backward or step failed half-way, so gradients or parameters are incomplete; start anew"
+        "an earlier backward or step failed part-way, so gradients or parameters are incomplete; restart from a checkpoint"
     )]
     Broken,
-    /// Two parameters of the model have one name.
-    #[error("two parameters are named {name}; names tell parameters apart, give each layer its own")]
+    /// Two parameters share a name.
+    #[error("two parameters are named {name}; parameter names must be unique, so give each layer its own")]
     DuplicateParameter {
         /// The name.
         name: String,
@@ -211,25 +209,25 @@ pub enum EngineError {
     /// A layer failed.
     #[error(transparent)]
     Model(Box<ModelError>),
-    /// The config lacks what is needed here.
+    /// The config lacks a value.
     #[error(transparent)]
     Config(Box<ConfigError>),
-    /// The rank or an axis is not in the mesh.
+    /// The mesh lacks the rank or the axis.
     #[error(transparent)]
     Mesh(Box<MeshError>),
     /// The partitioned optimizer failed.
     #[error(transparent)]
     Zero(Box<ZeroError>),
-    /// The exchange cannot be planned.
+    /// The exchange plan failed.
     #[error(transparent)]
-    Ulysses(Box<UlyssesError>),
+    SequenceParallel(Box<SequenceParallelError>),
     /// The caller's source of micro batches failed.
     #[error(transparent)]
     Source(Box<dyn std::error::Error + Send + Sync>),
-    /// The data failed.
+    /// The data loader failed.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// A checkpoint was not saved, or is refused.
+    /// A checkpoint was not saved, or was refused.
     #[error(transparent)]
     Checkpoint(Box<CheckpointError>),
     /// A collective failed.
@@ -244,7 +242,7 @@ pub enum EngineError {
 }
 
 impl EngineError {
-    /// Of a config whose tokens or bytes in a step 64 bits do not count.
+    /// The error for a config whose steps exceed 64 bits in tokens or bytes.
     pub(crate) fn step_too_large(config: &Config) -> Self {
         Self::StepTooLarge {
             train_batch_size: config.train_batch_size,
@@ -253,8 +251,7 @@ impl EngineError {
     }
 }
 
-/// Boxes the errors that carry shapes and names: every `Result` of the engine would be as
-/// large as the largest of them.
+/// Boxes the errors that carry shapes and names, so that every `Result` of the engine stays small.
 macro_rules! boxed {
     ($($variant:ident($error:ty)),* $(,)?) => {$(
         impl From<$error> for EngineError {
@@ -266,5 +263,5 @@ macro_rules! boxed {
 }
 
 boxed! {
-    Config(ConfigError), Mesh(MeshError), Model(ModelError), Zero(ZeroError), Ulysses(UlyssesError), Checkpoint(CheckpointError), Comm(CommError),
+    Config(ConfigError), Mesh(MeshError), Model(ModelError), Zero(ZeroError), SequenceParallel(SequenceParallelError), Checkpoint(CheckpointError), Comm(CommError),
 }

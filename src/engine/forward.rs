@@ -13,37 +13,37 @@ use ulysses_kernels::device::dry;
 use ulysses_kernels::embedding::Ids;
 use ulysses_kernels::lm_head_loss::{Labels, LossSum, Losses};
 
-/// A micro batch's loss on this rank, and what its backward pass needs.
+/// The loss of a micro batch on this rank, with the saved state for its backward pass.
 #[must_use]
 pub struct Loss {
     pub(super) local: Losses,
     pub(super) tape: Tape,
 }
 
-/// What the forward pass leaves for the backward pass.
+/// What the forward pass saves for the backward pass.
 pub(super) struct Tape {
     pub(super) ctx: LayerContext,
-    /// Steps that were done when it was made: the parameters that it saw.
+    /// Steps done before it, which tells which parameters it used.
     pub(super) step: u64,
     pub(super) rows_hash: u64,
     /// Tokens of the micro batch, over the sp group.
     pub(super) tokens: u64,
     pub(super) input_ids: Ids,
     pub(super) labels: Labels,
-    /// What every layer left.
+    /// One tape per layer.
     pub(super) layers: Vec<LayerTape>,
     /// Output of the last layer.
     pub(super) hidden: Tensor,
     pub(super) head: HeadSaved,
 }
 
-/// What one layer leaves.
+/// What the forward pass of a layer saves.
 pub(super) enum LayerTape {
-    /// Its state, and the input that may be part of it.
+    /// The layer's saved state, and its input, which may be part of it.
     State(Tensor, Saved),
-    /// What it is computed from again.
+    /// Tensors from which the layer is recomputed.
     Checkpoint(Vec<Tensor>),
-    /// The same, in the engine's store.
+    /// A checkpoint that is offloaded.
     Offloaded(Vec<OffloadedTensor>),
 }
 
@@ -58,7 +58,7 @@ impl LayerTape {
 }
 
 impl Loss {
-    /// Sum of the token losses of this rank's tokens. A GPU is waited for.
+    /// Sum of the losses of this rank's tokens. Synchronizes with a GPU.
     ///
     /// # Errors
     /// A GPU that failed.
@@ -66,12 +66,12 @@ impl Loss {
         Ok(self.local.sum()?.sum)
     }
 
-    /// Tokens of this rank that have a label.
+    /// Number of this rank's tokens that have a label.
     pub fn valid_tokens(&self) -> u64 {
         self.local.valid_tokens()
     }
 
-    /// Bytes of the tensors kept for the backward pass; one that is kept twice counts twice.
+    /// Bytes of the tensors saved for the backward pass; a tensor saved twice counts twice.
     pub fn saved_bytes(&self) -> usize {
         let layers: usize = self.tape.layers.iter().map(LayerTape::bytes).sum();
         layers + self.tape.head.bytes()
@@ -82,23 +82,23 @@ impl Engine {
     /// Runs the model on this rank's shard of a micro batch. Collective.
     ///
     /// # Errors
-    /// A batch that does not fit the config, a token or label outside the vocabulary, or
-    /// failed communication.
+    /// A batch that does not fit the config, a token or label outside the vocabulary, or failed
+    /// communication.
     pub fn forward(&mut self, batch: &MicroBatch) -> Result<Loss, EngineError> {
         self.check_usable()?;
         self.begin_part(Moment::Embedding);
-        // A loss that was dropped instead of going backward leaves its head gathered.
+        // A loss that was dropped without a backward pass leaves its head gathered.
         self.zero.release_all();
         let (got, expected) = (batch.batch, self.config.micro_batch_size);
         if got != expected {
-            let what = "its number of rows (train_micro_batch_size_per_gpu)";
+            let what = "its number of sequences (train_micro_batch_size_per_gpu)";
             return Err(EngineError::MicroBatch { what, got, expected });
         }
         let ctx = self.context(batch)?;
         let mut layers = Vec::with_capacity(self.model.layers.len());
         let input_ids = input_ids(batch);
         let hidden = self.run_layers(&input_ids, &ctx, |engine, index, params, x| {
-            let begun = Instant::now();
+            let start = Instant::now();
             let layer = &engine.model.layers[index];
             let (y, left) = if engine.is_recomputed(index) {
                 let (y, checkpoint) = layer.forward_checkpointed(params, x, &ctx)?;
@@ -108,22 +108,22 @@ impl Engine {
                 (y, LayerTape::State(x, saved))
             };
             layers.push(left);
-            engine.part_times(index).forward += begun.elapsed().as_secs_f64();
+            engine.part_times(index).forward += start.elapsed().as_secs_f64();
             Ok(y)
         })?;
         self.begin_part(Moment::Head);
         let _head = tracing::trace_span!("head").entered();
-        if self.checkpoint_store.is_some() {
-            // Memory is short, and what the layers work in would lie idle beside the head's.
+        if self.activation_offload.is_some() {
+            // Free the layers' working memory, which the head cannot use.
             self.workspace.trim();
         }
         let head_unit = self.head_unit();
         let params = self.zero.parameters(head_unit)?;
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let labels = labels(batch);
-        let begun = Instant::now();
+        let start = Instant::now();
         let (local, head) = self.model.head.forward(norm, projection, &hidden, &labels, &ctx)?;
-        self.part_times(self.model.layers.len()).forward += begun.elapsed().as_secs_f64();
+        self.part_times(self.model.layers.len()).forward += start.elapsed().as_secs_f64();
         let (step, rows_hash) = (self.attempted_steps, batch.rows_hash);
         let tokens = (batch.batch * batch.seq_len) as u64;
         Ok(Loss {
@@ -132,16 +132,16 @@ impl Engine {
         })
     }
 
-    /// Sum of the token losses and number of valid tokens of a held-out batch, over the whole
-    /// mesh and without a gradient: their quotient is the loss. Collective; each dp rank brings
-    /// rows of its own, any number of them.
+    /// Returns the summed token losses and the number of valid tokens of a held-out batch, over the whole
+    /// mesh and without gradients; their quotient is the loss. Collective. Each dp rank passes sequences of
+    /// its own, any number of them.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<LossSum, EngineError> {
         self.check_usable()?;
         let sent = self.bytes_sent();
-        self.check_rows(batch.rows_hash)?;
+        self.check_sequences(batch.rows_hash)?;
         let ctx = self.context(batch)?;
         let hidden = self.run_without_tape(&input_ids(batch), &ctx)?;
         let head_unit = self.head_unit();
@@ -153,13 +153,13 @@ impl Engine {
         head.recycle(&ctx);
         let local = local.sum()?;
         let [sum, valid_tokens] = self.sum_over_mesh([local.sum, local.valid_tokens as f64])?;
-        // A step's metrics count what the step sent.
+        // The bytes sent by an evaluation do not count toward a step's metrics.
         self.reported_bytes += self.bytes_sent() - sent;
         Ok(LossSum { sum, valid_tokens: valid_tokens as u64 })
     }
 
-    /// Logits of this rank's tokens, `[batch, seq_local, vocab]`, for checks: training
-    /// never holds them. Collective.
+    /// Returns the logits of this rank's tokens, `[batch, seq_local, vocab]`, for checks; training never
+    /// holds all of them. Collective.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -172,34 +172,34 @@ impl Engine {
         let (norm, projection) = head_views(&params, self.model.is_tied());
         let logits = self.model.head.logits(norm, projection, &hidden, &ctx)?;
         self.zero.release(head_unit);
-        self.workspace.give(hidden);
+        self.workspace.recycle(hidden);
         Ok(logits)
     }
 
-    /// A layer's checkpoint, where the config wants it.
+    /// Stores a layer's checkpoint in memory, or offloads it.
     fn keep(&self, checkpoint: Vec<Tensor>) -> Result<LayerTape, EngineError> {
-        let Some(store) = &self.checkpoint_store else { return Ok(LayerTape::Checkpoint(checkpoint)) };
+        let Some(store) = &self.activation_offload else { return Ok(LayerTape::Checkpoint(checkpoint)) };
         let stored = checkpoint.into_iter().map(|tensor| store.store(tensor));
         Ok(LayerTape::Offloaded(stored.collect::<Result<_, _>>()?))
     }
 
-    /// Layers whose output is all that is asked for.
+    /// Runs the layers without saving anything for a backward pass.
     fn run_without_tape(&mut self, input_ids: &Ids, ctx: &LayerContext) -> Result<Tensor, EngineError> {
         self.run_layers(input_ids, ctx, |engine, index, params, x| {
             let (y, checkpoint) = engine.model.layers[index].forward_checkpointed(params, x, ctx)?;
-            checkpoint.into_iter().for_each(|tensor| engine.workspace.give(tensor));
+            checkpoint.into_iter().for_each(|tensor| engine.workspace.recycle(tensor));
             Ok(y)
         })
     }
 
-    /// Whether layer `index` keeps a checkpoint only.
+    /// Whether layer `index` saves only a checkpoint.
     pub(super) fn is_recomputed(&self, index: usize) -> bool {
         self.config.ulysses.activation_checkpointing
             && index.is_multiple_of(self.config.ulysses.activation_checkpointing_interval)
     }
 
-    /// Embedding and layers, each by `run` with its number, parameters and input. The parameters of
-    /// a layer are gathered before and released after it, the next one's gather runs meanwhile.
+    /// Runs embedding and layers; `run` gets each layer's index, parameters and input. A layer's
+    /// parameters are gathered before it and released after it, while the gather of the next layer runs.
     fn run_layers(
         &mut self,
         input_ids: &Ids,
@@ -221,8 +221,8 @@ impl Engine {
         Ok(x)
     }
 
-    /// Looks up the embedding. The views end here, or they would keep the gathered matrix
-    /// beyond its release.
+    /// Looks up the embedding. The views are dropped here, or they would keep the gathered matrix alive
+    /// after its release.
     fn embed(&mut self, input_ids: &Ids, ctx: &LayerContext) -> Result<Tensor, EngineError> {
         let _embedding = tracing::trace_span!("embedding").entered();
         let params = self.zero.parameters(0)?;
@@ -242,13 +242,13 @@ impl Engine {
         let tokens = batch.batch * shard.len();
         let row_end = batch.cu_seqlens.first().and_then(|row| row.last()).map_or(0, |&end| end as usize);
         let sizes = [
-            ("the number of rows that its document boundaries cover", batch.cu_seqlens.len(), batch.batch),
-            ("the end of its first row's document boundaries", row_end, batch.seq_len),
+            ("the number of sequences in its cu_seqlens", batch.cu_seqlens.len(), batch.batch),
+            ("the last document boundary of its first sequence", row_end, batch.seq_len),
             ("the first token of its shard", batch.shard.start, shard.start),
             ("the end of its shard", batch.shard.end, shard.end),
-            ("the number of its tokens on this rank", batch.input_ids.len(), tokens),
-            ("the number of its labels on this rank", batch.labels.len(), tokens),
-            ("the number of its position ids on this rank", batch.position_ids.len(), tokens),
+            ("the number of its local tokens", batch.input_ids.len(), tokens),
+            ("the number of its local labels", batch.labels.len(), tokens),
+            ("the number of its local position ids", batch.position_ids.len(), tokens),
         ];
         let differs = sizes.into_iter().find(|(_, got, expected)| got != expected);
         // A dry batch has no tokens.
@@ -261,8 +261,8 @@ impl Engine {
         Ok(ctx.with_tiling(Tiling { tile_tokens, head_chunks }))
     }
 
-    /// The last micro batch's, where the tokens of this one stand in the same places: with their tables, which are
-    /// on the device already.
+    /// The token layout of this micro batch; the previous one with its tables, already on the device, if
+    /// the positions are the same.
     fn token_layout(&mut self, batch: &MicroBatch) -> Result<Arc<TokenLayout>, EngineError> {
         let MicroBatch { shard, position_ids, cu_seqlens, .. } = batch;
         let known = self.token_layout.take().filter(|last| last.is_of(shard, position_ids, cu_seqlens));
@@ -274,7 +274,7 @@ impl Engine {
     }
 }
 
-/// The batch's token ids, which a dry one does not have.
+/// The batch's token ids; a dry batch has only their number.
 fn input_ids(batch: &MicroBatch) -> Ids {
     match dry::is_dry() {
         true => Ids::dry(batch.batch * batch.seq_len_local()),
@@ -282,7 +282,7 @@ fn input_ids(batch: &MicroBatch) -> Ids {
     }
 }
 
-/// As [`input_ids`], of the labels.
+/// The batch's labels; a dry batch has only their number.
 fn labels(batch: &MicroBatch) -> Labels {
     match dry::is_dry() {
         true => Labels::dry(batch.batch * batch.seq_len_local()),
@@ -290,8 +290,8 @@ fn labels(batch: &MicroBatch) -> Labels {
     }
 }
 
-/// Norm and projection among the parameters (or gradients) of the head's unit, which is the
-/// embedding's when the two are tied.
+/// Norm and projection among the parameters (or gradients) of the head's unit, which is the embedding's
+/// unit if the two are tied.
 pub(super) fn head_views<T>(views: &[T], tied: bool) -> (&T, &T) {
     if tied { (&views[1], &views[0]) } else { (&views[0], &views[1]) }
 }

@@ -2,9 +2,9 @@
 
 use super::EngineError;
 use super::loss_scale::LossScaler;
-use super::memory::PartMemory;
+use super::memory::PeakRecorder;
 use super::moment::Moment;
-use super::offload::{CheckpointStore, storage};
+use super::offload::{ActivationOffload, storage};
 use super::parameter_groups::check_parameter_groups;
 use super::step::Accumulation;
 use super::times::StepTimes;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::attention::{Attention, FlashAttention};
 use ulysses_kernels::device::dry;
-use ulysses_kernels::linear::bf16_products;
+use ulysses_kernels::linear::bf16_gemm;
 use ulysses_kernels::tensor::TensorOptions;
 
 /// A model in training on one rank of the mesh.
@@ -32,38 +32,37 @@ pub struct Engine {
     pub(super) global_rank: usize,
     pub(super) attention: Arc<dyn Attention>,
     pub(super) workspace: Arc<Workspace>,
-    /// Of the last micro batch: the next one's are most often the same.
+    /// The last micro batch's, which usually fits the next one too.
     pub(super) token_layout: Option<Arc<TokenLayout>>,
-    /// Where checkpoints of layers wait for their backward pass, if not in memory.
-    pub(super) checkpoint_store: Option<CheckpointStore>,
+    /// Storage for offloaded activation checkpoints, if configured.
+    pub(super) activation_offload: Option<ActivationOffload>,
     pub(super) schedule: LrSchedule,
     pub(super) accumulation: Accumulation,
     /// Updates done.
     pub(super) step: u64,
-    /// Steps done, those that were skipped included.
+    /// Steps done, including skipped ones.
     pub(super) attempted_steps: u64,
     pub(super) scaler: LossScaler,
     pub(super) consecutive_skips: u64,
-    /// Set while gradients or parameters are half done; stays so after an error.
+    /// Set while gradients or parameters are incomplete; stays set after an error.
     pub(super) is_broken: bool,
-    /// Bytes sent when the last report was made.
+    /// Bytes sent up to the last report.
     pub(super) reported_bytes: u64,
     pub(super) comm_timer: Arc<CommTimer>,
-    /// Of the steps since they were taken last.
+    /// Times of the steps since they were last taken.
     pub(super) times: StepTimes,
-    /// Of the steps that are watched.
-    pub(super) memory: Option<PartMemory>,
+    /// Records memory peaks while they are watched.
+    pub(super) memory: Option<PeakRecorder>,
     /// The part of a step that began last.
     pub(super) part: Option<Moment>,
 }
 
-/// Puts `model` on this rank of the mesh: allocates what the ZeRO stage leaves here and
-/// fills it from `weights`, of which a rank reads only what it keeps. All ranks call it with
-/// equal arguments; `groups` are those of a mesh with the axes `dp` and `sp`, and say on which
-/// device the tensors are.
+/// Creates the engine for `model` on this rank of the mesh. Allocates what the ZeRO stage keeps on this
+/// rank and fills it from `weights`; a rank reads only what it keeps. All ranks pass equal arguments.
+/// `groups` belong to a mesh with the axes `dp` and `sp`, and determine the device.
 ///
 /// # Errors
-/// A mesh that lacks an axis or is not the config's, or weights that do not fit the model.
+/// A mesh that lacks an axis or differs from the config's, or weights that do not fit the model.
 pub fn initialize(
     model: Model,
     weights: &dyn WeightSource,
@@ -76,8 +75,8 @@ pub fn initialize(
 }
 
 impl Engine {
-    /// As [`initialize`], around another local attention and over given groups. The attention
-    /// sees whole sequences: it is wrapped in a [`UlyssesAttention`] here.
+    /// As [`initialize`], with another local attention and given groups. The attention sees whole
+    /// sequences: it is wrapped in a [`UlyssesAttention`] here.
     ///
     /// # Errors
     /// As [`initialize`].
@@ -89,8 +88,8 @@ impl Engine {
         local_attention: Arc<dyn Attention>,
         device: &Device,
     ) -> Result<Self, EngineError> {
-        // What the environment asks for must have a meaning.
-        bf16_products()?;
+        // Reports an invalid environment variable early.
+        bf16_gemm()?;
         let options = TensorOptions { device: device.clone(), dtype: config.precision.dtype() };
         let comm_timer = Arc::new(match &config.monitoring.comms_logger {
             logger if logger.enabled => CommTimer::keeping_each_call(logger.verbose),
@@ -110,7 +109,7 @@ impl Engine {
         if let Some(duplicate) = parameters.map(|spec| &spec.name).find(|name| !names.insert(*name)) {
             return Err(EngineError::DuplicateParameter { name: duplicate.clone() });
         }
-        let checkpoint_store = CheckpointStore::of(config, device)?;
+        let activation_offload = ActivationOffload::of(config, device)?;
         let storage = storage(config, options.clone())?;
         check_parameter_groups(&config.ulysses.parameter_groups, &units)?;
         let layout = |unit: &crate::model::UnitSpec| {
@@ -134,7 +133,7 @@ impl Engine {
             stage = u8::from(config.zero.stage),
             dp_rank = groups.dp.rank(),
             sp_rank = groups.sp.rank(),
-            held_bytes = zero.held_bytes().total(),
+            held_bytes = zero.state_bytes().total(),
             "initialised"
         );
         let workspace = Arc::new(Workspace::with_options(options));
@@ -149,7 +148,7 @@ impl Engine {
             attention: Arc::new(attention),
             workspace,
             token_layout: None,
-            checkpoint_store,
+            activation_offload,
             accumulation: Accumulation::default(),
             step: 0,
             attempted_steps: 0,
@@ -169,12 +168,12 @@ impl Engine {
         &self.config
     }
 
-    /// The partitioned optimizer: layouts and held bytes.
+    /// The partitioned optimizer, with its layouts and state bytes.
     pub fn zero(&self) -> &ZeroOptimizer {
         &self.zero
     }
 
-    /// Every parameter whole, by name, on every rank. Collective.
+    /// Gathers every parameter, whole and by name, on every rank. Collective.
     ///
     /// # Errors
     /// A failed collective.
@@ -182,7 +181,7 @@ impl Engine {
         Ok(self.zero.gather_parameters()?)
     }
 
-    /// The data-parallel group: the ZeRO world, unless that is a part of it.
+    /// The data-parallel group. It is the ZeRO world, unless hybrid sharding uses a part of it.
     pub fn dp_group(&self) -> &Arc<dyn ProcessGroup> {
         &self.groups.dp
     }
@@ -192,7 +191,7 @@ impl Engine {
         &self.groups.sp
     }
 
-    /// All groups that this engine communicates with.
+    /// All groups that this engine communicates over.
     pub fn groups(&self) -> &ZeroGroups {
         &self.groups
     }
@@ -202,17 +201,17 @@ impl Engine {
         self.step
     }
 
-    /// Steps done so far, skipped ones included.
+    /// Steps done so far, including skipped ones.
     pub fn attempted_steps(&self) -> u64 {
         self.attempted_steps
     }
 
-    /// Storage that is recycled between layers and steps.
+    /// The recycled storage of layers and steps.
     pub fn workspace(&self) -> &Workspace {
         &self.workspace
     }
 
-    /// The model's units in forward order: the embedding is 0, layer i is i + 1.
+    /// Index of the head's unit. The units are in forward order: the embedding is 0, layer i is i + 1.
     pub(super) fn head_unit(&self) -> usize {
         if self.model.is_tied() { 0 } else { self.model.layers.len() + 1 }
     }
@@ -223,9 +222,8 @@ impl Engine {
     }
 }
 
-/// The library's ops do not use candle's own pool, layers written with candle ops do: it is
-/// one pool behind a barrier, for which the ranks of a process would queue. Only the program
-/// may change the environment, so the library says so, once.
+/// Warns about candle's own thread pool. The library's ops do not use it, but layers written with candle
+/// ops do, and all ranks of a process would queue for it. Only the program may change the environment.
 fn warn_about_candle_threads() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {

@@ -1,9 +1,9 @@
-//! The factor of the loss in fp16 training.
+//! The loss scale of fp16 training.
 
 use crate::checkpoint::LossScalerState;
 use crate::config::{DynamicLossScale, LossScale, Precision};
 
-/// DeepSpeed's dynamic loss scaler (`runtime/fp16/loss_scaler.py`), step for step; a static scale stands.
+/// DeepSpeed's dynamic loss scaler (`runtime/fp16/loss_scaler.py`), step for step, or a static scale.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct LossScaler {
     rule: Option<DynamicLossScale>,
@@ -11,7 +11,7 @@ pub(super) struct LossScaler {
 }
 
 impl LossScaler {
-    /// The scaler that a config asks for: only fp16 needs one that is not 1.
+    /// The scaler of a config: 1 unless the precision is fp16.
     pub(super) fn of(precision: Precision) -> Self {
         match precision {
             Precision::F32 | Precision::Bf16 { .. } => Self::fixed(1.0),
@@ -31,24 +31,25 @@ impl LossScaler {
         Self { rule: Some(rule), state }
     }
 
-    /// The factor of the next step's loss.
+    /// The loss scale of the next step.
     pub(super) fn scale(&self) -> f64 {
         self.state.scale
     }
 
-    /// What to keep in a checkpoint: nothing of a scale that the config fixes.
+    /// State for a checkpoint; none for a static scale.
     pub(super) fn state(&self) -> Option<LossScalerState> {
         self.rule.is_some().then_some(self.state)
     }
 
-    /// Goes on from a checkpoint; a scale that the config fixes stays what it is.
+    /// Restores a checkpoint's state; a static scale stays as configured.
     pub(super) fn restore(&mut self, state: LossScalerState) {
         if self.rule.is_some() {
             self.state = state;
         }
     }
 
-    /// Learns whether a step's gradient overflowed. Returns false where it did and the scale can fall no lower.
+    /// Records whether a step's gradient overflowed. Returns false if it did and the scale is at its
+    /// minimum.
     #[must_use]
     pub(super) fn update(&mut self, overflow: bool) -> bool {
         let Some(rule) = self.rule else { return true };
@@ -67,7 +68,7 @@ impl LossScaler {
         if rule.consecutive_hysteresis {
             state.hysteresis = rule.hysteresis;
         }
-        // DeepSpeed counts neither the first step after an overflow nor the very first one.
+        // DeepSpeed counts neither the first step after an overflow nor the very first step.
         let counted = state.good_steps;
         state.good_steps += 1;
         if counted > 0 && counted.is_multiple_of(rule.loss_scale_window) {

@@ -8,15 +8,15 @@
 //!
 //! [`Engine::train_batch`] does all of it for one global batch.
 //!
-//! **Loss and gradient.** The loss of a step is the sum of all token losses of the global
-//! batch divided by the number N of its valid tokens, over dp, sp and accumulation alike.
-//! N is not known before all ranks have counted, so `backward` scales by the constant `1/C`
-//! (the config's `train_batch_size · seq_len`), and `step` multiplies by `C/N` before it takes the
-//! norm. A rank without a valid label contributes zeros.
+//! **Loss and gradient.** The loss of a step is the sum of all token losses of the global batch divided
+//! by the number N of its valid tokens, over dp, sp and accumulation. N is unknown until all ranks have
+//! counted. So `backward` scales by the constant `1/C` (`C = train_batch_size · seq_len`), and `step`
+//! multiplies by `C/N` before it computes the norm. A rank without a valid label contributes zeros.
 
 mod assemble;
 mod backward;
 mod checkpoint;
+mod consistency;
 mod error;
 mod forward;
 mod initialize;
@@ -26,7 +26,6 @@ mod moment;
 mod offload;
 mod parameter_groups;
 mod report;
-mod rows;
 mod step;
 mod times;
 mod train;
@@ -36,7 +35,7 @@ pub use checkpoint::RunRecord;
 pub use error::EngineError;
 pub use forward::Loss;
 pub use initialize::{Engine, initialize};
-pub use memory::HeldInPart;
+pub use memory::PartPeak;
 pub use moment::Moment;
 pub use offload::{check_offload, check_offload_device};
 pub use parameter_groups::check_parameter_groups;

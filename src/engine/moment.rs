@@ -2,26 +2,26 @@
 
 use std::fmt;
 
-/// A part of a step. Layers are counted from 0.
+/// A part of a step. Layers are numbered from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Moment {
-    /// A micro batch and its embedding.
+    /// Start of a micro batch, with its embedding.
     Embedding,
     /// A layer's forward.
     Forward {
-        /// Which layer.
+        /// Index of the layer.
         layer: usize,
     },
-    /// The head with the loss, forward and backward.
+    /// The LM head with the loss, forward and backward.
     Head,
-    /// A layer's backward, after its forward once more where that is recomputed.
+    /// A layer's backward, including the recomputation of its forward if any.
     Backward {
-        /// Which layer.
+        /// Index of the layer.
         layer: usize,
     },
     /// The embedding's backward.
     EmbeddingBackward,
-    /// The norm, the update, and the parameters of the others.
+    /// Norm, clipping, update, and the all-gather of parameters.
     Update,
 }
 

@@ -1,4 +1,4 @@
-//! Where the config wants tensors to wait between their uses, and checkpoints of layers there.
+//! Offload stores for parameters, optimizer state and activation checkpoints, as configured.
 
 use super::EngineError;
 use crate::config::{Config, Offload};
@@ -8,21 +8,21 @@ use std::path::Path;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 use ulysses_kernels::device::DeviceKind;
-use ulysses_kernels::offload::{Extent, OffloadError, OffloadStore, Use};
+use ulysses_kernels::offload::{Extent, OffloadError, OffloadStore, StoreLabel};
 use ulysses_kernels::tensor::TensorOptions;
 
-/// Something that may be offloaded.
+/// A kind of tensor that may be offloaded.
 #[derive(Clone, Copy)]
 struct Offloaded {
     holds: &'static str,
-    /// The key that asks for it.
+    /// The key that enables it.
     key: &'static str,
-    /// The key that names the directory of its file.
+    /// The key that names its file's directory.
     directory_key: &'static str,
 }
 
 const CHECKPOINTS: Offloaded = Offloaded {
-    holds: "checkpoints of activations",
+    holds: "activation checkpoints",
     key: "activation_checkpointing.cpu_checkpointing",
     directory_key: "ulysses.offload_path",
 };
@@ -39,15 +39,15 @@ const PARAMETERS: Offloaded = Offloaded {
 
 impl Offloaded {
     fn in_file(self, directory: Option<&Path>) -> Result<OffloadStore, OffloadError> {
-        OffloadStore::in_file(Use { holds: self.holds, key: self.directory_key }, directory)
+        OffloadStore::in_file(StoreLabel { holds: self.holds, key: self.directory_key }, directory)
     }
 
-    /// None where the tensors are in the host's memory already.
+    /// `None` if the tensors are in host memory already.
     fn in_host_memory(self, device: &Device) -> Result<Option<OffloadStore>, OffloadError> {
-        OffloadStore::in_host_memory(Use { holds: self.holds, key: self.key }, device)
+        OffloadStore::in_host_memory(StoreLabel { holds: self.holds, key: self.key }, device)
     }
 
-    /// Where it waits by the config's word.
+    /// The store that the config selects.
     fn store(
         self,
         offload: &Offload,
@@ -73,21 +73,21 @@ impl Offloaded {
     }
 }
 
-/// One rank's store of checkpoints of layers, between their forward and their backward pass.
-pub(super) struct CheckpointStore(OffloadStore);
+/// One rank's store of activation checkpoints, between a layer's forward and backward pass.
+pub(super) struct ActivationOffload(OffloadStore);
 
-/// A checkpoint in the store.
+/// An offloaded checkpoint.
 pub(super) struct OffloadedTensor {
     extent: Extent,
     shape: Shape,
 }
 
-impl CheckpointStore {
-    /// The store that the config asks for: a file for a CPU's tensors, the host's memory for a GPU's. Each rank has
-    /// its own.
+impl ActivationOffload {
+    /// Creates the store that the config asks for: a file for tensors on the CPU, host memory for tensors
+    /// on a GPU. Each rank has its own.
     ///
     /// # Errors
-    /// A directory that cannot be written to, or a driver that refuses.
+    /// A directory that cannot be written to, or an error of the driver.
     pub(super) fn of(config: &Config, device: &Device) -> Result<Option<Self>, EngineError> {
         if !config.activation_checkpointing.cpu_checkpointing {
             return Ok(None);
@@ -97,9 +97,9 @@ impl CheckpointStore {
         Ok(Some(Self(store)))
     }
 
-    /// Starts to write a tensor, which nobody else may hold. The one before is written and freed first: each is one
-    /// hidden state more that the forward pass holds, and recycled it would be spare when the backward pass needs the
-    /// memory.
+    /// Starts to write a tensor, which must have no other owner. First waits until the previous tensor is
+    /// written and freed: each pending one is another hidden state in memory. They are not recycled, since
+    /// the backward pass needs the memory.
     ///
     /// # Errors
     /// An earlier write that failed.
@@ -111,7 +111,7 @@ impl CheckpointStore {
         Ok(OffloadedTensor { extent, shape })
     }
 
-    /// Starts to bring tensors back, for a [`load`](Self::load) that need not wait.
+    /// Starts to load tensors, so that a later [`load`](Self::load) need not wait.
     ///
     /// # Errors
     /// A copy that cannot be started.
@@ -122,25 +122,25 @@ impl CheckpointStore {
     ) -> Result<(), EngineError> {
         self.0.settle()?;
         tensors.iter().try_for_each(|OffloadedTensor { extent, shape }| {
-            self.0.read_ahead(extent, || Ok(workspace.take(shape.clone())?))
+            self.0.read_ahead(extent, || Ok(workspace.alloc(shape.clone())?))
         })
     }
 
-    /// Brings a tensor back and frees its extent.
+    /// Loads a tensor and frees its extent.
     ///
     /// # Errors
     /// A write or read that failed.
     pub(super) fn load(&self, stored: OffloadedTensor, workspace: &Workspace) -> Result<Tensor, EngineError> {
         self.0.settle()?;
         let OffloadedTensor { extent, shape } = stored;
-        self.0.read(&extent, || Ok(workspace.take(shape)?))
+        self.0.read(&extent, || Ok(workspace.alloc(shape)?))
     }
 }
 
-/// Whether everything can be offloaded that the config asks for, before any rank needs it.
+/// Checks that everything the config offloads can be offloaded, before any rank needs it.
 ///
 /// # Errors
-/// A directory that cannot be written to, or a file for tensors on a GPU.
+/// A directory that cannot be written to, or file offload for tensors on a GPU.
 pub fn check_offload(config: &Config, device: DeviceKind) -> Result<(), EngineError> {
     if config.activation_checkpointing.cpu_checkpointing && device == DeviceKind::Cpu {
         CHECKPOINTS.in_file(shared_directory(config))?;
@@ -151,20 +151,20 @@ pub fn check_offload(config: &Config, device: DeviceKind) -> Result<(), EngineEr
     Ok(())
 }
 
-/// Whether ranks on such a device can offload to where the config says.
+/// Checks that ranks on this kind of device can offload as configured.
 ///
 /// # Errors
-/// A file for tensors on a GPU.
+/// File offload for tensors on a GPU.
 pub fn check_offload_device(config: &Config, device: DeviceKind) -> Result<(), EngineError> {
     let is_cpu = device == DeviceKind::Cpu;
     OPTIMIZER.check_device(&config.zero.offload_optimizer, is_cpu)?;
     PARAMETERS.check_device(&config.zero.offload_param, is_cpu)
 }
 
-/// Where the config wants parameters and optimizer state to be.
+/// The configured storage of parameters and optimizer state.
 ///
 /// # Errors
-/// As [`check_offload`], or a driver that refuses.
+/// As [`check_offload`], or an error of the driver.
 pub(super) fn storage(config: &Config, options: TensorOptions) -> Result<Storage, EngineError> {
     let store = |what: Offloaded, offload| {
         Ok::<_, EngineError>(what.store(offload, config, &options.device)?.map(Arc::new))
@@ -176,7 +176,7 @@ pub(super) fn storage(config: &Config, options: TensorOptions) -> Result<Storage
     })
 }
 
-/// Where files go that have no directory of their own.
+/// The directory for offload files without one of their own.
 fn shared_directory(config: &Config) -> Option<&Path> {
     config.ulysses.offload_path.as_deref().map(Path::new)
 }

@@ -1,15 +1,15 @@
-//! `ulysses.parameter_groups` against the parameters of a model.
+//! Checks `ulysses.parameter_groups` against the parameters of a model.
 
 use super::EngineError;
 use crate::config::ParameterGroup;
 use crate::model::UnitSpec;
 
-/// Refuses groups that are slips of the pen, whose parameters would be trained with other settings: a pattern that
-/// matches nothing, or nothing that an earlier group has left. Groups that freeze everything leave nothing to train.
-/// [`initialize`](super::initialize) does so too; this needs no ranks.
+/// Refuses parameter groups that are likely mistakes: a pattern that matches nothing, or only parameters
+/// of earlier groups; and groups that freeze all parameters. [`initialize`](super::initialize) also checks
+/// this; this function needs no ranks.
 ///
 /// # Errors
-/// The first of these faults, with the group and its pattern.
+/// The first of these mistakes, with the group and its pattern.
 pub fn check_parameter_groups(groups: &[ParameterGroup], units: &[UnitSpec]) -> Result<(), EngineError> {
     const MAX_SIMILAR: usize = 3;
     let names = || units.iter().flat_map(|unit| &unit.parameters).map(|spec| spec.name.as_str());

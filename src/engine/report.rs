@@ -1,28 +1,28 @@
-//! What an engine tells the monitor.
+//! Metrics and summaries of an engine.
 
 use super::{Engine, EngineError, StepReport};
 use crate::comm::ProcessGroupExt;
 use crate::model::LlamaConfig;
 use crate::monitor::{Metrics, RankSummary};
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
-use crate::zero::HeldBytes;
+use crate::zero::StateBytes;
 use ulysses_kernels::attention::grouped_heads;
 use ulysses_kernels::memory;
 
-/// Micro batches of one length that a rank has run.
+/// Number of passes that a rank has run over micro batches of one length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Passes {
-    /// Tokens per row.
+    /// Tokens per sequence.
     pub seq_len: usize,
-    /// Micro batches that went forward and backward.
+    /// Micro batches that ran forward and backward.
     pub trained: u64,
-    /// Micro batches that went forward only.
+    /// Micro batches that ran forward only.
     pub evaluated: u64,
 }
 
 impl StepReport {
-    /// The record of a step that took `step_seconds`, without what the report does not know: data, the shares of
-    /// the time, and the peak of the machine.
+    /// The metrics of a step that took `step_seconds`, without those that the report does not know: data,
+    /// shares of the time, and the peak FLOP/s of the machine.
     pub fn metrics(&self, step_seconds: f64) -> Metrics {
         Metrics {
             step: self.step,
@@ -49,25 +49,25 @@ impl StepReport {
 }
 
 impl Engine {
-    /// What this rank moved and holds, beside what the formulas say for a Llama-style model
-    /// and all `passes` of the run. Collective.
+    /// What this rank sent and holds, next to the formulas for a Llama-style model and all `passes` of
+    /// the run. Collective.
     ///
     /// # Errors
     /// Failed communication.
     pub fn summary(&self, model: &LlamaConfig, passes: &[Passes]) -> Result<RankSummary, EngineError> {
-        // What a rank has sent is complete once all others have taken it.
+        // The count of sent bytes is complete once all other ranks have received them.
         let groups = self.groups.by_axis();
         groups.iter().try_for_each(|(_, group)| group.barrier())?;
-        let (held, expected) = (self.zero.held_bytes(), self.zero.expected_held_bytes());
+        let (measured, expected) = (self.zero.state_bytes(), self.zero.expected_state_bytes());
         Ok(RankSummary {
             rank: self.global_rank,
-            // By axis: a group that spans the world is the world's and bears its name.
+            // By axis: a group that spans the world is the world group and has its name.
             groups: groups.into_iter().map(|(axis, group)| (axis.to_owned(), group.stats())).collect(),
             expected_exchange_bytes: passes
                 .iter()
                 .map(|passes| self.exchange_bytes(model, *passes))
                 .sum::<Result<u64, EngineError>>()?,
-            held_bytes: pairs(held, expected),
+            held_bytes: pairs(measured, expected),
             peak_by_category: memory::peak_by_category(),
         })
     }
@@ -92,10 +92,10 @@ impl Engine {
     }
 }
 
-fn pairs(held: HeldBytes, expected: HeldBytes) -> [(u64, u64); 3] {
+fn pairs(measured: StateBytes, expected: StateBytes) -> [(u64, u64); 3] {
     [
-        (held.parameters, expected.parameters),
-        (held.gradients, expected.gradients),
-        (held.optimizer, expected.optimizer),
+        (measured.parameters, expected.parameters),
+        (measured.gradients, expected.gradients),
+        (measured.optimizer, expected.optimizer),
     ]
 }

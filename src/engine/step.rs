@@ -1,7 +1,7 @@
 //! The optimizer step.
 
 use super::moment::Moment;
-use super::{Engine, EngineError, rows};
+use super::{Engine, EngineError, consistency};
 use crate::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use crate::config::LossNormalization;
 use crate::mesh::{REPLICAS_AXIS, SHARD_AXIS};
@@ -10,21 +10,21 @@ use std::collections::HashSet;
 use ulysses_kernels::OpError;
 use ulysses_kernels::lm_head_loss::{LossSum, Losses};
 
-/// Overflows in a row after which training stops, whatever the loss scale does.
+/// Consecutive overflows after which training stops, whatever the loss scale.
 const MAX_CONSECUTIVE_SKIPS: u64 = 64;
 
-/// Updates between two comparisons of replicas.
+/// Updates between two checks of the replicas.
 const STEPS_PER_REPLICA_CHECK: u64 = 100;
 
-/// What has been accumulated since the last step, on this rank.
+/// Totals on this rank since the last step.
 #[derive(Debug, Default)]
 pub(super) struct Accumulation {
     pub(super) micro_steps: usize,
     /// The token losses of each micro step, and the weight of their sum.
     losses: Vec<(Losses, f64)>,
-    /// Of the rows of all micro steps.
+    /// Combined hash of the sequences of all micro steps.
     rows_hash: u64,
-    /// Of all micro steps, over the sp group.
+    /// Tokens of all micro steps, over the sp group.
     tokens: u64,
 }
 
@@ -32,11 +32,11 @@ impl Accumulation {
     pub(super) fn add(&mut self, losses: Losses, rows_hash: u64, tokens: u64, weight: f64) {
         self.losses.push((losses, weight));
         self.tokens += tokens;
-        self.rows_hash = rows::combine(self.rows_hash, rows_hash);
+        self.rows_hash = consistency::combine(self.rows_hash, rows_hash);
     }
 
-    /// The weighted sum of the token losses, and the number of tokens that have a label. A GPU is waited for, once
-    /// for all micro steps.
+    /// The weighted sum of the token losses, and the number of tokens with a label. Synchronizes with a
+    /// GPU, once for all micro steps.
     fn sum(&self) -> Result<[f64; 2], OpError> {
         let mut total = [0.0; 2];
         for (losses, weight) in &self.losses {
@@ -48,27 +48,27 @@ impl Accumulation {
     }
 }
 
-/// What a step did. Equal on all ranks, except for `comm_bytes`.
+/// The result of a step. Equal on all ranks, except for `comm_bytes`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepReport {
-    /// Number of the step, from 1; skipped steps count.
+    /// Number of the step, from 1, counting skipped steps.
     pub step: u64,
-    /// Loss of the global batch before the update; 0 when nothing was valid.
+    /// Loss of the global batch before the update; 0 if no token had a label.
     pub loss: f64,
-    /// Learning rate that was used.
+    /// Learning rate of the step.
     pub lr: f64,
     /// Norm of the global gradient before clipping.
     pub grad_norm: f64,
-    /// Tokens of the global batch: its sequences times their length, masked tokens and padding included.
+    /// Tokens of the global batch (sequences × length), including masked tokens and padding.
     pub tokens: u64,
-    /// Tokens of it that have a label.
+    /// Tokens of the global batch with a label.
     pub label_tokens: u64,
-    /// Nothing was updated and the schedule stood still: no token of the batch had a label, or
-    /// the gradient overflowed.
+    /// Whether nothing was updated and the schedule did not advance: no token had a label, or the
+    /// gradient overflowed.
     pub skipped: bool,
-    /// The loss or its gradient was not finite: why a step of 16-bit training is skipped.
+    /// Whether loss or gradient was not finite, which skips a step of 16-bit training.
     pub overflow: bool,
-    /// The factor on the loss in fp16, 1 in other formats. The loss and the norm are without it.
+    /// The loss scale: 1 unless in fp16. Loss and norm are unscaled.
     pub loss_scale: f64,
     /// Bytes that this rank sent since the last report.
     pub comm_bytes: u64,
@@ -79,17 +79,17 @@ pub struct StepReport {
 struct GlobalGradient {
     loss: f64,
     valid_tokens: u64,
-    /// What the stored gradients must be multiplied by.
+    /// Factor that unscales the stored gradients.
     factor: f64,
     norm: f64,
 }
 
 impl Engine {
-    /// At the accumulation boundary: normalises, clips and updates. Before it: nothing, as
-    /// in DeepSpeed, and `None`. Collective.
+    /// At the accumulation boundary: normalizes, clips and updates. Before it: does nothing, as in
+    /// DeepSpeed, and returns `None`. Collective.
     ///
     /// # Errors
-    /// A loss or gradient that is not finite, ranks of an sp group with parts of different rows, or failed
+    /// A loss or gradient that is not finite, an sp group with shards of different sequences, or failed
     /// communication.
     pub fn step(&mut self) -> Result<Option<StepReport>, EngineError> {
         self.check_usable()?;
@@ -97,14 +97,14 @@ impl Engine {
             return Ok(None);
         }
         self.begin_part(Moment::Update);
-        self.check_rows(self.accumulation.rows_hash)?;
+        self.check_sequences(self.accumulation.rows_hash)?;
         let global = self.global_gradient()?;
         let Accumulation { tokens, .. } = std::mem::take(&mut self.accumulation);
         self.attempted_steps += 1;
         let lr = self.schedule.lr_at(self.step);
         let loss_scale = self.scaler.scale();
         let is_empty = global.valid_tokens == 0;
-        // Loss and norm are sums over the mesh: all ranks see the same, so all skip or none.
+        // Loss and norm are sums over the mesh, so all ranks skip or none does.
         let is_finite = global.norm.is_finite() && global.loss.is_finite();
         let overflow = !is_empty && !is_finite;
         if overflow {
@@ -130,8 +130,8 @@ impl Engine {
         }))
     }
 
-    /// Passes over a step whose gradient is not finite. In f32 that cannot be mended by another scale or
-    /// batch, and a run that only skips is going nowhere: both are errors.
+    /// Skips a step whose gradient is not finite. In f32 no other scale can help, and a run that only
+    /// skips makes no progress: both are errors.
     fn skip(&mut self, GlobalGradient { loss, norm, .. }: GlobalGradient) -> Result<(), EngineError> {
         let step = self.attempted_steps;
         if !self.config.precision.skips_overflow() {
@@ -148,8 +148,8 @@ impl Engine {
         Err(EngineError::Overflow { step, skips, scale, loss, part, is_scale_at_minimum: !can_scale })
     }
 
-    /// The part of the model where the gradient overflows: the first, in the order of the backward pass, whose
-    /// gradient is not finite on some rank. Collective over the ZeRO world.
+    /// The first part of the model, in backward order, whose gradient is not finite on some rank.
+    /// Collective over the ZeRO world.
     fn first_overflowing_part(&self) -> Result<String, EngineError> {
         let parts = self.parts_in_backward_order();
         let overflowing: HashSet<_> = self.zero.non_finite_gradients()?.into_iter().collect();
@@ -160,10 +160,10 @@ impl Engine {
         Ok(part.map_or("the loss", |(part, _)| *part).to_owned())
     }
 
-    /// Head, layers from the last to the first, embedding; each with the names of its parameters.
+    /// Head, layers from last to first, embedding; each with the names of its parameters.
     fn parts_in_backward_order(&self) -> Vec<(&str, Vec<&str>)> {
         let (head, embedding) = (&self.model.head, self.model.embedding.parameter().name.as_str());
-        // The gradient of a tied matrix is whole with the embedding's.
+        // The gradient of a tied matrix is complete with the embedding's.
         let projection = (!self.model.is_tied()).then_some(head.projection().name.as_str());
         let head = [head.norm().name.as_str()].into_iter().chain(projection).collect();
         let layers = self.model.layers.iter().rev().map(|layer| {
@@ -179,20 +179,20 @@ impl Engine {
         let GlobalGradient { norm, factor, .. } = global;
         self.consecutive_skips = 0;
         let clip = self.config.gradient_clipping;
-        // torch.nn.utils.clip_grad_norm_'s epsilon.
+        // The epsilon of torch.nn.utils.clip_grad_norm_.
         let coefficient = if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 };
         let betas = self.schedule.momentum_at(self.step);
         self.is_broken = true;
         self.zero.update(self.step + 1, lr, betas, factor * coefficient)?;
         self.is_broken = false;
-        // True also of a scale that cannot move: there was no overflow.
+        // False only after an overflow, and there was none.
         let _ = self.scaler.update(false);
         self.step += 1;
         if self.step.is_multiple_of(STEPS_PER_REPLICA_CHECK) { self.check_replicas() } else { Ok(()) }
     }
 
-    /// Loss of the accumulated batch over the whole mesh. Collective; valid between the last
-    /// `backward` and `step`.
+    /// Loss of the accumulated batch over the whole mesh. Collective; valid between the last `backward`
+    /// and `step`.
     ///
     /// # Errors
     /// An incomplete accumulation, or failed communication.
@@ -200,7 +200,7 @@ impl Engine {
         Ok(self.global_gradient()?.loss)
     }
 
-    /// Loss and gradient norm over the whole mesh, of a complete accumulation.
+    /// Loss and gradient norm of a complete accumulation, over the whole mesh.
     fn global_gradient(&self) -> Result<GlobalGradient, EngineError> {
         let (accumulation, done) = (self.config.gradient_accumulation_steps, self.accumulation.micro_steps);
         if done < accumulation {
@@ -212,7 +212,7 @@ impl Engine {
             LossNormalization::Global => (loss_sum / valid, self.loss_constant() / valid),
             LossNormalization::MicroBatch => (loss_sum, 1.0),
         };
-        // The scale that the backward passes used: it moves in `step` only, after this.
+        // The scale that the backward passes used: only `step` changes it, after this.
         let factor = factor / self.scaler.scale();
         let norm = factor * self.zero.gradient_sum_of_squares()?.sqrt();
         Ok(GlobalGradient { loss, valid_tokens: valid as u64, factor, norm })
@@ -225,8 +225,8 @@ impl Engine {
         Ok([global[0], global[1]])
     }
 
-    /// Every gradient of the accumulated batch, whole, normalised and unclipped, by
-    /// parameter name. Collective; valid between the last `backward` and `step`.
+    /// Gathers every gradient of the accumulated batch by parameter name: whole, normalized and
+    /// unclipped. Collective; valid between the last `backward` and `step`.
     ///
     /// # Errors
     /// An incomplete accumulation, or failed communication.
@@ -237,15 +237,14 @@ impl Engine {
         scaled.collect()
     }
 
-    /// Forgets what has been accumulated since the last step, as DeepSpeed's `zero_grad`.
+    /// Clears everything accumulated since the last step, as DeepSpeed's `zero_grad` does.
     pub fn zero_grad(&mut self) {
         self.accumulation = Accumulation::default();
     }
 
-    /// Compares what several ranks hold and update redundantly: parameters and optimizer state among the replicas of
-    /// a partition (an sp group); in the ZeRO world (a dp group) parameters below ZeRO stage 3 and optimizer state
-    /// at stage 0. Collective; `step` calls it every
-    /// hundred updates, and every save of a checkpoint before it begins.
+    /// Compares replicas: parameters and optimizer state of a partition within the sp group; and in the
+    /// dp group, parameters below ZeRO stage 3 and optimizer state at stage 0. Collective. `step` calls it
+    /// every 100 updates, and every checkpoint before it is saved.
     ///
     /// # Errors
     /// [`EngineError::ReplicasDiffer`], or failed communication.
@@ -285,14 +284,14 @@ impl Engine {
         }
     }
 
-    /// The constant that losses are divided by before their number is known: any would do, this
-    /// one keeps gradients near their final size.
+    /// The constant that losses are divided by before the number of valid tokens is known. Any value
+    /// would do; this one keeps gradients near their final size.
     pub(super) fn loss_constant(&self) -> f64 {
         self.config.train_batch_size as f64 * self.config.ulysses.seq_len.unwrap_or(1) as f64
     }
 
-    /// After an error in the middle of a backward pass or an update, gradients or parameters
-    /// are half done, and differently on different ranks.
+    /// Fails after an error within a backward pass or an update, which leaves gradients or parameters
+    /// incomplete and different between ranks.
     pub(super) fn check_usable(&self) -> Result<(), EngineError> {
         if self.is_broken { Err(EngineError::Broken) } else { Ok(()) }
     }

@@ -1,4 +1,4 @@
-//! Where the time of a step goes, on this rank.
+//! Time of a step by phase, on this rank.
 
 use super::Engine;
 use crate::comm::{CallTimes, CommSeconds, EachCall};
@@ -10,21 +10,21 @@ use std::time::Instant;
 pub struct PhaseTimes {
     /// Wall time.
     pub seconds: f64,
-    /// The part of it in which the rank was in collectives.
+    /// The part of it spent in collectives.
     pub comm: CommSeconds,
 }
 
-/// Time of the steps that [`Engine::train_batch`] has done. On a GPU it is the host's: the time that it took to
-/// launch the work, and to wait for values.
+/// Times of the steps that [`Engine::train_batch`] has run. On a GPU these are host times: launching work
+/// and waiting for values.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepTimes {
     /// All forward passes.
     pub forward: PhaseTimes,
-    /// All backward passes, with the reduction of the gradients.
+    /// All backward passes, with the reduction of gradients.
     pub backward: PhaseTimes,
-    /// Norm, clipping, update, and what it publishes.
+    /// Norm, clipping, update, and the all-gather of parameters.
     pub update: PhaseTimes,
-    /// Layers in order, and last the head with its loss.
+    /// Layers in order, then the LM head with its loss.
     pub parts: Vec<PartTimes>,
 }
 
@@ -33,7 +33,7 @@ pub struct StepTimes {
 pub struct PartTimes {
     /// Of its forward passes.
     pub forward: f64,
-    /// Of its backward passes, with what they compute again.
+    /// Of its backward passes, including recomputation.
     pub backward: f64,
 }
 
@@ -46,7 +46,7 @@ impl StepTimes {
         sum
     }
 
-    /// For the record of a step that took `step_seconds`, of which the rank waited `data_seconds` for data.
+    /// Time shares of a step that took `step_seconds`, of which the rank waited `data_seconds` for data.
     pub fn shares(&self, step_seconds: f64, data_seconds: f64) -> TimeShares {
         let comm = self.comm();
         TimeShares {
@@ -70,23 +70,23 @@ pub(super) enum StepPhase {
 }
 
 impl Engine {
-    /// Where the time of the steps went that [`train_batch`](Self::train_batch) has done since this was asked last.
+    /// Returns the times of the steps that [`train_batch`](Self::train_batch) has run since the last
+    /// call.
     pub fn take_times(&mut self) -> StepTimes {
         std::mem::take(&mut self.times)
     }
 
-    /// Every collective of this rank's groups so far, by axis, operation and size, with the time that the rank spent
-    /// in it.
+    /// Totals of this rank's collectives so far, by axis, operation and size, with their time.
     pub fn comm_calls(&self) -> Vec<CallTimes> {
         self.comm_timer.calls()
     }
 
-    /// Every single collective so far, if the config asks for the communication log.
+    /// Every collective so far, if the config enables the communication log.
     pub fn each_comm_call(&self) -> Vec<EachCall> {
         self.comm_timer.each_call()
     }
 
-    /// The times of layer `index`, or after the last one of the head.
+    /// The times of layer `index`, or of the head after the last layer.
     pub(super) fn part_times(&mut self, index: usize) -> &mut PartTimes {
         let num_parts = self.model.layers.len() + 1;
         self.times.parts.resize(num_parts, PartTimes::default());
@@ -94,7 +94,7 @@ impl Engine {
     }
 
     pub(super) fn timed<T>(&mut self, phase: StepPhase, run: impl FnOnce(&mut Self) -> T) -> T {
-        let (begun, comm) = (Instant::now(), self.comm_timer.seconds());
+        let (start, comm) = (Instant::now(), self.comm_timer.seconds());
         let span = match phase {
             StepPhase::Forward => tracing::debug_span!("forward"),
             StepPhase::Backward => tracing::debug_span!("backward"),
@@ -106,7 +106,7 @@ impl Engine {
             StepPhase::Backward => &mut self.times.backward,
             StepPhase::Update => &mut self.times.update,
         };
-        times.seconds += begun.elapsed().as_secs_f64();
+        times.seconds += start.elapsed().as_secs_f64();
         times.comm += self.comm_timer.seconds() - comm;
         value
     }

@@ -1,4 +1,4 @@
-//! One global batch at a time.
+//! Training on whole global batches.
 
 use super::times::StepPhase;
 use super::{Engine, EngineError, StepReport};
@@ -6,11 +6,11 @@ use crate::data::{DataError, DataLoader, Dataset, GlobalBatch, LoaderOptions, Mi
 use std::error::Error;
 
 impl Engine {
-    /// This rank's loader of `data`: seed and batch sizes are the config's, the place is the engine's on the mesh.
-    /// (What DeepSpeed's `deepspeed_io` is to its engine.)
+    /// Creates this rank's loader of `data`, with the config's seed and batch sizes and the engine's
+    /// placement on the mesh. (The counterpart of DeepSpeed's `deepspeed_io`.)
     ///
     /// # Errors
-    /// Rows of fewer tokens than there are sp ranks.
+    /// Sequences of fewer tokens than there are sp ranks.
     pub fn data_loader(&self, data: impl Into<Dataset>) -> Result<DataLoader, DataError> {
         let options = LoaderOptions {
             seed: self.config.seed,
@@ -21,7 +21,7 @@ impl Engine {
         DataLoader::new(data, options)
     }
 
-    /// This rank's place on the mesh, for the data.
+    /// This rank's placement on the mesh, for the data loader.
     pub fn placement(&self) -> Placement {
         let (dp, sp) = (&self.groups.dp, &self.groups.sp);
         Placement {
@@ -32,8 +32,8 @@ impl Engine {
         }
     }
 
-    /// This rank's part of a global batch: its tokens of its sequences, one micro batch for each micro step. Micro step
-    /// `a` of dp rank `d` takes the sequences from `(a·dp + d)·micro_batch` on.
+    /// Returns this rank's part of a global batch: its tokens of its sequences, as one micro batch per
+    /// micro step. Micro step `a` of dp rank `d` takes the sequences from `(a·dp + d)·micro_batch` on.
     ///
     /// ```text
     /// let mut parts = engine.shard(&batch)?.into_iter();
@@ -45,7 +45,7 @@ impl Engine {
     pub fn shard(&self, batch: &GlobalBatch) -> Result<Vec<MicroBatch>, EngineError> {
         let (got, expected) = (batch.batch(), self.config.train_batch_size);
         if got != expected {
-            let what = "the number of rows of its global batch";
+            let what = "the number of sequences of its global batch";
             return Err(EngineError::MicroBatch { what, got, expected });
         }
         let Placement { dp_size, dp_rank, sp_size, sp_rank } = self.placement();
@@ -57,11 +57,11 @@ impl Engine {
         (0..self.config.gradient_accumulation_steps).map(part).collect()
     }
 
-    /// Trains on one global batch: `gradient_accumulation_steps` micro batches from
-    /// `next_micro_batch` (fewer when `backward` has begun the step), then the update.
+    /// Trains on one global batch: `gradient_accumulation_steps` micro batches from `next_micro_batch`
+    /// (fewer if `backward` has begun the step), then the update.
     ///
     /// # Errors
-    /// A micro batch that cannot be had, or whatever a step reports.
+    /// An error of `next_micro_batch`, or any error of a step.
     pub fn train_batch<E: Into<Box<dyn Error + Send + Sync>>>(
         &mut self,
         mut next_micro_batch: impl FnMut() -> Result<MicroBatch, E>,

@@ -1,18 +1,17 @@
-//! Running one global batch and looking at everything it makes.
+//! Runs one global batch and returns all results, for checks.
 
 use super::{Engine, EngineError, StepReport};
 use crate::data::{GlobalBatch, MicroBatch};
 use candle_core::Tensor;
 
-/// What a global batch does to a model, assembled over the mesh: the same on all ranks, and
-/// the same for every mesh.
+/// The results of a global batch, assembled over the mesh: the same on all ranks and for every mesh.
 #[derive(Debug)]
 pub struct BatchOutcome {
     /// Logits before the first step, `[batch, seq, vocab]`.
     pub logits: Tensor,
     /// Loss before the first step.
     pub loss: f64,
-    /// Gradients of the first step by parameter name, normalised and unclipped.
+    /// Gradients of the first step by parameter name, normalized and unclipped.
     pub gradients: Vec<(String, Tensor)>,
     /// Reports of the optimizer steps.
     pub reports: Vec<StepReport>,
@@ -24,7 +23,7 @@ impl Engine {
     /// Runs `batch` forward and backward and takes `steps` optimizer steps on it. Collective.
     ///
     /// # Errors
-    /// A batch whose rows the config's batch sizes do not make up, or whatever a step reports.
+    /// A batch that the config's batch sizes do not divide, or any error of a step.
     pub fn run_global_batch(
         &mut self,
         batch: &GlobalBatch,

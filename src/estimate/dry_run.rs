@@ -7,7 +7,7 @@ use crate::comm::ProcessGroup;
 use crate::comm::fake::FakeGroup;
 use crate::config::Config;
 use crate::data::MicroBatch;
-use crate::engine::{Engine, EngineError, HeldInPart};
+use crate::engine::{Engine, EngineError, PartPeak};
 use crate::mesh::{DeviceMesh, shard_range};
 use crate::model::{Model, ModelError, ParameterSpec, WeightSource};
 use crate::zero::{HybridGroups, ZeroGroups};
@@ -33,7 +33,7 @@ pub(super) struct DryStep {
     pub(super) micro_batches: Vec<(u64, Vec<Event>)>,
     pub(super) update: Vec<Event>,
     /// The most that was held in each part of those, in their order.
-    pub(super) parts: Vec<HeldInPart>,
+    pub(super) parts: Vec<PartPeak>,
     /// What was held before the first step.
     pub(super) persistent_bytes: u64,
     /// The most that was offloaded at a time.
@@ -74,7 +74,7 @@ impl Workload {
             rank.step(accumulation)?;
             rank.engine.watch_memory();
             let step = rank.step(accumulation)?;
-            Ok(DryStep { persistent_bytes, parts: rank.engine.take_memory(), ..step })
+            Ok(DryStep { persistent_bytes, parts: rank.engine.take_part_peaks(), ..step })
         })
     }
 

@@ -3,7 +3,7 @@
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose};
 use super::nodes::{Nodes, Sent};
-use crate::engine::{HeldInPart, Moment};
+use crate::engine::{Moment, PartPeak};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use ulysses_kernels::memory::Category;
@@ -71,7 +71,7 @@ impl RankPlan {
                 Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
             }
         }
-        let moment = |part: &HeldInPart| MomentMemory {
+        let moment = |part: &PartPeak| MomentMemory {
             at: part.at,
             bytes: part.peak.bytes,
             by_category: part.peak.by_category.values(),

@@ -1,18 +1,18 @@
 //! The model families that share the Llama block.
 
-/// What a family adds to the Llama block.
+/// The differences between a family and the Llama block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Architecture {
     /// Llama 2 and 3: nothing.
     Llama,
-    /// Mistral: attention that sees some tokens back only.
+    /// Mistral: sliding-window attention.
     Mistral {
-        /// How many positions back a token sees, itself included; `None` for all.
+        /// Number of tokens that a token attends to, including itself; `None` for all.
         sliding_window: Option<usize>,
     },
-    /// Qwen2 and 2.5: biases on the projections to queries, keys and values.
+    /// Qwen2 and 2.5: biases on the q, k and v projections.
     Qwen2,
-    /// Qwen3: an RMSNorm over every head of the queries and keys, before they are rotated.
+    /// Qwen3: an RMSNorm over every head of the queries and keys, before the rotary embedding.
     Qwen3,
 }
 
@@ -32,12 +32,12 @@ impl Architecture {
         self == Self::Qwen2
     }
 
-    /// Whether every head of the queries and keys is normalised.
+    /// Whether every head of the queries and keys is normalized.
     pub fn has_qk_norm(self) -> bool {
         self == Self::Qwen3
     }
 
-    /// How many positions back a token sees, itself included; `None` for all.
+    /// Number of tokens that a token attends to, including itself; `None` for all.
     pub fn sliding_window(self) -> Option<usize> {
         match self {
             Self::Mistral { sliding_window } => sliding_window,

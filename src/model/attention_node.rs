@@ -7,49 +7,52 @@ use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Storage, 
 use parking_lot::Mutex;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, Geometry, SavedAttention};
+use ulysses_kernels::attention::{Attention, AttentionLayout, SavedAttention};
 use ulysses_kernels::tensor::TensorOptions;
 
-/// Attention for blocks written with candle ops: `(q, k, v) → o` as **one** custom op,
-/// whose backward runs `attention`'s own and returns all three gradients. With a
-/// [`UlyssesAttention`](crate::sequence_parallel::UlyssesAttention) both directions communicate, so all
-/// ranks of the sp group must call forward and `backward()` equally often.
+/// Attention for blocks written with candle ops: `(q, k, v) → o` as **one** custom op. Its backward runs the
+/// backward of `attention` and returns all three gradients. With a
+/// [`UlyssesAttention`](crate::sequence_parallel::UlyssesAttention) both directions communicate, so all ranks
+/// of the sp group must call forward and `backward()` equally often.
+///
+/// # Shapes
 ///
 /// # Shapes
 /// `q`, result: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
 /// `[batch, seq_local, num_kv_heads, head_dim]`; of one element type.
 ///
 /// # Errors
-/// Whatever `attention` reports, as a candle error.
+/// Any error of `attention`, as a candle error.
 pub fn autograd_attention(
     attention: Arc<dyn Attention>,
-    geometry: &Geometry,
+    layout: &AttentionLayout,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
 ) -> Result<Tensor> {
-    // The attention may overwrite its operands, which the graph goes on using: it gets copies.
+    // The attention may overwrite its operands, which the graph still needs: pass copies.
     let own = |tensor: &Tensor| tensor.detach().contiguous()?.copy();
     let (out, saved) =
-        attention.forward(own(q)?, own(k)?, own(v)?, geometry, &fresh(q)).map_err(Error::wrap)?;
+        attention.forward(own(q)?, own(k)?, own(v)?, layout, &fresh(q)).map_err(Error::wrap)?;
     // A copy: candle clones whole storages, and the result may be part of one.
     let computed = Mutex::new(Some(out.copy()?));
-    let op = AttentionOp { attention, geometry: geometry.clone(), computed, saved: Mutex::new(Some(saved)) };
+    let op = AttentionOp { attention, layout: layout.clone(), computed, saved: Mutex::new(Some(saved)) };
     q.apply_op3(k, v, op)
 }
 
-/// A workspace of the tensor's kind that recycles nothing: the graph owns what comes from it.
+/// A workspace like the tensor, without recycling: the graph owns the results.
 fn fresh(like: &Tensor) -> Workspace {
     Workspace::with_options(TensorOptions { device: like.device().clone(), dtype: like.dtype() })
 }
 
-/// The node. Its forward pass has run already: candle lends custom ops bare storages, the attention wants tensors.
+/// The autograd node. Its forward pass has already run, because candle passes bare storages to custom ops,
+/// while the attention needs tensors.
 struct AttentionOp {
     attention: Arc<dyn Attention>,
-    geometry: Geometry,
-    /// The result, taken by the forward pass.
+    layout: AttentionLayout,
+    /// The result, until the forward pass takes it.
     computed: Mutex<Option<Tensor>>,
-    /// Taken by the backward pass.
+    /// State for the backward pass, which takes it.
     saved: Mutex<Option<SavedAttention>>,
 }
 
@@ -57,7 +60,7 @@ impl AttentionOp {
     fn take_computed(&self) -> Result<Tensor> {
         match self.computed.lock().take() {
             Some(out) => Ok(out),
-            None => bail!("attention: a second forward through the same node"),
+            None => bail!("attention: second forward through the same node"),
         }
     }
 }
@@ -111,10 +114,10 @@ impl CustomOp3 for AttentionOp {
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let saved = self.saved.lock().take();
-        let Some(saved) = saved else { bail!("attention: a second backward through the same graph") };
+        let Some(saved) = saved else { bail!("attention: second backward through the same graph") };
         let dout = dout.detach().contiguous()?;
         let (dq, dk, dv) =
-            self.attention.backward(saved, &dout, &self.geometry, &fresh(&dout)).map_err(Error::wrap)?;
+            self.attention.backward(saved, &dout, &self.layout, &fresh(&dout)).map_err(Error::wrap)?;
         Ok((Some(dq), Some(dk), Some(dv)))
     }
 }

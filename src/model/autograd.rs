@@ -6,18 +6,18 @@ use std::sync::Arc;
 use ulysses_kernels::elementwise;
 use ulysses_kernels::rope::{self, Rope};
 
-/// What a user-defined block may use besides its parameters and its input.
+/// The context of a user-defined block, in addition to its parameters and input.
 pub struct BlockContext<'a> {
     layer: &'a LayerContext,
 }
 
 impl BlockContext<'_> {
-    /// Rows of the micro batch.
+    /// Number of sequences in the micro batch.
     pub fn batch(&self) -> usize {
         self.layer.batch()
     }
 
-    /// This rank's tokens of every row.
+    /// Number of this rank's tokens per sequence.
     pub fn seq_len_local(&self) -> usize {
         self.layer.seq_len_local()
     }
@@ -27,8 +27,8 @@ impl BlockContext<'_> {
         self.layer.position_ids()
     }
 
-    /// Causal attention over the whole rows, within documents, as one autograd node.
-    /// With sequence parallelism it exchanges heads for tokens and back.
+    /// Causal attention over whole sequences, within documents, as one autograd node. With sequence
+    /// parallelism it runs the all-to-all exchanges.
     ///
     /// # Shapes
     /// `q`, result: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
@@ -37,8 +37,8 @@ impl BlockContext<'_> {
     /// # Errors
     /// Shapes that do not fit, or failed communication.
     pub fn attention(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let geometry = self.layer.geometry(q.dims4()?.2, k.dims4()?.2);
-        autograd_attention(self.layer.attention().clone(), &geometry, q, k, v)
+        let layout = self.layer.attention_layout(q.dims4()?.2, k.dims4()?.2);
+        autograd_attention(self.layer.attention().clone(), &layout, q, k, v)
     }
 
     /// `cos` and `sin` of the rotary embedding (θ, or a whole [`Rope`]) for this rank's tokens, each
@@ -56,18 +56,17 @@ impl BlockContext<'_> {
     }
 }
 
-/// Runs a block written with candle ops as a [`Layer`], with candle's autograd for this one
-/// layer: the graph spans the block only and is dropped with the layer's backward.
+/// Runs a block written with candle ops as a [`Layer`], with candle's autograd for this one layer. The graph
+/// spans only the block and is dropped after the layer's backward.
 ///
-/// The block must treat tokens independently except through [`BlockContext::attention`];
-/// that is what lets the engine cut the sequence. Every op that it uses must be
-/// differentiable in candle (the fused softmax, norms and rope of `candle_nn` are not, and
-/// silently give no gradient: a parameter without a gradient is an error here).
+/// The block must treat tokens independently except through [`BlockContext::attention`]; this allows sequence
+/// parallelism. Every op must be differentiable in candle. The fused softmax, norms and rope of `candle_nn`
+/// are not, and silently give no gradient; a parameter without a gradient is an error here.
 ///
-/// From forward to backward the layer keeps a copy of its whole parameters, at ZeRO stage 3
-/// too, and all that candle's graph holds; [`Saved::bytes`] counts parameters, input and
-/// output. With activation checkpointing it keeps its input only. candle computes the gradients of frozen
-/// parameters too, for as long as the layer's backward lasts.
+/// From forward to backward, the layer stores a copy of its whole parameters, even at ZeRO stage 3, and
+/// everything in candle's graph. [`Saved::bytes`] counts parameters, input and output. With activation
+/// checkpointing it stores only its input. candle also computes the gradients of frozen parameters, until the
+/// layer's backward ends.
 pub struct AutogradLayer<F> {
     name: String,
     parameters: Vec<ParameterSpec>,
@@ -84,7 +83,7 @@ impl<F> AutogradLayer<F>
 where
     F: Fn(&[Tensor], &Tensor, &BlockContext<'_>) -> Result<Tensor> + Send + Sync,
 {
-    /// A layer of `parameters` that computes `block(parameters, x, context)`.
+    /// Creates a layer with `parameters` that computes `block(parameters, x, context)`.
     pub fn new(name: impl Into<String>, parameters: Vec<ParameterSpec>, block: F) -> Self {
         Self { name: name.into(), parameters, block }
     }
@@ -108,8 +107,8 @@ where
         x: &Tensor,
         ctx: &LayerContext,
     ) -> std::result::Result<(Tensor, Saved), ModelError> {
-        // Copies: the engine may release the gathered parameters before the backward pass,
-        // and the graph must not see what a later step writes.
+        // Copies: the engine may release the gathered parameters before the backward pass, and later updates
+        // must not change the graph's values.
         let params = params.iter().map(|p| Var::from_tensor(&p.copy()?)).collect::<Result<Vec<_>>>()?;
         let x = Var::from_tensor(&x.copy()?)?;
         let views: Vec<Tensor> = params.iter().map(|var| var.as_tensor().clone()).collect();
@@ -121,10 +120,10 @@ where
                 got: y.dims().to_vec(),
             });
         }
-        // The engine recycles what it gets; the graph keeps its own output.
+        // The engine recycles the result; the graph keeps its own output.
         let result = y.detach().contiguous()?.copy()?;
-        let kept = params.iter().chain([&x]).map(|var| var.as_tensor()).chain([&y]);
-        let bytes = kept.map(ulysses_kernels::tensor::bytes).sum();
+        let saved = params.iter().chain([&x]).map(|var| var.as_tensor()).chain([&y]);
+        let bytes = saved.map(ulysses_kernels::tensor::bytes).sum();
         Ok((result, Saved::new(SavedGraph { x, params, y }, bytes)))
     }
 
@@ -137,7 +136,7 @@ where
         _ctx: &LayerContext,
     ) -> std::result::Result<Tensor, ModelError> {
         let SavedGraph { x, params, y } = saved.downcast(&self.name)?;
-        // The gradient of Σ y·dy with respect to y is dy, to the bit.
+        // The gradient of Σ y·dy with respect to y is exactly dy.
         let store = (y * dy)?.sum_all()?.backward()?;
         let gradient = |var: &Var, name: &str| {
             let missing = || ModelError::NoGradient { layer: self.name.clone(), parameter: name.to_owned() };

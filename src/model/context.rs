@@ -1,4 +1,4 @@
-//! What the layers of one micro batch share.
+//! Context shared by the layers of one micro batch.
 
 use super::ModelError;
 use parking_lot::Mutex;
@@ -7,7 +7,7 @@ use std::num::NonZero;
 use std::ops::Range;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, Geometry, grouped_heads};
+use ulysses_kernels::attention::{Attention, AttentionLayout, grouped_heads};
 use ulysses_kernels::device::dry::Tiles;
 use ulysses_kernels::device::dry::{self, Allocation};
 use ulysses_kernels::rope::{self, Rope};
@@ -15,65 +15,66 @@ use ulysses_kernels::rope::{self, Rope};
 /// Query heads, KV heads, window.
 type HeadKey = (usize, usize, Option<usize>);
 
-/// How much of a layer's intermediate values exists at a time.
+/// Limits how much of a layer's intermediate values is in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tiling {
-    /// Tokens that norms, projections and the MLP work on at a time; all without it. Need not divide
-    /// them.
+    /// Tokens per tile of norms, projections and the MLP; all tokens if `None`. It need not divide the number
+    /// of tokens.
     pub tile_tokens: Option<NonZero<usize>>,
-    /// Parts in which the heads pass through attention; at most the number of KV heads.
+    /// Number of chunks in which the heads run through attention; at most the number of KV heads.
     pub head_chunks: usize,
 }
 
 impl Default for Tiling {
-    /// All tokens, all heads.
+    /// No tiling: all tokens, all heads.
     fn default() -> Self {
         Self { tile_tokens: None, head_chunks: 1 }
     }
 }
 
-/// Where the tokens of a micro batch stand, and what depends on nothing else: rotary tables and attention
-/// geometries. These are made at first use and shared by all layers, and by micro batches alike.
+/// Positions of a micro batch's tokens, with everything derived from them: rotary tables and attention
+/// layouts. These are created on first use and shared by all layers, and by micro batches with equal
+/// positions.
 pub struct TokenLayout {
     position_ids: Vec<u32>,
-    geometry: Geometry,
-    head_geometries: Mutex<HashMap<HeadKey, Geometry>>,
+    layout: AttentionLayout,
+    head_layouts: Mutex<HashMap<HeadKey, AttentionLayout>>,
     rope_tables: Mutex<Vec<(usize, Rope, Arc<rope::Table>)>>,
-    /// What the position ids take in a dry run.
+    /// Memory of the position ids in a dry run.
     _dry: Option<Allocation>,
 }
 
 impl TokenLayout {
-    /// The layout of a micro batch of which this rank holds tokens `shard` of every row.
+    /// Creates the layout of a micro batch of which this rank holds tokens `shard` of every sequence.
     ///
     /// # Shapes
-    /// `position_ids`: `[batch, shard.len()]`, row-major; `cu_seqlens`: the document
-    /// boundaries of every whole row.
+    /// `position_ids`: `[batch, shard.len()]`, row-major; `cu_seqlens`: the document boundaries of every
+    /// whole sequence.
     ///
     /// # Errors
-    /// Boundaries that do not cover the rows.
+    /// Boundaries that do not cover the sequences.
     pub fn new(
         shard: Range<usize>,
         position_ids: Vec<u32>,
         cu_seqlens: Arc<Vec<Vec<u32>>>,
     ) -> Result<Self, ModelError> {
         let tokens = shard.start as u32..shard.end as u32;
-        let geometry = Geometry::of_ranges(tokens.clone(), tokens, cu_seqlens, Vec::new(), None)?;
-        let _dry = Allocation::on_host(geometry.batch() * geometry.num_queries() * size_of::<u32>());
-        let (head_geometries, rope_tables) = Default::default();
-        Ok(Self { position_ids, geometry, head_geometries, rope_tables, _dry })
+        let layout = AttentionLayout::of_ranges(tokens.clone(), tokens, cu_seqlens, Vec::new(), None)?;
+        let _dry = Allocation::on_host(layout.batch() * layout.num_queries() * size_of::<u32>());
+        let (head_layouts, rope_tables) = Default::default();
+        Ok(Self { position_ids, layout, head_layouts, rope_tables, _dry })
     }
 
-    /// Whether [`new`](Self::new) would make the same of these arguments.
+    /// Whether this layout equals the one that [`new`](Self::new) would create.
     pub fn is_of(&self, shard: &Range<usize>, position_ids: &[u32], cu_seqlens: &[Vec<u32>]) -> bool {
-        let own_shard = self.geometry.q_positions();
-        let is_shard = self.geometry.num_queries() == shard.len()
+        let own_shard = self.layout.q_positions();
+        let is_shard = self.layout.num_queries() == shard.len()
             && own_shard.first().is_none_or(|first| *first as usize == shard.start);
-        is_shard && self.position_ids == position_ids && **self.geometry.cu_seqlens() == cu_seqlens
+        is_shard && self.position_ids == position_ids && **self.layout.cu_seqlens() == cu_seqlens
     }
 }
 
-/// The batch that a layer works on, and the services it may use.
+/// The micro batch that a layer works on, and the services that it may use.
 pub struct LayerContext {
     tokens: Arc<TokenLayout>,
     attention: Arc<dyn Attention>,
@@ -82,36 +83,37 @@ pub struct LayerContext {
 }
 
 impl LayerContext {
-    /// Context of a micro batch whose tokens stand where `tokens` says.
+    /// Creates the context of a micro batch with the given token layout.
     pub fn new(tokens: Arc<TokenLayout>, attention: Arc<dyn Attention>, workspace: Arc<Workspace>) -> Self {
         Self { tokens, attention, workspace, tiling: Tiling::default() }
     }
 
-    /// Sets how much exists at a time.
+    /// Sets the tiling.
     #[must_use]
     pub fn with_tiling(self, tiling: Tiling) -> Self {
         Self { tiling, ..self }
     }
 
-    /// How much exists at a time.
+    /// The tiling.
     pub fn tiling(&self) -> Tiling {
         self.tiling
     }
 
-    /// The tokens of all rows, `0..batch · seq_local`, in the tiles of [`Tiling::tile_tokens`].
+    /// Iterates over the tokens of all sequences, `0..batch · seq_local`, in tiles of
+    /// [`Tiling::tile_tokens`].
     pub fn token_tiles(&self) -> Tiles {
         let tokens = self.batch() * self.seq_len_local();
         Tiles::new(tokens, self.tiling.tile_tokens.map_or(tokens, NonZero::get))
     }
 
-    /// Rows of the micro batch.
+    /// Number of sequences in the micro batch.
     pub fn batch(&self) -> usize {
-        self.tokens.geometry.batch()
+        self.tokens.layout.batch()
     }
 
-    /// This rank's tokens of every row.
+    /// Number of this rank's tokens per sequence.
     pub fn seq_len_local(&self) -> usize {
-        self.tokens.geometry.num_queries()
+        self.tokens.layout.num_queries()
     }
 
     /// Positions of this rank's tokens within their documents, `[batch, seq_local]`.
@@ -119,7 +121,7 @@ impl LayerContext {
         &self.tokens.position_ids
     }
 
-    /// The attention, sequence-parallel where the mesh is.
+    /// The attention implementation; sequence-parallel if the mesh is.
     pub fn attention(&self) -> &Arc<dyn Attention> {
         &self.attention
     }
@@ -129,43 +131,43 @@ impl LayerContext {
         &self.workspace
     }
 
-    /// Which keys each query sees, for `num_heads` query heads in groups of
-    /// `num_heads / num_kv_heads` to a KV head.
-    pub fn geometry(&self, num_heads: usize, num_kv_heads: usize) -> Geometry {
-        let mut geometries = self.tokens.head_geometries.lock();
-        let make = || self.tokens.geometry.with_heads(grouped_heads(num_heads, num_kv_heads));
-        geometries.entry((num_heads, num_kv_heads, None)).or_insert_with(make).clone()
+    /// The attention layout for `num_heads` query heads, with `num_heads / num_kv_heads` query heads per KV
+    /// head.
+    pub fn attention_layout(&self, num_heads: usize, num_kv_heads: usize) -> AttentionLayout {
+        let mut layouts = self.tokens.head_layouts.lock();
+        let make = || self.tokens.layout.with_heads(grouped_heads(num_heads, num_kv_heads));
+        layouts.entry((num_heads, num_kv_heads, None)).or_insert_with(make).clone()
     }
 
-    /// As [`geometry`](Self::geometry), where a query sees `window` positions back, itself
-    /// included.
+    /// As [`attention_layout`](Self::attention_layout), with a sliding window of `window` tokens, including
+    /// the query's own.
     ///
     /// # Errors
     /// A window of 0.
-    pub fn windowed_geometry(
+    pub fn windowed_attention_layout(
         &self,
         num_heads: usize,
         num_kv_heads: usize,
         window: Option<usize>,
-    ) -> Result<Geometry, ModelError> {
+    ) -> Result<AttentionLayout, ModelError> {
         if window.is_none() {
-            return Ok(self.geometry(num_heads, num_kv_heads));
+            return Ok(self.attention_layout(num_heads, num_kv_heads));
         }
-        let mut geometries = self.tokens.head_geometries.lock();
+        let mut layouts = self.tokens.head_layouts.lock();
         let key = (num_heads, num_kv_heads, window);
-        if let Some(geometry) = geometries.get(&key) {
-            return Ok(geometry.clone());
+        if let Some(layout) = layouts.get(&key) {
+            return Ok(layout.clone());
         }
         let heads = grouped_heads(num_heads, num_kv_heads);
-        let geometry = self.tokens.geometry.with_window(heads, window)?;
-        geometries.insert(key, geometry.clone());
-        Ok(geometry)
+        let layout = self.tokens.layout.with_window(heads, window)?;
+        layouts.insert(key, layout.clone());
+        Ok(layout)
     }
 
-    /// Rotary tables for this rank's tokens; of θ alone, or of a whole [`Rope`].
+    /// Rotary tables for this rank's tokens, from θ alone or from a whole [`Rope`].
     ///
     /// # Errors
-    /// A head dimension that rotary embedding cannot pair up, or a scaling without frequencies.
+    /// An odd head dimension, or a scaling without frequencies.
     pub fn rope(&self, head_dim: usize, rope: impl Into<Rope>) -> Result<Arc<rope::Table>, ModelError> {
         let rope = rope.into();
         let mut tables = self.tokens.rope_tables.lock();
@@ -184,15 +186,15 @@ impl LayerContext {
 
     /// For each of this rank's tokens, the length of its whole document.
     fn document_lens(&self) -> Vec<u32> {
-        let geometry = &self.tokens.geometry;
+        let layout = &self.tokens.layout;
         let of_row = |boundaries: &Vec<u32>| {
             let mut documents = boundaries.windows(2).peekable();
             let mut len_at = |position: u32| {
                 while documents.next_if(|document| document[1] <= position).is_some() {}
                 documents.peek().map_or(0, |document| document[1] - document[0])
             };
-            geometry.q_positions().iter().map(|position| len_at(*position)).collect::<Vec<u32>>()
+            layout.q_positions().iter().map(|position| len_at(*position)).collect::<Vec<u32>>()
         };
-        geometry.cu_seqlens().iter().flat_map(of_row).collect()
+        layout.cu_seqlens().iter().flat_map(of_row).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! The Llama decoder block, forward and backward by hand.
+//! The Llama decoder block, with a hand-written backward pass.
 
 use super::decoder_attention::AttentionSaved;
 use super::decoder_mlp::GateUp;
@@ -7,13 +7,12 @@ use super::{Layer, LayerContext, LlamaConfig, ModelError, ParameterSpec, Saved};
 use candle_core::Tensor;
 use ulysses_kernels::rms_norm;
 
-/// RMSNorm, attention, residual; RMSNorm, SwiGLU, residual (Llama, arXiv 2302.13971), with what
-/// its [`Architecture`](super::Architecture) adds.
+/// RMSNorm, attention, residual; RMSNorm, SwiGLU, residual (Llama, arXiv 2302.13971), with the additions of
+/// its [`Architecture`](super::Architecture).
 ///
-/// The backward pass recomputes the normalised inputs and the SwiGLU product, each a pass
-/// over memory, instead of keeping them: 2·hidden + intermediate elements less per token.
-/// [`Tiling`](super::Tiling) bounds what exists at a time, of the MLP by tokens and of the
-/// attention by heads.
+/// The backward pass recomputes the normalized inputs and the SwiGLU product, each in one pass over memory.
+/// This saves 2·hidden + intermediate elements per token. [`Tiling`](super::Tiling) limits memory: the MLP
+/// runs in tiles of tokens, the attention in chunks of heads.
 #[derive(Debug)]
 pub struct DecoderLayer {
     pub(super) name: String,
@@ -21,7 +20,7 @@ pub struct DecoderLayer {
     parameters: Vec<ParameterSpec>,
 }
 
-/// Kept from forward to backward. `x` is the layer's input, `mid` the input of its MLP half.
+/// State saved for the backward pass: `x` is the layer's input, `mid` the input of its MLP half.
 struct SavedDecoder {
     x: Tensor,
     attention: Vec<AttentionSaved>,
@@ -30,27 +29,27 @@ struct SavedDecoder {
 }
 
 impl DecoderLayer {
-    /// Layer number `index` of a model.
+    /// Creates layer `index` of a model.
     pub fn new(config: &LlamaConfig, index: usize) -> Self {
         let name = format!("model.layers.{index}");
         let parameters = parameters(config, &name);
         Self { name, config: config.clone(), parameters }
     }
 
-    /// `x` normalised. Writes the reciprocal root mean square of every token to `rstd`.
-    pub(super) fn normalise(
+    /// Applies the RMSNorm to `x` and writes every token's reciprocal root mean square to `rstd`.
+    pub(super) fn normalize(
         &self,
         x: &Tensor,
         weight: &Tensor,
         rstd: &Tensor,
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
-        let y = ctx.workspace().take(x.dims())?;
+        let y = ctx.workspace().alloc(x.dims())?;
         rms_norm::forward(x, weight, self.config.rms_norm_eps, &y, rstd)?;
         Ok(y)
     }
 
-    /// Views by name.
+    /// Names the views.
     fn weights<T: Copy>(&self, views: impl Iterator<Item = T>) -> Result<Weights<T>, ModelError> {
         let views: Vec<T> = views.collect();
         Weights::of(&views, &self.config, &self.name, self.parameters.len())
@@ -96,8 +95,8 @@ impl Layer for DecoderLayer {
         Ok(dy)
     }
 
-    /// The checkpoint is the input, and where the attention works in chunks of heads also the input
-    /// of the MLP half: the attention is then computed again once, chunk by chunk, not twice.
+    /// The checkpoint is the input. If the attention runs in chunks of heads, it also contains the input of
+    /// the MLP half, so that the attention is recomputed once, chunk by chunk, and not twice.
     fn forward_checkpointed(
         &self,
         params: &[Tensor],
@@ -110,7 +109,7 @@ impl Layer for DecoderLayer {
         if ctx.tiling().head_chunks > 1 {
             return Ok((y, vec![x, mid]));
         }
-        ctx.workspace().give(mid);
+        ctx.workspace().recycle(mid);
         Ok((y, vec![x]))
     }
 

@@ -1,21 +1,21 @@
 //! The attention half of the decoder block, in chunks of heads.
 //!
-//! With `head_chunks` the heads pass one chunk at a time: queries, keys, values and output of the whole
-//! sequence exist for one chunk only, and so does all that the exchange between sequence and head sharding
-//! needs (the idea of UPipe). Chunks are cut between KV heads, and each projects with its own rows of the weights.
+//! With `head_chunks`, one chunk of heads runs at a time. Queries, keys, values and output of the whole
+//! sequence then exist for one chunk only, and so do the buffers of the exchange (the idea of UPipe). Chunks
+//! consist of whole KV heads; each uses its own rows of the weights.
 
 use super::decoder::DecoderLayer;
-use super::decoder_mlp::rows;
+use super::decoder_mlp::token_rows;
 use super::decoder_weights::{HeadRows, View, Weights};
-use super::heads::{self, SavedHeadNorm};
+use super::qkv_projection::{self, SavedHeadNorm};
 use super::{HeadChunk, LayerContext, LlamaConfig, ModelError};
 use candle_core::Tensor;
-use ulysses_kernels::attention::{Geometry, SavedAttention};
+use ulysses_kernels::attention::{AttentionLayout, SavedAttention};
 use ulysses_kernels::rope::Direction;
 use ulysses_kernels::strided_copy::{BlockCopy, StridedBlock, copy_blocks};
 use ulysses_kernels::{elementwise, linear, rms_norm, rope, strided_copy};
 
-/// Kept of one chunk, by the attention itself and of what is before and after it.
+/// State of one chunk that is saved for the backward pass.
 pub(super) struct AttentionSaved {
     inner: SavedAttention,
     out: Tensor,
@@ -24,7 +24,8 @@ pub(super) struct AttentionSaved {
 }
 
 impl DecoderLayer {
-    /// `x + o_proj(attention(norm(x)))`, and with `keep` what its backward needs of every chunk.
+    /// Computes `x + o_proj(attention(norm(x)))`. With `keep`, also saves the state of every chunk for the
+    /// backward pass.
     pub(super) fn forward_attention(
         &self,
         weights: &Weights<&Tensor>,
@@ -33,39 +34,39 @@ impl DecoderLayer {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Vec<AttentionSaved>), ModelError> {
         let ws = ctx.workspace();
-        let mid = ws.take(x.dims())?;
+        let mid = ws.alloc(x.dims())?;
         strided_copy::copy(x, &mid)?;
-        let rstd = ws.take_f32(token_dims(x))?;
-        let mut kept = Vec::new();
+        let rstd = ws.alloc_f32(token_dims(x))?;
+        let mut saved_chunks = Vec::new();
         for chunk in self.head_chunks(ctx)? {
             let saved = self.attend(weights, &chunk, (x, &rstd), ctx)?;
             linear::forward(&saved.out.flatten_from(2)?, &self.o_columns(weights.o, &chunk)?, &mid, true)?;
             if keep {
-                kept.push(saved);
+                saved_chunks.push(saved);
             } else {
                 saved.recycle(ctx);
             }
         }
-        ws.give(rstd);
+        ws.recycle(rstd);
         trim_after_chunks(ctx);
-        Ok((mid, kept))
+        Ok((mid, saved_chunks))
     }
 
-    /// Gradient of the attention half. `dmid` becomes the gradient of its input `x`. Chunks that were
-    /// not kept are computed again, one at a time.
+    /// Backward of the attention half. `dmid` becomes the gradient of its input `x`. Chunks without saved
+    /// state are recomputed, one at a time.
     pub(super) fn backward_attention(
         &self,
         weights: &Weights<&Tensor>,
         grads: &Weights<Option<&Tensor>>,
-        (x, kept): (&Tensor, Vec<AttentionSaved>),
+        (x, saved_chunks): (&Tensor, Vec<AttentionSaved>),
         dmid: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(), ModelError> {
         let ws = ctx.workspace();
-        let (dnormed, rstd) = (ws.take(x.dims())?, ws.take_f32(token_dims(x))?);
-        let mut kept = kept.into_iter();
+        let (dnormed, rstd) = (ws.alloc(x.dims())?, ws.alloc_f32(token_dims(x))?);
+        let mut saved_chunks = saved_chunks.into_iter();
         for (index, chunk) in self.head_chunks(ctx)?.into_iter().enumerate() {
-            let saved = match kept.next() {
+            let saved = match saved_chunks.next() {
                 Some(saved) => saved,
                 None => self.attend(weights, &chunk, (x, &rstd), ctx)?,
             };
@@ -80,7 +81,7 @@ impl DecoderLayer {
             )?;
         }
         rms_norm::backward(&dnormed, x, weights.input_norm, &rstd, dmid, true, grads.input_norm)?;
-        [dnormed, rstd].into_iter().for_each(|tensor| ws.give(tensor));
+        [dnormed, rstd].into_iter().for_each(|tensor| ws.recycle(tensor));
         trim_after_chunks(ctx);
         Ok(())
     }
@@ -95,26 +96,27 @@ impl DecoderLayer {
     ) -> Result<AttentionSaved, ModelError> {
         let LlamaConfig { head_dim, rms_norm_eps, .. } = self.config;
         let [wq, wk, wv] = self.qkv_rows(weights, chunk)?;
-        let projected = [&wq, &wk, &wv].map(|weights| heads::take(weights, head_dim, ctx));
+        let projected = [&wq, &wk, &wv].map(|weights| qkv_projection::alloc_heads(weights, head_dim, ctx));
         let [q, k, v] = projected;
         let (q, k, v) = (q?, k?, v?);
         for tile in ctx.token_tiles() {
-            let normed = self.normalise(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
+            let normed =
+                self.normalize(&token_rows(x, &tile)?, weights.input_norm, &token_rows(rstd, &tile)?, ctx)?;
             for (weights, y) in [(&wq, &q), (&wk, &k), (&wv, &v)] {
-                heads::project(&normed, weights, &rows(y, &tile)?, ctx)?;
+                qkv_projection::project(&normed, weights, &token_rows(y, &tile)?, ctx)?;
             }
-            ctx.workspace().give(normed);
+            ctx.workspace().recycle(normed);
         }
-        let (q, q_norm) = heads::normalise(q, weights.q.norm, rms_norm_eps, ctx)?;
-        let (k, k_norm) = heads::normalise(k, weights.k.norm, rms_norm_eps, ctx)?;
+        let (q, q_norm) = qkv_projection::normalize(q, weights.q.norm, rms_norm_eps, ctx)?;
+        let (k, k_norm) = qkv_projection::normalize(k, weights.k.norm, rms_norm_eps, ctx)?;
         let table = ctx.rope(head_dim, self.config.rope())?;
         rope::apply(&q, &table, Direction::Forward)?;
         rope::apply(&k, &table, Direction::Forward)?;
-        let (out, inner) = ctx.attention().forward(q, k, v, &self.geometry(chunk, ctx)?, ctx.workspace())?;
+        let (out, inner) = ctx.attention().forward(q, k, v, &self.layout(chunk, ctx)?, ctx.workspace())?;
         Ok(AttentionSaved { inner, out, q_norm, k_norm })
     }
 
-    /// From the gradient of the half's result to those of a chunk's projections to q, k and v.
+    /// From the gradient of the half's result to those of a chunk's q, k and v projections.
     fn backward_chunk(
         &self,
         (weights, grads): (&Weights<&Tensor>, &Weights<Option<&Tensor>>),
@@ -127,28 +129,28 @@ impl DecoderLayer {
         if let Some(gradient) = grads.o {
             self.add_o_gradient(gradient, chunk, (dmid, &saved.out), ctx)?;
         }
-        let dout = ws.take(saved.out.dims())?;
+        let dout = ws.alloc(saved.out.dims())?;
         linear::backward_input(dmid, &self.o_columns(weights.o, chunk)?, &dout.flatten_from(2)?, false)?;
         let is_shared = saved.shares_output();
         let AttentionSaved { inner, out, q_norm, k_norm } = saved;
-        // The attention may free what it no longer needs, so nothing else may hold it here.
+        // The attention may free tensors that it no longer needs, so this function must not hold them.
         if is_shared {
             drop(out)
         } else {
-            ws.give(out)
+            ws.recycle(out)
         }
-        let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.geometry(chunk, ctx)?, ws)?;
-        ws.give(dout);
+        let (dq, dk, dv) = ctx.attention().backward(inner, &dout, &self.layout(chunk, ctx)?, ws)?;
+        ws.recycle(dout);
         let table = ctx.rope(self.config.head_dim, self.config.rope())?;
         rope::apply(&dq, &table, Direction::Backward)?;
         rope::apply(&dk, &table, Direction::Backward)?;
-        let dq = heads::backward_norm(dq, weights.q.norm, grads.q.norm.flatten(), q_norm, ctx)?;
-        let dk = heads::backward_norm(dk, weights.k.norm, grads.k.norm.flatten(), k_norm, ctx)?;
+        let dq = qkv_projection::backward_norm(dq, weights.q.norm, grads.q.norm.flatten(), q_norm, ctx)?;
+        let dk = qkv_projection::backward_norm(dk, weights.k.norm, grads.k.norm.flatten(), k_norm, ctx)?;
         Ok([dq, dk, dv])
     }
 
-    /// Adds to the gradients of a chunk's rows of the weights, and to `dnormed` or, for the first
-    /// chunk, overwrites it.
+    /// Adds to the gradients of a chunk's rows of the weights, and to `dnormed`; the first chunk overwrites
+    /// `dnormed`.
     fn backward_projections(
         &self,
         (weights, grads): (&Weights<&Tensor>, &Weights<Option<&Tensor>>),
@@ -160,15 +162,16 @@ impl DecoderLayer {
     ) -> Result<(), ModelError> {
         let (weights_of, grads_of) = (self.qkv_rows(weights, chunk)?, self.qkv_rows(grads, chunk)?);
         for tile in ctx.token_tiles() {
-            let normed = self.normalise(&rows(x, &tile)?, weights.input_norm, &rows(rstd, &tile)?, ctx)?;
+            let normed =
+                self.normalize(&token_rows(x, &tile)?, weights.input_norm, &token_rows(rstd, &tile)?, ctx)?;
             for (index, dy) in dqkv.iter().enumerate() {
-                let (dy, dx) = (rows(dy, &tile)?, rows(dnormed, &tile)?);
-                heads::backward_weight(&dy, &normed, &grads_of[index], ctx)?;
+                let (dy, dx) = (token_rows(dy, &tile)?, token_rows(dnormed, &tile)?);
+                qkv_projection::backward_weight(&dy, &normed, &grads_of[index], ctx)?;
                 linear::backward_input(&dy, &weights_of[index].weight, &dx, accumulate || index > 0)?;
             }
-            ctx.workspace().give(normed);
+            ctx.workspace().recycle(normed);
         }
-        dqkv.into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        dqkv.into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
         Ok(())
     }
 
@@ -182,10 +185,10 @@ impl DecoderLayer {
         Ok(self.config.head_chunks(chunks))
     }
 
-    /// Which keys each query of a chunk sees.
-    fn geometry(&self, chunk: &HeadChunk, ctx: &LayerContext) -> Result<Geometry, ModelError> {
+    /// The attention layout of a chunk.
+    fn layout(&self, chunk: &HeadChunk, ctx: &LayerContext) -> Result<AttentionLayout, ModelError> {
         let window = self.config.architecture.sliding_window();
-        ctx.windowed_geometry(chunk.q.len(), chunk.kv.len(), window)
+        ctx.windowed_attention_layout(chunk.q.len(), chunk.kv.len(), window)
     }
 
     /// A chunk's rows of the three projections, or of their gradients.
@@ -202,7 +205,7 @@ impl DecoderLayer {
         ])
     }
 
-    /// A chunk's columns of the output projection: the weight itself where there is one chunk, else a copy.
+    /// A chunk's columns of the output projection: the weight itself if there is one chunk, otherwise a copy.
     fn o_columns(&self, o: &Tensor, chunk: &HeadChunk) -> Result<Tensor, ModelError> {
         let head_dim = self.config.head_dim;
         let columns = o.narrow(1, chunk.q.start * head_dim, chunk.q.len() * head_dim)?;
@@ -223,7 +226,7 @@ impl DecoderLayer {
         }
         let (hidden, columns) = gradient.dims2()?;
         let run = chunk.q.len() * self.config.head_dim;
-        let part = ctx.workspace().take_f32((hidden, run))?;
+        let part = ctx.workspace().alloc_f32((hidden, run))?;
         elementwise::fill(&part, 0.0)?;
         linear::backward_weight(dmid, &out, &part)?;
         let packed = StridedBlock {
@@ -238,28 +241,28 @@ impl DecoderLayer {
         let offset = chunk.q.start * self.config.head_dim;
         let strided = StridedBlock { offset, row_stride: columns, ..packed.clone() };
         copy_blocks(&[&part], &[gradient], &[BlockCopy { from: packed, to: strided, accumulate: true }])?;
-        ctx.workspace().give(part);
+        ctx.workspace().recycle(part);
         Ok(())
     }
 }
 
 impl AttentionSaved {
-    /// Bytes that it keeps alive.
+    /// Bytes of the saved tensors.
     pub(super) fn bytes(&self) -> usize {
         let out = if self.shares_output() { 0 } else { ulysses_kernels::tensor::bytes(&self.out) };
         let norms = [&self.q_norm, &self.k_norm].into_iter().flatten().map(SavedHeadNorm::bytes);
         self.inner.bytes() + out + norms.sum::<usize>()
     }
 
-    /// Without sequence parallelism the attention keeps the very tensor that it returned.
+    /// Whether the attention saved the same tensor that it returned, as it does without sequence parallelism.
     fn shares_output(&self) -> bool {
         self.out.id() == self.inner.o.id()
     }
 
-    /// Gives all tensors back, for the next chunk.
+    /// Recycles all tensors, for the next chunk.
     fn recycle(self, ctx: &LayerContext) {
         let Self { inner: SavedAttention { q, k, v, o, lse }, out, q_norm, k_norm } = self;
-        [q, k, v, o, lse, out].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        [q, k, v, o, lse, out].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
         [q_norm, k_norm].into_iter().flatten().for_each(|norm| norm.recycle(ctx));
     }
 }
@@ -269,7 +272,7 @@ fn token_dims(x: &Tensor) -> (usize, usize) {
     (x.dims()[0], x.dims()[1])
 }
 
-/// Whoever asks for chunks is short of memory: what they passed through would lie idle beside the MLP.
+/// Frees the chunks' working memory, which the MLP cannot use. Head chunks mean that memory is short.
 fn trim_after_chunks(ctx: &LayerContext) {
     if ctx.tiling().head_chunks > 1 {
         ctx.workspace().trim();

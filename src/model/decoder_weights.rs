@@ -1,19 +1,19 @@
-//! The parameters of the decoder block: which there are, and views of them by name.
+//! The parameters of the decoder block, and views of them by name.
 
 use super::{Init, LlamaConfig, ModelError, ParameterSpec};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::linear;
 
-/// The parameters of the layer called `layer`, in the order of [`Weights::of`]: those of every
-/// family, then what `config.architecture` adds.
+/// The parameters of the layer called `layer`, in the order of [`Weights::of`]: those of every family, then
+/// those of `config.architecture`.
 pub(super) fn parameters(config: &LlamaConfig, layer: &str) -> Vec<ParameterSpec> {
     let d = config.hidden_size;
     let (q, kv) = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim);
     let f = config.intermediate_size;
     let normal = Init::Normal { std: config.initializer_range };
-    // The two projections that write to the residual stream start smaller by the square
-    // root of how many there are (GPT-2, section 2.3), so its variance does not grow with depth.
+    // The two projections that write to the residual stream start smaller, by the square root of their number
+    // (GPT-2, section 2.3), so that the variance does not grow with depth.
     let residual = Init::Normal { std: config.initializer_range / (2.0 * config.num_layers as f64).sqrt() };
     let spec =
         |suffix: &str, shape: &[usize], init| ParameterSpec::new(format!("{layer}.{suffix}"), shape, init);
@@ -43,12 +43,12 @@ pub(super) fn parameters(config: &LlamaConfig, layer: &str) -> Vec<ParameterSpec
     parameters
 }
 
-/// A view of a parameter, or of its gradient unless it is frozen.
+/// A view of a parameter; or of its gradient, unless the parameter is frozen.
 pub(crate) trait View: Copy {
-    /// Some rows of it.
+    /// Type of a range of rows.
     type Rows;
 
-    /// Rows `range`: the same storage.
+    /// Rows `range`, sharing the storage.
     fn rows(self, range: &Range<usize>) -> Result<Self::Rows, ModelError>;
 }
 
@@ -68,7 +68,7 @@ impl View for Option<&Tensor> {
     }
 }
 
-/// A projection to heads: of parameters, or of their gradients, as all of [`Weights`].
+/// The projection to heads of [`Weights`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HeadWeights<T> {
     /// `[heads · head_dim, hidden]`
@@ -79,7 +79,7 @@ pub(crate) struct HeadWeights<T> {
     pub(super) norm: Option<T>,
 }
 
-/// What the projection to some heads takes of [`HeadWeights`].
+/// The rows of [`HeadWeights`] for some heads.
 pub(super) struct HeadRows<T> {
     /// `[heads · head_dim, hidden]`
     pub(super) weight: T,
@@ -88,7 +88,7 @@ pub(super) struct HeadRows<T> {
 }
 
 impl<T: View> HeadWeights<T> {
-    /// The part of some heads.
+    /// The rows for the given heads.
     pub(super) fn heads(
         self,
         heads: &Range<usize>,
@@ -100,8 +100,8 @@ impl<T: View> HeadWeights<T> {
     }
 }
 
-/// Views of the parameters or of their gradients, by name, or whatever else there is of each. A frozen parameter
-/// has no gradient.
+/// Values per parameter, by name: views of the parameters or of their gradients, for example. A frozen
+/// parameter has no gradient.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Weights<T> {
     pub(crate) q: HeadWeights<T>,
@@ -116,7 +116,7 @@ pub(crate) struct Weights<T> {
 }
 
 impl<T: Copy> Weights<T> {
-    /// Names the views that the engine passes in the order of [`parameters`], `expected` of them.
+    /// Names the views that the engine passes in the order of [`parameters`], `expected` in number.
     pub(crate) fn of(
         views: &[T],
         config: &LlamaConfig,

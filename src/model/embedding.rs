@@ -1,10 +1,10 @@
-//! Token ids to hidden states.
+//! The token embedding: from token ids to hidden states.
 
 use super::{Init, LayerContext, ModelError, ParameterSpec};
 use candle_core::Tensor;
 use ulysses_kernels::embedding::{self, Ids};
 
-/// The token embedding; with a tied head its matrix is the head's as well.
+/// The token embedding. With a tied head, both use its matrix.
 #[derive(Debug, Clone)]
 pub struct Embedding {
     hidden_size: usize,
@@ -12,14 +12,15 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// `model.embed_tokens.weight`, `[vocab_size, hidden_size]`, started with `std`.
+    /// Creates `model.embed_tokens.weight`, `[vocab_size, hidden_size]`, with initial standard deviation
+    /// `std`.
     pub fn new(vocab_size: usize, hidden_size: usize, std: f64) -> Self {
         let name = "model.embed_tokens.weight";
         let parameter = ParameterSpec::new(name, [vocab_size, hidden_size], Init::Normal { std });
         Self { hidden_size, parameter }
     }
 
-    /// The matrix.
+    /// The embedding matrix.
     pub fn parameter(&self) -> &ParameterSpec {
         &self.parameter
     }
@@ -37,7 +38,7 @@ impl Embedding {
         input_ids: &Ids,
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
-        let y = ctx.workspace().take((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
+        let y = ctx.workspace().alloc((ctx.batch(), ctx.seq_len_local(), self.hidden_size))?;
         embedding::forward(input_ids, weight, &y)?;
         Ok(y)
     }

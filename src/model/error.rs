@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use ulysses_kernels::OpError;
 use ulysses_kernels::attention::AttentionError;
 
-/// What can go wrong in a model.
+/// An error of a model or its weights.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
@@ -13,22 +13,22 @@ pub enum ModelError {
     Io {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// A model description has a value that this version cannot train.
+    /// A model description has an unsupported value.
     #[error("{origin}: `{key}` is {got}; {expected}")]
     Config {
         /// The file or the preset.
         origin: String,
-        /// The offending key.
+        /// The key.
         key: &'static str,
         /// Its value.
         got: String,
         /// What would be valid.
         expected: String,
     },
-    /// A model description has a field that this version does not know.
+    /// A model description has an unknown field.
     #[error(
         "{origin}: `{key}` is {got}; the field is unknown and may change the model: remove it if it has no effect"
     )]
@@ -40,7 +40,7 @@ pub enum ModelError {
         /// Its value.
         got: String,
     },
-    /// A file is not what its name says.
+    /// A file has an invalid format.
     #[error("{}: {reason}", path.display())]
     Format {
         /// The file.
@@ -48,17 +48,17 @@ pub enum ModelError {
         /// The problem.
         reason: String,
     },
-    /// A model directory has no weights in a form that is read.
-    #[error("{}: no weights: neither {single} nor {index} is there", dir.display())]
+    /// A model directory has no weights in a known form.
+    #[error("{}: no weights: neither {single} nor {index} exists", dir.display())]
     NoWeights {
         /// The directory.
         dir: PathBuf,
-        /// What a single file would be called.
+        /// Name of a single weight file.
         single: &'static str,
-        /// What the list of several would be called.
+        /// Name of the index of a sharded one.
         index: &'static str,
     },
-    /// A shard that an index names is not there.
+    /// A shard that the index lists does not exist.
     #[error("{}: no such file, though {} lists tensors in it", shard.display(), index.display())]
     MissingShard {
         /// The index.
@@ -73,7 +73,7 @@ pub enum ModelError {
         path: PathBuf,
         /// The parameter.
         name: String,
-        /// How many tensors the file holds.
+        /// Number of tensors in the file.
         available: usize,
     },
     /// A stored parameter has another shape than the model's.
@@ -88,44 +88,44 @@ pub enum ModelError {
         /// Shape in the file.
         got: Vec<usize>,
     },
-    /// There is no preset of that name.
-    #[error("no model preset `{name}`; the presets are {}", presets.join(", "))]
+    /// The model preset is unknown.
+    #[error("unknown model preset `{name}`; the presets are {}", presets.join(", "))]
     UnknownPreset {
-        /// The name that was asked for.
+        /// The unknown name.
         name: String,
-        /// The names there are.
+        /// The known presets.
         presets: Vec<&'static str>,
     },
     /// A layer got the saved state of another kind of layer.
-    #[error("layer {layer}: backward was given the saved state of another layer")]
+    #[error("layer {layer}: backward got the saved state of another layer")]
     ForeignSavedState {
         /// The layer.
         layer: String,
     },
-    /// The heads of a layer cannot be cut into so many chunks.
+    /// The KV heads of a layer cannot be split into that many chunks.
     #[error(
-        "layer {layer}: its {num_kv_heads} KV heads cannot be cut into {chunks} chunks of whole heads; \
+        "layer {layer}: its {num_kv_heads} KV heads cannot be split into {chunks} chunks of whole heads; \
          `ulysses.head_chunks` of 1 to {num_kv_heads} is valid"
     )]
     HeadChunks {
         /// The layer.
         layer: String,
-        /// The chunks that were asked for.
+        /// The number of chunks.
         chunks: usize,
-        /// Its KV heads, the largest valid number.
+        /// The number of KV heads, which is the largest valid number of chunks.
         num_kv_heads: usize,
     },
-    /// A layer got another number of parameters than it has.
-    #[error("layer {layer}: {got} parameters or gradients were passed, it has {expected}")]
+    /// A layer got the wrong number of parameters or gradients.
+    #[error("layer {layer}: got {got} parameters or gradients, expected {expected}")]
     ParameterCount {
         /// The layer.
         layer: String,
-        /// How many it has.
+        /// The expected number.
         expected: usize,
-        /// How many it got.
+        /// The actual number.
         got: usize,
     },
-    /// A user-defined block does not map hidden states to hidden states.
+    /// A user-defined block returned a tensor of the wrong shape or type.
     #[error("layer {layer}: the block must return f32 of shape {expected:?}, it returned {got:?}")]
     BlockOutput {
         /// The layer.

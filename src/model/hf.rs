@@ -15,23 +15,23 @@ use std::path::{Component, Path, PathBuf};
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The tensors of a model directory (f32, bf16 or f16, widened to f32). Headers are in memory;
-/// of the tensors only what is asked for is ever read.
+/// The tensors of a model directory (f32, bf16 or f16, converted to f32). Only the headers are in memory;
+/// tensor data is read on demand.
 pub struct HfWeights {
     /// The file that lists the tensors.
     listing: PathBuf,
     files: Vec<TensorFile>,
-    /// The file that holds each tensor.
+    /// The index of the file that holds each tensor.
     file_of: HashMap<String, usize>,
 }
 
 impl HfWeights {
-    /// Opens `DIR/model.safetensors` or, where there is none, the shards that
-    /// `DIR/model.safetensors.index.json` names.
+    /// Opens `DIR/model.safetensors` or, if it does not exist, the shards that
+    /// `DIR/model.safetensors.index.json` lists.
     ///
     /// # Errors
-    /// A file that is missing or is not safetensors; an index that does not fit its shards: a
-    /// tensor that its shard lacks, that is listed twice, or that two shards hold.
+    /// A file that is missing or is not safetensors; an index that does not match its shards, with a tensor
+    /// that is missing, listed twice, or in two shards.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
         if !single.exists() && !index.exists() {
@@ -69,7 +69,7 @@ impl HfWeights {
         Ok(weights)
     }
 
-    /// Which copy of a tensor counts would be a guess.
+    /// Refuses tensors that are in two files, since it is unclear which copy counts.
     fn refuse_second_copies(&self) -> Result<(), ModelError> {
         for (held_by, file) in self.files.iter().enumerate() {
             let elsewhere = |name: &&str| self.file_of.get(*name).is_some_and(|listed| *listed != held_by);
@@ -91,12 +91,12 @@ impl HfWeights {
         Some((file, file.info(name)?))
     }
 
-    /// The shape of a tensor, if it is there.
+    /// The shape of a tensor, if it exists.
     pub(super) fn shape(&self, name: &str) -> Option<&[usize]> {
         self.find(name).map(|(_, info)| &*info.shape)
     }
 
-    /// The dtype of a tensor in PyTorch's words, if it is there and can be loaded.
+    /// The dtype of a tensor in PyTorch's notation, if it exists and can be loaded.
     pub(super) fn dtype(&self, name: &str) -> Option<&'static str> {
         match self.find(name)?.1.dtype {
             Dtype::F32 => Some("float32"),
@@ -106,7 +106,7 @@ impl HfWeights {
         }
     }
 
-    /// Checks that a parameter is there, in its shape and a dtype that can be loaded.
+    /// Checks that a parameter exists with its shape and a supported dtype.
     pub(super) fn check(&self, spec: &ParameterSpec) -> Result<(), ModelError> {
         self.read(spec, 0..0, &mut [])
     }
@@ -136,7 +136,7 @@ impl HfWeights {
         Ok(true)
     }
 
-    /// Names of all tensors that are listed.
+    /// The names of all listed tensors.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.file_of.keys().map(String::as_str)
     }
@@ -164,10 +164,10 @@ impl WeightSource for HfWeights {
 }
 
 fn open_shard(dir: &Path, index: &Path, shard: &str) -> Result<TensorFile, ModelError> {
-    // The index is data from elsewhere: it names files beside it and no others.
+    // The index is untrusted: it may name only files in its own directory.
     let mut components = Path::new(shard).components();
     if !matches!((components.next(), components.next()), (Some(Component::Normal(_)), None)) {
-        let reason = format!("it names the shard {shard:?}, which is no plain file name");
+        let reason = format!("it names the shard {shard:?}, which is not a plain file name");
         return Err(ModelError::Format { path: index.to_owned(), reason });
     }
     TensorFile::open(dir.join(shard)).map_err(|error| match error {
@@ -188,11 +188,12 @@ fn read_index(path: &Path) -> Result<WeightMap, ModelError> {
     }
     let io = |source| ModelError::Io { path: path.to_owned(), source };
     let text = crate::regular_file::read_to_string(path).map_err(io)?;
-    let format = |error| ModelError::Format { path: path.to_owned(), reason: format!("no index: {error}") };
+    let format =
+        |error| ModelError::Format { path: path.to_owned(), reason: format!("not an index: {error}") };
     serde_json::from_str(&text).map(|Index { weight_map }| weight_map).map_err(format)
 }
 
-/// Entry by entry: a JSON object read as a map forgets a repeated key.
+/// Reads entry by entry: a JSON object read as a map would hide a repeated key.
 impl<'de> Deserialize<'de> for WeightMap {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Entries;

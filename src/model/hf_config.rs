@@ -7,20 +7,20 @@ use serde_json::Value;
 pub(super) struct HfConfig {
     /// The file, for errors.
     pub(super) origin: String,
-    /// What it holds.
+    /// Its content.
     pub(super) value: Value,
 }
 
 impl HfConfig {
-    /// The description, if this version computes such a model, and notes for the user.
+    /// Returns the description, if this version supports the model, and notes for the user.
     pub(super) fn llama(&self) -> Result<(LlamaConfig, Vec<String>), ModelError> {
         let architecture = self.architecture()?;
         self.refuse_unsupported()?;
         let notes = self.check_fields(architecture)?;
         let num_heads = self.size("num_attention_heads")?;
         let hidden_size = self.size("hidden_size")?;
-        // Left out, transformers takes numbers that depend on the family: for some of them a
-        // function of the other sizes, for others those of the family's first model.
+        // If they are absent, transformers uses defaults that depend on the family: a function of the other
+        // sizes, or the sizes of the family's first model.
         let num_kv_heads = match self.optional_size("num_key_value_heads")? {
             None if architecture != Architecture::Llama
                 && self.value.get("num_key_value_heads").is_none() =>
@@ -54,7 +54,7 @@ impl HfConfig {
         Ok((config, notes))
     }
 
-    /// The family, which `model_type` tells; `architectures` must not contradict it.
+    /// The family by `model_type`; `architectures` must not contradict it.
     fn architecture(&self) -> Result<Architecture, ModelError> {
         let architecture = match self.get("model_type").and_then(Value::as_str) {
             Some("llama") => Architecture::Llama,
@@ -74,7 +74,7 @@ impl HfConfig {
         Ok(architecture)
     }
 
-    /// Left out, it is that of Mistral 7B; `null` is none.
+    /// The sliding window: absent means that of Mistral 7B, `null` means none.
     fn mistral_window(&self) -> Result<Option<usize>, ModelError> {
         match self.value.get("sliding_window") {
             None => Ok(Some(4096)),
@@ -82,7 +82,7 @@ impl HfConfig {
         }
     }
 
-    /// A model that would load but compute something else must not load.
+    /// Refuses models that would load but compute something else.
     fn refuse_unsupported(&self) -> Result<(), ModelError> {
         if self.get("hidden_act").is_some_and(|act| act != "silu") {
             return Err(self.error("hidden_act", "this version computes \"silu\""));
@@ -97,7 +97,7 @@ impl HfConfig {
             let expected = "Llama attends to the whole document: leave it out";
             return Err(self.error("sliding_window", expected));
         }
-        // Qwen2 and Qwen3 state a window whether they use it or not.
+        // Qwen2 and Qwen3 configs have a window even if they do not use it.
         if model_type != Some("mistral") && self.flag("use_sliding_window")? {
             let expected = "this version has sliding windows for Mistral only";
             return Err(self.error("use_sliding_window", expected));
@@ -110,7 +110,7 @@ impl HfConfig {
         Ok(())
     }
 
-    /// A value that is there and not `null`.
+    /// The value of a key, unless absent or `null`.
     pub(super) fn get(&self, key: &str) -> Option<&Value> {
         self.value.get(key).filter(|value| !value.is_null())
     }

@@ -1,11 +1,11 @@
-//! The known fields of `config.json`: an allow-list. A field that is not on it could change what the model computes,
-//! and is refused.
+//! The allow-list of fields in `config.json`. Other fields are refused, since they could change what the
+//! model computes.
 
 use super::hf_config::HfConfig;
 use super::{Architecture, ModelError};
 use serde_json::Value;
 
-/// Read, and checked where they are read.
+/// Fields that are read, and checked there.
 const READ: &[&str] = &[
     "architectures",
     "attention_bias",
@@ -29,12 +29,13 @@ const READ: &[&str] = &[
     "vocab_size",
 ];
 
-/// Read by the rotary embedding.
+/// Fields of the rotary embedding.
 const ROPE: &[&str] = &["rope_parameters", "rope_scaling", "rope_theta"];
 
-/// No effect on logits, loss and gradients. Neither have fields that begin with `_`, transformers' internal ones.
+/// Fields without effect on logits, loss and gradients. So are fields that begin with `_`, which are internal
+/// to transformers.
 const HARMLESS: &[&str] = &[
-    // The file and the weights in it.
+    // The file, and its weights.
     "dtype",
     "is_llama_config",
     "keys_to_ignore_at_inference",
@@ -45,7 +46,7 @@ const HARMLESS: &[&str] = &[
     "transformers_version",
     "unsloth_fixed",
     "unsloth_version",
-    // How others compute the same.
+    // Alternative implementations.
     "attn_implementation",
     "base_model_pp_plan",
     "base_model_tp_plan",
@@ -56,13 +57,13 @@ const HARMLESS: &[&str] = &[
     "tf_legacy_loss",
     "torchscript",
     "use_bfloat16",
-    // What they return.
+    // Choice of outputs.
     "output_attentions",
     "output_hidden_states",
     "return_dict",
     "tie_last_hidden_states",
     "use_return_dict",
-    // Lengths that nothing is computed from; and a window's layers, where no window is used.
+    // Lengths that no computation uses; and a window's layers, if no window is used.
     "max_sequence_length",
     "max_seq_length",
     "max_window_layers",
@@ -84,7 +85,7 @@ const HARMLESS: &[&str] = &[
     "num_labels",
     "problem_type",
     "task_specific_params",
-    // Encoder-decoder models, which these are not.
+    // Encoder-decoder models.
     "cross_attention_hidden_size",
     "is_decoder",
     "tie_encoder_decoder",
@@ -129,7 +130,7 @@ const HARMLESS: &[&str] = &[
     "use_cache",
 ];
 
-/// (field, the values that change nothing, why others are refused)
+/// (field, values without effect, why others are refused)
 type Fixed = (&'static str, &'static [&'static str], &'static str);
 
 const QUANTIZED: &str = "this version loads f32, bf16 and f16: save the model without quantization";
@@ -138,7 +139,7 @@ const INTERLEAVED: &str =
 const SAME_NORMS: &str = "this version normalizes queries and keys for Qwen3 only: it must be false";
 
 const FIXED: &[Fixed] = &[
-    // transformers takes null, too, for a model that sees later tokens.
+    // transformers also accepts null, for a model that attends to later tokens.
     ("is_causal", &["true"], "this version computes causal attention only: it must be true, or left out"),
     ("is_encoder_decoder", &["false", "null"], "this version has decoders only: it must be false"),
     ("add_cross_attention", &["false", "null"], "this version has no cross-attention: it must be false"),
@@ -155,12 +156,12 @@ const FIXED: &[Fixed] = &[
     ("use_qk_norm", &["false", "null"], SAME_NORMS),
 ];
 
-/// Probabilities of dropout.
+/// Dropout probabilities.
 const DROPOUT: &[&str] =
     &["attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop", "residual_dropout"];
 
 impl HfConfig {
-    /// Notes on fields that are known and not applied.
+    /// Returns notes on fields that are known but not applied.
     ///
     /// # Errors
     /// A field that is unknown, or has a value that would change the model.

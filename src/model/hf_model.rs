@@ -1,4 +1,4 @@
-//! A model directory in Hugging Face's layout: description, weights, and the files that an export keeps.
+//! A model directory in Hugging Face's layout: description, weights, and the files for an export.
 
 use super::hf_config::HfConfig;
 use super::{HfWeights, LlamaConfig, Model, ModelError};
@@ -23,24 +23,25 @@ pub struct HfDescription {
 
 /// A model directory.
 pub struct HfModel {
-    /// The model. Its head is tied only if the weights agree.
+    /// The model description. Its head is tied only if the weights agree.
     pub config: LlamaConfig,
-    /// Its parameters, all of which are there in the right shape.
+    /// Its weights, which have every parameter in the right shape.
     pub weights: HfWeights,
     /// Notes for the user, one line each.
     pub notes: Vec<String>,
-    /// The files around the weights, for an export.
+    /// The other files, for an export.
     pub source: HfSource,
 }
 
-/// The files around the weights from which a run started, for an export to keep.
+/// The files next to the weights from which a run started, for an export.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HfSource {
     /// `config.json`.
     pub config: Value,
-    /// `generation_config.json`; null where there is none.
+    /// `generation_config.json`; null if it does not exist.
     pub generation_config: Value,
-    /// The weights' dtype in PyTorch's words; `None` where neither the description nor the weights tell it.
+    /// Dtype of the weights in PyTorch's notation; `None` if neither the description nor the weights state
+    /// it.
     pub dtype: Option<String>,
 }
 
@@ -53,7 +54,7 @@ impl HfDescription {
         Self::from_file(&dir.join("config.json"))
     }
 
-    /// As [`from_dir`](Self::from_dir), whatever the file is called.
+    /// As [`from_dir`](Self::from_dir), for a file of any name.
     ///
     /// # Errors
     /// As [`LlamaConfig::from_hf_dir`].
@@ -61,10 +62,10 @@ impl HfDescription {
         Self::from_json(read_json(path)?, &path.display().to_string())
     }
 
-    /// As [`from_dir`](Self::from_dir), of what was read already; `origin` is what errors and notes call it.
+    /// As [`from_dir`](Self::from_dir), for JSON that was already read; errors and notes call it `origin`.
     ///
     /// # Errors
-    /// As [`LlamaConfig::from_hf_dir`], but for reading.
+    /// As [`LlamaConfig::from_hf_dir`], except for reading.
     pub fn from_json(json: Value, origin: &str) -> Result<Self, ModelError> {
         if !json.is_object() {
             return Err(ModelError::Format { path: origin.into(), reason: "expected a JSON object".into() });
@@ -76,7 +77,7 @@ impl HfDescription {
         Ok(Self { config, notes, json: file.value })
     }
 
-    /// Unties the head where `weights` have a head that differs from the embedding, as transformers 5 does.
+    /// Unties the head if `weights` have a head that differs from the embedding, as transformers 5 does.
     ///
     /// # Errors
     /// Weights that cannot be read.
@@ -96,7 +97,7 @@ impl HfDescription {
 }
 
 impl HfModel {
-    /// Opens a directory.
+    /// Opens a model directory.
     ///
     /// # Errors
     /// As [`LlamaConfig::from_hf_dir`] and [`HfWeights::open`]; a parameter that is missing or has another shape.
@@ -104,7 +105,7 @@ impl HfModel {
         Self::with_weights(HfDescription::from_dir(dir)?, dir)
     }
 
-    /// Opens the weights and the other files of a directory whose description was read.
+    /// Opens the weights and the other files of a directory whose description was already read.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -128,7 +129,7 @@ impl HfModel {
     }
 }
 
-/// A note with the number of tensors that are no parameter of the model.
+/// A note with the number of unused tensors.
 fn unused_tensors(weights: &HfWeights, used: &HashSet<&str>) -> Option<String> {
     const NAMED: usize = 3;
     let mut unused: Vec<_> = weights.names().filter(|name| !used.contains(name)).collect();
@@ -142,7 +143,7 @@ fn unused_tensors(weights: &HfWeights, used: &HashSet<&str>) -> Option<String> {
 }
 
 impl HfSource {
-    /// The description in a directory; its weights need not be there.
+    /// Reads the description in a directory; the weights need not exist.
     ///
     /// # Errors
     /// A `config.json` that is missing or no JSON.
@@ -166,7 +167,7 @@ impl HfSource {
         (Self { config, generation_config, dtype }, unread)
     }
 
-    /// Whether its `config.json` describes `model`, but for whether the head is tied.
+    /// Whether its `config.json` describes `model`, apart from whether the head is tied.
     pub fn describes(&self, model: &Value) -> bool {
         let untied = |json: &Value| {
             let config = LlamaConfig::from_hf_json(json.clone(), "config.json").ok()?;

@@ -1,14 +1,14 @@
 //! The rotary embedding in a Hugging Face `config.json`.
 //!
-//! transformers 5 writes one object, `rope_parameters`; before, `rope_theta` stood by itself and
-//! `rope_scaling` said what is changed about it. Where both are there, `rope_scaling` counts, unless it is empty.
+//! transformers 5 writes one object, `rope_parameters`. Earlier versions write `rope_theta` separately, and
+//! `rope_scaling` with the scaling. If both exist, `rope_scaling` counts, unless it is empty.
 
 use super::ModelError;
 use super::hf_config::HfConfig;
 use serde_json::{Map, Value, json};
 use ulysses_kernels::rope::Scaling;
 
-/// Keys of an object of any type of scaling; `finetuned` describes the weights.
+/// Keys of the object for all types of scaling; `finetuned` describes the weights.
 const FIELDS: [&str; 17] = [
     "attention_factor",
     "beta_fast",
@@ -31,7 +31,7 @@ const FIELDS: [&str; 17] = [
 
 const ORIGINAL_LEN: &str = "original_max_position_embeddings";
 
-/// The object that describes the scaling, under the key that it has.
+/// The object that describes the scaling, with its key.
 struct RopeObject<'a> {
     config: &'a HfConfig,
     key: &'static str,
@@ -114,7 +114,7 @@ impl RopeObject<'_> {
         };
         let truncate = match self.object.get("truncate") {
             None => true,
-            // As to Python, nothing is false.
+            // In Python, null is false.
             Some(Value::Null) => false,
             Some(value) => value.as_bool().ok_or_else(|| self.error("truncate must be true or false"))?,
         };
@@ -122,8 +122,8 @@ impl RopeObject<'_> {
         Ok(Scaling::Yarn { factor, beta_fast, beta_slow, truncate, attention_factor, original_len })
     }
 
-    /// The length before scaling. transformers 5 takes it from the top of the file before it looks into the object,
-    /// and the model's own limit where neither has it.
+    /// The length before scaling. transformers 5 takes it from the top level before it looks into the object,
+    /// and uses the model's own limit if neither has it.
     fn original_len(&self) -> Result<u32, ModelError> {
         let positive =
             |value: &Value| value.as_u64().and_then(|len| u32::try_from(len).ok()).filter(|len| *len > 0);
@@ -160,8 +160,8 @@ impl RopeObject<'_> {
     }
 }
 
-/// What a `config.json` has for a scaled embedding: `rope_scaling`, which all versions of
-/// transformers read, and the `max_position_embeddings` that goes with it.
+/// The entries of `config.json` for a scaled rotary embedding: `rope_scaling`, which all versions of
+/// transformers read, and the matching `max_position_embeddings`.
 pub(super) fn scaling_to_hf(scaling: Scaling) -> Option<(Value, Option<u64>)> {
     let positions = |len: u32, factor: f64| Some((f64::from(len) * factor).round() as u64);
     match scaling {
@@ -184,7 +184,7 @@ pub(super) fn scaling_to_hf(scaling: Scaling) -> Option<(Value, Option<u64>)> {
                 "truncate": truncate, "attention_factor": attention_factor,
                 "original_max_position_embeddings": original_len,
             });
-            // Older versions take the factor from the ratio of the two lengths.
+            // Older versions derive the factor from the ratio of the two lengths.
             Some((value, positions(original_len, factor)))
         }
     }

@@ -1,13 +1,13 @@
-//! The [`Layer`] trait and what describes a layer's parameters.
+//! The [`Layer`] trait, and the description of a layer's parameters.
 
 use super::{LayerContext, ModelError};
 use candle_core::Tensor;
 use std::any::Any;
 
-/// How a parameter starts when it is not loaded.
+/// Initial values of a parameter that is not loaded.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
-    /// Normal with mean 0 and this standard deviation.
+    /// Normal distribution with mean 0.
     Normal {
         /// Standard deviation.
         std: f64,
@@ -24,14 +24,14 @@ pub struct ParameterSpec {
     /// Full name in Hugging Face's convention, for example
     /// `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
-    /// Its shape; a linear weight is `[out, in]`.
+    /// Shape; a linear weight is `[out, in]`.
     pub shape: Vec<usize>,
-    /// How it starts.
+    /// Initial values.
     pub init: Init,
 }
 
 impl ParameterSpec {
-    /// A parameter called `name`.
+    /// Creates a parameter called `name`.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
         Self { name: name.into(), shape: shape.into(), init }
     }
@@ -42,27 +42,27 @@ impl ParameterSpec {
     }
 }
 
-/// What a layer keeps from its forward for its backward pass.
+/// State that a layer saves in its forward pass for its backward pass.
 pub struct Saved {
     bytes: usize,
     state: Box<dyn Any + Send>,
 }
 
 impl Saved {
-    /// Wraps a layer's own state, whose tensors hold `bytes`.
+    /// Wraps a layer's own state, whose tensors occupy `bytes`.
     pub fn new<T: Any + Send>(state: T, bytes: usize) -> Self {
         Self { bytes, state: Box::new(state) }
     }
 
-    /// Bytes that the state keeps alive.
+    /// Bytes of the saved tensors.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The state, for the `layer` that made it.
+    /// Returns the state to the `layer` that created it.
     ///
     /// # Errors
-    /// When another kind of layer made it.
+    /// State of another kind of layer.
     pub fn downcast<T: Any + Send>(self, layer: &str) -> Result<T, ModelError> {
         match self.state.downcast() {
             Ok(state) => Ok(*state),
@@ -73,22 +73,21 @@ impl Saved {
 
 /// One block of a model, from hidden states to hidden states.
 ///
-/// The engine owns the parameters: it passes `params` (and in the backward pass `grads`),
-/// one tensor per entry of [`parameters`](Self::parameters) and in that order, and it may
-/// take the storage back in between. A layer therefore keeps no parameter tensor. A frozen
-/// parameter has no gradient to add to: a layer leaves out what it would compute for it.
+/// The engine owns the parameters. It passes `params` (and in the backward pass `grads`), one tensor per
+/// entry of [`parameters`](Self::parameters), in that order. It may reuse the storage in between, so a layer
+/// stores no parameter tensor. A frozen parameter has no gradient, so a layer need not compute it.
 ///
-/// With sequence parallelism a layer sees this rank's tokens only. What mixes tokens goes
-/// through [`LayerContext::attention`]; everything else must be independent per token.
+/// With sequence parallelism, a layer gets only this rank's tokens. Anything that mixes tokens goes through
+/// [`LayerContext::attention`]; everything else must treat tokens independently.
 pub trait Layer: Send + Sync {
-    /// Name for messages and reports, for example `model.layers.0`.
+    /// Name for messages and reports, such as `model.layers.0`.
     fn name(&self) -> &str;
 
     /// The parameters, in the order of `params` and `grads`.
     fn parameters(&self) -> &[ParameterSpec];
 
-    /// Computes the layer. `x` and the result stay as they are until after this layer's backward, so
-    /// they may go into the saved state.
+    /// Computes the layer. `x` and the result stay unchanged until after this layer's backward, so the saved
+    /// state may hold them.
     ///
     /// # Shapes
     /// `x`, result: `[batch, seq_local, hidden]`.
@@ -102,11 +101,11 @@ pub trait Layer: Send + Sync {
         ctx: &LayerContext,
     ) -> Result<(Tensor, Saved), ModelError>;
 
-    /// **Adds** the parameters' gradients to `grads`, where there are any, and returns that of
-    /// `x`. `dy` is the layer's to overwrite; it may come back as the result.
+    /// **Adds** the parameters' gradients to `grads` and returns the gradient of `x`. The layer may overwrite
+    /// `dy`, or return it as the result.
     ///
     /// # Shapes
-    /// `dy`, result: `[batch, seq_local, hidden]`; `grads`: as `params`, none of frozen ones.
+    /// `dy`, result: `[batch, seq_local, hidden]`; `grads`: as `params`, `None` for frozen parameters.
     ///
     /// # Errors
     /// A refused operation or failed communication.
@@ -119,9 +118,9 @@ pub trait Layer: Send + Sync {
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError>;
 
-    /// As [`forward`](Self::forward), where the layer keeps no state but a checkpoint, from which it
-    /// can be computed again: `x` first, then what is to be computed only once. The engine may move
-    /// its tensors elsewhere until the backward pass.
+    /// As [`forward`](Self::forward), but saves only a checkpoint from which the layer is recomputed: `x`,
+    /// then tensors that should be computed only once. The engine may offload these tensors until the
+    /// backward pass.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -135,8 +134,8 @@ pub trait Layer: Send + Sync {
         Ok((y, vec![x]))
     }
 
-    /// As [`backward`](Self::backward), from a checkpoint. Its tensors are the layer's to recycle,
-    /// except the first: `x` is the output of the layer before, which may still need it.
+    /// As [`backward`](Self::backward), from a checkpoint. The layer may recycle its tensors except the
+    /// first: `x` is the output of the previous layer, which may still need it.
     ///
     /// # Errors
     /// As [`backward`](Self::backward).
@@ -152,7 +151,7 @@ pub trait Layer: Send + Sync {
         let x = checkpoint.into_iter().next().ok_or_else(foreign)?;
         let (y, saved) = self.forward(params, &x, ctx)?;
         let dx = self.backward(params, saved, dy, grads, ctx)?;
-        ctx.workspace().give(y);
+        ctx.workspace().recycle(y);
         Ok(dx)
     }
 }

@@ -11,9 +11,9 @@ use ulysses_kernels::rope::{Rope, Scaling};
 /// Shape of a Llama-style decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
-    /// The family that it belongs to.
+    /// The model family.
     pub architecture: Architecture,
-    /// Token ids are below this.
+    /// Size of the vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -25,26 +25,26 @@ pub struct LlamaConfig {
     pub num_heads: usize,
     /// Key/value heads; a divisor of `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements in a head; even.
+    /// Elements per head; even.
     pub head_dim: usize,
-    /// Base of the rotary embedding's wavelengths.
+    /// Base θ of the rotary embedding.
     pub rope_theta: f64,
-    /// How the rotary embedding is scaled for longer contexts.
+    /// Scaling of the rotary embedding for longer contexts.
     pub rope_scaling: Scaling,
-    /// Added to the mean square before its root is taken.
+    /// Epsilon of the RMSNorm, added to the mean square.
     pub rms_norm_eps: f64,
     /// Standard deviation of random initial weights.
     pub initializer_range: f64,
-    /// Whether the output projection is the embedding.
+    /// Whether the output projection is the embedding matrix.
     pub tie_word_embeddings: bool,
 }
 
-/// Heads that pass through attention together.
+/// Heads that run through attention together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeadChunk {
     /// Query heads.
     pub q: Range<usize>,
-    /// The KV heads that these use, and no others.
+    /// The KV heads that these use.
     pub kv: Range<usize>,
 }
 
@@ -52,22 +52,22 @@ impl LlamaConfig {
     /// Reads the Hugging Face `config.json` of a directory. [`HfDescription`] also has notes for the user.
     ///
     /// # Errors
-    /// A file that is missing, is no JSON object, or describes a model that this version
-    /// would compute wrongly (other architectures, other kinds of RoPE scaling, biases but
-    /// Qwen2's, windows in some layers only), or may: fields that are unknown.
+    /// A file that is missing or is not a JSON object. A model that this version does not support (other
+    /// architectures, other RoPE scalings, biases other than Qwen2's, windows in some layers only), or may
+    /// not support, because a field is unknown.
     pub fn from_hf_dir(dir: &Path) -> Result<Self, ModelError> {
         Ok(HfDescription::from_dir(dir)?.config)
     }
 
-    /// The inverse of [`to_hf_json`](Self::to_hf_json), of anybody's description; `origin` is what errors call it.
+    /// Reads a description, as the inverse of [`to_hf_json`](Self::to_hf_json). Errors call it `origin`.
     ///
     /// # Errors
-    /// As [`from_hf_dir`](Self::from_hf_dir), but for reading.
+    /// As [`from_hf_dir`](Self::from_hf_dir), except for reading.
     pub fn from_hf_json(value: Value, origin: &str) -> Result<Self, ModelError> {
         Ok(HfDescription::from_json(value, origin)?.config)
     }
 
-    /// The same description in Hugging Face's vocabulary.
+    /// The same description as a Hugging Face `config.json`.
     pub fn to_hf_json(&self) -> Value {
         let (model_type, class) = self.architecture.hf_names();
         let mut json = json!({
@@ -95,16 +95,16 @@ impl LlamaConfig {
         Rope { theta: self.rope_theta, scaling: self.rope_scaling }
     }
 
-    /// Checks what the layers rely on; `origin` names the description in errors.
+    /// Checks the constraints of the layers; errors call the description `origin`.
     ///
     /// # Errors
-    /// Sizes that are zero or beyond any model, an odd `head_dim`, or KV heads that do not
-    /// divide the query heads.
+    /// Sizes that are zero or unrealistically large, an odd `head_dim`, or KV heads that do not divide the
+    /// query heads.
     pub fn validate(&self, origin: &str) -> Result<(), ModelError> {
         let error = |key, got: String, expected: String| {
             Err(ModelError::Config { origin: origin.to_owned(), key, got, expected })
         };
-        // No model comes near these limits; within them no count of elements overflows.
+        // No model comes near these limits; within them no element count overflows.
         let sizes = [
             ("vocab_size", self.vocab_size, 1 << 32),
             ("hidden_size", self.hidden_size, 1 << 18),
@@ -144,13 +144,13 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// The KV head that each query head uses.
+    /// The KV head of each query head.
     pub fn q_to_kv(&self) -> Vec<usize> {
         grouped_heads(self.num_heads, self.num_kv_heads)
     }
 
-    /// Query and KV heads of each of `chunks` parts, as even as whole groups of heads allow; at most
-    /// one part for each KV head has any.
+    /// Splits the heads into `chunks` parts of whole KV groups, as evenly as possible. If there are more
+    /// parts than KV heads, the others are empty.
     pub fn head_chunks(&self, chunks: usize) -> Vec<HeadChunk> {
         let group = self.num_heads / self.num_kv_heads;
         let bound = |index| index * self.num_kv_heads / chunks;
@@ -166,7 +166,7 @@ impl LlamaConfig {
         self.num_parameters_where(|_| true)
     }
 
-    /// Number of elements of the parameters whose names are `counted`.
+    /// Number of elements of the parameters whose name satisfies `counted`.
     pub fn num_parameters_where(&self, counted: impl Fn(&str) -> bool) -> usize {
         let units = Model::layers_of(self).units();
         let parameters = units.iter().flat_map(|unit| &unit.parameters);

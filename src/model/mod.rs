@@ -1,15 +1,15 @@
 //! Transformer models as a stack of layers with hand-written backward passes.
 //!
-//! - [`Layer`]: the trait that the engine drives; [`DecoderLayer`] is the Llama block,
-//!   [`AutogradLayer`] runs any block written with candle ops.
+//! - [`Layer`]: the trait that the engine calls; [`DecoderLayer`] is the Llama block, [`AutogradLayer`] runs
+//!   any block written with candle ops.
 //! - [`Embedding`] before and [`LossHead`] after the layers.
-//! - [`Model`]: the three together, and its parameters grouped into units, the pieces that
-//!   ZeRO partitions, gathers and reduces as a whole.
-//! - [`LlamaConfig`]: presets and Hugging Face `config.json`; [`WeightSource`]: where
-//!   initial values come from, [`RandomWeights`] or [`HfWeights`].
+//! - [`Model`]: the three together. Its parameters form units, which ZeRO partitions, gathers and reduces as
+//!   a whole.
+//! - [`LlamaConfig`]: presets and Hugging Face `config.json`.
+//! - [`WeightSource`]: the source of initial values, [`RandomWeights`] or [`HfWeights`].
 //!
-//! The engine owns parameters and gradients; layers get views of them. Nothing here
-//! communicates: what needs other ranks is behind [`Attention`](ulysses_kernels::attention::Attention).
+//! The engine owns parameters and gradients; layers get views of them. This module does not communicate:
+//! [`Attention`](ulysses_kernels::attention::Attention) hides the other ranks.
 
 mod architecture;
 mod attention_node;
@@ -21,18 +21,19 @@ mod decoder_mlp;
 mod decoder_weights;
 mod embedding;
 mod error;
-mod head;
-mod heads;
 mod hf;
 mod hf_config;
 mod hf_fields;
 mod hf_model;
 mod hf_rope;
+mod known_models;
 mod layer;
 mod llama;
+mod lm_head;
+#[expect(clippy::module_inception, reason = "the module is named for what it holds")]
+mod model;
 mod preset;
-mod published;
-mod stack;
+mod qkv_projection;
 mod tensor_file;
 #[cfg(test)]
 mod tests;
@@ -45,12 +46,12 @@ pub use context::{LayerContext, Tiling, TokenLayout};
 pub use decoder::DecoderLayer;
 pub use embedding::Embedding;
 pub use error::ModelError;
-pub use head::{HeadSaved, LossHead};
 pub use hf::HfWeights;
 pub use hf_model::{HfDescription, HfModel, HfSource};
+pub use known_models::{KNOWN_MODELS, shape};
 pub use layer::{Init, Layer, ParameterSpec, Saved};
 pub use llama::{HeadChunk, LlamaConfig};
+pub use lm_head::{HeadSaved, LossHead};
+pub use model::{Model, UnitSpec};
 pub use preset::{PRESETS, preset};
-pub use published::{PUBLISHED, shape};
-pub use stack::{Model, UnitSpec};
 pub use weights::{RandomWeights, WeightSource};

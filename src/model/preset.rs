@@ -3,10 +3,10 @@
 use super::{Architecture, LlamaConfig, ModelError};
 use ulysses_kernels::rope::Scaling;
 
-/// Names that [`preset`] knows.
+/// Names that [`preset`] accepts.
 pub const PRESETS: [&str; 4] = ["nano", "tiny", "small", "base"];
 
-/// A byte-level model by name. Sizes: hidden × layers × query heads / KV heads.
+/// Returns a byte-level model by name. Size: hidden × layers × query heads / KV heads.
 ///
 /// | name | size | parameters |
 /// |---|---|---|

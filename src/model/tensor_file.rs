@@ -13,12 +13,12 @@ use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// An open file, of which only the header is in memory.
+/// An open file. Only its header is in memory.
 pub(super) struct TensorFile {
     path: PathBuf,
     file: Mutex<File>,
     tensors: HashMap<String, TensorInfo>,
-    /// Where the tensors' bytes begin.
+    /// File offset of the tensor data.
     data_start: u64,
 }
 
@@ -39,7 +39,7 @@ impl TensorFile {
         &self.path
     }
 
-    /// Names of all its tensors.
+    /// The names of all its tensors.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -48,10 +48,10 @@ impl TensorFile {
         self.tensors.get(name)
     }
 
-    /// Widens elements `range` (row-major) of a tensor of this file to `out`, which is as long.
+    /// Reads elements `range` (row-major) of a tensor as f32 into `out`, of the same length.
     ///
     /// # Errors
-    /// A type that is not loaded, elements that the tensor does not have, or a failed read.
+    /// An unsupported dtype, a range outside the tensor, or a failed read.
     pub(super) fn read(
         &self,
         name: &str,
@@ -62,7 +62,7 @@ impl TensorFile {
         let elements: usize = info.shape.iter().product();
         if range.end > elements || range.len() != out.len() {
             return Err(self.format(format!(
-                "elements {range:?} of {name}, which has {elements}, do not fill {} asked for",
+                "elements {range:?} of {name}, which has {elements}, do not match the {} requested",
                 out.len()
             )));
         }
@@ -83,7 +83,7 @@ impl TensorFile {
         out: &mut [f32],
         decode: impl Fn([u8; N]) -> f32,
     ) -> Result<(), ModelError> {
-        // Ranks share the file: it is theirs for one chunk at a time, and they decode side by side.
+        // Ranks share the file: each locks it for one chunk, and they decode in parallel.
         let read_at = |position, bytes: &mut [u8]| {
             let mut file = self.file.lock();
             file.seek(SeekFrom::Start(position)).and_then(|_| file.read_exact(bytes))
@@ -97,8 +97,8 @@ impl TensorFile {
     }
 }
 
-/// The header, held against the file's size before anything is allocated for it, and where the
-/// data begins.
+/// Reads the header, which is checked against the file's size before anything is allocated. Also returns the
+/// offset of the data.
 fn read_header(file: &mut File, file_bytes: u64, path: &Path) -> Result<(Metadata, u64), ModelError> {
     let format = |reason: String| ModelError::Format { path: path.to_owned(), reason };
     let (json, data_start) =
@@ -109,15 +109,17 @@ fn read_header(file: &mut File, file_bytes: u64, path: &Path) -> Result<(Metadat
     let invalid = |error: &dyn std::fmt::Display| format(format!("not a safetensors header: {error}"));
     let parsed: Metadata = serde_json::from_slice(&json).map_err(|error| invalid(&error))?;
     let metadata = validated(&parsed).map_err(|error| invalid(&error))?;
-    let (claimed, held) = (metadata.data_len() as u64, file_bytes - data_start);
-    if claimed != held {
-        return Err(format(format!("the header describes {claimed} bytes of tensors; the file has {held}")));
+    let (claimed, actual) = (metadata.data_len() as u64, file_bytes - data_start);
+    if claimed != actual {
+        return Err(format(format!(
+            "the header describes {claimed} bytes of tensors; the file has {actual}"
+        )));
     }
     Ok((metadata, data_start))
 }
 
-/// The same header, checked: tensors follow each other without holes or overlaps, and each has
-/// the bytes of its shape. Deserializing alone does not check that.
+/// Checks the header: tensors follow each other without gaps or overlaps, and each has the bytes of its
+/// shape. Deserializing alone does not check this.
 fn validated(parsed: &Metadata) -> Result<Metadata, safetensors::SafeTensorError> {
     let in_order = parsed.offset_keys();
     let info = |name: String| parsed.info(&name).map(|info| (name, info.clone()));

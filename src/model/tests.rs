@@ -133,14 +133,14 @@ fn saved_state_of_another_layer_is_refused() {
 }
 
 #[test]
-fn logits_give_back_what_they_took_of_the_workspace() {
+fn logits_recycle_their_workspace_tensors() {
     let (batch, seq_len, hidden, vocab) = (2, 3, 8, 5);
     let head = LossHead::new("lm_head.weight", vocab, hidden, 1e-6, 0.02);
     let ctx = context(batch, seq_len);
     let x = random(&[batch, seq_len, hidden], 0);
     head.logits(&random(&[hidden], 1), &random(&[vocab, hidden], 2), &x, &ctx).unwrap();
-    // The normalised tokens, and a reciprocal root mean square of each.
-    assert_eq!(ctx.workspace().bytes_held(), batch * seq_len * (hidden + 1) * size_of::<f32>());
+    // The normalized tokens, and a reciprocal root mean square of each.
+    assert_eq!(ctx.workspace().free_bytes(), batch * seq_len * (hidden + 1) * size_of::<f32>());
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn random_weights_are_a_function_of_seed_name_and_index() {
 }
 
 #[test]
-fn random_weights_have_the_mean_and_deviation_that_were_asked_for() {
+fn random_weights_have_the_requested_mean_and_deviation() {
     let n = 200_000;
     let values = to_vec::<f32>(&random(&[n], 3)).unwrap();
     let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n as f64;
@@ -234,7 +234,7 @@ fn blocks_must_keep_the_shape() {
 }
 
 #[test]
-fn absurd_descriptions_make_no_model() {
+fn absurd_descriptions_are_refused() {
     let absurd = [
         LlamaConfig { num_kv_heads: 3, ..config() },
         LlamaConfig { num_heads: 0, ..config() },

@@ -1,4 +1,4 @@
-//! Where parameters' initial values come from.
+//! Initial values of parameters.
 
 use super::{Init, ModelError, ParameterSpec};
 use crate::fnv1a;
@@ -6,25 +6,23 @@ use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::ops::Range;
 
-/// Initial values of parameters, element by element: a rank asks only for what it keeps.
+/// A source of initial parameter values. A rank reads only the elements that it keeps.
 pub trait WeightSource: Send + Sync {
-    /// Writes elements `range` (row-major, within the whole parameter) to `out`, which is as
-    /// long as the range.
+    /// Writes elements `range` (row-major, within the whole parameter) to `out`, of the same length.
     ///
     /// # Errors
     /// A parameter that the source does not have in this shape.
     fn read(&self, spec: &ParameterSpec, range: Range<usize>, out: &mut [f32]) -> Result<(), ModelError>;
 }
 
-/// Random values that do not know the mesh: each element is a function of
-/// (seed, parameter name, index), whoever asks for it.
+/// Random values that do not depend on the mesh: each element is a function of (seed, parameter name, index).
 #[derive(Debug, Clone, Copy)]
 pub struct RandomWeights {
     /// Seed of the run.
     pub seed: u64,
 }
 
-/// 32-bit words of the generator that one element consumes.
+/// 32-bit words of the generator per element.
 const WORDS_PER_ELEMENT: u128 = 2;
 
 impl WeightSource for RandomWeights {
@@ -43,20 +41,19 @@ impl WeightSource for RandomWeights {
 }
 
 impl RandomWeights {
-    /// A counter-based stream of its own for every parameter.
+    /// A separate counter-based stream for every parameter.
     fn generator(&self, name: &str) -> ChaCha8Rng {
         let mut key = [0; 32];
         key[..8].copy_from_slice(&self.seed.to_le_bytes());
-        // Two parameters with equal names are the same parameter, so the name's bytes folded
-        // into the key tell all parameters of a model apart.
+        // Parameter names are unique, so the hash of the name makes the key unique within a model.
         key[8..16].copy_from_slice(&fnv1a::hash(name.as_bytes()).to_le_bytes());
         ChaCha8Rng::from_seed(key)
     }
 }
 
-/// Box–Muller, of which only the cosine is used: every element stands alone.
+/// Box–Muller with the cosine only, so that elements are independent of each other.
 fn standard_normal(generator: &mut ChaCha8Rng) -> f64 {
-    // (0, 1]: the logarithm must not see a zero.
+    // (0, 1]: avoids the logarithm of zero.
     let radius = (f64::from(generator.next_u32()) + 1.0) / 4_294_967_296.0;
     let angle = f64::from(generator.next_u32()) / 4_294_967_296.0 * std::f64::consts::TAU;
     (-2.0 * radius.ln()).sqrt() * angle.cos()

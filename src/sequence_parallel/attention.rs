@@ -1,39 +1,38 @@
-//! [`UlyssesAttention`]: a local attention made sequence-parallel.
+//! [`UlyssesAttention`]: makes a local attention sequence-parallel.
 
 use super::exchange::Qkv;
-use super::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded, UlyssesError};
+use super::{AttentionShape, Exchange, ExchangePlan, HeadSharded, SeqSharded, SequenceParallelError};
 use crate::comm::ProcessGroup;
 use candle_core::Tensor;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
-use ulysses_kernels::attention::{Attention, AttentionError, Geometry, SavedAttention};
+use ulysses_kernels::attention::{Attention, AttentionError, AttentionLayout, SavedAttention};
 use ulysses_kernels::device::dry;
-use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::memory::{Category, with_category};
 
 /// Runs a local attention over whole sequences that are sharded over an `sp` group.
 ///
-/// It takes and returns sequence-sharded tensors and is itself an [`Attention`], so a
-/// layer does not know whether its sequence is sharded. What it saves for the backward
-/// pass is head-sharded: the exchange of q, k and v is not repeated.
+/// Takes and returns sequence-sharded tensors and implements [`Attention`], so a layer does not know whether
+/// its sequence is sharded. The state saved for the backward pass is head-sharded, so the exchange of q, k
+/// and v is not repeated.
 ///
-/// Communication per layer: one all-to-all of q, k, v and one of the output forward,
-/// the same backward; nothing with `sp_size` 1. Both calls are collective over the group.
+/// Communication per layer: one all-to-all of q, k, v and one of the output in the forward pass, and the same
+/// in the backward pass. With `sp_size` 1 there is none. Both calls are collective over the group.
 pub struct UlyssesAttention {
     local: Arc<dyn Attention>,
     group: Arc<dyn ProcessGroup>,
-    /// The geometries of this micro batch, one for each number of heads, and what follows from them:
-    /// all layers share them.
+    /// The plans for this micro batch, one per number of heads, shared by all layers.
     shardings: Mutex<Vec<Arc<Sharding>>>,
 }
 
-/// What a sequence-sharded geometry means for this rank.
+/// The exchange and the local layout that follow from a sequence-sharded layout on this rank.
 struct Sharding {
-    sharded: Geometry,
+    sharded: AttentionLayout,
     shape: AttentionShape,
     exchange: Exchange,
-    /// Geometry of the local attention: all tokens, this rank's heads.
-    whole: Geometry,
+    /// Layout of the local attention: all tokens, this rank's heads.
+    whole: AttentionLayout,
 }
 
 impl UlyssesAttention {
@@ -42,72 +41,75 @@ impl UlyssesAttention {
         Self { local, group, shardings: Mutex::default() }
     }
 
-    /// Recognises the geometry of an earlier call by its shared parts, else plans anew and forgets
-    /// those of other tokens.
-    fn sharding(&self, geometry: &Geometry, shape: AttentionShape) -> Result<Arc<Sharding>, UlyssesError> {
+    /// Finds the plan of an earlier call with the same layout, or creates it and drops those of other tokens.
+    fn sharding(
+        &self,
+        layout: &AttentionLayout,
+        shape: AttentionShape,
+    ) -> Result<Arc<Sharding>, SequenceParallelError> {
         let mut known = self.shardings.lock();
         let is_this = |known: &&Arc<Sharding>| {
             known.shape == shape
-                && shares_tokens(&known.sharded, geometry)
-                && Arc::ptr_eq(known.sharded.q_to_kv(), geometry.q_to_kv())
+                && shares_tokens(&known.sharded, layout)
+                && Arc::ptr_eq(known.sharded.q_to_kv(), layout.q_to_kv())
         };
         if let Some(sharding) = known.iter().find(is_this) {
             return Ok(sharding.clone());
         }
-        known.retain(|known| shares_tokens(&known.sharded, geometry));
-        let sharding = Arc::new(self.plan(geometry, shape, known.first().map(|known| &known.whole))?);
+        known.retain(|known| shares_tokens(&known.sharded, layout));
+        let sharding = Arc::new(self.plan(layout, shape, known.first().map(|known| &known.whole))?);
         known.push(sharding.clone());
         Ok(sharding)
     }
 
-    /// `same_tokens`: what the local attention sees of them with other heads.
+    /// `same_tokens`: the local layout of the same tokens with other heads.
     fn plan(
         &self,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         shape: AttentionShape,
-        same_tokens: Option<&Geometry>,
-    ) -> Result<Sharding, UlyssesError> {
+        same_tokens: Option<&AttentionLayout>,
+    ) -> Result<Sharding, SequenceParallelError> {
         let (rank, sp_size) = (self.group.rank(), self.group.world_size());
-        let plan = ExchangePlan::new(shape, geometry.q_to_kv(), sp_size, rank)?;
+        let plan = ExchangePlan::new(shape, layout.q_to_kv(), sp_size, rank)?;
         let expected = plan.seq_ranges()[rank].clone();
         // A dry run has no positions.
-        let positions = [geometry.q_positions(), geometry.kv_positions()].into_iter();
+        let positions = [layout.q_positions(), layout.kv_positions()].into_iter();
         for positions in positions.filter(|_| !dry::is_dry()) {
             if !positions.iter().map(|&p| p as usize).eq(expected.clone()) {
                 let got = positions.first().copied().zip(positions.last().copied());
                 let seq_len = shape.seq_len;
-                return Err(UlyssesError::Shard { rank, sp_size, seq_len, expected, got });
+                return Err(SequenceParallelError::Shard { rank, sp_size, seq_len, expected, got });
             }
         }
         let heads = plan.q_to_kv_local();
         let whole = match same_tokens {
             Some(same_tokens) => same_tokens.with_heads(heads),
             None => {
-                let (tokens, documents) = (0..shape.seq_len as u32, geometry.cu_seqlens().clone());
-                Geometry::of_ranges(tokens.clone(), tokens, documents, heads, geometry.window())?
+                let (tokens, documents) = (0..shape.seq_len as u32, layout.cu_seqlens().clone());
+                AttentionLayout::of_ranges(tokens.clone(), tokens, documents, heads, layout.window())?
             }
         };
         let exchange = Exchange::new(plan, self.group.clone());
-        Ok(Sharding { sharded: geometry.clone(), shape, exchange, whole })
+        Ok(Sharding { sharded: layout.clone(), shape, exchange, whole })
     }
 
     fn forward_sharded(
         &self,
         qkv: Qkv,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<(Tensor, SavedAttention), UlyssesError> {
+    ) -> Result<(Tensor, SavedAttention), SequenceParallelError> {
         let (batch, _, num_heads, head_dim) = qkv[0].dims4()?;
         let num_kv_heads = qkv[1].dims4()?.2;
-        let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
-        let sharding = self.sharding(geometry, shape)?;
+        let shape = AttentionShape { batch, seq_len: seq_len(layout), num_heads, num_kv_heads, head_dim };
+        let sharding = self.sharding(layout, shape)?;
         let qkv = SeqSharded(qkv);
         let HeadSharded([q, k, v]) =
-            counted_as(Category::Exchange, || sharding.exchange.qkv_seq_to_head(&qkv, workspace))?;
-        qkv.0.into_iter().for_each(|tensor| workspace.give(tensor));
+            with_category(Category::Exchange, || sharding.exchange.qkv_seq_to_head(&qkv, workspace))?;
+        qkv.0.into_iter().for_each(|tensor| workspace.recycle(tensor));
         let attend = || self.local.forward(q, k, v, &sharding.whole, workspace);
         let (out, saved) =
-            tracing::trace_span!("attention").in_scope(|| counted_as(Category::Exchange, attend))?;
+            tracing::trace_span!("attention").in_scope(|| with_category(Category::Exchange, attend))?;
         let SeqSharded(out) = sharding.exchange.out_head_to_seq(&HeadSharded(out), workspace)?;
         Ok((out, saved))
     }
@@ -116,81 +118,81 @@ impl UlyssesAttention {
         &self,
         saved: SavedAttention,
         dout: &Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
-    ) -> Result<Qkv, UlyssesError> {
+    ) -> Result<Qkv, SequenceParallelError> {
         let (batch, _, num_heads, head_dim) = dout.dims4()?;
-        let num_kv_heads = geometry.q_to_kv().last().map_or(0, |kv| kv + 1);
-        let shape = AttentionShape { batch, seq_len: seq_len(geometry), num_heads, num_kv_heads, head_dim };
-        let sharding = self.sharding(geometry, shape)?;
+        let num_kv_heads = layout.q_to_kv().last().map_or(0, |kv| kv + 1);
+        let shape = AttentionShape { batch, seq_len: seq_len(layout), num_heads, num_kv_heads, head_dim };
+        let sharding = self.sharding(layout, shape)?;
         let dout = SeqSharded(dout.clone());
-        let dout = counted_as(Category::Exchange, || sharding.exchange.out_seq_to_head(&dout, workspace))?;
+        let dout = with_category(Category::Exchange, || sharding.exchange.out_seq_to_head(&dout, workspace))?;
         let attend = || self.local.backward(saved, &dout.0, &sharding.whole, workspace);
-        let (dq, dk, dv) =
-            tracing::trace_span!("attention backward").in_scope(|| counted_as(Category::Exchange, attend))?;
-        workspace.give(dout.0);
+        let (dq, dk, dv) = tracing::trace_span!("attention backward")
+            .in_scope(|| with_category(Category::Exchange, attend))?;
+        workspace.recycle(dout.0);
         let grads = HeadSharded([dq, dk, dv]);
         let SeqSharded(grads_seq) = sharding.exchange.qkv_head_to_seq(&grads, workspace)?;
-        grads.0.into_iter().for_each(|tensor| workspace.give(tensor));
+        grads.0.into_iter().for_each(|tensor| workspace.recycle(tensor));
         Ok(grads_seq)
     }
 }
 
 impl Attention for UlyssesAttention {
-    /// Once sent, the storage of `q`, `k` and `v` goes to the workspace.
+    /// The storage of `q`, `k` and `v` is recycled once they are sent.
     ///
     /// # Shapes
     /// `q`, `o`: `[batch, seq_local, num_heads, head_dim]`; `k`, `v`:
-    /// `[batch, seq_local, num_kv_heads, head_dim]`. What is saved is head-sharded:
-    /// `[batch, seq, heads_local, head_dim]`.
+    /// `[batch, seq_local, num_kv_heads, head_dim]`. The saved state is head-sharded: `[batch, seq,
+    /// heads_local, head_dim]`.
     ///
     /// # Errors
-    /// Fewer heads or tokens than ranks, a geometry whose positions are not this rank's shard of
-    /// the row, tensors of another shape, or a failed collective.
+    /// Fewer heads or tokens than ranks, a layout whose positions are not this rank's shard of the sequence,
+    /// tensors of another shape, or a failed collective.
     fn forward(
         &self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
         if self.group.world_size() == 1 {
-            return self.local.forward(q, k, v, geometry, workspace);
+            return self.local.forward(q, k, v, layout, workspace);
         }
-        self.forward_sharded([q, k, v], geometry, workspace).map_err(into_attention_error)
+        self.forward_sharded([q, k, v], layout, workspace).map_err(into_attention_error)
     }
 
     fn backward(
         &self,
         saved: SavedAttention,
         dout: &Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
         if self.group.world_size() == 1 {
-            return self.local.backward(saved, dout, geometry, workspace);
+            return self.local.backward(saved, dout, layout, workspace);
         }
         let [dq, dk, dv] =
-            self.backward_sharded(saved, dout, geometry, workspace).map_err(into_attention_error)?;
+            self.backward_sharded(saved, dout, layout, workspace).map_err(into_attention_error)?;
         Ok((dq, dk, dv))
     }
 }
 
-fn into_attention_error(error: UlyssesError) -> AttentionError {
+fn into_attention_error(error: SequenceParallelError) -> AttentionError {
     match error {
-        UlyssesError::Attention(error) => error,
+        SequenceParallelError::Attention(error) => error,
         other => AttentionError::other(other),
     }
 }
 
-/// Tokens in a whole row.
-fn seq_len(geometry: &Geometry) -> usize {
-    geometry.cu_seqlens().first().and_then(|row| row.last()).map_or(0, |&end| end as usize)
+/// Number of tokens in a whole sequence.
+fn seq_len(layout: &AttentionLayout) -> usize {
+    layout.cu_seqlens().first().and_then(|row| row.last()).map_or(0, |&end| end as usize)
 }
 
-/// Whether two geometries are of the same tokens, told by their shared parts.
-fn shares_tokens(a: &Geometry, b: &Geometry) -> bool {
+/// Whether two layouts share their tokens, judged by shared pointers.
+fn shares_tokens(a: &AttentionLayout, b: &AttentionLayout) -> bool {
     Arc::ptr_eq(a.q_positions(), b.q_positions())
         && Arc::ptr_eq(a.kv_positions(), b.kv_positions())
         && Arc::ptr_eq(a.cu_seqlens(), b.cu_seqlens())

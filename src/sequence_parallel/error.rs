@@ -4,13 +4,13 @@ use crate::comm::CommError;
 use ulysses_kernels::OpError;
 use ulysses_kernels::attention::AttentionError;
 
-/// What can go wrong around the Ulysses exchange.
+/// An error of the Ulysses exchange.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum UlyssesError {
+pub enum SequenceParallelError {
     /// Some sp rank would get no attention head.
     #[error(
-        "num_heads = {num_heads} cannot be shared by sp = {sp_size} ranks: every rank needs a head, \
+        "num_heads = {num_heads} cannot be split over sp = {sp_size} ranks: every rank needs a head, \
          so the largest valid sp is {num_heads}"
     )]
     TooFewHeads {
@@ -20,17 +20,19 @@ pub enum UlyssesError {
         sp_size: usize,
     },
     /// Some sp rank would get no token.
-    #[error("seq_len = {seq_len} cannot be cut over sp = {sp_size} ranks: the largest valid sp is {seq_len}")]
+    #[error(
+        "seq_len = {seq_len} cannot be split over sp = {sp_size} ranks: the largest valid sp is {seq_len}"
+    )]
     SequenceTooShort {
-        /// Tokens in a row.
+        /// Tokens per sequence.
         seq_len: usize,
         /// Ranks of the sp axis.
         sp_size: usize,
     },
-    /// The plan was asked for from the view of a rank that does not exist.
-    #[error("sp rank {rank} does not exist: an sp axis of {sp_size} has ranks below that")]
+    /// The rank does not exist.
+    #[error("sp rank {rank} does not exist: the sp axis has {sp_size} ranks")]
     NoSuchRank {
-        /// The rank that was asked for.
+        /// The rank.
         rank: usize,
         /// Ranks of the sp axis.
         sp_size: usize,
@@ -45,25 +47,25 @@ pub enum UlyssesError {
         num_heads: usize,
         /// Key/value heads of the model.
         num_kv_heads: usize,
-        /// The map that was given.
+        /// The given map.
         q_to_kv: Vec<usize>,
     },
-    /// A tensor does not have the shape that the plan was made for.
+    /// A tensor does not have the shape of the plan.
     #[error("{tensor}: expected [batch, seq, heads, head_dim] = {expected:?} on sp rank {rank}, got {got:?}")]
     Shape {
-        /// Which tensor.
+        /// Name of the tensor.
         tensor: &'static str,
         /// Rank within the sp group.
         rank: usize,
         /// Shape by the plan.
         expected: Vec<usize>,
-        /// Shape that was given.
+        /// Actual shape.
         got: Vec<usize>,
     },
-    /// The local tokens are not this rank's shard of the rows.
+    /// The local tokens are not this rank's shard of the sequences.
     #[error(
-        "sp rank {rank} of {sp_size} holds tokens {expected:?} of a row of {seq_len}, \
-         but its geometry covers {}",
+        "sp rank {rank} of {sp_size} holds tokens {expected:?} of a sequence of {seq_len}, \
+         but its layout covers {}",
         got.map_or("no position".into(), |(first, last)| format!("positions {first} to {last}"))
     )]
     Shard {
@@ -71,11 +73,11 @@ pub enum UlyssesError {
         rank: usize,
         /// Ranks of the sp axis.
         sp_size: usize,
-        /// Tokens in a row.
+        /// Tokens per sequence.
         seq_len: usize,
         /// Tokens that this rank should hold.
         expected: std::ops::Range<usize>,
-        /// First and last position of the geometry.
+        /// First and last position of the layout.
         got: Option<(u32, u32)>,
     },
     /// A collective failed.
@@ -84,7 +86,7 @@ pub enum UlyssesError {
     /// The local attention failed.
     #[error(transparent)]
     Attention(#[from] AttentionError),
-    /// Storage could not be had.
+    /// An allocation failed.
     #[error(transparent)]
     Op(#[from] OpError),
     /// A tensor operation failed.

@@ -1,26 +1,26 @@
-//! The all-to-all itself: one collective per direction.
+//! The all-to-all exchanges: one collective per direction.
 
-use super::{ExchangePlan, UlyssesError};
+use super::{ExchangePlan, SequenceParallelError};
 use crate::comm::{ProcessGroup, ProcessGroupExt, StridedPlan};
 use candle_core::Tensor;
 use std::array::from_ref;
 use std::sync::Arc;
 use ulysses_kernels::Workspace;
 
-/// Tensors that hold this rank's tokens with all heads: `[batch, seq_local, heads, head_dim]`.
+/// Tensors with this rank's tokens and all heads: `[batch, seq_local, heads, head_dim]`.
 #[derive(Debug, Clone)]
 pub struct SeqSharded<T>(pub T);
 
-/// Tensors that hold all tokens with this rank's heads: `[batch, seq, heads_local, head_dim]`.
+/// Tensors with all tokens and this rank's heads: `[batch, seq, heads_local, head_dim]`.
 #[derive(Debug, Clone)]
 pub struct HeadSharded<T>(pub T);
 
 /// Query, key and value, or their gradients.
 pub type Qkv = [Tensor; 3];
 
-/// An [`ExchangePlan`] bound to the process group that carries it out. Results come from the caller's workspace.
+/// Executes an [`ExchangePlan`] over a process group. Results are allocated from the caller's workspace.
 ///
-/// The strided plans are made once here and shared by all layers of a micro batch.
+/// The strided plans are created once and shared by all layers of a micro batch.
 #[derive(Debug)]
 pub struct Exchange {
     plan: ExchangePlan,
@@ -44,24 +44,24 @@ impl Exchange {
         }
     }
 
-    /// The plan that is carried out.
+    /// The plan.
     pub fn plan(&self) -> &ExchangePlan {
         &self.plan
     }
 
-    /// Sends q, k and v to the ranks that own their heads, in one all-to-all.
+    /// Sends q, k and v to the ranks with their heads, in one all-to-all.
     ///
     /// # Shapes
     /// `[B, S_local, H, D]`, `[B, S_local, H_kv, D]` twice →
     /// `[B, S, H_local, D]`, `[B, S, H_kv_local, D]` twice.
     ///
     /// # Errors
-    /// A shape that is not the plan's, or a failed collective.
+    /// A shape that differs from the plan's, or a failed collective.
     pub fn qkv_seq_to_head(
         &self,
         qkv: &SeqSharded<Qkv>,
         workspace: &Workspace,
-    ) -> Result<HeadSharded<Qkv>, UlyssesError> {
+    ) -> Result<HeadSharded<Qkv>, SequenceParallelError> {
         let _exchange = tracing::trace_span!("qkv_seq_to_head").entered();
         let (q, kv) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
         let (q_out, kv_out) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
@@ -69,19 +69,19 @@ impl Exchange {
         Ok(HeadSharded(self.exchange(&qkv.0, dims, &self.qkv_seq_to_head, workspace)?))
     }
 
-    /// Sends the gradients of q, k and v back to the ranks that own their tokens, in
-    /// one all-to-all; gradients of a shared KV head are summed there in rank order.
+    /// Sends the gradients of q, k and v back to the ranks with their tokens, in one all-to-all. Gradients of
+    /// a shared KV head are summed there in rank order.
     ///
     /// # Shapes
     /// The inverse of [`qkv_seq_to_head`](Self::qkv_seq_to_head).
     ///
     /// # Errors
-    /// A shape that is not the plan's, or a failed collective.
+    /// A shape that differs from the plan's, or a failed collective.
     pub fn qkv_head_to_seq(
         &self,
         grads: &HeadSharded<Qkv>,
         workspace: &Workspace,
-    ) -> Result<SeqSharded<Qkv>, UlyssesError> {
+    ) -> Result<SeqSharded<Qkv>, SequenceParallelError> {
         let _exchange = tracing::trace_span!("qkv_head_to_seq").entered();
         let (q, kv) = (self.plan.head_sharded_q_dims(), self.plan.head_sharded_kv_dims());
         let (q_out, kv_out) = (self.plan.seq_sharded_q_dims(), self.plan.seq_sharded_kv_dims());
@@ -89,66 +89,66 @@ impl Exchange {
         Ok(SeqSharded(self.exchange(&grads.0, dims, &self.qkv_head_to_seq, workspace)?))
     }
 
-    /// Sends the attention output back to the ranks that own its tokens.
+    /// Sends the attention output back to the ranks with its tokens.
     ///
     /// # Shapes
     /// `[B, S, H_local, D]` → `[B, S_local, H, D]`.
     ///
     /// # Errors
-    /// A shape that is not the plan's, or a failed collective.
+    /// A shape that differs from the plan's, or a failed collective.
     pub fn out_head_to_seq(
         &self,
         out: &HeadSharded<Tensor>,
         workspace: &Workspace,
-    ) -> Result<SeqSharded<Tensor>, UlyssesError> {
+    ) -> Result<SeqSharded<Tensor>, SequenceParallelError> {
         let _exchange = tracing::trace_span!("out_head_to_seq").entered();
         let dims = [("o", self.plan.head_sharded_q_dims(), self.plan.seq_sharded_q_dims())];
         let [received] = self.exchange(from_ref(&out.0), dims, &self.out_head_to_seq, workspace)?;
         Ok(SeqSharded(received))
     }
 
-    /// Sends the gradient of the attention output to the ranks that own its heads.
+    /// Sends the gradient of the attention output to the ranks with its heads.
     ///
     /// # Shapes
     /// `[B, S_local, H, D]` → `[B, S, H_local, D]`.
     ///
     /// # Errors
-    /// A shape that is not the plan's, or a failed collective.
+    /// A shape that differs from the plan's, or a failed collective.
     pub fn out_seq_to_head(
         &self,
         dout: &SeqSharded<Tensor>,
         workspace: &Workspace,
-    ) -> Result<HeadSharded<Tensor>, UlyssesError> {
+    ) -> Result<HeadSharded<Tensor>, SequenceParallelError> {
         let _exchange = tracing::trace_span!("out_seq_to_head").entered();
         let dims = [("do", self.plan.seq_sharded_q_dims(), self.plan.head_sharded_q_dims())];
         let [received] = self.exchange(from_ref(&dout.0), dims, &self.out_seq_to_head, workspace)?;
         Ok(HeadSharded(received))
     }
 
-    /// One all-to-all of `N` tensors, each with its name and its shape here and where it arrives.
+    /// One all-to-all of `N` tensors, each with its name, its shape and the shape of the result.
     fn exchange<const N: usize>(
         &self,
         tensors: &[Tensor; N],
         named_dims: [(&'static str, Dims, Dims); N],
         plan: &Arc<StridedPlan>,
         workspace: &Workspace,
-    ) -> Result<[Tensor; N], UlyssesError> {
+    ) -> Result<[Tensor; N], SequenceParallelError> {
         let mut received = Vec::with_capacity(N);
         for (tensor, (name, (b, s, h, d), arrives)) in tensors.iter().zip(named_dims) {
             if tensor.dims() != [b, s, h, d] {
-                return Err(UlyssesError::Shape {
+                return Err(SequenceParallelError::Shape {
                     tensor: name,
                     rank: self.group.rank(),
                     expected: vec![b, s, h, d],
                     got: tensor.dims().to_vec(),
                 });
             }
-            received.push(workspace.take(arrives)?);
+            received.push(workspace.alloc(arrives)?);
         }
         self.group.all_to_all_strided(tensors, &received, plan)?;
         received.try_into().map_err(|_| unreachable!("one tensor per name"))
     }
 }
 
-/// `[batch, seq, heads, head_dim]`, either of them local.
+/// `[batch, seq, heads, head_dim]`, with local `seq` or `heads`.
 type Dims = (usize, usize, usize, usize);

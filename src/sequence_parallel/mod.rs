@@ -1,18 +1,18 @@
 //! Ulysses sequence parallelism: the all-to-all around attention.
 //!
-//! Every rank of an `sp` group holds `seq/sp` of each sequence with all heads. One
-//! all-to-all turns that into the whole sequence with `heads/sp`, any local attention
-//! runs, and a second all-to-all turns the output back (DeepSpeed-Ulysses,
-//! arXiv 2309.14509).
+//! Every rank of an `sp` group holds `seq/sp` tokens of each sequence, with all heads. One all-to-all turns
+//! these into the whole sequence with `heads/sp` heads. Then any local attention runs, and a second
+//! all-to-all turns its output back (DeepSpeed-Ulysses, arXiv 2309.14509).
 //!
 //! ```text
 //! q,k,v [B, S/sp, H, D] ──one all-to-all──► [B, S, H/sp, D] ─ attention ─► o ──one all-to-all──► [B, S/sp, H, D]
 //! ```
 //!
-//! - [`ExchangePlan`]: which tokens and heads go where. Pure integers.
-//! - [`Exchange`]: carries a plan out over a process group. Layouts are types:
-//!   [`SeqSharded`] and [`HeadSharded`].
-//! - [`UlyssesAttention`]: wraps a local attention and is one itself.
+//! - [`ExchangePlan`]: which tokens and heads go to which rank. Pure integers.
+//! - [`Exchange`]: executes a plan over a process group. Layouts are types: [`SeqSharded`] and
+//!   [`HeadSharded`].
+//! - [`UlyssesAttention`]: wraps a local attention, and implements
+//!   [`Attention`](ulysses_kernels::attention::Attention) itself.
 //!
 //! The folder's README derives the volumes and explains uneven heads.
 
@@ -25,7 +25,7 @@ mod tests;
 mod volume;
 
 pub use attention::UlyssesAttention;
-pub use error::UlyssesError;
+pub use error::SequenceParallelError;
 pub use exchange::{Exchange, HeadSharded, Qkv, SeqSharded};
 pub use plan::{AttentionShape, ExchangePlan};
 pub use volume::ExchangeVolume;

@@ -1,33 +1,32 @@
-//! Who sends which tokens and heads to whom: pure integers, no communication.
+//! Which rank sends which tokens and heads to which rank. Pure integers, no communication.
 //!
-//! The CPU backends and the CUDA transposes both follow the blocks made here.
+//! The CPU backends and the CUDA kernels both execute the blocks of these plans.
 
-use super::UlyssesError;
+use super::SequenceParallelError;
 use crate::comm::{RecvBlock, StridedBlock, StridedPlan};
 use crate::mesh::shard_range;
 use std::ops::Range;
 
-/// Shape of the attention whose tensors are exchanged. All sizes are global.
+/// Shape of the attention tensors that are exchanged. All sizes are global.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AttentionShape {
-    /// Rows of the micro batch.
+    /// Sequences in the micro batch.
     pub batch: usize,
-    /// Tokens in a row, over all sp ranks.
+    /// Tokens per sequence, over all sp ranks.
     pub seq_len: usize,
     /// Query heads.
     pub num_heads: usize,
     /// Key/value heads.
     pub num_kv_heads: usize,
-    /// Elements in a head.
+    /// Elements per head.
     pub head_dim: usize,
 }
 
-/// How one `sp` group divides an [`AttentionShape`], seen from one of its ranks.
+/// How one `sp` group divides an [`AttentionShape`], for one of its ranks.
 ///
-/// Every rank gets a contiguous range of query heads and just the KV heads that
-/// these use. A KV head that serves query heads of two ranks travels to both; its
-/// gradient comes back from both and is summed in rank order where the tokens live.
-/// (DeepSpeed replicates KV heads before it communicates.)
+/// Every rank gets a contiguous range of query heads, and only the KV heads that these use. A KV head used on
+/// two ranks is sent to both. Both return a gradient for it, and the rank with the tokens sums these in rank
+/// order. (DeepSpeed replicates KV heads before it communicates.)
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExchangePlan {
     shape: AttentionShape,
@@ -39,33 +38,37 @@ pub struct ExchangePlan {
 }
 
 impl ExchangePlan {
-    /// Plans the exchange for rank `rank` of an sp group of `sp_size` ranks.
-    /// `q_to_kv[h]` is the KV head of query head `h`, ascending.
+    /// Plans the exchange of rank `rank` in an sp group of `sp_size` ranks. `q_to_kv[h]` is the KV head of query
+    /// head `h`, ascending.
     ///
     /// # Errors
-    /// Fewer heads or tokens than ranks (the largest valid `sp_size` is named), a
-    /// `q_to_kv` that is not ascending over all KV heads, or a `rank` outside the group.
+    /// Fewer heads or tokens than ranks (the error names the largest valid `sp_size`), a `q_to_kv` that is not
+    /// ascending over all KV heads, or a `rank` outside the group.
     pub fn new(
         shape: AttentionShape,
         q_to_kv: &[usize],
         sp_size: usize,
         rank: usize,
-    ) -> Result<Self, UlyssesError> {
+    ) -> Result<Self, SequenceParallelError> {
         let AttentionShape { seq_len, num_heads, num_kv_heads, .. } = shape;
         if num_heads < sp_size {
-            return Err(UlyssesError::TooFewHeads { num_heads, sp_size });
+            return Err(SequenceParallelError::TooFewHeads { num_heads, sp_size });
         }
         if rank >= sp_size {
-            return Err(UlyssesError::NoSuchRank { rank, sp_size });
+            return Err(SequenceParallelError::NoSuchRank { rank, sp_size });
         }
         if seq_len < sp_size {
-            return Err(UlyssesError::SequenceTooShort { seq_len, sp_size });
+            return Err(SequenceParallelError::SequenceTooShort { seq_len, sp_size });
         }
         let ascending = q_to_kv.windows(2).all(|pair| pair[1] == pair[0] || pair[1] == pair[0] + 1);
         let covers_all =
             q_to_kv.first() == Some(&0) && q_to_kv.last() == Some(&(num_kv_heads.wrapping_sub(1)));
         if q_to_kv.len() != num_heads || !ascending || !covers_all {
-            return Err(UlyssesError::HeadMap { num_heads, num_kv_heads, q_to_kv: q_to_kv.to_vec() });
+            return Err(SequenceParallelError::HeadMap {
+                num_heads,
+                num_kv_heads,
+                q_to_kv: q_to_kv.to_vec(),
+            });
         }
         let split = |len| (0..sp_size).map(|rank| shard_range(len, sp_size, rank)).collect::<Vec<_>>();
         let (q_heads, seq) = (split(num_heads), split(seq_len));
@@ -73,33 +76,33 @@ impl ExchangePlan {
         Ok(Self { shape, rank, seq, q_heads, kv_heads, q_to_kv: q_to_kv.to_vec() })
     }
 
-    /// What is divided.
+    /// The shape that is divided.
     pub fn shape(&self) -> AttentionShape {
         self.shape
     }
 
-    /// The rank within the sp group whose sends and receives are planned.
+    /// The rank of this plan within the sp group.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Tokens of each rank, as positions within the row.
+    /// Each rank's tokens, as positions within the sequence.
     pub fn seq_ranges(&self) -> &[Range<usize>] {
         &self.seq
     }
 
-    /// Query heads of each rank.
+    /// Each rank's query heads.
     pub fn q_head_ranges(&self) -> &[Range<usize>] {
         &self.q_heads
     }
 
-    /// KV heads of each rank; neighbours may share one.
+    /// Each rank's KV heads; neighbors may share one.
     pub fn kv_head_ranges(&self) -> &[Range<usize>] {
         &self.kv_heads
     }
 
-    /// For each query head of this rank, the index among this rank's KV heads.
-    /// Not `h / group`: with uneven heads a rank may own part of a group.
+    /// For each query head of this rank, its KV head's index among this rank's KV heads. Not `h / group`:
+    /// with uneven heads a rank may own part of a group.
     pub fn q_to_kv_local(&self) -> Vec<usize> {
         let first = self.kv_heads[self.rank].start;
         self.q_to_kv[self.q_heads[self.rank].clone()].iter().map(|kv| kv - first).collect()
@@ -140,16 +143,16 @@ impl ExchangePlan {
         transposed(self.out_head_to_seq())
     }
 
-    /// head→seq for the gradients of q, k and v together (tensors 0, 1, 2), as in the
-    /// backward pass: what several ranks hold of one KV head is summed.
+    /// head→seq for the gradients of q, k and v together (tensors 0, 1, 2), as in the backward pass.
+    /// Gradients of one KV head from several ranks are summed.
     pub fn qkv_head_to_seq(&self) -> StridedPlan {
         let AttentionShape { num_heads, num_kv_heads, .. } = self.shape;
         let kv = (self.kv_heads.as_slice(), num_kv_heads);
         self.head_to_seq(&[(&self.q_heads, num_heads), kv, kv])
     }
 
-    /// Blocks of a head→seq exchange of several tensors, each given by the heads of
-    /// every rank and their total number.
+    /// Blocks of a head→seq exchange of several tensors, each given by the heads of every rank and their
+    /// total number.
     fn head_to_seq(&self, tensors: &[(&[Range<usize>], usize)]) -> StridedPlan {
         let mut plan = StridedPlan::default();
         for peer in 0..self.seq.len() {
@@ -207,16 +210,15 @@ impl ExchangePlan {
     }
 }
 
-/// Cuts the heads of `rank` into those that a lower rank holds too, which are added
-/// to what that rank sent (`true`), and those that it is the first to hold (`false`).
+/// Splits the heads of `rank` into those that a lower rank also holds, which are added to that rank's values
+/// (`true`), and those that it holds first (`false`).
 fn parts_by_owner(heads: &[Range<usize>], rank: usize) -> impl Iterator<Item = (Range<usize>, bool)> {
     let Range { start, end } = heads[rank];
     let seen = if rank == 0 { start } else { heads[rank - 1].end.clamp(start, end) };
     [(start..seen, true), (seen..end, false)].into_iter().filter(|(part, _)| !part.is_empty())
 }
 
-/// The exchange in the other direction. Nothing is summed on the way to the heads:
-/// there every element has one source.
+/// The exchange in the other direction. From seq to head nothing is summed: every element has one source.
 fn transposed(plan: StridedPlan) -> StridedPlan {
     StridedPlan {
         send: plan

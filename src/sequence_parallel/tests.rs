@@ -1,4 +1,4 @@
-//! Plans against hand-worked literals; exchanges with values that encode their position.
+//! Plans against hand-worked literals; exchanges of values that encode their position.
 
 mod copies;
 
@@ -21,7 +21,7 @@ fn plan(shape: AttentionShape, sp_size: usize, rank: usize) -> ExchangePlan {
     ExchangePlan::new(shape, &grouped(&shape), sp_size, rank).unwrap()
 }
 
-/// What a plan's blocks send to other ranks.
+/// Elements that a plan sends to other ranks.
 fn sent(plan: &crate::comm::StridedPlan, rank: usize) -> u64 {
     let others = plan.send.iter().enumerate().filter(|(peer, _)| *peer != rank);
     others.flat_map(|(_, blocks)| blocks).map(|block| (block.batch * block.rows * block.run) as u64).sum()
@@ -88,7 +88,7 @@ fn value(tensor: usize, b: usize, s: usize, h: usize, d: usize) -> f32 {
     (((tensor * 3 + b) * 64 + s) * 16 + h) as f32 * 8.0 + d as f32
 }
 
-/// A part of the global tensor, cut by tokens and heads.
+/// A part of the global tensor, selected by tokens and heads.
 fn part(tensor: usize, batch: usize, seq: &[usize], heads: &[usize], head_dim: usize) -> Tensor {
     let mut values = Vec::new();
     for b in 0..batch {
@@ -111,7 +111,7 @@ fn on_ranks(shape: AttentionShape, sp_size: usize, check: impl Fn(&Exchange, &Ar
         let group: Arc<dyn ProcessGroup> = ctx.group.clone();
         let plan = plan(shape, sp_size, group.rank());
         check(&Exchange::new(plan, group.clone()), &group);
-        Ok::<_, UlyssesError>(())
+        Ok::<_, SequenceParallelError>(())
     })
     .unwrap();
 }
@@ -126,7 +126,7 @@ const SHAPES: [(AttentionShape, usize); 6] = [
 ];
 
 #[test]
-fn seq_to_head_brings_every_token_of_the_own_heads() {
+fn seq_to_head_gathers_every_token_of_the_local_heads() {
     for (shape, sp_size) in SHAPES {
         on_ranks(shape, sp_size, |exchange, group| {
             let (plan, rank) = (exchange.plan(), group.rank());
@@ -196,7 +196,7 @@ fn backend_counts_the_bytes_of_the_hand_worked_example() {
     on_ranks(WORKED, 3, |exchange, group| {
         let (plan, rank) = (exchange.plan(), group.rank());
         let moved = || group.stats().get(CollectiveOp::AllToAllStrided).bytes_sent;
-        // Counters of what others take are complete once all have passed a barrier.
+        // Counters of data that others receive are complete once all ranks have passed a barrier.
         let settled = || {
             crate::comm::ProcessGroupExt::barrier(&**group).unwrap();
             moved()

@@ -2,7 +2,7 @@
 
 use super::observer::{Observer, ObserverError, StepEnd};
 use crate::engine::Moment;
-use crate::engine::{Engine, HeldInPart};
+use crate::engine::{Engine, PartPeak};
 use crate::kernels::memory::{ByCategory, peak_bytes};
 use crate::monitor::Tracer;
 use serde::{Deserialize, Serialize};
@@ -75,14 +75,14 @@ impl Observer for MemoryWatch {
     }
 
     fn on_step_end(&mut self, engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
-        let parts = engine.take_memory();
+        let parts = engine.take_part_peaks();
         if !parts.is_empty() {
             // While parts are watched, the peak is that of the last part.
             step.metrics.peak_memory_bytes = u64::try_from(peak_bytes()).unwrap_or(0);
         }
         let tracer = self.tracer.as_ref();
         if let Some(tracer) = tracer.filter(|tracer| tracer.traces(self.done) && !parts.is_empty()) {
-            let held = parts.iter().map(|part| (part.begun, part.peak.bytes, part.peak.by_category));
+            let held = parts.iter().map(|part| (part.start, part.peak.bytes, part.peak.by_category));
             tracer.note_memory(self.rank, held);
         }
         let seq_len = step.seq_len;
@@ -97,9 +97,9 @@ impl Observer for MemoryWatch {
     }
 }
 
-fn last_micro_batch(parts: &[HeldInPart]) -> Vec<PartMemory> {
+fn last_micro_batch(parts: &[PartPeak]) -> Vec<PartMemory> {
     let first = parts.iter().rposition(|part| part.at == Moment::Embedding).unwrap_or(0);
-    let part = |part: &HeldInPart| PartMemory {
+    let part = |part: &PartPeak| PartMemory {
         at: part.at.to_string(),
         bytes: part.peak.bytes,
         by_category: part.peak.by_category,

@@ -4,12 +4,12 @@ use crate::comm::CommError;
 use ulysses_kernels::OpError;
 use ulysses_kernels::offload::OffloadError;
 
-/// What can go wrong in ZeRO.
+/// An error of ZeRO.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ZeroError {
-    /// A reduction or an update needs gradients that no backward pass has made.
-    #[error("unit {unit}: its gradients were reduced before its backward pass made any")]
+    /// A reduction or an update ran before any backward pass produced gradients.
+    #[error("unit {unit}: reduced before its backward pass produced gradients")]
     NoGradients {
         /// The unit.
         unit: String,
@@ -17,7 +17,7 @@ pub enum ZeroError {
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// State could not be moved to a file or back.
+    /// Offloading failed.
     #[error(transparent)]
     Offload(#[from] OffloadError),
     /// An operation was refused.

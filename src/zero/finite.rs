@@ -1,10 +1,10 @@
-//! Which gradients are not finite: what a run that keeps overflowing wants to know.
+//! Finds non-finite gradients, for the report of a run that keeps overflowing.
 
 use super::{ZeroError, ZeroOptimizer};
 use ulysses_kernels::elementwise;
 
 impl ZeroOptimizer {
-    /// The parameters whose reduced gradient is not finite, as far as this rank holds it.
+    /// Names of the parameters whose reduced gradient, as far as this rank holds it, is not finite.
     ///
     /// # Errors
     /// A refused operation.

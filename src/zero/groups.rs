@@ -1,32 +1,33 @@
-//! The groups that ZeRO communicates with: who holds the other partitions, and who holds the same one.
+//! The process groups of ZeRO: ranks with the other partitions, and ranks with the same partition.
 
 use crate::comm::{CommError, MeshGroups, ProcessGroup, REPLICAS_AXIS, SHARD_AXIS};
 use std::sync::Arc;
 
-/// The groups of one rank that gradients are summed over.
+/// The groups over which one rank's gradients are reduced.
 #[derive(Debug, Clone)]
 pub struct ZeroGroups {
-    /// Ranks with other rows and the same tokens of them. Without [`hybrid`](Self::hybrid) they hold the other
-    /// partitions: they are the ZeRO world.
+    /// Ranks with other sequences and the same token range. Without [`hybrid`](Self::hybrid) sharding they
+    /// hold the other partitions: the ZeRO world.
     pub dp: Arc<dyn ProcessGroup>,
-    /// Ranks that hold the other tokens of the same rows.
+    /// Ranks with the other tokens of the same sequences.
     pub sp: Arc<dyn ProcessGroup>,
-    /// What takes the place of both in ZeRO where dp holds several replicas of the partitions.
+    /// Groups that ZeRO uses instead, if dp holds several replicas of the partitions.
     pub hybrid: Option<HybridGroups>,
 }
 
-/// Hybrid sharding (PyTorch's HSDP, MiCS): partitions over a part of dp, replicas of them over the rest.
+/// Hybrid sharding (PyTorch's HSDP, MiCS): partitions over a part of dp, replicated over the rest.
 #[derive(Debug, Clone)]
 pub struct HybridGroups {
-    /// Ranks that hold the other partitions: neighbours along dp.
+    /// Ranks with the other partitions: neighbors along dp.
     pub shard: Arc<dyn ProcessGroup>,
-    /// Ranks that hold the same partition: those at this place of the other replicas, with their sp peers.
+    /// Ranks with the same partition: those with the same shard rank in the other replicas, and their sp
+    /// peers.
     pub replicas: Arc<dyn ProcessGroup>,
 }
 
 impl ZeroGroups {
-    /// The groups of this rank in a mesh with the axes `dp` and `sp`, with partitions over `shard_size` neighbours
-    /// along dp, or over all of dp without it. Collective over the mesh's world.
+    /// Creates this rank's groups in a mesh with the axes `dp` and `sp`. The partitions span `shard_size`
+    /// neighbors along dp, or all of dp without a `shard_size`. Collective over the mesh's world.
     ///
     /// # Errors
     /// A mesh that lacks an axis, a `shard_size` that does not divide dp, or failed communication.
@@ -36,7 +37,7 @@ impl ZeroGroups {
             None => None,
             Some(size) => {
                 let hybrid = groups.hybrid_sharded(size)?;
-                // The same ordered list of ranks has one group.
+                // Equal ordered lists of ranks share one group.
                 let known = |group: Arc<dyn ProcessGroup>| {
                     [&dp, &sp].into_iter().find(|known| are_same(known, &group)).cloned().unwrap_or(group)
                 };
@@ -47,7 +48,7 @@ impl ZeroGroups {
         Ok(Self { dp, sp, hybrid })
     }
 
-    /// Each group as `wrap` makes it, which is told the axis that the group runs along.
+    /// Wraps each group with `wrap`, which gets the axis of the group.
     #[must_use]
     pub fn map(self, wrap: impl Fn(&'static str, Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup>) -> Self {
         Self {
@@ -60,23 +61,23 @@ impl ZeroGroups {
         }
     }
 
-    /// Ranks that hold the other partitions: the ZeRO world.
+    /// Ranks with the other partitions: the ZeRO world.
     pub fn shard(&self) -> &Arc<dyn ProcessGroup> {
         self.hybrid.as_ref().map_or(&self.dp, |hybrid| &hybrid.shard)
     }
 
-    /// Ranks that hold the same partition.
+    /// Ranks with the same partition.
     pub fn replicas(&self) -> &Arc<dyn ProcessGroup> {
         self.hybrid.as_ref().map_or(&self.sp, |hybrid| &hybrid.replicas)
     }
 
-    /// This rank's partition, on the one of its holders that writes it to a checkpoint.
+    /// This rank's partition, if this rank is the one that writes it to a checkpoint.
     pub fn written_partition(&self) -> Option<usize> {
         (self.replicas().rank() == 0).then(|| self.shard().rank())
     }
 
-    /// Every group once, with the axis that it runs along. A group that spans the world serves several axes and
-    /// is told of the first.
+    /// Every group once, with its axis. A group that spans the world serves several axes and is listed under
+    /// the first.
     pub fn by_axis(&self) -> Vec<(&'static str, &Arc<dyn ProcessGroup>)> {
         let hybrid = self.hybrid.iter();
         let hybrid =
@@ -102,11 +103,11 @@ mod tests {
     use crate::mesh::DeviceMesh;
 
     #[test]
-    fn one_rank_writes_each_partition_and_no_group_is_told_twice() {
+    fn one_rank_writes_each_partition_and_no_group_is_listed_twice() {
         for (dp, sp, size, writers, axes) in [
             (4, 2, Some(2), vec![0, 2], vec!["dp", "sp", "dp_shard", "replicas"]),
             (4, 1, Some(2), vec![0, 1], vec!["dp", "sp", "dp_shard", "replicas"]),
-            // One partition: all ranks are replicas, which without sp are those along dp.
+            // One partition: all ranks are replicas; without sp they are the dp group.
             (3, 1, Some(1), vec![0], vec!["dp", "sp"]),
             (4, 2, Some(4), vec![0, 2, 4, 6], vec!["dp", "sp"]),
             (2, 2, None, vec![0, 2], vec!["dp", "sp"]),
@@ -114,8 +115,8 @@ mod tests {
             let mesh = DeviceMesh::dp_sp(dp, sp).unwrap();
             let on_ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
                 let groups = ZeroGroups::new(&MeshGroups::new(&mesh, rank.group.clone())?, size)?;
-                let told: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
-                assert_eq!(told, axes, "dp {dp} × sp {sp}, {size:?}");
+                let listed: Vec<_> = groups.by_axis().into_iter().map(|(axis, _)| axis).collect();
+                assert_eq!(listed, axes, "dp {dp} × sp {sp}, {size:?}");
                 Ok::<_, CommError>(groups.written_partition())
             });
             let of_ranks = on_ranks.unwrap().into_iter().enumerate();

@@ -1,9 +1,10 @@
-//! LAMB on what a rank owns. The trust ratio of a parameter tensor needs the norms of all of it, and
-//! partitions cut through tensors: every rank sums the squares of its part, and the parts are added up in
-//! partition order. A rank that holds everything goes through the same parts, so all stages give the same bits.
+//! The LAMB update of a rank's elements. The trust ratio needs the norm of each whole parameter tensor, but
+//! partition boundaries cut through tensors. So every rank sums the squares of its parts, and the parts are
+//! added in partition order. A rank that holds everything sums the same parts, so all stages give the same
+//! bits.
 
-use super::rule::{Owned, Step};
-use super::spans::{Span, Tensors};
+use super::optimizer_step::{Step, UpdateTensors};
+use super::param_group_ranges::{ParamGroupRange, Tensors};
 use super::unit::Unit;
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::ProcessGroupExt;
@@ -14,25 +15,25 @@ use ulysses_kernels::optimizer::lamb::{self, LambParams, SquaredNorms};
 type UnitNorms = Vec<SquaredNorms>;
 
 impl ZeroOptimizer {
-    /// Overwrites the gradients with the directions of the step, then moves the parameters. One collective over
-    /// dp between the two, where the optimizer is partitioned.
+    /// Replaces the gradients by the directions of the step, then updates the parameters. If the optimizer is
+    /// partitioned, one collective over dp runs in between.
     pub(super) fn update_by_lamb(&self, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
         let mut norms = Vec::new();
         self.each_trained_unit(|unit| {
-            let owned = self.owned(unit)?;
-            norms.push(find_directions(unit, &owned, config, step)?);
-            self.put_back_state(unit, owned.state)
+            let update = self.update_tensors(unit)?;
+            norms.push(find_directions(unit, &update, config, step)?);
+            self.put_back_state(unit, update.state)
         })?;
         let norms = self.sum_over_partitions(norms)?;
         for (unit, norms) in self.trained_units().zip(&norms) {
-            let owned = self.owned_without_state(unit)?;
-            apply_directions(unit, &owned, norms, config, step)?;
-            self.put_back(unit, owned)?;
+            let update = self.update_tensors_without_state(unit)?;
+            apply_directions(unit, &update, norms, config, step)?;
+            self.put_back(unit, update)?;
         }
         Ok(())
     }
 
-    /// The norms of whole tensors from those of this rank's partitions.
+    /// The norms of whole tensors, from those of this rank's partitions.
     fn sum_over_partitions(&self, own: Vec<UnitNorms>) -> Result<Vec<UnitNorms>, ZeroError> {
         if !self.stage.partitions_optimizer() {
             return Ok(own);
@@ -63,11 +64,11 @@ fn params_of((config, step): (OptimizerConfig, Step)) -> LambParams {
         ..
     } = config
     else {
-        unreachable!("only LAMB is updated by tensors")
+        unreachable!("only LAMB is updated per tensor")
     };
     let Step { number, lr, grad_scale } = step;
-    // DeepSpeed's FusedLamb corrects the length of the step instead of the moments: the trust ratio, and what decays,
-    // are those of the moments as they are.
+    // DeepSpeed's FusedLamb corrects the step size instead of the moments, so trust ratio and weight decay
+    // use the uncorrected moments.
     let t = number as f64;
     let correction = if bias_correction { (1.0 - beta2.powf(t)).sqrt() / (1.0 - beta1.powf(t)) } else { 1.0 };
     LambParams {
@@ -84,20 +85,20 @@ fn params_of((config, step): (OptimizerConfig, Step)) -> LambParams {
     }
 }
 
-/// The norms that this rank has of each parameter of the unit.
+/// This rank's part of the norms of each parameter of the unit.
 fn find_directions(
     unit: &Unit,
-    owned: &Owned,
+    update: &UpdateTensors,
     config: &OptimizerConfig,
     step: Step,
 ) -> Result<UnitNorms, ZeroError> {
     let mut norms = vec![SquaredNorms::default(); unit.layout.parameters().len()];
-    for (span, tensors) in spans(unit) {
-        let Owned { parameters, gradients, state } = owned.narrow(&span.elements)?;
+    for (range, tensors) in group_ranges(unit) {
+        let UpdateTensors { parameters, gradients, state } = update.narrow(&range.elements)?;
         let [exp_avg, exp_avg_sq] = state.as_slice() else {
             unreachable!("LAMB has two moments by `state_kinds`")
         };
-        let params = params_of(span.settings.applied(config, step));
+        let params = params_of(range.settings.applied(config, step));
         let of_parts =
             lamb::direction(&parameters, &gradients, exp_avg, exp_avg_sq, &tensors.segments, &params)?;
         for (&parameter, of_part) in tensors.parameters.iter().zip(of_parts) {
@@ -109,20 +110,20 @@ fn find_directions(
 
 fn apply_directions(
     unit: &Unit,
-    owned: &Owned,
+    update: &UpdateTensors,
     norms: &[SquaredNorms],
     config: &OptimizerConfig,
     step: Step,
 ) -> Result<(), ZeroError> {
-    for (span, tensors) in spans(unit) {
-        let Owned { parameters, gradients, .. } = owned.narrow(&span.elements)?;
+    for (range, tensors) in group_ranges(unit) {
+        let UpdateTensors { parameters, gradients, .. } = update.narrow(&range.elements)?;
         let norms: Vec<_> = tensors.parameters.iter().map(|&parameter| norms[parameter]).collect();
-        let params = params_of(span.settings.applied(config, step));
+        let params = params_of(range.settings.applied(config, step));
         lamb::apply(&parameters, &gradients, &tensors.segments, &norms, &params)?;
     }
     Ok(())
 }
 
-fn spans(unit: &Unit) -> impl Iterator<Item = (&Span, &Tensors)> {
-    unit.spans.iter().filter_map(|span| Some((span, span.tensors.as_ref()?)))
+fn group_ranges(unit: &Unit) -> impl Iterator<Item = (&ParamGroupRange, &Tensors)> {
+    unit.param_group_ranges.iter().filter_map(|range| Some((range, range.tensors.as_ref()?)))
 }

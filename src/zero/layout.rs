@@ -1,4 +1,4 @@
-//! Where the parameters of a unit lie in its flat buffer, and how that is partitioned.
+//! The layout of a unit's parameters in its flat buffer, and its partitions.
 
 use super::ZeroError;
 use candle_core::Tensor;
@@ -27,8 +27,8 @@ impl FlatParameter {
     }
 }
 
-/// A unit's parameters one after another, padded so that all partitions are equally long.
-/// Partitions do not respect parameter boundaries.
+/// The layout of a unit: its parameters one after another, padded so that all partitions have equal length.
+/// Partition boundaries may cut through parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlatLayout {
     name: String,
@@ -39,7 +39,7 @@ pub struct FlatLayout {
 }
 
 impl FlatLayout {
-    /// Lays out parameters given by name and shape, for `num_partitions` ranks.
+    /// Creates the layout of the given parameters (name and shape), for `num_partitions` ranks.
     pub fn new(
         name: impl Into<String>,
         parameters: impl IntoIterator<Item = (String, Vec<usize>)>,
@@ -56,13 +56,13 @@ impl FlatLayout {
         Self { name, parameters, numel, num_partitions, is_frozen: false }
     }
 
-    /// The same, of parameters that are not trained.
+    /// Marks the parameters as frozen.
     #[must_use]
     pub fn frozen(self) -> Self {
         Self { is_frozen: true, ..self }
     }
 
-    /// Whether nothing is kept of the parameters but themselves.
+    /// Whether the parameters are frozen, without gradients and optimizer state.
     pub fn is_frozen(&self) -> bool {
         self.is_frozen
     }
@@ -77,17 +77,17 @@ impl FlatLayout {
         &self.parameters
     }
 
-    /// Elements without padding.
+    /// Number of elements without padding.
     pub fn numel(&self) -> usize {
         self.numel
     }
 
-    /// Elements with padding: a multiple of the number of partitions.
+    /// Number of elements with padding: a multiple of the number of partitions.
     pub fn padded_numel(&self) -> usize {
         self.partition_numel() * self.num_partitions
     }
 
-    /// Elements of one partition.
+    /// Number of elements of one partition.
     pub fn partition_numel(&self) -> usize {
         self.numel.div_ceil(self.num_partitions)
     }
@@ -97,7 +97,7 @@ impl FlatLayout {
         self.num_partitions
     }
 
-    /// Elements of the flat buffer that belong to `rank` of the dp group.
+    /// The element range of `rank`'s partition in the flat buffer.
     pub fn partition(&self, rank: usize) -> Range<usize> {
         rank * self.partition_numel()..(rank + 1) * self.partition_numel()
     }
@@ -107,7 +107,7 @@ impl FlatLayout {
         range.start.min(self.numel)..range.end.min(self.numel)
     }
 
-    /// One view per parameter of a flat buffer of all padded elements.
+    /// Splits a flat buffer of all padded elements into one view per parameter.
     ///
     /// # Shapes
     /// `flat`: `[padded_numel]` → the shape of each parameter. Views share its storage.
@@ -119,8 +119,7 @@ impl FlatLayout {
         Ok(self.parameters.iter().map(view).collect::<candle_core::Result<_>>()?)
     }
 
-    /// The pieces of parameters that lie in `range` of the flat buffer: the parameter's
-    /// index, the elements within it, and where they lie relative to `range`.
+    /// The pieces of parameters within `range` of the flat buffer.
     pub fn pieces(&self, range: Range<usize>) -> impl Iterator<Item = Piece> {
         self.parameters.iter().enumerate().filter_map(move |(index, parameter)| {
             let covered = parameter.range();

@@ -1,40 +1,40 @@
 //! ZeRO: optimizer state, gradients and parameters partitioned over the `dp` axis
 //! (arXiv 1910.02054).
 //!
-//! A model's parameters come in units (the embedding, every layer, the head). Each unit is
-//! one flat, padded buffer cut into `dp_size` contiguous partitions: **the ZeRO world size
-//! is `dp_size`**, whatever `sp_size` is. The ranks of an sp group hold the same partition
-//! and update it redundantly from the same, sp-summed gradient. Hybrid sharding partitions over a part of
-//! `dp` and replicates over the rest ([`ZeroGroups`]).
+//! A model's parameters come in units (the embedding, every layer, the head). Each unit is one flat, padded
+//! buffer in `dp_size` contiguous partitions: **the ZeRO world size is `dp_size`**, whatever `sp_size` is.
+//! The ranks of an sp group hold the same partition. They update it redundantly, from a gradient that is
+//! summed over sp. Hybrid sharding partitions over a part of `dp` and replicates over the rest
+//! ([`ZeroGroups`]).
 //!
 //! | stage | partitioned over dp |
 //! |---|---|
 //! | 0 | nothing |
 //! | 1 | optimizer state |
-//! | 2 | and gradients: only the own partition outlives a unit's backward |
+//! | 2 | and gradients: only this rank's partition outlives a unit's backward |
 //! | 3 | and parameters: gathered for a unit's forward and backward, released after |
 //!
 //! - [`FlatLayout`]: offsets and partitions of a unit. Pure integers.
 //! - [`ZeroOptimizer`]: storage, gathering, reduction and update of all units.
-//! - [`Storage`]: on which device, in which element type, and what waits elsewhere between its uses.
-//! - [`HeldBytes`]: what that costs, by formula, to be held against the allocator's count.
+//! - [`Storage`]: device and element type, and what is offloaded.
+//! - [`StateBytes`]: persistent bytes by formula, to compare with the allocator's count.
 //!
 //! The folder's README explains the order of summation, and which stages it makes bit-equal.
 
 mod error;
 mod finite;
+mod frozen_split;
 mod groups;
-mod held;
-mod kept;
 mod lamb;
 mod layout;
 mod optimizer;
+mod optimizer_step;
+mod param_group_ranges;
 mod reduce;
 mod replicas;
-mod rule;
-mod spans;
-mod split;
 mod state;
+mod state_bytes;
+mod state_tensor;
 mod storage;
 #[cfg(test)]
 mod tests;
@@ -43,10 +43,10 @@ mod update;
 
 pub use error::ZeroError;
 pub use groups::{HybridGroups, ZeroGroups};
-pub use held::HeldBytes;
-pub use kept::KeptPart;
 pub use layout::{FlatLayout, FlatParameter, Piece};
-pub use optimizer::{Initialise, ZeroOptimizer};
-pub use rule::state_kinds;
+pub use optimizer::{Initialize, ZeroOptimizer};
+pub use optimizer_step::state_kinds;
 pub use state::RestoreState;
+pub use state_bytes::StateBytes;
+pub use state_tensor::StateSlice;
 pub use storage::Storage;

@@ -1,46 +1,46 @@
-//! [`ZeroOptimizer`]: the units of a model on one rank.
+//! [`ZeroOptimizer`]: all units of a model on one rank.
 
-use super::kept::Kept;
+use super::frozen_split::{FrozenSplit, split_frozen};
 use super::reduce::{self, Reduction};
-use super::split::{Split, split};
+use super::state_tensor::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
-use super::{FlatLayout, HeldBytes, Storage, ZeroError, ZeroGroups, rule};
+use super::{FlatLayout, StateBytes, Storage, ZeroError, ZeroGroups, optimizer_step};
 use crate::comm::ProcessGroupExt;
 use crate::config::{OptimizerConfig, ParameterGroup, ZeroStage};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 use ulysses_kernels::device::dry;
-use ulysses_kernels::memory::{self, Category, counted_as};
+use ulysses_kernels::memory::{self, Category, with_category};
 use ulysses_kernels::tensor::TensorOptions;
 
 /// Parameters, gradients and optimizer state of a model, partitioned over `dp` by stage.
 ///
-/// Methods name a unit by its index in the list that [`new`](Self::new) was given, and panic on
-/// one beyond it; those that read or restore state name one of [`layouts`](Self::layouts). Calls that communicate are collective: every rank of both groups makes them
-/// for the same units in the same order.
+/// Methods take a unit by its index in the list given to [`new`](Self::new), and panic if there is none.
+/// Methods that read or restore state take an index into [`layouts`](Self::layouts) instead. Methods that
+/// communicate are collective: every rank of both groups calls them for the same units in the same order.
 pub struct ZeroOptimizer {
     pub(super) stage: ZeroStage,
     pub(super) config: OptimizerConfig,
     pub(super) groups: ZeroGroups,
     pub(super) storage: Storage,
-    /// The model's units, each of one or two of `units`.
-    splits: Vec<Split>,
-    /// Trained parameters and frozen ones are never in the same.
+    /// The model's units, each with its one or two entries of `units`.
+    splits: Vec<FrozenSplit>,
+    /// The flat buffers. None has both trained and frozen parameters.
     pub(super) units: Vec<Unit>,
     in_flight: Option<Reduction>,
-    held: HeldBytes,
+    state_bytes: StateBytes,
 }
 
-/// Writes elements `range` of parameter `(unit, parameter)`, in row-major order, to a slice of
-/// as many elements.
-pub type Initialise<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
+/// Writes elements `range` of parameter `(unit, parameter)`, in row-major order, to a slice of the same
+/// length.
+pub type Initialize<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
 
 impl ZeroOptimizer {
-    /// Allocates what this rank keeps of every unit and asks `initialise` for exactly the
-    /// parameter elements that it keeps. Parameters in a frozen group have no gradient and no state.
+    /// Allocates this rank's part of every unit, and calls `initialize` for exactly the parameter elements
+    /// that this rank keeps. Parameters in a frozen group have no gradient and no optimizer state.
     ///
     /// # Errors
-    /// Whatever `initialise` reports, or a failed allocation.
+    /// An error of `initialize`, or a failed allocation.
     pub fn new<E: From<ZeroError>>(
         units: Vec<FlatLayout>,
         stage: ZeroStage,
@@ -48,32 +48,32 @@ impl ZeroOptimizer {
         parameter_groups: &[ParameterGroup],
         groups: ZeroGroups,
         storage: impl Into<Storage>,
-        initialise: Initialise<'_, E>,
+        initialize: Initialize<'_, E>,
     ) -> Result<Self, E> {
         let shard_rank = groups.shard().rank();
         let is_frozen = |name: &str| ParameterGroup::is_frozen(parameter_groups, name);
-        let (units, splits) = split(units, is_frozen);
+        let (units, splits) = split_frozen(units, is_frozen);
         let storage: Storage = storage.into();
         let TensorOptions { device, dtype } = &storage.options;
-        let meter = memory::Meter::start();
+        let meter = memory::AllocationMeter::start();
         let parameters = each(Category::Parameters, &units, |layout| {
             let store = storage.parameters.as_ref();
             Parameters::zeros(layout, stage.partitions_parameters(), (*dtype, device), store)
         })?;
         storage.settle()?;
         let parameter_bytes = meter.bytes();
-        let meter = memory::Meter::start();
+        let meter = memory::AllocationMeter::start();
         let gradients = each(Category::Gradients, &units, |layout| {
             let zeros = || Gradients::zeros(layout, stage.partitions_gradients(), device);
             (!layout.is_frozen()).then(zeros).transpose()
         })?;
         let gradient_bytes = meter.bytes();
-        let meter = memory::Meter::start();
+        let meter = memory::AllocationMeter::start();
         let state =
             each(Category::Optimizer, &units, |layout| optimizer_state(layout, stage, &config, &storage))?;
         storage.settle()?;
-        let held =
-            HeldBytes { parameters: parameter_bytes, gradients: gradient_bytes, optimizer: meter.bytes() };
+        let state_bytes =
+            StateBytes { parameters: parameter_bytes, gradients: gradient_bytes, optimizer: meter.bytes() };
         let parts = units.into_iter().zip(parameters).zip(gradients).zip(state);
         let units = parts
             .map(|(((layout, parameters), gradients), (master, state))| Unit {
@@ -83,24 +83,28 @@ impl ZeroOptimizer {
                 gradients,
                 master,
                 state,
-                spans: Vec::new(),
+                param_group_ranges: Vec::new(),
             })
             .collect();
-        let mut this = Self { stage, config, groups, storage, splits, units, in_flight: None, held };
+        let mut this = Self { stage, config, groups, storage, splits, units, in_flight: None, state_bytes };
         if !this.storage.options.device.is_cpu() {
-            // The allocator counts the host's memory. On a device nothing but the tensors is held.
-            this.held = this.expected_held_bytes();
+            // The allocator counts host memory. Device memory holds the tensors and nothing else.
+            this.state_bytes = this.expected_state_bytes();
         }
         let updates_all = !stage.partitions_optimizer();
         for unit in this.units.iter_mut().filter(|unit| !unit.layout.is_frozen()) {
-            unit.spans =
-                unit.cut_spans(updates_all, &this.config, parameter_groups, &this.storage.options.device)?;
+            unit.param_group_ranges = unit.param_group_ranges(
+                updates_all,
+                &this.config,
+                parameter_groups,
+                &this.storage.options.device,
+            )?;
         }
-        this.initialise(initialise)?;
+        this.initialize(initialize)?;
         Ok(this)
     }
 
-    fn initialise<E: From<ZeroError>>(&self, initialise: Initialise<'_, E>) -> Result<(), E> {
+    fn initialize<E: From<ZeroError>>(&self, initialize: Initialize<'_, E>) -> Result<(), E> {
         if dry::is_dry() {
             return Ok(());
         }
@@ -116,16 +120,16 @@ impl ZeroOptimizer {
             let fill = |elements: &mut [f32]| {
                 unit.layout.pieces(range.clone()).try_for_each(|piece| {
                     let place = (index, parameters[piece.parameter]);
-                    initialise(place, piece.elements, &mut elements[piece.target])
+                    initialize(place, piece.elements, &mut elements[piece.target])
                 })
             };
             let TensorOptions { device, dtype } = &self.storage.options;
             if *dtype == DType::F32 && device.is_cpu() {
-                let kept = unit.parameters.persistent();
-                let parameters = kept.blank()?;
+                let stored = unit.parameters.persistent();
+                let parameters = stored.blank()?;
                 ulysses_kernels::tensor::with_slice_mut(&parameters, fill).map_err(ZeroError::from)??;
                 self.storage.settle()?;
-                kept.put(parameters)?;
+                stored.put(parameters)?;
             } else {
                 let mut elements = vec![0.0; range.len()];
                 fill(&mut elements)?;
@@ -135,16 +139,16 @@ impl ZeroOptimizer {
         Ok(self.storage.settle()?)
     }
 
-    /// Brings initial parameters to the device: those of `parameters.persistent()`, and from them the master copy.
+    /// Copies initial parameters to the device, into `parameters.persistent()` and the master copy.
     fn store(&self, unit: &Unit, elements: Vec<f32>) -> Result<(), ZeroError> {
         let TensorOptions { device, dtype } = &self.storage.options;
-        let kept = unit.parameters.persistent();
-        let exact = Tensor::from_vec(elements, kept.numel(), device)?;
-        let parameters = kept.blank()?;
+        let stored = unit.parameters.persistent();
+        let exact = Tensor::from_vec(elements, stored.numel(), device)?;
+        let parameters = stored.blank()?;
         parameters.slice_set(&exact.to_dtype(*dtype)?, 0, 0)?;
         self.storage.settle()?;
-        kept.put(parameters)?;
-        if let Some(kept) = &unit.master {
+        stored.put(parameters)?;
+        if let Some(stored) = &unit.master {
             let updated = match unit.parameters {
                 Parameters::Whole(_) if self.stage.partitions_optimizer() => {
                     let own = unit.layout.partition(unit.shard_rank);
@@ -152,56 +156,56 @@ impl ZeroOptimizer {
                 }
                 _ => exact,
             };
-            let master = kept.blank()?;
+            let master = stored.blank()?;
             master.slice_set(&updated, 0, 0)?;
-            kept.put(master)?;
+            stored.put(master)?;
         }
         Ok(())
     }
 
-    /// Ranks that share the partitions: `dp_size`, or the shard size of hybrid sharding, read from the live process
-    /// group.
+    /// Number of ranks that share the partitions: `dp_size`, or the shard size of hybrid sharding. Read from
+    /// the live process group.
     pub fn world_size(&self) -> usize {
         self.groups.shard().world_size()
     }
 
-    /// The stage.
+    /// The ZeRO stage.
     pub fn stage(&self) -> ZeroStage {
         self.stage
     }
 
-    /// The layouts of the flat buffers: one for each unit, and after it one for its frozen parameters, where it has
-    /// any (or instead of it, where it has no other).
+    /// The layouts of the flat buffers: for each unit that of its trained parameters, then that of its frozen
+    /// ones, as far as it has either.
     pub fn layouts(&self) -> impl Iterator<Item = &FlatLayout> {
         self.units.iter().map(|unit| &unit.layout)
     }
 
-    /// Elements of optimizer state that this rank holds, of one kind (Adam has two).
+    /// Elements of one kind of optimizer state on this rank (Adam has two kinds).
     pub fn state_numel(&self) -> usize {
-        self.units.iter().filter_map(|unit| unit.state.first()).map(Kept::numel).sum()
+        self.units.iter().filter_map(|unit| unit.state.first()).map(StateTensor::numel).sum()
     }
 
-    /// Bytes that this rank holds, measured when they were allocated. All zero unless the
-    /// program runs on [`memory::CountingAllocator`].
-    pub fn held_bytes(&self) -> HeldBytes {
-        self.held
+    /// Bytes of state on this rank, measured at allocation. All zero unless the program's allocator is a
+    /// [`memory::CountingAllocator`].
+    pub fn state_bytes(&self) -> StateBytes {
+        self.state_bytes
     }
 
-    /// The same by formula.
-    pub fn expected_held_bytes(&self) -> HeldBytes {
+    /// Bytes of state on this rank, by formula.
+    pub fn expected_state_bytes(&self) -> StateBytes {
         let padded_numel = |frozen| {
             let layouts = self.layouts().filter(|layout| layout.is_frozen() == frozen);
             layouts.map(FlatLayout::padded_numel).sum()
         };
         let (stage, dp_size, dtype) = (self.stage, self.world_size(), self.storage.options.dtype);
-        let state_tensors = rule::state_kinds(&self.config).len();
-        let all = HeldBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
-            + HeldBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype);
+        let state_tensors = optimizer_step::state_kinds(&self.config).len();
+        let all = StateBytes::expected(stage, padded_numel(false), dp_size, state_tensors, dtype)
+            + StateBytes::expected_frozen(stage, padded_numel(true), dp_size, dtype);
         all.without(self.storage.parameters.is_some(), self.storage.optimizer.is_some())
     }
 
-    /// Views of a unit's parameters, in the order of its layout. Partitioned ones are gathered
-    /// over dp and stay until [`release`](Self::release); do not write to them.
+    /// Views of a unit's parameters, in the order of its layout. Partitioned parameters are gathered over dp
+    /// and stay gathered until [`release`](Self::release). Do not write to them.
     ///
     /// # Errors
     /// A failed collective.
@@ -215,7 +219,7 @@ impl ZeroOptimizer {
         Ok(split.in_order(&views))
     }
 
-    /// Starts to gather a unit that will be needed next; nothing where parameters are whole.
+    /// Starts to gather the unit that is needed next; does nothing if parameters are not partitioned.
     ///
     /// # Errors
     /// A failed collective.
@@ -224,7 +228,8 @@ impl ZeroOptimizer {
         self.units[flats].iter_mut().try_for_each(|unit| unit.start_gather(&**self.groups.shard()))
     }
 
-    /// Starts to fetch a unit's partition for a later [`prefetch`](Self::prefetch); nothing where parameters are in memory.
+    /// Starts to load a unit's offloaded partition for a later [`prefetch`](Self::prefetch); does nothing if
+    /// it is not offloaded.
     ///
     /// # Errors
     /// A file that cannot be read.
@@ -232,7 +237,7 @@ impl ZeroOptimizer {
         self.units[self.splits[unit].flats.clone()].iter().try_for_each(Unit::read_ahead)
     }
 
-    /// Frees a unit's gathered parameters; nothing where parameters are whole.
+    /// Frees a unit's gathered parameters; does nothing if parameters are not partitioned.
     pub fn release(&mut self, unit: usize) {
         let flats = self.splits[unit].flats.clone();
         self.units[flats].iter_mut().for_each(Unit::release);
@@ -243,8 +248,8 @@ impl ZeroOptimizer {
         self.units.iter_mut().for_each(Unit::release);
     }
 
-    /// Views that a unit's backward adds its gradients to, in the order of its parameters; none of those that are
-    /// frozen.
+    /// Views for the gradients of a unit's backward, in the order of its parameters; `None` for frozen
+    /// parameters.
     ///
     /// # Errors
     /// A failed allocation.
@@ -255,10 +260,9 @@ impl ZeroOptimizer {
         Ok(split.in_order(&views))
     }
 
-    /// Starts to reduce the gradients of a unit whose backward is done, and completes the
-    /// reduction that was started before it, so that one is under way during each unit's
-    /// backward. `boundary`: this is the last micro step before an update. Before it, stages 0
-    /// and 1 do nothing; of a frozen unit there is nothing to reduce.
+    /// Starts to reduce the gradients of a unit after its backward, and completes the previous reduction. So
+    /// one reduction overlaps with each unit's backward. `boundary` marks the last micro step before an
+    /// update: before it, stages 0 and 1 do nothing. Frozen units have nothing to reduce.
     ///
     /// # Errors
     /// A failed collective, or at stages 2 and 3 a unit without gradients.
@@ -272,7 +276,7 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    /// Completes the last reduction: what every step needs before its norm.
+    /// Completes the last reduction. Required before the norm is computed.
     ///
     /// # Errors
     /// A failed collective.
@@ -286,7 +290,7 @@ impl ZeroOptimizer {
         }
     }
 
-    /// Forgets all gradients, for the next accumulation.
+    /// Zeroes all gradients, for the next accumulation.
     ///
     /// # Errors
     /// A refused operation.
@@ -294,8 +298,8 @@ impl ZeroOptimizer {
         self.units.iter().try_for_each(Unit::zero_gradients)
     }
 
-    /// Sum of the squares of all reduced gradients, in f64: per partition over its units,
-    /// then over partitions in order, so that stages with equal gradients give equal bits.
+    /// Sum of the squares of all reduced gradients, in f64: first over the units of each partition, then over
+    /// the partitions in order. So stages with equal gradients give equal bits.
     ///
     /// # Errors
     /// A failed collective.
@@ -309,7 +313,7 @@ impl ZeroOptimizer {
         let own = self.groups.shard().rank();
         let ranks = if is_partitioned { own..own + 1 } else { 0..self.world_size() };
         let partitions = ranks.map(of_partition).collect::<Result<Vec<_>, _>>()?;
-        // All in one call: a GPU is waited for once.
+        // All in one call, which synchronizes with a GPU once.
         let tensors: Vec<&Tensor> = partitions.iter().flatten().collect();
         let mut squares = ulysses_kernels::elementwise::sums_of_squares(&tensors)?.into_iter();
         let of_partitions = partitions
@@ -328,17 +332,17 @@ fn each<T>(
     units: &[FlatLayout],
     make: impl Fn(&FlatLayout) -> Result<T, ZeroError>,
 ) -> Result<Vec<T>, ZeroError> {
-    counted_as(category, || units.iter().map(make).collect())
+    with_category(category, || units.iter().map(make).collect())
 }
 
-/// Zeroed master copy, where parameters are not f32, and initial optimizer state for the elements
-/// that this rank updates.
+/// Allocates the zeroed master copy, if parameters are not f32, and the initial optimizer state, for the
+/// elements that this rank updates.
 fn optimizer_state(
     layout: &FlatLayout,
     stage: ZeroStage,
     config: &OptimizerConfig,
     storage: &Storage,
-) -> Result<(Option<Kept>, Vec<Kept>), ZeroError> {
+) -> Result<(Option<StateTensor>, Vec<StateTensor>), ZeroError> {
     if layout.is_frozen() {
         return Ok((None, Vec::new()));
     }
@@ -348,10 +352,10 @@ fn optimizer_state(
         if value != 0.0 {
             ulysses_kernels::elementwise::fill(&tensor, value as f32)?;
         }
-        Kept::new(tensor, Category::Optimizer, storage.optimizer.as_ref())
+        StateTensor::new(tensor, Category::Optimizer, storage.optimizer.as_ref())
     };
     let master = (storage.options.dtype != DType::F32).then(|| initially(0.0)).transpose()?;
-    let initial = rule::initial_state(config);
-    let state = rule::state_kinds(config).iter().map(|_| initially(initial));
+    let initial = optimizer_step::initial_state(config);
+    let state = optimizer_step::state_kinds(config).iter().map(|_| initially(initial));
     Ok((master, state.collect::<Result<_, ZeroError>>()?))
 }

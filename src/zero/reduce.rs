@@ -1,29 +1,29 @@
-//! Reduction of gradients: over the ranks with the other partitions first (dp), then over those with the same (sp),
-//! always in rank order.
+//! Reduces gradients: first over the ranks with the other partitions (dp), then over those with the same
+//! partition (sp), always in rank order.
 
 use super::unit::{Gradients, Unit};
 use super::{ZeroError, ZeroGroups};
 use crate::comm::{Pending, ProcessGroupExt, ReduceOp};
 use crate::config::ZeroStage;
 use candle_core::Tensor;
-use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::{elementwise, strided_copy};
 
-/// A unit's reduction over dp that has been started. It completes when the next one
-/// starts, so that it overlaps one layer's backward.
+/// A started reduction of a unit over dp. It completes when the next one starts, and so overlaps with one
+/// layer's backward.
 #[must_use]
 pub(super) struct Reduction {
     pub(super) unit: usize,
     pending: Pending,
-    /// Where the reduced own partition arrives; none when the whole is reduced in place.
+    /// Destination of the reduced partition; `None` if the whole unit is reduced in place.
     received: Option<Tensor>,
     boundary: bool,
 }
 
-/// Starts to reduce a unit whose backward is done.
+/// Starts to reduce a unit after its backward.
 ///
-/// Stages 0 and 1 keep whole gradients and reduce them once per step, at the accumulation
-/// `boundary`; stages 2 and 3 reduce after every micro step and keep their partition.
+/// Stages 0 and 1 keep whole gradients and reduce them once per step, at the accumulation `boundary`. Stages
+/// 2 and 3 reduce after every micro step and keep their partition.
 pub(super) fn start(
     index: usize,
     unit: &mut Unit,
@@ -44,14 +44,14 @@ pub(super) fn start(
             None => return Err(ZeroError::NoGradients { unit: unit.layout.name().to_owned() }),
         },
     };
-    let received = counted_as(Category::Gradients, || {
+    let received = with_category(Category::Gradients, || {
         ulysses_kernels::tensor::zeros(unit.layout.partition_numel(), whole.dtype(), whole.device())
     })?;
     let pending = groups.shard().start_reduce_scatter(&whole, &received, ReduceOp::Sum)?;
     Ok(Some(Reduction { unit: index, pending, received: Some(received), boundary }))
 }
 
-/// Waits for a reduction over dp, and at the boundary sums the result over sp.
+/// Completes a reduction over dp, and at the boundary sums the result over sp.
 pub(super) fn complete(reduction: Reduction, unit: &Unit, groups: &ZeroGroups) -> Result<(), ZeroError> {
     let Reduction { pending, received, boundary, .. } = reduction;
     pending.wait()?;

@@ -1,16 +1,16 @@
-//! Hashes of what several ranks hold and update redundantly: equal, or the replicas have drifted apart.
+//! Hashes of replicated state. If they differ, the replicas have drifted apart.
 
-use super::kept::Kept;
+use super::state_tensor::StateTensor;
 use super::{ZeroError, ZeroOptimizer};
 use crate::fnv1a::{OFFSET_BASIS, step};
 use candle_core::{DType, Device, Tensor};
 
-/// Hashes that are kept side by side: one multiplication need not wait for the one before it, so memory is the limit.
+/// Independent hashes, so that multiplications do not wait for each other and memory bandwidth is the limit.
 const LANES: usize = 8;
 
 impl ZeroOptimizer {
-    /// A hash of the parameters that this rank keeps: equal on all ranks of an sp group, and below stage 3 on
-    /// all of a dp group.
+    /// Hash of the parameters that this rank keeps. Equal on all ranks of an sp group, and below stage 3 on
+    /// all ranks of a dp group.
     ///
     /// # Errors
     /// A tensor that cannot be read.
@@ -18,13 +18,13 @@ impl ZeroOptimizer {
         hash(self.units.iter().map(|unit| unit.parameters.persistent().fetch()))
     }
 
-    /// A hash of the optimizer's state that this rank keeps, with the master copy of 16-bit parameters: equal on
-    /// all ranks of an sp group, and at stage 0 on all of a dp group.
+    /// Hash of the optimizer state that this rank keeps, including the master copy of 16-bit parameters.
+    /// Equal on all ranks of an sp group, and at stage 0 on all ranks of a dp group.
     ///
     /// # Errors
     /// A tensor that cannot be read.
     pub fn optimizer_hash(&self) -> Result<u64, ZeroError> {
-        hash(self.units.iter().flat_map(|unit| unit.master.iter().chain(&unit.state)).map(Kept::fetch))
+        hash(self.units.iter().flat_map(|unit| unit.master.iter().chain(&unit.state)).map(StateTensor::fetch))
     }
 }
 
@@ -48,7 +48,7 @@ fn update(lanes: &mut [u64; LANES], elements: &[f32]) {
     for (lane, element) in lanes.iter_mut().zip(rest) {
         *lane = step(*lane, element.to_bits().into());
     }
-    // `rest` has up to two elements for each lane.
+    // `rest` has up to two elements per lane.
     for (lane, element) in lanes.iter_mut().zip(rest.get(LANES..).unwrap_or_default()) {
         *lane = step(*lane, element.to_bits().into());
     }
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn a_change_of_any_bit_of_any_element_changes_the_hash() {
-        // Whole groups, and rests of every length.
+        // Whole groups, and remainders of every length.
         for length in [1, 7, 8, 9, 16, 31, 32, 45] {
             let elements: Vec<f32> = (0..length).map(|i| i as f32).collect();
             let expected = hash_of(&[&elements]);

@@ -1,26 +1,26 @@
-//! What outlives a run: parameters and optimizer state as named, partitioned tensors.
+//! Parameters and optimizer state as named, partitioned tensors, for checkpoints.
 
-use super::kept::{Kept, KeptPart};
+use super::state_tensor::{StateSlice, StateTensor};
 use super::unit::Unit;
-use super::{ZeroError, ZeroOptimizer, rule};
+use super::{ZeroError, ZeroOptimizer, optimizer_step};
 use candle_core::Tensor;
 use std::ops::Range;
 use ulysses_kernels::strided_copy;
 
-/// Asked for elements `range` of the flat buffer of `(unit, kind)`, writes them to a slice of
-/// as many elements.
+/// Writes elements `range` of the flat buffer of `(unit, kind)` to a slice of the same length.
 pub type RestoreState<'a, E> = &'a dyn Fn((usize, usize), Range<usize>, &mut [f32]) -> Result<(), E>;
 
 impl ZeroOptimizer {
-    /// What is kept of every element, by name, f32 each: the parameters first (the master copy of
-    /// 16-bit ones), then the optimizer's own state. Other methods name a kind by its index in this list. Of frozen
-    /// parameters there is only the first.
+    /// The names of the f32 state tensors: first the parameters (the master copy of 16-bit ones), then the
+    /// optimizer's own state. Other methods take the index of a kind in this list. Frozen parameters have
+    /// only the first kind.
     pub fn state_kinds(&self) -> Vec<&'static str> {
-        [&["parameters"], rule::state_kinds(&self.config)].concat()
+        [&["parameters"], optimizer_step::state_kinds(&self.config)].concat()
     }
 
-    /// This rank's partition of one kind of a unit's state, without padding: a view, or a copy of what is in a
-    /// file, or nothing where the partition is all padding. At every stage the partitions of all dp ranks together are the whole.
+    /// This rank's partition of one kind of a unit's state, without padding: a view, or a copy if it is
+    /// offloaded or not f32. `None` if the partition is all padding. At every stage, the partitions of all dp
+    /// ranks make up the whole.
     ///
     /// # Shapes
     /// Result: flat, f32, the elements of `layout.partition(shard_rank)` that are below `layout.numel()`; none of
@@ -32,37 +32,40 @@ impl ZeroOptimizer {
         self.state_part(unit, kind).map(|part| part.tensor()).transpose()
     }
 
-    /// As [`state_partition`](Self::state_partition), before it is read from where it is.
-    pub fn state_part(&self, unit: usize, kind: usize) -> Option<KeptPart> {
+    /// As [`state_partition`](Self::state_partition), without loading it.
+    pub fn state_part(&self, unit: usize, kind: usize) -> Option<StateSlice> {
         let unit = &self.units[unit];
-        let (kept, held) = unit.state_tensor(kind)?;
+        let (stored, stored_range) = unit.state_tensor(kind)?;
         let own = unit.layout.unpadded(unit.layout.partition(unit.shard_rank));
-        (!own.is_empty()).then(|| KeptPart { kept, elements: own.start - held.start..own.end - held.start })
+        (!own.is_empty()).then(|| StateSlice {
+            tensor: stored,
+            elements: own.start - stored_range.start..own.end - stored_range.start,
+        })
     }
 
-    /// Replaces parameters and optimizer state. `restore` is asked for exactly the elements
-    /// that this rank holds at its stage. Collective over dp.
+    /// Replaces parameters and optimizer state. `restore` is called for exactly the elements that this rank
+    /// holds at its stage. Collective over dp.
     ///
     /// # Errors
-    /// Whatever `restore` reports; part of the state has been replaced then.
+    /// An error of `restore`, which leaves part of the state replaced.
     pub fn restore_state<E: From<ZeroError>>(&mut self, restore: RestoreState<'_, E>) -> Result<(), E> {
-        // What was gathered before would be served in place of what is restored.
+        // Gathered parameters would be stale.
         self.release_all();
         let kinds = self.state_kinds().len();
         for (index, unit) in self.units.iter().enumerate() {
             for kind in 0..kinds {
-                let Some((kept, held)) = unit.state_tensor(kind) else { continue };
-                let range = unit.layout.unpadded(held.clone());
-                // Padding stays what it is from the start.
+                let Some((stored, stored_range)) = unit.state_tensor(kind) else { continue };
+                let range = unit.layout.unpadded(stored_range.clone());
+                // Padding keeps its initial value.
                 if range.is_empty() {
                     continue;
                 }
                 let mut elements = vec![0.0; range.len()];
                 restore((index, kind), range.clone(), &mut elements)?;
-                let tensor = kept.fetch()?;
-                overwrite(&tensor, range.start - held.start, elements)?;
+                let tensor = stored.fetch()?;
+                overwrite(&tensor, range.start - stored_range.start, elements)?;
                 self.storage.settle()?;
-                kept.put(tensor)?;
+                stored.put(tensor)?;
             }
         }
         Ok(self.round_master()?)
@@ -70,15 +73,16 @@ impl ZeroOptimizer {
 }
 
 impl Unit {
-    /// The tensor of one kind, where there is one, and which elements of the flat buffer it holds.
-    fn state_tensor(&self, kind: usize) -> Option<(Kept, Range<usize>)> {
-        let kept = match kind {
+    /// The tensor of one kind, if any, and the element range of the flat buffer that it holds.
+    fn state_tensor(&self, kind: usize) -> Option<(StateTensor, Range<usize>)> {
+        let stored = match kind {
             0 => self.master.clone().unwrap_or_else(|| self.parameters.persistent()),
             kind => self.state.get(kind - 1)?.clone(),
         };
-        let whole = kept.numel() == self.layout.padded_numel();
-        let held = if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.shard_rank) };
-        Some((kept, held))
+        let whole = stored.numel() == self.layout.padded_numel();
+        let stored_range =
+            if whole { 0..self.layout.padded_numel() } else { self.layout.partition(self.shard_rank) };
+        Some((stored, stored_range))
     }
 }
 

@@ -41,14 +41,14 @@ fn a_unit_smaller_than_the_number_of_ranks_leaves_ranks_with_padding_only() {
 #[test]
 fn expected_bytes_follow_the_table_of_stages() {
     // Adam, Ψ = 100 padded elements, S = 4: 16Ψ; 8Ψ + 8Ψ/S; 4Ψ + 12Ψ/S; 16Ψ/S.
-    let totals = |dtype| ZeroStage::ALL.map(|stage| HeldBytes::expected(stage, 100, 4, 2, dtype).total());
+    let totals = |dtype| ZeroStage::ALL.map(|stage| StateBytes::expected(stage, 100, 4, 2, dtype).total());
     assert_eq!(totals(DType::F32), [1600, 1000, 700, 400]);
     // With a master copy: 18Ψ; 6Ψ + 12Ψ/S; 2Ψ + 16Ψ/S; 18Ψ/S.
     assert_eq!(totals(DType::BF16), [1800, 900, 600, 450]);
 }
 
-/// Runs `check` on every rank of a (dp, sp) mesh with a two-unit optimizer whose parameter
-/// elements start as their index within the unit.
+/// Runs `check` on every rank of a (dp, sp) mesh, with a two-unit optimizer whose parameter elements start as
+/// their index within the unit.
 fn on_mesh(mesh: (usize, usize), stage: ZeroStage, check: impl Fn(&mut ZeroOptimizer, usize, usize) + Sync) {
     on_mesh_with(mesh, stage, (momentum(), TensorOptions::default), check);
 }
@@ -57,7 +57,7 @@ fn momentum() -> OptimizerConfig {
     OptimizerConfig::Sgd { lr: 1.0, momentum: 0.5, nesterov: false, weight_decay: 0.0 }
 }
 
-/// The same by another rule, and with state in another place.
+/// The same with another optimizer and other storage.
 fn on_mesh_with<S: Into<Storage>>(
     (dp, sp): (usize, usize),
     stage: ZeroStage,
@@ -86,7 +86,7 @@ fn on_mesh_with<S: Into<Storage>>(
 const MESHES: [(usize, usize); 6] = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 1)];
 
 #[test]
-fn the_zero_world_is_dp_whatever_sp_is() {
+fn the_zero_world_is_dp_for_every_sp() {
     for mesh in MESHES {
         for stage in [ZeroStage::OptimizerStates, ZeroStage::Gradients, ZeroStage::Parameters] {
             on_mesh(mesh, stage, |zero, _, _| {
@@ -151,7 +151,7 @@ fn gradients_are_summed_over_dp_sp_and_micro_steps() {
 }
 
 #[test]
-fn an_update_reaches_every_rank_s_parameters() {
+fn an_update_reaches_the_parameters_of_every_rank() {
     for (mesh, stage) in MESHES.into_iter().flat_map(|mesh| ZeroStage::ALL.map(|stage| (mesh, stage))) {
         on_mesh(mesh, stage, |zero, dp_rank, sp_rank| {
             // Parameters gathered before the update must not be served after it.
@@ -188,9 +188,9 @@ fn after_three_updates(zero: &mut ZeroOptimizer, dp_rank: usize, sp_rank: usize)
     state.into_iter().chain(parameters.iter().map(|(_, tensor)| to_vec::<f32>(tensor).unwrap())).collect()
 }
 
-/// Copies to the host and back that a device does as late as is allowed.
+/// Host copies that complete as late as a device may.
 #[test]
-fn state_that_waits_beside_the_device_comes_back_to_the_bit() {
+fn offloaded_state_comes_back_bit_for_bit() {
     let lamb = OptimizerConfig::Lamb {
         lr: 0.01,
         betas: [0.9, 0.99],
@@ -220,8 +220,8 @@ fn state_that_waits_beside_the_device_comes_back_to_the_bit() {
             on_mesh_with(mesh, stage, (config, away), |zero, dp_rank, sp_rank| {
                 let bits = after_three_updates(zero, dp_rank, sp_rank);
                 assert_eq!(Some(&bits), seen.lock().get(&(dp_rank, sp_rank)), "{mesh:?} {stage:?} {dtype:?}");
-                let held = zero.expected_held_bytes();
-                assert_eq!((held.optimizer, held.parameters == 0), (0, stage == ZeroStage::Parameters));
+                let bytes = zero.expected_state_bytes();
+                assert_eq!((bytes.optimizer, bytes.parameters == 0), (0, stage == ZeroStage::Parameters));
             });
         }
     }
@@ -250,7 +250,7 @@ fn stage_1_sends_each_gradient_once_and_each_parameter_once() {
     // Per unit of 12 padded elements over 2 ranks: 6 elements out in the reduce-scatter and
     // 6 in the all-gather, of 4 bytes, two units.
     on_mesh((2, 1), ZeroStage::OptimizerStates, |zero, dp_rank, sp_rank| {
-        // The group has carried the comparison of meshes before.
+        // The group has compared meshes before.
         let sent = |zero: &ZeroOptimizer, op| {
             crate::comm::ProcessGroupExt::barrier(&*zero.groups.dp).unwrap();
             zero.groups.dp.stats().get(op).bytes_sent

@@ -1,14 +1,14 @@
-//! What one rank stores of one unit.
+//! The tensors of one unit on one rank.
 
-use super::kept::Kept;
-use super::spans::Span;
+use super::param_group_ranges::ParamGroupRange;
+use super::state_tensor::StateTensor;
 use super::{FlatLayout, ZeroError};
 use crate::comm::{Pending, ProcessGroup};
 use crate::config::ZeroStage;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 use ulysses_kernels::elementwise;
-use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::offload::OffloadStore;
 
 /// A flat buffer together with its parameter-shaped views.
@@ -25,28 +25,28 @@ impl Viewed {
     }
 }
 
-/// One flat buffer of a unit as the stage leaves it on this rank: whole, or the own partition
-/// and, while it is needed, something that holds the whole.
+/// A flat buffer of a unit on this rank, by stage: whole, or its partition and, while in use, a buffer for
+/// the whole.
 pub(super) enum MaybePartitioned<P, T> {
     Whole(Viewed),
     Partitioned { partition: P, transient: Option<T> },
 }
 
-/// Partitioned parameters are gathered for their use.
-pub(super) type Parameters = MaybePartitioned<Kept, Gathered>;
+/// The parameters of a unit. Partitioned parameters are gathered for their use.
+pub(super) type Parameters = MaybePartitioned<StateTensor, Gathered>;
 
-/// Partitioned gradients accumulate over micro steps; the whole gradient exists from a unit's
-/// backward to its reduction.
+/// The gradients of a unit. Partitioned gradients accumulate over micro steps; the whole gradient exists from
+/// the unit's backward to its reduction.
 pub(super) type Gradients = MaybePartitioned<Tensor, Viewed>;
 
-/// The whole of partitioned parameters; `pending` until the gather has been waited for.
+/// Gathered parameters; `pending` until the gather is complete.
 pub(super) struct Gathered {
     whole: Viewed,
     pending: Option<Pending>,
 }
 
 impl Parameters {
-    /// Zeros; a partition goes to the `store`, if there is one.
+    /// Allocates zeros; a partition goes to the `store`, if there is one.
     pub(super) fn zeros(
         layout: &FlatLayout,
         partitioned: bool,
@@ -54,7 +54,7 @@ impl Parameters {
         store: Option<&Arc<OffloadStore>>,
     ) -> Result<Self, ZeroError> {
         Ok(if partitioned {
-            let partition = Kept::new(
+            let partition = StateTensor::new(
                 ulysses_kernels::tensor::zeros(layout.partition_numel(), dtype, device)?,
                 Category::Parameters,
                 store,
@@ -65,17 +65,17 @@ impl Parameters {
         })
     }
 
-    /// The elements that persist: all, or the own partition.
-    pub(super) fn persistent(&self) -> Kept {
+    /// The elements that persist: all, or this rank's partition.
+    pub(super) fn persistent(&self) -> StateTensor {
         match self {
-            Self::Whole(whole) => Kept::Resident(whole.flat.clone()),
+            Self::Whole(whole) => StateTensor::Resident(whole.flat.clone()),
             Self::Partitioned { partition, .. } => partition.clone(),
         }
     }
 }
 
 impl Gradients {
-    /// Zeros in f32.
+    /// Allocates zeros in f32.
     pub(super) fn zeros(layout: &FlatLayout, partitioned: bool, device: &Device) -> Result<Self, ZeroError> {
         Ok(if partitioned {
             let partition = ulysses_kernels::tensor::zeros(layout.partition_numel(), DType::F32, device)?;
@@ -85,7 +85,7 @@ impl Gradients {
         })
     }
 
-    /// The elements that persist: all, or the own partition.
+    /// The elements that persist: all, or this rank's partition.
     pub(super) fn persistent(&self) -> &Tensor {
         match self {
             Self::Whole(whole) => &whole.flat,
@@ -97,28 +97,28 @@ impl Gradients {
 /// One unit on one rank.
 pub(super) struct Unit {
     pub(super) layout: FlatLayout,
-    /// This rank's partition is `layout.partition(shard_rank)`.
+    /// Index of this rank's partition in `layout`.
     pub(super) shard_rank: usize,
     pub(super) parameters: Parameters,
-    /// None of frozen parameters, which have no master copy and no state either.
+    /// `None` for frozen parameters, which have no master copy and no optimizer state either.
     pub(super) gradients: Option<Gradients>,
-    /// f32 copy of 16-bit parameters, of the elements that this rank updates: steps are too
-    /// small to be seen in 16 bits.
-    pub(super) master: Option<Kept>,
-    /// What the optimizer keeps of the elements that this rank updates: Adam's two moments, for example.
-    pub(super) state: Vec<Kept>,
-    /// The elements that this rank updates, by settings.
-    pub(super) spans: Vec<Span>,
+    /// The f32 master copy of 16-bit parameters, for the elements that this rank updates. Updates are too
+    /// small for 16 bits.
+    pub(super) master: Option<StateTensor>,
+    /// Optimizer state of the elements that this rank updates, such as Adam's two moments.
+    pub(super) state: Vec<StateTensor>,
+    /// The elements that this rank updates, by parameter group.
+    pub(super) param_group_ranges: Vec<ParamGroupRange>,
 }
 
 impl Unit {
-    /// Views of all parameters, gathered over dp first where they are partitioned.
+    /// Views of all parameters; gathers partitioned ones over dp first.
     pub(super) fn gather(&mut self, dp: &dyn ProcessGroup) -> Result<Vec<Tensor>, ZeroError> {
         self.start_gather(dp)?;
         match &mut self.parameters {
             Parameters::Whole(whole) => Ok(whole.views.clone()),
             Parameters::Partitioned { transient, .. } => {
-                // Out of the unit while it is waited for: what failed to arrive must not be served.
+                // Removed during the wait, so that a failed gather is not used.
                 let Some(Gathered { whole, pending }) = transient.take() else {
                     unreachable!("a gather was started above")
                 };
@@ -128,12 +128,12 @@ impl Unit {
         }
     }
 
-    /// Begins to gather partitioned parameters, unless that is done or under way.
+    /// Starts to gather partitioned parameters, unless they are gathered or being gathered.
     pub(super) fn start_gather(&mut self, dp: &dyn ProcessGroup) -> Result<(), ZeroError> {
         if let Parameters::Partitioned { partition, transient: transient @ None } = &mut self.parameters {
-            // Of one in a store the copy lives until its peers have read it.
+            // The copy of an offloaded partition lives until its peers have read it.
             let partition = partition.fetch()?;
-            let whole = counted_as(Category::Parameters, || {
+            let whole = with_category(Category::Parameters, || {
                 Viewed::zeros(&self.layout, partition.dtype(), partition.device())
             })?;
             let pending = Some(dp.start_all_gather(&partition, &whole.flat)?);
@@ -142,7 +142,7 @@ impl Unit {
         Ok(())
     }
 
-    /// Starts to fetch a partition that is in a store, before it is gathered.
+    /// Starts to load an offloaded partition, before it is gathered.
     pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
         match &self.parameters {
             Parameters::Partitioned { partition, transient: None } => partition.read_ahead(),
@@ -150,17 +150,17 @@ impl Unit {
         }
     }
 
-    /// Starts to fetch what an update needs.
+    /// Starts to load the offloaded tensors of an update.
     pub(super) fn read_state_ahead(&self) -> Result<(), ZeroError> {
         if self.master.is_none() {
             self.read_ahead()?;
         }
-        self.master.iter().chain(&self.state).try_for_each(Kept::read_ahead)
+        self.master.iter().chain(&self.state).try_for_each(StateTensor::read_ahead)
     }
 
-    /// Takes back the state that was fetched and changed; none of what was not fetched.
+    /// Writes back the state tensors that were fetched and changed.
     pub(super) fn put_state(&self, state: Vec<Tensor>) -> Result<(), ZeroError> {
-        self.state.iter().zip(state).try_for_each(|(kept, changed)| kept.put(changed))
+        self.state.iter().zip(state).try_for_each(|(stored, changed)| stored.put(changed))
     }
 
     /// Frees gathered parameters.
@@ -170,7 +170,7 @@ impl Unit {
         }
     }
 
-    /// Views that a backward pass adds gradients to: one for each parameter, none where they are frozen.
+    /// Views for the gradients of a backward pass: one per parameter, `None` for frozen ones.
     pub(super) fn gradient_views(&mut self) -> Result<Vec<Option<Tensor>>, ZeroError> {
         let views = match &mut self.gradients {
             None => return Ok(vec![None; self.layout.parameters().len()]),
@@ -178,7 +178,7 @@ impl Unit {
             Some(Gradients::Partitioned { transient, partition }) => {
                 let whole = match transient.take() {
                     Some(whole) => whole,
-                    None => counted_as(Category::Gradients, || {
+                    None => with_category(Category::Gradients, || {
                         Viewed::zeros(&self.layout, partition.dtype(), partition.device())
                     })?,
                 };
@@ -207,13 +207,13 @@ impl Unit {
         }
     }
 
-    /// The parameters that this rank updates, as they are stored: its partition, or all of them
-    /// where the optimizer is not partitioned.
-    pub(super) fn updated_parameters(&self, stage: ZeroStage) -> Result<Kept, ZeroError> {
+    /// The stored parameters that this rank updates: its partition, or all if the optimizer is not
+    /// partitioned.
+    pub(super) fn updated_parameters(&self, stage: ZeroStage) -> Result<StateTensor, ZeroError> {
         match &self.parameters {
             Parameters::Whole(whole) if stage.partitions_optimizer() => {
                 let range = self.layout.partition(self.shard_rank);
-                Ok(Kept::Resident(whole.flat.narrow(0, range.start, range.len())?))
+                Ok(StateTensor::Resident(whole.flat.narrow(0, range.start, range.len())?))
             }
             parameters => Ok(parameters.persistent()),
         }

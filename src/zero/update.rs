@@ -1,22 +1,22 @@
-//! The optimizer step on what this rank owns, and access to whole parameters.
+//! The optimizer step on this rank's elements, and access to whole parameters and gradients.
 
-use super::kept::Kept;
-use super::rule::{self, Owned, Step};
+use super::optimizer_step::{self, Step, UpdateTensors};
+use super::state_tensor::StateTensor;
 use super::unit::{Gradients, Parameters, Unit};
 use super::{ZeroError, ZeroOptimizer};
 use crate::comm::{Pending, ProcessGroupExt};
 use crate::config::OptimizerConfig;
 use candle_core::{DType, Tensor};
 use ulysses_kernels::cast;
-use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::memory::{Category, with_category};
 
 impl ZeroOptimizer {
-    /// Updates the elements that this rank owns and, where parameters are whole but the
-    /// optimizer is partitioned, gathers the others' over dp.
+    /// Updates this rank's elements. If parameters are whole but the optimizer is partitioned, then
+    /// all-gathers the updated parameters over dp.
     ///
-    /// `step` counts updates from 1. Gradients are multiplied by `grad_scale` on the fly
-    /// (normalisation and clipping); what is in their buffer afterwards has no meaning. `betas`
-    /// replaces the optimizer's for schedules that move them. Collective over dp.
+    /// `step` counts updates from 1. Gradients are multiplied by `grad_scale` on the fly (normalization and
+    /// clipping); afterwards the content of their buffer is unspecified. `betas` overrides the optimizer's,
+    /// for schedules that change them. Collective over dp.
     ///
     /// # Errors
     /// A failed collective.
@@ -32,7 +32,7 @@ impl ZeroOptimizer {
             None => self.config.clone(),
         };
         let step = Step { number: step, lr, grad_scale };
-        // What was gathered before the update is stale after it.
+        // Parameters that were gathered before the update are stale.
         self.release_all();
         tracing::trace_span!("optimizer").in_scope(|| match config {
             OptimizerConfig::Lamb { .. } => self.update_by_lamb(&config, step),
@@ -40,7 +40,7 @@ impl ZeroOptimizer {
         })?;
         self.storage.settle()?;
         let _publish = tracing::trace_span!("publish").entered();
-        self.publish_all()
+        self.gather_updated_parameters()
     }
 
     /// The units that an update changes.
@@ -48,7 +48,8 @@ impl ZeroOptimizer {
         self.units.iter().filter(|unit| !unit.layout.is_frozen())
     }
 
-    /// Works on one unit after another. What the next one has elsewhere is fetched meanwhile.
+    /// Calls a function for one trained unit after another, and loads the next unit's offloaded tensors
+    /// meanwhile.
     pub(super) fn each_trained_unit(
         &self,
         mut work: impl FnMut(&Unit) -> Result<(), ZeroError>,
@@ -62,7 +63,7 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    /// Rounds restored master copies to the parameters, where these are 16 bits wide.
+    /// Rounds restored master copies to the 16-bit parameters.
     pub(super) fn round_master(&self) -> Result<(), ZeroError> {
         if self.units.iter().all(|unit| unit.master.is_none()) {
             return Ok(());
@@ -75,16 +76,16 @@ impl ZeroOptimizer {
             }
         }
         self.storage.settle()?;
-        self.publish_all()
+        self.gather_updated_parameters()
     }
 
-    /// Gathers updated parameters where they are whole but the optimizer is partitioned.
-    fn publish_all(&self) -> Result<(), ZeroError> {
+    /// All-gathers updated parameters, if they are whole but the optimizer is partitioned.
+    fn gather_updated_parameters(&self) -> Result<(), ZeroError> {
         if self.stage.partitions_optimizer() && self.world_size() > 1 {
-            // Two gathers at a time: each holds a copy of the own partition.
+            // Two gathers in flight: each holds a copy of this rank's partition.
             let mut in_flight: Option<Pending> = None;
             for unit in self.trained_units() {
-                let next = self.publish(unit)?;
+                let next = self.start_gather_updated(unit)?;
                 if let Some(pending) = std::mem::replace(&mut in_flight, next) {
                     pending.wait()?;
                 }
@@ -95,22 +96,22 @@ impl ZeroOptimizer {
     }
 
     fn update_unit(&self, unit: &Unit, config: &OptimizerConfig, step: Step) -> Result<(), ZeroError> {
-        let owned = self.owned(unit)?;
-        for span in &unit.spans {
-            let (config, step) = span.settings.applied(config, step);
-            rule::update(&config, &owned.narrow(&span.elements)?, step)?;
+        let update = self.update_tensors(unit)?;
+        for range in &unit.param_group_ranges {
+            let (config, step) = range.settings.applied(config, step);
+            optimizer_step::update(&config, &update.narrow(&range.elements)?, step)?;
         }
-        self.put_back(unit, owned)
+        self.put_back(unit, update)
     }
 
-    /// The elements that this rank updates, with their gradients and state; copies of what is elsewhere.
-    pub(super) fn owned(&self, unit: &Unit) -> Result<Owned, ZeroError> {
-        let state = unit.state.iter().map(Kept::fetch).collect::<Result<_, _>>()?;
-        Ok(Owned { state, ..self.owned_without_state(unit)? })
+    /// The elements that this rank updates, with gradients and state; copies of offloaded tensors.
+    pub(super) fn update_tensors(&self, unit: &Unit) -> Result<UpdateTensors, ZeroError> {
+        let state = unit.state.iter().map(StateTensor::fetch).collect::<Result<_, _>>()?;
+        Ok(UpdateTensors { state, ..self.update_tensors_without_state(unit)? })
     }
 
-    /// The same without the state.
-    pub(super) fn owned_without_state(&self, unit: &Unit) -> Result<Owned, ZeroError> {
+    /// The same without optimizer state.
+    pub(super) fn update_tensors_without_state(&self, unit: &Unit) -> Result<UpdateTensors, ZeroError> {
         let gradients = if self.stage.partitions_optimizer() {
             unit.gradient_partition(unit.shard_rank)?
         } else {
@@ -119,18 +120,18 @@ impl ZeroOptimizer {
         let missing = || ZeroError::NoGradients { unit: unit.layout.name().to_owned() };
         let gradients = gradients.ok_or_else(missing)?;
         let parameters = self.exact_parameters(unit)?.fetch()?;
-        Ok(Owned { parameters, gradients, state: Vec::new() })
+        Ok(UpdateTensors { parameters, gradients, state: Vec::new() })
     }
 
-    /// The parameters that this rank updates: the master copy where there is one.
-    fn exact_parameters(&self, unit: &Unit) -> Result<Kept, ZeroError> {
+    /// The parameters that this rank updates; their master copy if there is one.
+    fn exact_parameters(&self, unit: &Unit) -> Result<StateTensor, ZeroError> {
         unit.master.clone().map_or_else(|| unit.updated_parameters(self.stage), Ok)
     }
 
-    /// Rounds the updated master copy, where there is one, to the parameters, and writes what belongs elsewhere once the
-    /// unit before is written.
-    pub(super) fn put_back(&self, unit: &Unit, owned: Owned) -> Result<(), ZeroError> {
-        let Owned { parameters, state, .. } = owned;
+    /// Rounds the updated master copy, if any, to the parameters. Offloaded tensors are written back once the
+    /// previous unit is written.
+    pub(super) fn put_back(&self, unit: &Unit, update: UpdateTensors) -> Result<(), ZeroError> {
+        let UpdateTensors { parameters, state, .. } = update;
         self.storage.settle()?;
         if unit.master.is_some() {
             self.round_to_stored(unit, &parameters)?;
@@ -139,7 +140,7 @@ impl ZeroOptimizer {
         unit.put_state(state)
     }
 
-    /// Writes updated state, where it belongs elsewhere, once the unit before is written.
+    /// Writes updated state back, if offloaded, once the previous unit is written.
     pub(super) fn put_back_state(&self, unit: &Unit, state: Vec<Tensor>) -> Result<(), ZeroError> {
         self.storage.settle()?;
         unit.put_state(state)
@@ -147,27 +148,27 @@ impl ZeroOptimizer {
 
     /// Rounds a master copy to the parameters.
     fn round_to_stored(&self, unit: &Unit, master: &Tensor) -> Result<(), ZeroError> {
-        let kept = unit.updated_parameters(self.stage)?;
-        let rounded = kept.blank()?;
+        let stored = unit.updated_parameters(self.stage)?;
+        let rounded = stored.blank()?;
         cast::cast(master, &rounded)?;
-        kept.put(rounded)
+        stored.put(rounded)
     }
 
-    /// Starts to gather a unit whose parameters are whole on every rank.
-    fn publish(&self, unit: &Unit) -> Result<Option<Pending>, ZeroError> {
+    /// Starts to all-gather the updated parameters of a unit.
+    fn start_gather_updated(&self, unit: &Unit) -> Result<Option<Pending>, ZeroError> {
         match &unit.parameters {
             Parameters::Whole(whole) => {
-                // A copy: the gather's input must not share storage with its output.
+                // A copy: input and output of the gather must not share storage.
                 let own = unit.updated_parameters(self.stage)?.fetch()?;
-                let own = counted_as(Category::Parameters, || ulysses_kernels::tensor::copy_of(&own))?;
+                let own = with_category(Category::Parameters, || ulysses_kernels::tensor::copy_of(&own))?;
                 Ok(Some(self.groups.shard().start_all_gather(&own, &whole.flat)?))
             }
             Parameters::Partitioned { .. } => Ok(None),
         }
     }
 
-    /// Every parameter whole, by name, on every rank of the dp group, in f32: the master copy where there is
-    /// one. A collective call.
+    /// Gathers every parameter, whole and by name, in f32, on every rank of the dp group: the master copy if
+    /// there is one. Collective.
     ///
     /// # Errors
     /// A failed collective.
@@ -181,7 +182,7 @@ impl ZeroOptimizer {
                 None => unit.gather(&**self.groups.shard())?,
             };
             for (parameter, view) in unit.layout.parameters().iter().zip(views) {
-                // What is frozen has no master copy.
+                // Frozen parameters have no master copy.
                 all.push((parameter.name.clone(), view.to_dtype(DType::F32)?.force_contiguous()?));
             }
             unit.release();
@@ -189,7 +190,7 @@ impl ZeroOptimizer {
         Ok(all)
     }
 
-    /// All of a unit's master copy, where there is one.
+    /// A unit's whole master copy, if it has one.
     fn whole_master(&self, index: usize) -> Result<Option<Tensor>, ZeroError> {
         let unit = &self.units[index];
         match &unit.master {
@@ -199,12 +200,12 @@ impl ZeroOptimizer {
                 self.groups.shard().all_gather(&own, &whole)?;
                 Ok(Some(whole))
             }
-            master => master.as_ref().map(Kept::fetch).transpose(),
+            master => master.as_ref().map(StateTensor::fetch).transpose(),
         }
     }
 
-    /// Every reduced gradient whole, by name, on every rank of the dp group, but those of frozen parameters: a
-    /// collective call, valid between the last reduction and the update.
+    /// Gathers every reduced gradient, whole and by name, on every rank of the dp group, except those of
+    /// frozen parameters. Collective; valid between the last reduction and the update.
     ///
     /// # Errors
     /// A failed collective.

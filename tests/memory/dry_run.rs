@@ -1,4 +1,4 @@
-//! What the engine run dry communicates against what real ranks do in a step: every collective in its order, with its
+//! The communication of a dry run against that of real ranks in a step: every collective in order, with its
 //! bytes.
 
 use crate::support::device::{is_cpu, test_device};
@@ -24,7 +24,7 @@ use ulysses::zero::ZeroGroups;
 /// Bytes sent and received, by axis and operation.
 type Moved = BTreeMap<(&'static str, CollectiveOp), (u64, u64)>;
 
-/// A model, a mesh and what else a config says.
+/// A model, a mesh and further config.
 struct Case {
     label: &'static str,
     model: LlamaConfig,
@@ -60,7 +60,7 @@ fn case(
     Case { label, model, mesh, seq_len, config }
 }
 
-/// Every stage, with sequences and heads that do not divide, accumulation, recomputation, 16 bits.
+/// Every stage, with sequences and heads that do not divide evenly, accumulation, recomputation, 16 bits.
 fn cases() -> Vec<Case> {
     let stage = |stage: usize| json!({ "zero_optimization": { "stage": stage } });
     let with = |stage: usize, extra: Value| {
@@ -121,7 +121,7 @@ fn hybrid_cases() -> Vec<Case> {
     ]
 }
 
-/// What bounds a step's memory: intervals, tiles, chunks of heads, offload, frozen parameters.
+/// Features that reduce a step's memory: intervals, tiles, head chunks, offload, frozen parameters.
 fn memory_cases() -> Vec<Case> {
     let with =
         |stage: usize, ulysses: Value| json!({ "zero_optimization": { "stage": stage }, "ulysses": ulysses });
@@ -173,7 +173,7 @@ impl Case {
         Config::from_json_str(&config.to_string(), "test.json").unwrap()
     }
 
-    /// What each rank starts and moves in a step.
+    /// What each rank starts and sends in a step.
     fn run(&self) -> Vec<(Vec<Started>, Moved)> {
         let config = self.config();
         let rows = config.train_batch_size;
@@ -201,7 +201,7 @@ impl Case {
         ranks.unwrap()
     }
 
-    /// The same by the engine run dry.
+    /// The same by the dry engine.
     fn planned(&self, rank: usize) -> (Vec<Started>, Moved) {
         let transfers = self.transfers(rank);
         let started = |transfer: &Transfer| Started {
@@ -230,7 +230,7 @@ impl Case {
     }
 }
 
-/// What a rank has moved, once its peers have taken all that it sent.
+/// Bytes that a rank has moved, once its peers have received everything it sent.
 fn moved(groups: &ZeroGroups) -> anyhow::Result<Moved> {
     let mut moved = Moved::new();
     for (axis, group) in groups.by_axis() {
@@ -256,7 +256,7 @@ fn a_dry_run_communicates_as_real_ranks_do_event_for_event() {
 }
 
 #[test]
-fn what_is_started_is_awaited_once_and_in_order() {
+fn started_operations_are_awaited_once_and_in_order() {
     for case in cases() {
         let mut under_way: BTreeMap<Purpose, i64> = BTreeMap::new();
         for event in case.events(0) {
@@ -271,7 +271,7 @@ fn what_is_started_is_awaited_once_and_in_order() {
                 }
                 _ => {}
             }
-            // A layer's parts and the next one's; a reduction and the one before it.
+            // A layer's communication and the next one's; a reduction and the previous one.
             assert!(under_way.values().all(|count| *count <= 4), "{}: {under_way:?}", case.label);
         }
         assert!(under_way.values().all(|count| *count == 0), "{}: {under_way:?}", case.label);
@@ -279,7 +279,7 @@ fn what_is_started_is_awaited_once_and_in_order() {
 }
 
 #[test]
-fn what_a_rank_sends_to_another_is_what_that_one_receives() {
+fn what_a_rank_sends_its_peer_receives() {
     for case in cases() {
         let (dp, sp) = case.mesh;
         let shard = case.config().zero_world_size();
@@ -308,7 +308,7 @@ fn what_a_rank_sends_to_another_is_what_that_one_receives() {
 }
 
 #[test]
-fn a_plan_leaves_the_counters_of_its_thread_as_they_were() {
+fn a_plan_restores_the_counters_of_its_thread() {
     let config = json!({ "train_batch_size": 2, "ulysses": { "seq_len": 64 } });
     let config = Config::from_json_str(&config.to_string(), "c.json").unwrap();
     let (model, device) = (preset("nano").unwrap(), DeviceKind::Cpu);

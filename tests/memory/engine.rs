@@ -1,5 +1,4 @@
-//! What a rank holds, by the allocator: against ZeRO's formulas, and against what the engine
-//! says about itself.
+//! The memory of a rank, by the allocator: against ZeRO's formulas, and against the engine's own report.
 
 use crate::support::device::test_device;
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
@@ -16,7 +15,7 @@ use ulysses::data::{DataError, MicroBatch};
 use ulysses::engine::Engine;
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::kernels::rope::Scaling;
-use ulysses::memory::{Meter, live_by_category, live_bytes, peak_bytes, reset_peak};
+use ulysses::memory::{AllocationMeter, live_by_category, live_bytes, peak_bytes, reset_peak};
 use ulysses::model::{
     Architecture, DecoderLayer, Layer, LayerContext, LlamaConfig, Model, ModelError, ParameterSpec,
     RandomWeights, Saved, WeightSource,
@@ -57,7 +56,7 @@ fn config(dp: usize, sp: usize, stage: usize, checkpointing: bool) -> Config {
     Config::from_json_str(&json.to_string(), "test.json").unwrap()
 }
 
-/// One value everywhere: quick to make.
+/// One value everywhere, which is fast to create.
 struct Constant;
 
 impl WeightSource for Constant {
@@ -71,7 +70,7 @@ fn engine(model: Model, weights: &dyn WeightSource, config: &Config, groups: Zer
     Ok(Engine::with_attention(model, weights, config, groups, Arc::new(FlashAttention), &test_device())?)
 }
 
-/// Runs `work` on every rank with its engine and its micro batch of two rows.
+/// Runs `work` on every rank with its engine and its micro batch of two sequences.
 fn on_engines<T: Send>(
     config: &Config,
     seq_len: usize,
@@ -96,28 +95,28 @@ fn assert_holds(label: &str, held: u64, tensors: usize) {
 }
 
 #[test]
-fn parameters_gradients_and_optimizer_state_take_what_zero_says() {
+fn parameters_gradients_and_optimizer_state_take_the_bytes_of_zeros_formula() {
     for (dp, sp) in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)] {
         for stage in 0..=3 {
             let config = config(dp, sp, stage, false);
             let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
                 let model = Model::llama(&MODEL)?;
-                let meter = Meter::start();
+                let meter = AllocationMeter::start();
                 let engine = engine(model, &Constant, &config, groups)?;
                 let all = meter.bytes();
                 let counted = live_by_category();
-                let held = engine.zero().held_bytes();
+                let held = engine.zero().state_bytes();
                 assert_eq!(counted.total() as i64, live_bytes());
                 for (counted, held) in [
                     (counted.parameters, held.parameters),
                     (counted.gradients, held.gradients),
                     (counted.optimizer, held.optimizer),
                 ] {
-                    // Names and views beside the tensors are small blocks.
+                    // Names and views next to the tensors are small blocks.
                     assert!(counted <= held && held - counted < held / 50, "{counted} counted, {held} held");
                 }
-                assert_eq!(engine.zero().expected_held_bytes().total(), by_formula(stage, dp) as u64);
-                Ok((all, engine.zero().held_bytes()))
+                assert_eq!(engine.zero().expected_state_bytes().total(), by_formula(stage, dp) as u64);
+                Ok((all, engine.zero().state_bytes()))
             });
             let of = |partitioned: bool| if partitioned { PARAMETERS / dp } else { PARAMETERS };
             for (rank, (all, held)) in ranks.unwrap().into_iter().enumerate() {
@@ -132,7 +131,7 @@ fn parameters_gradients_and_optimizer_state_take_what_zero_says() {
 }
 
 #[test]
-fn every_optimizer_holds_as_many_tensors_as_its_rule_has() {
+fn every_optimizer_allocates_the_state_tensors_of_its_rule() {
     let optimizers = [("Lion", 1), ("Adagrad", 1), ("Lamb", 2)];
     for ((optimizer, state_tensors), stage) in
         optimizers.into_iter().flat_map(|optimizer| [0, 1, 3].map(|stage| (optimizer, stage)))
@@ -146,7 +145,7 @@ fn every_optimizer_holds_as_many_tensors_as_its_rule_has() {
         let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
         let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
             let engine = engine(Model::llama(&MODEL)?, &Constant, &config, groups)?;
-            Ok((engine.zero().held_bytes(), engine.zero().expected_held_bytes()))
+            Ok((engine.zero().state_bytes(), engine.zero().expected_state_bytes()))
         });
         let updated = if stage == 0 { PARAMETERS } else { PARAMETERS / 2 };
         for (held, expected) in ranks.unwrap() {
@@ -157,10 +156,10 @@ fn every_optimizer_holds_as_many_tensors_as_its_rule_has() {
     }
 }
 
-/// Frozen parameters are all that is held of them, and partitioned at stage 3 as the others are.
+/// Frozen parameters have no other memory, and are partitioned at stage 3 like the others.
 #[test]
-fn frozen_parameters_hold_nothing_but_themselves() {
-    // All layers but their norms; a norm has two of 128.
+fn frozen_parameters_have_no_gradients_and_no_state() {
+    // All layers except their norms; a layer has two norms of 128.
     const FROZEN: usize = 4 * (LAYER - 4 * 2 * 128);
     const TRAINED: usize = PARAMETERS - FROZEN;
     for (dtype, element) in [("f32", 4), ("bf16", 2)] {
@@ -174,9 +173,9 @@ fn frozen_parameters_hold_nothing_but_themselves() {
             });
             let config = Config::from_json_str(&json.to_string(), "test.json").unwrap();
             let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-                let meter = Meter::start();
+                let meter = AllocationMeter::start();
                 let engine = engine(Model::llama(&MODEL)?, &Constant, &config, groups)?;
-                Ok((meter.bytes(), engine.zero().held_bytes(), engine.zero().expected_held_bytes()))
+                Ok((meter.bytes(), engine.zero().state_bytes(), engine.zero().expected_state_bytes()))
             });
             let of = |bytes: usize, partitioned: bool| if partitioned { bytes / dp } else { bytes };
             let f32_copies = if dtype == "bf16" { 3 } else { 2 };
@@ -204,7 +203,7 @@ fn frozen_parameters_hold_nothing_but_themselves() {
     }
 }
 
-/// What a rank holds before its first step, and the most in its second.
+/// Memory of a rank before its first step, and the peak of its second step.
 fn held_and_peak(dp: usize, precision: &str, offload: serde_json::Value) -> Vec<(i64, i64)> {
     let mut json = json!({
         "train_batch_size": dp,
@@ -219,7 +218,7 @@ fn held_and_peak(dp: usize, precision: &str, offload: serde_json::Value) -> Vec<
         let before = live_bytes();
         let mut engine = engine(Model::llama(&MODEL)?, &RandomWeights { seed: 1 }, &config, groups)?;
         let held = live_bytes() - before;
-        let (by_zero, expected) = (engine.zero().held_bytes(), engine.zero().expected_held_bytes());
+        let (by_zero, expected) = (engine.zero().state_bytes(), engine.zero().expected_state_bytes());
         assert!(by_zero.total() >= expected.total());
         assert!(held - (expected.total() as i64) < 64 << 10, "{held} held, {expected:?}");
         let batch = micro_batches(&global, &engine)?.remove(0);
@@ -232,7 +231,7 @@ fn held_and_peak(dp: usize, precision: &str, offload: serde_json::Value) -> Vec<
 }
 
 #[test]
-fn what_is_offloaded_is_in_memory_for_two_units_at_a_time() {
+fn offloaded_state_is_in_memory_for_two_units_at_a_time() {
     let file = json!({ "device": "nvme" });
     for (dp, (precision, state, parameters)) in
         [1, 2].into_iter().flat_map(|dp| [("f32", 2, 4), ("bf16", 3, 2)].map(|precision| (dp, precision)))
@@ -249,7 +248,7 @@ fn what_is_offloaded_is_in_memory_for_two_units_at_a_time() {
             assert!((saved - state(all)).abs() < bookkeeping, "{label}: {saved}");
             let saved = optimizer.0 - both.0;
             assert!((saved - parameters(all)).abs() < bookkeeping, "{label}: {saved}");
-            // One unit is updated while another is written.
+            // One unit is updated while another one is written.
             let saved = plain.1 - optimizer.1;
             assert!(saved > state(all) - 2 * state(unit) - bookkeeping, "{label}: {saved} at the peak");
             let saved = plain.1 - both.1;
@@ -271,7 +270,7 @@ fn by_formula(stage: usize, dp: usize) -> usize {
 }
 
 #[test]
-fn after_a_step_a_rank_holds_what_it_held_before() {
+fn a_step_leaves_the_memory_of_a_rank_unchanged() {
     for (dp, sp) in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)] {
         for stage in 0..=3 {
             let grown = on_engines(&config(dp, sp, stage, false), 24, |engine, batch| {
@@ -282,12 +281,13 @@ fn after_a_step_a_rank_holds_what_it_held_before() {
                     engine.sp_group().barrier()?;
                     Ok::<_, anyhow::Error>(live_bytes())
                 };
-                // What is kept from step to step (thread-local scratch, exchange plans) is there after one.
+                // Memory that persists between steps (thread-local scratch, exchange plans) exists after one
+                // step.
                 let before = step()?;
                 Ok(step()? - before)
             });
-            // The seats of an operation may be made by one rank and freed by another: some
-            // kilobytes per rank, nothing in total.
+            // The slots of an operation may be allocated by one rank and freed by another: a few kilobytes
+            // per rank, nothing in total.
             let label = format!("{dp}x{sp} stage {stage}: ranks grew by {grown:?}");
             assert!(grown.iter().all(|bytes| bytes.unsigned_abs() < LAYER as u64 / 16), "{label}");
             assert!(grown.iter().sum::<i64>().unsigned_abs() < 4 << 10, "{label}");
@@ -295,7 +295,7 @@ fn after_a_step_a_rank_holds_what_it_held_before() {
     }
 }
 
-/// A decoder layer that notes what its rank holds when it starts.
+/// A decoder layer that records the memory of its rank when it starts.
 struct Probe {
     layer: DecoderLayer,
     held: Arc<Mutex<Vec<i64>>>,
@@ -342,8 +342,8 @@ impl Layer for Probe {
 }
 
 #[test]
-fn stage_3_never_holds_more_than_two_gathered_layers_and_two_whole_gradients() {
-    // Few tokens, so that activations are small beside a layer's parameters.
+fn stage_3_has_at_most_two_gathered_layers_and_two_whole_gradients() {
+    // Few tokens, so that activations are small compared with a layer's parameters.
     let config = config(2, 1, 3, false);
     let global = global_batch(&Batch::random(MODEL.vocab_size, 4, 4, 3)).unwrap();
     let ranks = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
@@ -356,30 +356,29 @@ fn stage_3_never_holds_more_than_two_gathered_layers_and_two_whole_gradients() {
 
         let before = live_bytes();
         let loss = engine.forward(&batch)?;
-        let activations = loss.saved_bytes() + engine.workspace().bytes_held();
+        let activations = loss.saved_bytes() + engine.workspace().free_bytes();
         engine.backward(loss)?;
         let held: Vec<i64> = log.lock().unwrap().iter().map(|bytes| bytes - before).collect();
         Ok((activations, held))
     });
-    // Names, views, operations under way.
+    // Names, views, pending operations.
     let bookkeeping = LAYER / 16;
     for (rank, (activations, held)) in ranks.unwrap().into_iter().enumerate() {
         let (forward, backward) = held.split_at(MODEL.num_layers);
-        // Backward: two gathered, the layer's own gradient and the one that is being reduced, with the
-        // partition that it is reduced into. What a layer's backward computes is as large again
-        // as its activations.
+        // Backward: two gathered layers, the layer's own gradient, and the gradient being reduced with the
+        // partition it is reduced into. A layer's backward computes as much again as its activations.
         let limits =
             [(forward, 2 * LAYER + activations), (backward, 4 * LAYER + LAYER / 2 + 2 * activations)];
         for (pass, limit) in limits {
             let limit = (limit + bookkeeping) as i64;
             assert!(pass.iter().all(|bytes| *bytes <= limit), "rank {rank}: {pass:?}, at most {limit}");
         }
-        // Two really are held: the measurement sees them.
+        // Two layers are really gathered, so the measurement works.
         assert!(forward.iter().any(|bytes| *bytes >= 2 * LAYER as i64), "rank {rank}: {forward:?}");
     }
 }
 
-/// The most that a step holds above what outlives it, of rows made of `documents`.
+/// The peak of a step above the persistent memory, with sequences made of `documents`.
 fn peak_of_step(features: serde_json::Value, sp: usize, documents: &[usize]) -> i64 {
     let json = json!({
         "train_batch_size": 2,
@@ -415,13 +414,13 @@ fn every_feature_lowers_the_peak_of_a_step() {
     for sp in [1, 2] {
         let peaks = steps.clone().map(|features| peak_of_step(features, sp, &[1024]));
         assert!(peaks.is_sorted_by(|more, less| less < more), "sp {sp}: {peaks:?}");
-        // What a rank's threads and its exchange keep does not shrink with the tokens' state.
+        // The memory of a rank's threads and its exchange does not shrink with the tokens' state.
         assert!(3 * peaks[4] < peaks[0], "sp {sp}: {peaks:?}");
     }
 }
 
 #[test]
-fn packed_documents_take_as_much_memory_as_one_document() {
+fn packed_documents_need_as_much_memory_as_one_document() {
     let features =
         json!({ "ulysses": { "activation_checkpointing": true, "head_chunks": 2, "tile_tokens": 64 } });
     for sp in [1, 2] {
@@ -431,7 +430,7 @@ fn packed_documents_take_as_much_memory_as_one_document() {
     }
 }
 
-/// What one forward keeps: by the loss's own account, and by the allocator.
+/// The memory that one forward saves: by the loss's report, and by the allocator.
 fn kept_by_forward(dp: usize, sp: usize, checkpointing: bool) -> Vec<(usize, i64)> {
     on_engines(&config(dp, sp, 0, checkpointing), 288, |engine, batch| {
         engine.train_batch(|| Ok::<_, DataError>(batch.clone()))?;
@@ -447,7 +446,7 @@ fn kept_by_forward(dp: usize, sp: usize, checkpointing: bool) -> Vec<(usize, i64
 }
 
 #[test]
-fn a_loss_reports_what_it_keeps_for_the_backward_pass() {
+fn a_loss_reports_the_bytes_saved_for_the_backward_pass() {
     for (dp, sp) in [(1, 1), (1, 2), (1, 3), (2, 2)] {
         for checkpointing in [false, true] {
             for (reported, kept) in kept_by_forward(dp, sp, checkpointing) {
@@ -461,12 +460,12 @@ fn a_loss_reports_what_it_keeps_for_the_backward_pass() {
 }
 
 #[test]
-fn activation_checkpointing_keeps_the_layers_inputs_only() {
+fn activation_checkpointing_saves_only_the_layers_inputs() {
     for (dp, sp) in [(1, 1), (1, 2), (2, 2)] {
         let (all, inputs) = (kept_by_forward(dp, sp, false), kept_by_forward(dp, sp, true));
         for (rank, ((_, all), (_, inputs))) in all.into_iter().zip(inputs).enumerate() {
-            // Per token and layer 128 numbers against 1290 (both residual inputs, q, k, v, o, gate, up,
-            // three scalars and lse); the head's input and the tokens themselves are kept either way.
+            // Per token and layer, 128 values against 1290 (both residual inputs, q, k, v, o, gate, up, three
+            // scalars and lse); the head's input and the tokens themselves are saved either way.
             assert!(7 * inputs < all, "{dp}x{sp} rank {rank}: {inputs} of {all}");
         }
     }

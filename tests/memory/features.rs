@@ -1,4 +1,4 @@
-//! What saves memory changes nothing else: every feature against a run without it, on the same mesh.
+//! Features that save memory change nothing else: each against a run without it, on the same mesh.
 
 use crate::support::compare::{max_rel_error, values};
 use crate::support::mesh_run::{Layout, Problem, Rule, bits, layout};
@@ -7,14 +7,14 @@ use crate::support::reference::{Batch, ReferenceConfig, Training, as_tensors};
 use serde_json::{Value, json};
 use ulysses::engine::BatchOutcome;
 
-/// How much further from the f64 reference a run may be whose sums have another order. With most features the factor
-/// is up to 1.3.
+/// How much larger the error against the f64 reference may be for a run with another order of summation. For
+/// most features the factor is up to 1.3.
 const REORDERED: f64 = 2.0;
 
-/// The same with norms of heads, where it is up to 1.9. The gradient of a key of four elements is what a cancellation
-/// leaves, that of the norm's radial part after that of the softmax: `k_proj` of the last layer is off by 0.8e-6 to
-/// 4.1e-6, whichever way its sums are ordered, by tiles of one token as by chunks of heads. Everything else keeps below
-/// 2.6e-6, with and without features.
+/// The same with norms over heads, where the factor is up to 1.9. The gradient of a key of four elements is
+/// the result of cancellation: of the norm's radial part, after that of the softmax. `k_proj` of the last
+/// layer has an error of 0.8e-6 to 4.1e-6 for any order of summation, by tiles of one token as well as by
+/// head chunks. All other errors stay below 2.6e-6, with and without features.
 const REORDERED_WITH_NORMS_OF_HEADS: f64 = 3.0;
 
 fn run(problem: &Problem, extra: Value, layout: Layout) -> BatchOutcome {
@@ -29,7 +29,7 @@ fn layouts() -> impl Iterator<Item = Layout> {
     once.chain([Layout { accumulation: 2, ..layout(2, 2, 2) }])
 }
 
-/// Packed documents; a shard without a label; families with biases, with norms of heads and with a window.
+/// Packed documents; a shard without a label; families with biases, with norms over heads, and with a window.
 fn problems() -> Vec<Problem> {
     let sgd = Rule::Sgd { lr: 0.1 };
     let with = |config| Problem { rule: sgd, ..problem(config, packed_batch()) };
@@ -52,11 +52,11 @@ fn assert_same_bits(features: &Value, without: &Value) {
     }
 }
 
-/// Features may reorder sums: their runs are held to the error against f64 that runs without them have on any layout.
+/// Features may reorder sums: compares the error against f64 with that of runs without them on any layout.
 fn assert_as_exact_as_plain(features: &Value, layouts: impl Iterator<Item = Layout>) {
     let layouts: Vec<_> = layouts.collect();
     for (number, problem) in problems().into_iter().enumerate() {
-        // One step: later ones would compare what updates make of the difference.
+        // One step: later ones would compare how updates amplify the difference.
         let problem = &Problem { steps: 1, ..problem };
         let truth = problem.reference().unwrap();
         let error = |extra: &Value, layout| worst_error(&run(problem, extra.clone(), layout), &truth);
@@ -72,7 +72,7 @@ fn assert_as_exact_as_plain(features: &Value, layouts: impl Iterator<Item = Layo
     }
 }
 
-/// The largest relative error of loss, norm, gradients and parameters after one step, and where it is.
+/// The largest relative error of loss, norm, gradients and parameters after one step, and where it occurs.
 fn worst_error(outcome: &BatchOutcome, truth: &Training) -> (f64, String) {
     let (report, step) = (&outcome.reports[0], &truth.steps[0]);
     let scalars = [("loss", report.loss, step.loss), ("norm", report.grad_norm, step.grad_norm)];
@@ -102,7 +102,7 @@ fn recomputing_all_or_every_other_layer_does_not_change_a_bit() {
 }
 
 #[test]
-fn checkpoints_that_wait_elsewhere_come_back_to_the_bit() {
+fn offloaded_checkpoints_come_back_bit_for_bit() {
     for chunks in [1, 2] {
         let ulysses = json!({ "activation_checkpointing": true, "head_chunks": chunks, "tile_tokens": 9 });
         let offloading =
@@ -111,15 +111,16 @@ fn checkpoints_that_wait_elsewhere_come_back_to_the_bit() {
     }
 }
 
-/// Stages that partition what is offloaded, with uneven partitions, replicas, accumulation and a group of one.
+/// Stages that partition the offloaded tensors, with uneven partitions, replicas, accumulation and a group of
+/// one.
 fn partitioned() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (2, 1), (2, 2), (3, 1)];
     let once = meshes.into_iter().flat_map(|(dp, sp)| [1, 2, 3].map(|stage| layout(dp, sp, stage)));
     once.chain([Layout { accumulation: 2, ..layout(2, 2, 3) }])
 }
 
-/// Every optimizer, clipped, on the fewest rows that two dp ranks can accumulate: state is as large whatever the rows, and
-/// these take most of the time of emulated kernels.
+/// Every optimizer, clipped, with the fewest sequences that two dp ranks can accumulate. The size of the
+/// state does not depend on them, and they take most of the time on emulated kernels.
 fn optimizers() -> Vec<Problem> {
     let rules = [
         Rule::Sgd { lr: 0.1 },
@@ -133,12 +134,13 @@ fn optimizers() -> Vec<Problem> {
     rules.map(with).into()
 }
 
-/// Where state goes from the device that the suite runs on: from a CPU to a file, from kernels to the host's memory.
+/// The offload target for the suite's device: a file for the CPU, host memory for kernels.
 fn place() -> &'static str {
     if crate::support::device::is_cpu() { "nvme" } else { "cpu" }
 }
 
-/// Every list of sections of `zero_optimization`, at the stage of the layout, against one run without any.
+/// Compares every list of offloaded sections of `zero_optimization`, at the stage of the layout, with one run
+/// without offload.
 fn assert_offload_keeps_bits(extra: &Value, features: &[&[&str]], layouts: impl Iterator<Item = Layout>) {
     for layout in layouts {
         for problem in optimizers() {
@@ -158,14 +160,14 @@ fn assert_offload_keeps_bits(extra: &Value, features: &[&[&str]], layouts: impl 
 }
 
 #[test]
-fn optimizer_state_that_waits_elsewhere_comes_back_to_the_bit() {
+fn offloaded_optimizer_state_comes_back_bit_for_bit() {
     for extra in [json!({}), json!({ "bf16": { "enabled": true } })] {
         assert_offload_keeps_bits(&extra, &[&["offload_optimizer"]], partitioned());
     }
 }
 
 #[test]
-fn parameters_that_wait_elsewhere_come_back_to_the_bit() {
+fn offloaded_parameters_come_back_bit_for_bit() {
     let frozen = json!({ "ulysses": {
         "activation_checkpointing": true, "parameter_groups": [{ "match": "mlp", "frozen": true }],
     } });
@@ -191,7 +193,7 @@ fn one_tile_of_all_tokens_does_not_change_a_bit() {
 }
 
 #[test]
-fn chunks_of_heads_change_only_the_order_of_sums() {
+fn head_chunks_change_only_the_order_of_sums() {
     for (chunks, max_sp) in [(2, 4), (3, 2), (4, 2)] {
         for checkpointing in [false, true] {
             let features =
@@ -202,7 +204,7 @@ fn chunks_of_heads_change_only_the_order_of_sums() {
 }
 
 #[test]
-fn recomputing_chunks_of_heads_in_tiles_does_not_change_a_bit() {
+fn recomputing_head_chunks_in_tiles_does_not_change_a_bit() {
     let chunked = |checkpointing| {
         json!({ "ulysses": {
             "head_chunks": 2, "tile_tokens": 7, "activation_checkpointing": checkpointing,

@@ -1,4 +1,4 @@
-//! What ranks hold, by the allocator: against formulas, against the plan, and of single ops.
+//! The memory of ranks, by the allocator: against formulas, against the plan, and for single ops.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,5 +1,5 @@
-//! What ops on 16-bit tensors hold beside them: no more than those on f32, or a piece, never a copy of the whole. Their
-//! results are those of whole copies, to the bit but for the order of a product's sums.
+//! Working memory of ops on 16-bit tensors: at most that of f32, or a piece, never a copy of the whole.
+//! Results equal those of whole copies bit for bit, except for the order of summation in matmuls.
 
 use candle_core::{DType, Device, Tensor};
 use ulysses::kernels::lm_head_loss::{self, IGNORED, Labels};
@@ -15,15 +15,16 @@ const TILE: usize = 100;
 /// Bytes of a copy of the tokens in f32.
 const WIDENED: u64 = (TOKENS * HIDDEN * size_of::<f32>()) as u64;
 
-/// Repeatable numbers between −1 and 1 of which every element type holds all digits, and f32 those of their products'
-/// sums, in any order.
+/// Repeatable values between −1 and 1 that every element type represents exactly, and whose sums of products
+/// f32 represents exactly, in any order.
 fn numbers(rows: usize, cols: usize, dtype: DType) -> Tensor {
     let values: Vec<f32> =
         (0..rows * cols).map(|i| ((i * 2_654_435_761) % 129) as f32 / 64.0 - 1.0).collect();
     Tensor::from_vec(values, (rows, cols), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Loss and logsumexp; dx in f32 and dweight; and the most that forward and backward hold beside the tensors.
+/// Loss and logsumexp; dx in f32 and dweight; and the peak memory of forward and backward in addition to the
+/// tensors.
 struct Run {
     loss: (u64, Vec<f32>),
     dx: Vec<f32>,
@@ -54,7 +55,7 @@ fn run(x: &Tensor, weight: &Tensor) -> Run {
     Run { loss, dx: wide(&dx), dweight: wide(&dweight), peaks: [forward, backward] }
 }
 
-/// The largest difference, of the largest element.
+/// The largest difference, relative to the largest element.
 fn error(got: &[f32], expected: &[f32]) -> f32 {
     let largest = expected.iter().fold(0.0_f32, |largest, value| largest.max(value.abs()));
     let differences = got.iter().zip(expected).map(|(got, expected)| (got - expected).abs());
@@ -62,18 +63,18 @@ fn error(got: &[f32], expected: &[f32]) -> f32 {
 }
 
 #[test]
-fn the_loss_of_a_long_row_takes_no_more_than_in_f32_and_comes_to_the_same() {
+fn the_loss_of_a_long_sequence_needs_no_more_memory_than_in_f32_and_is_the_same() {
     for (dtype, rounding) in [(DType::BF16, 2_f32.powi(-8)), (DType::F16, 2_f32.powi(-11))] {
         let (x, weight) = (numbers(TOKENS, HIDDEN, dtype), numbers(VOCAB, HIDDEN, dtype));
         let (wide_x, wide_weight) = (x.to_dtype(DType::F32).unwrap(), weight.to_dtype(DType::F32).unwrap());
-        // The first products make room for what threads keep.
+        // The first matmuls allocate the memory that threads keep.
         run(&x, &weight);
         run(&wide_x, &wide_weight);
         let (narrow, wide) = (run(&x, &weight), run(&wide_x, &wide_weight));
         assert!(narrow.loss == wide.loss, "{dtype:?}: other bits");
         let [dx, dweight] = [error(&narrow.dx, &wide.dx), error(&narrow.dweight, &wide.dweight)];
         assert!(dx <= rounding + 1e-6 && dweight <= 1e-6, "{dtype:?}: dx {dx:e}, dweight {dweight:e}");
-        // A tile of logits and little more: neither the weight nor a tile of the tokens in f32.
+        // A tile of logits and little more: neither the weight nor a tile of tokens in f32.
         let logits = (TILE * VOCAB * size_of::<f32>()) as u64;
         for (peak, of_f32) in narrow.peaks.into_iter().zip(wide.peaks) {
             assert!(peak <= logits + 8192, "{dtype:?}: {peak} bytes beside logits of {logits}");
@@ -83,7 +84,7 @@ fn the_loss_of_a_long_row_takes_no_more_than_in_f32_and_comes_to_the_same() {
 }
 
 #[test]
-fn sums_scales_and_checks_widen_a_piece_and_give_the_bits_of_the_whole() {
+fn sums_scales_and_checks_convert_by_pieces_and_give_the_same_bits() {
     for dtype in [DType::BF16, DType::F16] {
         let x = numbers(TOKENS, HIDDEN, dtype);
         let wide = x.to_dtype(DType::F32).unwrap();

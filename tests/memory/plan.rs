@@ -1,5 +1,5 @@
-//! The plan's memory against the allocator's count, over configurations that differ in everything that it
-//! depends on.
+//! The plan's memory against the allocator's count, over configurations that differ in everything that
+//! affects memory.
 
 use crate::support::device::{is_cpu, test_device};
 use crate::support::mesh_run::{global_batch, micro_batches, on_mesh};
@@ -17,9 +17,9 @@ use ulysses::kernels::attention::FlashAttention;
 use ulysses::memory::{ByCategory, Category, live_bytes, peak_by_category, peak_bytes, reset_peak};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
 
-/// How far the plan may be off. It is exact but for bookkeeping where reductions complete when they are waited for;
-/// at stages 2 and 3 whoever waits for something else may complete them earlier, and frees a unit's whole gradient
-/// by then. The plan takes the later moment.
+/// Tolerance of the plan. It is exact except for bookkeeping, if reductions complete when they are waited
+/// for. At stages 2 and 3, a wait for something else may complete them earlier and free a unit's whole
+/// gradient by then; the plan assumes the later moment.
 const TOLERANCE: f64 = 0.10;
 
 struct Case {
@@ -36,7 +36,7 @@ fn model(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> LlamaConfi
     LlamaConfig { num_heads, num_kv_heads, vocab_size, head_dim, num_layers: 2, ..preset("small").unwrap() }
 }
 
-/// On emulated kernels those that differ in what a GPU's take, and are small.
+/// On emulated kernels, only small cases that differ in a GPU's memory.
 fn cases() -> Vec<Case> {
     if is_cpu() { cases_of_cpus() } else { cases_of_gpus() }
 }
@@ -128,7 +128,8 @@ fn cases_of_cpus() -> Vec<Case> {
             model(8, 4, 256),
             (2, 3),
             1,
-            // Whether a layer's gradient is still under way at the peak, chance decides: so long that it does not matter.
+            // Whether a layer's gradient is still in flight at the peak depends on chance: long enough that
+            // it does not matter.
             5200,
             json!({ "zero_optimization": stage(3), "bf16": bf16 }),
         ),
@@ -154,7 +155,7 @@ fn cases_of_cpus() -> Vec<Case> {
     .collect()
 }
 
-/// What bounds a step's memory: intervals, tiles, chunks of heads, offload, frozen parameters.
+/// Features that reduce a step's memory: intervals, tiles, head chunks, offload, frozen parameters.
 fn memory_cases() -> Vec<Case> {
     let case = |label, mesh, config| {
         let model = LlamaConfig { num_layers: 4, ..model(8, 4, 256) };
@@ -188,7 +189,8 @@ fn memory_cases() -> Vec<Case> {
     let both = ["offload_optimizer", "offload_param"];
     let mut lamb = in_file(3, &both, "bf16");
     lamb["optimizer"] = json!({ "type": "Lamb" });
-    // Whether a layer's gradient is still under way at the peak, chance decides: rows so long that it does not matter.
+    // Whether a layer's gradient is still in flight at the peak depends on chance: sequences so long that it
+    // does not matter.
     let long = |label, mesh: (usize, usize), config| {
         let case = case(label, mesh, config);
         Case { seq_len: 2 * case.seq_len, ..case }
@@ -228,8 +230,8 @@ impl Case {
         Config::from_json_str(&config.to_string(), "test.json").unwrap()
     }
 
-    /// The most that each rank holds in the second step, beyond what it held before there was an engine; and what its
-    /// thread holds then.
+    /// The peak of each rank in the second step, above its memory before the engine existed; and the memory
+    /// of its thread at that time.
     fn measured(&self) -> Vec<(i64, ByCategory)> {
         let config = self.config();
         let vocab_size = self.model.vocab_size;
@@ -256,7 +258,7 @@ impl Case {
                 drop(each);
                 let with = live_bytes();
                 drop(micro_batches);
-                // What the test itself has made of the batch.
+                // Memory of the batch that the test itself created.
                 peak -= with - live_bytes();
                 assert!(held_by_test >= before);
             }
@@ -265,7 +267,7 @@ impl Case {
         ranks.unwrap()
     }
 
-    /// The most that a rank will hold, by category.
+    /// The peak that the plan predicts for a rank, by category.
     fn planned(&self, rank: usize) -> [u64; Category::ALL.len()] {
         let device = if is_cpu() { DeviceKind::Cpu } else { DeviceKind::Cuda };
         let (config, model) = (self.config(), self.model.clone());
@@ -295,9 +297,9 @@ fn the_planned_peak_is_the_measured_one() {
     assert!(off.is_empty(), "off by more than {TOLERANCE}:\n{}", off.join("\n"));
 }
 
-/// What a unit's whole gradient or a gathered unit makes of a moment's difference, as above.
+/// The tolerance in terms of a unit's whole gradient or a gathered unit, as above.
 #[test]
-fn the_planned_peak_holds_what_the_allocator_counted_by_category() {
+fn the_planned_peak_matches_the_allocator_by_category() {
     for case in cases() {
         for (rank, (measured, by_category)) in case.measured().into_iter().enumerate() {
             let planned = case.planned(rank);
@@ -311,7 +313,8 @@ fn the_planned_peak_holds_what_the_allocator_counted_by_category() {
                     "{label}, rank {rank}: {counted} of {measured} counted as {name}, {planned} planned"
                 );
             }
-            // Storage that is recycled counts as what it was made for, in the plan as other while it waits.
+            // Recycled storage counts as the category it was allocated for; in the plan it counts as other
+            // while it is unused.
             let moving = [Category::Activations, Category::Exchange, Category::Other]
                 .map(|category| category as usize);
             assert!(

@@ -1,5 +1,4 @@
-//! Blocks written with candle ops, alone and mixed with the library's own layers: the mesh
-//! changes nothing about them either.
+//! Blocks written with candle ops, alone and mixed with the library's layers: the same on every mesh.
 
 #[path = "../../examples/05_own_candle_block.rs"]
 #[allow(dead_code, reason = "the example's main")]
@@ -26,7 +25,7 @@ fn layouts() -> impl Iterator<Item = Layout> {
     meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)))
 }
 
-/// Three clipped SGD steps of `model` on four packed rows.
+/// Three clipped SGD steps of `model` on four packed sequences.
 fn run(layout: Layout, model: fn() -> Model) -> BatchOutcome {
     let rows: [&[usize]; 4] = [&[22], &[9, 13], &[1, 4, 17], &[11, 11]];
     let global = global_batch(&Batch::packed(example::VOCAB_SIZE, &rows, 11)).unwrap();
@@ -43,7 +42,7 @@ fn run(layout: Layout, model: fn() -> Model) -> BatchOutcome {
     outcomes.unwrap().remove(0)
 }
 
-/// Every layout against the single rank.
+/// Compares every layout with the single rank.
 fn check(model: fn() -> Model) {
     let expected = run(layout(1, 1, 0), model);
     assert!(expected.gradients.iter().all(|(_, gradient)| {
@@ -67,11 +66,11 @@ fn check(model: fn() -> Model) {
 }
 
 #[test]
-fn the_example_s_block_is_the_same_on_every_mesh() {
+fn the_block_of_the_example_is_the_same_on_every_mesh() {
     check(example::model);
 }
 
-/// A block of the example's, a decoder layer of the same width, another block.
+/// A block of the example, a decoder layer of the same width, another block.
 fn mixed() -> Model {
     let config = LlamaConfig {
         vocab_size: example::VOCAB_SIZE,
@@ -87,7 +86,7 @@ fn autograd_and_fused_layers_mix() {
     check(mixed);
 }
 
-/// A Llama model whose first layer is under candle's autograd.
+/// A Llama model whose first layer uses candle's autograd.
 fn half_autograd(config: &LlamaConfig) -> Model {
     let mut model = llama(config);
     model.layers[0] = autograd_decoder_layer(config, 0);
@@ -95,7 +94,7 @@ fn half_autograd(config: &LlamaConfig) -> Model {
 }
 
 #[test]
-fn a_llama_with_a_layer_under_autograd_is_the_reference_s_on_every_mesh() {
+fn a_llama_with_an_autograd_layer_matches_the_reference_on_every_mesh() {
     for (num_heads, num_kv_heads, checkpointing) in [(8, 4, false), (4, 1, true)] {
         let config = ReferenceConfig { num_heads, num_kv_heads, ..CONFIG };
         let extra = serde_json::json!({ "ulysses": { "activation_checkpointing": checkpointing } });

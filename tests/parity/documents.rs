@@ -1,5 +1,5 @@
-//! Documents in training: what shares a row with a document does not change its loss, and ranks that were given
-//! different rows say so.
+//! Documents in training: packing a document with others does not change its loss, and ranks with different
+//! sequences report it.
 
 use serde_json::json;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ const SEQ_LEN: usize = 24;
 const LENS: [usize; 11] = [5, 11, 3, 24, 7, 2, 9, 19, 1, 4, 13];
 const MESHES: [(usize, usize); 6] = [(1, 1), (1, 2), (1, 3), (2, 2), (4, 1), (2, 4)];
 
-/// The first token of a document is its number; none of the others is.
+/// The first token of a document is its number, and no other token is.
 fn documents() -> Vec<Vec<u32>> {
     let token = |document: usize, at: usize| (20 + (document * 37 + at * at * 11) % 230) as u32;
     let document = |(number, &len): (usize, &usize)| {
@@ -34,7 +34,7 @@ fn rows(documents: impl IntoIterator<Item = Vec<u32>>, packing: Packing) -> Vec<
     (0..rows.num_rows()).map(|row| rows.row(row).unwrap()).collect()
 }
 
-/// Every document in a row of its own.
+/// Every document in a sequence of its own.
 fn unpacked() -> Vec<Row> {
     documents().into_iter().flat_map(|document| rows([document], Packing::Greedy)).collect()
 }
@@ -46,7 +46,7 @@ fn batch(rows: &[Row]) -> GlobalBatch {
     GlobalBatch::new(rows.len(), SEQ_LEN, ids, Some(positions), Some(labels)).unwrap()
 }
 
-/// The rows with the labels of one document only, and the document's number.
+/// The sequences with the labels of one document only, and the document's number.
 fn documents_alone(rows: &[Row]) -> Vec<(u32, Row)> {
     let mut alone = Vec::new();
     for row in rows {
@@ -160,7 +160,7 @@ fn loader(placement: Placement, seed: u64) -> DataLoader {
 }
 
 #[test]
-fn sp_ranks_with_parts_of_different_rows_are_named() {
+fn sp_ranks_with_shards_of_different_sequences_are_named() {
     let mesh = DeviceMesh::dp_sp(2, 3).unwrap();
     for evaluates in [false, true] {
         let error = on_mesh((2, 3), 4, |engine, rank| {
@@ -176,14 +176,14 @@ fn sp_ranks_with_parts_of_different_rows_are_named() {
         });
         let error = format!("{:#}", anyhow::Error::from(error.unwrap_err()));
         assert!(
-            error.contains("rank 4 was given parts of other rows than rank 3 of its sp group"),
+            error.contains("rank 4 holds shards of other sequences than rank 3 of its sp group"),
             "{error}"
         );
     }
 }
 
 #[test]
-fn a_rank_that_would_end_at_another_step_is_named() {
+fn a_rank_with_another_last_step_is_named() {
     let run = |last_step_of_rank_4: u64| {
         on_mesh((2, 3), 4, |engine, rank| {
             let last_step = if rank.rank == 4 { last_step_of_rank_4 } else { 7 };
@@ -192,18 +192,18 @@ fn a_rank_that_would_end_at_another_step_is_named() {
     };
     run(7).unwrap();
     let error = format!("{:#}", anyhow::Error::from(run(8).unwrap_err()));
-    assert!(error.contains("the last step differs: rank 4 does not have what rank"), "{error}");
+    assert!(error.contains("the last step differs between rank 4 and rank"), "{error}");
 }
 
 #[test]
-fn whoever_takes_batches_that_were_read_ahead_is_not_charged_for_them() {
+fn batches_that_are_read_ahead_do_not_count_as_the_rank_s_memory() {
     let mut ahead = ReadAhead::new(loader(Placement::single(), 1));
     drop(ahead.next_micro_batch().unwrap());
     let before = live_bytes();
     for _ in 0..100 {
         drop(ahead.next_micro_batch().unwrap());
     }
-    // What a channel keeps to wake a waiting thread is less than one batch of 16 bytes per token.
+    // A channel keeps less than one batch of 16 bytes per token to wake a waiting thread.
     let drift = live_bytes() - before;
     assert!(drift.abs() < 2 * SEQ_LEN as i64 * 16, "{drift} bytes after 100 batches");
 }

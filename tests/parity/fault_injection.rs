@@ -1,7 +1,6 @@
-//! The parity suite notices what it is there to notice: wrong parts put in at the library's
-//! trait seams each make it fail.
+//! Injects faults through the library's traits, and checks that the parity suite detects each one.
 
-use crate::support::doubles::{Fault, FaultyGroup, WrongGeometry};
+use crate::support::doubles::{Fault, FaultyGroup, WrongAttentionLayout};
 use crate::support::mesh_run::{Doubles, Layout, Problem, Rule, layout, matches};
 use crate::support::problems::main_problem;
 use crate::support::reference::{Batch, IGNORED};
@@ -14,18 +13,18 @@ fn problem() -> Problem {
     main_problem(Rule::Sgd { lr: 0.1 }, None)
 }
 
-/// What the suite makes of a run.
+/// The suite's verdict on a run.
 #[derive(Debug, PartialEq)]
 enum Verdict {
     Accepted,
-    /// Loss, norms, gradients or parameters are not the reference's.
+    /// Loss, norms, gradients or parameters differ from the reference.
     WrongNumbers,
 }
 
 fn verdict(layout: Layout, doubles: &Doubles) -> Verdict {
     let problem = problem();
     let expected = problem.reference().unwrap();
-    // A double that ended in an error would prove nothing about the comparison.
+    // A test double that caused an error would prove nothing about the comparison.
     let outcome = problem.run_with(layout, doubles).unwrap();
     if matches(&outcome, &expected, TOLERANCE) { Verdict::Accepted } else { Verdict::WrongNumbers }
 }
@@ -35,14 +34,14 @@ fn with_groups(groups: fn(ZeroGroups) -> ZeroGroups) -> Doubles {
 }
 
 #[test]
-fn the_right_parts_are_accepted() {
+fn correct_parts_are_accepted() {
     for layout in [layout(1, 2, 0), layout(2, 3, 3)] {
         assert_eq!(verdict(layout, &Doubles::default()), Verdict::Accepted, "{layout:?}");
     }
 }
 
 #[test]
-fn a_group_that_skips_the_sum_over_sp_is_noticed() {
+fn a_group_that_skips_the_sum_over_sp_is_detected() {
     let doubles =
         with_groups(|groups| ZeroGroups { sp: FaultyGroup::wrap(groups.sp, Fault::SkipsTheSum), ..groups });
     for stage in 0..=3 {
@@ -51,7 +50,7 @@ fn a_group_that_skips_the_sum_over_sp_is_noticed() {
 }
 
 #[test]
-fn a_group_that_skips_the_sum_over_dp_is_noticed() {
+fn a_group_that_skips_the_sum_over_dp_is_detected() {
     let doubles =
         with_groups(|groups| ZeroGroups { dp: FaultyGroup::wrap(groups.dp, Fault::SkipsTheSum), ..groups });
     for stage in 0..=3 {
@@ -60,7 +59,7 @@ fn a_group_that_skips_the_sum_over_dp_is_noticed() {
 }
 
 #[test]
-fn a_loss_scaled_by_sp_is_noticed() {
+fn a_loss_scaled_by_sp_is_detected() {
     let doubles = with_groups(|groups| ZeroGroups {
         sp: FaultyGroup::wrap(groups.sp, Fault::ScalesByWorldSize),
         ..groups
@@ -71,24 +70,25 @@ fn a_loss_scaled_by_sp_is_noticed() {
 }
 
 #[test]
-fn attention_across_documents_is_noticed() {
-    let doubles = Doubles { attention: Arc::new(WrongGeometry::ignores_cu_seqlens()), ..Doubles::default() };
+fn attention_across_documents_is_detected() {
+    let doubles =
+        Doubles { attention: Arc::new(WrongAttentionLayout::ignores_cu_seqlens()), ..Doubles::default() };
     for sp in [1, 2] {
         assert_eq!(verdict(layout(1, sp, 0), &doubles), Verdict::WrongNumbers, "sp {sp}");
     }
 }
 
 #[test]
-fn kv_heads_found_by_division_are_noticed_where_heads_are_uneven() {
+fn kv_heads_computed_by_division_are_detected_for_uneven_heads() {
     let doubles =
-        Doubles { attention: Arc::new(WrongGeometry::divides_heads_by_group()), ..Doubles::default() };
-    // Even heads: division happens to be right, so sp 3 is the case that tells.
+        Doubles { attention: Arc::new(WrongAttentionLayout::divides_heads_by_group()), ..Doubles::default() };
+    // With even heads the division happens to be right, so only sp 3 shows the fault.
     assert_eq!(verdict(layout(1, 2, 0), &doubles), Verdict::Accepted);
     assert_eq!(verdict(layout(1, 3, 0), &doubles), Verdict::WrongNumbers);
 }
 
 #[test]
-fn labels_shifted_after_the_cut_are_noticed() {
+fn labels_shifted_after_sharding_are_detected() {
     // Shifting within a shard leaves its last token without a label.
     let batch = |mut batch: Batch, layout: Layout| {
         let seq_len = batch.labels[0].len();

@@ -1,5 +1,5 @@
-//! The library against PyTorch and Hugging Face: logits, loss, every gradient, and the
-//! parameters after AdamW steps, on every mesh and ZeRO stage.
+//! The library against PyTorch and Hugging Face: logits, loss, all gradients, and the parameters after AdamW
+//! steps, on every mesh and ZeRO stage.
 
 use crate::support::compare::{assert_all_close, assert_close, assert_scalar_close, values};
 use crate::support::golden::Fixture;
@@ -13,14 +13,16 @@ use ulysses::model::LlamaConfig;
 
 const GRADIENT_TOLERANCE: f64 = 1e-5;
 
-/// On the CPU all parameters are this near to PyTorch's. Another device adds products in another order, and for one
-/// of the 63 000 entries of `tiny_strong` that decides: `model.layers.0.mlp.up_proj.weight[46, 6]` has a gradient of
-/// the size of AdamW's eps, three times the f32 error of PyTorch's own. There the rule below is the sharper check.
+/// Tolerance of the parameters against PyTorch's. Another device sums in another order, which matters for one
+/// of the 63 000 entries of `tiny_strong`: `model.layers.0.mlp.up_proj.weight[46, 6]` has a gradient of the
+/// size of AdamW's eps, three times the f32 error of PyTorch's own. There the rule below is the stricter
+/// check.
 fn parameter_tolerance() -> f64 {
     if crate::support::device::is_cpu() { 5e-5 } else { 2e-4 }
 }
 
-/// For the update alone: the library's parameters against AdamW's rule on the library's gradients.
+/// Tolerance of the update alone: the library's parameters against AdamW's formula with the library's
+/// gradients.
 const RULE_TOLERANCE: f64 = 1e-6;
 
 fn layouts() -> impl Iterator<Item = Layout> {
@@ -42,7 +44,7 @@ fn check_forward_and_backward(name: &str) {
         let label = format!("{name} {layout:?}");
         let outcome = problem.run(layout).unwrap();
         let expected = &fixture.outputs["logits"];
-        // Rows that pad the batch for dp come last.
+        // Sequences that pad the batch for dp come last.
         let logits = outcome.logits.narrow(0, 0, expected.dim(0).unwrap()).unwrap();
         assert_close(&format!("{label}: logits"), &values(&logits), expected, GRADIENT_TOLERANCE);
         let loss = values(&fixture.outputs["loss"])[0];
@@ -62,9 +64,9 @@ fn packed_documents_do_not_see_one_another() {
     check_forward_and_backward("packed_strong");
 }
 
-/// What AdamW's rule, computed in f64, makes of the library's own gradients.
+/// AdamW's formula, computed in f64, applied to the library's own gradients.
 ///
-/// The gradient before a step is taken from a run of its own, which starts where the last step ended.
+/// The gradient before a step comes from a separate run, which starts where the last step ended.
 struct OwnTrajectory {
     weights: Weights,
     optimizer: AdamW,
@@ -138,7 +140,7 @@ fn rotary_embeddings_are_those_that_transformers_reads_from_the_same_file() {
         let found = config.rope().frequencies(config.head_dim, 1);
         assert_eq!(found.len(), expected.len(), "{label}");
         for (found, expected) in found.iter().zip(&expected) {
-            // transformers computes them in f32.
+            // transformers computes these in f32.
             assert!((found / expected - 1.0).abs() < 2e-6, "{label}: {found} instead of {expected}");
         }
         let factor = case["attention_factor"].as_f64().unwrap();

@@ -1,4 +1,4 @@
-//! `"loss_normalization": "micro_batch"`: DeepSpeed's mean of the micro batches' means.
+//! `"loss_normalization": "micro_batch"`: the mean of the micro batches' means, as in DeepSpeed.
 
 use crate::support::mesh_run::{Layout, Problem, assert_matches, layout};
 use crate::support::problems::{CONFIG, packed_batch, problem};
@@ -17,8 +17,8 @@ fn micro_batch_problem(batch: Batch) -> Problem {
     Problem { extra, clip: Some(CLIP), steps: 1, ..problem(CONFIG, batch) }
 }
 
-/// One clipped SGD step by the reference, whose micro batches are `rows` consecutive rows
-/// each: micro step `a` of dp rank `d` takes rows `(a·dp + d)·rows` on.
+/// One clipped SGD step by the reference, with micro batches of `rows` consecutive sequences: micro step `a`
+/// of dp rank `d` takes the sequences from `(a·dp + d)·rows` on.
 fn expected(problem: &Problem, rows: usize) -> Training {
     let chunks = (0..problem.batch.num_rows()).step_by(rows);
     let micro_batches: Vec<Batch> = chunks.map(|first| problem.batch.rows(first..first + rows)).collect();
@@ -29,7 +29,7 @@ fn expected(problem: &Problem, rows: usize) -> Training {
     Training { steps: vec![Step { loss, grad_norm: global_norm(&grads).unwrap(), grads }], weights }
 }
 
-/// Every mesh, stage and accumulation against the reference.
+/// Compares every mesh, stage and accumulation with the reference.
 fn check(problem: &Problem) {
     let mut by_rows: BTreeMap<usize, Training> = BTreeMap::new();
     for ((dp, sp), accumulation) in MESHES.into_iter().flat_map(|mesh| [1, 2].map(|steps| (mesh, steps))) {
@@ -50,13 +50,13 @@ fn each_micro_batch_counts_the_same_however_many_labels_it_has() {
 
 #[test]
 fn a_micro_batch_without_labels_contributes_zero() {
-    // One of the micro batches of one row and of two rows each.
+    // One of the micro batches of one sequence, and of two sequences each.
     check(&micro_batch_problem(packed_batch().mask_rows(2..4)));
 }
 
 #[test]
-fn a_shard_without_labels_counts_towards_its_sp_group_s_mean() {
-    // The first shard over sp 3.
+fn a_shard_without_labels_counts_in_the_mean_of_its_sp_group() {
+    // The first shard with sp 3.
     check(&micro_batch_problem(packed_batch().mask_tokens(0..8)));
 }
 

@@ -1,4 +1,4 @@
-//! The schedules against DeepSpeed 0.19.8's own values (`fixtures/golden/lr_schedules.json`).
+//! The schedules against values of DeepSpeed 0.19.8 (`fixtures/golden/lr_schedules.json`).
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ struct Entry {
     lr_after_60_scheduler_steps: f64,
 }
 
-/// The schedule of a `scheduler` section, by way of a config file.
+/// The schedule of a `scheduler` section, read from a config file.
 fn schedule(scheduler_type: &str, params: &Value, base_lr: f64) -> LrSchedule {
     let file = json!({
         "train_batch_size": 1,

@@ -1,4 +1,4 @@
-//! The mesh never changes the math: training against PyTorch, an independent f64 decoder and itself.
+//! The mesh never changes the math: training against PyTorch, an independent f64 decoder, and itself.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! The mesh never changes the maths: every layout against an independent f64 reference.
+//! The mesh never changes the math: every layout against an independent f64 reference.
 
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, layout};
 use crate::support::problems::{ADAMW, CONFIG, SEQ_LEN, main_problem, packed_batch, problem};
@@ -13,7 +13,7 @@ fn full_grid() -> impl Iterator<Item = Layout> {
     })
 }
 
-/// Meshes with every kind of unevenness, at the two extreme stages.
+/// Meshes with every kind of uneven division, at the two extreme stages.
 fn small_grid() -> impl Iterator<Item = Layout> {
     let meshes = [(1, 1), (1, 2), (2, 1), (1, 3), (2, 3), (1, 4), (4, 2)];
     meshes.into_iter().flat_map(|(dp, sp)| [0, 3].map(|stage| layout(dp, sp, stage)))
@@ -77,26 +77,26 @@ fn a_tied_head_is_one_unit_that_is_reduced_once() {
 
 #[test]
 fn a_shard_whose_labels_are_all_masked_contributes_zero() {
-    // Over sp 3 the shards are 0..8, 8..15 and 15..22; over sp 2 0..11 and 11..22.
+    // With sp 3 the shards are 0..8, 8..15 and 15..22; with sp 2, 0..11 and 11..22.
     for masked in [0..8, 8..15, 11..22] {
         check(&problem(CONFIG, packed_batch().mask_tokens(masked)), small_grid(), 2e-5);
     }
 }
 
 #[test]
-fn rows_that_dp_does_not_divide_are_padded_with_masked_ones() {
+fn sequences_that_dp_does_not_divide_are_padded_with_masked_ones() {
     for rows in [1, 3] {
         check(&problem(CONFIG, packed_batch().rows(0..rows)), small_grid(), 2e-5);
     }
 }
 
 #[test]
-fn a_dp_rank_whose_rows_are_all_masked_contributes_zero() {
+fn a_dp_rank_with_only_masked_sequences_contributes_zero() {
     check(&problem(CONFIG, packed_batch().mask_rows(4..8)), small_grid(), 2e-5);
 }
 
 #[test]
-fn unpacked_rows_of_every_length_down_to_one_token_per_rank_work() {
+fn unpacked_sequences_of_every_length_down_to_one_token_per_rank_work() {
     for seq_len in [4, 5, SEQ_LEN + 3] {
         check(&problem(CONFIG, Batch::random(CONFIG.vocab_size, 4, seq_len, 3)), small_grid(), 2e-5);
     }
@@ -114,7 +114,7 @@ fn a_batch_without_any_label_is_skipped_and_changes_nothing() {
     }
 }
 
-/// Checks a family on packed documents, with and without recomputation.
+/// Checks a model family on packed documents, with and without recomputation.
 fn check_family(config: ReferenceConfig) {
     let mut problem = problem(config, packed_batch());
     check(&problem, small_grid(), 2e-5);
@@ -148,7 +148,7 @@ fn scaled_rotary_embeddings_are_the_same_on_every_mesh() {
         RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original: 32 },
         RopeScaling::Yarn { factor: 4.0, original: 200 },
     ] {
-        // Pairs of every kind: kept, between, divided.
+        // Pairs of every kind: kept, interpolated, divided.
         let config = ReferenceConfig { head_dim: 8, rope_theta: 100.0, rope_scaling, ..CONFIG };
         check(&problem(config, packed_batch()), small_grid(), 2e-5);
     }

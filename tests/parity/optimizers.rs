@@ -1,4 +1,4 @@
-//! Every optimizer against its formula in f64, on meshes and at stages that cut its tensors in every way.
+//! Every optimizer against its formula in f64, on meshes and stages that partition its tensors in every way.
 
 use crate::support::compare::assert_all_close;
 use crate::support::compare::{max_rel_error, values};
@@ -7,13 +7,13 @@ use crate::support::problems::{ADAGRAD, LAMB, LION, main_problem};
 use crate::support::reference::{LambConfig, as_tensors};
 use serde_json::json;
 
-/// Tight bounds, which norms and large matrices run into from both sides.
+/// Tight bounds that norms and large matrices reach from both sides.
 const BOUNDED_LAMB: LambConfig = LambConfig { coefficients: (0.2, 0.5), ..LAMB };
 
 const RULES: [Rule; 4] =
     [Rule::Lion(LION), Rule::Adagrad(ADAGRAD), Rule::Lamb(LAMB), Rule::Lamb(BOUNDED_LAMB)];
 
-/// Meshes whose partitions cut tensors, and shards of equal and unequal length.
+/// Meshes whose partitions cut through tensors, with shards of equal and unequal length.
 const MESHES: [(usize, usize); 6] = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (4, 2)];
 
 fn layouts() -> impl Iterator<Item = Layout> {
@@ -54,7 +54,7 @@ fn all_four_stages_give_the_same_bits() {
 
 #[test]
 fn with_accumulation_stages_differ_by_rounding_only() {
-    // Not Lion: the sign of a direction that is all but 0 is a matter of rounding.
+    // Not Lion: the sign of a direction that is almost 0 depends on rounding.
     for rule in [Rule::Adagrad(ADAGRAD), Rule::Lamb(LAMB)] {
         let problem = main_problem(rule, None);
         for (dp, sp) in MESHES {
@@ -80,7 +80,7 @@ fn in_bf16_the_master_copy_is_updated_and_all_stages_give_the_same_bits() {
             for (stage, other) in (1..).zip(others) {
                 assert!(bits(&other).unwrap() == bits(&zero).unwrap(), "{rule:?} {dp}x{sp} stage {stage}");
             }
-            // Gradients of bf16 turn some of the smallest steps around: at most 2 · 3 steps of 1e-2.
+            // bf16 gradients reverse some of the smallest steps: at most 2 · 3 steps of 1e-2.
             let label = format!("{rule:?} {dp}x{sp}: parameter");
             assert_all_close(&label, &by_name(&zero.parameters), &expected, 6e-2);
         }

@@ -1,4 +1,5 @@
-//! Parameter groups: rates and weight decay by the names of parameters, on partitions that cut through groups.
+//! Parameter groups: learning rates and weight decay by parameter name, on partitions that cut through
+//! groups.
 
 use crate::support::mesh_run::{Layout, Problem, Rule, assert_matches, bits, by_name, layout};
 use crate::support::problems::{ADAMW, main_problem};
@@ -8,11 +9,11 @@ use crate::support::reference::{
 use anyhow::Result;
 use serde_json::{Value, json};
 
-/// The head's own rate.
+/// The head's learning rate.
 const HEAD_LR: f64 = 3e-4;
 
-/// Norms have no decay; the first layer, the embedding and the head have rates of their own. The norms of the first
-/// layer are in the first group.
+/// Norms have no decay; the first layer, the embedding and the head have separate learning rates. The norms
+/// of the first layer belong to the first group.
 fn groups() -> Value {
     json!([
         { "match": "norm", "weight_decay": 0.0 },
@@ -22,7 +23,7 @@ fn groups() -> Value {
     ])
 }
 
-/// The group of a parameter, worked out by hand, as (factor of the rate, weight decay).
+/// The group of a parameter, computed by hand, as (learning rate factor, weight decay).
 fn settings(name: &str, rule: Rule) -> (f64, f64) {
     match name {
         "lm_head.weight" => (HEAD_LR / lr(rule), 0.1),
@@ -62,7 +63,7 @@ const RULES: [fn(f64, f64) -> Rule; 4] = [
     },
 ];
 
-/// One of the reference's optimizers for each parameter.
+/// One of the reference's optimizers per parameter.
 struct Grouped {
     rule: fn(f64, f64) -> Rule,
     optimizers: std::collections::BTreeMap<String, Box<dyn Optimizer>>,
@@ -120,9 +121,9 @@ fn all_four_stages_give_the_same_bits() {
     }
 }
 
-/// As in PyTorch, where a `LambdaLR` multiplies every group's rate by the same number.
+/// As in PyTorch, where a `LambdaLR` multiplies every group's learning rate by the same factor.
 #[test]
-fn a_schedule_scales_a_group_s_own_rate_as_it_does_the_optimizer_s() {
+fn a_schedule_scales_the_learning_rate_of_a_group_like_the_optimizers() {
     let run = |group: Value| {
         let mut problem = main_problem(Rule::AdamW(ADAMW), None);
         problem.extra = json!({
@@ -132,7 +133,7 @@ fn a_schedule_scales_a_group_s_own_rate_as_it_does_the_optimizer_s() {
         });
         bits(&problem.run(layout(2, 1, 3)).unwrap()).unwrap()
     };
-    // A power of two: both ways of writing it are the same number.
+    // A power of two: both notations give the same value.
     let scaled = run(json!({ "match": "lm_head", "lr_scale": 0.5 }));
     assert!(run(json!({ "match": "lm_head", "lr": 0.5 * ADAMW.lr })) == scaled);
     assert!(run(json!({ "match": "lm_head", "lr": 0.25 * ADAMW.lr })) != scaled);
@@ -154,18 +155,18 @@ fn a_rate_of_zero_leaves_a_group_as_it_is() {
 }
 
 #[test]
-fn a_pattern_that_matches_nothing_is_an_error_with_names_that_are_like_it() {
+fn a_pattern_that_matches_nothing_is_an_error_with_similar_names() {
     let mut problem = main_problem(Rule::AdamW(ADAMW), None);
     let groups = json!([{ "match": "norm" }, { "match": "model.embed_token.weight" }]);
     problem.extra = json!({ "ulysses": { "parameter_groups": groups } });
     let error = format!("{:#}", problem.run(layout(1, 1, 0)).unwrap_err());
     let expected = "`ulysses.parameter_groups[1].match`: no parameter has a name that matches \
-                    \"model.embed_token.weight\"; there is, for example, model.embed_tokens.weight";
+                    \"model.embed_token.weight\"; for example, there is model.embed_tokens.weight";
     assert!(error.contains(expected), "{error}");
 }
 
 #[test]
-fn a_group_that_earlier_ones_leave_nothing_to_is_an_error() {
+fn a_group_whose_parameters_are_all_in_earlier_groups_is_an_error() {
     let mut problem = main_problem(Rule::AdamW(ADAMW), None);
     let groups = json!([{ "match": "norm" }, { "match": "." }, { "match": "mlp", "lr_scale": 0.5 }]);
     problem.extra = json!({ "ulysses": { "parameter_groups": groups } });

@@ -1,5 +1,5 @@
-//! Training in 16 bits: as exact as the format allows, the same on every mesh, and steps that
-//! overflow are skipped by all ranks or none.
+//! 16-bit training: as accurate as the format allows, the same on every mesh. If a step overflows, all ranks
+//! skip it or none does.
 
 use crate::support::compare::{assert_scalar_close, values};
 use crate::support::llama_block::autograd_decoder_layer;
@@ -15,7 +15,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use ulysses::comm::thread::LaunchOptions;
 use ulysses::engine::StepReport;
 use ulysses::kernels::Workspace;
-use ulysses::kernels::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
+use ulysses::kernels::attention::{
+    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention,
+};
 use ulysses::model::{LlamaConfig, Model};
 
 const FORMATS: [&str; 2] = ["bf16", "fp16"];
@@ -25,7 +27,7 @@ fn layouts() -> impl Iterator<Item = Layout> {
     meshes.into_iter().flat_map(|(dp, sp)| [0, 2, 3].map(|stage| layout(dp, sp, stage)))
 }
 
-/// The section that asks for a format; fp16 with a scale that does not overflow.
+/// The config section of a format; fp16 with a scale that does not overflow.
 fn section(format: &str) -> Value {
     match format {
         "bf16" => json!({ "bf16": { "enabled": true } }),
@@ -80,12 +82,12 @@ fn check_gradients(format: &str) {
 }
 
 #[test]
-fn bf16_gradients_are_twice_as_far_from_f64_as_a_naive_bf16_model_s_at_most() {
+fn bf16_gradients_have_at_most_twice_the_error_of_a_naive_bf16_model() {
     check_gradients("bf16");
 }
 
 #[test]
-fn fp16_gradients_are_twice_as_far_from_f64_as_a_naive_fp16_model_s_at_most() {
+fn fp16_gradients_have_at_most_twice_the_error_of_a_naive_fp16_model() {
     check_gradients("fp16");
 }
 
@@ -103,8 +105,8 @@ fn stages_are_bit_equal_in_16_bits() {
     }
 }
 
-/// AdamW's steps of 1e-3 are lost in bf16 parameters around 1 (half a unit in the last place is 2e-3),
-/// but not in their master copy.
+/// AdamW's steps of 1e-3 are lost in bf16 parameters around 1 (half a unit in the last place is 2e-3), but
+/// not in their master copy.
 #[test]
 fn the_master_copy_keeps_steps_too_small_for_16_bits() {
     for format in FORMATS {
@@ -121,7 +123,7 @@ fn the_master_copy_keeps_steps_too_small_for_16_bits() {
 
 /// An attention whose output is infinite in some of its forward passes.
 struct Overflowing {
-    /// Forward passes of a step, over all layers and ranks.
+    /// Number of forward passes per step, over all layers and ranks.
     per_step: usize,
     steps: &'static [usize],
     calls: AtomicUsize,
@@ -133,10 +135,10 @@ impl Attention for Overflowing {
         q: candle_core::Tensor,
         k: candle_core::Tensor,
         v: candle_core::Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        let (out, saved) = FlashAttention.forward(q, k, v, geometry, workspace)?;
+        let (out, saved) = FlashAttention.forward(q, k, v, layout, workspace)?;
         let step = self.calls.fetch_add(1, Ordering::Relaxed) / self.per_step;
         if self.steps.contains(&step) {
             return Ok(((out * f64::INFINITY)?, saved));
@@ -148,14 +150,14 @@ impl Attention for Overflowing {
         &self,
         saved: SavedAttention,
         dout: &candle_core::Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        FlashAttention.backward(saved, dout, geometry, workspace)
+        FlashAttention.backward(saved, dout, layout, workspace)
     }
 }
 
-/// Reports of `steps` steps on a mesh, with infinities in those named.
+/// Reports of `steps` steps on a mesh, with infinities in the given ones.
 fn train_with_overflow(
     extra: Value,
     (dp, sp): (usize, usize),
@@ -166,7 +168,7 @@ fn train_with_overflow(
     let global = global_batch(&problem.batch).unwrap();
     let config = problem.json_config(layout(dp, sp, 2), global.batch()).unwrap();
     on_mesh(&config, &LaunchOptions::default(), |_, groups| {
-        // Each rank has its own: its layers run once a step.
+        // Each rank has its own counter: its layers run once per step.
         let calls = AtomicUsize::new(0);
         let attention =
             Arc::new(Overflowing { per_step: problem.config.num_layers, steps: overflowing, calls });
@@ -206,7 +208,7 @@ fn an_overflow_skips_its_own_step_on_all_ranks_and_halves_the_scale() {
 }
 
 #[test]
-fn bf16_skips_overflows_too_unless_it_is_told_not_to_look() {
+fn bf16_skips_overflows_unless_the_check_is_disabled() {
     let bf16 = |check: bool| json!({ "bf16": { "enabled": true, "check_grad_overflow": check } });
     let reports = train_with_overflow(bf16(true), (1, 2), 3, &[1]).remove(0).unwrap();
     assert_eq!(reports.iter().map(|report| report.skipped).collect::<Vec<_>>(), [false, true, false]);
@@ -220,16 +222,16 @@ fn a_scale_at_its_minimum_ends_training() {
     let fp16 = json!({ "fp16": { "enabled": true, "initial_scale_power": 1, "hysteresis": 1 } });
     for error in train_with_overflow(fp16, (2, 1), 9, &[1, 2, 3, 4, 5, 6, 7, 8]) {
         let error = error.unwrap_err();
-        // Scales of 2 and 1 are skipped over; at 1 there is nothing left to halve.
+        // Scales of 2 and 1 are skipped; 1 cannot be halved any more.
         assert!(error.contains("step 3") && error.contains("2 step(s) in a row"), "{error}");
-        assert!(error.contains("a loss scale of 1, which is its minimum already"), "{error}");
-        assert!(error.contains("begins in the head, as the loss is NaN: the forward pass"), "{error}");
+        assert!(error.contains("a loss scale of 1, which is its minimum;"), "{error}");
+        assert!(error.contains("backward pass: the head; the loss is NaN, so the forward pass"), "{error}");
     }
 }
 
 /// An attention whose gradient is infinite in one layer of every step.
 struct OverflowingBackward {
-    /// Which backward pass of a step, from 0 for the last layer.
+    /// Index of the backward pass within a step; 0 is the last layer.
     pass: usize,
     per_step: usize,
     calls: AtomicUsize,
@@ -241,29 +243,29 @@ impl Attention for OverflowingBackward {
         q: candle_core::Tensor,
         k: candle_core::Tensor,
         v: candle_core::Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, SavedAttention), AttentionError> {
-        FlashAttention.forward(q, k, v, geometry, workspace)
+        FlashAttention.forward(q, k, v, layout, workspace)
     }
 
     fn backward(
         &self,
         saved: SavedAttention,
         dout: &candle_core::Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(candle_core::Tensor, candle_core::Tensor, candle_core::Tensor), AttentionError> {
-        let (dq, dk, dv) = FlashAttention.backward(saved, dout, geometry, workspace)?;
+        let (dq, dk, dv) = FlashAttention.backward(saved, dout, layout, workspace)?;
         let pass = self.calls.fetch_add(1, Ordering::Relaxed) % self.per_step;
         let dq = if pass == self.pass { (dq * f64::INFINITY)? } else { dq };
         Ok((dq, dk, dv))
     }
 }
 
-/// Infinities spread to everything below: only the order of the backward pass tells where they come from.
+/// Infinities spread to everything below: only the order of the backward pass shows where they begin.
 #[test]
-fn a_run_that_keeps_overflowing_ends_with_the_layer_where_that_begins() {
+fn a_run_that_keeps_overflowing_ends_with_the_name_of_the_first_layer() {
     let groups = json!([{ "match": "layers.1.self_attn.q_proj", "frozen": true }]);
     for (extra, tie_word_embeddings) in
         [(json!({}), false), (json!({}), true), (json!({ "parameter_groups": groups }), false)]
@@ -294,7 +296,7 @@ fn a_run_that_keeps_overflowing_ends_with_the_layer_where_that_begins() {
                 }
             });
             for error in errors.unwrap() {
-                let expected = format!("begins in model.layers.{}; the parameters", 1 - pass);
+                let expected = format!("backward pass: model.layers.{}; the parameters", 1 - pass);
                 let steps =
                     "step 64: the gradient is not finite, in 64 step(s) in a row, with a loss scale of 1;";
                 assert!(error.contains(&expected) && error.contains(steps), "{layout:?}: {error}");

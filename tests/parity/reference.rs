@@ -1,4 +1,4 @@
-//! Holds the f64 reference decoder against PyTorch, against finite differences and against itself.
+//! The f64 reference decoder against PyTorch, against finite differences, and against itself.
 
 use crate::support::compare::{assert_all_close, assert_close, assert_scalar_close, max_rel_error, values};
 use crate::support::golden::Fixture;
@@ -11,7 +11,7 @@ use crate::support::reference::{
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};
 
-/// Grouped KV heads, and sizes that all differ so that a swapped dimension fails.
+/// Grouped KV heads, and sizes that all differ, so that a swapped dimension fails.
 fn small_config(tie_word_embeddings: bool) -> ReferenceConfig {
     ReferenceConfig {
         vocab_size: 29,
@@ -37,8 +37,9 @@ fn concat(rows: &[Tensor]) -> Vec<f64> {
 
 // ---- against PyTorch ----
 
-/// transformers computes the rotary tables, RMSNorm and the loss partly in f32 even in an f64
-/// model, which would leave errors of about 1e-7; this fixture was evaluated wholly in f64, and the two agree to 3e-15.
+/// transformers computes the rotary tables, RMSNorm and the loss partly in f32 even in an f64 model, which
+/// would leave errors of about 1e-7. This fixture was evaluated entirely in f64, and the two agree within
+/// 3e-15.
 #[test]
 fn loss_logits_and_gradients_equal_pytorch_in_f64() -> Result<()> {
     let fixture = Fixture::load("tiny_strong")?;
@@ -73,9 +74,9 @@ fn token_losses_are_close_to_pytorch_in_f32() -> Result<()> {
     Ok(())
 }
 
-/// Parameters are held to 3e-5, not tighter: AdamW divides by the gradient's own size, so where a
-/// gradient is near zero PyTorch's f32 noise comes out at full strength. The next test shows that
-/// this noise is all there is.
+/// Parameters are compared with a tolerance of 3e-5: AdamW divides by the gradient's own magnitude, so where
+/// a gradient is near zero, PyTorch's f32 noise is amplified. The next test shows that there is no other
+/// difference.
 #[test]
 fn adamw_steps_follow_pytorch() -> Result<()> {
     for name in ["adamw", "adamw_clip0.5"] {
@@ -98,8 +99,8 @@ fn adamw_steps_follow_pytorch() -> Result<()> {
     Ok(())
 }
 
-/// The manifest records the largest distance between PyTorch's f32 and f64 parameters; the
-/// reference lies as far from the f32 ones, so it is where PyTorch's f64 run is.
+/// The manifest has the largest distance between PyTorch's f32 and f64 parameters. The reference is equally
+/// far from the f32 ones, so it agrees with PyTorch's f64 run.
 #[test]
 fn adamw_differs_from_pytorch_in_f32_by_pytorchs_own_rounding() -> Result<()> {
     for name in ["adamw", "adamw_clip0.5"] {
@@ -216,10 +217,10 @@ fn random_weights_are_f32_numbers_that_give_every_parameter_a_gradient() -> Resu
     Ok(())
 }
 
-// ---- normalisation and masking ----
+// ---- normalization and masking ----
 
 #[test]
-fn masked_tokens_count_neither_above_nor_below_the_line() -> Result<()> {
+fn masked_tokens_count_neither_in_the_numerator_nor_the_denominator() -> Result<()> {
     let config = small_config(false);
     let weights = random_weights(&config, 12)?;
     let batch = Batch::random(config.vocab_size, 3, 8, 13);
@@ -248,7 +249,7 @@ fn a_batch_without_labels_has_zero_loss_and_updates_nothing() -> Result<()> {
 }
 
 #[test]
-fn micro_batch_normalisation_is_the_mean_of_means() -> Result<()> {
+fn micro_batch_normalization_is_the_mean_of_means() -> Result<()> {
     let config = small_config(false);
     let weights = random_weights(&config, 16)?;
     let batch = Batch::random(config.vocab_size, 2, 8, 17);

@@ -3,7 +3,9 @@
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 use ulysses::comm::{CollectiveArgs, CommError, GroupWrapper, Pending, ProcessGroup};
-use ulysses::kernels::attention::{Attention, AttentionError, FlashAttention, Geometry, SavedAttention};
+use ulysses::kernels::attention::{
+    Attention, AttentionError, AttentionLayout, FlashAttention, SavedAttention,
+};
 use ulysses::kernels::{OpError, Workspace};
 
 /// What a [`FaultyGroup`] does to the f32 sums that it is asked for: the gradients.
@@ -57,54 +59,54 @@ impl GroupWrapper for FaultyGroup {
     }
 }
 
-/// Runs the right attention on a wrong geometry.
-pub struct WrongGeometry(pub fn(&Geometry) -> Geometry);
+/// Runs the right attention on a wrong layout.
+pub struct WrongAttentionLayout(pub fn(&AttentionLayout) -> AttentionLayout);
 
-impl WrongGeometry {
+impl WrongAttentionLayout {
     /// Attends across documents.
     pub fn ignores_cu_seqlens() -> Self {
-        Self(|geometry| {
-            let whole_rows = geometry.cu_seqlens().iter().map(|row| vec![0, row[row.len() - 1]]).collect();
-            rebuilt(geometry, whole_rows, geometry.q_to_kv().to_vec())
+        Self(|layout| {
+            let whole_rows = layout.cu_seqlens().iter().map(|row| vec![0, row[row.len() - 1]]).collect();
+            rebuilt(layout, whole_rows, layout.q_to_kv().to_vec())
         })
     }
 
     /// Takes the KV head to be `h / group`, as if heads were shared evenly.
     pub fn divides_heads_by_group() -> Self {
-        Self(|geometry| {
-            let num_heads = geometry.q_to_kv().len();
-            let num_kv_heads = geometry.q_to_kv().iter().max().map_or(1, |kv| kv + 1);
+        Self(|layout| {
+            let num_heads = layout.q_to_kv().len();
+            let num_kv_heads = layout.q_to_kv().iter().max().map_or(1, |kv| kv + 1);
             let group = num_heads.div_ceil(num_kv_heads);
             let q_to_kv = (0..num_heads).map(|head| head / group).collect();
-            rebuilt(geometry, geometry.cu_seqlens().to_vec(), q_to_kv)
+            rebuilt(layout, layout.cu_seqlens().to_vec(), q_to_kv)
         })
     }
 }
 
-fn rebuilt(geometry: &Geometry, cu_seqlens: Vec<Vec<u32>>, q_to_kv: Vec<usize>) -> Geometry {
-    let (q, kv) = (geometry.q_positions().clone(), geometry.kv_positions().clone());
-    Geometry::new(q, kv, cu_seqlens, q_to_kv, geometry.window()).expect("a valid, if wrong, geometry")
+fn rebuilt(layout: &AttentionLayout, cu_seqlens: Vec<Vec<u32>>, q_to_kv: Vec<usize>) -> AttentionLayout {
+    let (q, kv) = (layout.q_positions().clone(), layout.kv_positions().clone());
+    AttentionLayout::new(q, kv, cu_seqlens, q_to_kv, layout.window()).expect("a valid, if wrong, layout")
 }
 
-impl Attention for WrongGeometry {
+impl Attention for WrongAttentionLayout {
     fn forward(
         &self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, SavedAttention), AttentionError> {
-        FlashAttention.forward(q, k, v, &self.0(geometry), workspace)
+        FlashAttention.forward(q, k, v, &self.0(layout), workspace)
     }
 
     fn backward(
         &self,
         saved: SavedAttention,
         dout: &Tensor,
-        geometry: &Geometry,
+        layout: &AttentionLayout,
         workspace: &Workspace,
     ) -> Result<(Tensor, Tensor, Tensor), AttentionError> {
-        FlashAttention.backward(saved, dout, &self.0(geometry), workspace)
+        FlashAttention.backward(saved, dout, &self.0(layout), workspace)
     }
 }

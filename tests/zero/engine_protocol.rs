@@ -1,4 +1,4 @@
-//! forward, backward and step: the order in which they may be called, and what they refuse.
+//! forward, backward and step: the order in which they may be called, and the errors otherwise.
 
 use crate::support::mesh_run::{Layout, Rule, global_batch, layout, micro_batches, on_mesh};
 use crate::support::problems::{main_problem, packed_batch};
@@ -35,7 +35,7 @@ fn micro_step(engine: &mut Engine, batch: &MicroBatch) -> Result<()> {
     Ok(engine.backward(loss)?)
 }
 
-/// The report of an undisturbed step, without what is not computed.
+/// The report of an undisturbed step, without values that are not computed.
 fn report(engine: &mut Engine) -> StepReport {
     StepReport { comm_bytes: 0, ..engine.step().unwrap().unwrap() }
 }
@@ -111,18 +111,16 @@ fn train_batch_completes_a_step_that_was_begun() {
     assert_eq!(reports, undisturbed(2));
 }
 
-/// A micro batch with one thing wrong, and what the error must call it.
+/// A micro batch with one defect, and the name of the defect in the error.
 type Defect = (&'static str, fn(&mut MicroBatch));
 
 const DEFECTS: [Defect; 6] = [
-    ("number of rows", |batch| batch.batch += 1),
-    ("number of its tokens on this rank", |batch| batch.input_ids.truncate(1)),
-    ("number of its labels", |batch| batch.labels.push(0)),
-    ("number of its position ids", |batch| batch.position_ids.truncate(1)),
-    ("number of rows that its document boundaries cover", |batch| {
-        Arc::make_mut(&mut batch.cu_seqlens).push(vec![0, 22])
-    }),
-    // Another rank's shard, as long as the own one.
+    ("number of sequences", |batch| batch.batch += 1),
+    ("number of its local tokens", |batch| batch.input_ids.truncate(1)),
+    ("number of its local labels", |batch| batch.labels.push(0)),
+    ("number of its local position ids", |batch| batch.position_ids.truncate(1)),
+    ("number of sequences in its cu_seqlens", |batch| Arc::make_mut(&mut batch.cu_seqlens).push(vec![0, 22])),
+    // Another rank's shard, of the same length.
     ("first token of its shard", |batch| batch.shard = batch.shard.start + 1..batch.shard.end + 1),
 ];
 
@@ -142,8 +140,8 @@ fn a_micro_batch_that_does_not_fit_is_named_and_the_engine_stays_usable() {
 }
 
 #[test]
-fn a_shard_of_a_longer_row_is_refused_without_sequence_parallelism_too() {
-    // Attention over part of a row would be attention over another sequence.
+fn a_shard_of_a_longer_sequence_is_refused_without_sequence_parallelism_too() {
+    // Attention over part of a sequence would be attention over another sequence.
     let problem = main_problem(Rule::Sgd { lr: 0.1 }, None);
     let global = global_batch(&problem.batch).unwrap();
     let config = problem.json_config(layout(1, 1, 0), ROWS).unwrap();

@@ -1,5 +1,4 @@
-//! What an engine keeps between calls: recycled storage, micro batches of many lengths, and
-//! errors half-way.
+//! The engine's state between calls: recycled storage, micro batches of many lengths, and errors part-way.
 
 use crate::support::device::test_device;
 use crate::support::doubles::{Fault, FaultyGroup};
@@ -51,7 +50,7 @@ fn micro_step(engine: &mut Engine, batch: &MicroBatch) -> Result<()> {
     Ok(engine.backward(loss)?)
 }
 
-/// A Llama between a block under autograd and a layer that keeps what it returns.
+/// A Llama between a block that uses autograd and a layer that saves its output.
 fn mixed_model(config: &LlamaConfig) -> Model {
     let mut model = llama(config);
     let double = |_: &[Tensor], x: &Tensor, _: &BlockContext<'_>| x + x.sin()?;
@@ -72,12 +71,12 @@ fn recycled_storage_does_not_grow_from_step_to_step() {
                     for _ in 0..8 {
                         micro_step(engine, &batches[0])?;
                         engine.step()?;
-                        held.push(engine.workspace().bytes_held());
+                        held.push(engine.workspace().free_bytes());
                     }
                     assert!(held[0] > 0);
                     assert_eq!(held[2..], [held[2]; 6], "{layout:?}");
                     engine.evaluate(&batches[0])?;
-                    assert_eq!(engine.workspace().bytes_held(), held[2], "{layout:?}, after an evaluation");
+                    assert_eq!(engine.workspace().free_bytes(), held[2], "{layout:?}, after an evaluation");
                     Ok(())
                 });
             }
@@ -85,8 +84,8 @@ fn recycled_storage_does_not_grow_from_step_to_step() {
     }
 }
 
-/// `y = tanh(x)`, whose gradient needs `y` only: it keeps the very tensor that it returns,
-/// and takes its own result from the workspace.
+/// `y = tanh(x)`, whose gradient needs only `y`: saves the same tensor that it returns, and allocates its own
+/// result from the workspace.
 struct Tanh;
 
 impl Layer for Tanh {
@@ -112,7 +111,7 @@ impl Layer for Tanh {
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
         let y: Tensor = saved.downcast("tanh")?;
-        let dx = ctx.workspace().take(y.dims())?;
+        let dx = ctx.workspace().alloc(y.dims())?;
         ulysses::kernels::elementwise::fill(&dx, f32::NAN)?;
         let gradient = (dy * y.sqr()?.affine(-1.0, 1.0)?)?;
         ulysses::kernels::strided_copy::copy(&gradient, &dx)?;
@@ -150,7 +149,7 @@ fn autograd_tanh() -> Box<dyn Layer> {
 
 #[test]
 fn micro_batches_of_different_lengths_weigh_by_their_tokens() {
-    // Rows of 16 and of 22 tokens: as two micro steps in either order, and on two dp ranks.
+    // Sequences of 16 and of 22 tokens: as two micro steps in either order, and on two dp ranks.
     let lengths = [16, 22];
     let rows = lengths.map(|seq_len| Batch::random(CONFIG.vocab_size, 1, seq_len, seq_len as u64));
     let problem = problem();
@@ -235,7 +234,7 @@ fn a_loss_does_not_outlive_the_parameters_that_made_it() {
         engine.step()?;
         let error = engine.backward(second).unwrap_err();
         assert!(matches!(error, EngineError::StaleLoss { made: 0, now: 1 }), "{error}");
-        // The engine itself is fine.
+        // The engine itself still works.
         micro_step(engine, &batches[0])?;
         assert_eq!(engine.step()?.unwrap().step, 2);
         Ok(())
@@ -279,11 +278,11 @@ fn two_parameters_of_one_name_are_refused() {
 }
 
 #[test]
-fn evaluation_is_the_loss_over_the_whole_mesh_whatever_the_number_of_rows() {
+fn evaluation_is_the_loss_over_the_whole_mesh_for_any_number_of_sequences() {
     let expected = problem().reference().unwrap().steps[0].loss;
     let global = global_batch(&packed_batch()).unwrap();
     for layout in [layout(1, 1, 0), layout(2, 3, 3), layout(4, 1, 2)] {
-        // Twice as many rows as a training micro batch has with accumulation 2.
+        // Twice as many sequences as a training micro batch has with accumulation 2.
         let accumulated = Layout { accumulation: 2, ..layout };
         on_ranks(&problem(), accumulated, |engine, _| {
             let rows = ROWS / layout.dp;
@@ -299,7 +298,7 @@ fn evaluation_is_the_loss_over_the_whole_mesh_whatever_the_number_of_rows() {
 }
 
 #[test]
-fn document_boundaries_must_end_with_the_row() {
+fn document_boundaries_must_end_with_the_sequence() {
     on_ranks(&problem(), layout(1, 1, 0), |engine, batches| {
         let mut batch = batches[0].clone();
         let mut boundaries = batch.cu_seqlens.to_vec();
@@ -311,11 +310,11 @@ fn document_boundaries_must_end_with_the_row() {
 }
 
 #[test]
-fn replicas_that_drift_apart_along_dp_are_noticed() {
+fn replicas_that_drift_apart_along_dp_are_detected() {
     let problem = problem();
     let global = global_batch(&problem.batch).unwrap();
-    // At stage 0 each dp rank updates its own copy of everything: without the sum over dp the
-    // copies follow different gradients.
+    // At stage 0 each dp rank updates its own copy of everything: without the sum over dp, the copies follow
+    // different gradients.
     let config = problem.json_config(layout(2, 1, 0), ROWS).unwrap();
     let check = |fault: Option<Fault>| {
         let run = |_: usize, groups: ZeroGroups| {
@@ -342,7 +341,7 @@ fn replicas_that_drift_apart_along_dp_are_noticed() {
 }
 
 #[test]
-fn optimizer_state_that_drifts_apart_is_noticed_before_it_shows_in_parameters() {
+fn optimizer_state_that_drifts_apart_is_detected_before_parameters_differ() {
     let problem = main_problem(Rule::AdamW(ADAMW), None);
     for (layout, expected_axis) in [(layout(1, 2, 2), "sp"), (layout(2, 1, 0), "dp")] {
         let global = global_batch(&problem.batch).unwrap();

@@ -1,4 +1,5 @@
-//! Frozen parameters: no gradient, no state, no change; the others are trained as if nothing had been frozen.
+//! Frozen parameters: no gradient, no optimizer state, no change. The others are trained as if nothing were
+//! frozen.
 
 use crate::support::compare::{assert_all_close, assert_scalar_close, values};
 use crate::support::mesh_run::{Layout, Problem, Rule, bits, by_name, layout};
@@ -15,7 +16,8 @@ const LAMB: LambConfig =
 /// Whether a parameter of this name is frozen.
 type IsFrozen = fn(&str) -> bool;
 
-/// What is frozen, and by hand which parameters that are. Parts of units, whole units, all but one matrix of each.
+/// Patterns of frozen parameters, and by hand which parameters these are: parts of units, whole units, all
+/// but one matrix of each.
 const CASES: [(&str, IsFrozen); 4] = [
     ("embed_tokens|norm", |name| name.contains("embed_tokens") || name.contains("norm")),
     (r"layers\.0\.|lm_head", |name| name.contains("layers.0.") || name.contains("lm_head")),
@@ -38,7 +40,7 @@ fn freeze(problem: &mut Problem, pattern: &str) {
     problem.extra["ulysses"] = json!({ "parameter_groups": groups });
 }
 
-/// What must hold of a run with frozen parameters, given the same run without.
+/// Compares a run with frozen parameters with the same run without.
 fn check(label: &str, (frozen, plain): (&BatchOutcome, &BatchOutcome), is_frozen: IsFrozen, start: &Tensors) {
     assert_eq!(frozen.loss.to_bits(), plain.loss.to_bits(), "{label}: loss");
     let gradients = by_name(&frozen.gradients);
@@ -66,7 +68,7 @@ fn check(label: &str, (frozen, plain): (&BatchOutcome, &BatchOutcome), is_frozen
 fn frozen_parameters_keep_their_bits_and_the_others_get_the_gradients_of_a_run_without_any() {
     for checkpointing in [false, true] {
         for layout in layouts() {
-            // Clipped: the norm that the update sees is that of the trained parameters.
+            // Clipped: the norm of the update is that of the trained parameters.
             let mut problem = main_problem(Rule::AdamW(ADAMW), Some(0.5));
             problem.extra["ulysses"] = json!({ "activation_checkpointing": checkpointing });
             let plain = problem.run(layout).unwrap();
@@ -81,7 +83,7 @@ fn frozen_parameters_keep_their_bits_and_the_others_get_the_gradients_of_a_run_w
     }
 }
 
-/// With a tied head the shared matrix is one parameter: it is frozen in both places, or in none.
+/// With a tied head the shared matrix is one parameter: it is frozen in both roles, or in none.
 #[test]
 fn a_tied_matrix_and_biases_are_frozen_as_others_are() {
     let config = ReferenceConfig { tie_word_embeddings: true, qkv_bias: true, num_layers: 1, ..CONFIG };
@@ -103,7 +105,7 @@ fn a_tied_matrix_and_biases_are_frozen_as_others_are() {
     }
 }
 
-/// The reference's optimizer of each parameter that is not frozen.
+/// The reference's optimizer for each parameter that is not frozen.
 struct Partly {
     rule: Rule,
     is_frozen: IsFrozen,
@@ -160,9 +162,9 @@ fn all_four_stages_give_the_same_bits() {
     }
 }
 
-/// Without a master copy a frozen parameter is what 16 bits hold of it.
+/// Without a master copy, a frozen parameter has the precision of 16 bits.
 #[test]
-fn in_16_bits_a_frozen_parameter_is_the_rounded_one_and_stays_it() {
+fn in_16_bits_a_frozen_parameter_stays_the_rounded_value() {
     for (stage, (dp, sp)) in [(0, (1, 1)), (1, (2, 2)), (2, (3, 1)), (3, (2, 1))] {
         let mut problem = main_problem(Rule::AdamW(ADAMW), None);
         problem.extra = json!({ "bf16": { "enabled": true } });
@@ -197,7 +199,7 @@ fn a_parameter_is_frozen_by_its_first_group_only() {
 }
 
 #[test]
-fn groups_that_freeze_everything_or_nothing_are_errors_that_name_their_pattern() {
+fn groups_that_freeze_everything_or_nothing_are_errors_with_their_pattern() {
     let all = refusal(json!([{ "match": "norm", "frozen": true }, { "match": "weight$", "frozen": true }]));
     let expected = "freezes every parameter (\"norm\", \"weight$\"), so there is nothing to train";
     assert!(all.contains(expected), "{all}");

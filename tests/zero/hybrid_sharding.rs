@@ -1,5 +1,5 @@
-//! ZeRO's partitions over a part of dp, with replicas of them over the rest (HSDP, MiCS): the same maths, less held
-//! than by replicas, more than by partitions over all of dp.
+//! Hybrid sharding (HSDP, MiCS): partitions over a part of dp, with replicas over the rest. The math is the
+//! same; memory is less than with replicas alone, and more than with partitions over all of dp.
 
 use crate::support::doubles::{Fault, FaultyGroup};
 use crate::support::mesh_run::{
@@ -15,7 +15,7 @@ use ulysses::engine::EngineError;
 use ulysses::kernels::attention::FlashAttention;
 use ulysses::zero::{HybridGroups, ZeroGroups};
 
-/// dp × sp with the size of the shards: replicas without sp, with it, with an uneven one, and of a whole.
+/// dp × sp with the shard size: replicas without sp, with sp, with uneven sp, and of whole buffers.
 const MESHES: [(usize, usize, usize); 4] = [(4, 1, 2), (4, 2, 2), (2, 3, 1), (4, 1, 1)];
 
 fn hybrid((dp, sp, shard_size): (usize, usize, usize), stage: u8) -> Layout {
@@ -56,7 +56,7 @@ fn without_accumulation_all_stages_give_the_same_bits() {
 }
 
 #[test]
-fn each_rank_holds_the_partition_of_its_place_in_the_replica() {
+fn each_rank_has_the_partition_of_its_shard_rank() {
     let problem = main_problem(Rule::AdamW(ADAMW), None);
     let held = |layout: Layout| {
         let config = problem.json_config(layout, 4).unwrap();
@@ -67,7 +67,7 @@ fn each_rank_holds_the_partition_of_its_place_in_the_replica() {
         seen.unwrap()
     };
     for stage in 1..=3 {
-        // Two partitions are those of a dp axis of two, however many replicas there are.
+        // Two partitions equal those of a dp axis of two, for any number of replicas.
         let plain = held(layout(2, 1, stage));
         assert_eq!(held(hybrid((4, 1, 2), stage)), [plain[0], plain[1], plain[0], plain[1]]);
         assert_eq!(plain[0].0, 2);
@@ -84,7 +84,7 @@ fn without_the_sum(groups: ZeroGroups) -> ZeroGroups {
 }
 
 #[test]
-fn a_group_that_skips_the_sum_over_replicas_is_noticed() {
+fn a_group_that_skips_the_sum_over_replicas_is_detected() {
     let problem = main_problem(Rule::Sgd { lr: 0.1 }, None);
     let expected = problem.reference().unwrap();
     let doubles = Doubles { groups: without_the_sum, ..Doubles::default() };
@@ -122,7 +122,7 @@ fn replicas_that_drift_apart_are_named() {
 }
 
 #[test]
-fn a_size_of_partitions_that_does_not_divide_dp_is_refused_by_key_and_line() {
+fn a_shard_size_that_does_not_divide_dp_is_refused_by_key_and_line() {
     let message = |zero: &str| {
         let text = format!(
             "{{ \"train_batch_size\": 8, \"mesh_param\": [4, 1],\n  \"zero_optimization\": {zero} }}"
@@ -141,13 +141,13 @@ fn a_size_of_partitions_that_does_not_divide_dp_is_refused_by_key_and_line() {
     let both = message(r#"{ "stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4 }"#).unwrap_err();
     assert!(both.contains("mics_shard_size") && both.contains("zero_hpz_partition_size"), "{both}");
     assert_eq!(message(r#"{ "stage": 3, "zero_hpz_partition_size": 2 }"#), Ok(Some(2)));
-    // All of dp, and the defaults of both keys, are no hybrid sharding.
+    // All of dp, and the defaults of both keys, are not hybrid sharding.
     assert_eq!(message(r#"{ "stage": 3, "mics_shard_size": 4 }"#), Ok(None));
     assert_eq!(message(r#"{ "stage": 3, "mics_shard_size": -1, "zero_hpz_partition_size": 1 }"#), Ok(None));
 }
 
 #[test]
-fn the_resolved_config_says_the_size_of_the_partitions() {
+fn the_resolved_config_has_the_shard_size() {
     let text = r#"{ "train_batch_size": 4, "mesh_param": [4, 1], "zero_optimization": { "stage": 3, "mics_shard_size": 2 } }"#;
     let config = Config::from_json_str(text, "run.json").unwrap();
     let again = Config::from_json_str(&serde_json::to_string(&config).unwrap(), "again.json").unwrap();

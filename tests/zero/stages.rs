@@ -1,5 +1,5 @@
-//! ZeRO decides where things are held and never what is computed: the stages agree to the
-//! bit, and so do repeated runs.
+//! ZeRO decides where tensors are stored and never what is computed: the stages agree bit for bit, and so do
+//! repeated runs.
 
 use crate::support::compare::{assert_all_close, assert_scalar_close};
 use crate::support::mesh_run::{
@@ -17,7 +17,7 @@ const MESHES: [(usize, usize); 6] = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 3), (4,
 
 const CLIP: f64 = 0.25;
 
-/// SGD and AdamW, clipped and not, with a head of its own and a tied one.
+/// SGD and AdamW, with and without clipping, with a separate and a tied head.
 fn problems() -> impl Iterator<Item = (String, Problem)> {
     let rules = [Rule::Sgd { lr: 0.1 }, Rule::AdamW(ADAMW)];
     let clipped = rules.into_iter().flat_map(|rule| [None, Some(CLIP)].map(|clip| (rule, clip)));
@@ -33,8 +33,8 @@ fn all_stages(problem: &Problem, layout: Layout) -> [BatchOutcome; 4] {
     [0, 1, 2, 3].map(|stage| problem.run(Layout { stage, ..layout }).unwrap())
 }
 
-/// Losses, norms, gradients and parameters, to the bit. The first comparison only tells
-/// which tensor it is.
+/// Compares losses, norms, gradients and parameters bit for bit. The first comparison only tells which tensor
+/// differs.
 #[track_caller]
 fn assert_identical(label: &str, actual: &BatchOutcome, expected: &BatchOutcome) {
     assert_close(label, actual, expected, 0.0);
@@ -74,9 +74,9 @@ fn without_accumulation_all_four_stages_give_the_same_bits() {
 #[test]
 fn with_accumulation_stages_0_and_1_agree_to_the_bit_and_so_do_2_and_3() {
     for (name, mut problem) in problems() {
-        // AdamW divides a gradient by |gradient| + eps: with an eps of 1e-8 the rounding of a sum, below
-        // 1e-6 here, can turn the step of a small gradient around. An eps above that error and far below
-        // most gradients (2e-3 rms where they are clipped) bounds what it can do to a step.
+        // AdamW divides a gradient by |gradient| + eps. With an eps of 1e-8, rounding of a sum (below 1e-6
+        // here) can reverse the step of a small gradient. An eps above that error, and far below most
+        // gradients (2e-3 rms when clipped), limits its effect on a step.
         if let Rule::AdamW(adamw) = &mut problem.rule {
             adamw.eps = 1e-5;
         }
@@ -85,7 +85,7 @@ fn with_accumulation_stages_0_and_1_agree_to_the_bit_and_so_do_2_and_3() {
             let [zero, one, two, three] = all_stages(&problem, Layout { accumulation, ..layout(dp, sp, 0) });
             assert_identical(&format!("{label}: 1 and 0"), &one, &zero);
             assert_identical(&format!("{label}: 3 and 2"), &three, &two);
-            // Over dp first or over micro steps first: another order of summation.
+            // First over dp, or first over micro steps: another order of summation.
             assert_close(&format!("{label}: 2 and 0"), &two, &zero, 1e-6);
         }
     }
@@ -133,9 +133,9 @@ fn unit_numels(config: &ReferenceConfig) -> Vec<usize> {
 }
 
 #[test]
-fn the_zero_world_of_a_live_engine_is_dp_size_whatever_sp_is() {
+fn the_zero_world_of_a_live_engine_is_dp_size_for_every_sp() {
     let mut problem = main_problem(Rule::AdamW(ADAMW), None);
-    // Five ranks divide none of the units; dp 5 also needs rows that it divides.
+    // Five ranks divide none of the units evenly; dp 5 also needs sequences that it divides.
     problem.batch = Batch::random(CONFIG.vocab_size, 20, 8, 1);
     let global = global_batch(&problem.batch).unwrap();
     for (dp, sp) in [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 2), (5, 1), (5, 2)] {

@@ -86,12 +86,12 @@ fn measure(
         Case::new(|| Ok(strided_copy::copy(&tokens, &copied)?)),
         Case::new(|| {
             let HeadSharded(heads) = exchange.out_seq_to_head(&SeqSharded(tokens.clone()), &workspace)?;
-            workspace.give(heads);
+            workspace.recycle(heads);
             Ok(())
         }),
         Case::new(|| {
             let SeqSharded(tokens) = exchange.out_head_to_seq(&heads, &workspace)?;
-            workspace.give(tokens);
+            workspace.recycle(tokens);
             Ok(())
         }),
     ];

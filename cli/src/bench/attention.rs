@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use ulysses::comm::RankContext;
 use ulysses::device::DeviceKind;
-use ulysses::kernels::attention::{Geometry, Gradients, Operands, Upstream, backward, delta, forward};
+use ulysses::kernels::attention::{AttentionLayout, Gradients, Operands, Upstream, backward, delta, forward};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -42,8 +42,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     // q, k, v, o and the gradient of each.
     settings::check_tensors(device, 8.0 * head_elems * args.dtype.copies())?;
     let heads = (0..usize::from(args.num_heads)).collect::<Vec<_>>();
-    let geometry = Geometry::causal(1, args.seq_len, heads).or_usage()?;
-    let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &geometry))?;
+    let layout = AttentionLayout::causal(1, args.seq_len, heads).or_usage()?;
+    let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &layout))?;
     let settings = json!({
         "seq_len": args.seq_len, "num_heads": args.num_heads, "head_dim": args.head_dim,
         "dtype": args.dtype.name(), "device": args.device.name(),
@@ -55,10 +55,15 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
 }
 
 /// The square product and the passes; what is not in f32 beside the same in f32.
-fn measure(rank: &RankContext, device: DeviceKind, args: &Args, geometry: &Geometry) -> Result<Vec<Figure>> {
+fn measure(
+    rank: &RankContext,
+    device: DeviceKind,
+    args: &Args,
+    layout: &AttentionLayout,
+) -> Result<Vec<Figure>> {
     let device = device.open(rank.rank)?;
     let operation =
-        |dtype: DtypeArg| Operation::new(geometry, usize::from(args.head_dim), dtype.dtype(), &device);
+        |dtype: DtypeArg| Operation::new(layout, usize::from(args.head_dim), dtype.dtype(), &device);
     let in_f32 = operation(DtypeArg::F32)?;
     let other = if args.dtype == DtypeArg::F32 { None } else { Some(operation(args.dtype)?) };
     let square = Square::new(DType::F32, &device)?;
@@ -69,7 +74,7 @@ fn measure(rank: &RankContext, device: DeviceKind, args: &Args, geometry: &Geome
     let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
     // Two products of head_dim multiply-adds for every visible pair forward, five backward.
     let heads = f64::from(args.num_heads) * f64::from(args.head_dim);
-    let (products, elems) = (geometry.num_visible_pairs() as f64 * heads, f64::from(args.seq_len) * heads);
+    let (products, elems) = (layout.num_visible_pairs() as f64 * heads, f64::from(args.seq_len) * heads);
     let mut figures = |dtype: DtypeArg| -> Vec<Figure> {
         let passes = [("forward", 4.0 * products), ("backward", 10.0 * products), ("delta", 2.0 * elems)];
         let figures = passes.into_iter().zip(&mut seconds).map(|((pass, flops), seconds)| {
@@ -87,7 +92,7 @@ fn measure(rank: &RankContext, device: DeviceKind, args: &Args, geometry: &Geome
 
 /// Attention of random tensors, with its gradients.
 pub(super) struct Operation<'a> {
-    geometry: &'a Geometry,
+    layout: &'a AttentionLayout,
     scale: f32,
     qkv: [Tensor; 3],
     o: Tensor,
@@ -100,12 +105,12 @@ pub(super) struct Operation<'a> {
 impl<'a> Operation<'a> {
     /// Of one row whose queries, keys and values have as many heads.
     pub(super) fn new(
-        geometry: &'a Geometry,
+        layout: &'a AttentionLayout,
         head_dim: usize,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let (seq_len, num_heads) = (geometry.q_positions().len(), geometry.q_to_kv().len());
+        let (seq_len, num_heads) = (layout.q_positions().len(), layout.q_to_kv().len());
         let random = || {
             let numbers = Tensor::randn(0f32, 1.0, (1, seq_len, num_heads, head_dim), device)?;
             numbers.to_dtype(dtype)
@@ -113,7 +118,7 @@ impl<'a> Operation<'a> {
         let (qkv, dout) = ([random()?, random()?, random()?], random()?);
         let lse = Tensor::zeros((1, num_heads, seq_len), DType::F32, device)?;
         Ok(Self {
-            geometry,
+            layout,
             scale: (1.0 / (head_dim as f64).sqrt()) as f32,
             o: dout.zeros_like()?,
             dqkv: [dout.zeros_like()?, dout.zeros_like()?, dout.zeros_like()?],
@@ -126,7 +131,7 @@ impl<'a> Operation<'a> {
 
     fn operands(&self) -> Operands<'_> {
         let [q, k, v] = &self.qkv;
-        Operands { q, k, v, scale: self.scale, geometry: self.geometry }
+        Operands { q, k, v, scale: self.scale, layout: self.layout }
     }
 
     pub(super) fn forward(&self) -> Case<'_> {

@@ -13,11 +13,11 @@ use std::path::{Path, PathBuf};
 use ulysses::comm::{LaunchOptions, RankContext};
 use ulysses::config::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 use ulysses::device::DeviceKind;
-use ulysses::kernels::attention::Geometry;
+use ulysses::kernels::attention::AttentionLayout;
 use ulysses::kernels::optimizer::adamw::{self, AdamParams};
 use ulysses::kernels::{rms_norm, strided_copy, swiglu};
 use ulysses::model::{LlamaConfig, preset};
-use ulysses::offload::{OffloadError, OffloadStore, Use};
+use ulysses::offload::{OffloadError, OffloadStore, StoreLabel};
 
 /// Elements of a collective that takes nothing but its latency.
 const FEW: usize = 8;
@@ -57,7 +57,7 @@ pub(super) struct Args {
 struct Bench<'a> {
     args: &'a Args,
     model: LlamaConfig,
-    geometry: Geometry,
+    layout: AttentionLayout,
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -67,8 +67,9 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let options = settings::launch_options(args.threads_per_rank, ranks)?;
     let tensors = args.tokens as usize * 8 * (2 * model.intermediate_size + 2 * model.hidden_size);
     settings::check_tensors(device, (ranks * (tensors + 8 * (usize::from(args.mib) << 18))) as f64)?;
-    let geometry = Geometry::causal(1, args.tokens, (0..model.num_heads).collect::<Vec<_>>()).or_usage()?;
-    let bench = Bench { args, model, geometry };
+    let layout =
+        AttentionLayout::causal(1, args.tokens, (0..model.num_heads).collect::<Vec<_>>()).or_usage()?;
+    let bench = Bench { args, model, layout };
     let rates_of = |dtype| on_ranks(ranks, &options, |rank| bench.rates(rank, device, dtype)).map(Some);
     let rates = RatesByFormat { f32: rates_of(DType::F32)?, bf16: rates_of(DType::BF16)?, fp16: None };
     let profile = MachineProfile {
@@ -110,10 +111,10 @@ impl Bench<'_> {
         let device = device.open(rank.rank)?;
         let (square, tokens) = (Square::new(dtype, &device)?, self.args.tokens as usize);
         let products = Product::all(&self.model, tokens, dtype, &device)?;
-        let attention = Operation::new(&self.geometry, self.model.head_dim, dtype, &device)?;
+        let attention = Operation::new(&self.layout, self.model.head_dim, dtype, &device)?;
         let elementwise = Elementwise::new(&self.model, tokens, dtype, &device)?;
         let LlamaConfig { num_heads, head_dim, .. } = self.model;
-        let products_of_pairs = self.geometry.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;
+        let products_of_pairs = self.layout.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;
         let mut cases = vec![square.case(), attention.forward(), attention.backward()];
         let mut work = vec![square.flops(), 4.0 * products_of_pairs, 8.0 * products_of_pairs];
         let of_products =
@@ -170,16 +171,16 @@ impl Bench<'_> {
         if device != DeviceKind::Cpu {
             return Ok(None);
         }
-        let use_ = Use { holds: "what is measured", key: "--offload-path" };
+        let label = StoreLabel { holds: "what is measured", key: "--offload-path" };
         let directory = self.args.offload_path.as_deref();
         // Refused before anything starts.
-        OffloadStore::in_file(use_, directory).or_usage()?;
-        let measure = |rank: &RankContext| self.file_of(rank, use_, directory);
+        OffloadStore::in_file(label, directory).or_usage()?;
+        let measure = |rank: &RankContext| self.file_of(rank, label, directory);
         on_ranks(ranks, options, measure).map(Some)
     }
 
-    fn file_of(&self, rank: &RankContext, use_: Use, directory: Option<&Path>) -> Result<f64> {
-        let file = OffloadStore::in_file(use_, directory)?;
+    fn file_of(&self, rank: &RankContext, label: StoreLabel, directory: Option<&Path>) -> Result<f64> {
+        let file = OffloadStore::in_file(label, directory)?;
         let bytes = usize::from(self.args.mib) << 20;
         let back = Tensor::ones(bytes / size_of::<f32>(), DType::F32, &Device::Cpu)?;
         let there_and_back = Case::new(|| {

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 use ulysses::checkpoint::{LocalStorage, Storage};
 use ulysses::device::DeviceKind;
-use ulysses::kernels::linear::bf16_products;
+use ulysses::kernels::linear::bf16_gemm;
 use ulysses::kernels::strided_copy;
 
 /// Measured repetitions of a rate.
@@ -33,7 +33,7 @@ pub(super) fn processor() -> Vec<Finding> {
         text += &format!(" (not {})", missing.join(" "));
     }
     // Whether the environment can be read is the program's first question.
-    let bf16 = bf16_products().ok().flatten().unwrap_or("none: multiplied in f32");
+    let bf16 = bf16_gemm().ok().flatten().unwrap_or("none: multiplied in f32");
     vec![
         Finding::new("processor", "model", State::Ok, processor_name()),
         Finding::new("processor", "vector features", state, text),

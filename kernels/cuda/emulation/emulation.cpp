@@ -21,11 +21,12 @@ enum class State { kReady, kAtWarp, kAtBlock, kDone };
 struct Fiber {
     std::unique_ptr<char[]> stack;
     ucontext_t start;
-    // Switching by setjmp: swapcontext would ask the system for the signal mask each time.
+    // Switches by setjmp, since swapcontext would make a system call for the signal mask each time.
     jmp_buf here;
     bool is_started = false;
     State state = State::kDone;
-    // Shuffles alternate between two slots: a lane may come to its next one before others have read this one.
+    // Shuffles alternate between two slots, because a lane may reach its next shuffle before others have read
+    // this one.
     alignas(8) unsigned char slots[2][8];
     unsigned slot = 0;
 };
@@ -46,7 +47,7 @@ std::unordered_map<std::string, Entry> &entries() {
     return all;
 }
 
-// Runs the kernel over and over, once each time the scheduler lets this fiber go on.
+// Runs the kernel repeatedly, once each time the scheduler resumes this fiber.
 void fiber_main() {
     for (;;) {
         block.entry->run(block.arguments);
@@ -71,7 +72,7 @@ void prepare(Fiber &fiber) {
     makecontext(&fiber.start, fiber_main, 0);
 }
 
-// Lets thread `index` run until it stops.
+// Runs thread `index` until it stops.
 void resume(unsigned index) {
     Fiber &fiber = *block.fibers[index];
     block.current = index;
@@ -92,7 +93,7 @@ void release(unsigned begin, unsigned end) {
     for (unsigned i = begin; i < end; ++i) block.fibers[i]->state = State::kReady;
 }
 
-// Lets those go on who have all come to the same place. Returns false once all threads have ended.
+// Releases the threads that have all reached the same barrier. Returns false once all threads have ended.
 bool release_those_who_met() {
     const unsigned threads = block_size.x;
     if (count(0, threads, State::kDone) == threads) return false;
@@ -113,7 +114,7 @@ bool release_those_who_met() {
 }
 
 void run_block() {
-    // Whoever reads shared memory before writing it reads NaN.
+    // Shared memory starts as NaN, so that a read before a write shows.
     std::fill(block.shared.begin(), block.shared.end(), 0xff);
     release(0, block_size.x);
     do {
@@ -149,13 +150,13 @@ void *dynamic_shared() { return block.shared.data(); }
 
 extern "C" {
 
-// The parameters of a kernel, or null when there is none of that name.
+// The parameters of a kernel, or null if there is no kernel of that name.
 const char *ulysses_emulation_signature(const char *name) {
     const auto found = emulation::entries().find(name);
     return found == emulation::entries().end() ? nullptr : found->second.signature.c_str();
 }
 
-// Runs a kernel over a grid of one-dimensional blocks. Returns null, or what went wrong.
+// Runs a kernel over a grid of one-dimensional blocks. Returns null, or an error message.
 const char *ulysses_emulation_launch(const char *name, const unsigned grid[3], unsigned threads,
                                      std::size_t shared_bytes, void **arguments) {
     using namespace emulation;
@@ -182,7 +183,7 @@ const char *ulysses_emulation_launch(const char *name, const unsigned grid[3], u
             }
         }
     } catch (const std::exception &) {
-        // The fibers hang in the middle of the kernel: new ones must take their place.
+        // The fibers are suspended in the middle of the kernel, so they are replaced by new ones.
         block.fibers.clear();
         return "a barrier or a shuffle is not reached by all threads it needs";
     }

@@ -1,10 +1,11 @@
-// Runs the kernels of this project on the host, as plain C++: a test of their indexing, barriers and arithmetic.
+// Runs this project's kernels on the host, as plain C++, to test their indexing, barriers and arithmetic.
 //
 // The host compiler reads every `kernels/*.cu` with this header before it. The blocks of a grid run one after
-// another; the threads of a block are fibers that run in turn and stop where the GPU's would wait: at a barrier
-// of the block, and at a shuffle of the warp. So a missing barrier is found where it lets a thread read before
-// another has written in this order, and a barrier that not all threads reach is an error. What a host cannot
-// show: races that this order hides, bank conflicts, coalescing, registers, the rounding of fast intrinsics.
+// another. The threads of a block are fibers that run in turn and stop where GPU threads would wait: at a
+// barrier of the block, and at a shuffle of the warp. So a missing barrier is found if, in this order, a
+// thread reads before another has written; and a barrier that not all threads reach is an error. A host
+// cannot show races that this order hides, bank conflicts, coalescing, registers, and the rounding of fast
+// intrinsics.
 
 #pragma once
 
@@ -21,7 +22,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// Blocks run one after another on a host thread, so what a block shares can be the thread's.
+// Blocks run one after another on a host thread, so shared memory can be thread-local.
 #define __shared__ static thread_local
 
 struct Index3 {
@@ -32,11 +33,11 @@ namespace emulation {
 
 inline thread_local Index3 thread_index{}, block_index{}, block_size{}, grid_size{};
 
-// Stops this fiber until all threads of the block have come here.
+// Stops this fiber until all threads of the block have reached this point.
 void sync_block();
-// Stops this fiber until all lanes of its warp have come here.
+// Stops this fiber until all lanes of its warp have reached this point.
 void sync_warp();
-// Where this lane leaves a value for its warp, and where lane `lane` left its own.
+// Slot in which this lane leaves a value for its warp, and the slot of lane `lane`.
 void *exchange_slot();
 const void *exchange_slot_of(unsigned lane);
 void *dynamic_shared();
@@ -50,9 +51,9 @@ template <typename T> T shuffle(T value, unsigned source_lane) {
     return value;
 }
 
-// A kernel's parameters as text, which the launching side compares with what it passes: `W4` is a pointer to
-// elements of 4 bytes that are written, `R4` one that is only read, `u4` `U8` `i4` `f4` are scalars, and `s24` is
-// a struct of 24 bytes passed by value.
+// A kernel's parameters as text, which the launching side compares with its arguments. `W4` is a pointer to
+// writable elements of 4 bytes, `R4` a read-only one, `u4` `U8` `i4` `f4` are scalars, and `s24` is a struct
+// of 24 bytes passed by value.
 template <typename T> struct Describe {
     static std::string text() { return "s" + std::to_string(sizeof(T)); }
 };
@@ -144,7 +145,7 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 inline float bf16_to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
-// To nearest even, as `cvt.rn.bf16.f32`; a NaN stays one.
+// Rounds to nearest even, as `cvt.rn.bf16.f32` does; NaN stays NaN.
 inline bf16 float_to_bf16(float x) {
     const unsigned bits = __float_as_uint(x);
     if (x != x) return {0x7fff};

@@ -1,16 +1,16 @@
-//! Ranges of tokens, and the grid that they are cut along.
+//! Ranges of tokens, and the grid of blocks that divides them.
 
 use std::ops::Range;
 
-/// The blocks of a grid over `0..total` that `range` touches.
+/// The blocks of a grid over `0..total` that overlap `range`.
 ///
-/// Blocks are never cut to `range`, so that all passes over a problem see the same ones.
+/// Blocks are not clipped to `range`, so that all passes over a problem use the same ones.
 pub(super) fn blocks(range: Range<usize>, total: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     let touched = if range.is_empty() { 0..0 } else { range.start / size..range.end.div_ceil(size) };
     touched.map(move |block| block * size..total.min((block + 1) * size))
 }
 
-/// The common part of two ranges; empty, but within `b`'s ends, when there is none.
+/// The intersection of two ranges. If there is none, an empty range within `b`'s bounds.
 pub(super) fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.clamp(b.start, b.end);
     start..a.end.clamp(start, b.end)

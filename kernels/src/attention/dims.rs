@@ -1,6 +1,6 @@
 //! The sizes of a call.
 
-/// Sizes of one call.
+/// The sizes of a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Dims {
     pub(super) batch: usize,

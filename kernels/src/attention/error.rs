@@ -1,9 +1,9 @@
-//! What can be wrong with an attention call.
+//! Errors of attention calls.
 
 use crate::OpError;
 use std::error::Error;
 
-/// A failed attention call; the message says what would have been valid.
+/// A failed attention call; the message says what would be valid.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AttentionError {
@@ -15,43 +15,43 @@ pub enum AttentionError {
     PositionsNotAscending {
         /// `"q"` or `"kv"`.
         which: &'static str,
-        /// Index of the offending position.
+        /// Index of the wrong position.
         index: usize,
-        /// The position before it.
+        /// The previous position.
         previous: u32,
-        /// The offending position.
+        /// The wrong position.
         position: u32,
     },
-    /// A token lies behind the end of its row.
-    #[error("{which} position {position} lies outside the row; valid positions are below {seq_len}")]
-    PositionOutsideRow {
+    /// A token lies beyond the end of its sequence.
+    #[error("{which} position {position} lies outside the sequence; valid positions are below {seq_len}")]
+    PositionOutsideSequence {
         /// `"q"` or `"kv"`.
         which: &'static str,
-        /// The offending position.
+        /// The wrong position.
         position: u32,
-        /// Length of the rows.
+        /// Length of the sequences.
         seq_len: u32,
     },
-    /// There are no batch rows, so the length of a row is unknown.
-    #[error("cu_seqlens has no rows; it needs one list of document boundaries per batch row")]
-    NoRows,
-    /// A row's document boundaries do not cover the row.
+    /// There are no sequences, so their length is unknown.
+    #[error("cu_seqlens is empty; it needs one list of document boundaries per sequence")]
+    NoSequences,
+    /// The document boundaries do not cover their sequence.
     #[error(
-        "row {row}: document boundaries must start with 0, never decrease and end with {seq_len} (the length \
+        "sequence {row}: document boundaries must start with 0, never decrease and end with {seq_len} (the length \
          of the first row), got {boundaries:?}"
     )]
     Boundaries {
-        /// Batch row.
+        /// Index of the sequence.
         row: usize,
-        /// Length of the rows.
+        /// Length of the sequences.
         seq_len: u32,
-        /// What was given.
+        /// The given boundaries.
         boundaries: Vec<u32>,
     },
-    /// A sliding window that not even the query itself fits in.
+    /// A sliding window of 0 excludes even the query itself.
     #[error("a sliding window of 0 tokens sees nothing; use 1 or more, or None for no window")]
     EmptyWindow,
-    /// A query head is mapped to a KV head that the tensors do not have.
+    /// A query head is mapped to a KV head that does not exist.
     #[error(
         "{op}: query head {q_head} is mapped to KV head {kv_head}, but k and v have {num_kv_heads} heads \
          (valid are indices below that)"
@@ -61,36 +61,36 @@ pub enum AttentionError {
         op: &'static str,
         /// Local query head.
         q_head: usize,
-        /// The KV head it was mapped to.
+        /// Its KV head.
         kv_head: usize,
-        /// KV heads in `k` and `v`.
+        /// KV heads of `k` and `v`.
         num_kv_heads: usize,
     },
-    /// A tensor has another shape than the other operands and the geometry imply.
+    /// A tensor's shape does not match the other operands and the layout.
     #[error("{op}: {tensor} must have shape {expected:?}, got {got:?}")]
     Shape {
         /// The operation.
         op: &'static str,
         /// Name of the tensor.
         tensor: &'static str,
-        /// The shape that the other operands imply.
+        /// Expected shape.
         expected: Vec<usize>,
-        /// The tensor's shape.
+        /// Actual shape.
         got: Vec<usize>,
     },
-    /// A tensor is not one that kernels take, or they failed.
+    /// A tensor is not supported, or a kernel failed.
     #[error(transparent)]
     Op(#[from] OpError),
     /// candle refused a tensor operation.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
-    /// Another implementation of [`Attention`](super::Attention) failed, e.g. its communication did.
+    /// Another implementation of [`Attention`](super::Attention) failed, for example its communication.
     #[error(transparent)]
     Other(Box<dyn Error + Send + Sync>),
 }
 
 impl AttentionError {
-    /// Wraps the error of an implementation that does more than compute.
+    /// Wraps the error of another implementation.
     pub fn other(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Other(error.into())
     }

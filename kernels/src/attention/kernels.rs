@@ -1,7 +1,7 @@
-//! The tensor-level entry points: check the operands, then run the kernels of their device.
+//! The tensor-level functions: check the operands, then run the kernels of their device.
 
 use super::{
-    AttentionError, Geometry,
+    AttentionError, AttentionLayout,
     cuda::{self, Tiling},
     dims::Dims,
     on_cpu,
@@ -15,37 +15,37 @@ use candle_core::{DType, Tensor};
 
 /// Writes `o = softmax(scale * q k^T) v` over the visible keys, and the softmax's log-denominators.
 ///
-/// A query that sees no key gets `o = 0` and `lse = -inf`.
+/// A query without visible keys gets `o = 0` and `lse = -inf`.
 ///
 /// # Shapes
-/// [`Operands`] to `o [b, sq, hq, d]` and `lse [b, hq, sq]`. All have the element type of `q`, but `lse` is f32.
+/// [`Operands`] to `o [b, sq, hq, d]` and `lse [b, hq, sq]`. All have the element type of `q`, except `lse`,
+/// which is f32.
 ///
 /// # Errors
-/// When a tensor is not a contiguous one of the expected shape and element type on the device of the others, when
-/// `q_to_kv` names a KV head that is not there, when an output shares storage with another operand, and when the
-/// device fails.
+/// A tensor that is not contiguous, or whose shape, element type or device does not match; a `q_to_kv` with a
+/// KV head that does not exist; an output that shares storage with another operand; a failure of the device.
 pub fn forward(operands: &Operands<'_>, o: &Tensor, lse: &Tensor) -> Result<(), AttentionError> {
     let call = Call::new("attention::forward");
-    let Operands { q, k, v, scale, geometry } = *operands;
+    let Operands { q, k, v, scale, layout } = *operands;
     let dims = dims_of(&call, operands)?;
     expect(&call, ("o", o), &dims.q_shape())?;
     expect(&call, ("lse", lse), &dims.row_shape())?;
     let inputs = [("q", q), ("k", k), ("v", v)];
     let target = call.target(&[("o", o), ("lse", lse)], &inputs)?;
     let dtype = call.element_type(&[("q", q), ("k", k), ("v", v), ("o", o)], &[("lse", lse)])?;
-    report_flops(geometry, &dims, false);
+    report_flops(layout, &dims, false);
     match target {
         Target::Cpu => on_cpu::forward(bf16_kernel(dtype, &dims), &call, &dims, operands, [o, lse])?,
-        Target::Dry(cpu) => on_cpu::take(cpu, &dims, dtype, false),
+        Target::Dry(cpu) => on_cpu::alloc_scratch(cpu, &dims, dtype, false),
         Target::Kernels(launcher) => {
-            let problem = cuda::Problem { q, k, v, dims, dtype, scale, geometry };
+            let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
             call.kernels(cuda::forward(&launcher, &problem, [o, lse], &Tiling::FORWARD))?;
         }
     }
     Ok(())
 }
 
-/// Writes `delta = rowsum(o * dout)`, the term of the softmax's derivative that a query's keys share.
+/// Writes `delta = rowsum(o * dout)`, which a query's keys share in the derivative of the softmax.
 ///
 /// # Shapes
 /// `o, dout [b, sq, hq, d]` of one element type to `delta [b, hq, sq]` in f32.
@@ -72,11 +72,12 @@ pub fn delta(o: &Tensor, dout: &Tensor, delta: &Tensor) -> Result<(), AttentionE
 
 /// Writes the gradients of `q`, `k` and `v`.
 ///
-/// The same bits whatever the number of threads. A query that sees no key gets a zero gradient, and so does a
-/// key that no query sees.
+/// The result has the same bits for any number of threads. A query without visible keys gets a zero gradient,
+/// and so does a key that no query sees.
 ///
 /// # Shapes
-/// [`Operands`] and [`Upstream`] to [`Gradients`]. All have the element type of `q`, but `lse` and `delta` are f32.
+/// [`Operands`] and [`Upstream`] to [`Gradients`]. All have the element type of `q`, except `lse` and
+/// `delta`, which are f32.
 ///
 /// # Errors
 /// As [`forward`].
@@ -86,7 +87,7 @@ pub fn backward(
     gradients: &Gradients<'_>,
 ) -> Result<(), AttentionError> {
     let call = Call::new("attention::backward");
-    let Operands { q, k, v, scale, geometry } = *operands;
+    let Operands { q, k, v, scale, layout } = *operands;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     let dims = dims_of(&call, operands)?;
@@ -101,26 +102,26 @@ pub fn backward(
     let sums = [("lse", lse), ("delta", delta)];
     let target = call.target(&outputs, &[&elements[..], &sums].concat())?;
     let dtype = call.element_type(&[&elements[..], &outputs].concat(), &sums)?;
-    report_flops(geometry, &dims, true);
+    report_flops(layout, &dims, true);
     match target {
         Target::Cpu => {
             on_cpu::backward(bf16_kernel(dtype, &dims), &call, &dims, operands, upstream, gradients)?;
         }
-        Target::Dry(cpu) => on_cpu::take(cpu, &dims, dtype, true),
+        Target::Dry(cpu) => on_cpu::alloc_scratch(cpu, &dims, dtype, true),
         Target::Kernels(launcher) => {
-            let problem = cuda::Problem { q, k, v, dims, dtype, scale, geometry };
+            let problem = cuda::Problem { q, k, v, dims, dtype, scale, layout };
             call.kernels(cuda::backward(&launcher, &problem, upstream, gradients, &Tiling::BACKWARD))?;
         }
     }
     Ok(())
 }
 
-/// What a dry run reports. Of a backward pass twice the forward's: that the scores are computed once more is the kernel's
-/// affair.
-fn report_flops(geometry: &Geometry, dims: &Dims, is_backward: bool) {
+/// Reports the FLOPs of a dry run. A backward pass counts twice the forward pass; the recomputation of scores
+/// within a kernel does not count.
+fn report_flops(layout: &AttentionLayout, dims: &Dims, is_backward: bool) {
     if dry::is_dry() {
         let of_pair = if is_backward { 8.0 } else { 4.0 } * (dims.num_heads * dims.head_dim) as f64;
-        let pairs = geometry.num_visible_pairs() as f64;
+        let pairs = layout.num_visible_pairs() as f64;
         dry::report_flops(MatmulOp::Attention, is_backward, of_pair * pairs);
     }
 }
@@ -129,23 +130,23 @@ fn bf16_kernel(dtype: DType, dims: &Dims) -> Option<Kernel> {
     on_cpu::bf16_kernel(dtype, dims.num_queries, dims.num_keys, dims.head_dim)
 }
 
-/// The sizes of a call whose `q`, `k` and `v` fit each other and the geometry.
+/// The sizes of a call, after checking `q`, `k` and `v` against each other and the layout.
 pub(super) fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, AttentionError> {
-    let Operands { q, k, v, geometry, .. } = *operands;
+    let Operands { q, k, v, layout, .. } = *operands;
     let (_, _, num_kv_heads, _) = k.dims4()?;
     let (_, _, _, head_dim) = q.dims4()?;
     let dims = Dims {
-        batch: geometry.batch(),
-        num_queries: geometry.num_queries(),
-        num_keys: geometry.num_keys(),
-        num_heads: geometry.q_to_kv().len(),
+        batch: layout.batch(),
+        num_queries: layout.num_queries(),
+        num_keys: layout.num_keys(),
+        num_heads: layout.q_to_kv().len(),
         num_kv_heads,
         head_dim: head_dim.max(1),
     };
     expect(call, ("q", q), &dims.q_shape())?;
     expect(call, ("k", k), &dims.kv_shape())?;
     expect(call, ("v", v), &dims.kv_shape())?;
-    for (q_head, &kv_head) in geometry.q_to_kv().iter().enumerate() {
+    for (q_head, &kv_head) in layout.q_to_kv().iter().enumerate() {
         if kv_head >= num_kv_heads {
             return Err(AttentionError::NoSuchKvHead { op: call.op, q_head, kv_head, num_kv_heads });
         }
@@ -153,7 +154,7 @@ pub(super) fn dims_of(call: &Call, operands: &Operands<'_>) -> Result<Dims, Atte
     Ok(dims)
 }
 
-/// The tensor must have exactly this shape.
+/// Checks that the tensor has exactly this shape.
 fn expect(
     call: &Call,
     (name, tensor): (&'static str, &Tensor),

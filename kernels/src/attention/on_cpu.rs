@@ -1,8 +1,8 @@
-//! A call on CPU tensors: chooses what the products are computed in, and runs the kernels.
+//! Runs a call on CPU tensors: selects the precision of the matmuls, and runs the kernels.
 
 use super::cpu::{self, Heads, InBf16, InF32, InPairs, Operand, Problem};
 use super::dims::Dims;
-use super::{AttentionError, Geometry, Gradients, Operands, Upstream};
+use super::{AttentionError, AttentionLayout, Gradients, Operands, Upstream};
 use crate::call::Call;
 use crate::cast::{Float, convert, with_element_type};
 use crate::device::dry::DryCpu;
@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 
 type Result<T> = std::result::Result<T, AttentionError>;
 
-/// With products of bf16 elements by `kernel`, or of all elements in f32.
+/// With bf16 matmuls by `kernel`, or with f32 matmuls.
 pub(super) fn forward(
     kernel: Option<Kernel>,
     call: &Call,
@@ -63,9 +63,9 @@ fn forward_with<T: Operand>(
     operands: &Operands<'_>,
     [o, lse]: [&Tensor; 2],
 ) -> Result<()> {
-    let Operands { q, k, v, scale, geometry } = *operands;
+    let Operands { q, k, v, scale, layout } = *operands;
     call.on_cpu([q, k, v], [o], |qkv: [&[T::Element]; 3], [o]| {
-        let problem = problem::<T>(dims, kernel, qkv, scale, geometry);
+        let problem = problem::<T>(dims, kernel, qkv, scale, layout);
         call.on_cpu([], [lse], |[], [lse]| cpu::forward(&problem, o, lse))
     })??;
     Ok(())
@@ -79,11 +79,11 @@ fn backward_with<T: Operand>(
     upstream: &Upstream<'_>,
     gradients: &Gradients<'_>,
 ) -> Result<()> {
-    let Operands { q, k, v, scale, geometry } = *operands;
+    let Operands { q, k, v, scale, layout } = *operands;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
     call.on_cpu([q, k, v, dout], [dq, dk, dv], |[q, k, v, dout]: [&[T::Element]; 4], [dq, dk, dv]| {
-        let problem = problem::<T>(dims, kernel, [q, k, v], scale, geometry);
+        let problem = problem::<T>(dims, kernel, [q, k, v], scale, layout);
         call.on_cpu([lse, delta], [], |[lse, delta], []| {
             let upstream = cpu::Upstream { dout: queries(dims, dout), lse, delta };
             in_f32(dq, |dq| cpu::backward(&problem, &upstream, cpu::Gradients { dq, dk, dv }));
@@ -92,7 +92,7 @@ fn backward_with<T: Operand>(
     Ok(())
 }
 
-/// Calls `write` with the elements, or with f32 ones that are rounded to them afterwards.
+/// Calls `write` with the elements, or with an f32 buffer that is rounded to them afterwards.
 fn in_f32<E: Float>(elements: &mut [E], write: impl FnOnce(&mut [f32])) {
     if let Some(elements) = E::as_f32_mut(elements) {
         return write(elements);
@@ -102,8 +102,8 @@ fn in_f32<E: Float>(elements: &mut [E], write: impl FnOnce(&mut [f32])) {
     convert(&values, elements);
 }
 
-/// What multiplies the elements as they are, if they are not widened to f32. That depends on the whole row, so it is
-/// the same on every mesh.
+/// The kernel for bf16 matmuls; `None` if they are computed in f32. The choice depends on the whole sequence,
+/// so it is the same on every mesh.
 pub(super) fn bf16_kernel(
     dtype: DType,
     num_queries: usize,
@@ -113,18 +113,18 @@ pub(super) fn bf16_kernel(
     if dtype == DType::BF16 { kernel_for([num_queries, num_keys, head_dim]) } else { None }
 }
 
-/// Lets a dry CPU take what a forward or a backward pass needs: the buffers of its threads, and the sums in f32 of the
-/// gradients of 16-bit queries.
-pub(super) fn take(cpu: DryCpu, dims: &Dims, dtype: DType, is_backward: bool) {
+/// Counts the scratch of a pass on a dry CPU: the buffers of its threads, and the f32 sums of the gradients
+/// of 16-bit queries.
+pub(super) fn alloc_scratch(cpu: DryCpu, dims: &Dims, dtype: DType, is_backward: bool) {
     let (num_tokens, head_dim) = (dims.num_queries, dims.head_dim);
     let of_thread = match bf16_kernel(dtype, num_tokens, dims.num_keys, head_dim) {
         Some(Kernel::Avx512) => cpu::scratch_bytes::<InPairs>(num_tokens, head_dim, is_backward),
         Some(_) => cpu::scratch_bytes::<InBf16>(num_tokens, head_dim, is_backward),
         None => cpu::scratch_bytes::<InF32<f32>>(num_tokens, head_dim, is_backward),
     };
-    cpu.keep("attention", cpu.threads * of_thread);
+    cpu.alloc_persistent("attention", cpu.threads * of_thread);
     if is_backward && dtype != DType::F32 {
-        cpu.take(dims.batch * num_tokens * dims.num_heads * head_dim * size_of::<f32>());
+        cpu.alloc_temporary(dims.batch * num_tokens * dims.num_heads * head_dim * size_of::<f32>());
     }
 }
 
@@ -133,10 +133,10 @@ fn problem<'a, T: Operand>(
     kernel: T::Kernel,
     [q, k, v]: [&'a [T::Element]; 3],
     scale: f32,
-    geometry: &'a Geometry,
+    layout: &'a AttentionLayout,
 ) -> Problem<'a, T> {
     let keys = |elements| Heads::new(elements, dims.num_keys, dims.num_kv_heads, dims.head_dim);
-    Problem { kernel, q: queries(dims, q), k: keys(k), v: keys(v), dims: *dims, scale, geometry }
+    Problem { kernel, q: queries(dims, q), k: keys(k), v: keys(v), dims: *dims, scale, layout }
 }
 
 fn queries<'a, E: Copy>(dims: &Dims, elements: &'a [E]) -> Heads<'a, E> {

@@ -1,9 +1,9 @@
-//! The tensors of a call: what attention reads and where it writes.
+//! The tensors of a call.
 
-use super::Geometry;
+use super::AttentionLayout;
 use candle_core::Tensor;
 
-/// What both directions read.
+/// Inputs of both directions.
 #[derive(Debug, Clone, Copy)]
 pub struct Operands<'a> {
     /// Queries `[b, sq, hq, d]`.
@@ -14,12 +14,13 @@ pub struct Operands<'a> {
     pub v: &'a Tensor,
     /// Factor on the logits, usually `1 / sqrt(d)`.
     pub scale: f32,
-    /// Which keys each query sees, and which KV head each query head uses.
-    pub geometry: &'a Geometry,
+    /// The visible keys of each query, and the KV head of each query head.
+    pub layout: &'a AttentionLayout,
 }
 
-/// What backward reads besides. `lse` and `delta` may cover more keys than the operands do: with those of the
-/// whole row, the gradients of a row's key shards sum to the gradients of the row (ring attention).
+/// Inputs of the backward pass in addition to [`Operands`]. `lse` and `delta` may cover more keys than the
+/// operands. With those of the whole sequence, the gradients of its key shards sum to the gradients of the
+/// sequence (ring attention).
 #[derive(Debug, Clone, Copy)]
 pub struct Upstream<'a> {
     /// Gradient of the output, `[b, sq, hq, d]`.
@@ -30,13 +31,13 @@ pub struct Upstream<'a> {
     pub delta: &'a Tensor,
 }
 
-/// Where backward writes; what was there is overwritten.
+/// Outputs of the backward pass, which are overwritten.
 #[derive(Debug, Clone, Copy)]
 pub struct Gradients<'a> {
     /// Gradient of the queries, `[b, sq, hq, d]`.
     pub dq: &'a Tensor,
     /// Gradient of the keys, summed over the query heads that share a KV head, `[b, skv, hkv, d]`.
     pub dk: &'a Tensor,
-    /// Gradient of the values, likewise.
+    /// Gradient of the values, summed likewise.
     pub dv: &'a Tensor,
 }

@@ -1,12 +1,12 @@
-//! Attention as the formula says, one pair of query and key at a time: what the kernels are tested against.
+//! The reference for the tests: attention by its formula, one (query, key) pair at a time.
 //!
-//! In f64 it is the truth; in f32 it shows the error that f32 has anyway. The mask comes from positions and
-//! documents directly, not from the ranges that the kernels use.
+//! In f64 it is exact enough to be the truth; in f32 it shows the inherent error of f32. The mask is computed
+//! from positions and documents directly, not from the ranges that the kernels use.
 
-use super::Geometry;
+use super::AttentionLayout;
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
-/// The arithmetic that the reference is generic over: f32 or f64.
+/// The arithmetic of the reference: f32 or f64.
 pub trait Real:
     Copy
     + PartialOrd
@@ -41,7 +41,7 @@ impl Real for f64 {
     }
 }
 
-/// Operands of both directions, laid out as in [`super::Operands`].
+/// Inputs of both directions, laid out as in [`super::Operands`].
 #[derive(Debug, Clone, Copy)]
 pub struct Problem<'a, T> {
     /// `[b, sq, hq, d]`
@@ -56,15 +56,15 @@ pub struct Problem<'a, T> {
     pub head_dim: usize,
     /// Factor on the logits.
     pub scale: T,
-    /// Which keys each query sees.
-    pub geometry: &'a Geometry,
+    /// The visible keys of each query.
+    pub layout: &'a AttentionLayout,
 }
 
-/// Whether the definition of [`Geometry`] lets a query see a key, by indices.
-pub fn is_visible(geometry: &Geometry, row: usize, query: usize, key: usize) -> bool {
-    let (q, k) = (geometry.q_positions()[query], geometry.kv_positions()[key]);
-    let document = |position| geometry.cu_seqlens()[row].iter().filter(|start| **start <= position).count();
-    k <= q && document(k) == document(q) && geometry.window().is_none_or(|window| ((q - k) as usize) < window)
+/// Whether a query sees a key (by indices), by the definition of [`AttentionLayout`].
+pub fn is_visible(layout: &AttentionLayout, row: usize, query: usize, key: usize) -> bool {
+    let (q, k) = (layout.q_positions()[query], layout.kv_positions()[key]);
+    let document = |position| layout.cu_seqlens()[row].iter().filter(|start| **start <= position).count();
+    k <= q && document(k) == document(q) && layout.window().is_none_or(|window| ((q - k) as usize) < window)
 }
 
 /// Returns `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
@@ -121,10 +121,10 @@ struct Query {
 }
 
 impl<T: Real> Problem<'_, T> {
-    /// In the order of `lse`: rows, heads, queries.
+    /// In the order of `lse`: sequences, heads, queries.
     fn for_each_query(&self, mut visit: impl FnMut(Query)) {
-        let (queries, heads) = (self.geometry.q_positions().len(), self.geometry.q_to_kv().len());
-        for row in 0..self.geometry.batch() {
+        let (queries, heads) = (self.layout.q_positions().len(), self.layout.q_to_kv().len());
+        for row in 0..self.layout.batch() {
             for head in 0..heads {
                 for index in 0..queries {
                     let offset = ((row * queries + index) * heads + head) * self.head_dim;
@@ -134,18 +134,18 @@ impl<T: Real> Problem<'_, T> {
         }
     }
 
-    /// The first element of the key, and of its value, that the query's head uses.
+    /// Offset of the key (and value) that the query's head uses.
     fn kv_offset(&self, query: &Query, key: usize) -> usize {
-        let keys = self.geometry.kv_positions().len();
-        let kv_head = self.geometry.q_to_kv()[query.head];
+        let keys = self.layout.kv_positions().len();
+        let kv_head = self.layout.q_to_kv()[query.head];
         ((query.row * keys + key) * self.num_kv_heads + kv_head) * self.head_dim
     }
 
     /// The visible keys with their probabilities, and the log-denominator.
     fn softmax(&self, query: &Query) -> (Vec<(usize, T)>, T) {
-        let keys = 0..self.geometry.kv_positions().len();
+        let keys = 0..self.layout.kv_positions().len();
         let mut weights: Vec<(usize, T)> = keys
-            .filter(|key| is_visible(self.geometry, query.row, query.index, *key))
+            .filter(|key| is_visible(self.layout, query.row, query.index, *key))
             .map(|key| {
                 let k = &self.k[self.kv_offset(query, key)..];
                 (key, self.scale * dot(&self.q[query.offset..][..self.head_dim], k))
@@ -167,7 +167,7 @@ impl<T: Real> Problem<'_, T> {
     }
 }
 
-/// The dot product over the length of `a`.
+/// Dot product over the length of `a`.
 fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     let mut sum = T::from(0.0);
     for (a, b) in a.iter().zip(b) {

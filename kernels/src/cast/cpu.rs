@@ -7,7 +7,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-/// Values that are converted at a time: they stay in the first-level cache.
+/// Number of values that are converted at a time: they stay in the first-level cache.
 const CHUNK: usize = 1024;
 
 /// An element type of mixed precision.
@@ -35,7 +35,7 @@ pub(crate) trait Float: Element {
         None
     }
 
-    /// As [`as_f32`](Self::as_f32), to write.
+    /// As [`as_f32`](Self::as_f32), mutable.
     fn as_f32_mut(_: &mut [Self]) -> Option<&mut [f32]> {
         None
     }
@@ -107,7 +107,7 @@ pub(crate) fn copy_rows<T: Copy>(
     into_stride: usize,
     [rows, cols]: [usize; 2],
 ) {
-    /// A length that the compiler knows.
+    /// A constant length.
     const CHUNK: usize = 16;
 
     for row in 0..rows {
@@ -120,7 +120,7 @@ pub(crate) fn copy_rows<T: Copy>(
     }
 }
 
-/// As `bf16::to_f32`, which also looks for NaN to set a bit of.
+/// As `bf16::to_f32`, without its special case for NaN.
 #[inline(always)]
 fn wide(element: bf16) -> f32 {
     f32::from_bits(u32::from(element.to_bits()) << 16)
@@ -135,7 +135,7 @@ simd_kernel! {
 }
 
 simd_kernel! {
-    /// One choice of instructions for many short rows.
+    /// Selects the instructions once for many short rows.
     fn widen_bf16_rows<S>(
         elements: &[bf16],
         stride: usize,
@@ -161,7 +161,7 @@ simd_kernel! {
     }
 }
 
-/// `half` uses the machine's own conversions, where it has them, for whole slices.
+/// `half` uses the CPU's own conversions for whole slices, if it has them.
 impl Float for f16 {
     fn widen(elements: &[Self], values: &mut [f32]) {
         elements.convert_to_f32_slice(values);
@@ -172,7 +172,7 @@ impl Float for f16 {
     }
 }
 
-/// Rounds or widens elements, by the threads of the pool.
+/// Converts elements, on the threads of the pool.
 pub(crate) fn convert<S: Float, T: Float>(source: &[S], target: &mut [T]) {
     let block = rows_per_block(target.len(), 1);
     let blocks = (source.par_chunks(block), target.par_chunks_mut(block)).into_par_iter();

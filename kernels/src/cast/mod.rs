@@ -16,15 +16,15 @@ use crate::device::Target;
 use crate::tensor::with_slice;
 use candle_core::Tensor;
 
-/// target = source, element for element in memory order, rounded to nearest even where `target` is narrower.
+/// target = source, element by element in memory order, rounded to nearest even if `target` is narrower.
 ///
-/// Infinities and NaN stay what they are; what is too large for `target` becomes infinite.
+/// Infinities and NaN are preserved; values too large for `target` become infinite.
 ///
 /// # Shapes
 /// source and target hold the same number of elements.
 ///
 /// # Errors
-/// When shapes, devices or layouts do not fit, an element type is none of the three, or the tensors share storage.
+/// Shapes, devices or layouts that do not match, an unsupported element type, or tensors that share storage.
 pub fn cast(source: &Tensor, target: &Tensor) -> Result<(), OpError> {
     let call = Call::new("cast");
     call.expect(("target", target), &[source.elem_count()])?;

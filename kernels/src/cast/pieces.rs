@@ -1,31 +1,32 @@
-//! Kernels on f32 over elements of any type: a piece at a time is widened into a buffer that stays in the cache.
+//! f32 kernels over elements of any type: one piece at a time is converted into a buffer that stays in the
+//! cache.
 
 use super::Float;
 use half::{bf16, f16};
 
-/// Elements of a piece of operands without rows.
+/// Elements per piece of operands without rows.
 pub(crate) const PIECE: usize = 1024;
 
-/// Rows of `row_elems` elements that make a piece.
+/// Number of rows, of `row_elems` elements each, per piece.
 pub(crate) fn rows_per_piece(row_elems: usize) -> usize {
     (4 * PIECE / row_elems.max(1)).max(1)
 }
 
-/// What a piece to write holds before.
+/// The old content of a piece to write.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Before {
-    /// Nothing that anyone reads.
+    /// Unspecified content that is never read.
     Garbage,
-    /// Values.
+    /// Values that are read.
     Values,
 }
 
-/// Elements whose pieces can be had as f32.
+/// Elements that can be processed as f32 pieces.
 pub(crate) trait Pieces: Float {
-    /// The piece's values, in `buffer` if they have to be widened.
+    /// The piece's values, in `buffer` if they need conversion.
     fn read<'a>(piece: &'a [Self], buffer: &'a mut Vec<f32>) -> &'a [f32];
 
-    /// Calls `work` with the piece's values, in `buffer` if they have to be rounded afterwards.
+    /// Calls `work` with the piece's values, in `buffer` if they are rounded afterwards.
     fn update<R>(
         piece: &mut [Self],
         before: Before,
@@ -72,7 +73,7 @@ macro_rules! converted_pieces {
 }
 converted_pieces!(bf16, f16);
 
-/// Evaluates an expression with `$element` as the type of elements of a floating-point dtype that ops compute with.
+/// Evaluates an expression with `$element` as the Rust type of a floating-point dtype that ops compute with.
 macro_rules! with_element_type {
     ($dtype:expr, $element:ident => $body:expr) => {
         match $dtype {

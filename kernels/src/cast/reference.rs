@@ -2,11 +2,11 @@
 
 use candle_core::DType;
 
-/// The value of `dtype` nearest to `x`, of two as near the one with an even last digit; infinite beyond the largest
-/// one by half a last digit or more. Of a type that is none of f32, bf16 and f16, NaN.
+/// The value of `dtype` nearest to `x`; of two equally near, the one with an even last digit. Infinite beyond
+/// the largest value by half a last digit or more. NaN for types other than f32, bf16 and f16.
 #[must_use]
 pub fn round(x: f64, dtype: DType) -> f64 {
-    // Binary digits, the 1 before the point included, and the exponents of the smallest and largest normal numbers.
+    // Binary digits, including the leading 1, and the exponents of the smallest and largest normal numbers.
     let (digits, min_exponent, max_exponent) = match dtype {
         DType::F32 => (24, -126, 127),
         DType::BF16 => (8, -126, 127),
@@ -26,7 +26,7 @@ pub fn round(x: f64, dtype: DType) -> f64 {
 /// The e with 2ᵉ ≤ |x| < 2ᵉ⁺¹.
 fn exponent(x: f64) -> i32 {
     let mut exponent = x.abs().log2().floor() as i32;
-    // The logarithm may be rounded up to an integer that it does not reach.
+    // The logarithm may be rounded up to the next integer.
     while f64::from(exponent).exp2() > x.abs() {
         exponent -= 1;
     }

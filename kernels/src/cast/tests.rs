@@ -4,7 +4,7 @@ use candle_core::{DType, Device};
 
 const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// Values of `dtype` in the middle of a larger buffer, and what they are exactly.
+/// Values of `dtype` in the middle of a larger buffer, and their exact values.
 fn source(dtype: DType, data: &[f32]) -> (Tensor, Vec<f64>) {
     let padded: Vec<f32> = [&[f32::NAN; 3], data, &[f32::NAN; 2]].concat();
     let flat = Tensor::from_slice(&padded, padded.len(), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
@@ -13,7 +13,7 @@ fn source(dtype: DType, data: &[f32]) -> (Tensor, Vec<f64>) {
     (tensor, values)
 }
 
-/// Values with every exponent of f32, and those where rounding is delicate: ties, largest and smallest numbers.
+/// Values with every exponent of f32, and those that are hard to round: ties, largest and smallest numbers.
 fn values(len: usize) -> Vec<f32> {
     let delicate = [
         0.0,
@@ -71,9 +71,9 @@ fn nan_stays_nan() {
 }
 
 #[test]
-fn the_reference_agrees_with_the_processor_on_f32() {
+fn the_reference_agrees_with_the_cpu_on_f32() {
     for bits in (0..u64::from(u32::MAX)).step_by(99_991) {
-        // An f64 near every size of f32, with digits that f32 does not have.
+        // An f64 near every magnitude of f32, with digits that f32 does not have.
         let x = f64::from(f32::from_bits(bits as u32)) * (1.0 + 1e-9 * (bits % 97) as f64);
         if x.is_finite() {
             assert_eq!(reference::round(x, DType::F32), f64::from(x as f32), "{x:e}");

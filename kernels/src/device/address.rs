@@ -1,10 +1,10 @@
-//! Where a tensor's elements are.
+//! Addresses of tensor elements.
 
 use super::DeviceError;
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Storage, Tensor};
 use std::cell::Cell;
 
-/// The address of an element on the device, valid while the closure runs that it was given to.
+/// The address of an element on the device, valid while the closure that received it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Address {
     pub(super) pointer: u64,
@@ -13,12 +13,12 @@ pub struct Address {
 }
 
 impl Address {
-    /// No address: for optional parameters.
+    /// The null address, for optional parameters.
     pub fn null(dtype: DType) -> Self {
         Self { pointer: 0, dtype, is_writable: false }
     }
 
-    /// The address `elements` further on.
+    /// The address of the element that is `elements` further.
     #[must_use]
     pub fn offset(self, elements: usize) -> Self {
         Self { pointer: self.pointer + (elements * self.dtype.size_in_bytes()) as u64, ..self }
@@ -29,29 +29,29 @@ impl Address {
         self.dtype
     }
 
-    /// The address as a number, for tables of addresses.
+    /// The address as an integer, for tables of addresses.
     pub fn as_u64(self) -> u64 {
         self.pointer
     }
 
-    /// Whether all accesses of `bytes` bytes from here on are aligned.
+    /// Whether the address is a multiple of `bytes`, and stays one at any multiple of `bytes` further.
     pub fn is_aligned_to(self, bytes: u64) -> bool {
         self.pointer.is_multiple_of(bytes)
     }
 }
 
-/// What opens a tensor: the stream that its elements will be used on.
+/// Opens tensors for use on a stream.
 pub(super) struct Opener {
     #[cfg(feature = "cuda")]
     pub(super) stream: Option<std::sync::Arc<candle_core::cuda::cudarc::driver::CudaStream>>,
 }
 
-/// A tensor and whether it is opened for writing.
+/// A tensor, and whether it is opened for writing.
 pub(super) type Access<'a> = (bool, &'a Tensor);
 
 impl Opener {
-    /// Calls `run` with the addresses of all `tensors`, in order, their storages locked meanwhile. A tensor that
-    /// is written shares its storage with no other of them: candle's locks would wait for ever.
+    /// Calls `run` with the addresses of all `tensors`, in order, while their storages are locked. A tensor
+    /// that is written must not share its storage with another one: candle's locks would deadlock.
     pub(super) fn open_all(
         &self,
         tensors: &[Access<'_>],
@@ -133,12 +133,12 @@ fn cpu_pointer(storage: &CpuStorage) -> candle_core::Result<u64> {
         CpuStorage::U32(elements) => elements.as_ptr().expose_provenance(),
         CpuStorage::I64(elements) => elements.as_ptr().expose_provenance(),
         CpuStorage::U8(elements) => elements.as_ptr().expose_provenance(),
-        _ => candle_core::bail!("kernels do not take this element type"),
+        _ => candle_core::bail!("kernels do not support this element type"),
     };
     Ok(pointer as u64)
 }
 
-/// candle lends a storage for writing to in-place ops only, and calls these through `&self`.
+/// candle allows writes to a storage only in in-place ops, and calls these through `&self`.
 struct OpenOp<'a, F, R> {
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a GPU's tensors need its stream"))]
     opener: &'a Opener,

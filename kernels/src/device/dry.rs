@@ -1,16 +1,17 @@
 //! Dry runs: all of a rank's host code, on tensors without elements.
 //!
-//! Within [`run`] a thread's tensors have shapes and types, and nothing behind them. Ops check their arguments, report what they
-//! would compute and move, and return; the thread's [memory counters](crate::memory) count each tensor from its making to
-//! the drop of its last view, and beside it what CPU kernels say that they take. So the real engine, with the shapes of any
-//! model, tells what it needs: what PyTorch does with its `FakeTensor` and memory tracker.
+//! Within [`run`], a thread's tensors have shapes and types, but no elements. Ops check their arguments,
+//! report the work that they would do, and return. The thread's [memory counters](crate::memory) count each
+//! tensor from its creation until its last view is dropped, plus the working memory that CPU kernels report.
+//! So the real engine reports what it needs for a model of any shape, like PyTorch's `FakeTensor` with a
+//! memory tracker.
 //!
-//! A dry thread takes one of the two ways through the ops: that of a CPU, or the host code of the CUDA kernels, whose
-//! launches and matrix products do nothing. Both are on candle's CPU device, so no build needs a feature for it.
+//! A dry thread runs either the CPU path of the ops, or the host code of the CUDA kernels, whose launches and
+//! matmuls do nothing. Both use candle's CPU device, so no build needs a feature for it.
 //!
-//! The counters are those of the counting allocator, but no program needs that allocator here: a tensor is counted by a
-//! guard in the operation that candle thinks it is the result of, which every view of it keeps alive. (A reserved but
-//! untouched range of addresses would have to be made and freed by the program's global allocator.)
+//! The counters are those of the counting allocator, but programs need not install it: a tensor is counted by
+//! a guard in the operation that candle considers it the result of, which every view keeps alive. (A reserved
+//! but untouched range of addresses would require the program's global allocator to create and free it.)
 
 use super::DeviceKind;
 use crate::memory::{self, Category};
@@ -21,95 +22,102 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-/// What a dry thread would have done.
+/// An event of a dry run: work that a real run would have done.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Event {
-    /// Matrix products.
+    /// Matmuls.
     Compute {
-        /// Of which op.
+        /// The op.
         op: MatmulOp,
-        /// Whether they are those of its gradient.
+        /// Whether they belong to its backward pass.
         is_backward: bool,
-        /// Floating-point operations; a multiplication with an addition is two.
+        /// Floating-point operations; a multiply-add counts as two.
         flops: f64,
     },
-    /// Operations on single elements.
+    /// Element-wise operations.
     Elementwise {
-        /// Bytes that they read, and bytes that they write.
+        /// Bytes read plus bytes written.
         bytes: u64,
     },
-    /// A tensor goes to where it is offloaded, or comes back.
+    /// A tensor is offloaded, or loaded back.
     Copy {
-        /// Its size.
+        /// Size of the tensor.
         bytes: u64,
     },
-    /// Room for offloaded tensors is taken (positive) or freed.
+    /// Storage for offloaded tensors is allocated (positive) or freed (negative).
     Offloaded {
-        /// Bytes more, or less.
+        /// Change in bytes.
         bytes: i64,
     },
 }
 
-/// The ops that multiply matrices.
+/// The ops with matmuls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MatmulOp {
     /// [`linear`](crate::linear).
     Linear,
     /// [`attention`](crate::attention).
     Attention,
-    /// [`lm_head_loss`](crate::lm_head_loss). That its backward pass computes the logits once more is not reported.
+    /// [`lm_head_loss`](crate::lm_head_loss). Its backward pass recomputes the logits, which is not reported.
     LmHead,
 }
 
-/// What a dry thread pretends to compute on.
+/// The device that a dry thread simulates.
 #[derive(Debug, Clone, Copy)]
 pub struct DryDevice {
-    /// The way through the ops.
+    /// Kind of device.
     pub kind: DeviceKind,
-    /// CPU threads that each keep working memory.
+    /// CPU threads, each with its own working memory.
     pub threads: usize,
 }
 
 struct State {
     device: DryDevice,
     sink: Box<dyn FnMut(Event)>,
-    /// What the tensors of this thread are derived from in candle's eyes.
+    /// The tensor that candle considers this thread's tensors to be derived from.
     seed: Tensor,
-    /// By the addresses of their empty storages.
+    /// Allocations by the addresses of their empty storages.
     live: HashMap<usize, Weak<Allocation>>,
-    /// Working memory that threads keep, by what it is for.
-    kept: HashMap<&'static str, usize>,
+    /// Persistent working memory, by purpose.
+    persistent: HashMap<&'static str, usize>,
 }
 
 thread_local! {
-    /// Constant initialisation and no destructor: the allocator reads it at any time in a thread's life.
+    /// Constant initialization and no destructor: the allocator reads it at any time in a thread's life.
     static KIND: Cell<Option<DeviceKind>> = const { Cell::new(None) };
     static STATE: RefCell<Option<State>> = const { RefCell::new(None) };
-    /// Equal pieces of work that the one at hand stands for.
+    /// Number of equal pieces of work that the current one represents.
     static TIMES: Cell<u64> = const { Cell::new(1) };
 }
 
-/// Calls `work` with this thread dry and its [memory counters](crate::memory) at zero, and `sink` with each event; `sink` must
-/// not come back here. Afterwards the counters are what they were. Tensors of a dry run may not leave `work`.
+/// Runs `work` with this thread dry and its [memory counters](crate::memory) at zero. Calls `sink` with each
+/// event; `sink` must not call back into this module. Afterwards the counters are restored. Tensors of a dry
+/// run must not leave `work`.
 ///
 /// # Panics
-/// When the thread is dry already.
+/// If the thread is already dry.
 pub fn run<R>(device: DryDevice, sink: impl FnMut(Event) + 'static, work: impl FnOnce() -> R) -> Result<R> {
     struct Restore;
     impl Drop for Restore {
         fn drop(&mut self) {
-            // While the thread is dry: what was allocated so is freed so.
+            // Still dry, so that memory that was allocated dry is freed dry.
             STATE.take();
             TIMES.set(1);
             KIND.set(None);
         }
     }
     assert!(KIND.get().is_none(), "a dry run within a dry run");
-    let _counters = memory::Fresh::start();
+    let _counters = memory::FreshCounters::start();
     KIND.set(Some(device.kind));
     let _restore = Restore;
     let seed = Var::zeros(1, DType::F32, &Device::Cpu)?.as_tensor().clone();
-    STATE.set(Some(State { device, sink: Box::new(sink), seed, live: HashMap::new(), kept: HashMap::new() }));
+    STATE.set(Some(State {
+        device,
+        sink: Box::new(sink),
+        seed,
+        live: HashMap::new(),
+        persistent: HashMap::new(),
+    }));
     Ok(work())
 }
 
@@ -136,7 +144,7 @@ pub(crate) fn report_flops(op: MatmulOp, is_backward: bool, flops: f64) {
     }
 }
 
-/// Reports an operation on single elements that reads or writes each of these tensors once.
+/// Reports an element-wise operation that reads or writes each of these tensors once.
 pub(crate) fn report_elementwise<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
     if is_dry() {
         report_elementwise_bytes(tensors.into_iter().map(crate::tensor::bytes).sum::<usize>() as u64);
@@ -147,8 +155,8 @@ pub(crate) fn report_elementwise_bytes(bytes: u64) {
     report(Event::Elementwise { bytes: bytes.saturating_mul(TIMES.get()) });
 }
 
-/// `0..tokens` in tiles of `tile`, each of which takes the same work on tokens of its own. In a dry run the second
-/// stands for all up to the last, so that its cost does not grow with their number.
+/// Iterates over `0..tokens` in tiles of `tile` tokens of equal work. In a dry run the second tile stands for
+/// all up to the last, so that the cost does not grow with their number.
 #[derive(Debug)]
 pub struct Tiles {
     tokens: usize,
@@ -157,7 +165,7 @@ pub struct Tiles {
 }
 
 impl Tiles {
-    /// Tiles of at least a token.
+    /// Tiles of at least one token.
     pub fn new(tokens: usize, tile: usize) -> Self {
         Self { tokens, tile: tile.max(1), next: 0 }
     }
@@ -212,8 +220,8 @@ impl Allocation {
         Self { category, bytes }
     }
 
-    /// So many bytes that a rank's host holds and that would not be made in a dry run; none where the rank's memory is a GPU's, or
-    /// where the run is none.
+    /// Counts host memory of a rank that a dry run does not allocate. `None` if the rank's memory is a GPU's,
+    /// or outside of a dry run.
     #[must_use]
     pub fn on_host(bytes: usize) -> Option<Self> {
         (KIND.get() == Some(DeviceKind::Cpu)).then(|| Self::new(bytes))
@@ -230,11 +238,11 @@ impl Drop for Allocation {
 
 /// The operation that a dry tensor is the result of.
 struct Root {
-    /// The same in each tensor that takes over the memory of another one.
+    /// Shared by tensors that take over each other's memory.
     _allocation: Arc<Allocation>,
     shape: Shape,
     dtype: DType,
-    /// Of the storage.
+    /// Address of the storage.
     address: Arc<AtomicUsize>,
 }
 
@@ -289,25 +297,26 @@ pub(crate) fn tensor(shape: Shape, dtype: DType) -> Result<Tensor> {
     tensor_of(Arc::new(Allocation::new(shape.elem_count() * dtype.size_in_bytes())), shape, dtype)
 }
 
-/// Whether a tensor is one of a dry run. Some values that ranks exchange are real ones.
+/// Whether a tensor belongs to a dry run. Some values that ranks exchange are real.
 pub(crate) fn is_tensor(tensor: &Tensor) -> bool {
     is_dry() && allocation_of(tensor).is_some()
 }
 
-/// A flat tensor over the memory of one that covers all of it. Unlike a view it does not keep that one.
-pub(crate) fn taken_over(tensor: &Tensor) -> Option<Tensor> {
+/// A flat tensor over the memory of one that covers all of it. Unlike a view, it does not keep that one
+/// alive.
+pub(crate) fn take_over(tensor: &Tensor) -> Option<Tensor> {
     let allocation = allocation_of(tensor)?;
     let covers = tensor.is_contiguous() && crate::tensor::bytes(tensor) == allocation.bytes;
     let flat = covers.then(|| tensor_of(allocation, tensor.elem_count().into(), tensor.dtype()));
     flat?.ok()
 }
 
-/// Whether two tensors have the same memory.
+/// Whether two tensors share their memory.
 pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
     matches!((allocation_of(a), allocation_of(b)), (Some(a), Some(b)) if Arc::ptr_eq(&a, &b))
 }
 
-/// The CPU of a dry thread: what its kernels report besides.
+/// The CPU of a dry thread, to which kernels report their working memory.
 #[derive(Debug, Clone, Copy)]
 pub struct DryCpu {
     pub(crate) threads: usize,
@@ -318,17 +327,17 @@ impl DryCpu {
         Self { threads: with_state(|state| state.device.threads).unwrap_or(1) }
     }
 
-    /// Memory that an op takes while it runs.
-    pub(crate) fn take(self, bytes: usize) {
+    /// Counts memory that an op allocates while it runs.
+    pub(crate) fn alloc_temporary(self, bytes: usize) {
         drop(Allocation::new(bytes));
     }
 
-    /// Working memory that threads keep from call to call, and make anew where it is too small.
-    pub(crate) fn keep(self, what: &'static str, bytes: usize) {
+    /// Counts working memory that threads keep between calls, and reallocate if it is too small.
+    pub(crate) fn alloc_persistent(self, what: &'static str, bytes: usize) {
         let more = with_state(|state| {
-            let kept = state.kept.entry(what).or_default();
-            let more = bytes.saturating_sub(*kept);
-            *kept += more;
+            let persistent = state.persistent.entry(what).or_default();
+            let more = bytes.saturating_sub(*persistent);
+            *persistent += more;
             more
         });
         memory::count(Category::Other, more.unwrap_or(0) as i64);

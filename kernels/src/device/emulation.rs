@@ -1,6 +1,6 @@
-//! The kernels, compiled for the host and run on CPU tensors: how machines without a GPU test them.
+//! The CUDA kernels, compiled for the host and run on CPU tensors, for tests on machines without a GPU.
 
-use super::{Arg, DeviceError, Grid, Kernel, MatrixAt, Product};
+use super::{Arg, DeviceError, Grid, Kernel, Matmul, MatrixAt};
 use candle_core::DType;
 use half::{bf16, f16};
 use std::cell::Cell;
@@ -10,10 +10,11 @@ thread_local! {
     static IS_ACTIVE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `run` with all ops of this thread on emulated kernels instead of the CPU's own.
+/// Runs `run` with all ops of this thread on emulated kernels instead of the CPU kernels.
 ///
-/// Each rank is a thread, so a rank's closure calls this itself. What it tests is the kernels' indexing and
-/// arithmetic and the ops' host code; not speed, and not what `cuda/emulation/emulation.h` says a host cannot show.
+/// Each rank is a thread, so each rank's closure calls this itself. It tests the kernels' indexing and
+/// arithmetic and the ops' host code. It does not show speed, nor what `cuda/emulation/emulation.h` lists as
+/// impossible on a host.
 pub fn emulate<R>(run: impl FnOnce() -> R) -> R {
     struct Restore(bool);
     impl Drop for Restore {
@@ -42,7 +43,7 @@ unsafe extern "C" {
     ) -> *const c_char;
 }
 
-/// Runs a kernel to its end.
+/// Runs a kernel to completion.
 ///
 /// # Safety
 /// As [`Launcher::launch`](super::Launcher::launch).
@@ -54,19 +55,19 @@ pub(super) unsafe fn launch(
 ) -> Result<(), DeviceError> {
     let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
     let name = CString::new(kernel.name.as_str()).map_err(|nul| error(nul.to_string()))?;
-    // SAFETY: `name` ends in a nul; the text that is returned lives as long as the program.
+    // SAFETY: `name` ends in a nul; the returned text lives as long as the program.
     let signature = unsafe { text(ulysses_emulation_signature(name.as_ptr())) };
     let signature = signature.ok_or_else(|| error("there is no kernel of this name".to_owned()))?;
     let given: Vec<_> = args.iter().map(describe).collect();
-    // A null pointer stands for any type that the kernel may be given instead.
+    // A null pointer matches every pointer type.
     let agrees = signature.split(' ').count() == given.len()
         && signature.split(' ').zip(&given).all(|(expected, given)| is_same_parameter(expected, given));
     if !agrees {
-        return Err(error(format!("its parameters are {signature}, it was given {}", given.join(" "))));
+        return Err(error(format!("expected the parameters {signature}, got {}", given.join(" "))));
     }
     let mut pointers: Vec<_> = args.iter().map(Arg::pointer).collect();
-    // SAFETY: as many pointers as the kernel has parameters, each to a value of the right size; that what lies
-    // behind the addresses may be accessed is the caller's promise.
+    // SAFETY: as many pointers as the kernel has parameters, each to a value of the right size; the caller
+    // guarantees that the memory behind the addresses may be accessed.
     let failure = unsafe {
         text(ulysses_emulation_launch(
             name.as_ptr(),
@@ -86,7 +87,7 @@ unsafe fn text(pointer: *const c_char) -> Option<&'static str> {
     (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) }.to_str().unwrap_or("not a text"))
 }
 
-/// The parameter as `emulation.h` describes those of a kernel.
+/// The parameter in the notation of `emulation.h`.
 fn describe(arg: &Arg<'_>) -> String {
     match arg {
         Arg::Address(address) => {
@@ -100,34 +101,32 @@ fn describe(arg: &Arg<'_>) -> String {
     }
 }
 
-/// What is open for writing may be read.
+/// Memory that is open for writing may also be read.
 fn is_same_parameter(expected: &str, given: &str) -> bool {
     expected == given || (expected.starts_with('R') && given.starts_with('W') && expected[1..] == given[1..])
 }
 
-/// Multiplies with the `gemm` crate, 16-bit elements by way of f32.
+/// Multiplies with the `gemm` crate; 16-bit elements are converted to f32.
 ///
 /// # Safety
 /// As [`Launcher::gemm`](super::Launcher::gemm).
-pub(super) unsafe fn gemm(product: &Product) -> Result<(), DeviceError> {
-    for index in 0..product.batch {
+pub(super) unsafe fn gemm(matmul: &Matmul) -> Result<(), DeviceError> {
+    for index in 0..matmul.batch {
         let nth = |matrix: MatrixAt| MatrixAt {
             address: matrix.address.offset(index * matrix.batch_stride),
             ..matrix
         };
-        // SAFETY: the matrices of one product of the batch, which the caller vouches for.
-        unsafe {
-            gemm_one(&Product { a: nth(product.a), b: nth(product.b), c: nth(product.c), ..*product })?
-        };
+        // SAFETY: the caller guarantees the matrices of every matmul of the batch.
+        unsafe { gemm_one(&Matmul { a: nth(matmul.a), b: nth(matmul.b), c: nth(matmul.c), ..*matmul })? };
     }
     Ok(())
 }
 
 /// # Safety
-/// As [`gemm`], for one product.
-unsafe fn gemm_one(product: &Product) -> Result<(), DeviceError> {
-    let Product { alpha, a, b, beta, c, .. } = *product;
-    // SAFETY: the caller vouches for every element of the three matrices.
+/// As [`gemm`], for one matmul.
+unsafe fn gemm_one(matmul: &Matmul) -> Result<(), DeviceError> {
+    let Matmul { alpha, a, b, beta, c, .. } = *matmul;
+    // SAFETY: the caller guarantees every element of the three matrices.
     let (left, right) = unsafe { (read(&a)?, read(&b)?) };
     let mut result = if beta == 0.0 {
         vec![0.0; c.rows * c.cols]
@@ -163,7 +162,7 @@ unsafe fn gemm_one(product: &Product) -> Result<(), DeviceError> {
     }
 }
 
-/// The elements of a matrix, row by row, as f32.
+/// The elements of a matrix as f32, row by row.
 ///
 /// # Safety
 /// They may be read.

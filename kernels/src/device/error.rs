@@ -1,37 +1,37 @@
-//! What can go wrong on a device.
+//! The error of a device.
 
 use candle_core::{DType, DeviceLocation};
 
-/// Why a kernel or a product did not run.
+/// The reason why a kernel or a matmul did not run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
     /// The build has no kernels for the tensors' device.
     #[error("no kernels for {} in this build: it lacks the feature `{feature}`", name(*device))]
     NotBuilt {
-        /// Where the tensors are.
+        /// Device of the tensors.
         device: DeviceLocation,
-        /// The cargo feature that brings the kernels.
+        /// The cargo feature with the kernels.
         feature: &'static str,
     },
-    /// A tensor that kernels do not take.
-    #[error("kernels take contiguous {expected} tensors, got {got:?}{layout}")]
+    /// A tensor that kernels do not support.
+    #[error("kernels need contiguous {expected} tensors, got {got:?}{layout}")]
     Tensor {
-        /// The dtypes that are taken.
+        /// The supported dtypes.
         expected: &'static str,
         /// The tensor's dtype.
         got: DType,
-        /// What else is wrong with it.
+        /// A further problem with the tensor.
         layout: &'static str,
     },
-    /// There is no GPU to run on.
-    #[error("no NVIDIA GPU can be used: {message}")]
+    /// No GPU is available.
+    #[error("no usable NVIDIA GPU: {message}")]
     NoGpu {
         /// What is missing.
         message: String,
     },
-    /// Tensors on the CPU among those of a GPU's kernel.
-    #[error("a kernel's tensors are all on one device")]
+    /// A GPU kernel's arguments include tensors on the CPU.
+    #[error("all tensors of a kernel must be on one device")]
     MixedDevices,
     /// A kernel does not exist for an element type.
     #[error("there is no kernel `{kernel}` for {dtype:?}")]
@@ -41,28 +41,28 @@ pub enum DeviceError {
         /// The element type.
         dtype: DType,
     },
-    /// A kernel could not be compiled, loaded or started.
+    /// A kernel could not be compiled, loaded or launched.
     #[error("kernel `{kernel}`: {message}")]
     Launch {
         /// Its name.
         kernel: String,
-        /// What the driver, the compiler or the emulation says.
+        /// The error of the driver, the compiler or the emulation.
         message: String,
     },
-    /// A matrix product could not be started.
-    #[error("matrix product of {a:?} and {b:?}: {message}")]
-    Product {
+    /// A matmul could not be started.
+    #[error("matmul of {a:?} and {b:?}: {message}")]
+    Matmul {
         /// Rows and columns of the left matrix.
         a: [usize; 2],
         /// Rows and columns of the right matrix.
         b: [usize; 2],
-        /// What the library says.
+        /// The error of the library.
         message: String,
     },
-    /// What was to come back from the host's memory was never brought there.
-    #[error("{bytes} bytes are to be copied from where nothing was copied to")]
+    /// Data was read from host memory that was never written.
+    #[error("cannot load {bytes} bytes from host memory that was never written")]
     NotWritten {
-        /// How many bytes.
+        /// Number of bytes.
         bytes: u64,
     },
     /// candle refused an operation on a tensor.
@@ -70,7 +70,7 @@ pub enum DeviceError {
     Candle(#[from] candle_core::Error),
 }
 
-/// A device as users write it.
+/// A device in users' notation.
 fn name(device: DeviceLocation) -> String {
     match device {
         DeviceLocation::Cpu => "cpu".to_owned(),

@@ -1,13 +1,14 @@
-//! Order between the streams of a GPU.
+//! Ordering between the streams of a GPU.
 
 use super::DeviceError;
 use candle_core::Device;
 
-/// A point in the order of a device's work, for work that is given to it elsewhere to come after.
+/// A point in the order of a device's work, after which work of other streams can be ordered.
 ///
-/// Ranks that share a GPU have a candle device each, and so a stream each. cudarc orders the uses of an allocation
-/// by two events, one for its last write and one for its last *read*: of several streams that read it, only one is
-/// remembered. So ranks that read one another's tensors order their streams themselves. The host never waits.
+/// Ranks that share a GPU have separate candle devices, and so separate streams. cudarc orders the uses of an
+/// allocation by two events, one for its last write and one for its last *read*: of several reading streams
+/// it remembers only one. So ranks that read one another's tensors order their streams themselves. The host
+/// never waits.
 #[derive(Debug, Clone)]
 pub struct Fence {
     #[cfg(feature = "cuda")]
@@ -15,11 +16,11 @@ pub struct Fence {
 }
 
 impl Fence {
-    /// The point after all that `device` was given so far. `None` on the CPU, where work is done when the call that
-    /// gave it returns.
+    /// The point after all work queued on `device` so far. `None` on the CPU, where work is done when its
+    /// call returns.
     ///
     /// # Errors
-    /// When the driver does not record the point.
+    /// An error of the driver.
     pub fn after(device: &Device) -> Result<Option<Self>, DeviceError> {
         match device {
             #[cfg(feature = "cuda")]
@@ -31,10 +32,10 @@ impl Fence {
         }
     }
 
-    /// Lets all that `device` is given from now on wait for the point.
+    /// Makes all later work of `device` wait for the point.
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// An error of the driver.
     pub fn hold(&self, device: &Device) -> Result<(), DeviceError> {
         match device {
             #[cfg(feature = "cuda")]

@@ -1,38 +1,38 @@
-//! Copies between the tensors of a device and memory of the host, beside the device's other work.
+//! Copies between tensors on a device and host memory, overlapping with the device's other work.
 
 use super::DeviceError;
 use candle_core::Tensor;
 
 /// Starts copies of one device's tensors. The host waits for none of them.
 pub(crate) trait HostCopies: Send + Sync {
-    /// Memory of the host. Copies to it and from it are done in the order in which they were started.
+    /// Host memory. Copies to and from it run in the order in which they were started.
     type Memory: Send;
 
-    /// A copy that was started.
+    /// A started copy.
     type Copy: Send;
 
-    /// Memory for so many bytes.
+    /// Allocates so many bytes of host memory.
     ///
     /// # Errors
-    /// When the driver has no more.
+    /// When the driver is out of memory.
     fn allocate(&self, bytes: usize) -> Result<Self::Memory, DeviceError>;
 
-    /// Starts to copy a contiguous tensor, as all that its device was given so far leaves it.
+    /// Starts to copy a contiguous tensor to host memory, after all work queued on its device so far.
     ///
     /// # Errors
-    /// A tensor of another device, or a driver that refuses.
+    /// A tensor on another device, or an error of the driver.
     fn store(&self, tensor: &Tensor, memory: &mut Self::Memory) -> Result<Self::Copy, DeviceError>;
 
-    /// Starts to overwrite a contiguous tensor, once all is done that its device was given so far.
+    /// Starts to overwrite a contiguous tensor from host memory, after all work queued on its device so far.
     ///
     /// # Errors
     /// As [`store`](Self::store).
     fn load(&self, memory: &mut Self::Memory, tensor: &Tensor) -> Result<Self::Copy, DeviceError>;
 
-    /// Lets all that the device is given from now on come after a copy.
+    /// Makes all later work of the device wait for a copy.
     ///
     /// # Errors
-    /// When the driver refuses, or a copy failed.
+    /// An error of the driver, or a failed copy.
     fn hold(&self, copy: &Self::Copy) -> Result<(), DeviceError>;
 }
 
@@ -46,8 +46,8 @@ mod late {
     use std::collections::VecDeque;
     use std::sync::Arc;
 
-    /// Copies of tensors on the CPU, each as late as is allowed: when it is waited for. So whoever uses a result, or
-    /// overwrites a source, without waiting is wrong at once, which on a GPU depends on chance.
+    /// Copies of CPU tensors that complete as late as allowed: at their `hold`. So using a result or
+    /// overwriting a source without waiting fails at once, while on a GPU that depends on timing.
     #[derive(Debug, Default)]
     pub(crate) struct LateCopies(Mutex<Queue>);
 

@@ -8,7 +8,7 @@ use candle_core::DType;
 pub(crate) struct Source {
     /// Its name without the extension.
     pub(crate) name: &'static str,
-    /// Its text; `#include "common.cuh"` still stands in it.
+    /// Its text, with `#include "common.cuh"` still in it.
     pub(crate) text: &'static str,
 }
 
@@ -67,12 +67,12 @@ impl Kernel {
         &self.name
     }
 
-    /// The entry point `name`, which was put together.
+    /// The entry point with a computed `name`.
     pub(crate) fn named(source: &'static Source, name: String) -> Self {
         Self { source, name }
     }
 
-    /// The entry point `name` for an element type, `name_f32`, `name_bf16` or `name_f16`.
+    /// The entry point `name` for an element type: `name_f32`, `name_bf16` or `name_f16`.
     pub(crate) fn of_dtype(
         source: &'static Source,
         name: &'static str,
@@ -87,35 +87,35 @@ impl Kernel {
     }
 }
 
-/// How many blocks of how many threads run a kernel.
+/// The launch configuration of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Grid {
-    /// Blocks along x (up to 2³¹ − 1), y and z (up to 65535 each). None of them: nothing is launched.
+    /// Blocks along x (up to 2³¹ − 1), y and z (up to 65535 each). A grid with no blocks launches nothing.
     pub(crate) blocks: [usize; 3],
-    /// Threads of a block, along x: a multiple of 32, at most 1024.
+    /// Threads per block, along x: a multiple of 32, at most 1024.
     pub(crate) threads: u32,
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory per block.
     pub(crate) shared_bytes: usize,
 }
 
 impl Grid {
-    /// Threads of a block where nothing speaks for another number.
+    /// Default number of threads per block.
     pub(crate) const THREADS: u32 = 256;
 
-    /// One block for each of `rows`.
+    /// One block per row.
     pub(crate) fn blocks(rows: usize) -> Self {
         Self { blocks: [rows, 1, 1], threads: Self::THREADS, shared_bytes: 0 }
     }
 
-    /// One thread for each of `elements`, in blocks of 256.
+    /// One thread per element, in blocks of 256.
     pub(crate) fn threads(elements: usize) -> Self {
         Self::blocks(elements.div_ceil(Self::THREADS as usize))
     }
 
-    /// Elements of a flat tensor that one block takes: `kTile` of `cuda/common.cuh`.
+    /// Elements of a flat tensor per block: `kTile` of `cuda/common.cuh`.
     pub(crate) const TILE: usize = 4096;
 
-    /// One block for each tile of a flat tensor.
+    /// One block per tile of a flat tensor.
     pub(crate) fn tiles(elements: usize) -> Self {
         Self::blocks(elements.div_ceil(Self::TILE))
     }
@@ -126,7 +126,7 @@ impl Grid {
         Self { threads, ..self }
     }
 
-    /// The blocks as CUDA counts them, or `None` where there is nothing to do.
+    /// The blocks in CUDA's types, or `None` if the grid is empty.
     pub(super) fn checked(self, kernel: &Kernel) -> Result<Option<[u32; 3]>, DeviceError> {
         if self.blocks.contains(&0) {
             return Ok(None);
@@ -156,7 +156,7 @@ pub(crate) enum Arg<'a> {
 }
 
 impl Arg<'_> {
-    /// What CUDA is given: a pointer to the parameter.
+    /// The pointer to the parameter that CUDA expects.
     pub(super) fn pointer(&self) -> *mut std::ffi::c_void {
         let pointer: *const std::ffi::c_void = match self {
             Arg::Address(address) => (&raw const address.pointer).cast(),

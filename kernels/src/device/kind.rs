@@ -1,4 +1,4 @@
-//! Choosing a device.
+//! The choice of a device.
 
 use super::DeviceError;
 use candle_core::Device;
@@ -6,7 +6,7 @@ use candle_core::Device;
 /// The kinds of devices that tensors may be on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceKind {
-    /// The host.
+    /// The CPU of the host.
     #[default]
     Cpu,
     /// NVIDIA GPUs, with the feature `cuda`.
@@ -14,7 +14,7 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// Its name on the command line and in files.
+    /// Name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -22,11 +22,11 @@ impl DeviceKind {
         }
     }
 
-    /// The device of a rank: the host, or with more ranks than GPUs one that it shares. Each rank has a stream of
-    /// its own.
+    /// Opens the device of a rank: the host, or a GPU, which ranks share if there are more ranks than GPUs.
+    /// Each rank has a separate stream.
     ///
     /// # Errors
-    /// A build without the feature, a machine without a driver or a GPU.
+    /// A build without the feature, or a machine without a driver or GPU.
     pub fn open(self, local_rank: usize) -> Result<Device, DeviceError> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
@@ -37,7 +37,7 @@ impl DeviceKind {
         }
     }
 
-    /// What the device of a rank is called: `cpu`, or the name of the GPU, such as `NVIDIA H100 80GB HBM3`.
+    /// The name of a rank's device: `cpu`, or the name of the GPU, such as `NVIDIA H100 80GB HBM3`.
     ///
     /// # Errors
     /// As [`open`](Self::open).

@@ -1,13 +1,13 @@
-//! The launcher: what the ops' host code is written against.
+//! The launcher: the interface of the ops' host code to a device.
 
 use super::address::Opener;
-use super::{Address, Arg, DeviceError, Grid, Kernel, Product};
+use super::{Address, Arg, DeviceError, Grid, Kernel, Matmul};
 use candle_core::Tensor;
 
-/// Runs kernels and products on one device, in the order of the calls.
+/// Runs kernels and matmuls on one device, in the order of the calls.
 #[derive(Debug, Clone)]
 pub enum Launcher {
-    /// Nowhere, on a [dry](super::dry) thread.
+    /// Launches nothing, on a [dry](super::dry) thread.
     Dry,
     /// On the host, for tests.
     #[cfg(feature = "kernel-emulation")]
@@ -18,11 +18,12 @@ pub enum Launcher {
 }
 
 impl Launcher {
-    /// Calls `run` with the addresses of `outputs` and `inputs`. An output shares its storage with no other tensor
-    /// of the call; it may be read as well, where the kernel is in place.
+    /// Calls `run` with the addresses of `outputs` and `inputs`. An output must not share its storage with
+    /// another tensor of the call; a kernel that works in place may also read it.
     ///
     /// # Errors
-    /// A tensor that is not contiguous, of another device or of an element type without kernels; what `run` returns.
+    /// A tensor that is not contiguous, on another device or of an element type without kernels; an error of
+    /// `run`.
     pub fn open<const O: usize, const I: usize>(
         &self,
         outputs: [&Tensor; O],
@@ -36,7 +37,8 @@ impl Launcher {
         })
     }
 
-    /// As [`open`](Self::open), for any number of tensors: the addresses are those of `outputs`, then of `inputs`.
+    /// As [`open`](Self::open), for any number of tensors: first the addresses of `outputs`, then those of
+    /// `inputs`.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -66,10 +68,11 @@ impl Launcher {
     /// Starts a kernel. An empty grid does nothing.
     ///
     /// # Safety
-    /// The arguments are the kernel's parameters in order, and what it accesses through their addresses lies within
-    /// the tensors that these were opened from, for reading or for writing.
+    /// The arguments are the kernel's parameters in order, and it accesses only memory within the tensors
+    /// that the addresses were opened from, as opened for reading or writing.
     ///
     /// # Errors
+    /// A kernel that does not compile, or a launch that the driver refuses.
     /// A kernel that does not compile or a launch that the driver refuses.
     pub(crate) unsafe fn launch(
         &self,
@@ -92,35 +95,35 @@ impl Launcher {
         }
     }
 
-    /// Starts a batch of matrix products. Nothing to do for a batch of none or an empty result.
+    /// Starts a batch of matmuls. An empty batch or result does nothing.
     ///
     /// # Safety
-    /// All elements that the product reads or writes lie within the tensors that its addresses were opened from,
-    /// and `c`'s, opened for writing, overlap neither each other nor an operand.
+    /// All elements that are read or written lie within the tensors that the addresses were opened from.
+    /// Those of `c` are opened for writing and overlap neither each other nor an operand.
     ///
     /// # Errors
-    /// Matrices that do not fit, element types that no library multiplies, or a failed call.
-    pub(crate) unsafe fn gemm(&self, product: &Product) -> Result<(), DeviceError> {
-        let Product { a, b, c, batch, .. } = product;
+    /// Matrices that do not fit, unsupported element types, or a failed call.
+    pub(crate) unsafe fn gemm(&self, matmul: &Matmul) -> Result<(), DeviceError> {
+        let Matmul { a, b, c, batch, .. } = matmul;
         if *batch == 0 || c.rows == 0 || c.cols == 0 {
             return Ok(());
         }
         if a.rows != c.rows || b.cols != c.cols || a.cols != b.rows {
             let message = format!("the result has {} rows and {} columns", c.rows, c.cols);
-            return Err(DeviceError::Product { a: [a.rows, a.cols], b: [b.rows, b.cols], message });
+            return Err(DeviceError::Matmul { a: [a.rows, a.cols], b: [b.rows, b.cols], message });
         }
         match self {
             Self::Dry => Ok(()),
             #[cfg(feature = "kernel-emulation")]
             // SAFETY: the caller's promise is the callee's.
-            Self::Emulated => unsafe { super::emulation::gemm(product) },
+            Self::Emulated => unsafe { super::emulation::gemm(matmul) },
             #[cfg(feature = "cuda")]
             // SAFETY: the caller's promise is the callee's.
-            Self::Cuda(device) => unsafe { super::cuda::gemm(device, product) },
+            Self::Cuda(device) => unsafe { super::cuda::gemm(device, matmul) },
         }
     }
 
-    /// Whether nothing is launched.
+    /// Whether this launcher launches nothing.
     pub(crate) fn is_dry(&self) -> bool {
         matches!(self, Self::Dry)
     }

@@ -1,17 +1,17 @@
-//! Kernels on accelerators: how the ops launch them, and what runs them.
+//! Kernels on accelerators: how ops launch them, and what executes them.
 //!
-//! An op's host code is written once, against `Launcher`: it opens the addresses of its tensors, launches
-//! `Kernel`s and matrix `Product`s on them, and does not know what executes these:
+//! An op's host code is written once, against `Launcher`. It opens the addresses of its tensors and launches
+//! `Kernel`s and `Matmul`s on them. What executes these depends on the launcher:
 //!
-//! | launcher | tensors | kernels | products |
+//! | launcher | tensors | kernels | matmuls |
 //! |---|---|---|---|
 //! | CUDA (feature `cuda`) | on a GPU | NVRTC, on the device's stream | cuBLAS |
 //! | emulation (feature `kernel-emulation`) | on the CPU, within `emulate` | compiled for the host | the `gemm` crate |
-//! | dry (a thread within [`dry::run`]) | without elements | not at all | not at all |
+//! | dry (a thread within [`dry::run`]) | without elements | none | none |
 //!
-//! So all that a GPU runs but the driver calls themselves is tested on machines without one. `Target` tells an
-//! op which way to go for the tensors at hand. `HostCopies` are the same for copies to the host and back that go on
-//! beside the device's work: a GPU's streams, or copies on the CPU that are done as late as their order allows.
+//! So everything that a GPU runs, except the driver calls, is tested on machines without one. `Target`
+//! selects an op's implementation for its tensors. `HostCopies` does the same for asynchronous copies to the
+//! host and back: streams of a GPU, or CPU copies that complete as late as allowed.
 #![cfg_attr(
     not(any(feature = "cuda", feature = "kernel-emulation")),
     allow(
@@ -33,7 +33,7 @@ mod host_copies;
 mod kernel;
 mod kind;
 mod launcher;
-mod product;
+mod matmul;
 #[cfg(any(feature = "cuda", test))]
 mod staging;
 mod target;
@@ -51,5 +51,5 @@ pub(crate) use host_copies::{HostCopies, LateCopies};
 pub(crate) use kernel::{Arg, Grid, Kernel, sources};
 pub use kind::DeviceKind;
 pub use launcher::Launcher;
-pub(crate) use product::{MatrixAt, Product};
+pub(crate) use matmul::{Matmul, MatrixAt};
 pub use target::Target;

@@ -1,30 +1,32 @@
-//! Buffers that copies are under way from.
+//! Staging buffers for asynchronous copies.
 
 use parking_lot::Mutex;
 
 /// A buffer that a device copies from.
 pub(super) trait Buffer: Sized {
-    /// Whether it is for copies to this GPU and has room for so many bytes, without most of it staying empty.
+    /// Whether the buffer is for this GPU and has room for so many bytes, without being far too large.
     fn suits(&self, gpu: usize, bytes: usize) -> bool;
 
-    /// Whether no copy from it is under way.
+    /// Whether no copy from it is pending.
     fn is_idle(&self) -> bool;
 }
 
-/// Buffers that are used again, each when the copy from it is done: page-locked memory takes the driver long to make.
+/// A pool of buffers, each reused when the copy from it is done, because page-locked memory is slow to
+/// allocate.
 ///
-/// There are as many as copies have ever been under way at a time. That has an end, for every step waits for its loss.
+/// The pool is as large as the largest number of concurrent copies. That is bounded, since every step waits
+/// for its loss.
 #[derive(Debug)]
 pub(super) struct Staging<B>(Mutex<Vec<B>>);
 
 impl<B: Buffer> Staging<B> {
-    /// Without a buffer.
+    /// An empty pool.
     pub(super) const fn new() -> Self {
         Self(Mutex::new(Vec::new()))
     }
 
-    /// A buffer to overwrite: one whose copy is done, else what `make` returns. Nobody waits.
-    pub(super) fn take<E>(
+    /// Returns a buffer to overwrite: one without a pending copy, or else the result of `make`. Never blocks.
+    pub(super) fn acquire<E>(
         &self,
         gpu: usize,
         bytes: usize,
@@ -38,8 +40,8 @@ impl<B: Buffer> Staging<B> {
         idle.map_or_else(make, Ok)
     }
 
-    /// Takes a buffer back, the copy from it under way or done.
-    pub(super) fn give(&self, buffer: B) {
+    /// Returns a buffer to the pool, with its copy pending or done.
+    pub(super) fn release(&self, buffer: B) {
         self.0.lock().push(buffer);
     }
 }
@@ -51,7 +53,7 @@ mod tests {
     use std::convert::Infallible;
     use std::rc::Rc;
 
-    /// A buffer of a GPU whose copies are done when the test says so.
+    /// A buffer of a GPU whose copies complete when the test says so.
     #[derive(Clone)]
     struct Fake {
         name: &'static str,
@@ -74,39 +76,39 @@ mod tests {
         Fake { name, gpu, bytes, is_busy: Rc::default() }
     }
 
-    /// The name of the buffer that is taken, or "new".
-    fn taken(staging: &Staging<Fake>, gpu: usize, bytes: usize) -> &'static str {
-        let Ok(taken) = staging.take::<Infallible>(gpu, bytes, || Ok(buffer("new", gpu, bytes)));
-        taken.name
+    /// The name of the buffer that is returned, or "new".
+    fn acquired(staging: &Staging<Fake>, gpu: usize, bytes: usize) -> &'static str {
+        let Ok(acquired) = staging.acquire::<Infallible>(gpu, bytes, || Ok(buffer("new", gpu, bytes)));
+        acquired.name
     }
 
     #[test]
-    fn a_buffer_is_not_overwritten_while_its_copy_is_under_way() {
+    fn a_buffer_is_not_overwritten_while_its_copy_is_pending() {
         let staging = Staging::new();
         let first = buffer("first", 0, 64);
         first.is_busy.set(true);
-        staging.give(first.clone());
-        assert_eq!(taken(&staging, 0, 64), "new");
+        staging.release(first.clone());
+        assert_eq!(acquired(&staging, 0, 64), "new");
         first.is_busy.set(false);
-        assert_eq!(taken(&staging, 0, 64), "first");
-        assert_eq!(taken(&staging, 0, 64), "new", "it was taken and not given back");
+        assert_eq!(acquired(&staging, 0, 64), "first");
+        assert_eq!(acquired(&staging, 0, 64), "new", "it was acquired and not released");
     }
 
     #[test]
-    fn only_a_buffer_of_the_gpu_with_room_is_used_again() {
+    fn only_a_buffer_of_the_same_gpu_with_room_is_reused() {
         let staging = Staging::new();
         for buffer in [buffer("small", 0, 8), buffer("elsewhere", 1, 64), buffer("large", 0, 64)] {
-            staging.give(buffer);
+            staging.release(buffer);
         }
-        assert_eq!(taken(&staging, 0, 9), "large");
-        assert_eq!(taken(&staging, 0, 9), "new");
-        assert_eq!(taken(&staging, 0, 8), "small");
-        assert_eq!(taken(&staging, 1, 1), "elsewhere");
+        assert_eq!(acquired(&staging, 0, 9), "large");
+        assert_eq!(acquired(&staging, 0, 9), "new");
+        assert_eq!(acquired(&staging, 0, 8), "small");
+        assert_eq!(acquired(&staging, 1, 1), "elsewhere");
     }
 
     #[test]
-    fn a_failure_to_make_a_buffer_is_passed_on() {
+    fn a_failed_allocation_is_returned() {
         let staging = Staging::<Fake>::new();
-        assert_eq!(staging.take(0, 1, || Err("no memory")).err(), Some("no memory"));
+        assert_eq!(staging.acquire(0, 1, || Err("no memory")).err(), Some("no memory"));
     }
 }

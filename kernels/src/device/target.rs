@@ -1,14 +1,14 @@
-//! Which way an op goes.
+//! The implementation that an op uses.
 
 use super::dry::{self, DryCpu};
 use super::{DeviceError, DeviceKind, Launcher};
 use candle_core::Device;
 
-/// What computes on a device's tensors.
+/// What executes an op for tensors of a device.
 pub enum Target {
     /// The op's CPU kernel.
     Cpu,
-    /// The same, of which nothing is done but told.
+    /// The same in a dry run, which only reports it.
     Dry(DryCpu),
     /// The op's CUDA kernels, on a GPU, emulated or dry.
     Kernels(Launcher),

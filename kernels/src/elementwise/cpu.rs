@@ -6,7 +6,7 @@ use crate::simd::{self, simd_kernel};
 use rayon::prelude::*;
 
 pub(super) fn sum_of_squares<T: Pieces>(x: &[T]) -> f64 {
-    // Fixed blocks, summed in order: the number of threads decides only who computes which.
+    // Fixed blocks, summed in order: the number of threads decides only which thread computes which block.
     let blocks = x.par_chunks(MIN_BLOCK_ELEMS);
     let sums = blocks.map_init(Vec::new, |buffer, block| sum_of_squares_block(T::read(block, buffer)));
     sums.collect::<Vec<f64>>().iter().sum()
@@ -25,8 +25,7 @@ pub(super) fn all_finite<T: Pieces>(x: &[T]) -> bool {
 
 simd_kernel! {
     fn all_finite_block<S>(x: &[f32]) -> bool {
-        // Infinities and NaN are the values whose exponent bits are all set; no early exit, so that the
-        // loop vectorises.
+        // Infinities and NaN have all exponent bits set. No early exit, so that the loop vectorizes.
         let mut largest = 0;
         for value in x {
             largest = largest.max(value.to_bits() << 1);

@@ -5,11 +5,12 @@ use crate::tensor::{to_vec, zeros};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
-/// Blocks of a reduction, at most: as many as an H100 runs at once. A constant, because the order of a sum must not
-/// depend on the GPU.
+/// Maximum number of blocks of a reduction: as many as an H100 runs at once. A constant, because the order of
+/// summation must not depend on the GPU.
 const MAX_BLOCKS: usize = 1024;
 
-/// The sums of all tensors' blocks come to the host together, which waits once, and are added there in order.
+/// Copies the partial sums of all tensors to the host together, with one synchronization, and adds them there
+/// in order.
 pub(super) fn sums_of_squares(launcher: &Launcher, tensors: &[&Tensor]) -> Result<Vec<f64>, DeviceError> {
     let blocks: Vec<usize> = tensors.iter().map(|x| blocks(x)).collect();
     let results = results(blocks.iter().sum(), DType::F64, tensors)?;
@@ -22,7 +23,7 @@ pub(super) fn sums_of_squares(launcher: &Launcher, tensors: &[&Tensor]) -> Resul
     Ok(blocks.iter().map(|&blocks| sums.by_ref().take(blocks).sum()).collect())
 }
 
-/// One flag of each block comes to the host, which waits for them.
+/// Copies one flag per block to the host, and synchronizes.
 pub(super) fn all_finite(launcher: &Launcher, x: &Tensor) -> Result<bool, DeviceError> {
     let blocks = blocks(x);
     let found = results(blocks, DType::F32, &[x])?;
@@ -30,18 +31,19 @@ pub(super) fn all_finite(launcher: &Launcher, x: &Tensor) -> Result<bool, Device
     Ok(to_vec::<f32>(&found)?.into_iter().all(|found| found == 0.0))
 }
 
-/// Blocks of a reduction over `x`.
+/// Number of blocks of a reduction over `x`.
 fn blocks(x: &Tensor) -> usize {
     x.elem_count().div_ceil(Grid::TILE).min(MAX_BLOCKS)
 }
 
-/// Room for the results of `blocks` blocks, beside the tensors. One 0 for none: CUDA does not allocate nothing.
+/// Allocates the results of `blocks` blocks; one element if there are none, since CUDA cannot allocate zero
+/// bytes.
 fn results(blocks: usize, dtype: DType, tensors: &[&Tensor]) -> candle_core::Result<Tensor> {
     let device = tensors.first().map_or(&Device::Cpu, |x| x.device());
     zeros(blocks.max(1), dtype, device)
 }
 
-/// Writes what the blocks of a reduction over `x` make of their tiles to these elements of `results`.
+/// Writes the partial results of a reduction over `x`, one per block, to these elements of `results`.
 fn reduce_blocks(
     launcher: &Launcher,
     kernel: &'static str,
@@ -97,7 +99,7 @@ fn one_tensor(
 /// Launches `kernel(dst, second, size)` over the tiles of `dst`, which has been opened at `dst_at`.
 ///
 /// # Safety
-/// `second` is the kernel's second parameter, and an address of no fewer elements than `dst` has.
+/// `second` is the kernel's second parameter, and an address of at least as many elements as `dst` has.
 unsafe fn over_tiles(
     launcher: &Launcher,
     kernel: &Kernel,
@@ -107,6 +109,6 @@ unsafe fn over_tiles(
 ) -> Result<(), DeviceError> {
     let size = dst.elem_count();
     let args = [dst_at.into(), second, (size as u64).into()];
-    // SAFETY: the caller's promise; `dst` has `size` elements.
+    // SAFETY: by this function's contract; `dst` has `size` elements.
     unsafe { launcher.launch(kernel, Grid::tiles(size), &args) }
 }

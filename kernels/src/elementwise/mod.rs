@@ -12,17 +12,17 @@ use super::cast::with_element_type;
 use crate::device::{Target, dry};
 use candle_core::{DType, Tensor};
 
-/// Σ x², accumulated in f64 in an order that depends on the number of elements only.
+/// Σ x², accumulated in f64, in an order that depends only on the number of elements.
 ///
-/// On a GPU this waits until all work before it is done, and reads at most 1024 partial sums.
+/// On a GPU this synchronizes, and reads at most 1024 partial sums.
 ///
 /// # Errors
-/// When the dtype, device or layout does not fit.
+/// A dtype, device or layout that is not supported.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64, OpError> {
     Ok(sums_of_squares(&[x])?.into_iter().sum())
 }
 
-/// [`sum_of_squares`] of each tensor, to the same bits. On a GPU this waits once for all of them.
+/// [`sum_of_squares`] of each tensor, with the same bits. On a GPU this synchronizes once for all of them.
 ///
 /// # Errors
 /// As [`sum_of_squares`]; tensors on several devices.
@@ -41,10 +41,10 @@ pub fn sums_of_squares(tensors: &[&Tensor]) -> Result<Vec<f64>, OpError> {
     }
 }
 
-/// Whether no element is infinite or NaN. On a GPU this waits as [`sum_of_squares`] does.
+/// Whether no element is infinite or NaN. On a GPU this synchronizes.
 ///
 /// # Errors
-/// When the dtype, device or layout does not fit.
+/// A dtype, device or layout that is not supported.
 pub fn all_finite(x: &Tensor) -> Result<bool, OpError> {
     let call = Call::new("elementwise::all_finite");
     match call.elementwise(&[], &[("x", x)])? {
@@ -56,13 +56,13 @@ pub fn all_finite(x: &Tensor) -> Result<bool, OpError> {
     }
 }
 
-/// dst += src. The sum of 16-bit elements may go into an f32 `dst`.
+/// dst += src. 16-bit elements may be added to an f32 `dst`.
 ///
 /// # Shapes
 /// dst and src hold the same number of elements.
 ///
 /// # Errors
-/// When shapes, dtypes, devices or layouts do not fit, or the tensors share storage.
+/// Shapes, dtypes, devices or layouts that do not match, or tensors that share storage.
 pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
     let call = Call::new("elementwise::accumulate");
     call.expect(("src", src), &[dst.elem_count()])?;
@@ -85,7 +85,7 @@ pub fn accumulate(dst: &Tensor, src: &Tensor) -> Result<(), OpError> {
 /// dst *= factor.
 ///
 /// # Errors
-/// When the dtype, device or layout does not fit.
+/// A dtype, device or layout that is not supported.
 pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
     let call = Call::new("elementwise::scale");
     dry::report_elementwise([dst]);
@@ -101,7 +101,7 @@ pub fn scale(dst: &Tensor, factor: f32) -> Result<(), OpError> {
 /// Sets every element to `value`.
 ///
 /// # Errors
-/// When the dtype, device or layout does not fit.
+/// A dtype, device or layout that is not supported.
 pub fn fill(dst: &Tensor, value: f32) -> Result<(), OpError> {
     let call = Call::new("elementwise::fill");
     match call.elementwise(&[("dst", dst)], &[])? {

@@ -1,4 +1,4 @@
-//! Reductions in f64, front to back.
+//! Reductions in f64, from front to back.
 
 /// Σ x².
 #[must_use]

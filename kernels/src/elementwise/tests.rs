@@ -2,7 +2,7 @@ use super::*;
 use crate::strided_copy;
 use crate::testing::*;
 
-/// The last ones take several blocks of a kernel.
+/// The longest ones need several blocks of a kernel.
 const LENGTHS: [usize; 9] = [0, 1, 7, 32, 100, 131, 4096, 5000, 20_001];
 
 #[test]
@@ -87,7 +87,7 @@ fn buffer_arithmetic_touches_every_element_and_nothing_around_it() {
     on_every_target(|_| {
         for len in [1, 7, 100, 131, 20_001] {
             let (a, b) = (random(1, len), random(2, len));
-            // One buffer with a margin on both sides, of which the ops see the middle.
+            // One buffer with a margin on both sides; the ops get the middle.
             let flat = tensor(&vec![9.0; len + 4], &[len + 4]);
             let dst = flat.narrow(0, 2, len).unwrap();
             strided_copy::copy(&tensor(&a, &[len]), &dst).unwrap();
@@ -128,7 +128,7 @@ fn kernels_sum_in_the_same_order_wherever_a_tensor_lies() {
         bits.borrow_mut().push(got.to_bits());
     });
     let bits = bits.into_inner();
-    // Aligned and not aligned, in turn.
+    // Aligned and not aligned, alternately.
     assert_eq!(bits.len(), 6);
     assert!(bits.chunks(2).all(|pair| pair[0] == pair[1]), "{bits:?}");
 }

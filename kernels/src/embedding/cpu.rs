@@ -13,8 +13,8 @@ pub(super) fn forward<T: Copy + Send + Sync>(ids: &[u32], weight: &[T], y: &mut 
     });
 }
 
-/// Each task owns a range of vocabulary rows and scans all ids for them: no two tasks write one row, and
-/// each row receives its gradients in token order.
+/// Each task owns a range of vocabulary rows and scans all ids for them. So no two tasks write the same row,
+/// and each row receives its gradients in token order.
 pub(super) fn backward<T: Pieces>(ids: &[u32], dy: &[T], dweight: &mut [f32], d: usize) {
     let vocab_size = dweight.len() / d;
     let tasks = rayon::current_num_threads().min(dy.len().div_ceil(MIN_BLOCK_ELEMS)).max(1);

@@ -4,7 +4,7 @@ use super::ids::{DeviceIds, Ids};
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::EMBEDDING};
 use candle_core::{DType, Tensor};
 
-/// `kColumns` and `kColumnThreads` of the kernels: columns and threads of a block that adds a segment.
+/// `kColumns` and `kColumnThreads` of the kernels: columns and threads of a block that adds up a segment.
 const COLUMNS: usize = 512;
 const COLUMN_THREADS: u32 = 128;
 
@@ -23,12 +23,12 @@ pub(super) fn forward(
     let tables = ids.on(y.device())?.tables;
     launcher.open([y], [weight, &tables], |[y], [weight, ids]| {
         let args = [y.into(), weight.into(), ids.into(), (rows as u64).into(), (d as u32).into()];
-        // SAFETY: `y` has `rows` rows of d elements, and `weight` has more of them than any of the `rows` ids says.
+        // SAFETY: `y` has `rows` rows of d elements, and all of the `rows` ids are rows of `weight`.
         unsafe { launcher.launch(&kernel, Grid::threads(rows * 32), &args) }
     })
 }
 
-/// Adds in the order of the [plan](super::plan::Plan). `[dy, dweight]` have rows of `d` elements.
+/// Sums in the order of the [plan](super::plan::Plan). `[dy, dweight]` have rows of `d` elements.
 pub(super) fn backward(
     launcher: &Launcher,
     dtype: DType,
@@ -43,7 +43,7 @@ pub(super) fn backward(
     let add_partials = Kernel::new(&EMBEDDING, "embedding_add_partials");
     let plan = ids.on(dy.device())?;
     let DeviceIds { tokens_at, segments_at, sums_at, .. } = plan;
-    // CUDA does not allocate nothing, which is what most batches would need.
+    // At least one row, since CUDA cannot allocate zero bytes and most batches need none.
     let partial = crate::tensor::zeros((plan.partials.max(1), d), DType::F32, dy.device())?;
     launcher.open([dweight, &partial], [dy, &plan.tables], |[dweight, partial], [dy, tables]| {
         let [tokens, segments, sums] = [tokens_at, segments_at, sums_at].map(|at| tables.offset(at));
@@ -51,7 +51,8 @@ pub(super) fn backward(
         let grid = |rows| Grid { blocks: [rows, columns, 1], ..Grid::blocks(0) }.of_threads(COLUMN_THREADS);
         let d = d as u32;
         let args = [dweight.into(), partial.into(), dy.into(), tokens.into(), segments.into(), d.into()];
-        // SAFETY: the plan names rows of `dweight` and `partial`, no row twice, and tokens, which are rows of `dy`.
+        // SAFETY: the plan has valid rows of `dweight` and `partial`, none twice, and tokens that are rows of
+        // `dy`.
         unsafe { launcher.launch(&add_segments, grid(plan.segments), &args)? };
         let args = [dweight.into(), partial.into(), sums.into(), d.into()];
         // SAFETY: as above.

@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Tensor};
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
-/// Token ids, for both directions. Where kernels need them, they and the plan of the backward pass are copied to the
-/// device by the first [`forward`](super::forward): made at its end, the plan would let the device wait for it.
+/// Token ids, for both directions. The first [`forward`](super::forward) on a device copies them, with the
+/// plan of the backward pass. Creating the plan only in the backward pass would make the device wait for it.
 ///
 /// Cloning copies pointers only.
 #[derive(Debug, Clone)]
@@ -15,7 +15,7 @@ pub struct Ids {
     ids: Arc<[u32]>,
     len: usize,
     on_device: Arc<OnceLock<DeviceIds>>,
-    /// What they take in a dry run.
+    /// Their memory in a dry run.
     _dry: Arc<Option<Allocation>>,
 }
 
@@ -30,38 +30,38 @@ impl Deref for Ids {
 /// Ids and [`Plan`] on a device.
 #[derive(Debug, Clone)]
 pub(super) struct DeviceIds {
-    /// The ids, then the tables of the plan: all in one copy.
+    /// The ids, followed by the tables of the plan, in one copy.
     pub(super) tables: Tensor,
-    /// Where `tables` has the plan's tokens, segments and sums.
+    /// Offsets of the plan's tokens, segments and sums in `tables`.
     pub(super) tokens_at: usize,
     pub(super) segments_at: usize,
     pub(super) sums_at: usize,
     pub(super) segments: usize,
     pub(super) sums: usize,
-    /// Rows of partial sums.
+    /// Number of rows of partial sums.
     pub(super) partials: usize,
 }
 
 impl Ids {
-    /// Ids on the host; a slice is copied.
+    /// Creates ids on the host; a slice is copied.
     pub fn new(ids: impl Into<Arc<[u32]>>) -> Self {
         let ids = ids.into();
         Self { len: ids.len(), ids, on_device: Arc::default(), _dry: Arc::default() }
     }
 
-    /// So many ids of a [dry run](dry), of which none is known.
+    /// Ids of a [dry run](dry): only their number.
     pub fn dry(len: usize) -> Self {
         let _dry = Arc::new(Allocation::on_host(len * size_of::<u32>()));
         Self { len, _dry, ..Self::new([]) }
     }
 
-    /// How many there are.
+    /// Number of ids.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no ids.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -77,7 +77,7 @@ impl Ids {
             true => DeviceIds::dry(self.len, device)?,
             false => DeviceIds::new(&self.ids, device)?,
         };
-        // Another device's may be there already: then these are used once.
+        // Those of another device may be cached already: these are then not cached.
         _ = self.on_device.set(made.clone());
         Ok(made)
     }
@@ -100,7 +100,7 @@ impl DeviceIds {
         })
     }
 
-    /// Of ids that are not known: ids, tokens, and a segment of four numbers for each, as of ids that differ.
+    /// For ids without values: ids, tokens, and a segment of four values each, as if all ids differed.
     fn dry(len: usize, device: &Device) -> candle_core::Result<Self> {
         let tables = crate::tensor::zeros(6 * len, DType::U32, device)?;
         let (tokens_at, segments_at, sums_at) = (len, 2 * len, 6 * len);

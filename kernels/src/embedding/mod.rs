@@ -1,4 +1,4 @@
-//! Token embedding: rows of a table, and the sum of gradients per row.
+//! Token embedding: looks up rows of a table, and sums gradients per row.
 
 mod cpu;
 mod cuda;
@@ -22,14 +22,14 @@ use candle_core::Tensor;
 /// `ids: [n], weight: [vocab, d], y: [n, d]`
 ///
 /// # Errors
-/// When an id is not below vocab, when shapes, dtypes, devices or layouts do not fit, or when the output
+/// An id that is not below vocab, shapes, dtypes, devices or layouts that do not match, or an output that
 /// shares storage with the weight.
 pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let call = Call::new("embedding::forward");
     let (vocab_size, d) = call.rows(("weight", weight))?;
     call.expect(("y", y), &[ids.len(), d])?;
     check_ids(call, ids, vocab_size)?;
-    // Rows of the weight, as many as are written.
+    // Reads as many elements of the weight as it writes.
     dry::report_elementwise([y, y]);
     let target = call.target(&[("y", y)], &[("weight", weight)])?;
     let dtype = call.element_type(&[("weight", weight), ("y", y)], &[])?;
@@ -42,8 +42,8 @@ pub fn forward(ids: &Ids, weight: &Tensor, y: &Tensor) -> Result<(), OpError> {
     }
 }
 
-/// `dweight[ids[i]] += dy[i]`. Rows are added in the order of the tokens, whatever the number of threads; on a GPU
-/// those of an id with more than 128 tokens in groups of as many. dweight is f32 whatever dy is.
+/// `dweight[ids[i]] += dy[i]`. Gradients are added in token order for any number of threads; on a GPU, those
+/// of an id with more than 128 tokens in groups of 128. dweight is always f32.
 ///
 /// # Shapes
 /// `ids: [n], dy: [n, d], dweight: [vocab, d]`

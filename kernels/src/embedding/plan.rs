@@ -1,25 +1,26 @@
-//! How a backward pass on a device shares out its sums.
+//! The division of the backward pass's sums on a device.
 
-/// Tokens that one block adds at most. An id may be that of every other token, and one block would take as long for
-/// it as all others together.
+/// Maximum number of tokens that one block adds up. An id may belong to half of all tokens, and a single
+/// block would take as long for it as all others together.
 const SEGMENT_TOKENS: usize = 128;
 
-/// The tokens of each id, and who adds their gradients to what: a segment's to the id's row of dweight, or to a row of
-/// partial sums where the id has several segments; these are then added in order. All orders follow from `ids` alone.
+/// The tokens of each id, and the segments in which their gradients are summed. A segment's sum goes to the
+/// id's row of dweight, or to a row of partial sums if the id has several segments; these are then added in
+/// order. All orders depend only on `ids`.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Plan {
-    /// Token numbers, those of one id behind each other and in order.
+    /// Token indices, grouped by id, in order.
     pub(super) tokens: Vec<u32>,
     /// {begin, end, row, is_partial} over `tokens`: `Segment` of `cuda/embedding.cu`.
     pub(super) segments: Vec<[u32; 4]>,
-    /// {row, begin, end} over the partial sums, for each id that has any.
+    /// {row, begin, end} of the partial sums of each id that has any.
     pub(super) sums: Vec<[u32; 3]>,
-    /// Rows of partial sums.
+    /// Number of rows of partial sums.
     pub(super) partials: usize,
 }
 
 impl Plan {
-    /// The plan for `ids`, whatever the size of the vocabulary that they are from.
+    /// Creates the plan for `ids`, independent of the vocabulary's size.
     pub(super) fn new(ids: &[u32]) -> Self {
         let ends = ends_of_ids(ids);
         let mut plan = Self { tokens: sorted_tokens(ids, &ends), ..Self::default() };
@@ -47,7 +48,7 @@ impl Plan {
     }
 }
 
-/// For each id up to the largest, the number of tokens with this one or a smaller one.
+/// For each id up to the largest, the number of tokens with this id or a smaller one.
 fn ends_of_ids(ids: &[u32]) -> Vec<u32> {
     let mut ends = vec![0; ids.iter().max().map_or(0, |largest| *largest as usize + 1)];
     for &id in ids {
@@ -61,7 +62,7 @@ fn ends_of_ids(ids: &[u32]) -> Vec<u32> {
     ends
 }
 
-/// Token numbers sorted by id, those of one id in order.
+/// Token indices sorted by id, in order within an id.
 fn sorted_tokens(ids: &[u32], ends: &[u32]) -> Vec<u32> {
     let mut ends = ends.to_vec();
     let mut tokens = vec![0; ids.len()];

@@ -1,6 +1,6 @@
 //! The embedding in f64.
 
-/// The rows of weight: [vocab, d] that ids name.
+/// The rows of weight: [vocab, d] for the ids.
 #[must_use]
 pub fn forward(ids: &[u32], weight: &[f64], d: usize) -> Vec<f64> {
     ids.iter().flat_map(|id| weight[*id as usize * d..][..d].to_vec()).collect()

@@ -1,23 +1,24 @@
-//! Matrix products on CPUs. `gemm` is a safe wrapper around the crate `gemm`, over strided views of f32 slices: a
-//! transpose is a swap of strides, and nothing is copied but the panels that the kernel packs for itself.
+//! Matmuls on CPUs. `gemm` is a safe wrapper of the crate `gemm`, for strided views of f32 slices.
+//! Transposing swaps strides; nothing is copied except the panels that the kernel packs.
 //!
-//! Which code computes a product, by whose it is, the types of its operands, and the CPU:
+//! Which code runs depends on the caller, the element types, and the CPU:
 //!
-//! | products of | operands | CPU | computed by |
+//! | caller | operands | CPU | implementation |
 //! |---|---|---|---|
-//! | `linear`, `lm_head_loss` (`product::multiply`) | f32 | any | `gemm` |
-//! | the same, large ones | bf16 | with AMX, or AMD's with AVX512-BF16 | `bf16`: packed panels, f32 sums |
-//! | the same | other 16-bit types, or small | any | `widened`: blocks copied as f32, then `gemm` |
+//! | `linear`, `lm_head_loss` (`dispatch::multiply`) | f32 | any | `gemm` |
+//! | the same, large matmuls | bf16 | with AMX, or AMD's with AVX512-BF16 | `bf16`: packed panels, f32 sums |
+//! | the same | other 16-bit types, or small matmuls | any | `widened`: blocks copied as f32, then `unpacked` |
 //! | `attention` | f32, or 16 bits copied as f32 | any | `unpacked::multiply` |
 //! | `attention` | bf16 | with AMX | `bf16::multiply_on_caller` |
 //! | `attention` | bf16 | AMD's with AVX512-BF16 | `unpacked::multiply_pairs` |
 //!
-//! There is more than one because the crate has no bf16 products with f32 sums, and because packing its operands takes
-//! as long as multiplying them where a product sums over one head only, as attention's do.
+//! There are several implementations for two reasons. The crate has no bf16 matmul with f32 sums. And it
+//! packs its operands, which takes as long as multiplying them if the sum is over one head only, as in
+//! attention.
 
 pub(super) mod bf16;
+pub(super) mod dispatch;
 pub(super) mod operand;
-pub(super) mod product;
 pub(super) mod tile;
 pub(super) mod transposed;
 pub(super) mod unpacked;
@@ -32,7 +33,7 @@ pub struct MatrixRef<'a> {
     layout: MatrixLayout,
 }
 
-/// As [`MatrixRef`], writable. No two of its elements share a place.
+/// A writable [`MatrixRef`]. No two of its elements overlap.
 #[derive(Debug)]
 pub struct MatrixMut<'a> {
     data: &'a mut [f32],
@@ -47,25 +48,25 @@ struct MatrixLayout {
     col_stride: isize,
 }
 
-/// Which threads a product may use.
+/// The threads that a matmul may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threads {
-    /// The calling thread alone: for callers that already run in parallel.
+    /// Only the calling thread: for callers that already run in parallel.
     Caller,
-    /// Those of the current rayon pool, when the product is large enough.
+    /// The current rayon pool, if the matmul is large enough.
     Pool,
 }
 
 impl<'a> MatrixRef<'a> {
-    /// A row-major matrix without gaps at the start of `data`.
+    /// A contiguous row-major matrix at the start of `data`.
     ///
     /// # Errors
-    /// When `data` is too short.
+    /// If `data` is too short.
     pub fn new(data: &'a [f32], rows: usize, cols: usize) -> Result<Self, OpError> {
         Self::strided(data, rows, cols, cols, 1)
     }
 
-    /// A matrix with any strides, first element at the start of `data`.
+    /// A matrix with any strides, beginning at the start of `data`.
     ///
     /// # Errors
     /// When an element would lie outside `data`.
@@ -80,7 +81,7 @@ impl<'a> MatrixRef<'a> {
         Ok(Self { data, layout })
     }
 
-    /// The same elements with rows and columns exchanged.
+    /// The transposed view.
     #[must_use]
     pub fn transposed(self) -> Self {
         Self { data: self.data, layout: self.layout.transposed() }
@@ -88,15 +89,15 @@ impl<'a> MatrixRef<'a> {
 }
 
 impl<'a> MatrixMut<'a> {
-    /// A row-major matrix without gaps at the start of `data`.
+    /// A contiguous row-major matrix at the start of `data`.
     ///
     /// # Errors
-    /// When `data` is too short.
+    /// If `data` is too short.
     pub fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Result<Self, OpError> {
         Self::strided(data, rows, cols, cols, 1)
     }
 
-    /// A matrix with any strides that keep its elements apart, first element at the start of `data`.
+    /// A matrix with any strides that keep its elements distinct, beginning at the start of `data`.
     ///
     /// # Errors
     /// When an element would lie outside `data`, or rows (or columns) would overlap each other.
@@ -118,7 +119,7 @@ impl<'a> MatrixMut<'a> {
         Ok(Self { data, layout })
     }
 
-    /// The same elements with rows and columns exchanged.
+    /// The transposed view.
     #[must_use]
     pub fn transposed(self) -> Self {
         Self { data: self.data, layout: self.layout.transposed() }
@@ -152,21 +153,21 @@ impl MatrixLayout {
     }
 }
 
-/// Multiply-adds of a product that is over in a tenth of a millisecond.
-const SMALL_PRODUCT: usize = 1 << 22;
+/// Multiply-adds of a matmul that takes a tenth of a millisecond.
+const SMALL_MATMUL: usize = 1 << 22;
 
-/// Terms that a small product adds up before it adds their sum to the others. One long chain of additions loses
-/// half as many bits again (measured on a small model's gradients: rms error 1.28e-7 with one chain, 0.86e-7 so).
-/// In large products the further passes over `c` would cost a tenth of the speed and more.
-const SUMMED_AT_A_TIME: usize = 32;
+/// Terms that a small matmul sums before it adds their sum to the others. One long chain of additions has a
+/// 1.5 times larger error (rms error of a small model's gradients: 1.28e-7 with one chain, 0.86e-7 this way).
+/// In large matmuls the additional passes over `c` would cost at least a tenth of the speed.
+const TERMS_PER_SUM: usize = 32;
 
-/// `c = alpha·a·b + beta·c`. With `beta` 0, `c` is written without being read.
+/// Computes `c = alpha·a·b + beta·c`. With `beta` 0, `c` is not read.
 ///
 /// # Shapes
 /// `a: [m, k], b: [k, n], c: [m, n]`
 ///
 /// # Errors
-/// When the shapes do not fit together.
+/// Shapes that do not match.
 pub fn gemm(
     alpha: f32,
     a: MatrixRef<'_>,
@@ -190,11 +191,11 @@ pub fn gemm(
         (Threads::Caller, _) | (Threads::Pool, ..=1) => gemm::Parallelism::None,
         (Threads::Pool, threads) => gemm::Parallelism::Rayon(threads),
     };
-    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_PRODUCT;
-    let terms_at_a_time = if is_small { SUMMED_AT_A_TIME } else { k.max(1) };
+    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_MATMUL;
+    let terms_per_sum = if is_small { TERMS_PER_SUM } else { k.max(1) };
     let mut beta = beta;
-    for first in (0..k.max(1)).step_by(terms_at_a_time) {
-        let terms = terms_at_a_time.min(k - first);
+    for first in (0..k.max(1)).step_by(terms_per_sum) {
+        let terms = terms_per_sum.min(k - first);
         // SAFETY: every element (i, j) of the three views lies inside its slice (`MatrixLayout::checked`), c's
         // elements are distinct (`MatrixMut::strided`), and the borrows keep c apart from a and b. Columns `first`
         // to `first + terms` of a and those rows of b are among their k; for a k of 0 neither is read.
@@ -232,7 +233,7 @@ pub fn gemm(
 mod tests {
     use super::*;
 
-    /// Distinct small integers, so that products are exact and a misplaced element shows.
+    /// Distinct small integers, so that results are exact and a misplaced element shows.
     fn integers(len: usize, salt: usize) -> Vec<f32> {
         (0..len).map(|i| ((i * 7 + salt) % 23) as f32 - 11.0).collect()
     }

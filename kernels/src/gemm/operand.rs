@@ -1,11 +1,11 @@
-//! Operands of products whose elements are copied before they are multiplied.
+//! Operands of matmuls that copy their elements first.
 
 use crate::OpError;
 use crate::cast::Float;
 use half::bf16;
 
-/// A matrix of lines by terms. Lines are rows of a product's left operand or columns of its right one, terms are what
-/// the product sums over. One of the strides is 1.
+/// A matrix of lines by terms. Lines are the rows of a left operand or the columns of a right one (the m or n
+/// dimension); terms are the summed (k) dimension. One of the strides is 1.
 #[derive(Clone, Copy)]
 pub(crate) struct MatmulOperand<'a, T> {
     pub(super) data: &'a [T],
@@ -16,10 +16,10 @@ pub(crate) struct MatmulOperand<'a, T> {
 }
 
 impl<'a, T> MatmulOperand<'a, T> {
-    /// Lines one behind the other in `data`.
+    /// Lines one after another in `data`.
     ///
     /// # Errors
-    /// When `data` has another length.
+    /// If `data` has another length.
     pub(crate) fn contiguous(data: &'a [T], lines: usize, terms: usize) -> Result<Self, OpError> {
         Self { data, lines, terms, line_stride: terms, term_stride: 1 }.checked()
     }
@@ -32,10 +32,10 @@ impl<'a, T> MatmulOperand<'a, T> {
         Self { data, lines, terms, line_stride: 1, term_stride: lines }.checked()
     }
 
-    /// Lines whose terms are neighbours, or terms whose lines are: one of the strides is 1.
+    /// Lines with adjacent terms, or terms with adjacent lines: one of the strides is 1.
     ///
     /// # Errors
-    /// When neither stride is 1 or an element would lie outside `data`.
+    /// If neither stride is 1, or an element would be outside of `data`.
     pub(crate) fn strided(
         data: &'a [T],
         [lines, terms]: [usize; 2],
@@ -61,13 +61,13 @@ impl<'a, T> MatmulOperand<'a, T> {
         OpError::MatrixLayout { rows, cols, row_stride, col_stride, len: data.len() }
     }
 
-    /// Some of the terms.
+    /// A range of the terms.
     pub(super) fn terms(self, first: usize, count: usize) -> Self {
         let data = self.data.get(first * self.term_stride..).unwrap_or_default();
         Self { data, terms: count.min(self.terms - first), ..self }
     }
 
-    /// Some of the lines.
+    /// A range of the lines.
     pub(super) fn lines(self, first: usize, count: usize) -> Self {
         let data = self.data.get(first * self.line_stride..).unwrap_or_default();
         Self { data, lines: count.min(self.lines - first), ..self }
@@ -75,12 +75,12 @@ impl<'a, T> MatmulOperand<'a, T> {
 }
 
 impl<'a, T: Float> MatmulOperand<'a, T> {
-    /// The same, if the elements are f32.
+    /// The same operand, if its elements are f32.
     pub(super) fn as_f32(&self) -> Option<MatmulOperand<'a, f32>> {
         T::as_f32(self.data).map(|data| self.with(data))
     }
 
-    /// The same, if the elements are bf16.
+    /// The same operand, if its elements are bf16.
     pub(super) fn as_bf16(&self) -> Option<MatmulOperand<'a, bf16>> {
         T::as_bf16(self.data).map(|data| self.with(data))
     }

@@ -1,13 +1,13 @@
-//! Exchanging the rows and columns of a tile in registers, and what a row of a tile is loaded from.
+//! Transposes a tile in registers, and loads its rows.
 
 /// Rows and columns of a [`Tile`].
 pub(crate) const TILE: usize = 16;
 
-/// As many rows as columns of 32-bit elements: a row is a register of AVX-512.
+/// A square tile of 32-bit elements; a row fills an AVX-512 register.
 pub(crate) type Tile<T> = [[T; TILE]; TILE];
 
-/// Rows that are half of the rows apart become neighbours; four rounds of it exchange rows and columns.
-/// Loops with known bounds over whole rows, which the compiler turns into shuffles of registers.
+/// Interleaves the two halves of the rows; four rounds transpose the tile. Loops with constant bounds over
+/// whole rows, which the compiler turns into register shuffles.
 #[inline(always)]
 pub(crate) fn transpose<T: Copy + Default>(mut tile: Tile<T>) -> Tile<T> {
     for _ in 0..TILE.ilog2() {
@@ -32,15 +32,14 @@ fn interleave<T: Copy + Default>(a: &[T; TILE], b: &[T; TILE]) -> [[T; TILE]; 2]
     both
 }
 
-/// A word of each pair of elements, zeros where there are none.
+/// Combines each pair of elements into a word; missing elements are zeros.
 #[inline(always)]
 pub(crate) fn pairs_of(bits: &[u16]) -> [u32; TILE] {
     let bits = padded::<{ 2 * TILE }>(bits);
     std::array::from_fn(|index| word_of(bits[2 * index], bits[2 * index + 1]))
 }
 
-/// As many elements as a tile has, zeros where there are fewer. A whole tile's copy has a length that the compiler
-/// knows.
+/// The elements of a tile's row; missing elements are zeros. Copying a full row has a constant length.
 #[inline(always)]
 pub(crate) fn padded<const N: usize>(source: &[u16]) -> [u16; N] {
     match source.first_chunk::<N>() {

@@ -1,15 +1,15 @@
-//! Rows of any elements copied as columns of f32.
+//! Transposes rows of any element type to f32 columns.
 
 use super::tile::{TILE, pairs_of, transpose};
 use crate::cast::Float;
 use crate::simd::simd_kernel;
 use half::slice::HalfFloatSliceExt;
 
-/// Columns of a strip of rows that are widened at a time: they stay in the first-level cache.
+/// Columns of a strip of rows that are converted at a time: they stay in the first-level cache.
 const WIDE_COLS: usize = 128;
 
-/// Writes `rows` rows of `cols` elements as columns, f32 whatever they are, and up to a whole tile of zeros behind the
-/// last of them. Rows are `row_stride` apart, the columns that they become `stride`, a multiple of [`TILE`].
+/// Writes `rows` rows of `cols` elements as f32 columns, followed by zeros up to a whole tile. The rows are
+/// `row_stride` apart; the rows of the result are `stride` apart, a multiple of [`TILE`].
 pub(crate) fn transpose_rows<T: Float>(
     data: &[T],
     (rows, row_stride): (usize, usize),
@@ -59,7 +59,7 @@ simd_kernel! {
 }
 
 simd_kernel! {
-    /// Two columns at a time, as one of words.
+    /// Transposes two columns at a time, as one column of words.
     fn transpose_bf16<S>(bits: &[u16], rows: (usize, usize), cols: usize, into: &mut [f32], stride: usize) {
         let (rows, row_stride) = rows;
         for first_row in (0..rows).step_by(TILE) {
@@ -83,7 +83,7 @@ simd_kernel! {
     }
 }
 
-/// A whole tile's row has a length that the compiler knows.
+/// A full tile's row has a constant length.
 #[inline(always)]
 fn copy_up_to(source: &[f32], into: &mut [f32; TILE]) {
     match source.first_chunk() {
@@ -100,7 +100,7 @@ mod tests {
 
     fn check<T: Float>(rows: usize, cols: usize, level: impl std::fmt::Debug) {
         let (row_stride, stride) = (cols + 3, rows.next_multiple_of(TILE) + TILE);
-        // Whole numbers that tell their place and have no more digits than bf16.
+        // Integers that encode their position and fit bf16 exactly.
         let values: Vec<f32> = (0..rows * row_stride).map(|at| (at % 251) as f32 - 125.0).collect();
         let mut elements = vec![T::zero(); values.len()];
         T::round(&values, &mut elements);

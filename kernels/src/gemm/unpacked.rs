@@ -1,8 +1,8 @@
-//! Products of matrices that lie in the cache, read where they are, with f32 sums.
+//! Matmuls of matrices in the cache, without packing, with f32 sums.
 //!
-//! A general product packs its operands first. For the tiles of attention, whose products sum over 32 to 256 terms,
-//! that costs as much time as it saves: here rows of `rhs` are loaded as vectors and elements of `lhs` broadcast.
-//! Elements are f32, or pairs of bf16 ([`multiply_pairs`]).
+//! A general matmul packs its operands first. For the tiles of attention, which sum over 32 to 256 terms,
+//! packing costs as much time as it saves. Here rows of `rhs` are loaded as vectors and elements of `lhs` are
+//! broadcast. Elements are f32, or pairs of bf16 ([`multiply_pairs`]).
 
 mod pairs;
 mod rounding;
@@ -12,25 +12,25 @@ mod tests;
 #[cfg(target_arch = "x86_64")]
 pub(super) use pairs::instructions as instructions_for_pairs;
 pub(crate) use pairs::multiply_pairs;
-pub(crate) use rounding::{round_neighbours, round_rows};
+pub(crate) use rounding::{round_neighbors, round_rows};
 
 use crate::simd::Level;
 use pulp::{MemMask, Simd, WithSimd};
 use std::hint::black_box;
 
-/// `dst = factor * lhs * rhs`, or added to `dst`. `W` are the elements of the operands.
+/// `dst = factor * lhs * rhs`, or added to `dst`. `W` is the element type of the operands.
 ///
 /// # Shapes
 /// `dst` `[rows, cols]` and `rhs` `[terms, cols]` have contiguous rows; `lhs` `[rows, terms]` has any strides.
 #[derive(Clone, Copy)]
-pub(crate) struct Product<W = f32> {
+pub(crate) struct Matmul<W = f32> {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) terms: usize,
     pub(crate) dst: *mut f32,
     pub(crate) dst_stride: usize,
     pub(crate) lhs: *const W,
-    /// Between rows, and between terms.
+    /// Strides between rows, and between terms.
     pub(crate) lhs_strides: [usize; 2],
     pub(crate) rhs: *const W,
     pub(crate) rhs_stride: usize,
@@ -38,12 +38,13 @@ pub(crate) struct Product<W = f32> {
     pub(crate) add: bool,
 }
 
-/// Computes the product on the calling thread.
+/// Computes the matmul on the calling thread.
 ///
 /// # Safety
-/// All elements of the matrices are in bounds of what the pointers point into, and nothing else reaches those of `dst`.
-pub(crate) unsafe fn multiply(product: Product) {
-    let promised = CheckedProduct(product);
+/// All elements of the matrices are in bounds of the memory that the pointers point into, and no other code
+/// accesses those of `dst`.
+pub(crate) unsafe fn multiply(matmul: Matmul) {
+    let matmul = CheckedMatmul(matmul);
     let level = Level::current();
     #[cfg(target_arch = "x86_64")]
     {
@@ -51,27 +52,27 @@ pub(crate) unsafe fn multiply(product: Product) {
         if level >= Level::Avx512
             && let Some(simd) = V4::try_new()
         {
-            return Simd::vectorize(simd, promised);
+            return Simd::vectorize(simd, matmul);
         }
         if level >= Level::Avx2
             && let Some(simd) = V3::try_new()
         {
-            return Simd::vectorize(simd, promised);
+            return Simd::vectorize(simd, matmul);
         }
     }
     #[cfg(target_arch = "aarch64")]
     if let Some(simd) = pulp::aarch64::Neon::try_new() {
-        return Simd::vectorize(simd, promised);
+        return Simd::vectorize(simd, matmul);
     }
     let _ = level;
-    // Without vectors, as the `gemm` crate does there: those of SSE2 have no fused multiply-add.
-    Simd::vectorize(pulp::Scalar, promised);
+    // Without vectors, as in the `gemm` crate: SSE2 has no fused multiply-add.
+    Simd::vectorize(pulp::Scalar, matmul);
 }
 
-/// A product of which [`multiply`]'s caller has promised that its pointers may be followed.
-struct CheckedProduct(Product);
+/// A matmul whose pointers are valid by the contract of [`multiply`].
+struct CheckedMatmul(Matmul);
 
-impl WithSimd for CheckedProduct {
+impl WithSimd for CheckedMatmul {
     type Output = ();
 
     #[inline(always)]
@@ -80,12 +81,12 @@ impl WithSimd for CheckedProduct {
     }
 }
 
-/// How vectors of the operands' elements are multiplied, which have the size of f32.
+/// A multiply-add of vectors of the operands' elements, which have the size of f32.
 trait MulAdd<S: Simd>: Copy {
     fn mul_add(self, simd: S, lhs: S::f32s, rhs: S::f32s, sum: S::f32s) -> S::f32s;
 }
 
-/// As f32.
+/// Elements of f32.
 #[derive(Clone, Copy)]
 struct Elements;
 
@@ -96,15 +97,15 @@ impl<S: Simd> MulAdd<S> for Elements {
     }
 }
 
-/// Computes the product.
+/// Computes the matmul.
 #[inline(always)]
-fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, CheckedProduct(product): CheckedProduct, elements: M) {
-    // Sums take three quarters of the registers, the rest is for the operands.
+fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, CheckedMatmul(matmul): CheckedMatmul, elements: M) {
+    // Three quarters of the registers hold sums, the rest operands.
     let most_vectors = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
     let mut col = 0;
-    while col < product.cols {
-        let vectors = (product.cols - col).div_ceil(S::F32_LANES).min(most_vectors);
-        let columns = Columns::new(simd, product, elements, col, vectors);
+    while col < matmul.cols {
+        let vectors = (matmul.cols - col).div_ceil(S::F32_LANES).min(most_vectors);
+        let columns = Columns::new(simd, matmul, elements, col, vectors);
         if S::REGISTER_COUNT >= 32 {
             match vectors {
                 1 => columns.multiply::<1, 12>(),
@@ -122,38 +123,38 @@ fn all_columns<S: Simd, M: MulAdd<S>>(simd: S, CheckedProduct(product): CheckedP
     }
 }
 
-/// Some columns of a [`CheckedProduct`] product, the last vector of which may be partial.
+/// Some columns of a [`CheckedMatmul`]; the last vector may be partial.
 struct Columns<S: Simd, M> {
     simd: S,
-    product: Product,
+    matmul: Matmul,
     elements: M,
     first: usize,
-    /// Elements of the last vector.
+    /// Mask of the last vector.
     mask: MemMask<S::m32s>,
-    /// Whether it has fewer than a vector holds.
+    /// Whether the last vector is partial.
     is_partial: bool,
 }
 
 impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
     #[inline(always)]
-    fn new(simd: S, product: Product, elements: M, first: usize, vectors: usize) -> Self {
-        let last = (product.cols - first).saturating_sub((vectors - 1) * S::F32_LANES);
+    fn new(simd: S, matmul: Matmul, elements: M, first: usize, vectors: usize) -> Self {
+        let last = (matmul.cols - first).saturating_sub((vectors - 1) * S::F32_LANES);
         let mask = simd.mask_between_m32s(0, last as u32);
-        Self { simd, product, elements, first, mask, is_partial: last < S::F32_LANES }
+        Self { simd, matmul, elements, first, mask, is_partial: last < S::F32_LANES }
     }
 
     #[inline(always)]
     fn multiply<const VECTORS: usize, const ROWS: usize>(&self) {
         let mut row = 0;
-        while self.product.rows - row >= ROWS {
+        while self.matmul.rows - row >= ROWS {
             self.tile::<VECTORS, ROWS>(row);
             row += ROWS;
         }
-        while self.product.rows - row >= 4 {
+        while self.matmul.rows - row >= 4 {
             self.tile::<VECTORS, 4>(row);
             row += 4;
         }
-        while self.product.rows > row {
+        while self.matmul.rows > row {
             self.tile::<VECTORS, 1>(row);
             row += 1;
         }
@@ -173,19 +174,20 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
         &self,
         row: usize,
     ) -> [[S::f32s; VECTORS]; ROWS] {
-        let Self { simd, product, elements, first, .. } = *self;
-        let [row_stride, term_stride] = product.lhs_strides;
+        let Self { simd, matmul, elements, first, .. } = *self;
+        let [row_stride, term_stride] = matmul.lhs_strides;
         let mut sums = [[simd.splat_f32s(0.0); VECTORS]; ROWS];
-        let mut lhs = product.lhs.wrapping_add(row * row_stride);
-        let mut rhs = product.rhs.wrapping_add(first);
-        // Hidden, or the compiler reaches a row by adding the stride to the row before: a chain of additions that
-        // takes as long as the multiplications.
+        let mut lhs = matmul.lhs.wrapping_add(row * row_stride);
+        let mut rhs = matmul.rhs.wrapping_add(first);
+        // Hidden from the compiler, which would otherwise compute each offset from the previous one: a chain
+        // of additions that takes as long as the multiplications.
         let offsets: [usize; ROWS] = black_box(std::array::from_fn(|index| index * row_stride));
-        for _ in 0..product.terms {
+        for _ in 0..matmul.terms {
             let mut b = [simd.splat_f32s(0.0); VECTORS];
             for (index, b) in b.iter_mut().enumerate() {
                 let is_partial = PARTIAL && index + 1 == VECTORS;
-                // SAFETY: as `multiply`'s caller promises, these are elements of `rhs`; the mask hides what lies beyond the last column.
+                // SAFETY: by the contract of `multiply` these are elements of `rhs`; the mask hides what lies
+                // beyond the last column.
                 *b = unsafe { self.load(is_partial, rhs.wrapping_add(index * S::F32_LANES)) };
             }
             for (sums, offset) in sums.iter_mut().zip(offsets) {
@@ -195,7 +197,7 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
                     *sum = elements.mul_add(simd, a, b, *sum);
                 }
             }
-            (lhs, rhs) = (lhs.wrapping_add(term_stride), rhs.wrapping_add(product.rhs_stride));
+            (lhs, rhs) = (lhs.wrapping_add(term_stride), rhs.wrapping_add(matmul.rhs_stride));
         }
         sums
     }
@@ -206,16 +208,17 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
         row: usize,
         sums: [[S::f32s; VECTORS]; ROWS],
     ) {
-        let Self { simd, product, first, mask, .. } = *self;
-        let factor = simd.splat_f32s(product.factor);
+        let Self { simd, matmul, first, mask, .. } = *self;
+        let factor = simd.splat_f32s(matmul.factor);
         for (row, sums) in (row..).zip(sums) {
-            let dst = product.dst.wrapping_add(row * product.dst_stride + first);
+            let dst = matmul.dst.wrapping_add(row * matmul.dst_stride + first);
             for (index, sum) in sums.into_iter().enumerate() {
                 let is_partial = PARTIAL && index + 1 == VECTORS;
                 let dst = dst.wrapping_add(index * S::F32_LANES);
-                // SAFETY: as `multiply`'s caller promises, these are elements of `dst`; the mask hides what lies beyond the last column.
+                // SAFETY: by the contract of `multiply` these are elements of `dst`; the mask hides what lies
+                // beyond the last column.
                 unsafe {
-                    let value = if product.add {
+                    let value = if matmul.add {
                         simd.mul_add_e_f32s(factor, sum, self.load(is_partial, dst))
                     } else {
                         simd.mul_f32s(factor, sum)
@@ -234,7 +237,7 @@ impl<S: Simd, M: MulAdd<S>> Columns<S, M> {
     /// The elements that the mask shows, or a whole vector if not partial, can be read.
     #[inline(always)]
     unsafe fn load(&self, is_partial: bool, from: *const f32) -> S::f32s {
-        // SAFETY: as the caller promises.
+        // SAFETY: by this function's contract.
         unsafe {
             if is_partial {
                 self.simd.mask_load_ptr_f32s(self.mask, from)

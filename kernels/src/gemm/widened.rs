@@ -1,12 +1,12 @@
-//! Products of matrices of any elements in f32, without f32 copies of whole matrices.
+//! Matmuls of matrices of any element type in f32, without f32 copies of whole matrices.
 //!
-//! A task copies what it multiplies into the cache as f32, a block at a time, and rounds the sums once, when they have
-//! all their terms. So a product of 16-bit matrices moves half the bytes of one in f32 and takes about as long. Sums have
-//! the same order however many threads and tasks there are.
+//! A task copies its operands into the cache as f32, block by block, and rounds the final sums once. So a
+//! matmul of 16-bit matrices moves half the bytes of an f32 one, and takes about as long. The order of
+//! summation does not depend on the number of threads and tasks.
 
 use super::operand::MatmulOperand;
 use super::transposed::transpose_rows;
-use super::unpacked::{self, Product};
+use super::unpacked::{self, Matmul};
 use crate::cast::Float;
 use crate::scratch::{Scratch, total, with_scratch};
 use crate::simd::simd_kernel;
@@ -18,30 +18,30 @@ use std::ops::Range;
 const TERMS: usize = 128;
 /// Columns of `b` that are copied together.
 const BLOCK_COLUMNS: usize = 64;
-/// What the rows of a task are a multiple of, as of the heights of the product's tiles.
+/// The rows of a task are a multiple of this, as of the heights of the matmul's tiles.
 const ROW_STEP: usize = 24;
-/// Most rows of a task.
+/// Maximum number of rows per task.
 const MAX_ROWS: usize = 44 * ROW_STEP;
-/// Most columns of a task.
+/// Maximum number of columns per task.
 const MAX_COLUMNS: usize = 16 * BLOCK_COLUMNS;
-/// Most sums of a task, which go through the second-level cache once for every [`TERMS`].
+/// Maximum number of sums per task; they pass through the second-level cache once per [`TERMS`].
 const MAX_SUMS: usize = MAX_ROWS * MAX_COLUMNS / 2;
-/// Multiply-adds in the time in which an element is copied.
+/// Multiply-adds in the time that copying one element takes.
 const COPY_COST: usize = 24;
-/// Of how many numbers of pieces, from the fewest on, the best is taken.
+/// Number of splits that are compared, from the fewest on.
 const MAX_SPLITS: usize = 16;
 
 thread_local! {
     static SCRATCH: Scratch = const { Scratch::new(Vec::new()) };
 }
 
-/// `c = a·b`, or `c += a·b` with `add`. Lines of `a` are its rows, lines of `b` its columns.
+/// Computes `c = a·b`, or `c += a·b` with `add`. Lines of `a` are its rows, lines of `b` its columns.
 ///
 /// # Shapes
 /// `a: [m, k], b: [k, n], c: [m, n]` row-major without gaps
 ///
 /// # Panics
-/// When the shapes do not fit together.
+/// If the shapes do not match.
 pub(crate) fn multiply<A: Float, B: Float, C: Float>(
     a: MatmulOperand<'_, A>,
     b: MatmulOperand<'_, B>,
@@ -55,18 +55,19 @@ pub(crate) fn multiply<A: Float, B: Float, C: Float>(
     tasks.into_par_iter().for_each(|task| task.run(&a, &b, &c, add));
 }
 
-/// Bytes that `threads` threads keep once they have done a product of these sizes `[m, n, k]`, or smaller ones.
-pub(crate) fn kept_bytes(sizes: [usize; 3], threads: usize) -> usize {
+/// Bytes that `threads` threads retain after matmuls of up to these sizes `[m, n, k]`.
+pub(crate) fn scratch_bytes(sizes: [usize; 3], threads: usize) -> usize {
     threads * total(lengths(sizes)) * size_of::<f32>()
 }
 
-/// Lengths of the buffers of any task of a product: sums, rows of `a`, columns of `b`.
+/// Lengths of a task's buffers: sums, rows of `a`, columns of `b`.
 fn lengths([m, n, k]: [usize; 3]) -> [usize; 3] {
     let terms = k.min(TERMS);
     [m.saturating_mul(n).min(MAX_SUMS), m.min(MAX_ROWS) * terms, terms * BLOCK_COLUMNS]
 }
 
-/// Rows and columns of a task, so that the last task is done soonest: few copy little, many share the work evenly.
+/// Rows and columns of a task that minimize the finishing time: few tasks copy little, many tasks balance
+/// well.
 fn task_sizes([m, n]: [usize; 2], threads: usize) -> [usize; 2] {
     let pieces = |whole: usize, most: usize| {
         let fewest = whole.div_ceil(most).max(1);
@@ -121,7 +122,8 @@ impl Task {
                 }
             }
             for (row, sums) in sums.chunks_exact(columns).enumerate() {
-                // SAFETY: the rows and columns lie in `c`, whose length `multiply` has checked, and no other task has them.
+                // SAFETY: the rows and columns lie in `c`, whose length `multiply` has checked, and no other
+                // task has them.
                 store(sums, unsafe { c.row(self.rows.start + row, &self.columns) }, add);
             }
         });
@@ -136,20 +138,20 @@ struct LeftPanel<'a> {
 }
 
 impl<'a> LeftPanel<'a> {
-    /// A copy of `a` in `room`.
-    fn of<A: Float>(a: &MatmulOperand<'_, A>, room: &'a mut [f32]) -> Self {
+    /// Copies `a` to `buffer`.
+    fn of<A: Float>(a: &MatmulOperand<'_, A>, buffer: &'a mut [f32]) -> Self {
         let MatmulOperand { data, lines, terms, line_stride, term_stride } = *a;
         let strides = if term_stride == 1 {
-            A::widen_rows(data, line_stride, room, terms, [lines, terms]);
+            A::widen_rows(data, line_stride, buffer, terms, [lines, terms]);
             [terms, 1]
         } else {
-            A::widen_rows(data, term_stride, room, lines, [terms, lines]);
+            A::widen_rows(data, term_stride, buffer, lines, [terms, lines]);
             [1, lines]
         };
-        Self { elements: room, terms, strides }
+        Self { elements: buffer, terms, strides }
     }
 
-    /// Writes the product with `right`, whose rows are [`BLOCK_COLUMNS`] apart, or adds it.
+    /// Writes or adds the product with `right`, whose rows are [`BLOCK_COLUMNS`] apart.
     fn multiply(&self, right: &[f32], [rows, cols]: [usize; 2], sums: &mut [f32], stride: usize, add: bool) {
         let [row_stride, term_stride] = self.strides;
         assert!(
@@ -159,7 +161,7 @@ impl<'a> LeftPanel<'a> {
             }
         );
         assert!(rows == 0 || sums.len() >= (rows - 1) * stride + cols);
-        let product = Product {
+        let matmul = Matmul {
             rows,
             cols,
             terms: self.terms,
@@ -172,12 +174,13 @@ impl<'a> LeftPanel<'a> {
             factor: 1.0,
             add,
         };
-        // SAFETY: the last elements of all three are in bounds, as just checked, and `sums` is borrowed for writing.
-        unsafe { unpacked::multiply(product) }
+        // SAFETY: the last elements of all three are in bounds, as just checked, and `sums` is borrowed for
+        // writing.
+        unsafe { unpacked::multiply(matmul) }
     }
 }
 
-/// Copies columns `b` to rows of f32, one for each term and [`BLOCK_COLUMNS`] apart.
+/// Copies the columns of `b` to rows of f32, one per term, [`BLOCK_COLUMNS`] apart.
 fn copy_as_rows<B: Float>(b: &MatmulOperand<'_, B>, rows: &mut [f32]) {
     let MatmulOperand { data, lines, terms, line_stride, term_stride } = *b;
     if line_stride == 1 {
@@ -187,7 +190,7 @@ fn copy_as_rows<B: Float>(b: &MatmulOperand<'_, B>, rows: &mut [f32]) {
     }
 }
 
-/// Rounds `sums` to `elements`, or adds them before.
+/// Rounds `sums` to `elements`, after adding the old elements if requested.
 fn store<C: Float>(sums: &[f32], elements: &mut [C], add: bool) {
     if !add {
         return C::round(sums, elements);
@@ -210,22 +213,22 @@ simd_kernel! {
     }
 }
 
-/// A matrix of which each task writes its own rectangle.
+/// A matrix in which each task writes its own rectangle.
 struct Destination<'a, C> {
     elements: *mut C,
     columns: usize,
     _borrowed: PhantomData<&'a mut [C]>,
 }
 
-// SAFETY: elements are reached through `row` only, whose callers promise not to overlap.
+// SAFETY: elements are accessed only through `row`, whose callers guarantee that they do not overlap.
 unsafe impl<C: Send> Sync for Destination<'_, C> {}
 
 impl<C> Destination<'_, C> {
     /// # Safety
-    /// The row and the columns exist, and nothing else reaches these elements while the slice lives.
+    /// The row and the columns exist, and no other code accesses these elements while the slice lives.
     #[expect(clippy::mut_from_ref, reason = "the callers' rectangles are disjoint")]
     unsafe fn row(&self, row: usize, columns: &Range<usize>) -> &mut [C] {
-        // SAFETY: as the caller promises.
+        // SAFETY: by this function's contract.
         unsafe {
             let start = self.elements.add(row * self.columns + columns.start);
             std::slice::from_raw_parts_mut(start, columns.len())

@@ -1,9 +1,9 @@
-//! The products on slices. `[n, inputs, outputs]` are tokens and the weight's two dimensions.
+//! The matmuls on slices. `[n, inputs, outputs]` are tokens and the weight's two dimensions.
 
 use crate::OpError;
 use crate::gemm::bf16::Stored;
+use crate::gemm::dispatch::multiply;
 use crate::gemm::operand::MatmulOperand;
-use crate::gemm::product::multiply;
 
 pub(super) fn forward<T: Stored>(
     [x, weight]: [&[T]; 2],

@@ -1,7 +1,7 @@
-//! The products on a device, through its matrix library. `[n, inputs, outputs]` are tokens and the weight's two
+//! The matmuls on a device, with its matrix library. `[n, inputs, outputs]` are tokens and the weight's two
 //! dimensions.
 
-use crate::device::{DeviceError, Launcher, MatrixAt, Product};
+use crate::device::{DeviceError, Launcher, Matmul, MatrixAt};
 use candle_core::Tensor;
 
 pub(super) fn forward(
@@ -15,7 +15,7 @@ pub(super) fn forward(
         let weight = MatrixAt::row_major(weight, outputs, inputs, inputs);
         let y = MatrixAt::row_major(y, n, outputs, outputs);
         // SAFETY: three dense matrices of the shapes that `linear::forward` checked.
-        unsafe { launcher.gemm(&product(x, weight.transposed(), accumulate, y)) }
+        unsafe { launcher.gemm(&matmul(x, weight.transposed(), accumulate, y)) }
     })
 }
 
@@ -30,7 +30,7 @@ pub(super) fn backward_input(
         let weight = MatrixAt::row_major(weight, outputs, inputs, inputs);
         let dx = MatrixAt::row_major(dx, n, inputs, inputs);
         // SAFETY: three dense matrices of the shapes that `linear::backward_input` checked.
-        unsafe { launcher.gemm(&product(dy, weight, accumulate, dx)) }
+        unsafe { launcher.gemm(&matmul(dy, weight, accumulate, dx)) }
     })
 }
 
@@ -44,10 +44,10 @@ pub(super) fn backward_weight(
         let x = MatrixAt::row_major(x, n, inputs, inputs);
         let dweight = MatrixAt::row_major(dweight, outputs, inputs, inputs);
         // SAFETY: three dense matrices of the shapes that `linear::backward_weight` checked.
-        unsafe { launcher.gemm(&product(dy.transposed(), x, true, dweight)) }
+        unsafe { launcher.gemm(&matmul(dy.transposed(), x, true, dweight)) }
     })
 }
 
-fn product(a: MatrixAt, b: MatrixAt, accumulate: bool, c: MatrixAt) -> Product {
-    Product { alpha: 1.0, a, b, beta: if accumulate { 1.0 } else { 0.0 }, c, batch: 1 }
+fn matmul(a: MatrixAt, b: MatrixAt, accumulate: bool, c: MatrixAt) -> Matmul {
+    Matmul { alpha: 1.0, a, b, beta: if accumulate { 1.0 } else { 0.0 }, c, batch: 1 }
 }

@@ -1,7 +1,7 @@
-//! Linear layer without bias: y = x·Wᵀ, and the two products of its backward.
+//! Linear layer without bias: y = x·Wᵀ, and the two matmuls of its backward.
 //!
-//! Each is one matrix product over strided views of the caller's tensors: no transpose is materialised, and
-//! a weight gradient is accumulated where it belongs, inside the flat gradient buffer.
+//! Each is one matmul over strided views of the caller's tensors. No transpose is materialized, and a weight
+//! gradient is accumulated in place, inside the flat gradient buffer.
 
 mod cpu;
 mod cuda;
@@ -13,7 +13,7 @@ use super::OpError;
 use super::call::Call;
 use super::cast::with_element_type;
 use super::gemm::bf16::Kernel;
-use super::gemm::product::{take_for_product, take_for_sum_over_tokens};
+use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
 use crate::device::Target;
 use crate::device::dry::{self, MatmulOp};
 use candle_core::{DType, Tensor};
@@ -24,7 +24,7 @@ use candle_core::{DType, Tensor};
 /// `x: [n, in], weight: [out, in], y: [n, out]`
 ///
 /// # Errors
-/// When shapes, dtypes, devices or layouts do not fit, or the output shares storage with an input.
+/// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with an input.
 pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Result<(), OpError> {
     let call = Call::new("linear::forward");
     let (n, inputs) = call.rows(("x", x))?;
@@ -42,7 +42,7 @@ pub fn forward(x: &Tensor, weight: &Tensor, y: &Tensor, accumulate: bool) -> Res
             })?)
         }
         Target::Dry(cpu) => {
-            take_for_product(cpu, [dtype; 3], [n, outputs, inputs]);
+            alloc_matmul_scratch(cpu, [dtype; 3], [n, outputs, inputs]);
             Ok(())
         }
         Target::Kernels(launcher) => {
@@ -76,7 +76,7 @@ pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor, accumulate: boo
             })?)
         }
         Target::Dry(cpu) => {
-            take_for_product(cpu, [dtype; 3], [n, inputs, outputs]);
+            alloc_matmul_scratch(cpu, [dtype; 3], [n, inputs, outputs]);
             Ok(())
         }
         Target::Kernels(launcher) => {
@@ -110,7 +110,7 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
             })??)
         }
         Target::Dry(cpu) => {
-            take_for_sum_over_tokens(cpu, [dtype, dtype, DType::F32], [outputs, inputs, n]);
+            alloc_token_sum_scratch(cpu, [dtype, dtype, DType::F32], [outputs, inputs, n]);
             Ok(())
         }
         Target::Kernels(launcher) => {
@@ -120,11 +120,11 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dweight: &Tensor) -> Result<(), 
     }
 }
 
-/// What multiplies large bf16 matrices on this CPU; without it they are multiplied in f32. So they are
-/// where the environment variable `ULYSSES_BF16_GEMM` is `f32`.
+/// The instructions that multiply large bf16 matrices on this CPU; `None` if they are multiplied in f32, as they
+/// also are with the environment variable `ULYSSES_BF16_GEMM=f32`.
 ///
 /// # Errors
-/// When the variable is neither `f32` nor `auto`.
-pub fn bf16_products() -> Result<Option<&'static str>, OpError> {
+/// A value of the variable other than `f32` or `auto`.
+pub fn bf16_gemm() -> Result<Option<&'static str>, OpError> {
     Ok(Kernel::checked()?.map(Kernel::name))
 }

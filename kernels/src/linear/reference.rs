@@ -1,4 +1,4 @@
-//! The linear layer in f64, element by element. All results are returned, none accumulated.
+//! The linear layer in f64, element by element. All results are returned, none are accumulated.
 
 /// x·weightᵀ with x: [n, inputs], weight: [outputs, inputs].
 #[must_use]

@@ -1,12 +1,12 @@
 use super::*;
 use crate::testing::*;
 
-/// (n, inputs, outputs), among them the matrix-vector shapes that `gemm` treats apart.
+/// (n, inputs, outputs), including the matrix-vector shapes that `gemm` treats specially.
 const SIZES: [[usize; 3]; 7] =
     [[1, 1, 1], [1, 7, 5], [5, 1, 3], [3, 2, 1], [2, 64, 100], [9, 100, 33], [65, 48, 131]];
 
 #[test]
-fn all_three_products_match_the_reference() {
+fn all_three_matmuls_match_the_reference() {
     on_every_target(|_| {
         for (seed, [n, inputs, outputs]) in SIZES.into_iter().enumerate() {
             let seed = seed as u64;
@@ -84,7 +84,7 @@ fn leading_dimensions_may_be_split() {
 }
 
 #[test]
-fn products_have_the_same_bits_for_any_number_of_threads() {
+fn matmuls_have_the_same_bits_for_any_number_of_threads() {
     let (n, inputs, outputs) = (200, 300, 257);
     let (x, weight) = (random(1, n * inputs), random(2, outputs * inputs));
     assert_same_for_any_thread_count(|| {
@@ -146,7 +146,7 @@ fn inputs_may_share_storage_and_no_tokens_give_no_output() {
 
 #[cfg(feature = "kernel-emulation")]
 #[test]
-fn products_of_every_element_type_round_once_and_weight_gradients_stay_f32() {
+fn matmuls_of_every_element_type_round_once_and_weight_gradients_stay_f32() {
     for_every_dtype(|dtype, rounding| {
         let (n, inputs, outputs) = (9, 100, 33);
         let (x, x64) = rounded(dtype, &random(1, n * inputs), &[n, inputs]);

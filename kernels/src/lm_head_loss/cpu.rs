@@ -1,16 +1,15 @@
-//! Tiled linear + cross-entropy on slices. Labels have been checked. Logits and their gradients are f32, whatever the
-//! elements of tokens and weight.
+//! Tiled linear + cross-entropy on slices, with checked labels. Logits and their gradients are always f32.
 
 use super::{IGNORED, LossSum, Sizes, all_ignored};
 use crate::OpError;
 use crate::gemm::bf16::Stored;
+use crate::gemm::dispatch::multiply;
 use crate::gemm::operand::MatmulOperand;
-use crate::gemm::product::multiply;
 use crate::parallel::rows_per_block;
 use crate::simd::{Isa, LANES, Lanes, exp, max_lanes, max_of_lanes, padded, simd_kernel, sum_of_lanes};
 use rayon::prelude::*;
 
-/// With room for the `logits` of a tile.
+/// `logits` has room for a tile.
 pub(super) fn forward<T: Stored>(
     sizes: Sizes,
     [x, weight]: [&[T]; 2],
@@ -43,7 +42,7 @@ pub(super) fn forward<T: Stored>(
     Ok(loss)
 }
 
-/// What the backward pass reads.
+/// Inputs of the backward pass.
 #[derive(Clone, Copy)]
 pub(super) struct BackwardInputs<'a, T> {
     pub(super) x: &'a [T],
@@ -53,7 +52,7 @@ pub(super) struct BackwardInputs<'a, T> {
     pub(super) scale: f32,
 }
 
-/// With room for the `logits` of a tile.
+/// `logits` has room for a tile.
 pub(super) fn backward<T: Stored>(
     sizes: Sizes,
     inputs: BackwardInputs<'_, T>,
@@ -119,7 +118,8 @@ simd_kernel! {
 
 #[inline(always)]
 fn log_sum_exp<S: Isa>(logits: &[f32]) -> f32 {
-    /// Elements summed in f32 before they join the f64 total: keeps the error of a large vocabulary small.
+    /// Number of elements that are summed in f32 before they are added to the f64 total, which keeps the
+    /// error of a large vocabulary small.
     const SEGMENT: usize = 4096;
 
     let max = max_of(logits);
@@ -146,7 +146,7 @@ fn add_exp<S: Isa>(mut sums: Lanes, logits: &Lanes, max: f32) -> Lanes {
     sums
 }
 
-/// The largest element; NaN elements are passed over here and show in the sum.
+/// The largest element. NaNs are ignored here and show in the sum.
 #[inline(always)]
 fn max_of(values: &[f32]) -> f32 {
     let (chunks, tail) = values.as_chunks::<LANES>();
@@ -158,7 +158,7 @@ fn max_of(values: &[f32]) -> f32 {
 }
 
 simd_kernel! {
-    /// Turns logits into scale · (softmax − one-hot of the label), rows of ignored tokens into zeros.
+    /// Turns logits into scale · (softmax − one-hot of the label), and rows of ignored tokens into zeros.
     fn gradient_rows<S>(tile: &mut [f32], vocab_size: usize, labels: &[i64], lse: &[f32], scale: f32) {
         for ((row, label), lse) in tile.chunks_exact_mut(vocab_size).zip(labels).zip(lse) {
             if *label == IGNORED {

@@ -1,18 +1,18 @@
-//! The products of a tile through the device's matrix library, and the launches of `cuda/lm_head_loss.cu`
-//! between them.
+//! The matmuls of a tile with the device's matrix library, and the launches of `cuda/lm_head_loss.cu` in
+//! between.
 
 use super::{Labels, LossSum, Losses, Sizes, all_ignored};
-use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, MatrixAt, Product, sources::LM_HEAD_LOSS};
+use crate::device::{Address, DeviceError, Grid, Kernel, Launcher, Matmul, MatrixAt, sources::LM_HEAD_LOSS};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 
-/// Rows of logits are padded to whole 16 bytes of the smallest elements.
+/// Rows of logits are padded to multiples of 16 bytes of the smallest elements.
 const ROW_ALIGNMENT: usize = 8;
 
-/// Threads of a block that reduces a row of logits.
+/// Threads per block that reduces a row of logits.
 const ROW_THREADS: u32 = 512;
 
-/// The loss of each token stays on the device until its sum is asked for.
+/// The losses of the tokens stay on the device until their sum is requested.
 pub(super) fn forward(
     launcher: &Launcher,
     sizes: Sizes,
@@ -59,7 +59,7 @@ pub(super) fn forward(
     Ok(Losses::on_device(losses, valid_tokens))
 }
 
-/// The tensors of a backward pass, as `lm_head_loss::backward` names them.
+/// The tensors of a backward pass, with the names of `lm_head_loss::backward`.
 pub(super) struct Backward<'a> {
     pub(super) x: &'a Tensor,
     pub(super) weight: &'a Tensor,
@@ -82,7 +82,7 @@ pub(super) fn backward(
     let Backward { x, weight, lse, dx, dweight } = *tensors;
     let device = x.device();
     let logits = crate::tensor::zeros((sizes.tile_tokens, row_stride(sizes)), DType::F32, device)?;
-    // f32 gradients take the place of their logits.
+    // f32 gradients overwrite their logits.
     let narrow = (dtype != DType::F32)
         .then(|| crate::tensor::zeros((sizes.tile_tokens, row_stride(sizes)), dtype, device))
         .transpose()?;
@@ -100,7 +100,7 @@ pub(super) fn backward(
         for tokens in sizes.tiles() {
             let dx = dx.offset(tokens.start * sizes.dim);
             if all_ignored(&labels[tokens.clone()]) {
-                // SAFETY: the rows of dx that belong to the tile.
+                // SAFETY: the rows of dx of this tile.
                 unsafe { clear(launcher, dx, tokens.len() * sizes.dim)? };
                 continue;
             }
@@ -112,7 +112,7 @@ pub(super) fn backward(
                 logits_of_tile(launcher, sizes, [x, weight, logits], &tokens)?;
                 gradient_of_tile(launcher, sizes, [gradient, logits], of_rows, tokens.len())?;
                 let factors = [gradient, x_of_tile, weight];
-                gradient_products(launcher, sizes, factors, (dx, dweight), scale, tokens.len())?;
+                gradient_matmuls(launcher, sizes, factors, (dx, dweight), scale, tokens.len())?;
             }
         }
         Ok(())
@@ -137,15 +137,15 @@ unsafe fn logits_of_tile(
     let x = MatrixAt::row_major(x.offset(tokens.start * dim), tokens.len(), dim, dim);
     let weight = MatrixAt::row_major(weight, vocab_size, dim, dim);
     let logits = MatrixAt::row_major(logits, tokens.len(), vocab_size, row_stride(sizes));
-    // SAFETY: the caller's promise.
-    unsafe { launcher.gemm(&product(1.0, x, weight.transposed(), 0.0, logits)) }
+    // SAFETY: by this function's contract.
+    unsafe { launcher.gemm(&matmul(1.0, x, weight.transposed(), 0.0, logits)) }
 }
 
-/// gradient = softmax(logits) − one-hot. The upstream gradient is left to the products, in whose f32 arithmetic
-/// a small one cannot underflow.
+/// gradient = softmax(logits) − one-hot. The matmuls apply the upstream gradient, since in their f32
+/// arithmetic a small one does not underflow.
 ///
 /// # Safety
-/// `gradient` and `logits` have room for `rows` rows, `lse` and `labels` have as many elements.
+/// `gradient` and `logits` have room for `rows` rows; `lse` and `labels` have `rows` elements.
 unsafe fn gradient_of_tile(
     launcher: &Launcher,
     sizes: Sizes,
@@ -164,15 +164,15 @@ unsafe fn gradient_of_tile(
         (sizes.vocab_size as u32).into(),
         (row_stride(sizes) as u32).into(),
     ];
-    // SAFETY: the caller's promise.
+    // SAFETY: by this function's contract.
     unsafe { launcher.launch(&kernel, Grid { blocks, ..Grid::blocks(rows) }, &args) }
 }
 
-/// dx = scale · gradient·weight, and dweight += scale · gradientᵀ·x where there is one.
+/// dx = scale · gradient·weight, and dweight += scale · gradientᵀ·x if there is a dweight.
 ///
 /// # Safety
 /// `gradient`, `x` and `dx` have `rows` rows, `weight` and `dweight` are tensors of these `sizes`.
-unsafe fn gradient_products(
+unsafe fn gradient_matmuls(
     launcher: &Launcher,
     sizes: Sizes,
     [gradient, x, weight]: [Address; 3],
@@ -184,19 +184,19 @@ unsafe fn gradient_products(
     let gradient = MatrixAt::row_major(gradient, rows, vocab_size, row_stride(sizes));
     let [x, dx] = [x, dx].map(|address| MatrixAt::row_major(address, rows, dim, dim));
     let of_weight = |address| MatrixAt::row_major(address, vocab_size, dim, dim);
-    // SAFETY: the caller's promise.
-    unsafe { launcher.gemm(&product(scale, gradient, of_weight(weight), 0.0, dx))? };
+    // SAFETY: by this function's contract.
+    unsafe { launcher.gemm(&matmul(scale, gradient, of_weight(weight), 0.0, dx))? };
     match dweight {
         // SAFETY: as above.
         Some(dweight) => unsafe {
-            launcher.gemm(&product(scale, gradient.transposed(), x, 1.0, of_weight(dweight)))
+            launcher.gemm(&matmul(scale, gradient.transposed(), x, 1.0, of_weight(dweight)))
         },
         None => Ok(()),
     }
 }
 
-fn product(alpha: f32, a: MatrixAt, b: MatrixAt, beta: f32, c: MatrixAt) -> Product {
-    Product { alpha, a, b, beta, c, batch: 1 }
+fn matmul(alpha: f32, a: MatrixAt, b: MatrixAt, beta: f32, c: MatrixAt) -> Matmul {
+    Matmul { alpha, a, b, beta, c, batch: 1 }
 }
 
 /// # Safety
@@ -204,6 +204,6 @@ fn product(alpha: f32, a: MatrixAt, b: MatrixAt, beta: f32, c: MatrixAt) -> Prod
 unsafe fn clear(launcher: &Launcher, rows: Address, elements: usize) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&LM_HEAD_LOSS, "lm_head_loss_clear", rows.dtype())?;
     let args = [rows.into(), (elements as u64).into()];
-    // SAFETY: the caller's promise.
+    // SAFETY: by this function's contract.
     unsafe { launcher.launch(&kernel, Grid::threads(elements), &args) }
 }

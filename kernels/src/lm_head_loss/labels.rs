@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Labels, for both directions. Where kernels need them, they are copied to the device once.
+/// Labels, for both directions. They are copied to a device once.
 ///
 /// Cloning copies pointers only.
 #[derive(Debug, Clone)]
@@ -14,7 +14,7 @@ pub struct Labels {
     labels: Arc<[i64]>,
     len: usize,
     on_device: DeviceTable,
-    /// What they take in a dry run.
+    /// Their memory in a dry run.
     _dry: Arc<Option<Allocation>>,
 }
 
@@ -27,25 +27,25 @@ impl Deref for Labels {
 }
 
 impl Labels {
-    /// Labels on the host; a slice is copied.
+    /// Creates labels on the host; a slice is copied.
     pub fn new(labels: impl Into<Arc<[i64]>>) -> Self {
         let labels = labels.into();
         Self { len: labels.len(), labels, on_device: DeviceTable::default(), _dry: Arc::default() }
     }
 
-    /// So many labels of a [dry run](crate::device::dry), of which none is known.
+    /// Labels of a [dry run](crate::device::dry): only their number.
     pub fn dry(len: usize) -> Self {
         let _dry = Arc::new(Allocation::on_host(len * size_of::<i64>()));
         Self { len, _dry, ..Self::new([]) }
     }
 
-    /// How many there are.
+    /// Number of labels.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no labels.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0

@@ -5,7 +5,7 @@ use crate::OpError;
 use crate::tensor::to_vec;
 use candle_core::Tensor;
 
-/// The token losses of a micro batch, which a GPU may still be computing.
+/// The token losses of a micro batch; a GPU may still be computing them.
 #[derive(Debug)]
 pub struct Losses(Values);
 
@@ -28,7 +28,7 @@ impl Losses {
         Self(Values::OnDevice { losses, valid_tokens })
     }
 
-    /// How many tokens have a label.
+    /// Number of tokens with a label.
     #[must_use]
     pub fn valid_tokens(&self) -> u64 {
         match &self.0 {
@@ -37,10 +37,10 @@ impl Losses {
         }
     }
 
-    /// Their sum. Those of a GPU are waited for, and summed on the host in f64, in token order.
+    /// Sums the losses. Synchronizes with a GPU, and sums on the host in f64, in token order.
     ///
     /// # Errors
-    /// A GPU that failed.
+    /// A failure of the GPU.
     pub fn sum(&self) -> Result<LossSum, OpError> {
         match &self.0 {
             Values::Summed(sum) => Ok(*sum),

@@ -3,10 +3,10 @@
 //!
 //! Tokens are processed in tiles, so at most `tile_tokens × vocab` logits exist at any time (the idea of
 //! Liger's fused linear cross-entropy and of DeepSpeed's tiled logits loss). [`backward`] recomputes each
-//! tile's logits from the `lse` that [`forward`] kept, which costs one product more than storing them.
+//! tile's logits from the `lse` of [`forward`], which costs one matmul more than storing them.
 //!
-//! A label of [`IGNORED`] takes its token out: no loss, zero gradient, and an `lse` of 0. A tile without
-//! any other label is skipped. All sums over tokens run in token order.
+//! The label [`IGNORED`] excludes a token: no loss, zero gradient, and an `lse` of 0. A tile with only such
+//! labels is skipped. All sums over tokens run in token order.
 
 mod cpu;
 mod cuda;
@@ -21,7 +21,7 @@ pub use losses::Losses;
 
 use super::call::Call;
 use super::cast::with_element_type;
-use super::gemm::product::{take_for_product, take_for_sum_over_tokens};
+use super::gemm::dispatch::{alloc_matmul_scratch, alloc_token_sum_scratch};
 use super::{OpError, Workspace, linear};
 use crate::device::Target;
 use crate::device::dry::{self, MatmulOp};
@@ -31,24 +31,25 @@ use std::ops::Range;
 /// The label of a token that has no loss (PyTorch's `ignore_index`).
 pub const IGNORED: i64 = -100;
 
-/// A sum of token losses, and over how many tokens. Sums of shards and micro batches add up.
+/// A sum of token losses, with the number of tokens. Sums of shards and micro batches can be added.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LossSum {
-    /// Σ of the losses of the tokens that have a label.
+    /// Sum of the losses of the tokens with a label.
     pub sum: f64,
-    /// How many these are.
+    /// Number of these tokens.
     pub valid_tokens: u64,
 }
 
-/// The losses; writes each token's logsumexp for [`backward`]. No GPU is waited for before their sum is asked for. On a
-/// CPU the `workspace`, which must be one of CPU tensors, lends a tile's logits.
+/// Computes the losses, and writes each token's logsumexp for [`backward`]. Does not synchronize with a GPU;
+/// their sum does. On a CPU, a tile's logits are allocated from the `workspace`, which must be one of CPU
+/// tensors.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], labels: [n], lse_out: [n]`
 ///
 /// # Errors
-/// When a label is neither [`IGNORED`] nor in 0..vocab, `tile_tokens` is 0, shapes, dtypes, devices or
-/// layouts do not fit, or `lse_out` shares storage with an input.
+/// A label that is neither [`IGNORED`] nor in 0..vocab, a `tile_tokens` of 0, shapes, dtypes, devices or
+/// layouts that do not match, or an `lse_out` that shares storage with an input.
 pub fn forward(
     x: &Tensor,
     weight: &Tensor,
@@ -65,7 +66,7 @@ pub fn forward(
     shape.report(false, 1.0);
     match target {
         Target::Cpu => {
-            let sum = with_element_type!(x.dtype(), T => with_room(call, shape, workspace, |logits| {
+            let sum = with_element_type!(x.dtype(), T => with_tile_logits(call, shape, workspace, |logits| {
                 call.write(lse_out, |lse| call.on_cpu([x, weight], [], |operands: [&[T]; 2], []| {
                     cpu::forward(shape, operands, labels, lse, logits)
                 })?)
@@ -73,9 +74,9 @@ pub fn forward(
             Ok(Losses::summed(sum))
         }
         Target::Dry(cpu) => {
-            workspace.give(workspace.take_f32((shape.tile_tokens, shape.vocab_size))?);
+            workspace.recycle(workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?);
             let Sizes { tokens, dim, vocab_size, tile_tokens } = shape;
-            take_for_product(cpu, [x.dtype(), x.dtype(), DType::F32], [tile_tokens, vocab_size, dim]);
+            alloc_matmul_scratch(cpu, [x.dtype(), x.dtype(), DType::F32], [tile_tokens, vocab_size, dim]);
             Ok(Losses::summed(LossSum { sum: 0.0, valid_tokens: tokens as u64 }))
         }
         Target::Kernels(launcher) => {
@@ -84,7 +85,7 @@ pub fn forward(
     }
 }
 
-/// Gradients of `scale` · [`forward`]'s sum: dx is overwritten, dweight is added to, where there is one.
+/// Gradients of `scale` · the sum of [`forward`]: dx is overwritten; dweight, if there is one, is added to.
 ///
 /// # Shapes
 /// `x, dx: [n, d], weight, dweight: [vocab, d], labels: [n], lse: [n]`
@@ -119,7 +120,7 @@ pub fn backward<'a>(
     match target {
         Target::Cpu => {
             let lse = call.read(lse)?;
-            with_element_type!(dtype, T => with_room(call, shape, workspace, |logits| {
+            with_element_type!(dtype, T => with_tile_logits(call, shape, workspace, |logits| {
                 call.on_cpu([x, weight], [dx], |[x, weight], [dx]| {
                     let inputs = cpu::BackwardInputs::<T> { x, weight, labels, lse: &lse, scale };
                     match dweight {
@@ -132,15 +133,15 @@ pub fn backward<'a>(
             }))
         }
         Target::Dry(cpu) => {
-            let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
+            let logits = workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?;
             let Sizes { dim, vocab_size, tile_tokens, .. } = shape;
             let f32 = DType::F32;
-            take_for_product(cpu, [dtype, dtype, f32], [tile_tokens, vocab_size, dim]);
-            take_for_product(cpu, [f32, dtype, dtype], [tile_tokens, dim, vocab_size]);
+            alloc_matmul_scratch(cpu, [dtype, dtype, f32], [tile_tokens, vocab_size, dim]);
+            alloc_matmul_scratch(cpu, [f32, dtype, dtype], [tile_tokens, dim, vocab_size]);
             if dweight.is_some() {
-                take_for_sum_over_tokens(cpu, [f32, dtype, f32], [vocab_size, dim, tile_tokens]);
+                alloc_token_sum_scratch(cpu, [f32, dtype, f32], [vocab_size, dim, tile_tokens]);
             }
-            workspace.give(logits);
+            workspace.recycle(logits);
             Ok(())
         }
         Target::Kernels(launcher) => {
@@ -150,20 +151,20 @@ pub fn backward<'a>(
     }
 }
 
-/// Calls `work` with room for a tile's logits, which the workspace lends.
-fn with_room<R>(
+/// Calls `work` with a buffer for a tile's logits from the workspace.
+fn with_tile_logits<R>(
     call: Call,
     shape: Sizes,
     workspace: &Workspace,
     work: impl FnOnce(&mut [f32]) -> Result<R, OpError>,
 ) -> Result<R, OpError> {
-    let logits = workspace.take_f32((shape.tile_tokens, shape.vocab_size))?;
+    let logits = workspace.alloc_f32((shape.tile_tokens, shape.vocab_size))?;
     let result = call.on_cpu([], [&logits], |[], [logits]| work(logits))??;
-    workspace.give(logits);
+    workspace.recycle(logits);
     Ok(result)
 }
 
-/// All logits at once, for callers that want to see them.
+/// Computes all logits at once, for evaluation and checks.
 ///
 /// # Shapes
 /// `x: [n, d], weight: [vocab, d], out: [n, vocab]`
@@ -184,7 +185,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// What a dry run reports: so many matrix products, and softmax or its gradient, which read and write the logits.
+    /// Reports the matmuls, and the softmax or its gradient, which read and write the logits, in a dry run.
     fn report(self, is_backward: bool, products: f64) {
         let logits = self.tokens as f64 * self.vocab_size as f64;
         dry::report_flops(MatmulOp::LmHead, is_backward, products * 2.0 * self.dim as f64 * logits);
@@ -219,6 +220,6 @@ fn check(
         let (op, argument, also_valid) = (call.op, "labels", " and -100 (ignored)");
         return Err(OpError::IdOutOfRange { op, argument, position, value, vocab_size, also_valid });
     }
-    // A tile larger than the input would only be a larger scratch buffer.
+    // A tile larger than the input would only need a larger scratch buffer.
     Ok(Sizes { tokens, dim, vocab_size, tile_tokens: tile_tokens.min(tokens.max(1)) })
 }

@@ -3,7 +3,7 @@
 use super::{IGNORED, LossSum};
 use crate::linear;
 
-/// The loss and each token's logsumexp (0 where ignored); x: [n, d], weight: [vocab, d].
+/// The loss and each token's logsumexp (0 if ignored); x: [n, d], weight: [vocab, d].
 #[must_use]
 pub fn forward(x: &[f64], weight: &[f64], labels: &[i64], d: usize) -> (LossSum, Vec<f64>) {
     let logits = linear::reference::forward(x, weight, d);

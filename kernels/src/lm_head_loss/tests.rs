@@ -4,7 +4,7 @@ use crate::testing::*;
 /// (n, d, vocab)
 const SIZES: [[usize; 3]; 6] = [[1, 1, 1], [1, 7, 5], [5, 1, 33], [11, 64, 100], [13, 20, 131], [3, 4, 2051]];
 
-/// Every vocabulary row is somebody's label; every third token is ignored.
+/// Every vocabulary row is a label of some token; every third token is ignored.
 fn labels(n: usize, vocab_size: usize) -> Vec<i64> {
     (0..n).map(|i| if i % 3 == 1 { IGNORED } else { (i * 7 % vocab_size) as i64 }).collect()
 }
@@ -54,7 +54,7 @@ fn loss_and_gradients_match_the_reference_for_every_tile_size_on_every_target() 
                 assert!((loss.sum - expected.sum).abs() <= allowed, "{what}: {} {}", loss.sum, expected.sum);
                 assert_close(&format!("lse {what}"), &lse, &expected_lse, 5e-7);
                 if sizes[2] > 1 {
-                    // The logits reach ±60 here: their own rounding, not the softmax, sets the error.
+                    // The logits reach ±60 here: their own rounding, not the softmax, determines the error.
                     assert_close(&format!("dx {what}"), &dx, &expected_dx, 5e-6);
                     assert_close(&format!("dweight {what}"), &dweight, &expected_dweight, 5e-6);
                 }
@@ -125,7 +125,7 @@ fn a_fully_masked_shard_gives_exactly_zero_and_touches_no_weight_gradient() {
     on_every_target(|_| {
         let mut case = Case::new([6, 4, 5]);
         case.labels.fill(IGNORED);
-        // Not even NaN activations may leak out of masked tokens' loss.
+        // Even NaN activations of masked tokens must not affect the loss.
         case.x.fill(f32::NAN);
         let (loss, lse, dx, dweight) = case.run(4, 1.0, 2.0);
         assert_eq!(loss, LossSum { sum: 0.0, valid_tokens: 0 });
@@ -173,7 +173,7 @@ fn large_inputs_give_the_same_bits_on_any_number_of_threads() {
 }
 
 #[test]
-fn all_logits_at_once_are_the_products() {
+fn all_logits_at_once_equal_the_matmul() {
     on_every_target(|_| {
         let case = Case::new([5, 7, 9]);
         let out = output(&[5, 9]);
@@ -201,7 +201,7 @@ fn wrong_labels_and_tiles_are_named() {
 
 #[test]
 fn logits_of_minus_infinity_have_no_probability() {
-    // All columns that a block reads at first are −∞; the only finite logit comes with its next ones.
+    // All columns that a block reads first are −∞; the only finite logit comes in the next ones.
     let vocab_size = 9000;
     let mut weight = vec![f32::NEG_INFINITY; vocab_size];
     weight[vocab_size - 1] = 3.0;
@@ -230,7 +230,7 @@ fn kernels_of_every_element_type_keep_the_loss_in_f32_and_round_gradients_once()
             assert_close("lse", &read(&lse), &expected_lse, 1e-6);
 
             let dweight = tensor(&vec![0.0; vocab_size * d], &[vocab_size, d]);
-            // So small an upstream gradient is 0 in f16: only the products' f32 arithmetic may see it.
+            // An upstream gradient so small that it is 0 in f16: only the matmuls' f32 arithmetic may use it.
             let scale = 2f32.powi(-30);
             backward(&x, &weight, &labels, &lse, scale, &dx, &dweight, 4, &Workspace::new()).unwrap();
             let (dx64, dweight64) = reference::backward(&x64, &weight64, &labels, f64::from(scale), d);

@@ -1,21 +1,21 @@
-//! What each large block that is allocated is for: a table beside the blocks, so that they stay what was asked for.
+//! The category of each large block, in a table outside the blocks.
 //!
-//! The allocator uses it, so it must neither allocate nor wait. A block's entry is found by its address, within
-//! [`WINDOW`] places from where the address points; a block that finds none of these free is [`Category::Other`].
+//! The allocator uses the table, so it must neither allocate nor block. A block's entry is at one of
+//! [`WINDOW`] slots that follow from its address; if all are taken, the block is [`Category::Other`].
 
 use super::Category;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Smaller blocks are not told apart: they are [`Category::Other`].
+/// Smaller blocks are always [`Category::Other`].
 pub(super) const SMALLEST: usize = 16 << 10;
 
 const BITS: u32 = 15;
 const WINDOW: usize = 64;
 
-/// Addresses of blocks, which are multiples of 8, plus the category's number; 0 where there is none.
+/// Addresses of blocks, which are multiples of 8, plus the category's number; 0 for a free slot.
 static TABLE: [AtomicUsize; (1 << BITS) + WINDOW] = [const { AtomicUsize::new(0) }; (1 << BITS) + WINDOW];
 
-/// The places where an address may be.
+/// The slots for an address.
 fn places(address: usize) -> &'static [AtomicUsize] {
     // Fibonacci hashing: blocks of this size differ in their middle bits.
     let hash = (address as u64 >> 4).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -27,12 +27,13 @@ fn category_of(entry: usize) -> Category {
     Category::ALL[(entry & 7).min(Category::ALL.len() - 1)]
 }
 
-/// Enters a block and returns what it counts as.
+/// Adds a block and returns the category that it counts as.
 pub(super) fn enter(address: usize, category: Category) -> Category {
     if category == Category::Other || address & 7 != 0 {
         return Category::Other;
     }
-    // Nothing else is ordered by an entry: whoever frees a block has it from whoever allocated it.
+    // Relaxed ordering is enough: a block's address passes from allocating to freeing thread with ordering of
+    // its own.
     let take = |place: &AtomicUsize| {
         place.load(Relaxed) == 0
             && place.compare_exchange(0, address | category as usize, Relaxed, Relaxed).is_ok()
@@ -40,7 +41,7 @@ pub(super) fn enter(address: usize, category: Category) -> Category {
     if places(address).iter().any(take) { category } else { Category::Other }
 }
 
-/// Removes a block before it is freed and returns what it counted as.
+/// Removes a block before it is freed and returns its category.
 pub(super) fn leave(address: usize) -> Category {
     for place in places(address) {
         let entry = place.load(Relaxed);
@@ -56,11 +57,11 @@ pub(super) fn leave(address: usize) -> Category {
 mod tests {
     use super::*;
 
-    // Addresses that no block of these tests has: the table is the process's.
+    // Addresses that no real block has, since the table belongs to the process.
     const FAR: usize = 1 << 60;
 
     #[test]
-    fn every_block_leaves_as_what_it_entered_and_is_unknown_after() {
+    fn every_block_keeps_its_category_until_it_leaves() {
         let blocks = |category: Category| (0..100).map(move |i| FAR + (6 * i + category as usize) * 65_536);
         for category in Category::ALL {
             for address in blocks(category) {
@@ -76,8 +77,8 @@ mod tests {
     }
 
     #[test]
-    fn a_block_without_a_place_counts_as_other_when_it_enters_and_when_it_leaves() {
-        // Addresses that point to one place: those of a hash within one step of the table.
+    fn a_block_without_a_slot_counts_as_other_on_entry_and_exit() {
+        // Addresses that share one slot: those whose hashes are within one table step.
         let same = |address: &usize| std::ptr::eq(places(*address).as_ptr(), places(2 * FAR).as_ptr());
         let addresses: Vec<usize> = (0..).map(|i| 2 * FAR + i * 16).filter(same).take(WINDOW + 3).collect();
         let entered: Vec<_> = addresses.iter().map(|&address| enter(address, Category::Gradients)).collect();

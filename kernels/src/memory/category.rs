@@ -1,31 +1,31 @@
-//! What memory is for.
+//! Categories of memory.
 
 use serde::{Deserialize, Serialize};
 use std::cell::Cell;
 
-/// What memory holds.
+/// The use of a block of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Category {
-    /// Parameters, gathered ones included.
+    /// Parameters, including gathered ones.
     Parameters,
-    /// Gradients, whole ones on their way to their partitions included.
+    /// Gradients, including whole ones before they are reduced.
     Gradients,
     /// Optimizer state and master copy.
     Optimizer,
     /// Activations and their gradients.
     Activations,
-    /// What the exchange receives into: q, k, v and their gradients with all tokens of some heads.
+    /// Buffers that receive exchanges: q, k, v and their gradients with all tokens of some heads.
     Exchange,
     /// Scratch of single operations, tokens, tables and plans.
     Other,
 }
 
 impl Category {
-    /// All of them, in the order of the enum.
+    /// All categories, in the order of the enum.
     pub const ALL: [Self; 6] =
         [Self::Parameters, Self::Gradients, Self::Optimizer, Self::Activations, Self::Exchange, Self::Other];
 
-    /// Its name in tables and JSON.
+    /// Name in tables and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Parameters => "parameters",
@@ -56,19 +56,19 @@ pub struct ByCategory {
 }
 
 impl ByCategory {
-    /// Sum of all.
+    /// Sum over all categories.
     pub fn total(&self) -> u64 {
         self.values().into_iter().sum()
     }
 
-    /// In the order of [`Category::ALL`].
+    /// The values in the order of [`Category::ALL`].
     pub fn values(&self) -> [u64; Category::ALL.len()] {
         let Self { parameters, gradients, optimizer, activations, exchange, other } = *self;
         [parameters, gradients, optimizer, activations, exchange, other]
     }
 
-    /// From bytes in the order of [`Category::ALL`]; less than nothing, where another thread's memory was freed, is
-    /// nothing.
+    /// From bytes in the order of [`Category::ALL`]. Negative counts, from freeing another thread's memory,
+    /// become zero.
     pub(super) fn from_counts(counts: [i64; Category::ALL.len()]) -> Self {
         let [parameters, gradients, optimizer, activations, exchange, other] =
             counts.map(|count| u64::try_from(count).unwrap_or(0));
@@ -77,16 +77,16 @@ impl ByCategory {
 }
 
 thread_local! {
-    /// What is allocated now is for this.
+    /// Category of the thread's current allocations.
     static CURRENT: Cell<Category> = const { Cell::new(Category::Other) };
 }
 
-/// The category of what this thread allocates now.
+/// The category of this thread's current allocations.
 pub fn current() -> Category {
     CURRENT.get()
 }
 
-/// Goes back to what was allocated before.
+/// Restores the previous category.
 struct Scope(Category);
 
 impl Drop for Scope {
@@ -95,16 +95,16 @@ impl Drop for Scope {
     }
 }
 
-/// Counts what `work` allocates on this thread for `category`, wherever it is freed.
-pub fn counted_as<T>(category: Category, work: impl FnOnce() -> T) -> T {
+/// Runs `work` with this thread's allocations counted as `category`, wherever they are freed.
+pub fn with_category<T>(category: Category, work: impl FnOnce() -> T) -> T {
     let _scope = Scope(CURRENT.replace(category));
     work()
 }
 
-/// The same, unless the caller counts for something else than [`Category::Other`] already.
-pub fn counted_by_default_as<T>(category: Category, work: impl FnOnce() -> T) -> T {
+/// The same, unless the caller has already set a category other than [`Category::Other`].
+pub fn with_default_category<T>(category: Category, work: impl FnOnce() -> T) -> T {
     match CURRENT.get() {
-        Category::Other => counted_as(category, work),
+        Category::Other => with_category(category, work),
         _ => work(),
     }
 }

@@ -1,21 +1,21 @@
-//! The most that a thread holds in each of several pieces of work that follow each other.
+//! Memory peaks of consecutive sections of a thread's work.
 
 use super::{ByCategory, Category, PEAK, PEAK_BYTES, peak_by_category, peak_bytes, reset_peak};
 use std::cell::Cell;
 
-/// The most that a thread held at a time, and what for.
+/// A memory peak of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Peak {
-    /// Bytes.
+    /// Total bytes.
     pub bytes: u64,
-    /// What they were for.
+    /// Bytes by category.
     pub by_category: ByCategory,
 }
 
-/// Cuts the time of a thread into pieces and tells of each the most that was held in it. Nothing is sampled: the allocator
-/// notes every new largest, so no moment is missed. When it is dropped, [`peak_bytes`] is what it would be without it.
+/// Divides a thread's work into sections and returns the memory peak of each. Nothing is sampled: the
+/// allocator records every new maximum. Dropping it restores [`peak_bytes`] as if it had not existed.
 ///
-/// A thread has one at a time, and none while a [`PeakMeter`](super::PeakMeter) measures.
+/// One per thread, and not while a [`PeakMeter`](super::PeakMeter) is active.
 ///
 /// ```
 /// # use ulysses_kernels::memory::{CountingAllocator, Peaks, peak_bytes};
@@ -32,11 +32,11 @@ pub struct Peak {
 /// ```
 #[derive(Debug)]
 pub struct Peaks {
-    /// The largest before the piece that goes on.
+    /// The peak before the current section.
     before: Exact,
 }
 
-/// A peak as the allocator counts it: less than nothing where another thread's memory was freed.
+/// A peak as the allocator counts it; negative if another thread's memory was freed.
 #[derive(Debug, Clone, Copy)]
 struct Exact {
     bytes: i64,
@@ -50,14 +50,15 @@ impl Exact {
 }
 
 impl Peaks {
-    /// The first piece begins.
+    /// Starts the first section.
     pub fn start() -> Self {
         let before = Exact::now();
         reset_peak();
         Self { before }
     }
 
-    /// Ends a piece and begins the next: the most that was held in it, what was there when it began included.
+    /// Ends a section and starts the next. Returns the peak of the ended section, including what was
+    /// allocated before it.
     pub fn cut(&mut self) -> Peak {
         let peak = Peak { bytes: u64::try_from(peak_bytes()).unwrap_or(0), by_category: peak_by_category() };
         self.keep_larger();
@@ -66,7 +67,7 @@ impl Peaks {
     }
 
     fn keep_larger(&mut self) {
-        // Of equal ones the earlier, as the allocator does.
+        // Of equal peaks the earlier one, as in the allocator.
         if peak_bytes() > self.before.bytes {
             self.before = Exact::now();
         }

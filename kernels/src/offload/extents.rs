@@ -1,11 +1,11 @@
-//! Places for tensors, of sizes that repeat from layer to layer and from step to step.
+//! Extents for tensors, whose sizes repeat from layer to layer and from step to step.
 
 use crate::device::dry;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A place for one tensor. Dropping it frees it.
+/// The extent of one tensor. Dropping it frees it.
 #[derive(Debug)]
 pub struct Extent {
     pub(super) offset: u64,
@@ -13,7 +13,7 @@ pub struct Extent {
     extents: Arc<Mutex<Extents>>,
 }
 
-/// Which places there are.
+/// All extents of a store.
 #[derive(Debug, Default)]
 pub(super) struct Extents {
     end: u64,
@@ -21,16 +21,16 @@ pub(super) struct Extents {
 }
 
 impl Extent {
-    /// A free place of this size. One that is being copied still is copied first: copies go in the order of their
-    /// start.
-    pub(super) fn take(extents: &Arc<Mutex<Extents>>, bytes: usize) -> Self {
+    /// Returns a free extent of this size. A pending copy from it completes first, since copies run in the
+    /// order in which they were started.
+    pub(super) fn reserve(extents: &Arc<Mutex<Extents>>, bytes: usize) -> Self {
         let bytes = bytes as u64;
         dry::report_offloaded(bytes as i64);
         let offset = {
             let mut all = extents.lock();
             all.free.get_mut(&bytes).and_then(Vec::pop).unwrap_or_else(|| {
                 let offset = all.end;
-                // Even nothing has a place of its own: stores tell extents apart by it.
+                // Even an empty tensor has an extent of its own, by which stores identify it.
                 all.end += bytes.max(1);
                 offset
             })
@@ -51,20 +51,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_that_is_free_is_taken_again() {
+    fn a_free_extent_is_reused() {
         let extents = Arc::default();
-        let [first, other] = [Extent::take(&extents, 12), Extent::take(&extents, 16)];
+        let [first, other] = [Extent::reserve(&extents, 12), Extent::reserve(&extents, 16)];
         let offset = first.offset;
         drop(first);
-        assert_ne!(Extent::take(&extents, 16).offset, offset, "of another size");
-        assert_eq!(Extent::take(&extents, 12).offset, offset);
+        assert_ne!(Extent::reserve(&extents, 16).offset, offset, "of another size");
+        assert_eq!(Extent::reserve(&extents, 12).offset, offset);
         assert_eq!(other.offset, 12);
     }
 
     #[test]
-    fn places_for_nothing_are_apart() {
+    fn empty_extents_are_distinct() {
         let extents = Arc::default();
-        let places = [0, 0, 8].map(|bytes| Extent::take(&extents, bytes));
+        let places = [0, 0, 8].map(|bytes| Extent::reserve(&extents, bytes));
         assert_eq!(places.each_ref().map(|place| place.offset), [0, 1, 2]);
     }
 }

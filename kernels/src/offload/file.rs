@@ -1,9 +1,9 @@
-//! A file without a name, which vanishes with its last handle.
+//! An unnamed file, which vanishes with its last handle.
 //!
-//! A thread writes while its owner goes on; before a tensor is needed, the same thread reads through it, so that the
-//! reader finds it in the system's page cache, which no rank's memory pays for.
+//! A thread writes while its owner continues. Before a tensor is needed, the same thread reads it ahead, so
+//! that it is in the system's page cache, which does not count as a rank's memory.
 
-use super::{Backing, Extent, OffloadError, Use};
+use super::{Backing, Extent, OffloadError, StoreLabel};
 use crate::tensor::{with_bytes, with_bytes_mut};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -15,26 +15,26 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// What the thread reads at a time when it reads ahead.
+/// Read size of the read-ahead.
 pub(super) const READ_AHEAD_BYTES: usize = 1 << 17;
 
 /// The file of one rank.
 #[derive(Debug)]
 pub(super) struct File {
-    use_: Use,
+    label: StoreLabel,
     directory: PathBuf,
     file: Arc<std::fs::File>,
     writer: Mutex<Writer>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// The owner's side of the thread.
+/// The owner's handle of the thread.
 #[derive(Debug)]
 struct Writer {
-    /// None only while the thread is told to end.
+    /// `None` only while the thread is being stopped.
     jobs: Option<Sender<Job>>,
     written: Receiver<io::Result<Tensor>>,
-    /// Where the tensors go that are being written, in the order of their jobs.
+    /// Offsets of the tensors being written, in the order of their jobs.
     in_flight: VecDeque<u64>,
 }
 
@@ -45,10 +45,10 @@ enum Job {
 }
 
 impl File {
-    /// Makes the file in `directory`, or where the system keeps temporary files.
-    pub(super) fn create(use_: Use, directory: Option<&Path>) -> Result<Self, OffloadError> {
+    /// Creates the file in `directory`, or in the system's directory for temporary files.
+    pub(super) fn create(label: StoreLabel, directory: Option<&Path>) -> Result<Self, OffloadError> {
         let directory = directory.map_or_else(std::env::temp_dir, Path::to_owned);
-        let failed = |source| OffloadError::File { use_, directory: directory.clone(), source };
+        let failed = |source| OffloadError::File { label, directory: directory.clone(), source };
         let file = Arc::new(tempfile::tempfile_in(&directory).map_err(failed)?);
         let (jobs, todo) = channel();
         let (done, written) = channel();
@@ -57,11 +57,11 @@ impl File {
         let name = "ulysses-offload".to_owned();
         let thread = std::thread::Builder::new().name(name).spawn(work).map_err(failed)?;
         let writer = Mutex::new(Writer { jobs: Some(jobs), written, in_flight: VecDeque::new() });
-        Ok(Self { use_, directory, file, writer, thread: Some(thread) })
+        Ok(Self { label, directory, file, writer, thread: Some(thread) })
     }
 
     fn failed(&self, source: io::Error) -> OffloadError {
-        OffloadError::File { use_: self.use_, directory: self.directory.clone(), source }
+        OffloadError::File { label: self.label, directory: self.directory.clone(), source }
     }
 }
 
@@ -77,7 +77,7 @@ impl Backing for File {
         self.writer.lock().settle().map_err(|source| self.failed(source))
     }
 
-    /// The system's page cache is near enough.
+    /// Reads ahead into the system's page cache.
     fn warm(&self, extent: &Extent) -> Result<bool, OffloadError> {
         let job = Job::ReadAhead { offset: extent.offset, bytes: extent.bytes };
         self.writer.lock().send(job).map(|()| true).map_err(|source| self.failed(source))
@@ -120,7 +120,7 @@ impl Writer {
     }
 }
 
-/// `None` when nobody waits for results any more.
+/// `None` if the owner no longer waits for results.
 fn work(file: &std::fs::File, job: Job, done: &Sender<io::Result<Tensor>>) -> Option<()> {
     match job {
         Job::Write(tensor, offset) => {
@@ -131,7 +131,7 @@ fn work(file: &std::fs::File, job: Job, done: &Sender<io::Result<Tensor>>) -> Op
             let mut page_in = vec![0; READ_AHEAD_BYTES];
             for start in (0..bytes).step_by(READ_AHEAD_BYTES) {
                 let len = page_in.len().min((bytes - start) as usize);
-                // A read that fails here fails again where its result is needed, and is reported there.
+                // A read error here occurs again when the result is needed, and is reported then.
                 let _ = file.read_exact_at(&mut page_in[..len], offset + start);
             }
             Some(())

@@ -1,14 +1,14 @@
-//! Page-locked memory of the host, for tensors on a GPU.
+//! Page-locked host memory, for tensors on a GPU.
 //!
-//! Copies go on beside the device's other work. What the device is given after a copy of a tensor may not overwrite
-//! that tensor, and what it is given after a read may not use the result, before the copy is done: both wait where
-//! [`HostCopies::hold`] says so, and only the device does.
+//! Copies overlap with the device's other work. Work that is queued after a copy must not overwrite its
+//! source or use its destination before the copy is done. [`HostCopies::hold`] makes the device, not the
+//! host, wait for that.
 #![cfg_attr(
     not(any(test, feature = "cuda", feature = "kernel-emulation")),
     allow(dead_code, reason = "compiled always, but without a device there is no memory beside one")
 )]
 
-use super::{Backing, Extent, OffloadError, Use};
+use super::{Backing, Extent, OffloadError, StoreLabel};
 use crate::device::{DeviceError, HostCopies, Launcher};
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -16,30 +16,31 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt::{self, Debug, Formatter};
 
-/// The memory beside the device that a launcher launches on.
-pub(super) fn beside(launcher: &Launcher, use_: Use) -> Result<Box<dyn Backing>, DeviceError> {
+/// The host memory of a launcher's device.
+pub(super) fn backing(launcher: &Launcher, label: StoreLabel) -> Result<Box<dyn Backing>, DeviceError> {
     match launcher {
         Launcher::Dry => {
-            let _ = use_;
+            let _ = label;
             Ok(Box::new(super::dry_store::DryStore::host_memory()))
         }
         #[cfg(feature = "kernel-emulation")]
-        Launcher::Emulated => Ok(Box::new(HostMemory::new(use_, crate::device::LateCopies::default()))),
+        Launcher::Emulated => Ok(Box::new(HostMemory::new(label, crate::device::LateCopies::default()))),
         #[cfg(feature = "cuda")]
         Launcher::Cuda(device) => {
-            Ok(Box::new(HostMemory::new(use_, crate::device::CudaCopies::new(device)?)))
+            Ok(Box::new(HostMemory::new(label, crate::device::CudaCopies::new(device)?)))
         }
     }
 }
 
-/// What one rank keeps there.
+/// One rank's host memory.
 pub(super) struct HostMemory<C: HostCopies> {
-    use_: Use,
+    label: StoreLabel,
     copies: C,
-    /// By the offsets of extents; a block outlives its extent and serves the next one in its place.
+    /// Blocks by the offsets of their extents. A block outlives its extent and serves the next one at that
+    /// offset.
     blocks: Mutex<HashMap<u64, Block<C>>>,
-    /// Tensors that are being copied here, with their copies.
-    leaving: Mutex<Vec<(Tensor, C::Copy)>>,
+    /// Tensors being copied to host memory, with their copies.
+    pending_writes: Mutex<Vec<(Tensor, C::Copy)>>,
 }
 
 /// The memory of one extent.
@@ -50,16 +51,16 @@ struct Block<C: HostCopies> {
 }
 
 impl<C: HostCopies> HostMemory<C> {
-    pub(super) fn new(use_: Use, copies: C) -> Self {
-        Self { use_, copies, blocks: Mutex::default(), leaving: Mutex::default() }
+    pub(super) fn new(label: StoreLabel, copies: C) -> Self {
+        Self { label, copies, blocks: Mutex::default(), pending_writes: Mutex::default() }
     }
 
     fn failed(&self) -> impl Fn(DeviceError) -> OffloadError + use<C> {
-        let use_ = self.use_;
-        move |source| OffloadError::Host { use_, source: Box::new(source) }
+        let label = self.label;
+        move |source| OffloadError::Host { label, source: Box::new(source) }
     }
 
-    /// Works on the memory of an extent that has been written.
+    /// Calls a function with the memory of an extent that has been written.
     fn with_block<R>(
         &self,
         extent: &Extent,
@@ -78,19 +79,19 @@ impl<C: HostCopies> Backing for HostMemory<C> {
             place.insert(Block { memory, read: None });
         }
         let copy = self.with_block(extent, |block| self.copies.store(&tensor, &mut block.memory))?;
-        self.leaving.lock().push((tensor, copy));
+        self.pending_writes.lock().push((tensor, copy));
         Ok(())
     }
 
     fn settle(&self) -> Result<(), OffloadError> {
-        for (tensor, copy) in self.leaving.lock().drain(..) {
+        for (tensor, copy) in self.pending_writes.lock().drain(..) {
             self.copies.hold(&copy).map_err(self.failed())?;
             drop(tensor);
         }
         Ok(())
     }
 
-    /// It takes a tensor on the device.
+    /// Read-ahead needs a tensor on the device.
     fn warm(&self, _: &Extent) -> Result<bool, OffloadError> {
         Ok(false)
     }
@@ -112,6 +113,6 @@ impl<C: HostCopies> Backing for HostMemory<C> {
 
 impl<C: HostCopies> Debug for HostMemory<C> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostMemory").field("use_", &self.use_).finish_non_exhaustive()
+        f.debug_struct("HostMemory").field("label", &self.label).finish_non_exhaustive()
     }
 }

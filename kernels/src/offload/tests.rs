@@ -1,9 +1,9 @@
 use super::*;
 use candle_core::DType;
 
-const USE: Use = Use { holds: "numbers", key: "a.key" };
+const USE: StoreLabel = StoreLabel { holds: "numbers", key: "a.key" };
 
-/// A file, and memory beside a device whose copies are as late as is allowed.
+/// A file, and host memory whose copies complete as late as allowed.
 fn stores() -> [OffloadStore; 2] {
     [OffloadStore::in_file(USE, None).unwrap(), OffloadStore::with_late_copies()]
 }
@@ -32,7 +32,7 @@ fn one_and_two(store: &OffloadStore) -> (Extent, Tensor) {
 }
 
 #[test]
-fn every_place_gives_back_what_was_written_to_it_last() {
+fn every_extent_returns_its_last_write() {
     for store in stores() {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let extents = [5, 7, 7].map(|len| store.reserve(len * dtype.size_in_bytes()));
@@ -64,7 +64,7 @@ fn a_tensor_that_was_settled_may_be_overwritten() {
 }
 
 #[test]
-fn what_was_read_ahead_before_a_write_is_not_served_after_it() {
+fn a_write_invalidates_an_earlier_read_ahead() {
     for store in stores() {
         let (extent, tensor) = one_and_two(&store);
         read_ahead(&store, &extent, &tensor);
@@ -74,7 +74,7 @@ fn what_was_read_ahead_before_a_write_is_not_served_after_it() {
 }
 
 #[test]
-fn a_place_that_is_freed_before_its_copies_are_done_keeps_their_order() {
+fn an_extent_that_is_freed_before_its_copies_are_done_keeps_their_order() {
     for store in stores() {
         let tensors = [filled(1, 2, DType::F32), filled(8, 2, DType::F32)];
         let read: Vec<_> = tensors
@@ -102,7 +102,7 @@ fn every_read_returns_a_tensor_of_its_own() {
 }
 
 #[test]
-fn the_host_fills_one_tensor_ahead_and_a_file_none() {
+fn host_memory_reads_one_tensor_ahead_and_a_file_none() {
     for (store, expected) in stores().into_iter().zip([0, 1]) {
         let (extent, tensor) = one_and_two(&store);
         let made = std::cell::Cell::new(0);
@@ -119,10 +119,10 @@ fn the_host_fills_one_tensor_ahead_and_a_file_none() {
 }
 
 #[test]
-fn a_directory_that_is_not_there_is_named_with_its_key() {
+fn a_missing_directory_is_named_with_its_key() {
     let error = OffloadStore::in_file(USE, Some(Path::new("/nowhere"))).unwrap_err().to_string();
-    assert!(error.starts_with("cannot keep numbers in a file in /nowhere: "), "{error}");
-    assert!(error.ends_with("; `a.key` may name another directory"), "{error}");
+    assert!(error.starts_with("cannot offload numbers to a file in /nowhere: "), "{error}");
+    assert!(error.ends_with("; set `a.key` to another directory"), "{error}");
 }
 
 #[test]
@@ -131,11 +131,11 @@ fn reading_what_was_never_written_is_an_error() {
         let extent = store.reserve(8);
         let empty = || Ok::<_, OffloadError>(filled(0, 2, DType::F32));
         let error = store.read(&extent, empty).unwrap_err().to_string();
-        assert!(error.starts_with("cannot keep numbers in "), "{error}");
+        assert!(error.starts_with("cannot offload numbers to "), "{error}");
     }
 }
 
 #[test]
-fn tensors_on_a_cpu_are_in_the_hosts_memory_already() {
+fn tensors_on_a_cpu_are_already_in_host_memory() {
     assert!(OffloadStore::in_host_memory(USE, &Device::Cpu).unwrap().is_none());
 }

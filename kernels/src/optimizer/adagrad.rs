@@ -22,7 +22,7 @@ pub struct AdagradParams {
     pub weight_decay: f64,
     /// t, counted from 1.
     pub step: u64,
-    /// Multiplies the gradient first: loss unscaling and clipping in one factor.
+    /// Factor on the gradient: loss unscaling and clipping in one.
     pub grad_scale: f64,
 }
 
@@ -36,8 +36,8 @@ pub struct AdagradParams {
 /// All tensors hold the same number of elements.
 ///
 /// # Errors
-/// When `step` is 0, `lr_decay` is negative, shapes, dtypes, devices or layouts do not fit, or two tensors share
-/// storage.
+/// A `step` of 0, a negative `lr_decay`, shapes, dtypes, devices or layouts that do not match, or two tensors
+/// that share storage.
 pub fn step(
     param: &Tensor,
     grad: &Tensor,

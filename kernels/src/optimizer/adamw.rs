@@ -29,7 +29,7 @@ pub struct AdamParams {
     pub bias_correction: bool,
     /// t, counted from 1.
     pub step: u64,
-    /// Multiplies the gradient first: loss unscaling and clipping in one factor.
+    /// Factor on the gradient: loss unscaling and clipping in one.
     pub grad_scale: f64,
 }
 
@@ -43,8 +43,8 @@ pub struct AdamParams {
 /// All tensors hold the same number of elements.
 ///
 /// # Errors
-/// When `step` is 0 or a β is outside [0, 1), shapes, dtypes, devices or layouts do not fit, or two tensors
-/// share storage.
+/// A `step` of 0, a β outside of [0, 1), shapes, dtypes, devices or layouts that do not match, or two tensors
+/// that share storage.
 pub fn step(
     param: &Tensor,
     grad: &Tensor,
@@ -59,10 +59,10 @@ pub fn step(
 #[repr(C)]
 pub(super) struct Constants {
     grad_scale: f32,
-    /// Weight decay that goes into the gradient (0 when decoupled).
+    /// Weight decay that is added to the gradient (0 if decoupled).
     coupled_decay: f32,
-    /// The fraction of a parameter that decoupled decay takes (0 when coupled). `1 − lr · weight_decay`
-    /// would lose most digits of a small decay.
+    /// The fraction of a parameter that decoupled decay removes (0 if coupled). `1 − lr · weight_decay` would
+    /// lose most digits of a small decay.
     decoupled_decay: f32,
     one_minus_beta1: f32,
     beta2: f32,
@@ -111,7 +111,7 @@ impl Rule<3> for AdamParams {
         *m = S::mul_add(c.one_minus_beta1, g - *m, *m);
         *v = S::mul_add(c.one_minus_beta2 * g, g, c.beta2 * *v);
         let denominator = S::mul_add(v.sqrt(), c.root_scale, c.eps);
-        let kept = S::mul_add(-c.decoupled_decay, *p, *p);
-        *p = S::mul_add(-c.step_size, *m / denominator, kept);
+        let decayed = S::mul_add(-c.decoupled_decay, *p, *p);
+        *p = S::mul_add(-c.step_size, *m / denominator, decayed);
     }
 }

@@ -1,4 +1,4 @@
-//! The driver of all rules: checks tensors, divides the elements, and applies a rule to each of them.
+//! The driver of all rules: checks tensors, divides the elements among threads, and applies a rule to each.
 
 use crate::OpError;
 use crate::call::{Argument, Call};
@@ -9,15 +9,17 @@ use bytemuck::NoUninit;
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-/// An optimizer that treats every element alone. A step updates `T` tensors: the parameters and `T − 1` of state.
+/// An optimizer that treats every element independently. A step updates `T` tensors: the parameters and `T −
+/// 1` of state.
 pub(super) trait Rule<const T: usize>: Copy {
-    /// The function that errors name.
+    /// Name of the function for errors.
     const OP: &'static str;
     /// The entry point in `cuda/optimizer.cu`.
     const KERNEL: &'static str;
     /// The names of the updated tensors, parameters first.
     const TENSORS: [&'static str; T];
-    /// The constants of one step, computed in f64 and rounded once. The kernel takes the same struct.
+    /// The constants of one step, computed in f64 and rounded once. The kernel's parameter is the same
+    /// struct.
     type Constants: NoUninit + Send + Sync;
 
     /// Refuses hyper-parameters outside of their range.
@@ -67,7 +69,7 @@ fn split_off<'a>(rest: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
     block
 }
 
-/// Elements that one task updates: slices of equal length.
+/// The elements that one task updates: slices of equal length.
 struct Block<'a, R: Rule<T>, const T: usize> {
     tensors: [&'a mut [f32]; T],
     grad: &'a [f32],

@@ -12,7 +12,7 @@ use candle_core::Tensor;
 /// Hyper-parameters of one [`step`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LionParams {
-    /// Learning rate of this step: how far every parameter moves.
+    /// Learning rate of this step: the distance that every parameter moves.
     pub lr: f64,
     /// Weight of the momentum against the gradient in the direction of this step.
     pub beta1: f64,
@@ -20,7 +20,7 @@ pub struct LionParams {
     pub beta2: f64,
     /// Weight decay, decoupled: parameters shrink by lr · weight_decay.
     pub weight_decay: f64,
-    /// Multiplies the gradient first: loss unscaling and clipping in one factor.
+    /// Factor on the gradient: loss unscaling and clipping in one.
     pub grad_scale: f64,
 }
 
@@ -33,7 +33,8 @@ pub struct LionParams {
 /// All tensors hold the same number of elements.
 ///
 /// # Errors
-/// When a β is outside [0, 1), shapes, dtypes, devices or layouts do not fit, or two tensors share storage.
+/// A β outside of [0, 1), shapes, dtypes, devices or layouts that do not match, or two tensors that share
+/// storage.
 pub fn step(param: &Tensor, grad: &Tensor, exp_avg: &Tensor, params: &LionParams) -> Result<(), OpError> {
     elementwise::step(params, [param, exp_avg], grad)
 }
@@ -45,7 +46,7 @@ pub(super) struct Constants {
     one_minus_beta1: f32,
     one_minus_beta2: f32,
     lr: f32,
-    /// The fraction of a parameter that decay takes.
+    /// The fraction of a parameter that decay removes.
     decay: f32,
 }
 
@@ -73,8 +74,8 @@ impl Rule<2> for LionParams {
     fn update<S: Isa>(c: &Constants, [p, m]: &mut [f32; 2], grad: f32) {
         let g = grad * c.grad_scale;
         let direction = S::mul_add(c.one_minus_beta1, g - *m, *m);
-        let kept = S::mul_add(-c.decay, *p, *p);
-        *p = S::mul_add(-c.lr, sign(direction), kept);
+        let decayed = S::mul_add(-c.decay, *p, *p);
+        *p = S::mul_add(-c.lr, sign(direction), decayed);
         *m = S::mul_add(c.one_minus_beta2, g - *m, *m);
     }
 }

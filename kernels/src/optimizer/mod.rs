@@ -7,10 +7,11 @@
 //! | [`lion`] | `exp_avg` | decoupled |
 //! | [`adagrad`] | `state_sum` | added to the gradient |
 //!
-//! The driver in `elementwise.rs` checks the tensors, shares the elements among threads or CUDA blocks, and
-//! vectorizes. A new rule is a file with its hyper-parameters, the constants of a step and the update of one
-//! element; a struct of the same constants with the same update in `cuda/optimizer.cu`; and its formula in f64
-//! in `reference.rs`. LAMB, whose step depends on the norms of whole parameter tensors, is [`lamb`].
+//! The driver in `elementwise.rs` checks the tensors, divides the elements among threads or CUDA blocks, and
+//! vectorizes. A new rule needs three things. A file with its hyper-parameters, the constants of a step and
+//! the update of one element. A struct with the same constants and update in `cuda/optimizer.cu`. And its
+//! formula in f64 in `reference.rs`. LAMB, whose step depends on norms of whole parameter tensors, is in
+//! [`lamb`].
 
 pub mod adagrad;
 pub mod adamw;

@@ -1,4 +1,4 @@
-//! The steps in f64, in the words of PyTorch's documentation and of the papers. All update in place.
+//! The steps in f64, as in PyTorch's documentation and the papers. All update in place.
 
 use super::adagrad::AdagradParams;
 use super::adamw::AdamParams;
@@ -45,7 +45,7 @@ pub fn sgd(param: &mut [f64], grad: &[f64], buffer: &mut [f64], params: &SgdPara
     }
 }
 
-/// [`lion::step`](super::lion::step), line for line algorithm 2 of the paper.
+/// [`lion::step`](super::lion::step): algorithm 2 of the paper, line by line.
 pub fn lion(param: &mut [f64], grad: &[f64], exp_avg: &mut [f64], params: &LionParams) {
     let LionParams { lr, beta1, beta2, weight_decay, grad_scale } = *params;
     for i in 0..param.len() {

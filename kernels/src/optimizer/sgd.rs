@@ -13,7 +13,7 @@ use candle_core::Tensor;
 pub struct SgdParams {
     /// Learning rate of this step.
     pub lr: f64,
-    /// Decay of the momentum buffer; 0 leaves the buffer out.
+    /// Decay of the momentum buffer; with 0 there is no buffer.
     pub momentum: f64,
     /// Nesterov's look-ahead: the update is g + momentum · buffer.
     pub nesterov: bool,
@@ -21,7 +21,7 @@ pub struct SgdParams {
     pub weight_decay: f64,
     /// t, counted from 1. The first step sets the momentum buffer to g without reading it.
     pub step: u64,
-    /// Multiplies the gradient first: loss unscaling and clipping in one factor.
+    /// Factor on the gradient: loss unscaling and clipping in one.
     pub grad_scale: f64,
 }
 
@@ -34,8 +34,8 @@ pub struct SgdParams {
 /// All tensors hold the same number of elements.
 ///
 /// # Errors
-/// When `step` is 0, momentum is negative or given without a buffer, Nesterov is asked for without
-/// momentum, shapes, dtypes, devices or layouts do not fit, or two tensors share storage.
+/// A `step` of 0, a negative momentum, momentum without a buffer, Nesterov without momentum, shapes, dtypes,
+/// devices or layouts that do not match, or two tensors that share storage.
 pub fn step(
     param: &Tensor,
     grad: &Tensor,

@@ -4,16 +4,16 @@ use super::ReduceOp;
 use crate::element::{Arithmetic, Number};
 use rayon::prelude::*;
 
-/// Elements reduced at a time: the running sums stay in the first-level cache while
-/// the ranks' elements stream past, so memory is read and written once.
+/// Elements reduced at a time: the running sums stay in the first-level cache while the ranks' elements
+/// stream through, so memory is read and written once.
 const BLOCK: usize = 4096;
 /// Blocks in one task of a parallel reduction.
 const TASK: usize = 16 * BLOCK;
 
 /// Reduces elements `begin..begin + target.len()` of all sources into `target`.
 ///
-/// Each element is `((x₀ ∘ x₁) ∘ x₂) …`, computed in [`Arithmetic::Wide`] and rounded once: independent of how the
-/// range is divided.
+/// Each element is `((x₀ ∘ x₁) ∘ x₂) …`, computed in [`Arithmetic::Wide`] and rounded once, for any division
+/// of the range.
 pub(super) fn reduce<T: Arithmetic>(op: ReduceOp, sources: &[&[T]], begin: usize, target: &mut [T]) {
     match op {
         ReduceOp::Sum => reduce_with(sources, begin, target, |a, b| a.plus(b)),
@@ -43,7 +43,7 @@ fn reduce_blocks<T: Arithmetic>(
     combine: impl Fn(T::Wide, T::Wide) -> T::Wide + Copy,
 ) {
     let [first, between @ .., last] = sources else {
-        // One source, or none.
+        // At most one source.
         return sources.iter().for_each(|only| target.copy_from_slice(&only[begin..begin + target.len()]));
     };
     let mut sums: Vec<T::Wide> = Vec::with_capacity(BLOCK.min(target.len()));

@@ -17,7 +17,7 @@ struct Ranks {
 
 impl Ranks {
     fn bytes(&self) -> &[u8] {
-        // SAFETY: integers alone and no padding, so every byte is initialised.
+        // SAFETY: only integers and no padding, so every byte is initialized.
         unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Self>()) }
     }
 }
@@ -52,7 +52,8 @@ pub(super) fn reduce(
         let threads = packs + elements - packs * per_pack;
         let args =
             [target.into(), Arg::Struct(ranks.bytes()), (packs as u64).into(), (elements as u64).into()];
-        // SAFETY: `target` has `elements` elements, every source as many from `begin` on, as the op has checked.
+        // SAFETY: `target` has `elements` elements and every source at least as many from `begin` on; the op
+        // has checked this.
         unsafe { launcher.launch(&kernel, Grid::threads(threads), &args) }
     })
 }

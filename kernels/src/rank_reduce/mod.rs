@@ -1,4 +1,4 @@
-//! Reductions over ranks: the same place of several tensors becomes one element, always in rank order.
+//! Reductions over ranks: combines elements of several tensors, always in rank order.
 
 mod cpu;
 mod cuda;
@@ -12,12 +12,11 @@ use crate::device::Target;
 use crate::tensor::{with_slice_mut, with_slices};
 use candle_core::Tensor;
 
-/// How a reduction combines the ranks' elements.
+/// The operator of a reduction.
 ///
-/// 16-bit floats are reduced in `f32` and rounded once; integer sums wrap; a NaN on
-/// any rank gives NaN. All of this is what [`reduce`] does, and so what the thread
-/// backend does. NCCL's kernels add in an order of their own, may round 16-bit floats
-/// at every step, and of a number and a NaN they may keep the number in `Max` and `Min`.
+/// 16-bit floats are reduced in `f32` and rounded once; integer sums wrap; a NaN on any rank gives NaN. This
+/// holds for [`reduce`], and so for the thread backend. NCCL's kernels add in their own order, may round
+/// 16-bit floats at every step, and may drop a NaN in `Max` and `Min`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum ReduceOp {
     /// Adds the ranks' elements, in rank order.
@@ -28,14 +27,14 @@ pub enum ReduceOp {
     Min,
 }
 
-/// Overwrites `target` with elements `begin..` of all `sources`, combined: `((x₀ ∘ x₁) ∘ x₂) …`.
+/// Overwrites `target` with elements `begin..` of all `sources`, combined as `((x₀ ∘ x₁) ∘ x₂) …`.
 ///
 /// # Shapes
-/// Every source holds at least `begin` elements more than `target`.
+/// Every source has at least `begin` elements more than `target`.
 ///
 /// # Errors
-/// No source, more of them than a GPU's kernel takes (256), one that is too short, or dtypes, devices or layouts that
-/// do not fit.
+/// No source, more than a GPU's kernel supports (256), a source that is too short, or dtypes, devices or
+/// layouts that do not match.
 pub fn reduce(op: ReduceOp, sources: &[&Tensor], begin: usize, target: &Tensor) -> Result<(), OpError> {
     let call = Call::new("rank_reduce::reduce");
     let (computing, dtype) = call.carried(&[target], sources)?;

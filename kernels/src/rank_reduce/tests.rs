@@ -21,7 +21,7 @@ fn reduced<T: Element>(op: ReduceOp, ranks: &[&[T]]) -> Vec<T> {
     to_vec(&target).unwrap()
 }
 
-/// For which the order of additions matters in every float type.
+/// Values for which the order of additions matters in every float type.
 fn irregular<T: Element>(rank: usize, index: usize) -> T {
     let value = ((index * 2_654_435_761 + rank * 40_503) % 100_003) as f64 * 1.7e-3;
     T::from_f64(if T::DTYPE.is_float() { value - 80.0 } else { value })

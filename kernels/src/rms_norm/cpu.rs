@@ -1,11 +1,11 @@
-//! RMS normalisation on slices: each row is read twice, the second time from the cache.
+//! RMS normalization on slices: each row is read twice, the second time from the cache.
 
 use crate::cast::{Before, Pieces, rows_per_piece};
 use crate::parallel::{MIN_BLOCK_ELEMS, rows_per_block};
 use crate::simd::{self, simd_kernel};
 use rayon::prelude::*;
 
-/// The rows are cut into at most this many blocks, each with its own partial weight gradient.
+/// The rows are divided into at most this many blocks, each with its own partial weight gradient.
 const MAX_WEIGHT_BLOCKS: usize = 64;
 
 /// A weight block has at least this many rows, so that summing the partials stays cheap.
@@ -39,18 +39,18 @@ simd_kernel! {
     }
 }
 
-/// Rows of a block that has a partial weight gradient. The cut must not depend on the number of threads: it fixes
+/// Rows per block with a partial weight gradient. Independent of the number of threads, since it determines
 /// the order of the sum over rows.
 fn weight_block_rows(num_rows: usize) -> usize {
     num_rows.div_ceil(MAX_WEIGHT_BLOCKS).max(MIN_WEIGHT_BLOCK_ROWS)
 }
 
-/// Bytes of the partial weight gradients of `num_rows` rows of `d` elements, and of their sum.
+/// Bytes of the partial weight gradients of `num_rows` rows of `d` elements, plus their sum.
 pub(super) fn backward_scratch_bytes(num_rows: usize, d: usize) -> usize {
     num_rows.div_ceil(weight_block_rows(num_rows)) * d * size_of::<f32>() + d * size_of::<f64>()
 }
 
-/// What the backward pass reads.
+/// Inputs of the backward pass.
 #[derive(Clone, Copy)]
 pub(super) struct BackwardInputs<'a, T = f32> {
     pub(super) dy: &'a [T],
@@ -59,7 +59,8 @@ pub(super) struct BackwardInputs<'a, T = f32> {
     pub(super) rstd: &'a [f32],
 }
 
-/// Writes dx and returns the weight gradient's partial sums, for [`add_partials`]: they are made in the same pass.
+/// Writes dx and returns the partial sums of the weight gradient, for [`add_partials`], computed in the same
+/// pass.
 pub(super) fn backward<T: Pieces>(
     inputs: BackwardInputs<'_, T>,
     dx: &mut [T],

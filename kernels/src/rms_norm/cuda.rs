@@ -3,15 +3,15 @@
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::RMS_NORM};
 use candle_core::{DType, Tensor};
 
-/// Rows that one block sums for the weight's gradient: enough blocks to fill a GPU, few enough partial sums.
+/// Rows that one block sums for the weight gradient: enough blocks to fill a GPU, and few partial sums.
 const ROWS_PER_CHUNK: usize = 128;
 
-/// Elements in the kernels' accesses of 16 bytes.
+/// Elements per access of 16 bytes.
 fn pack(dtype: DType) -> usize {
     16 / dtype.size_in_bytes()
 }
 
-/// A block for each row, of no more threads than the row has packs: a wider row takes several rounds.
+/// One block per row, with at most as many threads as the row has packs; a wider row takes several rounds.
 fn row_blocks(rows: usize, d: usize, dtype: DType) -> Grid {
     let threads = d.div_ceil(pack(dtype)).next_multiple_of(32).min(Grid::THREADS as usize);
     Grid::blocks(rows).of_threads(threads as u32)
@@ -32,7 +32,7 @@ pub(super) fn forward(
     })
 }
 
-/// The tensors of a backward pass, as `rms_norm::backward` names them.
+/// The tensors of a backward pass, with the names of `rms_norm::backward`.
 pub(super) struct Backward<'a> {
     pub(super) dy: &'a Tensor,
     pub(super) x: &'a Tensor,
@@ -85,7 +85,7 @@ fn backward_weight(
     let sum_rows = Kernel::of_dtype(&RMS_NORM, "rms_norm_backward_weight", dtype)?;
     let sum_chunks = Kernel::new(&RMS_NORM, "rms_norm_sum_chunks");
     launcher.open([&partial, dweight], [dy, x, rstd], |[partial, dweight], [dy, x, rstd]| {
-        // Chunks first: of the other dimensions a grid has 65535 blocks at most.
+        // Chunks come first, because a grid has at most 65535 blocks along its other dimensions.
         let grid = Grid { blocks: [chunks, d.div_ceil(32 * pack(dtype)), 1], ..Grid::blocks(0) };
         let (rows, rows_per_chunk) = (rows as u64, ROWS_PER_CHUNK as u32);
         let args = [

@@ -1,5 +1,5 @@
-//! RMS normalisation: y = weight · x / √(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019; the
-//! placement of ε and the order of operations are those of Hugging Face's `LlamaRMSNorm`).
+//! RMS normalization: y = weight · x / √(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019). The
+//! position of ε and the order of operations are those of Hugging Face's `LlamaRMSNorm`.
 
 mod cpu;
 mod cuda;
@@ -13,13 +13,14 @@ use super::cast::with_element_type;
 use crate::device::Target;
 use candle_core::Tensor;
 
-/// Normalises each row and keeps 1/√(mean(x²) + ε) in `rstd` for [`backward`].
+/// Normalizes each row and writes 1/√(mean(x²) + ε) to `rstd` for [`backward`].
 ///
 /// # Shapes
 /// `x, y: [n, d], weight: [d], rstd: [n]`
 ///
 /// # Errors
-/// When shapes, dtypes, devices or layouts do not fit, or an output shares storage with another argument.
+/// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with another
+/// argument.
 pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor) -> Result<(), OpError> {
     let call = Call::new("rms_norm::forward");
     let (n, d) = call.rows(("x", x))?;
@@ -44,11 +45,11 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, y: &Tensor, rstd: &Tensor)
     }
 }
 
-/// Gradients of [`forward`]: dx is overwritten, or added to with `accumulate_dx`; dweight is added to, where there
-/// is one.
+/// Gradients of [`forward`]: dx is overwritten, or added to with `accumulate_dx`; dweight, if there is one,
+/// is added to.
 ///
-/// The rows are summed into dweight in an order that depends on their number only, so the result is the
-/// same for any number of threads.
+/// The rows are summed into dweight in an order that depends only on their number, so the result is the same
+/// for any number of threads.
 ///
 /// # Shapes
 /// `dy, x, dx: [n, d], weight, dweight: [d], rstd: [n]`
@@ -94,7 +95,7 @@ pub fn backward<'a>(
             })
         }
         Target::Dry(cpu) => {
-            cpu.take(cpu::backward_scratch_bytes(n, d));
+            cpu.alloc_temporary(cpu::backward_scratch_bytes(n, d));
             Ok(())
         }
         Target::Kernels(launcher) => {

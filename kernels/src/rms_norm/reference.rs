@@ -1,4 +1,4 @@
-//! RMS normalisation in f64, term by term.
+//! RMS normalization in f64, term by term.
 
 /// (y, rstd) of x: [n, d] with `d = weight.len()`.
 #[must_use]

@@ -23,8 +23,8 @@ fn forward_and_backward_match_the_reference_on_every_target() {
             backward(&dy, &x, &weight, &rstd, &dx, false, &dweight).unwrap();
             let (expected_dx, expected_dweight) = reference::backward(&dy64, &x64, &weight64, EPS);
             if d == 1 {
-                // The exact gradient is almost 0 (the direction of x is all there is): compare with the
-                // terms that cancel.
+                // The exact gradient is almost 0, because x has only one direction: compare with the terms
+                // that cancel.
                 let scale: f64 = expected_rstd.iter().fold(0.0, |max, r| r.max(max)) * 4.0;
                 for (got, expected) in read(&dx).iter().zip(&expected_dx) {
                     assert!((f64::from(*got) - expected).abs() < 2e-7 * scale, "dx {case}");
@@ -149,7 +149,7 @@ fn kernels_give_the_same_bits_wherever_a_tensor_lies() {
         backward(&dy, &x, &weight, &rstd, &dx, false, &dweight).unwrap();
         results.borrow_mut().push([read(&y), read(&rstd), read(&dx), read(&dweight)]);
     });
-    // Aligned and not aligned, in turn.
+    // Aligned and not aligned, alternately.
     let results = results.into_inner();
     assert_eq!(results.len(), 6);
     assert!(results.chunks(2).all(|pair| pair[0] == pair[1]));

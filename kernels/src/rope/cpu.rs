@@ -6,11 +6,11 @@ use crate::parallel::rows_per_block;
 use crate::simd::{Isa, simd_kernel};
 use rayon::prelude::*;
 
-/// What each pair of each token turns by per position.
+/// The angle of each pair per position, for each token.
 pub(super) struct Frequencies {
-    /// [head_dim/2] each; one for all tokens unless documents of several lengths differ.
+    /// [head_dim/2] each; one for all tokens, unless documents of different lengths differ.
     by_len: Vec<Vec<f64>>,
-    /// Which of them a token uses; empty when there is one.
+    /// Index of each token's frequencies; empty if all tokens share one.
     of_token: Vec<usize>,
 }
 

@@ -4,10 +4,10 @@ use super::{Direction, Table};
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ROPE};
 use candle_core::{DType, Tensor};
 
-/// Elements that a block turns, as far as whole tokens allow: some accesses for each of its threads.
+/// Elements per block, rounded to whole tokens: several accesses per thread.
 const ELEMS_PER_BLOCK: usize = 8192;
 
-/// `heads` of each token of `x` are turned.
+/// Rotates `heads` heads of each token of `x`.
 pub(super) fn apply(
     launcher: &Launcher,
     dtype: DType,

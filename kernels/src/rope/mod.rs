@@ -1,5 +1,5 @@
 //! Rotary position embedding (Su et al. 2021) in the convention of Hugging Face's `rotate_half`: elements i
-//! and i + head_dim/2 of a head form the pair that turns by position · θ^(−2i/head_dim).
+//! and i + head_dim/2 of a head form a pair, which rotates by position · θ^(−2i/head_dim).
 
 mod cpu;
 mod cuda;
@@ -18,7 +18,7 @@ use crate::device::Target;
 use crate::device::dry::{self, Allocation};
 use candle_core::{Device, Tensor};
 
-/// Cosines and sines of one batch's tokens, shared by all its layers and by both directions.
+/// Cosines and sines for one batch's tokens, shared by all its layers and both directions.
 #[derive(Debug)]
 pub struct Table {
     /// [n, head_dim/2]
@@ -28,7 +28,7 @@ pub struct Table {
     tokens: usize,
     head_dim: usize,
     on_device: DeviceTable,
-    /// Of a dry run, which makes no table.
+    /// Memory of the table in a dry run, which does not create it.
     _dry: Option<Allocation>,
 }
 
@@ -45,21 +45,21 @@ impl Table {
         &self.sin
     }
 
-    /// The table of tokens at `position_ids`, unscaled. Angles are computed in f64 and rounded after the
-    /// cosine, so long positions lose nothing.
+    /// Creates the table for tokens at `position_ids`, without scaling. Angles are computed in f64 and
+    /// rounded after the cosine, so long positions lose no accuracy.
     ///
     /// # Errors
-    /// When `head_dim` is odd or 0, or `theta` is not positive and finite.
+    /// An odd or zero `head_dim`, or a `theta` that is not positive and finite.
     pub fn new(position_ids: &[u32], head_dim: usize, theta: f64) -> Result<Self, OpError> {
         Self::scaled(position_ids, &[], head_dim, &theta.into())
     }
 
-    /// As [`new`](Self::new), for any [`Rope`]. `document_lens` has the length of each token's document, which
-    /// [`Scaling::Dynamic`] goes by: a document turns as it would alone, whatever it is packed with. Other
-    /// scalings read none, and it may be empty.
+    /// As [`new`](Self::new), for any [`Rope`]. `document_lens` has the length of each token's document, for
+    /// [`Scaling::Dynamic`]: a document rotates as it would alone, however it is packed. Other scalings
+    /// ignore it, and it may be empty.
     ///
     /// # Errors
-    /// When `rope` has no frequencies for `head_dim`, or a length is missing.
+    /// A `rope` without frequencies for `head_dim`, or a missing length.
     pub fn scaled(
         position_ids: &[u32],
         document_lens: &[u32],
@@ -79,7 +79,7 @@ impl Table {
         Ok(Self { cos, sin, tokens, head_dim, on_device: DeviceTable::default(), _dry: None })
     }
 
-    /// The table of so many tokens in a [dry run](dry), without its elements.
+    /// The table of so many tokens in a [dry run](dry), without elements.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -88,7 +88,8 @@ impl Table {
         Ok(Self { tokens, _dry: Allocation::on_host(tokens * head_dim * size_of::<f32>()), ..empty })
     }
 
-    /// Cosines and sines on `device`, f32, `[tokens, head_dim / 2]` each: views of one copy, which is made once.
+    /// Cosines and sines on `device`, f32, `[tokens, head_dim / 2]` each: views of one copy, which is made
+    /// once.
     ///
     /// # Errors
     /// A failed copy.
@@ -99,7 +100,7 @@ impl Table {
         Ok([half(0)?, half(len)?])
     }
 
-    /// The number of tokens n.
+    /// Number of tokens n.
     #[must_use]
     pub fn tokens(&self) -> usize {
         self.tokens
@@ -111,19 +112,19 @@ impl Table {
         self.head_dim
     }
 
-    /// Bytes held by the table on the host. A device that has used it holds as many.
+    /// Bytes of the table on the host. A device that has used it holds the same number.
     #[must_use]
     pub fn bytes(&self) -> usize {
         size_of_val(self.cos.as_slice()) + size_of_val(self.sin.as_slice())
     }
 }
 
-/// Which way [`apply`] turns.
+/// The direction of the rotation in [`apply`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// By the positive angle.
+    /// Positive angle.
     Forward,
-    /// By the negative angle: the gradient, and the inverse unless the rotation has an amplitude.
+    /// Negative angle: the gradient. It is also the inverse, unless the rotation has an amplitude.
     Backward,
 }
 
@@ -133,7 +134,7 @@ pub enum Direction {
 /// `x: [n, heads, head_dim]`, where n may be split further
 ///
 /// # Errors
-/// When x does not fit the table, or its dtype, device or layout does not.
+/// An x that does not match the table, or an unsupported dtype, device or layout.
 pub fn apply(x: &Tensor, table: &Table, direction: Direction) -> Result<(), OpError> {
     let call = Call::new("rope::apply");
     let [leading @ .., heads, head_dim] = x.dims() else {

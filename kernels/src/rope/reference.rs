@@ -1,6 +1,6 @@
 //! The rotation in f64, one pair at a time.
 
-/// x: [n, heads, head_dim] rotated by its positions; `sign` −1 turns back.
+/// x: [n, heads, head_dim] rotated by its positions; backwards with a `sign` of −1.
 #[must_use]
 pub fn apply(x: &[f64], position_ids: &[u32], head_dim: usize, theta: f64, sign: f64) -> Vec<f64> {
     let mut y = x.to_vec();

@@ -1,77 +1,77 @@
-//! Rotary frequencies, scaled for longer contexts than a model was first trained on.
+//! Rotary frequencies, scaled for longer contexts than a model was originally trained on.
 //!
 //! The formulas are those of Hugging Face's `modeling_rope_utils.py`, in f64.
 
 use std::f64::consts::TAU;
 
-/// What a model's description says about its rotary embedding.
+/// The rotary embedding of a model's description.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
-    /// Base of the wavelengths: pair i turns by position · θ^(−2i/head_dim) where nothing is scaled.
+    /// Base: without scaling, pair i rotates by position · θ^(−2i/head_dim).
     pub theta: f64,
-    /// What is changed about that.
+    /// The scaling.
     pub scaling: Scaling,
 }
 
-/// Changes to the frequencies θ^(−2i/head_dim). An `original_len` is the number of positions of the model
+/// A scaling of the frequencies θ^(−2i/head_dim). `original_len` is the number of positions of the model
 /// before it was extended (`original_max_position_embeddings`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scaling {
-    /// Nothing (`default`).
+    /// No scaling (`default`).
     None,
     /// Positions are divided by the factor (`linear`; Chen et al. 2023, arXiv 2306.15595).
     Linear {
-        /// At least 1 where the context grows.
+        /// The factor, at least 1 for longer contexts.
         factor: f64,
     },
     /// θ grows with documents that are longer than the original (`dynamic`, "NTK-aware").
     Dynamic {
-        /// How much of the growth counts.
+        /// Weight of the growth.
         factor: f64,
-        /// Documents up to this are not scaled.
+        /// Documents up to this length are not scaled.
         original_len: u32,
     },
-    /// Low frequencies are divided, high ones kept, those between interpolated (`llama3`).
+    /// Divides low frequencies, keeps high ones, and interpolates in between (`llama3`).
     Llama3 {
-        /// What low frequencies are divided by.
+        /// Divisor of low frequencies.
         factor: f64,
-        /// Pairs that turn less often than this within `original_len` are low.
+        /// Pairs with fewer rotations within `original_len` are low.
         low_freq_factor: f64,
-        /// Pairs that turn more often than this within `original_len` are high.
+        /// Pairs with more rotations within `original_len` are high.
         high_freq_factor: f64,
-        /// See above.
+        /// Number of positions before the extension.
         original_len: u32,
     },
-    /// As `Llama3` with a ramp over the pairs' numbers, and a factor on the rotation itself
-    /// (`yarn`; Peng et al. 2023, arXiv 2309.00071).
+    /// As `Llama3`, with a ramp over the pairs' indices, and a factor on the rotation itself (`yarn`; Peng et
+    /// al. 2023, arXiv 2309.00071).
     Yarn {
-        /// What low frequencies are divided by.
+        /// Divisor of low frequencies.
         factor: f64,
-        /// Pairs that turn more often than this within `original_len` are kept.
+        /// Pairs with more rotations within `original_len` are kept.
         beta_fast: f64,
-        /// Pairs that turn less often than this within `original_len` are divided.
+        /// Pairs with fewer rotations within `original_len` are divided.
         beta_slow: f64,
         /// Whether the ramp begins and ends at whole pairs.
         truncate: bool,
-        /// Multiplies cosines and sines, so that scores grow by its square.
+        /// Factor on cosines and sines; scores grow by its square.
         attention_factor: f64,
-        /// See above.
+        /// Number of positions before the extension.
         original_len: u32,
     },
 }
 
 impl From<f64> for Rope {
-    /// θ, unscaled.
+    /// θ without scaling.
     fn from(theta: f64) -> Self {
         Self { theta, scaling: Scaling::None }
     }
 }
 
-/// A value that cannot be: (argument, value, what would be valid).
+/// An invalid value: (argument, value, what would be valid).
 pub type Refused = (&'static str, f64, &'static str);
 
 impl Rope {
-    /// The first value, if any, that gives no frequencies for heads of `head_dim` elements.
+    /// The first value, if any, for which heads of `head_dim` elements have no frequencies.
     #[must_use]
     pub fn refused(&self, head_dim: usize) -> Option<Refused> {
         let positive = |name, value: f64| {
@@ -97,7 +97,7 @@ impl Rope {
                     .or_else(|| len(original_len))
             }
             Scaling::Yarn { factor, beta_fast, beta_slow, attention_factor, original_len, .. } => {
-                // The ramp is found with ln θ.
+                // The ramp is computed with ln θ.
                 let base = (self.theta <= 1.0).then_some(("theta", self.theta, "above 1"));
                 let order =
                     || (beta_fast < beta_slow).then_some(("beta_fast", beta_fast, "at least beta_slow"));
@@ -109,7 +109,7 @@ impl Rope {
         })
     }
 
-    /// What cosines and sines are multiplied by.
+    /// The factor on cosines and sines.
     #[must_use]
     pub fn amplitude(&self) -> f64 {
         match self.scaling {
@@ -118,7 +118,7 @@ impl Rope {
         }
     }
 
-    /// The document length that frequencies are made for: documents of equal ones share theirs.
+    /// The document length that determines the frequencies; documents with equal values share theirs.
     #[must_use]
     pub fn scaled_len(&self, document_len: u32) -> u32 {
         match self.scaling {
@@ -127,7 +127,7 @@ impl Rope {
         }
     }
 
-    /// Radians that each pair turns per position, in documents of `document_len` tokens.
+    /// Radians per position of each pair, in documents of `document_len` tokens.
     #[must_use]
     pub fn frequencies(&self, head_dim: usize, document_len: u32) -> Vec<f64> {
         let unscaled = |theta: f64| -> Vec<f64> {
@@ -154,7 +154,7 @@ impl Rope {
                 let (first, last) = (pair_of(beta_fast), pair_of(beta_slow));
                 let (first, last) = if truncate { (first.floor(), last.ceil()) } else { (first, last) };
                 let (first, last) = (first.max(0.0), last.min(head_dim as f64 - 1.0));
-                // A ramp of no length would divide by zero.
+                // A ramp of length 0 would divide by zero.
                 let length = if first == last { 0.001 } else { last - first };
                 let scaled =
                     |(pair, frequency)| blend(frequency, factor, 1.0 - (pair as f64 - first) / length);
@@ -164,13 +164,13 @@ impl Rope {
     }
 }
 
-/// `kept` of the frequency and the rest of it divided by `factor`; `kept` is cut to 0..=1.
+/// Keeps the fraction `kept`, clamped to 0..=1, of the frequency and divides the rest by `factor`.
 fn blend(frequency: f64, factor: f64, kept: f64) -> f64 {
     let kept = kept.clamp(0.0, 1.0);
     frequency * kept + frequency / factor * (1.0 - kept)
 }
 
-/// The pair, between the whole ones, that turns `turns` times within `len` positions.
+/// The (fractional) index of the pair that rotates `turns` times within `len` positions.
 fn pair_that_turns(turns: f64, theta: f64, head_dim: usize, len: u32) -> f64 {
     head_dim as f64 * (f64::from(len) / (turns * TAU)).ln() / (2.0 * theta.ln())
 }

@@ -5,11 +5,11 @@ use crate::testing::*;
 
 const THETA: f64 = 10_000.0;
 
-/// (n, heads, head_dim); the last ones take several blocks of a kernel.
+/// (n, heads, head_dim); the last ones need several blocks of a kernel.
 const SIZES: [[usize; 3]; 7] =
     [[1, 1, 2], [3, 2, 6], [5, 3, 64], [4, 1, 100], [7, 5, 14], [35, 4, 128], [9, 60, 144]];
 
-/// Positions of packed documents: they start again, and reach far.
+/// Positions of packed documents, which restart, and reach far.
 fn positions(n: usize) -> Vec<u32> {
     (0..n as u32).map(|i| if i % 3 == 2 { i * 9973 } else { i }).collect()
 }
@@ -42,7 +42,7 @@ fn the_backward_rotation_is_the_derivative_of_the_forward_one() {
 
 #[test]
 fn pairs_lie_half_a_head_apart_and_turn_by_the_position() {
-    // Position 1 with head_dim 4: the pair (0, 2) turns by 1, the pair (1, 3) by 1/100.
+    // Position 1 with head_dim 4: the pair (0, 2) rotates by 1, the pair (1, 3) by 1/100.
     let x = tensor(&[1.0, 10.0, 0.0, 0.0], &[1, 1, 4]);
     apply(&x, &Table::new(&[1], 4, THETA).unwrap(), Direction::Forward).unwrap();
     let expected = [1f64.cos(), 10.0 * 0.01f64.cos(), 1f64.sin(), 10.0 * 0.01f64.sin()];

@@ -1,42 +1,41 @@
-//! Boxes of elements within a tensor: pure integers.
+//! Strided blocks of elements within a tensor. Pure integers.
 
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// A box of elements within one contiguous tensor:
-/// `batch × rows` runs of `run` neighbouring elements.
+/// A block of elements within one contiguous tensor: `batch × rows` runs of `run` adjacent elements.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StridedBlock {
-    /// Which of the call's tensors the block lies in.
+    /// Index of the block's tensor among the call's tensors.
     pub tensor: usize,
     /// First element of the block.
     pub offset: usize,
     /// Number of batches.
     pub batch: usize,
-    /// Elements from one batch to the next.
+    /// Distance between batches, in elements.
     pub batch_stride: usize,
-    /// Runs in a batch.
+    /// Runs per batch.
     pub rows: usize,
-    /// Elements from one run to the next.
+    /// Distance between runs, in elements.
     pub row_stride: usize,
-    /// Contiguous elements in a run.
+    /// Contiguous elements per run.
     pub run: usize,
 }
 
 impl StridedBlock {
-    /// Neighbouring elements.
+    /// A block of adjacent elements.
     pub fn contiguous(tensor: usize, offset: usize, elements: usize) -> Self {
         Self { tensor, offset, batch: 1, batch_stride: 0, rows: 1, row_stride: 0, run: elements }
     }
 
-    /// A block of neighbouring elements of tensor 0, in the shape of `self`.
+    /// A block of adjacent elements of tensor 0, in the shape of `self`.
     #[must_use]
     pub fn packed_at(&self, offset: usize) -> Self {
         let (rows, run) = (self.rows, self.run);
         Self { tensor: 0, offset, batch_stride: rows * run, row_stride: run, ..self.clone() }
     }
 
-    /// `batch`, `rows` and `run`: two blocks that are copied onto each other agree in them.
+    /// `batch`, `rows` and `run`, in which source and target of a copy must agree.
     pub fn shape(&self) -> (usize, usize, usize) {
         (self.batch, self.rows, self.run)
     }
@@ -46,7 +45,7 @@ impl StridedBlock {
         self.batch.checked_mul(self.rows)?.checked_mul(self.run)
     }
 
-    /// One past the last element, `None` on overflow. An empty block ends at 0, wherever it claims to begin.
+    /// One past the last element, `None` on overflow. An empty block ends at 0, for any offset.
     pub fn end(&self) -> Option<usize> {
         if self.elements()? == 0 {
             return Some(0);
@@ -56,7 +55,7 @@ impl StridedBlock {
         self.offset.checked_add(batches)?.checked_add(rows)?.checked_add(self.run)
     }
 
-    /// Where its elements are, if they are neighbours in the order in which they travel.
+    /// The range of its elements, if they are adjacent and in order.
     pub fn in_one_piece(&self) -> Option<Range<usize>> {
         let batch = self.rows.checked_mul(self.run)?;
         let rows_follow = self.rows <= 1 || self.row_stride == self.run;
@@ -65,7 +64,7 @@ impl StridedBlock {
         (rows_follow && batches_follow).then_some(self.offset..end)
     }
 
-    /// What is wrong with a block of one of several tensors with these element counts, if anything. `what` names
+    /// The problem, if any, with a block of one of several tensors with these element counts. `what` names
     /// the tensors.
     pub fn fault(&self, tensor_elems: &[usize], what: &str) -> Option<String> {
         let Some(&elems) = tensor_elems.get(self.tensor) else {
@@ -78,8 +77,8 @@ impl StridedBlock {
         }
     }
 
-    /// Whether two of its runs share elements (then it cannot be written to).
-    /// Assumes that [`end`](Self::end) does not overflow.
+    /// Whether two of its runs share elements, so that it cannot be written to. Assumes that
+    /// [`end`](Self::end) does not overflow.
     pub fn overlaps_itself(&self) -> bool {
         if self.elements() == Some(0) {
             return false;
@@ -95,8 +94,8 @@ impl StridedBlock {
         rows_overlap || batches_overlap || interleaved
     }
 
-    /// Whether two blocks within their tensors may share elements. `false` is certain. `true` may be wrong, but not
-    /// for the blocks of an exchange: ranges of tokens, or of heads, of one tensor.
+    /// Whether two blocks within their tensors may share elements. `false` is always right; `true` may be
+    /// wrong, but not for the blocks of an exchange, which are ranges of tokens or of heads of one tensor.
     pub fn may_overlap(&self, other: &Self) -> bool {
         let bounds = |block: &Self| (block.offset, block.end().unwrap_or(usize::MAX));
         let ((begin, end), (other_begin, other_end)) = (bounds(self), bounds(other));
@@ -110,7 +109,7 @@ impl StridedBlock {
         if batches.is_some_and(|stride| are_apart_modulo(stride, self, span(self), other, span(other))) {
             return false;
         }
-        // A batch must not shift the columns.
+        // Batch strides must not shift the columns.
         let keeps_columns = |stride: usize| {
             [self, other].iter().all(|b| b.batch == 1 || b.batch_stride.is_multiple_of(stride))
         };
@@ -120,23 +119,24 @@ impl StridedBlock {
 }
 
 impl StridedBlock {
-    /// Whether two blocks within their tensors share elements. Runs are looked at only where
-    /// [`may_overlap`](Self::may_overlap) does not know.
+    /// Whether two blocks within their tensors share elements. Checks runs only if
+    /// [`may_overlap`](Self::may_overlap) cannot exclude it.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.may_overlap(other) && self.runs().any(|begin| other.meets(begin..begin + self.run))
     }
 
-    /// Where the runs begin.
+    /// Offsets of the runs.
     fn runs(&self) -> impl Iterator<Item = usize> {
         let in_batch = move |batch: usize| (0..self.rows).map(move |row| batch + row * self.row_stride);
         (0..self.batch).map(|batch| self.offset + batch * self.batch_stride).flat_map(in_batch)
     }
 
-    /// Whether a run has elements in a range that has some.
+    /// Whether a run has elements in a non-empty range.
     fn meets(&self, range: Range<usize>) -> bool {
         (0..self.batch).any(|batch| {
             let begin = self.offset + batch * self.batch_stride;
-            // The last run that begins before the range ends: if it does not reach into it, none does.
+            // The last run that begins before the end of the range: if it does not reach into the range, none
+            // does.
             let Some(before) = range.end.checked_sub(begin + 1) else { return false };
             let row = before.checked_div(self.row_stride).unwrap_or(0).min(self.rows - 1);
             begin + row * self.row_stride + self.run > range.start
@@ -144,8 +144,8 @@ impl StridedBlock {
     }
 }
 
-/// Whether `span` elements from one block's offset on and `other_span` from the other's lie in different places of
-/// every period of `stride` elements.
+/// Whether `span` elements from this block's offset on and `other_span` elements from the other's are
+/// disjoint modulo `stride`.
 fn are_apart_modulo(
     stride: usize,
     block: &StridedBlock,
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn overlap_is_told_from_interleaving() {
+    fn overlap_is_distinguished_from_interleaving() {
         assert!(block(0, (1, 0), (2, 3), 4).overlaps_itself());
         assert!(block(0, (2, 5), (2, 4), 4).overlaps_itself());
         assert!(!block(0, (2, 4), (3, 8), 4).overlaps_itself(), "batches between the rows");
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_in_one_piece_is_told_from_what_has_gaps() {
+    fn contiguous_blocks_are_told_from_those_with_gaps() {
         assert_eq!(block(3, (2, 12), (4, 3), 3).in_one_piece(), Some(3..27));
         assert_eq!(block(3, (1, 99), (4, 3), 3).in_one_piece(), Some(3..15));
         assert_eq!(block(3, (1, 0), (1, 99), 3).in_one_piece(), Some(3..6));
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_share_elements_are_told_from_those_that_do_not() {
+    fn blocks_that_share_elements_are_detected() {
         let mut blocks = Vec::new();
         for offset in 0..9 {
             for (batch, rows) in [((1, 0), (1, 0)), ((1, 0), (3, 4)), ((2, 12), (2, 4)), ((2, 9), (3, 3))] {

@@ -6,13 +6,13 @@ use rayon::prelude::*;
 
 /// Copies smaller than this stay on one thread.
 const PARALLEL_MIN_BYTES: usize = 512 << 10;
-/// What one task of a parallel copy moves, about.
+/// Approximate size of one task of a parallel copy.
 const TASK_BYTES: usize = 128 << 10;
 
-/// Copies (or adds) block `from` of `source` to block `to` of `target`, which has
-/// the same `batch`, `rows` and `run`.
+/// Copies (or adds) block `from` of `source` to block `to` of `target`, which has the same `batch`, `rows`
+/// and `run`.
 ///
-/// Both blocks lie within their slices and `to` does not overlap itself: the op has checked that.
+/// The op has checked that both blocks lie within their slices and that `to` does not overlap itself.
 pub(super) fn copy_block<T: Arithmetic>(
     source: &[T],
     from: &StridedBlock,
@@ -27,13 +27,13 @@ pub(super) fn copy_block<T: Arithmetic>(
     for b in 0..batch {
         let source = &source[from.offset + b * from.batch_stride..];
         let target = &mut target[to.offset + b * to.batch_stride..];
-        // Runs may lie closer in the target than the strides say when rows were merged.
+        // After merging rows, the strides no longer apply.
         let (from_stride, to_stride) = if rows == 1 { (run, run) } else { (from.row_stride, to.row_stride) };
         copy_rows(source, from_stride, target, to_stride, rows, run, accumulate);
     }
 }
 
-/// Merges rows, then batches, that lie back to back on both sides.
+/// Merges rows, then batches, that are contiguous on both sides.
 fn coalesce(from: &StridedBlock, to: &StridedBlock) -> (usize, usize, usize) {
     let (mut batch, mut rows, mut run) = (to.batch, to.rows, to.run);
     if from.row_stride == run && to.row_stride == run {

@@ -6,10 +6,10 @@ use crate::tensor::StorageId;
 use candle_core::{DType, Tensor};
 
 const MAX_BLOCKS: usize = 48;
-/// What a thread block moves: 256 threads with 4 units each.
+/// Units per thread block: 256 threads with 4 units each.
 const THREADS: usize = Grid::THREADS as usize;
 const TILE: usize = 4 * THREADS;
-/// Units of one block in a launch: the kernel counts in 32 bits.
+/// Maximum number of units of one block per launch: the kernel uses 32-bit indices.
 const MAX_UNITS: usize = 1 << 31;
 
 /// `struct Block` of the kernel.
@@ -42,7 +42,7 @@ struct Table {
 
 impl Table {
     fn bytes(&self) -> &[u8] {
-        // SAFETY: integers alone and no padding, so every byte is initialised.
+        // SAFETY: only integers and no padding, so every byte is initialized.
         unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Self>()) }
     }
 }
@@ -74,10 +74,11 @@ pub(super) fn copy_blocks(
     })
 }
 
-/// The tensors of the blocks, each storage opened once: candle's locks must not be taken twice.
+/// The tensors of the blocks, with each storage opened once, since candle's locks must not be taken twice.
 struct Storages<'a> {
     opened: Vec<&'a Tensor>,
-    /// For every tensor its storage among the opened ones, and how many elements behind that one it begins.
+    /// For every tensor, the index of its storage among the opened ones, and its offset from that in
+    /// elements.
     places: Vec<Option<(usize, usize)>>,
 }
 
@@ -87,7 +88,7 @@ impl<'a> Storages<'a> {
         blocks.for_each(|block| is_used[block.tensor] = true);
         let begin = |tensor: &Tensor| tensor.layout().start_offset();
         let mut used: Vec<usize> = (0..tensors.len()).filter(|&index| is_used[index]).collect();
-        // The first of each storage's tensors is the one to open.
+        // The first tensor of each storage is the one to open.
         used.sort_by_key(|&index| begin(tensors[index]));
         let mut opened: Vec<&Tensor> = Vec::new();
         let mut places = vec![None; tensors.len()];
@@ -103,15 +104,15 @@ impl<'a> Storages<'a> {
         Self { opened, places }
     }
 
-    /// Where a block begins.
+    /// Address of a block.
     fn address(&self, opened: &[Address], block: &StridedBlock) -> Option<Address> {
         let (storage, elements) = self.places[block.tensor]?;
         Some(opened[storage].offset(elements + block.offset))
     }
 }
 
-/// Divides copies into launches. Within one no two write the same element and all add or none does; a copy comes
-/// after all that it overlaps and that stand before it in the list.
+/// Divides copies into launches. Within a launch, no two copies write the same element, and either all
+/// accumulate or none. A copy comes after all earlier ones in the list that it overlaps.
 fn waves<'a>(copies: &[&'a BlockCopy]) -> Vec<Vec<&'a BlockCopy>> {
     let mut ranks: Vec<(usize, bool)> = Vec::with_capacity(copies.len());
     for (index, copy) in copies.iter().enumerate() {
@@ -128,12 +129,12 @@ fn waves<'a>(copies: &[&'a BlockCopy]) -> Vec<Vec<&'a BlockCopy>> {
     order.into_iter().map(|rank| of_rank(rank).collect()).collect()
 }
 
-/// A copy in bytes, with as few and as long runs as it can have.
+/// A copy in bytes, with runs as few and long as possible.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     from: u64,
     to: u64,
-    /// Bytes from one batch to the next, of the source and of the target.
+    /// Distance between batches in bytes, of the source and of the target.
     batch_strides: [u64; 2],
     row_strides: [u64; 2],
     batch: usize,
@@ -149,7 +150,7 @@ impl Piece {
         let mut batch_strides = bytes([copy.from.batch_stride, copy.to.batch_stride]);
         let mut row_strides = bytes([copy.from.row_stride, copy.to.row_stride]);
         if rows == 1 || row_strides == [run_bytes as u64; 2] {
-            // Back to back: one run. Then the batches are what rows were.
+            // Contiguous: merged into one run. Then the batches become the rows.
             run_bytes *= rows;
             (rows, row_strides) = (batch, batch_strides);
             (batch, batch_strides) = (1, [0; 2]);
@@ -164,14 +165,14 @@ impl Piece {
         Self { from, to, batch_strides, row_strides, batch, rows, run_bytes }
     }
 
-    /// The widest unit that divides all it is made of.
+    /// The widest unit that divides all addresses, strides and runs.
     fn unit(&self) -> usize {
         let strides = self.batch_strides.iter().chain(&self.row_strides);
         let all = strides.fold(self.from | self.to | self.run_bytes as u64 | 16, |all, stride| all | stride);
         1 << all.trailing_zeros()
     }
 
-    /// Halves until a piece has fewer than [`MAX_UNITS`] units.
+    /// Halves the copy until each piece has fewer than [`MAX_UNITS`] units.
     fn split(self, unit: usize, parts: &mut Vec<Piece>) {
         let runs = self.batch * self.rows;
         if (runs as u128) * (self.run_bytes / unit) as u128 <= MAX_UNITS as u128 - TILE as u128 {
@@ -220,7 +221,7 @@ fn halves(count: usize) -> (usize, usize) {
     (count / 2, count - count / 2)
 }
 
-/// One launch for every [`MAX_BLOCKS`] pieces, which write to different places.
+/// One launch per [`MAX_BLOCKS`] pieces, which write to disjoint places.
 fn launch(
     launcher: &Launcher,
     dtype: DType,
@@ -239,14 +240,14 @@ fn launch(
             *entry = part.entry(unit, tiles as u32);
             tiles += (entry.units as usize).div_ceil(TILE);
         }
-        // SAFETY: the op has checked that all blocks lie within the tensors that their addresses were opened from,
-        // the targets for writing.
+        // SAFETY: the op has checked that all blocks lie within the tensors that their addresses were opened
+        // from, with the targets opened for writing.
         unsafe { launcher.launch(&kernel, Grid::blocks(tiles), &[Arg::Struct(table.bytes())])? };
     }
     Ok(())
 }
 
-/// The kernel and the bytes of its unit, where all blocks allow units of `unit` bytes.
+/// The kernel and the bytes of its unit, if all blocks allow units of `unit` bytes.
 fn kernel(dtype: DType, accumulate: bool, unit: usize) -> (Kernel, usize) {
     let suffix = dtype.as_str();
     if !accumulate {
@@ -267,7 +268,7 @@ mod tests {
         Piece { from: 1 << 50, to: 1 << 51, batch_strides, row_strides, batch, rows, run_bytes }
     }
 
-    /// Bytes of the piece's `index`-th unit, in the source and in the target.
+    /// Offset in bytes of the piece's `index`-th unit, in the source and in the target.
     fn place(piece: &Piece, unit: usize, index: usize) -> [u64; 2] {
         let run = piece.run_bytes / unit;
         let (runs, unit_index) = (index / run, index % run);

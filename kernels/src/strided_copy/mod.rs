@@ -1,9 +1,9 @@
-//! Copies of strided blocks between tensors, a whole list at a time: the transposes between sequence and head
-//! sharding, and all else that moves elements between ranks.
+//! Copies of strided blocks between tensors, in whole lists: the transposes between sequence and head
+//! sharding, and all other copies between ranks.
 //!
-//! A [`StridedBlock`] is a box of elements; a [`BlockCopy`] takes one from a source to one of a target, or adds it
-//! there. On a GPU the list is one launch, and one more for every time that a block is added to what another copy of
-//! the list has written. The gradient of a copy is the copy of the blocks the other way round.
+//! A [`StridedBlock`] is a block of elements. A [`BlockCopy`] copies a block of a source to a block of a
+//! target, or adds it. On a GPU the list is one launch, plus one for each time that a block is added to the
+//! result of an earlier copy in the list. The gradient of a copy is the copy in the other direction.
 
 mod block;
 mod cpu;
@@ -24,22 +24,22 @@ use candle_core::Tensor;
 /// One copy of a list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockCopy {
-    /// What is copied; its `tensor` is an index into the sources.
+    /// The source block; its `tensor` is an index into the sources.
     pub from: StridedBlock,
-    /// Where to; its `tensor` is an index into the targets. Of the same batch, rows and run as `from`.
+    /// The target block; its `tensor` is an index into the targets. It has the batch, rows and run of `from`.
     pub to: StridedBlock,
-    /// Adds to what is there (16-bit floats in f32, rounded once) instead of overwriting it.
+    /// Adds to the target (16-bit floats in f32, rounded once) instead of overwriting it.
     pub accumulate: bool,
 }
 
-/// Carries out `copies` as if one after the other, in order.
+/// Executes `copies` as if one after the other, in order.
 ///
 /// # Shapes
 /// Only element counts matter: every block lies within its tensor.
 ///
 /// # Errors
-/// When dtypes, devices or layouts do not fit, a source shares storage with a target, or a block leaves its tensor,
-/// differs from its partner in shape, or is written and overlaps itself.
+/// Dtypes, devices or layouts that do not match, a source that shares storage with a target, or a block that
+/// exceeds its tensor, differs in shape from its counterpart, or is written to and overlaps itself.
 pub fn copy_blocks(sources: &[&Tensor], targets: &[&Tensor], copies: &[BlockCopy]) -> Result<(), OpError> {
     let call = Call::new("strided_copy::copy_blocks");
     let (target, dtype) = call.carried(targets, sources)?;
@@ -61,10 +61,10 @@ pub fn copy_blocks(sources: &[&Tensor], targets: &[&Tensor], copies: &[BlockCopy
     }
 }
 
-/// target = source, element for element in memory order.
+/// target = source, element by element in memory order.
 ///
 /// # Shapes
-/// Both hold the same number of elements.
+/// Both have the same number of elements.
 ///
 /// # Errors
 /// As [`copy_blocks`].

@@ -11,7 +11,7 @@ fn tensor<T: Element>(before: usize, len: usize, element: impl Fn(usize) -> T) -
     flat.narrow(0, before, len).unwrap()
 }
 
-/// What lies around a view of [`tensor`], bytes alike.
+/// The whole storage behind a view of [`tensor`], as bytes.
 fn whole_storage<T: Element>(view: &Tensor) -> Vec<T> {
     let (storage, _) = view.storage_and_layout();
     let candle_core::Storage::Cpu(storage) = &*storage else { panic!("a tensor on the CPU") };
@@ -33,7 +33,7 @@ fn block(
     StridedBlock { tensor, offset, batch, batch_stride, rows, row_stride, run }
 }
 
-/// Compares with the definition, around the targets as well.
+/// Compares with the definition, including the surroundings of the targets.
 fn check<T: Arithmetic>(what: &str, befores: [usize; 2], lens: [usize; 2], copies: &[BlockCopy]) {
     let sources: Vec<Tensor> =
         (0..2).map(|k| tensor(befores[0], lens[0], |i| small::<T>(i + 17 * k))).collect();
@@ -194,7 +194,7 @@ fn sixteen_bit_sums_round_once_per_block() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_its_place_in_the_list() {
+fn blocks_that_do_not_fit_are_refused_with_their_index() {
     let (source, target) = (tensor(0, 12, |i| i as f32), tensor(0, 12, |i| i as f32));
     let good = StridedBlock::contiguous(0, 0, 4);
     let refuse = |from: &StridedBlock, to: &StridedBlock, expected: &str| {

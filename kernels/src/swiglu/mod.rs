@@ -18,7 +18,7 @@ use candle_core::Tensor;
 /// `gate, up, y: [n, f]`
 ///
 /// # Errors
-/// When shapes, dtypes, devices or layouts do not fit, or the output shares storage with an input.
+/// Shapes, dtypes, devices or layouts that do not match, or an output that shares storage with an input.
 pub fn forward(gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<(), OpError> {
     let call = Call::new("swiglu::forward");
     let (n, f) = call.rows(("gate", gate))?;

@@ -6,7 +6,7 @@ fn forward_and_backward_match_the_reference_on_every_target() {
     on_every_target(|target| {
         for (seed, (n, f)) in SHAPES.into_iter().enumerate() {
             let seed = seed as u64;
-            // Wider than the other tests, so that the sigmoid saturates on both sides.
+            // Wider than in the other tests, so that the sigmoid saturates on both sides.
             let gate: Vec<f32> = random(seed, n * f).iter().map(|g| g * 8.0).collect();
             let (up, dy) = (random(seed + 100, n * f), random(seed + 200, n * f));
             let (gate64, up64, dy64) = (to_f64(&gate), to_f64(&up), to_f64(&dy));

@@ -1,4 +1,4 @@
-//! Descriptions and parameters of the families beside Llama.
+//! Descriptions and parameters of the families other than Llama.
 
 use super::*;
 use serde_json::{Value, json};
@@ -100,7 +100,7 @@ fn another_number_of_parameters_is_refused() {
 }
 
 #[test]
-fn a_window_that_qwen_states_but_does_not_use_is_none() {
+fn an_unused_window_of_qwen_is_none() {
     for architecture in [Architecture::Qwen2, Architecture::Qwen3] {
         let mut json = changed(architecture, "sliding_window", Some(json!(4096)));
         assert_eq!(read(&json).unwrap().architecture, architecture);
@@ -114,7 +114,7 @@ fn a_window_that_qwen_states_but_does_not_use_is_none() {
 }
 
 #[test]
-fn mistral_has_its_first_models_window_unless_it_says_otherwise() {
+fn mistral_has_the_window_of_its_first_model_by_default() {
     let mistral = Architecture::Mistral { sliding_window: None };
     let window = |json: &Value| read(json).unwrap().architecture.sliding_window();
     assert_eq!(window(&changed(mistral, "sliding_window", None)), Some(4096));
@@ -137,7 +137,7 @@ fn a_class_that_is_not_the_familys_is_refused() {
 }
 
 #[test]
-fn scaling_is_read_in_the_words_of_every_version_of_transformers() {
+fn scaling_is_read_as_written_by_every_version_of_transformers() {
     let llama = |key: &str, value: Value| read(&changed(Architecture::Llama, key, Some(value)));
     let old = llama("rope_scaling", json!({ "type": "linear", "factor": 2 })).unwrap();
     assert_eq!(old.rope_scaling, Scaling::Linear { factor: 2.0 });
@@ -180,7 +180,7 @@ fn scalings_that_are_incomplete_or_unknown_are_refused() {
 }
 
 #[test]
-fn a_length_at_the_top_that_is_no_length_is_refused_where_it_is_used() {
+fn an_invalid_top_level_length_is_refused_where_it_is_used() {
     let llama3 = json!({
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64
@@ -195,7 +195,7 @@ fn a_length_at_the_top_that_is_no_length_is_refused_where_it_is_used() {
 }
 
 #[test]
-fn a_theta_in_the_object_makes_up_for_none_at_the_top() {
+fn a_theta_in_the_object_replaces_a_missing_top_level_one() {
     let mut json = changed(Architecture::Llama, "rope_theta", Some(Value::Null));
     assert_refused(&json, "rope_theta");
     json["rope_parameters"] = json!({ "rope_type": "default", "rope_theta": 5e5 });

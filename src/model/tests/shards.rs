@@ -120,12 +120,12 @@ fn an_index_names_no_file_outside_its_directory() {
     for shard in ["../1.safetensors", "/etc/passwd", "", "."] {
         let mut shards = Shards::new();
         shards.index["weight_map"]["a"] = json!(shard);
-        shards.assert_refused(&["index.json", &format!("{shard:?}"), "no plain file name"]);
+        shards.assert_refused(&["index.json", &format!("{shard:?}"), "not a plain file name"]);
     }
 }
 
 #[test]
-fn an_index_that_is_none_is_refused() {
+fn an_invalid_index_is_refused() {
     for text in ["{", "[]", "{}", r#"{ "weight_map": { "a": 1 } }"#] {
         assert_names(&Shards::new().open_index(text).err().unwrap(), &["index.json: no index"]);
     }

@@ -1,4 +1,4 @@
-//! Exchange plans carried out by strided copies, on the CPU and by the emulated CUDA kernels.
+//! Exchange plans executed by strided copies, on the CPU and by the emulated CUDA kernels.
 
 use crate::comm::StridedPlan;
 use crate::sequence_parallel::{AttentionShape, ExchangePlan};
@@ -22,7 +22,7 @@ fn plans([batch, seq_len, num_heads, num_kv_heads, head_dim, ranks]: [usize; 6])
     (0..ranks).map(|rank| ExchangePlan::new(shape, &q_to_kv, ranks, rank).unwrap()).collect()
 }
 
-/// Runs `test` on the CPU, and on emulated CUDA kernels where the build has them.
+/// Runs `test` on the CPU, and on emulated CUDA kernels if the build has them.
 fn on_every_executor(test: impl Fn(&str)) {
     test("cpu");
     #[cfg(feature = "kernel-emulation")]
@@ -44,7 +44,7 @@ fn shards(plan: &ExchangePlan, by_head: bool) -> [Shard; 3] {
     [(plan.seq_sharded_q_dims(), token, 0), kv, kv]
 }
 
-/// A shard whose values tell tensor, batch, token, head and element; times `factor(head)`.
+/// A shard whose values encode tensor, batch, token, head and element; times `factor(head)`.
 fn fill(k: usize, shard: Shard, factor: impl Fn(usize) -> usize) -> Tensor {
     let ((batch, tokens, heads, dim), token, head) = shard;
     let element = |i| {
@@ -55,7 +55,7 @@ fn fill(k: usize, shard: Shard, factor: impl Fn(usize) -> usize) -> Tensor {
     Tensor::from_slice(&elements, elements.len(), &Device::Cpu).unwrap()
 }
 
-/// Carries out what every rank receives, as a backend does, in one call per rank.
+/// Executes the receives of every rank, as a backend does, in one call per rank.
 fn exchange(
     plans: &[ExchangePlan],
     plan_of: impl Fn(&ExchangePlan) -> StridedPlan,
@@ -99,7 +99,7 @@ fn every_exchange_plan_turns_sequence_shards_into_head_shards_and_back_with_shar
             exchange(&plans, ExchangePlan::qkv_seq_to_head, &tensors(false, &|_, _| 1), &by_head);
             same(&by_head, &tensors(true, &|_, _| 1), "to heads");
 
-            // Back: every rank that holds a KV head adds its gradient.
+            // Back: every rank with a KV head adds its gradient.
             let holders = |k: usize, head: usize| match k {
                 0 => 1,
                 _ => plans[0].kv_head_ranges().iter().filter(|heads| heads.contains(&head)).count(),

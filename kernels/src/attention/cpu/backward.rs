@@ -9,14 +9,14 @@ use super::{
     matrix::{HeadsMut, Mat, MatMut, Store},
     scratch::{dq_lengths, keys_lengths, with_scratch},
     softmax::{ROW_STRIDE, RowTerms, softmax_backward},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, Span, begin_at_multiples, near_tokens, spans, strips},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, Rectangle, begin_at_multiples, cached_tokens, rectangles, strips},
 };
 use crate::attention::blocks::blocks;
 use crate::cast::Float;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Where backward writes.
+/// The outputs of the backward pass.
 pub(in crate::attention) struct Gradients<'a, E> {
     /// `[b, sq, hq, d]`. In f32, because every block of keys adds to it.
     pub(in crate::attention) dq: &'a mut [f32],
@@ -26,12 +26,12 @@ pub(in crate::attention) struct Gradients<'a, E> {
     pub(in crate::attention) dv: &'a mut [E],
 }
 
-/// Writes the gradients, with the same bits whichever of the two ways is taken.
+/// Writes the gradients, with the same bits for both ways of dividing the work.
 ///
-/// One task per (batch row, KV head) does everything in five products per rectangle. Where there are too few
-/// of those for the threads, one task per (batch row, KV head, block of keys) makes `dk` and `dv`, and then
-/// one per (batch row, query head, block of queries) makes `dq`: seven products, since the scores and their
-/// gradients are computed twice, but as many tasks as there are blocks. Both add up the same rectangles in the
+/// One task per (sequence, KV head) needs five matmuls per rectangle. If these are too few tasks for the
+/// threads, one task per (sequence, KV head, block of keys) computes `dk` and `dv`, and then one per
+/// (sequence, query head, block of queries) computes `dq`. That takes seven matmuls, since scores and their
+/// gradients are computed twice, but gives as many tasks as blocks. Both ways sum the same rectangles in the
 /// same order.
 pub(in crate::attention) fn backward<T: Operand>(
     problem: &Problem<'_, T>,
@@ -64,7 +64,7 @@ fn clear<E: Float>(gradient: &mut [E]) {
     gradient.fill(E::zero());
 }
 
-/// Whether the share of the threads that whole KV heads keep busy outweighs the two extra products of seven.
+/// Whether the threads that whole KV heads keep busy are a larger share than five of seven matmuls.
 fn one_task_per_kv_head(num_tasks: usize, num_threads: usize) -> bool {
     7 * num_tasks >= 5 * num_threads * num_tasks.div_ceil(num_threads)
 }
@@ -82,10 +82,10 @@ impl<T: Operand> Pass<'_, T> {
     fn kv_head(&self, row: usize, kv_head: usize) {
         let dims = &self.problem.dims;
         for head in self.query_heads(kv_head) {
-            // SAFETY: a query head has one KV head and is only touched by that head's task.
+            // SAFETY: each query head has one KV head, so only that head's task accesses it.
             unsafe { self.dq.head((row, head), &(0..dims.num_queries)) }.fill(0.0);
         }
-        for keys in blocks(0..dims.num_keys, dims.num_keys, near_tokens(KEY_BLOCK, dims.head_dim)) {
+        for keys in blocks(0..dims.num_keys, dims.num_keys, cached_tokens(KEY_BLOCK, dims.head_dim)) {
             self.keys(row, kv_head, keys, true);
         }
     }
@@ -106,64 +106,65 @@ impl<T: Operand> Pass<'_, T> {
         });
     }
 
-    /// `dk` and `dv` of some blocks of keys and, if asked for, what they add to `dq`. Queries are fetched once for all
-    /// of the blocks, whose rectangles are those of one block alone.
+    /// `dk` and `dv` of some blocks of keys, and with `add_to_dq` their contribution to `dq`. Queries are
+    /// copied once for all of these blocks; the rectangles are those of single blocks.
     fn keys(&self, row: usize, kv_head: usize, keys: Range<usize>, add_to_dq: bool) {
-        let Problem { dims, geometry, .. } = *self.problem;
-        let visible = geometry.visible(row);
+        let Problem { dims, layout, .. } = *self.problem;
+        let visible = layout.visible(row);
         let lengths = keys_lengths::<T>(keys.len(), dims.head_dim);
-        with_scratch(lengths, |[p, ds, p_room, ds_room, k, k_t, v_t, q, dout, dk, dv]| {
+        with_scratch(lengths, |[p, ds, p_converted, ds_converted, k, k_t, v_t, q, dout, dk, dv]| {
             let [dk, dv] = [dk, dv].map(|buffer| &mut buffer[..keys.len() * dims.head_dim]);
             dk.fill(0.0);
             dv.fill(0.0);
-            let mut near =
+            let mut cached =
                 gather_blocks(self.problem, (row, kv_head), &keys, [k, k_t, v_t], [&mut *dk, &mut *dv]);
             for head in self.query_heads(kv_head) {
                 for queries in blocks(visible.queries_of(&keys), dims.num_queries, QUERY_BLOCK) {
                     let (problem, upstream) = (self.problem, self.upstream);
                     let of_queries =
                         QueryBlock::gather_both(problem, upstream, (row, head), queries, [q, dout]);
-                    for (block, gradients) in &mut near {
-                        let rooms = [&mut *p, ds, p_room, ds_room];
-                        self.tile(row, head, (&of_queries, block), gradients, rooms, add_to_dq);
+                    for (block, gradients) in &mut cached {
+                        let buffers = [&mut *p, ds, p_converted, ds_converted];
+                        self.tile(row, head, (&of_queries, block), gradients, buffers, add_to_dq);
                     }
                 }
             }
-            // SAFETY: no other task has these keys of this row and KV head.
+            // SAFETY: no other task has these keys of this sequence and KV head.
             unsafe { self.dk.head((row, kv_head), &keys) }.round_from(dk);
             // SAFETY: as above.
             unsafe { self.dv.head((row, kv_head), &keys) }.round_from(dv);
         });
     }
 
-    /// What a block of queries of one head adds to the gradients `dk` and `dv` of a block of keys and, if asked for, the
-    /// block of keys to `dq`.
+    /// Adds the contribution of a block of queries of one head to the `dk` and `dv` of a block of keys, and
+    /// with `add_to_dq` that of the keys to `dq`.
     fn tile(
         &self,
         row: usize,
         head: usize,
         ((queries, terms), keys): (&(QueryBlock<'_, T>, QueryTerms<'_, T>), &KeyBlock<'_, T>),
         [dk, dv]: &mut [&mut [f32]; 2],
-        [p, ds, p_room, ds_room]: [&mut [f32]; 4],
+        [p, ds, p_converted, ds_converted]: [&mut [f32]; 4],
         add_to_dq: bool,
     ) {
         const { assert!(begin_at_multiples(T::TERMS) && T::BACKWARD_STRIP.is_multiple_of(T::TERMS)) }
-        let Problem { kernel, scale, geometry, .. } = *self.problem;
-        let spans = spans(geometry.visible(row), queries.queries.clone(), keys.keys.clone(), T::TERMS);
-        for span in strips(spans, T::BACKWARD_STRIP) {
-            self.recompute(row, head, &span, (queries, keys), [p, ds]);
-            let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
-            let p_t = T::from_tile_transposed(p, num_queries, num_keys, p_room);
-            let [q, dout] = terms.of(&span, queries);
-            let (dk, dv) = (keys.rows_of(&span, dk), keys.rows_of(&span, dv));
+        let Problem { kernel, scale, layout, .. } = *self.problem;
+        let rectangles =
+            rectangles(layout.visible(row), queries.queries.clone(), keys.keys.clone(), T::TERMS);
+        for rectangle in strips(rectangles, T::BACKWARD_STRIP) {
+            self.recompute(row, head, &rectangle, (queries, keys), [p, ds]);
+            let (num_queries, num_keys) = (rectangle.queries.len(), rectangle.keys.len());
+            let p_t = T::from_tile_transposed(p, num_queries, num_keys, p_converted);
+            let [q, dout] = terms.of(&rectangle, queries);
+            let (dk, dv) = (keys.rows_of(&rectangle, dk), keys.rows_of(&rectangle, dv));
             T::multiply(kernel, dv, Store::Add, 1.0, p_t, dout);
             let ds_t = if add_to_dq {
-                let [ds, ds_t] = T::from_tile_both(ds, num_queries, num_keys, ds_room);
-                // SAFETY: a query head has one KV head and is only touched by that head's task.
-                unsafe { self.add_to_dq(row, head, &span, keys, ds) };
+                let [ds, ds_t] = T::from_tile_both(ds, num_queries, num_keys, ds_converted);
+                // SAFETY: each query head has one KV head, so only that head's task accesses it.
+                unsafe { self.add_to_dq(row, head, &rectangle, keys, ds) };
                 ds_t
             } else {
-                T::from_tile_transposed(ds, num_queries, num_keys, ds_room)
+                T::from_tile_transposed(ds, num_queries, num_keys, ds_converted)
             };
             T::multiply(kernel, dk, Store::Add, scale, ds_t, q);
         }
@@ -171,71 +172,73 @@ impl<T: Operand> Pass<'_, T> {
 
     /// `dq` of a block of queries.
     fn query_block(&self, row: usize, head: usize, queries: Range<usize>) {
-        let Problem { dims, geometry, .. } = self.problem;
-        let visible = geometry.visible(row);
+        let Problem { dims, layout, .. } = self.problem;
+        let visible = layout.visible(row);
         let lengths = dq_lengths::<T>(queries.len(), dims.head_dim);
-        with_scratch(lengths, |[p, ds, room, k, k_t, v_t, q, dout]| {
-            // SAFETY: no other task has this row, head and block of queries.
+        with_scratch(lengths, |[p, ds, buffer, k, k_t, v_t, q, dout]| {
+            // SAFETY: no other task has this sequence, head and block of queries.
             unsafe { self.dq.head((row, head), &queries) }.fill(0.0);
             let of_queries =
                 QueryBlock::gather(self.problem, self.upstream, (row, head), queries.clone(), [q, dout]);
             for keys in blocks(visible.hull(&queries), dims.num_keys, KEY_BLOCK) {
-                let kv_head = geometry.q_to_kv()[head];
+                let kv_head = layout.q_to_kv()[head];
                 let block = KeyBlock::gather(self.problem, (row, kv_head), keys.clone(), [k, k_t, v_t]);
-                for span in strips(spans(visible, queries.clone(), keys, T::TERMS), T::BACKWARD_STRIP) {
-                    self.recompute(row, head, &span, (&of_queries, &block), [p, ds]);
-                    let ds = T::from_tile(ds, span.queries.len(), span.keys.len(), room);
+                for rectangle in
+                    strips(rectangles(visible, queries.clone(), keys, T::TERMS), T::BACKWARD_STRIP)
+                {
+                    self.recompute(row, head, &rectangle, (&of_queries, &block), [p, ds]);
+                    let ds = T::from_tile(ds, rectangle.queries.len(), rectangle.keys.len(), buffer);
                     // SAFETY: as above.
-                    unsafe { self.add_to_dq(row, head, &span, &block, ds) };
+                    unsafe { self.add_to_dq(row, head, &rectangle, &block, ds) };
                 }
             }
         });
     }
 
-    /// The probabilities of a rectangle in `p` and the gradients of its scores in `ds`, `[queries, keys]` both
-    /// with rows [`ROW_STRIDE`] apart.
+    /// Computes the probabilities `p` of a rectangle and the gradients `ds` of its scores, both `[queries,
+    /// keys]` with rows [`ROW_STRIDE`] apart.
     fn recompute(
         &self,
         row: usize,
         head: usize,
-        span: &Span,
+        rectangle: &Rectangle,
         (queries, keys): (&QueryBlock<'_, T>, &KeyBlock<'_, T>),
         [p, ds]: [&mut [f32]; 2],
     ) {
-        let Problem { kernel, dims, scale, geometry, .. } = *self.problem;
+        let Problem { kernel, dims, scale, layout, .. } = *self.problem;
         let Upstream { lse, delta, .. } = self.upstream;
-        let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
-        let [q, dout] = queries.of(span);
-        let [k_t, v_t] = keys.transposed_of(span);
+        let (num_queries, num_keys) = (rectangle.queries.len(), rectangle.keys.len());
+        let [q, dout] = queries.of(rectangle);
+        let [k_t, v_t] = keys.transposed_of(rectangle);
         let [scores, gradients] =
             [&mut *p, &mut *ds].map(|tile| MatMut::new(tile, num_queries, num_keys, ROW_STRIDE));
         T::multiply(kernel, scores, Store::Overwrite, scale, q, k_t);
         T::multiply(kernel, gradients, Store::Overwrite, 1.0, dout, v_t);
-        let first = (row * dims.num_heads + head) * dims.num_queries + span.queries.start;
+        let first = (row * dims.num_heads + head) * dims.num_queries + rectangle.queries.start;
         let terms = RowTerms { lse: &lse[first..][..num_queries], delta: &delta[first..][..num_queries] };
-        softmax_backward(span, geometry.visible(row), &terms, p, ds);
+        softmax_backward(rectangle, layout.visible(row), &terms, p, ds);
     }
 
     /// Adds `scale ds k` of a rectangle.
     ///
     /// # Safety
-    /// No other thread may touch these queries of this row and head of `dq` meanwhile.
+    /// No other thread may access these queries of this sequence and head of `dq` meanwhile.
     unsafe fn add_to_dq(
         &self,
         row: usize,
         head: usize,
-        span: &Span,
+        rectangle: &Rectangle,
         block: &KeyBlock<'_, T>,
         ds: Mat<'_, T::Tile>,
     ) {
-        // SAFETY: as the caller promises.
-        let dq = unsafe { self.dq.head((row, head), &span.queries) };
+        // SAFETY: by this function's contract.
+        let dq = unsafe { self.dq.head((row, head), &rectangle.queries) };
         let &Problem { kernel, scale, .. } = self.problem;
-        T::multiply(kernel, dq, Store::Add, scale, ds, block.terms_of(span));
+        T::multiply(kernel, dq, Store::Add, scale, ds, block.terms_of(rectangle));
     }
 
     fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> {
-        let q_to_kv = self.problem.geometry.q_to_kv().iter().enumerate();
+        let q_to_kv = self.problem.layout.q_to_kv().iter().enumerate();
         q_to_kv.filter(move |(_, used)| **used == kv_head).map(|(head, _)| head)
     }
 }
@@ -245,7 +248,7 @@ mod tests {
     use super::one_task_per_kv_head;
 
     #[test]
-    fn kv_heads_are_divided_when_they_leave_too_many_threads_idle() {
+    fn kv_heads_are_divided_if_too_many_threads_would_be_idle() {
         for (num_tasks, num_threads) in [(8, 1), (1, 1), (8, 2), (3, 2), (8, 8), (23, 8)] {
             assert!(one_task_per_kv_head(num_tasks, num_threads), "{num_tasks} on {num_threads}");
         }

@@ -1,4 +1,4 @@
-//! What the derivatives of a query's probabilities share.
+//! `delta`: the term that a query's keys share in the derivative of the softmax.
 
 use super::matrix::Heads;
 use super::scratch::with_scratch;
@@ -7,7 +7,7 @@ use crate::attention::blocks::blocks;
 use crate::cast::Float;
 use rayon::prelude::*;
 
-/// Tokens that are widened at a time.
+/// Tokens that are converted to f32 at a time.
 const TOKENS: usize = 64;
 
 /// Writes `delta [b, hq, sq] = rowsum(o * dout)`.

@@ -1,21 +1,21 @@
-//! The softmax's exponential.
+//! The exponential function of the softmax.
 
 use crate::simd::Isa;
 
-/// `e^x` to a relative error of 1.2e-7 for `x` from -87.3 to 88: 0 from -88 down, less exact in between, where results
-/// are subnormal, and the result for 88 above. NaN stays NaN. Loops over it vectorise.
+/// `e^x` with a relative error of 1.2e-7 for `x` from -87.3 to 88. It is 0 from -88 down, less exact in
+/// between, where results are subnormal, and the value at 88 above. NaN stays NaN. Loops over it vectorize.
 ///
-/// A softmax needs no more than that: its arguments are not positive, and -inf marks what is not seen. Doing
-/// without the subnormal and infinite results of [`crate::simd::exp`] takes a third of its operations away. The method
-/// is the same: `x = n ln 2 + r` with `|r| <= ln 2 / 2`; the polynomial for `e^r` has the smallest largest relative error
-/// of its degree, 2e-9.
+/// A softmax needs no more: its arguments are at most 0, and -inf marks masked keys. Without the subnormal
+/// and infinite results of [`crate::simd::exp`] it has a third fewer operations. The method is the same: `x =
+/// n ln 2 + r` with `|r| <= ln 2 / 2`. The polynomial for `e^r` is the minimax polynomial of its degree, with
+/// a relative error of 2e-9.
 #[inline(always)]
 pub(super) fn exp<S: Isa>(x: f32) -> f32 {
-    /// `n` is -127 there, whose power of two has the bits of 0.
+    /// There `n` is -127, and the resulting bits are those of 0.
     const SMALLEST: f32 = -88.0;
     const LARGEST: f32 = 88.0;
-    /// 1.5 * 2^23: adding it rounds to an integer, which then sits in the low mantissa bits. 127 more, and they are the
-    /// bits of an exponent.
+    /// 1.5 * 2^23: adding it rounds to an integer, which is then in the low mantissa bits. Plus 127, which
+    /// makes them the bits of an exponent.
     const ROUND: f32 = 12_582_912.0 + 127.0;
     const LN_2_HIGH: f32 = 355.0 / 512.0;
     const LN_2_LOW: f32 = -2.121_944_4e-4;

@@ -1,11 +1,11 @@
-//! Forward: one task per (batch row, query head, some blocks of queries), each with a running softmax.
+//! Forward: one task per (sequence, query head, some blocks of queries), each with an online softmax.
 
 use super::{
     Operand, Problem,
     matrix::{HeadsMut, MatMut, Store},
     scratch::{queries_lengths, with_scratch},
     softmax::{ROW_STRIDE, Running, SUMS, online_softmax},
-    tiles::{KEY_BLOCK, QUERY_BLOCK, near_tokens, spans, strips, within},
+    tiles::{KEY_BLOCK, QUERY_BLOCK, cached_tokens, rectangles, strips, within},
 };
 use crate::attention::blocks::blocks;
 use crate::attention::dims::Dims;
@@ -13,7 +13,8 @@ use crate::cast::Float;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Tasks differ in the keys that they see: with so many the last one is short beside all that a thread has done.
+/// Tasks differ in their number of keys. With so many tasks, the last one is short compared with a thread's
+/// total work.
 const TASKS_PER_THREAD: usize = 8;
 
 /// Writes `o [b, sq, hq, d]` and `lse [b, hq, sq]`.
@@ -36,13 +37,14 @@ pub(in crate::attention) fn forward<T: Operand>(
     tasks.into_par_iter().for_each(|(task, lse)| task.run(problem, &o, lse));
 }
 
-/// As many as fetch keys and values together, unless that leaves too few tasks to share evenly.
+/// As many queries as can share one copy of keys and values, unless that leaves too few tasks for an even
+/// load.
 ///
-/// The tiles are those of a task of one block each, so the results are the same bits.
+/// The tiles are the same as with one block per task, so the results have the same bits.
 fn queries_per_task(dims: &Dims, num_threads: usize) -> usize {
     let num_blocks = dims.batch * dims.num_heads * dims.num_queries.div_ceil(QUERY_BLOCK);
     let most_blocks = (num_blocks / (TASKS_PER_THREAD * num_threads)).max(1);
-    near_tokens(QUERY_BLOCK, dims.head_dim).min(most_blocks * QUERY_BLOCK)
+    cached_tokens(QUERY_BLOCK, dims.head_dim).min(most_blocks * QUERY_BLOCK)
 }
 
 struct Task {
@@ -57,15 +59,15 @@ impl Task {
         let rows = self.queries.len();
         with_scratch(
             queries_lengths::<T>(problem.dims.num_queries, head_dim),
-            |[scores, room, q, k_t, v, output, max, sums]| {
+            |[scores, buffer, q, k_t, v, output, max, sums]| {
                 let (output, max) = (&mut output[..rows * head_dim], &mut max[..rows]);
                 let sums = &mut sums.as_chunks_mut().0[..rows];
                 output.fill(0.0);
                 max.fill(f32::NEG_INFINITY);
                 sums.fill([0.0; SUMS]);
                 let mut running = Running { max, sums, output, head_dim, first_query: self.queries.start };
-                self.accumulate(problem, [scores, room], [q, k_t, v], &mut running);
-                // SAFETY: no other task has these queries of this row and head.
+                self.accumulate(problem, [scores, buffer], [q, k_t, v], &mut running);
+                // SAFETY: no other task has these queries of this sequence and head.
                 let o = unsafe { o.head((self.row, self.head), &self.queries) };
                 finish(&mut running, o, lse);
             },
@@ -75,29 +77,30 @@ impl Task {
     fn accumulate<T: Operand>(
         &self,
         problem: &Problem<'_, T>,
-        [scores, room]: [&mut [f32]; 2],
+        [scores, buffer]: [&mut [f32]; 2],
         [q, k_t, v]: [&mut [f32]; 3],
         running: &mut Running<'_>,
     ) {
-        let Problem { kernel, dims, scale, geometry, .. } = *problem;
-        let visible = geometry.visible(self.row);
-        let kv_head = geometry.q_to_kv()[self.head];
+        let Problem { kernel, dims, scale, layout, .. } = *problem;
+        let visible = layout.visible(self.row);
+        let kv_head = layout.q_to_kv()[self.head];
         let (of_q, of_kv) = ((self.row, self.head), (self.row, kv_head));
         let q = T::gather(&problem.q, of_q, &self.queries, q);
         for keys in blocks(visible.hull(&self.queries), dims.num_keys, KEY_BLOCK) {
             let k_t = T::gather_transposed(&problem.k, of_kv, &keys, k_t);
             let v = T::gather_terms(&problem.v, of_kv, &keys, v);
             let tiles = blocks(self.queries.clone(), dims.num_queries, QUERY_BLOCK);
-            for span in
-                tiles.flat_map(|queries| strips(spans(visible, queries, keys.clone(), T::TERMS), T::STRIP))
+            for rectangle in tiles
+                .flat_map(|queries| strips(rectangles(visible, queries, keys.clone(), T::TERMS), T::STRIP))
             {
-                let (num_queries, num_keys) = (span.queries.len(), span.keys.len());
-                let (in_queries, in_keys) = (within(&span.queries, &self.queries), within(&span.keys, &keys));
+                let (num_queries, num_keys) = (rectangle.queries.len(), rectangle.keys.len());
+                let (in_queries, in_keys) =
+                    (within(&rectangle.queries, &self.queries), within(&rectangle.keys, &keys));
                 let s = MatMut::new(scores, num_queries, num_keys, ROW_STRIDE);
                 let k_t = k_t.columns(in_keys.clone());
                 T::multiply(kernel, s, Store::Overwrite, scale, q.rows(in_queries.clone()), k_t);
-                online_softmax(&span, visible, scores, running);
-                let p = T::from_tile(scores, num_queries, num_keys, room);
+                online_softmax(&rectangle, visible, scores, running);
+                let p = T::from_tile(scores, num_queries, num_keys, buffer);
                 let output = &mut running.output[in_queries.start * dims.head_dim..];
                 let output = MatMut::new(output, num_queries, dims.head_dim, dims.head_dim);
                 T::multiply(kernel, output, Store::Add, 1.0, p, v.rows(T::terms(in_keys)));
@@ -106,7 +109,7 @@ impl Task {
     }
 }
 
-/// Divides by the softmax's denominator; a query that saw nothing gets 0 and -inf.
+/// Divides by the softmax's denominator; a query without visible keys gets 0 and -inf.
 fn finish<E: Float>(running: &mut Running<'_>, mut o: MatMut<'_, E>, lse: &mut [f32]) {
     let rows = running.output.chunks_mut(running.head_dim);
     let states = running.max.iter().zip(running.sums.iter());
@@ -124,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tasks_are_as_long_as_leaves_enough_of_them() {
+    fn tasks_are_as_long_as_an_even_load_allows() {
         let dims = |num_heads, num_queries, head_dim| Dims {
             batch: 1,
             num_queries,
@@ -133,15 +136,15 @@ mod tests {
             num_kv_heads: num_heads,
             head_dim,
         };
-        let near = near_tokens(QUERY_BLOCK, 32);
-        assert!(near >= 4 * QUERY_BLOCK && near.is_multiple_of(QUERY_BLOCK), "{near}");
-        assert_eq!(queries_per_task(&dims(8, 1 << 20, 32), 2), near);
+        let cached = cached_tokens(QUERY_BLOCK, 32);
+        assert!(cached >= 4 * QUERY_BLOCK && cached.is_multiple_of(QUERY_BLOCK), "{cached}");
+        assert_eq!(queries_per_task(&dims(8, 1 << 20, 32), 2), cached);
         assert_eq!(queries_per_task(&dims(1, 16 * QUERY_BLOCK, 32), 1), 2 * QUERY_BLOCK);
         assert_eq!(queries_per_task(&dims(1, 16 * QUERY_BLOCK, 32), 16), QUERY_BLOCK);
         assert_eq!(
             queries_per_task(&dims(64, 1 << 20, 1024), 1),
             QUERY_BLOCK,
-            "one tile is beyond what is near"
+            "one tile exceeds the cache budget"
         );
         assert_eq!(queries_per_task(&dims(1, 0, 32), 1), QUERY_BLOCK);
     }

@@ -1,19 +1,19 @@
 //! The blocks of queries and keys that a backward task copies together.
 
 use super::matrix::{Mat, MatMut};
-use super::tiles::{KEY_BLOCK, Span, within};
+use super::tiles::{KEY_BLOCK, Rectangle, within};
 use super::{Operand, Problem, Upstream};
 use crate::attention::blocks::blocks;
 use std::ops::Range;
 
-/// `q` and `dout` of a block of one query head, copied for products over `head_dim`.
+/// `q` and `dout` of a block of one query head, copied for matmuls over `head_dim`.
 pub(super) struct QueryBlock<'a, T: Operand> {
     pub(super) queries: Range<usize>,
     q: Mat<'a, T::Tile>,
     dout: Mat<'a, T::Tile>,
 }
 
-/// The same, copied for products over the queries.
+/// The same, copied for matmuls over the queries.
 pub(super) struct QueryTerms<'a, T: Operand> {
     q: Mat<'a, T::Tile>,
     dout: Mat<'a, T::Tile>,
@@ -45,20 +45,20 @@ impl<'a, T: Operand> QueryBlock<'a, T> {
     }
 
     /// The rectangle's rows of `q` and `dout`.
-    pub(super) fn of(&self, span: &Span) -> [Mat<'a, T::Tile>; 2] {
-        [self.q, self.dout].map(|matrix| matrix.rows(within(&span.queries, &self.queries)))
+    pub(super) fn of(&self, rectangle: &Rectangle) -> [Mat<'a, T::Tile>; 2] {
+        [self.q, self.dout].map(|matrix| matrix.rows(within(&rectangle.queries, &self.queries)))
     }
 }
 
 impl<'a, T: Operand> QueryTerms<'a, T> {
-    /// The rectangle's queries, of the block of those.
-    pub(super) fn of(&self, span: &Span, block: &QueryBlock<'_, T>) -> [Mat<'a, T::Tile>; 2] {
-        let terms = T::terms(within(&span.queries, &block.queries));
+    /// The rectangle's queries, from the copies of their block.
+    pub(super) fn of(&self, rectangle: &Rectangle, block: &QueryBlock<'_, T>) -> [Mat<'a, T::Tile>; 2] {
+        let terms = T::terms(within(&rectangle.queries, &block.queries));
         [self.q, self.dout].map(|matrix| matrix.rows(terms.clone()))
     }
 }
 
-/// A block of one KV head: as terms of products over the keys, and transposed for those over `head_dim`.
+/// A block of keys of one KV head: for matmuls over the keys, and transposed for those over `head_dim`.
 pub(super) struct KeyBlock<'a, T: Operand> {
     pub(super) keys: Range<usize>,
     k: Mat<'a, T::Tile>,
@@ -79,28 +79,28 @@ impl<'a, T: Operand> KeyBlock<'a, T> {
         Self { k: T::gather_terms(k, at, &keys, of_k), k_t, v_t, keys }
     }
 
-    /// The rectangle's keys, for products over them.
-    pub(super) fn terms_of(&self, span: &Span) -> Mat<'a, T::Tile> {
-        self.k.rows(T::terms(within(&span.keys, &self.keys)))
+    /// The rectangle's keys, for matmuls over the keys.
+    pub(super) fn terms_of(&self, rectangle: &Rectangle) -> Mat<'a, T::Tile> {
+        self.k.rows(T::terms(within(&rectangle.keys, &self.keys)))
     }
 
     /// The rectangle's columns of the transposed `k` and `v`.
-    pub(super) fn transposed_of(&self, span: &Span) -> [Mat<'a, T::Tile>; 2] {
-        [self.k_t, self.v_t].map(|matrix| matrix.columns(within(&span.keys, &self.keys)))
+    pub(super) fn transposed_of(&self, rectangle: &Rectangle) -> [Mat<'a, T::Tile>; 2] {
+        [self.k_t, self.v_t].map(|matrix| matrix.columns(within(&rectangle.keys, &self.keys)))
     }
 
-    /// The rows of the block's gradient that belong to the rectangle's keys.
-    pub(super) fn rows_of<'g>(&self, span: &Span, gradient: &'g mut [f32]) -> MatMut<'g> {
+    /// The rows of the block's gradient for the rectangle's keys.
+    pub(super) fn rows_of<'g>(&self, rectangle: &Rectangle, gradient: &'g mut [f32]) -> MatMut<'g> {
         let head_dim = self.k.num_cols();
-        let rows = &mut gradient[within(&span.keys, &self.keys).start * head_dim..];
-        MatMut::new(rows, span.keys.len(), head_dim, head_dim)
+        let rows = &mut gradient[within(&rectangle.keys, &self.keys).start * head_dim..];
+        MatMut::new(rows, rectangle.keys.len(), head_dim, head_dim)
     }
 }
 
-/// A block of keys, and where its gradients `dk` and `dv` are summed.
+/// A block of keys, and the buffers for its gradients `dk` and `dv`.
 pub(super) type WithGradients<'a, T> = (KeyBlock<'a, T>, [&'a mut [f32]; 2]);
 
-/// Each block of `keys`, with its part of the gradients.
+/// Copies each block of `keys` and pairs it with its part of the gradients.
 pub(super) fn gather_blocks<'a, T: Operand>(
     problem: &Problem<'_, T>,
     at: (usize, usize),
@@ -110,8 +110,8 @@ pub(super) fn gather_blocks<'a, T: Operand>(
 ) -> Vec<WithGradients<'a, T>> {
     let head_dim = problem.dims.head_dim;
     let [dk, dv] = [dk, dv].map(|buffer| buffer.chunks_mut(KEY_BLOCK * head_dim));
-    let [of_k_t, of_v_t] = [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(T::room_for_columns(head_dim)));
-    let of_k = of_k.chunks_mut(T::room_for_terms(KEY_BLOCK, head_dim));
+    let [of_k_t, of_v_t] = [of_k_t, of_v_t].map(|buffer| buffer.chunks_mut(T::columns_scratch(head_dim)));
+    let of_k = of_k.chunks_mut(T::terms_scratch(KEY_BLOCK, head_dim));
     let buffers = of_k.zip(of_k_t).zip(of_v_t).zip(dk.zip(dv));
     let blocks = blocks(keys.clone(), keys.end, KEY_BLOCK).zip(buffers);
     let gather = |(keys, (((of_k, of_k_t), of_v_t), (dk, dv)))| {

@@ -1,8 +1,8 @@
-//! Strided matrix views of `[batch, tokens, heads, head_dim]` tensors, and their products.
+//! Strided matrix views of `[batch, tokens, heads, head_dim]` tensors, and their matmuls.
 
 use crate::cast::{Float, copy_rows};
 use crate::gemm::transposed::transpose_rows;
-use crate::gemm::unpacked::{Product, multiply, multiply_pairs};
+use crate::gemm::unpacked::{Matmul, multiply, multiply_pairs};
 use std::{marker::PhantomData, ops::Range};
 
 /// A read-only matrix within a slice; one of its strides is 1.
@@ -26,13 +26,13 @@ impl<'a, T> Mat<'a, T> {
         self.cols
     }
 
-    /// A view of some of the rows; not for transposed views.
+    /// A range of the rows; not for transposed views.
     pub(super) fn rows(self, rows: Range<usize>) -> Self {
         assert_eq!(self.col_stride, 1);
         Self::new(&self.data[rows.start * self.row_stride..], rows.len(), self.cols, self.row_stride)
     }
 
-    /// A view of some of the columns.
+    /// A range of the columns.
     pub(super) fn columns(self, columns: Range<usize>) -> Self {
         assert!(columns.end <= self.cols);
         Self { data: &self.data[columns.start * self.col_stride..], cols: columns.len(), ..self }
@@ -44,15 +44,15 @@ impl<'a, T> Mat<'a, T> {
         Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
     }
 
-    /// The elements, the numbers of rows and columns, and the distances between them.
+    /// The elements, the shape, and the strides.
     pub(super) fn parts(self) -> (&'a [T], [usize; 2], [usize; 2]) {
         (self.data, [self.rows, self.cols], [self.row_stride, self.col_stride])
     }
 }
 
-/// A matrix to write to; each row is contiguous.
+/// A writable matrix with contiguous rows.
 ///
-/// Not a slice, because several threads hold the interleaved rows of one tensor.
+/// Not a slice, because several threads write interleaved rows of one tensor.
 pub(in crate::attention) struct MatMut<'a, T = f32> {
     data: *mut T,
     rows: usize,
@@ -71,18 +71,18 @@ impl<'a, T> MatMut<'a, T> {
     #[inline(always)]
     pub(super) fn row(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows);
-        // SAFETY: the view's rows are in bounds and, while it lives, nobody else's.
+        // SAFETY: the view's rows are in bounds, and exclusive while it lives.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.row_stride), self.cols) }
     }
 
-    /// The matrix must have the shape of `lhs * rhs`.
-    pub(super) fn expect_product<U>(&self, lhs: &Mat<'_, U>, rhs: &Mat<'_, U>) {
+    /// Checks that the matrix has the shape of `lhs * rhs`.
+    pub(super) fn expect_matmul<U>(&self, lhs: &Mat<'_, U>, rhs: &Mat<'_, U>) {
         assert_eq!((self.rows, self.cols, lhs.cols), (lhs.rows, rhs.cols, rhs.rows));
     }
 }
 
 impl<T: Float> MatMut<'_, T> {
-    /// Overwrites the matrix with values, rounded, whose rows lie one behind the other.
+    /// Overwrites the matrix with contiguous values, rounded.
     pub(super) fn round_from(&mut self, values: &[f32]) {
         for (index, values) in values.chunks(self.cols).take(self.rows).enumerate() {
             T::round(values, self.row(index));
@@ -102,21 +102,21 @@ fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
     cols <= row_stride && (rows == 0 || (rows - 1) * row_stride + cols <= len)
 }
 
-/// Whether a product replaces its destination or adds to it.
+/// Whether a matmul overwrites its destination or adds to it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::attention) enum Store {
     Overwrite,
     Add,
 }
 
-/// `dst (+)= factor * lhs * rhs` on the calling thread.
+/// Computes `dst (+)= factor * lhs * rhs` on the calling thread.
 pub(super) fn multiply_f32(dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_>, rhs: Mat<'_>) {
-    let product = product_of(&dst, store, factor, lhs, rhs);
-    // SAFETY: as `product_of` says.
-    unsafe { multiply(product) }
+    let matmul = matmul_of(&dst, store, factor, lhs, rhs);
+    // SAFETY: see `matmul_of`.
+    unsafe { multiply(matmul) }
 }
 
-/// As [`multiply_f32`], of operands with two terms of bf16 in each element.
+/// As [`multiply_f32`], for operands with two bf16 terms per element.
 pub(super) fn multiply_words(
     dst: MatMut<'_>,
     store: Store,
@@ -124,23 +124,17 @@ pub(super) fn multiply_words(
     lhs: Mat<'_, u32>,
     rhs: Mat<'_, u32>,
 ) {
-    let product = product_of(&dst, store, factor, lhs, rhs);
-    // SAFETY: as `product_of` says.
-    unsafe { multiply_pairs(product) }
+    let matmul = matmul_of(&dst, store, factor, lhs, rhs);
+    // SAFETY: see `matmul_of`.
+    unsafe { multiply_pairs(matmul) }
 }
 
-/// What may be multiplied as long as the views live: they are in bounds of live slices (checked where they are made), the
-/// shapes agree, and `dst` is the only way to its elements.
-fn product_of<T>(
-    dst: &MatMut<'_>,
-    store: Store,
-    factor: f32,
-    lhs: Mat<'_, T>,
-    rhs: Mat<'_, T>,
-) -> Product<T> {
-    dst.expect_product(&lhs, &rhs);
+/// A matmul that may run as long as the views live: they are in bounds of live slices (checked on
+/// construction), the shapes match, and `dst` has exclusive access to its elements.
+fn matmul_of<T>(dst: &MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_, T>, rhs: Mat<'_, T>) -> Matmul<T> {
+    dst.expect_matmul(&lhs, &rhs);
     assert_eq!(rhs.col_stride, 1, "rows of the right operand are read as vectors");
-    Product {
+    Matmul {
         rows: dst.rows,
         cols: dst.cols,
         terms: lhs.cols,
@@ -181,10 +175,10 @@ impl<'a, T: Copy> Heads<'a, T> {
         self.head_dim
     }
 
-    /// A copy without gaps of [`Self::head`], in `into`.
+    /// A contiguous copy of [`Self::head`] in `into`.
     ///
-    /// Rows of a head are a power of two apart as a rule, so they share few cache sets: a tile that reads them again and
-    /// again copies them together once.
+    /// Rows of a head are usually a power of two apart, so they share few cache sets. A tile that reads them
+    /// repeatedly copies them once.
     pub(super) fn gather<'b>(
         &self,
         at: (usize, usize),
@@ -196,7 +190,7 @@ impl<'a, T: Copy> Heads<'a, T> {
         Mat::new(into, rows, cols, cols)
     }
 
-    /// One head of a batch row from its first element on, rows of `head_dim` [`Self::row_stride`] apart.
+    /// One head of a sequence, from its first element on, with rows of `head_dim` [`Self::row_stride`] apart.
     pub(super) fn head_slice(&self, (row, head): (usize, usize)) -> &'a [T] {
         &self.data[(row * self.tokens * self.heads + head) * self.head_dim..]
     }
@@ -241,14 +235,14 @@ impl<'a, T: Float> Heads<'a, T> {
         Mat::new(into, self.head_dim, tokens.len(), stride)
     }
 
-    /// The same, if the elements are f32.
+    /// The same tensor, if its elements are f32.
     pub(super) fn as_f32(&self) -> Option<Heads<'a>> {
         let Self { data, tokens, heads, head_dim } = *self;
         T::as_f32(data).map(|data| Heads { data, tokens, heads, head_dim })
     }
 }
 
-/// A tensor `[batch, tokens, heads, head_dim]` of which each thread writes its own heads and tokens.
+/// A tensor `[batch, tokens, heads, head_dim]` in which each thread writes its own heads and tokens.
 pub(super) struct HeadsMut<'a, T = f32> {
     data: *mut T,
     len: usize,
@@ -258,7 +252,7 @@ pub(super) struct HeadsMut<'a, T = f32> {
     _borrowed: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: elements are reached through `head` only, whose callers promise not to overlap.
+// SAFETY: elements are accessed only through `head`, whose callers guarantee that they do not overlap.
 unsafe impl<T: Send> Sync for HeadsMut<'_, T> {}
 
 impl<'a, T> HeadsMut<'a, T> {
@@ -269,7 +263,7 @@ impl<'a, T> HeadsMut<'a, T> {
     /// Some tokens of one head, `[tokens, head_dim]`.
     ///
     /// # Safety
-    /// While the view lives, no other view of the same row and head may share a token with it.
+    /// While the view lives, no other view of the same sequence and head may share a token with it.
     pub(super) unsafe fn head(&self, (row, head): (usize, usize), tokens: &Range<usize>) -> MatMut<'_, T> {
         assert!(head < self.heads && tokens.end <= self.tokens);
         let row_stride = self.heads * self.head_dim;

@@ -1,4 +1,4 @@
-//! The CPU kernels: tiles of matrix products with a fused softmax between them.
+//! The CPU kernels: tiled matmuls with a fused softmax in between.
 
 mod backward;
 mod delta;
@@ -20,9 +20,9 @@ pub(super) use operand::{InBf16, InF32, Operand};
 pub(super) use pairs::InPairs;
 pub(super) use scratch::scratch_bytes;
 
-use super::{Geometry, dims::Dims};
+use super::{AttentionLayout, dims::Dims};
 
-/// What both directions read; checked by the caller.
+/// Inputs of both directions, checked by the caller.
 pub(super) struct Problem<'a, T: Operand> {
     pub(super) kernel: T::Kernel,
     pub(super) q: Heads<'a, T::Element>,
@@ -30,10 +30,10 @@ pub(super) struct Problem<'a, T: Operand> {
     pub(super) v: Heads<'a, T::Element>,
     pub(super) dims: Dims,
     pub(super) scale: f32,
-    pub(super) geometry: &'a Geometry,
+    pub(super) layout: &'a AttentionLayout,
 }
 
-/// What backward reads besides the [`Problem`].
+/// Inputs of the backward pass in addition to the [`Problem`].
 pub(super) struct Upstream<'a, T: Operand> {
     /// `[b, sq, hq, d]`
     pub(super) dout: Heads<'a, T::Element>,

@@ -1,7 +1,7 @@
-//! What the products are computed in: f32, or bf16 with f32 sums where the processor multiplies bf16 faster.
+//! The precision of the matmuls: f32, or bf16 with f32 sums on CPUs that multiply bf16 faster.
 //!
-//! Scores, probabilities and their gradients are f32 tiles either way. As operands of a product with bf16 they are
-//! rounded to bf16, as FlashAttention does (Dao 2023, `P` and `dS` are converted before the second product).
+//! Scores, probabilities and their gradients are f32 tiles in either case. As operands of a bf16 matmul they
+//! are rounded to bf16, as in FlashAttention (Dao 2023: `P` and `dS` are converted before the second matmul).
 
 use super::matrix::{Heads, Mat, MatMut, Store, multiply_f32};
 use super::softmax::ROW_STRIDE;
@@ -13,63 +13,64 @@ use half::bf16;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// How the products of attention are computed.
+/// How the matmuls of attention are computed.
 ///
-/// A product's left operand is read element by element, its right one row by row. An element of an operand may hold
-/// several terms, so the same numbers can need another copy as the left than as the right operand, or where the terms
-/// are tokens than where they are of `head_dim`. Where one copy will do for all, the defaults are right.
+/// A matmul reads its left operand element by element, its right one row by row. An element of an operand may
+/// hold several terms. So the same values may need different copies as left or right operand, and for terms
+/// that are tokens or along `head_dim`. The defaults fit operands for which one copy is enough.
 pub(in crate::attention) trait Operand: Sync + 'static {
-    /// Of the tensors.
+    /// Element type of the tensors.
     type Element: Float;
 
-    /// Of the operands of products.
+    /// Element type of the operands.
     type Tile: Copy + Send + Sync;
 
-    /// What computes the products.
+    /// The instructions of the matmuls.
     type Kernel: Copy + Send + Sync;
 
-    /// Most queries of a rectangle whose scores forward computes together.
+    /// Maximum number of queries of a rectangle whose scores the forward pass computes together.
     const STRIP: usize;
 
-    /// And backward.
+    /// The same for the backward pass.
     const BACKWARD_STRIP: usize;
 
-    /// Terms in an element. Rectangles begin at multiples of it: of keys as [`spans`](super::tiles::spans) cuts them, of
-    /// queries because what these are cut by are multiples.
+    /// Terms per element. Rectangles begin at multiples of it: for keys see
+    /// [`rectangles`](super::tiles::rectangles); for queries, the block sizes are multiples.
     const TERMS: usize = 1;
 
-    /// f32 elements of working memory for [`Self::gather`].
-    fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
+    /// f32 elements of scratch for [`Self::gather`].
+    fn rows_scratch(tokens: usize, head_dim: usize) -> usize {
         tokens * head_dim
     }
 
-    /// For [`Self::gather_terms`].
-    fn room_for_terms(tokens: usize, head_dim: usize) -> usize {
-        Self::room_for_rows(tokens, head_dim)
+    /// Scratch for [`Self::gather_terms`].
+    fn terms_scratch(tokens: usize, head_dim: usize) -> usize {
+        Self::rows_scratch(tokens, head_dim)
     }
 
-    /// For [`Self::gather_both`].
-    fn room_for_both(tokens: usize, head_dim: usize) -> usize {
-        Self::room_for_rows(tokens, head_dim)
+    /// Scratch for [`Self::gather_both`].
+    fn both_scratch(tokens: usize, head_dim: usize) -> usize {
+        Self::rows_scratch(tokens, head_dim)
     }
 
-    /// For [`Self::gather_transposed`] of a block of keys.
-    fn room_for_columns(head_dim: usize) -> usize {
+    /// Scratch for [`Self::gather_transposed`] of a block of keys.
+    fn columns_scratch(head_dim: usize) -> usize {
         ROW_STRIDE * head_dim
     }
 
-    /// For [`Self::from_tile`] or [`Self::from_tile_transposed`] of a tile of so many rows.
-    fn room_for_tile(rows: usize) -> usize;
+    /// Scratch for [`Self::from_tile`] or [`Self::from_tile_transposed`] of a tile with so many rows.
+    fn tile_scratch(rows: usize) -> usize;
 
-    /// For [`Self::from_tile_both`].
-    fn room_for_both_tiles(rows: usize) -> usize {
-        Self::room_for_tile(rows)
+    /// Scratch for [`Self::from_tile_both`].
+    fn both_tiles_scratch(rows: usize) -> usize {
+        Self::tile_scratch(rows)
     }
 
-    /// Bytes that a thread keeps once it has multiplied tiles of `queries` by `keys`.
+    /// Bytes that a thread retains after multiplying tiles of `queries` by `keys`.
     fn packed_bytes(queries: usize, keys: usize, head_dim: usize) -> usize;
 
-    /// Some tokens of one head, `[tokens, head_dim]`, copied to `memory`: the left operand of a product over `head_dim`.
+    /// Copies some tokens of one head, `[tokens, head_dim]`, to `memory`: the left operand of a matmul over
+    /// `head_dim`.
     fn gather<'b>(
         heads: &Heads<'_, Self::Element>,
         at: (usize, usize),
@@ -77,7 +78,7 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         memory: &'b mut [f32],
     ) -> Mat<'b, Self::Tile>;
 
-    /// The right operand of a product over the tokens: `[tokens / TERMS, head_dim]`.
+    /// Copies the right operand of a matmul over the tokens: `[tokens / TERMS, head_dim]`.
     fn gather_terms<'b>(
         heads: &Heads<'_, Self::Element>,
         at: (usize, usize),
@@ -97,7 +98,7 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         [Self::gather(heads, at, tokens, memory); 2]
     }
 
-    /// The right operand of a product over `head_dim`: `[head_dim / TERMS, tokens]`.
+    /// Copies the right operand of a matmul over `head_dim`: `[head_dim / TERMS, tokens]`.
     fn gather_transposed<'b>(
         heads: &Heads<'_, Self::Element>,
         at: (usize, usize),
@@ -105,26 +106,28 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         memory: &'b mut [f32],
     ) -> Mat<'b, Self::Tile>;
 
-    /// Where these tokens are in what [`gather_terms`](Self::gather_terms) makes of a block that begins with token 0.
+    /// The rows of these tokens in the result of [`gather_terms`](Self::gather_terms) for a block that begins
+    /// with token 0.
     fn terms(tokens: Range<usize>) -> Range<usize> {
         tokens.start / Self::TERMS..tokens.end.div_ceil(Self::TERMS)
     }
 
-    /// A tile of f32 values as the left operand of a product over its columns, in `room` if they have to be converted:
-    /// `[rows, cols / TERMS]`.
+    /// A tile of f32 values as the left operand of a matmul over its columns, `[rows, cols / TERMS]`.
+    /// Converted in `buffer` if necessary.
     ///
     /// # Shapes
     /// `tile` has rows of `cols` values [`ROW_STRIDE`] apart.
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, Self::Tile>;
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32])
+    -> Mat<'a, Self::Tile>;
 
-    /// The left operand of a product over its rows: `[cols, rows / TERMS]`.
+    /// The left operand of a matmul over the tile's rows: `[cols, rows / TERMS]`.
     fn from_tile_transposed<'a>(
         tile: &'a [f32],
         rows: usize,
         cols: usize,
-        room: &'a mut [f32],
+        buffer: &'a mut [f32],
     ) -> Mat<'a, Self::Tile> {
-        Self::from_tile(tile, rows, cols, room).t()
+        Self::from_tile(tile, rows, cols, buffer).t()
     }
 
     /// [`from_tile`](Self::from_tile) and [`from_tile_transposed`](Self::from_tile_transposed).
@@ -132,13 +135,13 @@ pub(in crate::attention) trait Operand: Sync + 'static {
         tile: &'a [f32],
         rows: usize,
         cols: usize,
-        room: &'a mut [f32],
+        buffer: &'a mut [f32],
     ) -> [Mat<'a, Self::Tile>; 2] {
-        let tile = Self::from_tile(tile, rows, cols, room);
+        let tile = Self::from_tile(tile, rows, cols, buffer);
         [tile, tile.t()]
     }
 
-    /// `dst (+)= factor * lhs * rhs` on the calling thread.
+    /// Computes `dst (+)= factor * lhs * rhs` on the calling thread.
     fn multiply(
         kernel: Self::Kernel,
         dst: MatMut<'_>,
@@ -149,7 +152,7 @@ pub(in crate::attention) trait Operand: Sync + 'static {
     );
 }
 
-/// Products in f32 of elements of any type.
+/// Matmuls in f32, for elements of any type.
 pub(in crate::attention) struct InF32<E>(PhantomData<E>);
 
 impl<E: Float> Operand for InF32<E> {
@@ -157,14 +160,14 @@ impl<E: Float> Operand for InF32<E> {
     type Tile = f32;
     type Kernel = ();
 
-    /// Their scores of a block of keys stay in the first cache between the two products, and all heights of the
-    /// products' tiles divide it.
+    /// A strip's scores for a block of keys stay in the first-level cache between the two matmuls, and all
+    /// heights of the matmuls' tiles divide it.
     const STRIP: usize = 24;
 
-    /// A strip adds to the gradients of all its keys: fewer and longer ones do that less often.
+    /// Every strip adds to the gradients of all its keys, so fewer and longer strips add less often.
     const BACKWARD_STRIP: usize = 48;
 
-    fn room_for_tile(_: usize) -> usize {
+    fn tile_scratch(_: usize) -> usize {
         0
     }
 
@@ -199,7 +202,7 @@ impl<E: Float> Operand for InF32<E> {
     }
 }
 
-/// Products of bf16 with f32 sums, of packed operands: AMX's.
+/// bf16 matmuls with f32 sums and packed operands, for AMX.
 pub(in crate::attention) struct InBf16;
 
 impl Operand for InBf16 {
@@ -207,12 +210,12 @@ impl Operand for InBf16 {
     type Tile = bf16;
     type Kernel = Kernel;
 
-    /// A product packs both its operands, which pays for large ones.
+    /// A matmul packs both operands, which pays off for large ones.
     const STRIP: usize = 240;
 
     const BACKWARD_STRIP: usize = 240;
 
-    fn room_for_tile(rows: usize) -> usize {
+    fn tile_scratch(rows: usize) -> usize {
         (rows * ROW_STRIDE).div_ceil(2)
     }
 
@@ -226,7 +229,7 @@ impl Operand for InBf16 {
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> Mat<'b, bf16> {
-        heads.gather(at, tokens, room_as_bf16(memory))
+        heads.gather(at, tokens, scratch_as_bf16(memory))
     }
 
     fn gather_transposed<'b>(
@@ -238,8 +241,8 @@ impl Operand for InBf16 {
         Self::gather(heads, at, tokens, memory).t()
     }
 
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, bf16> {
-        let rounded = room_as_bf16(room);
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, bf16> {
+        let rounded = scratch_as_bf16(buffer);
         round_rows(tile, rows, cols, rounded);
         Mat::new(rounded, rows, cols, ROW_STRIDE)
     }
@@ -252,7 +255,7 @@ impl Operand for InBf16 {
         lhs: Mat<'_, bf16>,
         rhs: Mat<'_, bf16>,
     ) {
-        dst.expect_product(&lhs, &rhs);
+        dst.expect_matmul(&lhs, &rhs);
         let (lhs, rhs) = (lines_of(lhs), lines_of(rhs.t()));
         let add = store == Store::Add;
         multiply_on_caller(kernel, &lhs, &rhs, |row, column, sums| {
@@ -261,11 +264,11 @@ impl Operand for InBf16 {
     }
 }
 
-/// Working memory for twice as many elements.
-fn room_as_bf16(memory: &mut [f32]) -> &mut [bf16] {
+/// Scratch as twice as many bf16 elements.
+fn scratch_as_bf16(memory: &mut [f32]) -> &mut [bf16] {
     let elems = 2 * memory.len();
-    // SAFETY: the same bytes, borrowed for as long. bf16 has half the size and alignment of f32, and any bits are a
-    // value of either.
+    // SAFETY: the same bytes with the same lifetime. bf16 has half the size and alignment of f32, and any
+    // bits are valid for both.
     unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast(), elems) }
 }
 

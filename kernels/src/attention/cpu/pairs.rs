@@ -1,20 +1,20 @@
-//! Products of bf16 by instructions that multiply pairs of terms and add both to an f32 sum, read where they are.
+//! bf16 matmuls with instructions that multiply pairs of terms and add both to an f32 sum, without packing.
 //!
-//! A word of an operand holds two terms. Where these are of `head_dim` they are neighbours in a row of the tensor,
-//! where they are tokens they come from two rows; so a tile is copied once for each kind of product, which is little
-//! beside packing it anew for every product.
+//! A word of an operand holds two terms. Terms along `head_dim` are adjacent in a row of the tensor; terms
+//! that are tokens come from two rows. So a tile is copied once for each kind of matmul, which is cheap
+//! compared with packing it for every matmul.
 
 use super::matrix::{Heads, Mat, MatMut, Store, multiply_words};
 use super::operand::Operand;
 use super::softmax::ROW_STRIDE;
 use crate::gemm::tile::{TILE, pairs_of, transpose, word_of};
-use crate::gemm::unpacked::{round_neighbours, round_rows};
+use crate::gemm::unpacked::{round_neighbors, round_rows};
 use crate::simd::simd_kernel;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use std::ops::Range;
 
-/// Products of pairs of bf16, with f32 sums.
+/// Matmuls of bf16 pairs, with f32 sums.
 pub(in crate::attention) struct InPairs;
 
 impl Operand for InPairs {
@@ -22,35 +22,35 @@ impl Operand for InPairs {
     type Tile = u32;
     type Kernel = ();
 
-    /// As in f32, whose instructions read and write in the same way.
+    /// As in f32, whose instructions access memory in the same way.
     const STRIP: usize = 24;
 
     const BACKWARD_STRIP: usize = 48;
 
     const TERMS: usize = 2;
 
-    fn room_for_rows(tokens: usize, head_dim: usize) -> usize {
+    fn rows_scratch(tokens: usize, head_dim: usize) -> usize {
         tokens * pairs(head_dim)
     }
 
-    fn room_for_terms(tokens: usize, head_dim: usize) -> usize {
+    fn terms_scratch(tokens: usize, head_dim: usize) -> usize {
         pairs(tokens) * head_dim
     }
 
-    fn room_for_both(tokens: usize, head_dim: usize) -> usize {
-        Self::room_for_rows(tokens, head_dim) + Self::room_for_terms(tokens, head_dim)
+    fn both_scratch(tokens: usize, head_dim: usize) -> usize {
+        Self::rows_scratch(tokens, head_dim) + Self::terms_scratch(tokens, head_dim)
     }
 
-    fn room_for_columns(head_dim: usize) -> usize {
+    fn columns_scratch(head_dim: usize) -> usize {
         ROW_STRIDE * pairs(head_dim)
     }
 
-    fn room_for_tile(rows: usize) -> usize {
+    fn tile_scratch(rows: usize) -> usize {
         pairs(rows) * ROW_STRIDE
     }
 
-    fn room_for_both_tiles(rows: usize) -> usize {
-        2 * Self::room_for_tile(rows)
+    fn both_tiles_scratch(rows: usize) -> usize {
+        2 * Self::tile_scratch(rows)
     }
 
     fn packed_bytes(_: usize, _: usize, _: usize) -> usize {
@@ -87,7 +87,7 @@ impl Operand for InPairs {
         tokens: &Range<usize>,
         memory: &'b mut [f32],
     ) -> [Mat<'b, u32>; 2] {
-        let of_rows = Self::room_for_rows(tokens.len(), heads.head_dim());
+        let of_rows = Self::rows_scratch(tokens.len(), heads.head_dim());
         let (memory, of_terms) = memory.split_at_mut(of_rows);
         [Self::gather(heads, at, tokens, memory), Self::gather_terms(heads, at, tokens, of_terms)]
     }
@@ -104,9 +104,9 @@ impl Operand for InPairs {
         Mat::new(words, pairs(cols), rows, ROW_STRIDE)
     }
 
-    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, room: &'a mut [f32]) -> Mat<'a, u32> {
-        let words = words_in(room);
-        round_neighbours((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE / 2));
+    fn from_tile<'a>(tile: &'a [f32], rows: usize, cols: usize, buffer: &'a mut [f32]) -> Mat<'a, u32> {
+        let words = words_in(buffer);
+        round_neighbors((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE / 2));
         Mat::new(words, rows, pairs(cols), ROW_STRIDE / 2)
     }
 
@@ -114,9 +114,9 @@ impl Operand for InPairs {
         tile: &'a [f32],
         rows: usize,
         cols: usize,
-        room: &'a mut [f32],
+        buffer: &'a mut [f32],
     ) -> Mat<'a, u32> {
-        let words = words_in(room);
+        let words = words_in(buffer);
         round_rows((tile, ROW_STRIDE), (rows, cols), (words, ROW_STRIDE));
         Mat::new(words, pairs(rows), cols, ROW_STRIDE).t()
     }
@@ -125,10 +125,10 @@ impl Operand for InPairs {
         tile: &'a [f32],
         rows: usize,
         cols: usize,
-        room: &'a mut [f32],
+        buffer: &'a mut [f32],
     ) -> [Mat<'a, u32>; 2] {
-        let (room, transposed) = room.split_at_mut(Self::room_for_tile(rows));
-        [Self::from_tile(tile, rows, cols, room), Self::from_tile_transposed(tile, rows, cols, transposed)]
+        let (buffer, transposed) = buffer.split_at_mut(Self::tile_scratch(rows));
+        [Self::from_tile(tile, rows, cols, buffer), Self::from_tile_transposed(tile, rows, cols, transposed)]
     }
 
     fn multiply((): (), dst: MatMut<'_>, store: Store, factor: f32, lhs: Mat<'_, u32>, rhs: Mat<'_, u32>) {
@@ -136,7 +136,7 @@ impl Operand for InPairs {
     }
 }
 
-/// Words that hold so many terms.
+/// Number of words for so many terms.
 fn pairs(terms: usize) -> usize {
     terms.div_ceil(2)
 }
@@ -146,7 +146,7 @@ fn words_in(memory: &mut [f32]) -> &mut [u32] {
 }
 
 simd_kernel! {
-    /// Neighbours in a row become a word.
+    /// Combines adjacent elements of a row into words.
     fn pairs_of_rows<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
         let (rows, cols) = sizes;
         for (row, words) in words.chunks_exact_mut(cols.div_ceil(2)).take(rows).enumerate() {
@@ -163,7 +163,7 @@ simd_kernel! {
 }
 
 simd_kernel! {
-    /// An element and the one below it become a word; below the last row are zeros.
+    /// Combines each element with the one below it into a word; zeros follow the last row.
     fn rows_of_pairs<S>(bits: &[u16], stride: usize, sizes: (usize, usize), words: &mut [u32]) {
         let (rows, cols) = sizes;
         for (row, words) in (0..rows).step_by(2).zip(words.chunks_exact_mut(cols)) {

@@ -1,15 +1,15 @@
-//! Working memory that each thread keeps between calls.
+//! Scratch memory that each thread keeps between calls.
 
 use super::operand::Operand;
 use super::softmax::{ROW_STRIDE, SUMS};
-use super::tiles::{KEY_BLOCK, QUERY_BLOCK, near_tokens};
+use super::tiles::{KEY_BLOCK, QUERY_BLOCK, cached_tokens};
 use crate::scratch::{self, Scratch, total};
 
 thread_local! {
     static SCRATCH: Scratch = const { Scratch::new(Vec::new()) };
 }
 
-/// [`scratch::with_scratch`] with what attention keeps.
+/// [`scratch::with_scratch`] with attention's buffers.
 pub(super) fn with_scratch<const N: usize, R>(
     lengths: [usize; N],
     work: impl FnOnce([&mut [f32]; N]) -> R,
@@ -17,8 +17,8 @@ pub(super) fn with_scratch<const N: usize, R>(
     scratch::with_scratch(&SCRATCH, lengths, work)
 }
 
-/// The buffers of a pass over rows of `num_tokens` tokens, in bytes, at most: a backward pass in two sweeps makes do with
-/// those of a block of keys.
+/// Maximum bytes of the buffers of a pass over sequences of `num_tokens` tokens. A backward pass in two
+/// sweeps needs only those of a block of keys.
 pub(in crate::attention) fn scratch_bytes<T: Operand>(
     num_tokens: usize,
     head_dim: usize,
@@ -32,33 +32,33 @@ pub(in crate::attention) fn scratch_bytes<T: Operand>(
     elements * size_of::<f32>() + T::packed_bytes(T::STRIP.max(T::BACKWARD_STRIP), KEY_BLOCK, head_dim)
 }
 
-/// Lengths of the buffers of a forward task of any of `num_queries` queries: scores, what they are converted to,
-/// queries, transposed keys, values, output, largest scores and sums.
+/// Lengths of the buffers of a forward task of up to `num_queries` queries: scores, their conversion,
+/// queries, transposed keys, values, output, maxima and sums.
 pub(super) fn queries_lengths<T: Operand>(num_queries: usize, head_dim: usize) -> [usize; 8] {
-    let rows = num_queries.min(near_tokens(QUERY_BLOCK, head_dim));
+    let rows = num_queries.min(cached_tokens(QUERY_BLOCK, head_dim));
     let strip = rows.min(T::STRIP);
-    let (tile, room) = (strip * ROW_STRIDE, T::room_for_tile(strip));
-    let (of_queries, of_keys) = (T::room_for_rows(rows, head_dim), T::room_for_terms(KEY_BLOCK, head_dim));
-    let (columns, output) = (T::room_for_columns(head_dim), rows * head_dim);
-    [tile, room, of_queries, columns, of_keys, output, rows, rows * SUMS]
+    let (tile, buffer) = (strip * ROW_STRIDE, T::tile_scratch(strip));
+    let (of_queries, of_keys) = (T::rows_scratch(rows, head_dim), T::terms_scratch(KEY_BLOCK, head_dim));
+    let (columns, output) = (T::columns_scratch(head_dim), rows * head_dim);
+    [tile, buffer, of_queries, columns, of_keys, output, rows, rows * SUMS]
 }
 
-/// Lengths of the buffers of a backward task of any of `num_keys` keys: two tiles and what they are converted to; the
-/// keys; keys and values transposed; queries and the output's gradient; the gradients of keys and values.
+/// Lengths of the buffers of a backward task of up to `num_keys` keys: two tiles and their conversions; keys;
+/// transposed keys and values; queries and the output's gradient; the gradients of keys and values.
 pub(super) fn keys_lengths<T: Operand>(num_keys: usize, head_dim: usize) -> [usize; 11] {
-    let keys = num_keys.min(near_tokens(KEY_BLOCK, head_dim));
+    let keys = num_keys.min(cached_tokens(KEY_BLOCK, head_dim));
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (room, rooms) = (T::room_for_tile(T::BACKWARD_STRIP), T::room_for_both_tiles(T::BACKWARD_STRIP));
-    let (of_keys, of_queries) = (T::room_for_terms(keys, head_dim), T::room_for_both(QUERY_BLOCK, head_dim));
-    let columns = keys.div_ceil(KEY_BLOCK) * T::room_for_columns(head_dim);
+    let (buffer, buffers) = (T::tile_scratch(T::BACKWARD_STRIP), T::both_tiles_scratch(T::BACKWARD_STRIP));
+    let (of_keys, of_queries) = (T::terms_scratch(keys, head_dim), T::both_scratch(QUERY_BLOCK, head_dim));
+    let columns = keys.div_ceil(KEY_BLOCK) * T::columns_scratch(head_dim);
     let gradient = keys * head_dim;
-    [tile, tile, room, rooms, of_keys, columns, columns, of_queries, of_queries, gradient, gradient]
+    [tile, tile, buffer, buffers, of_keys, columns, columns, of_queries, of_queries, gradient, gradient]
 }
 
-/// As [`keys_lengths`], of a task that makes the gradient of `queries` queries alone.
+/// As [`keys_lengths`], for a task that computes only the gradient of `queries` queries.
 pub(super) fn dq_lengths<T: Operand>(queries: usize, head_dim: usize) -> [usize; 8] {
     let tile = T::BACKWARD_STRIP * ROW_STRIDE;
-    let (room, columns) = (T::room_for_tile(T::BACKWARD_STRIP), T::room_for_columns(head_dim));
-    let (of_keys, of_queries) = (T::room_for_terms(KEY_BLOCK, head_dim), T::room_for_rows(queries, head_dim));
-    [tile, tile, room, of_keys, columns, columns, of_queries, of_queries]
+    let (buffer, columns) = (T::tile_scratch(T::BACKWARD_STRIP), T::columns_scratch(head_dim));
+    let (of_keys, of_queries) = (T::terms_scratch(KEY_BLOCK, head_dim), T::rows_scratch(queries, head_dim));
+    [tile, tile, buffer, of_keys, columns, columns, of_queries, of_queries]
 }

@@ -1,25 +1,25 @@
-//! The elementwise work between the matrix products: one pass over a rectangle of scores, row by row.
+//! The elementwise work between the matmuls: one pass over a rectangle of scores, row by row.
 //!
-//! Rows of scores are padded to whole vectors and what a query does not see is set to -inf first, so that the
-//! loops have neither masks nor remainders.
+//! Rows of scores are padded to whole vectors, and masked keys are set to -inf first, so that the loops have
+//! neither masks nor remainders.
 
 use super::exp::exp;
-use super::tiles::{KEY_BLOCK, Span};
+use super::tiles::{KEY_BLOCK, Rectangle};
 use crate::attention::{VisibleRanges, blocks::intersect};
 use crate::simd::{Isa, LANES, Lanes, dot, max_lanes, max_of_lanes, simd_kernel};
 use std::ops::Range;
 
-/// Distance between two rows of scores. Not a power of two, so that a column does not map to one cache set.
+/// Distance between two rows of scores. Not a power of two, so that a column is spread over the cache sets.
 pub(super) const ROW_STRIDE: usize = KEY_BLOCK + LANES;
 
-/// Sums of powers per query: those that a vector adds at once. They are added up when there are no more keys.
+/// Partial sums of exponentials per query: one per lane. They are added up after the last key.
 pub(super) const SUMS: usize = LANES / 2;
 
-/// A query block's running softmax.
+/// The online softmax of a block of queries.
 pub(super) struct Running<'a> {
-    /// Largest score so far, per query.
+    /// Maximum score so far, per query.
     pub(super) max: &'a mut [f32],
-    /// Sums of `exp(score - max)` so far, [`SUMS`] per query: a key's goes to that of its place among as many.
+    /// Partial sums of `exp(score - max)` so far, [`SUMS`] per query; a key's lane selects the partial sum.
     pub(super) sums: &'a mut [[f32; SUMS]],
     /// Sum of `exp(score - max) * v` so far, `[queries, head_dim]`.
     pub(super) output: &'a mut [f32],
@@ -30,29 +30,31 @@ pub(super) struct Running<'a> {
 }
 
 simd_kernel! {
-    /// Replaces a rectangle's scores by `exp(score - max)`, where `max` includes them, and rescales what the
-    /// earlier ones left to that `max` (online softmax).
+    /// Replaces a rectangle's scores by `exp(score - max)`, where `max` includes them, and rescales earlier
+    /// sums to that `max` (online softmax).
     ///
     /// # Shapes
-    /// `scores` has a row of [`ROW_STRIDE`] per query of the span.
+    /// `scores` has a row of [`ROW_STRIDE`] per query of the rectangle.
     pub(super) fn online_softmax<S>(
-        span: &Span,
+        rectangle: &Rectangle,
         visible: &VisibleRanges,
         scores: &mut [f32],
         running: &mut Running<'_>,
     ) {
-        // All rows' maxima first: a row's powers wait for its maximum, which comes out of a chain of comparisons.
-        for (query, row) in span.queries.clone().zip(scores.chunks_mut(ROW_STRIDE)) {
-            let (seen, row) = visible_part(span, visible, query, row);
+        // All rows' maxima first: the exponentials of a row depend on its maximum, which is a chain of
+        // comparisons.
+        for (query, row) in rectangle.queries.clone().zip(scores.chunks_mut(ROW_STRIDE)) {
+            let (seen, row) = visible_part(rectangle, visible, query, row);
             hide(row, &seen);
             let index = query - running.first_query;
-            // Seldom, after the first keys: the row's maximum itself does not have to be known.
+            // Rare after the first keys, so checking lane maxima is enough; the row's exact maximum is not
+            // needed.
             if any_above(&largest(row), running.max[index]) {
                 raise_max(running, index, row);
             }
         }
-        for (query, row) in span.queries.clone().zip(scores.chunks_mut(ROW_STRIDE)) {
-            let (seen, row) = visible_part(span, visible, query, row);
+        for (query, row) in rectangle.queries.clone().zip(scores.chunks_mut(ROW_STRIDE)) {
+            let (seen, row) = visible_part(rectangle, visible, query, row);
             let index = query - running.first_query;
             if seen.is_empty() {
                 row.fill(0.0);
@@ -64,7 +66,7 @@ simd_kernel! {
 }
 
 simd_kernel! {
-    /// Refers a query's sums to the largest element of the row.
+    /// Rescales a query's sums to the largest element of the row.
     fn raise_max<S>(running: &mut Running<'_>, index: usize, row: &[f32]) {
         let max = max_of_lanes(largest(row));
         let factor = exp::<S>(running.max[index] - max);
@@ -78,7 +80,7 @@ simd_kernel! {
     }
 }
 
-/// What the softmax's backward reads per query; the slices start with the rectangle's first query.
+/// Per-query inputs of the softmax's backward; the slices begin with the rectangle's first query.
 pub(super) struct RowTerms<'a> {
     /// Log-denominators.
     pub(super) lse: &'a [f32],
@@ -87,13 +89,13 @@ pub(super) struct RowTerms<'a> {
 }
 
 simd_kernel! {
-    /// Turns scores into probabilities `p = exp(score - lse)` and their gradients `dp` into those of the
-    /// scores, `p * (dp - delta)`.
+    /// Turns scores into probabilities `p = exp(score - lse)`, and the gradients `dp` of these into those of
+    /// the scores, `p * (dp - delta)`.
     ///
     /// # Shapes
-    /// `scores` and `gradients` have a row of [`ROW_STRIDE`] per query of the span.
+    /// `scores` and `gradients` have a row of [`ROW_STRIDE`] per query of the rectangle.
     pub(super) fn softmax_backward<S>(
-        span: &Span,
+        rectangle: &Rectangle,
         visible: &VisibleRanges,
         terms: &RowTerms<'_>,
         scores: &mut [f32],
@@ -101,8 +103,8 @@ simd_kernel! {
     ) {
         let rows = scores.chunks_mut(ROW_STRIDE).zip(gradients.chunks_mut(ROW_STRIDE));
         let terms = terms.lse.iter().zip(terms.delta);
-        for ((query, (scores, gradients)), (&lse, &delta)) in span.queries.clone().zip(rows).zip(terms) {
-            let (seen, scores) = visible_part(span, visible, query, scores);
+        for ((query, (scores, gradients)), (&lse, &delta)) in rectangle.queries.clone().zip(rows).zip(terms) {
+            let (seen, scores) = visible_part(rectangle, visible, query, scores);
             let gradients = &mut gradients[..scores.len()];
             if seen.is_empty() {
                 scores.fill(0.0);
@@ -119,27 +121,27 @@ simd_kernel! {
     }
 }
 
-/// What the query sees of the span's keys, counted from the first of them, and the row up to whole vectors.
+/// The visible keys of the rectangle for a query, relative to its first key, and the row up to whole vectors.
 #[inline(always)]
 fn visible_part<'a>(
-    span: &Span,
+    rectangle: &Rectangle,
     visible: &VisibleRanges,
     query: usize,
     row: &'a mut [f32],
 ) -> (Range<usize>, &'a mut [f32]) {
-    let seen = intersect(&visible.of(query), &span.keys);
-    let padded = span.keys.len().next_multiple_of(LANES);
-    (seen.start - span.keys.start..seen.end - span.keys.start, &mut row[..padded])
+    let seen = intersect(&visible.of(query), &rectangle.keys);
+    let padded = rectangle.keys.len().next_multiple_of(LANES);
+    (seen.start - rectangle.keys.start..seen.end - rectangle.keys.start, &mut row[..padded])
 }
 
-/// Sets everything but the visible part to -inf.
+/// Sets everything except the visible part to -inf.
 #[inline(always)]
 fn hide(row: &mut [f32], seen: &Range<usize>) {
     row[..seen.start].fill(f32::NEG_INFINITY);
     row[seen.end..].fill(f32::NEG_INFINITY);
 }
 
-/// The largest of every [`LANES`]th element of the row.
+/// The maxima of every [`LANES`]th element of the row.
 #[inline(always)]
 fn largest(row: &[f32]) -> Lanes {
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -149,7 +151,7 @@ fn largest(row: &[f32]) -> Lanes {
     lanes
 }
 
-/// Looks at all lanes, as vectors do.
+/// Checks all lanes without branches, as vectors do.
 #[inline(always)]
 fn any_above(lanes: &Lanes, bound: f32) -> bool {
     let mut any = false;
@@ -159,7 +161,7 @@ fn any_above(lanes: &Lanes, bound: f32) -> bool {
     any
 }
 
-/// Replaces the row by `exp(element - max)` and adds every [`SUMS`]th to its sum.
+/// Replaces the row by `exp(element - max)` and adds every [`SUMS`]th element to its partial sum.
 #[inline(always)]
 fn add_powers<S: Isa>(row: &mut [f32], max: f32, sums: &mut [f32; SUMS]) {
     let mut lanes = [0f32; LANES];

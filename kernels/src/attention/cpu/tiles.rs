@@ -1,4 +1,4 @@
-//! Cutting the visible (query, key) pairs into rectangles.
+//! Divides the visible (query, key) pairs into rectangles.
 
 use crate::attention::{
     VisibleRanges,
@@ -6,62 +6,65 @@ use crate::attention::{
 };
 use std::ops::Range;
 
-/// Queries per tile. A multiple of what every kind of [`Operand`](super::Operand) takes at a
-/// time.
+/// Queries per tile. A multiple of the step of every [`Operand`](super::Operand).
 pub(super) const QUERY_BLOCK: usize = 480;
 /// Keys per tile.
 pub(super) const KEY_BLOCK: usize = 256;
-/// Most elements of a head that a task copies together, if that is more than a tile's: whatever it fetches from farther
-/// away to go with them, it fetches once for all of them, as long as they stay in the second cache.
-const NEAR_ELEMENTS: usize = 1 << 17;
-/// Queries per rectangle where a tile is only partly visible.
+/// Maximum number of elements of a head that a task copies together, unless a tile is larger. They stay in
+/// the second-level cache, so the other operand is copied only once for all of them.
+const CACHED_ELEMENTS: usize = 1 << 17;
+/// Queries per rectangle in partly visible tiles.
 const PANEL: usize = 48;
-/// A tile's fully visible keys become a rectangle of their own from this many on.
+/// Minimum number of fully visible keys of a tile for a separate rectangle.
 const MIN_DENSE_KEYS: usize = 64;
 
-/// Whether the blocks of keys, and the queries of every rectangle within their block, begin at a multiple of `terms`.
+/// Whether the blocks of keys, and the queries of every rectangle within their block, begin at a multiple of
+/// `terms`.
 pub(super) const fn begin_at_multiples(terms: usize) -> bool {
     KEY_BLOCK.is_multiple_of(terms) && QUERY_BLOCK.is_multiple_of(terms) && PANEL.is_multiple_of(terms)
 }
 
-/// Tokens of as many tiles of `tile` tokens as a task keeps near.
-pub(super) fn near_tokens(tile: usize, head_dim: usize) -> usize {
-    tile * (NEAR_ELEMENTS / (tile * head_dim.max(1))).max(1)
+/// Tokens of the tiles, of `tile` tokens each, that a task keeps in the cache.
+pub(super) fn cached_tokens(tile: usize, head_dim: usize) -> usize {
+    tile * (CACHED_ELEMENTS / (tile * head_dim.max(1))).max(1)
 }
 
-/// A rectangle of (query, key) pairs, computed as a whole.
+/// A rectangle of (query, key) pairs that is computed as a whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Span {
+pub(super) struct Rectangle {
     pub(super) queries: Range<usize>,
     pub(super) keys: Range<usize>,
 }
 
-/// The rectangles cut into strips of at most `rows` queries.
-pub(super) fn strips(spans: impl Iterator<Item = Span>, rows: usize) -> impl Iterator<Item = Span> {
-    spans.flat_map(move |Span { queries, keys }| {
+/// Cuts the rectangles into strips of at most `rows` queries.
+pub(super) fn strips(
+    rectangles: impl Iterator<Item = Rectangle>,
+    rows: usize,
+) -> impl Iterator<Item = Rectangle> {
+    rectangles.flat_map(move |Rectangle { queries, keys }| {
         let end = queries.end;
         queries
             .step_by(rows)
-            .map(move |start| Span { queries: start..end.min(start + rows), keys: keys.clone() })
+            .map(move |start| Rectangle { queries: start..end.min(start + rows), keys: keys.clone() })
     })
 }
 
-/// `part`, counted from the start of `whole`.
+/// `part`, relative to the start of `whole`.
 pub(super) fn within(part: &Range<usize>, whole: &Range<usize>) -> Range<usize> {
     part.start - whole.start..part.end - whole.start
 }
 
-/// Rectangles that cover what `queries` see of `keys`, each pair once.
+/// Rectangles that cover the visible pairs of `queries` and `keys`, each pair once.
 ///
-/// The keys that all of the queries see make one rectangle. What is left on either side (the diagonal, the
-/// edges of documents and of the window) is cut into panels of few queries, each with the keys it needs.
-/// All begin at a multiple of `group` keys, as `keys` must, and end at one or with `keys`.
-pub(super) fn spans(
+/// The keys that all queries see form one rectangle. The rest on either side (the diagonal, edges of
+/// documents and of the window) is cut into panels of few queries, each with the keys that it needs. All
+/// begin at a multiple of `group` keys, as `keys` must, and end at one or with `keys`.
+pub(super) fn rectangles(
     visible: &VisibleRanges,
     queries: Range<usize>,
     keys: Range<usize>,
     group: usize,
-) -> impl Iterator<Item = Span> {
+) -> impl Iterator<Item = Rectangle> {
     let seen = intersect(&visible.hull(&queries), &keys);
     let hull = whole_groups(&seen, &keys, group);
     let common = intersect(&visible.common(&queries), &seen);
@@ -74,15 +77,17 @@ pub(super) fn spans(
     let sides = [hull.start..dense.start, dense.end..hull.end];
     let panels = blocks(queries.clone(), queries.end, PANEL).flat_map(move |panel| {
         let seen = visible.hull(&panel);
-        sides.clone().map(|side| Span {
+        sides.clone().map(|side| Rectangle {
             keys: whole_groups(&intersect(&seen, &side), &side, group),
             queries: panel.clone(),
         })
     });
-    std::iter::once(Span { queries, keys: dense }).chain(panels).filter(|span| !span.keys.is_empty())
+    std::iter::once(Rectangle { queries, keys: dense })
+        .chain(panels)
+        .filter(|rectangle| !rectangle.keys.is_empty())
 }
 
-/// The groups of `whole` that `part` touches.
+/// The groups of `whole` that overlap `part`.
 fn whole_groups(part: &Range<usize>, whole: &Range<usize>, group: usize) -> Range<usize> {
     if part.is_empty() {
         return part.clone();
@@ -93,60 +98,64 @@ fn whole_groups(part: &Range<usize>, whole: &Range<usize>, group: usize) -> Rang
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionError, Geometry, reference};
+    use crate::attention::{AttentionError, AttentionLayout, reference};
 
-    fn packed(length: u32, boundaries: Vec<u32>, window: Option<usize>) -> Result<Geometry, AttentionError> {
+    fn packed(
+        length: u32,
+        boundaries: Vec<u32>,
+        window: Option<usize>,
+    ) -> Result<AttentionLayout, AttentionError> {
         let positions: Vec<u32> = (0..length).collect();
-        Geometry::new(positions.clone(), positions, vec![boundaries], vec![0], window)
+        AttentionLayout::new(positions.clone(), positions, vec![boundaries], vec![0], window)
     }
 
-    fn all_spans(geometry: &Geometry, group: usize) -> Vec<Span> {
-        let visible = geometry.visible(0);
-        let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+    fn all_rectangles(layout: &AttentionLayout, group: usize) -> Vec<Rectangle> {
+        let visible = layout.visible(0);
+        let (num_queries, num_keys) = (layout.q_positions().len(), layout.kv_positions().len());
         blocks(0..num_queries, num_queries, QUERY_BLOCK)
             .flat_map(|queries| {
                 blocks(visible.hull(&queries), num_keys, KEY_BLOCK)
-                    .flat_map(move |keys| spans(visible, queries.clone(), keys, group))
+                    .flat_map(move |keys| rectangles(visible, queries.clone(), keys, group))
             })
             .collect()
     }
 
-    fn area(spans: &[Span]) -> usize {
-        spans.iter().map(|span| span.queries.len() * span.keys.len()).sum()
+    fn area(rectangles: &[Rectangle]) -> usize {
+        rectangles.iter().map(|rectangle| rectangle.queries.len() * rectangle.keys.len()).sum()
     }
 
     #[test]
-    fn every_visible_pair_lies_in_exactly_one_span() -> Result<(), AttentionError> {
+    fn every_visible_pair_lies_in_exactly_one_rectangle() -> Result<(), AttentionError> {
         let even: Vec<u32> = (0..700).map(|index| 2 * index).collect();
         let late: Vec<u32> = (300..1400).collect();
         let thirds: Vec<u32> = (0..333).map(|index| 3 * index).collect();
-        let geometries = [
+        let layouts = [
             packed(700, vec![0, 700], None)?,
             packed(700, vec![0, 1, 90, 91, 400, 700], None)?,
             packed(700, vec![0, 500, 700], Some(33))?,
             packed(900, vec![0, 900], Some(300))?,
-            Geometry::new(even.clone(), late.clone(), vec![vec![0, 800, 1400]], vec![0], None)?,
-            Geometry::new(late, even, vec![vec![0, 350, 1400]], vec![0], Some(500))?,
+            AttentionLayout::new(even.clone(), late.clone(), vec![vec![0, 800, 1400]], vec![0], None)?,
+            AttentionLayout::new(late, even, vec![vec![0, 350, 1400]], vec![0], Some(500))?,
             packed(601, vec![0, 37, 90, 91, 601], Some(301))?,
-            Geometry::new(thirds.clone(), thirds, vec![vec![0, 400, 1000]], vec![0], None)?,
+            AttentionLayout::new(thirds.clone(), thirds, vec![vec![0, 400, 1000]], vec![0], None)?,
         ];
-        let cases = geometries.iter().enumerate().flat_map(|case| [(case, 1), (case, 2)]);
-        for ((case, geometry), group) in cases {
-            let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+        let cases = layouts.iter().enumerate().flat_map(|case| [(case, 1), (case, 2)]);
+        for ((case, layout), group) in cases {
+            let (num_queries, num_keys) = (layout.q_positions().len(), layout.kv_positions().len());
             let mut covered = vec![0u8; num_queries * num_keys];
-            for span in all_spans(geometry, group) {
-                let end = span.keys.end;
-                assert!(span.keys.start.is_multiple_of(group), "case {case}: {span:?}");
-                assert!(end.is_multiple_of(group) || end == num_keys, "case {case}: {span:?}");
-                for query in span.queries {
-                    for key in span.keys.clone() {
+            for rectangle in all_rectangles(layout, group) {
+                let end = rectangle.keys.end;
+                assert!(rectangle.keys.start.is_multiple_of(group), "case {case}: {rectangle:?}");
+                assert!(end.is_multiple_of(group) || end == num_keys, "case {case}: {rectangle:?}");
+                for query in rectangle.queries {
+                    for key in rectangle.keys.clone() {
                         covered[query * num_keys + key] += 1;
                     }
                 }
             }
             for (pair, count) in covered.into_iter().enumerate() {
                 let (query, key) = (pair / num_keys, pair % num_keys);
-                let visible = reference::is_visible(geometry, 0, query, key);
+                let visible = reference::is_visible(layout, 0, query, key);
                 assert!(
                     count <= 1 && (count == 1 || !visible),
                     "case {case}, groups of {group}: ({query}, {key}) {count} times"
@@ -158,11 +167,11 @@ mod tests {
 
     #[test]
     fn the_diagonal_wastes_little_and_documents_cost_their_own_squares() -> Result<(), AttentionError> {
-        let whole = all_spans(&packed(4096, vec![0, 4096], None)?, 1);
+        let whole = all_rectangles(&packed(4096, vec![0, 4096], None)?, 1);
         let visible = 4096 * 4097 / 2;
         assert!(area(&whole) * 50 < visible * 51, "{} for {visible} visible pairs", area(&whole));
         let boundaries: Vec<u32> = (0..=16).map(|document| document * 256).collect();
-        let documents = all_spans(&packed(4096, boundaries, None)?, 1);
+        let documents = all_rectangles(&packed(4096, boundaries, None)?, 1);
         assert!(area(&documents) * 12 < area(&whole), "{} of {}", area(&documents), area(&whole));
         Ok(())
     }

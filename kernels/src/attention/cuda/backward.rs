@@ -1,13 +1,13 @@
 //! Backward: recomputes the probabilities from the log-denominators, tile by tile.
 //!
-//! `p = exp(scale q k^T - lse)`, `ds = p * (dout v^T - delta)`, then `dv += p^T dout`, `dk += scale ds^T q` and
-//! `dq += scale ds k`. `dk` and `dv` are summed in f32 over all queries, and over the query heads that share a KV
-//! head by the same products; `dq` is summed in f32 over the keys for which these sums have room, and over more than
-//! that in the tensor itself.
+//! `p = exp(scale q k^T - lse)`, `ds = p * (dout v^T - delta)`, then `dv += p^T dout`, `dk += scale ds^T q`
+//! and `dq += scale ds k`. `dk` and `dv` are summed in f32 over all queries; the same matmuls sum them over
+//! the query heads that share a KV head. `dq` is summed in f32 over the keys that fit the buffer of sums, and
+//! beyond that in the tensor itself.
 
 use super::{
     Problem, Tiling,
-    pass::{Pass, QueryBlock, Room, align, scratch, sizes},
+    pass::{Pass, QueryBlock, ScratchSize, align, scratch, sizes},
     tiling::{HeadChunk, Tile},
 };
 use crate::attention::{Gradients, Upstream, blocks::blocks, dims::Dims};
@@ -23,13 +23,13 @@ pub(in crate::attention) fn backward(
     gradients: &Gradients<'_>,
     tiling: &Tiling,
 ) -> Result<(), DeviceError> {
-    let Problem { q, k, v, dims, dtype, scale, geometry } = *problem;
+    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
     let Upstream { dout, lse, delta } = *upstream;
     let Gradients { dq, dk, dv } = *gradients;
-    let (ranges, heads) = (geometry.ranges_on(q.device())?, geometry.heads_by_kv_head_on(q.device())?);
-    let chunks = tiling.head_chunks(geometry.q_to_kv(), &dims, tiling.max_kv_heads(&dims));
+    let (ranges, heads) = (layout.ranges_on(q.device())?, layout.heads_by_kv_head_on(q.device())?);
+    let chunks = tiling.head_chunks(layout.q_to_kv(), &dims, tiling.max_kv_heads(&dims));
     let stride = tiling.score_stride(&dims);
-    let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), q.device())?;
+    let scratch = scratch(scratch_sizes(&dims, dtype, &chunks, tiling), q.device())?;
     if launcher.is_dry() {
         return Ok(());
     }
@@ -68,8 +68,8 @@ pub(in crate::attention) fn backward(
     })
 }
 
-/// The working memory of [`Backward`], in its order, for the largest of the chunks.
-fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 8] {
+/// The scratch of [`Backward`], in its order, for the largest of the chunks.
+fn scratch_sizes(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [ScratchSize; 8] {
     let rows = chunks.iter().map(|chunk| tiling.query_block(dims, chunk) * chunk.num_heads()).max();
     let keys = chunks.iter().map(|chunk| {
         let first = tiling.sum_blocks(dims, chunk).next();
@@ -77,7 +77,7 @@ fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [R
     });
     let packed = rows.unwrap_or(0) * dims.head_dim;
     let tile = rows.unwrap_or(0) * tiling.score_stride(dims);
-    // f32 probabilities and gradients of scores take the place of what they are made of.
+    // In f32, probabilities and gradients of scores are computed in place.
     let rounded = if dtype == DType::F32 { 0 } else { tile };
     let sums = 2 * keys.max().unwrap_or(0) * dims.head_dim;
     [
@@ -117,7 +117,7 @@ struct Backward<'a> {
     ds: Address,
     /// A query block's `dq`.
     dq_sums: Address,
-    /// A block of keys' `dk`, and behind it their `dv`.
+    /// `dk` of a block of keys, followed by their `dv`.
     kv_sums: Address,
     zero: Kernel,
     softmax: Kernel,
@@ -131,7 +131,7 @@ struct KeySums<'a> {
 }
 
 impl Backward<'_> {
-    /// `dk` and `dv` of some keys of a chunk of heads, and their part of its `dq`.
+    /// Computes `dk` and `dv` of some keys of a chunk of heads, and their contribution to its `dq`.
     fn sum_block(&self, row: usize, chunk: &HeadChunk, keys: &Range<usize>) -> Result<(), DeviceError> {
         let Self { pass, .. } = self;
         let [_, dk, dv] = self.outputs;
@@ -140,8 +140,8 @@ impl Backward<'_> {
         let sums = KeySums { keys, dk: self.kv_sums, dv: self.kv_sums.offset(len) };
         self.zero(self.kv_sums, 2 * len)?;
         if chunk.group > 0 {
-            // The first keys' part overwrites `dq`, for all queries.
-            let seeing = pass.geometry.visible(row).queries_of(keys);
+            // The first keys overwrite `dq`, for all queries.
+            let seeing = pass.layout.visible(row).queries_of(keys);
             let queries = if keys.start == 0 { 0..num_queries } else { seeing };
             for queries in blocks(queries, num_queries, self.tiling.query_block(&pass.dims, chunk)) {
                 self.query_block(&QueryBlock { row, chunk: *chunk, queries }, &sums)?;
@@ -157,7 +157,7 @@ impl Backward<'_> {
         pass.gather(self.packed_q, self.inputs.q, block)?;
         pass.gather(self.packed_dout, self.inputs.dout, block)?;
         self.zero(self.dq_sums, block.num_rows() * pass.dims.head_dim)?;
-        for tile in self.tiling.tiles(pass.geometry.visible(block.row), block.queries.clone(), sums.keys) {
+        for tile in self.tiling.tiles(pass.layout.visible(block.row), block.queries.clone(), sums.keys) {
             self.tile(block, &tile, sums)?;
         }
         pass.scatter_queries(dq, self.dq_sums, block, sums.keys.start > 0)
@@ -177,7 +177,7 @@ impl Backward<'_> {
         pass.multiply(block, *scale, [ds, k], 1.0, pass.rows(self.dq_sums, block, tile))
     }
 
-    /// The tile's keys among those that are summed.
+    /// The sums of the tile's keys.
     fn sums_of(&self, address: Address, sums: &KeySums<'_>, tile: &Tile) -> MatrixAt {
         let head_dim = self.pass.dims.head_dim;
         let address = address.offset((tile.keys.start - sums.keys.start) * head_dim);

@@ -1,8 +1,8 @@
-//! Forward: for each block of queries, tile after tile of keys, with a running softmax.
+//! Forward: for each block of queries, tile after tile of keys, with an online softmax.
 
 use super::{
     Problem, Tiling,
-    pass::{Pass, QueryBlock, Room, align, scratch, sizes},
+    pass::{Pass, QueryBlock, ScratchSize, align, scratch, sizes},
     tiling::{HeadChunk, Tile},
 };
 use crate::attention::{blocks::blocks, dims::Dims};
@@ -16,13 +16,13 @@ pub(in crate::attention) fn forward(
     [o, lse]: [&Tensor; 2],
     tiling: &Tiling,
 ) -> Result<(), DeviceError> {
-    let Problem { q, k, v, dims, dtype, scale, geometry } = *problem;
+    let Problem { q, k, v, dims, dtype, scale, layout } = *problem;
     let device = q.device();
-    let (ranges, heads) = (geometry.ranges_on(device)?, geometry.heads_by_kv_head_on(device)?);
-    let chunks = tiling.head_chunks(geometry.q_to_kv(), &dims, dims.num_kv_heads);
+    let (ranges, heads) = (layout.ranges_on(device)?, layout.heads_by_kv_head_on(device)?);
+    let chunks = tiling.head_chunks(layout.q_to_kv(), &dims, dims.num_kv_heads);
     let rows = max_rows(&dims, &chunks, tiling);
     let stride = tiling.score_stride(&dims);
-    let scratch = scratch(rooms(&dims, dtype, &chunks, tiling), device)?;
+    let scratch = scratch(scratch_sizes(&dims, dtype, &chunks, tiling), device)?;
     if launcher.is_dry() {
         return Ok(());
     }
@@ -67,11 +67,11 @@ fn max_rows(dims: &Dims, chunks: &[HeadChunk], tiling: &Tiling) -> usize {
     rows.max().unwrap_or(0)
 }
 
-/// Packed queries, scores, probabilities, their sums with the values, and the rows' largest scores and sums.
-fn rooms(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [Room; 5] {
+/// Packed queries, scores, probabilities, their products with the values, and the rows' maxima and sums.
+fn scratch_sizes(dims: &Dims, dtype: DType, chunks: &[HeadChunk], tiling: &Tiling) -> [ScratchSize; 5] {
     let rows = max_rows(dims, chunks, tiling);
     let (packed, tile) = (rows * dims.head_dim, rows * tiling.score_stride(dims));
-    // f32 probabilities take the place of the scores.
+    // In f32, probabilities replace the scores.
     let probabilities = if dtype == DType::F32 { 0 } else { tile };
     [
         (packed, dtype),
@@ -95,9 +95,9 @@ struct Forward<'a> {
     probabilities: Address,
     /// A block's sums of `p v`, in f32 until all keys are added.
     acc: Address,
-    /// Each packed row's largest score so far.
+    /// Maximum score so far of each packed row.
     maxima: Address,
-    /// Each packed row's sum of `exp(score - maximum)` so far.
+    /// Sum of `exp(score - maximum)` so far of each packed row.
     sums: Address,
     begin: Kernel,
     softmax: Kernel,
@@ -109,7 +109,7 @@ impl Forward<'_> {
         let Self { pass, .. } = self;
         pass.gather(self.packed_q, self.q, block)?;
         self.begin(block)?;
-        let visible = pass.geometry.visible(block.row);
+        let visible = pass.layout.visible(block.row);
         for tile in tiling.tiles(visible, block.queries.clone(), &(0..pass.dims.num_keys)) {
             self.tile(block, &tile)?;
         }

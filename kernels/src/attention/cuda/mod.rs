@@ -1,4 +1,4 @@
-//! Attention on a device: the products are its matrix library's, what stands between them `cuda/attention.cu`.
+//! Attention on a GPU: matmuls by cuBLAS, the steps in between by `cuda/attention.cu`.
 
 mod backward;
 mod forward;
@@ -9,20 +9,20 @@ pub(super) use backward::backward;
 pub(super) use forward::forward;
 pub(super) use tiling::Tiling;
 
-use super::{Geometry, dims::Dims};
+use super::{AttentionLayout, dims::Dims};
 use crate::device::{DeviceError, Grid, Kernel, Launcher, sources::ATTENTION};
 use candle_core::{DType, Tensor};
 
-/// What both directions read; checked by the caller.
+/// Inputs of both directions, checked by the caller.
 pub(super) struct Problem<'a> {
     pub(super) q: &'a Tensor,
     pub(super) k: &'a Tensor,
     pub(super) v: &'a Tensor,
     pub(super) dims: Dims,
-    /// Of `q`, `k`, `v` and all that has their shapes.
+    /// Element type of `q`, `k`, `v` and all tensors of their shapes.
     pub(super) dtype: DType,
     pub(super) scale: f32,
-    pub(super) geometry: &'a Geometry,
+    pub(super) layout: &'a AttentionLayout,
 }
 
 /// Writes `delta [b, hq, sq] = rowsum(o * dout)` for `o, dout [b, sq, hq, d]`.
@@ -34,7 +34,7 @@ pub(super) fn delta(
 ) -> Result<(), DeviceError> {
     let kernel = Kernel::of_dtype(&ATTENTION, "attention_delta", dtype)?;
     let rows = batch * tokens * heads;
-    // Enough lanes to read a row in one go, 16 bytes each.
+    // Enough lanes to read a row at once, 16 bytes each.
     let width = (head_dim * dtype.size_in_bytes()).div_ceil(16).next_power_of_two().min(32);
     launcher.open([delta], [o, dout], |[delta], [o, dout]| {
         let args = [

@@ -1,21 +1,21 @@
-//! What the tiles of both directions have in common: packed queries, and the matrices that products see.
+//! What the tiles of both directions share: packed queries, and the matrix views of the matmuls.
 
 use super::{
     Problem,
     tiling::{HeadChunk, Tile},
 };
-use crate::attention::{Geometry, dims::Dims};
+use crate::attention::{AttentionLayout, dims::Dims};
 use crate::device::{
-    Address, Arg, DeviceError, Grid, Kernel, Launcher, MatrixAt, Product, sources::ATTENTION,
+    Address, Arg, DeviceError, Grid, Kernel, Launcher, Matmul, MatrixAt, sources::ATTENTION,
 };
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
-/// Warps of a block: rows of a tile that it works on.
+/// Warps per block: the rows of a tile that it processes.
 const WARPS: usize = Grid::THREADS as usize / 32;
 
-/// The queries of one batch row that a chunk of heads works on at a time, in packed form: rows
-/// `[kv head, query, member]` of `head_dim` elements.
+/// The queries of one sequence that a chunk of heads processes at a time, packed: rows `[kv head, query,
+/// member]` of `head_dim` elements.
 pub(super) struct QueryBlock {
     pub(super) row: usize,
     pub(super) chunk: HeadChunk,
@@ -31,7 +31,7 @@ impl QueryBlock {
         self.queries.len() * self.chunk.group
     }
 
-    /// The rows of a tile, counted within each KV head.
+    /// The rows of a tile, numbered within each KV head.
     pub(super) fn rows_of(&self, tile: &Tile) -> Range<usize> {
         let row = |query: usize| (query - self.queries.start) * self.chunk.group;
         row(tile.queries.start)..row(tile.queries.end)
@@ -40,14 +40,14 @@ impl QueryBlock {
 
 /// One call: its sizes, kernels and tables.
 ///
-/// Invariant: the tables are those of the geometry, and the addresses that methods take are of tensors and scratch
-/// whose sizes follow from `dims` and the tiling.
+/// Invariant: the tables are those of the layout, and the addresses passed to methods are of tensors and
+/// scratch whose sizes follow from `dims` and the tiling.
 pub(super) struct Pass<'a> {
     pub(super) launcher: &'a Launcher,
     pub(super) dims: Dims,
-    pub(super) geometry: &'a Geometry,
+    pub(super) layout: &'a AttentionLayout,
     dtype: DType,
-    /// Elements from one row of scores to the next.
+    /// Distance between rows of scores, in elements.
     score_stride: usize,
     ranges: Address,
     heads: Address,
@@ -65,7 +65,7 @@ impl<'a> Pass<'a> {
         Ok(Self {
             launcher,
             dims: problem.dims,
-            geometry: problem.geometry,
+            layout: problem.layout,
             dtype: problem.dtype,
             score_stride,
             ranges,
@@ -135,7 +135,7 @@ impl<'a> Pass<'a> {
         unsafe { self.launcher.launch(&self.scatter, self.elements_grid(rows), &args) }
     }
 
-    /// Starts a kernel that has a warp for each row of a tile.
+    /// Starts a kernel with one warp per row of a tile.
     ///
     /// # Safety
     /// As [`Launcher::launch`].
@@ -148,21 +148,21 @@ impl<'a> Pass<'a> {
     ) -> Result<(), DeviceError> {
         let rows = block.rows_of(tile).len();
         let grid = Grid { blocks: [rows.div_ceil(WARPS), block.chunk.num_kv_heads, 1], ..Grid::blocks(0) };
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { self.launcher.launch(kernel, grid, args) }
     }
 
-    /// The ranges of keys that the tile's queries see, from the first of them on.
+    /// The key ranges of the tile's queries, beginning with the first query.
     pub(super) fn ranges_of(&self, block: &QueryBlock, tile: &Tile) -> Address {
         self.ranges.offset(2 * (block.row * self.dims.num_queries + tile.queries.start))
     }
 
-    /// Elements from one row of scores to the next.
+    /// Distance between rows of scores, in elements.
     pub(super) fn score_stride(&self) -> usize {
         self.score_stride
     }
 
-    /// The tile's scores, or what has their shape.
+    /// The tile's scores, or another tensor of their shape.
     pub(super) fn scores(&self, scores: Address, block: &QueryBlock, tile: &Tile) -> MatrixAt {
         let rows = block.rows_of(tile).len();
         let scores = MatrixAt::row_major(scores, rows, tile.keys.len(), self.score_stride);
@@ -177,14 +177,14 @@ impl<'a> Pass<'a> {
         packed.batched(block.rows_per_kv_head() * head_dim)
     }
 
-    /// The tile's keys of a tensor `[b, skv, hkv, d]`, where they lie.
+    /// The tile's keys in a tensor `[b, skv, hkv, d]`.
     pub(super) fn keys(&self, tensor: Address, block: &QueryBlock, tile: &Tile) -> MatrixAt {
         let Dims { num_kv_heads, head_dim, .. } = self.dims;
         let address = self.keys_at(tensor, block.row, &block.chunk, tile.keys.start);
         MatrixAt::row_major(address, tile.keys.len(), head_dim, num_kv_heads * head_dim).batched(head_dim)
     }
 
-    /// c = alpha · a·b + beta · c for each KV head of the block.
+    /// Computes c = alpha · a·b + beta · c for each KV head of the block.
     pub(super) fn multiply(
         &self,
         block: &QueryBlock,
@@ -194,8 +194,8 @@ impl<'a> Pass<'a> {
         c: MatrixAt,
     ) -> Result<(), DeviceError> {
         let batch = block.chunk.num_kv_heads;
-        // SAFETY: the matrices are within their tensors (the invariant), and `c` is of a scratch of its own.
-        unsafe { self.launcher.gemm(&Product { alpha, a, b, beta, c, batch }) }
+        // SAFETY: the matrices are within their tensors (the invariant), and `c` is separate scratch.
+        unsafe { self.launcher.gemm(&Matmul { alpha, a, b, beta, c, batch }) }
     }
 
     fn keys_at(&self, tensor: Address, row: usize, chunk: &HeadChunk, key: usize) -> Address {
@@ -203,12 +203,12 @@ impl<'a> Pass<'a> {
         tensor.offset(((row * num_keys + key) * num_kv_heads + chunk.first_kv_head) * head_dim)
     }
 
-    /// The parameters that say where packed rows belong.
+    /// The kernel parameters for the position of packed rows.
     fn placing(&self, rows: usize, tokens: usize, group: usize, num_heads: usize) -> [Arg<'static>; 5] {
         sizes([rows, tokens, group, num_heads, self.dims.head_dim])
     }
 
-    /// A thread for every 16 bytes of the rows.
+    /// One thread per 16 bytes of the rows.
     pub(super) fn elements_grid(&self, rows: usize) -> Grid {
         Grid::threads((rows * self.dims.head_dim * self.dtype.size_in_bytes()).div_ceil(16))
     }
@@ -219,21 +219,24 @@ pub(super) fn sizes<const N: usize>(sizes: [usize; N]) -> [Arg<'static>; N] {
     sizes.map(|size| (size as u32).into())
 }
 
-/// A tensor of working memory: how many elements it has room for, and of what type.
-pub(super) type Room = (usize, DType);
+/// A scratch tensor: its number of elements and their type.
+pub(super) type ScratchSize = (usize, DType);
 
-/// Working memory, to be used from [`align`] on.
-pub(super) fn scratch<const N: usize>(rooms: [Room; N], device: &Device) -> candle_core::Result<[Tensor; N]> {
-    let tensor = |room| crate::tensor::zeros(elements(room), room.1, device);
-    let tensors: Vec<Tensor> = rooms.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
+/// Scratch memory, to be used from [`align`] on.
+pub(super) fn scratch<const N: usize>(
+    sizes: [ScratchSize; N],
+    device: &Device,
+) -> candle_core::Result<[Tensor; N]> {
+    let tensor = |size| crate::tensor::zeros(elements(size), size.1, device);
+    let tensors: Vec<Tensor> = sizes.into_iter().map(tensor).collect::<candle_core::Result<_>>()?;
     Ok(tensors.try_into().unwrap_or_else(|_| unreachable!("one tensor for each")))
 }
 
-fn elements((elements, dtype): Room) -> usize {
+fn elements((elements, dtype): ScratchSize) -> usize {
     elements + 16 / dtype.size_in_bytes()
 }
 
-/// The first address of a [`scratch`] that may be read 16 bytes at a time.
+/// The first address in a [`scratch`] tensor that allows accesses of 16 bytes.
 pub(super) fn align(scratch: Address) -> Address {
     let candidates = (0..8).map(|elements| scratch.offset(elements));
     candidates.into_iter().find(|address| address.is_aligned_to(16)).unwrap_or(scratch)

@@ -1,4 +1,4 @@
-//! How a problem is cut so that the products are large, the launches few and the workspace bounded.
+//! Divides a problem so that matmuls are large, launches few and scratch bounded.
 
 use crate::attention::{
     VisibleRanges,
@@ -7,10 +7,10 @@ use crate::attention::{
 };
 use std::ops::Range;
 
-/// Keys of a tile, at most: `kMaxKeys` of `cuda/attention.cu`.
+/// Maximum number of keys per tile: `kMaxKeys` of `cuda/attention.cu`.
 const MAX_KEYS: usize = 1024;
 
-/// Tiles begin and end at multiples of this many tokens, which suits the matrix units, or at the end of their block.
+/// Tiles begin and end at multiples of this many tokens, for the tensor cores, or at the end of their block.
 const ALIGNMENT: usize = 64;
 
 /// Sizes that do not depend on the problem.
@@ -18,31 +18,31 @@ const ALIGNMENT: usize = 64;
 pub(in crate::attention) struct Tiling {
     /// Packed rows of a tile over all its heads.
     pub(in crate::attention) rows: usize,
-    /// Keys of a tile, [`MAX_KEYS`] at most.
+    /// Keys per tile, at most [`MAX_KEYS`].
     pub(in crate::attention) keys: usize,
-    /// Query heads that are computed together, as far as they have whole KV heads in common.
+    /// Maximum number of query heads that are computed together, in whole KV groups.
     pub(in crate::attention) heads: usize,
-    /// Elements of backward's sums for `dk` and `dv` together; they are for whole blocks of keys in any case.
+    /// Elements of the backward pass's sums for `dk` and `dv` together; at least one block of keys.
     pub(in crate::attention) sums: usize,
 }
 
 impl Tiling {
-    /// 4 Mi scores: 24 MiB of them and their probabilities in 16 bits, which stay in an H100's L2 cache.
+    /// 4 Mi scores: 24 MiB with their 16-bit probabilities, which stay in an H100's L2 cache.
     pub(in crate::attention) const FORWARD: Self = Self { rows: 4096, keys: MAX_KEYS, heads: 16, sums: 0 };
 
-    /// 2 Mi scores and as many gradients, 24 MiB with their copies in 16 bits, and 32 MiB of sums.
+    /// 2 Mi scores and as many gradients, 24 MiB with their 16-bit copies, and 32 MiB of sums.
     pub(in crate::attention) const BACKWARD: Self =
         Self { rows: 2048, keys: MAX_KEYS, heads: 16, sums: 8 << 20 };
 }
 
-/// Neighbouring KV heads that equally many query heads use.
+/// Adjacent KV heads with the same number of query heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct HeadChunk {
     pub(super) first_kv_head: usize,
     pub(super) num_kv_heads: usize,
-    /// Query heads of each of the KV heads.
+    /// Query heads per KV head.
     pub(super) group: usize,
-    /// The first of these query heads in `Geometry::heads_by_kv_head_on`.
+    /// Index of their first query head in `AttentionLayout::heads_by_kv_head_on`.
     pub(super) first_head: usize,
 }
 
@@ -60,7 +60,7 @@ pub(super) struct Tile {
 }
 
 impl Tiling {
-    /// All KV heads in chunks, in order, of `max_kv_heads` at most.
+    /// All KV heads in order, in chunks of at most `max_kv_heads`.
     pub(super) fn head_chunks(&self, q_to_kv: &[usize], dims: &Dims, max_kv_heads: usize) -> Vec<HeadChunk> {
         let mut groups = vec![0; dims.num_kv_heads];
         for kv_head in q_to_kv {
@@ -84,35 +84,36 @@ impl Tiling {
         chunks
     }
 
-    /// KV heads of a chunk for which the sums of all keys have room: one at least.
+    /// Number of KV heads per chunk for which the sums of all keys fit; at least one.
     pub(super) fn max_kv_heads(&self, dims: &Dims) -> usize {
         (self.sums / (2 * dims.head_dim * dims.num_keys.max(1))).max(1)
     }
 
-    /// The blocks of keys that are summed at a time: one, even if it is empty, or more.
+    /// The ranges of keys that are summed at a time; at least one, even if it is empty.
     pub(super) fn sum_blocks(
         &self,
         dims: &Dims,
         chunk: &HeadChunk,
     ) -> impl Iterator<Item = Range<usize>> + use<> {
-        let room = self.sums / (2 * dims.head_dim * chunk.num_kv_heads);
-        let (len, num_keys) = ((room / self.keys).max(1) * self.keys, dims.num_keys);
+        let num_keys_that_fit = self.sums / (2 * dims.head_dim * chunk.num_kv_heads);
+        let (len, num_keys) = ((num_keys_that_fit / self.keys).max(1) * self.keys, dims.num_keys);
         (0..num_keys.div_ceil(len).max(1)).map(move |block| block * len..num_keys.min((block + 1) * len))
     }
 
-    /// Queries that a chunk of heads works on at a time.
+    /// Number of queries that a chunk of heads processes at a time.
     pub(super) fn query_block(&self, dims: &Dims, chunk: &HeadChunk) -> usize {
         let queries = self.rows / chunk.num_heads().max(1);
         let aligned = if queries > ALIGNMENT { queries / ALIGNMENT * ALIGNMENT } else { queries.max(1) };
         aligned.min(dims.num_queries)
     }
 
-    /// Elements from one row of scores to the next.
+    /// Distance between rows of scores, in elements.
     pub(super) fn score_stride(&self, dims: &Dims) -> usize {
         self.keys.min(dims.num_keys).next_multiple_of(8)
     }
 
-    /// Tiles that cover what a block of queries sees of `keys`, which begin at a multiple of the tiling's keys.
+    /// Tiles that cover the visible pairs of a block of queries and `keys`, which begin at a multiple of the
+    /// tiling's keys.
     pub(super) fn tiles(
         &self,
         visible: &VisibleRanges,
@@ -129,7 +130,7 @@ impl Tiling {
     }
 }
 
-/// The range with its ends moved outwards to the next multiples of [`ALIGNMENT`] within `bounds`.
+/// Extends the range to multiples of [`ALIGNMENT`] within `bounds`.
 fn aligned(range: &Range<usize>, bounds: &Range<usize>) -> Range<usize> {
     let start = (range.start / ALIGNMENT * ALIGNMENT).max(bounds.start);
     start..range.end.next_multiple_of(ALIGNMENT).min(bounds.end)
@@ -138,7 +139,7 @@ fn aligned(range: &Range<usize>, bounds: &Range<usize>) -> Range<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionError, Geometry, reference};
+    use crate::attention::{AttentionError, AttentionLayout, reference};
 
     const SMALL: Tiling = Tiling { rows: 128, keys: 96, heads: 4, sums: 0 };
 
@@ -147,14 +148,14 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_hold_as_many_keys_as_a_tile_has() {
+    fn the_kernels_support_the_keys_of_a_tile() {
         let constant = format!("kMaxKeys = {MAX_KEYS};");
         assert!(crate::device::sources::ATTENTION.text.contains(&constant), "{constant}");
         assert!([Tiling::FORWARD, Tiling::BACKWARD].iter().all(|tiling| tiling.keys <= MAX_KEYS));
     }
 
     #[test]
-    fn chunks_hold_neighbouring_kv_heads_with_equal_groups() {
+    fn chunks_hold_adjacent_kv_heads_with_equal_groups() {
         let chunks = |q_to_kv: &[usize], num_kv_heads, max_kv_heads| {
             let dims = dims(q_to_kv.len(), num_kv_heads);
             let chunks = SMALL.head_chunks(q_to_kv, &dims, max_kv_heads).into_iter();
@@ -172,24 +173,30 @@ mod tests {
     fn every_visible_pair_lies_in_exactly_one_tile() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..700).collect();
         let even: Vec<u32> = (0..350).map(|index| 2 * index).collect();
-        let geometries = [
-            Geometry::causal(1, 700, vec![0])?,
-            Geometry::new(
+        let layouts = [
+            AttentionLayout::causal(1, 700, vec![0])?,
+            AttentionLayout::new(
                 positions.clone(),
                 positions.clone(),
                 vec![vec![0, 1, 90, 91, 400, 700]],
                 vec![0],
                 None,
             )?,
-            Geometry::new(positions.clone(), positions.clone(), vec![vec![0, 500, 700]], vec![0], Some(33))?,
-            Geometry::new(even, positions, vec![vec![0, 350, 700]], vec![0], Some(300))?,
+            AttentionLayout::new(
+                positions.clone(),
+                positions.clone(),
+                vec![vec![0, 500, 700]],
+                vec![0],
+                Some(33),
+            )?,
+            AttentionLayout::new(even, positions, vec![vec![0, 350, 700]], vec![0], Some(300))?,
         ];
-        for (case, geometry) in geometries.iter().enumerate() {
-            let (num_queries, num_keys) = (geometry.q_positions().len(), geometry.kv_positions().len());
+        for (case, layout) in layouts.iter().enumerate() {
+            let (num_queries, num_keys) = (layout.q_positions().len(), layout.kv_positions().len());
             let mut covered = vec![0u8; num_queries * num_keys];
             for keys in [0..288, 288..num_keys] {
                 for queries in blocks(0..num_queries, num_queries, 128) {
-                    for tile in SMALL.tiles(geometry.visible(0), queries, &keys) {
+                    for tile in SMALL.tiles(layout.visible(0), queries, &keys) {
                         for query in tile.queries {
                             for key in tile.keys.clone() {
                                 covered[query * num_keys + key] += 1;
@@ -200,7 +207,7 @@ mod tests {
             }
             for (pair, count) in covered.into_iter().enumerate() {
                 let (query, key) = (pair / num_keys, pair % num_keys);
-                let visible = reference::is_visible(geometry, 0, query, key);
+                let visible = reference::is_visible(layout, 0, query, key);
                 assert!(
                     count <= 1 && (count == 1 || !visible),
                     "case {case}: ({query}, {key}) {count} times"
@@ -214,12 +221,12 @@ mod tests {
     fn documents_cost_no_more_than_their_own_blocks() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..65536).collect();
         let boundaries: Vec<u32> = (0..=16).map(|document| document * 4096).collect();
-        let geometry = Geometry::new(positions.clone(), positions, vec![boundaries], vec![0], None)?;
+        let layout = AttentionLayout::new(positions.clone(), positions, vec![boundaries], vec![0], None)?;
         let (tiling, keys) = (Tiling::FORWARD, 0..65536);
-        let tiles = blocks(0..65536, 65536, 1024)
-            .flat_map(|queries| tiling.tiles(geometry.visible(0), queries, &keys));
+        let tiles =
+            blocks(0..65536, 65536, 1024).flat_map(|queries| tiling.tiles(layout.visible(0), queries, &keys));
         let area: usize = tiles.map(|tile| tile.queries.len() * tile.keys.len()).sum();
-        let visible = geometry.num_visible_pairs() as usize;
+        let visible = layout.num_visible_pairs() as usize;
         assert!(area * 4 <= visible * 5, "{area} for {visible} visible pairs");
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Cases that the tests share, and how outputs are compared.
+//! Test cases that the tests share, and comparisons of outputs.
 
 mod parity;
 mod precision;
@@ -7,8 +7,8 @@ mod properties;
 mod tilings;
 
 use super::{
-    Attention, AttentionError, FlashAttention, Geometry, Gradients, Operands, Upstream, backward, delta,
-    forward, reference,
+    Attention, AttentionError, AttentionLayout, FlashAttention, Gradients, Operands, Upstream, backward,
+    delta, forward, reference,
 };
 use crate::OpError;
 use crate::tensor::to_vec;
@@ -17,7 +17,7 @@ use candle_core::{DType, Device, Tensor};
 
 type Result<T> = std::result::Result<T, AttentionError>;
 
-/// Uniform in -1..1, the same for the same seed.
+/// Uniform in -1..1, deterministic in the seed.
 fn random(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -33,7 +33,7 @@ fn tensor(data: Vec<f32>, shape: [usize; 4]) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, &shape, &Device::Cpu)?)
 }
 
-/// Runs a test on the CPU's kernels and, where they are built in, on the emulated ones.
+/// Runs a test on the CPU kernels and, if they are built in, on the emulated kernels.
 fn on_every_target(run: impl Fn(&str) -> Result<()>) -> Result<()> {
     run("CPU")?;
     #[cfg(feature = "kernel-emulation")]
@@ -41,7 +41,7 @@ fn on_every_target(run: impl Fn(&str) -> Result<()>) -> Result<()> {
     Ok(())
 }
 
-/// An output of `like`'s shape and element type that holds NaN, at an odd offset if `like` is at one.
+/// An output with `like`'s shape and element type, all NaN, at an odd offset if `like` is at one.
 fn dirty(like: &Tensor) -> Result<Tensor> {
     let (_, layout) = like.storage_and_layout();
     Ok(match like.dtype() {
@@ -53,11 +53,11 @@ fn dirty(like: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Inputs of both directions, in f32 at odd offsets. Values beyond 1 make the softmax peaked, so that its running
-/// maximum moves.
+/// Inputs of both directions, in f32 at odd offsets. Values beyond 1 make the softmax peaked, so that its
+/// running maximum changes.
 #[derive(Clone)]
 struct Case {
-    geometry: Geometry,
+    layout: AttentionLayout,
     num_kv_heads: usize,
     head_dim: usize,
     q: Tensor,
@@ -71,17 +71,17 @@ type Outputs = [Vec<f32>; 5];
 const NAMES: [&str; 5] = ["o", "lse", "dq", "dk", "dv"];
 
 impl Case {
-    fn new(geometry: Geometry, num_kv_heads: usize, head_dim: usize) -> Result<Self> {
-        let (b, hq) = (geometry.batch(), geometry.q_to_kv().len());
-        let q_shape = [b, geometry.q_positions().len(), hq, head_dim];
-        let kv_shape = [b, geometry.kv_positions().len(), num_kv_heads, head_dim];
+    fn new(layout: AttentionLayout, num_kv_heads: usize, head_dim: usize) -> Result<Self> {
+        let (b, hq) = (layout.batch(), layout.q_to_kv().len());
+        let q_shape = [b, layout.q_positions().len(), hq, head_dim];
+        let kv_shape = [b, layout.kv_positions().len(), num_kv_heads, head_dim];
         let draw = |seed, factor: f32, shape: [usize; 4]| {
             let data: Vec<f32> = random(seed, shape.iter().product());
             testing::tensor(&data.into_iter().map(|x| factor * x).collect::<Vec<_>>(), &shape)
         };
         let (q, k) = (draw(1, 4.0, q_shape), draw(2, 2.0, kv_shape));
         let (v, dout) = (draw(3, 1.0, kv_shape), draw(4, 1.0, q_shape));
-        Ok(Self { geometry, num_kv_heads, head_dim, q, k, v, dout })
+        Ok(Self { layout, num_kv_heads, head_dim, q, k, v, dout })
     }
 
     fn scale(&self) -> f32 {
@@ -89,7 +89,7 @@ impl Case {
     }
 
     fn operands(&self) -> Operands<'_> {
-        Operands { q: &self.q, k: &self.k, v: &self.v, scale: self.scale(), geometry: &self.geometry }
+        Operands { q: &self.q, k: &self.k, v: &self.v, scale: self.scale(), layout: &self.layout }
     }
 
     /// Runs the ops.
@@ -100,7 +100,7 @@ impl Case {
         )
     }
 
-    /// Runs both directions on outputs that hold NaN before.
+    /// Runs both directions on outputs that contain NaN.
     fn run_with(
         &self,
         forward: impl Fn([&Tensor; 2]) -> Result<()>,
@@ -132,7 +132,7 @@ impl Case {
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
             scale: T::from(self.scale()),
-            geometry: &self.geometry,
+            layout: &self.layout,
         };
         let (o, lse) = reference::forward(&problem);
         let (dq, dk, dv) = reference::backward(&problem, &numbers(&self.dout));
@@ -143,8 +143,8 @@ impl Case {
         self.check_within(2e-6, name)
     }
 
-    /// The error of each output is at most `tolerance` of its largest element, or twice that of the naive f32
-    /// way. Gradients are differences of terms of order 1, so a smaller one counts as 1.
+    /// Checks that the error of each output is at most `tolerance` of its largest element, or twice that of
+    /// the naive f32 computation. Gradients are differences of terms of order 1, so smaller ones count as 1.
     fn check_within(&self, tolerance: f64, name: &str) -> Result<()> {
         self.check_outputs(&self.run()?, tolerance, name)
     }
@@ -179,12 +179,12 @@ fn bits(outputs: &Outputs) -> Vec<Vec<u32>> {
     outputs.iter().map(|output| output.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
-/// Whole rows of packed documents.
-fn packed(cu_seqlens: &[&[u32]], q_to_kv: &[usize], window: Option<usize>) -> Result<Geometry> {
+/// Whole sequences of packed documents.
+fn packed(cu_seqlens: &[&[u32]], q_to_kv: &[usize], window: Option<usize>) -> Result<AttentionLayout> {
     let seq_len = cu_seqlens[0].last().copied().unwrap_or(0);
     let positions: Vec<u32> = (0..seq_len).collect();
     let rows: Vec<Vec<u32>> = cu_seqlens.iter().map(|row| row.to_vec()).collect();
-    Geometry::new(positions.clone(), positions, rows, q_to_kv, window)
+    AttentionLayout::new(positions.clone(), positions, rows, q_to_kv, window)
 }
 
 fn causal(
@@ -194,11 +194,11 @@ fn causal(
     num_kv_heads: usize,
     head_dim: usize,
 ) -> Result<Case> {
-    Case::new(Geometry::causal(batch, seq_len, q_to_kv)?, num_kv_heads, head_dim)
+    Case::new(AttentionLayout::causal(batch, seq_len, q_to_kv)?, num_kv_heads, head_dim)
 }
 
-/// Parts of two packed rows of 700 tokens.
-fn shards(q: impl IntoIterator<Item = u32>, kv: impl IntoIterator<Item = u32>) -> Result<Geometry> {
+/// Parts of two packed sequences of 700 tokens.
+fn shards(q: impl IntoIterator<Item = u32>, kv: impl IntoIterator<Item = u32>) -> Result<AttentionLayout> {
     let (q, kv): (Vec<u32>, Vec<u32>) = (q.into_iter().collect(), kv.into_iter().collect());
-    Geometry::new(q, kv, vec![vec![0, 700], vec![0, 130, 410, 700]], vec![0, 1, 1], None)
+    AttentionLayout::new(q, kv, vec![vec![0, 700], vec![0, 130, 410, 700]], vec![0, 1, 1], None)
 }

@@ -14,7 +14,7 @@ fn causal_rows_match_the_reference_for_all_lengths_heads_and_dimensions() -> Res
         causal(1, 300, &[0, 0, 0, 0], 1, 64)?.check("MQA over more than one tile")?;
         causal(1, 1100, &[0, 0, 1], 2, 8)?.check("several tiles")?;
         causal(1, 1100, &[0], 1, 1)?.check("head dimension 1")?;
-        causal(1, 600, &[0], 1, 256)?.check("more keys than stay near")
+        causal(1, 600, &[0], 1, 256)?.check("more keys than fit the cache budget")
     })
 }
 
@@ -58,7 +58,8 @@ fn large_logits_neither_overflow_nor_lose_accuracy() -> Result<()> {
     on_every_target(|_| {
         let mut case = causal(1, 300, &[0, 1], 2, 16)?;
         case.q = case.q.affine(50.0, 0.0)?;
-        // Backward recomputes probabilities from the log-denominator, which in f32 is that much coarser here.
+        // Backward recomputes probabilities from the log-denominator, which in f32 is correspondingly less
+        // accurate here.
         case.check_within(1e-5, "logits of several hundred")
     })
 }
@@ -66,8 +67,8 @@ fn large_logits_neither_overflow_nor_lose_accuracy() -> Result<()> {
 #[test]
 fn the_reference_gradients_match_finite_differences() -> Result<()> {
     const STEP: f64 = 1e-5;
-    let geometry = packed(&[&[0, 9], &[0, 4, 9]], &[0, 1, 1], Some(5))?;
-    let case = Case::new(geometry, 2, 4)?;
+    let layout = packed(&[&[0, 9], &[0, 4, 9]], &[0, 1, 1], Some(5))?;
+    let case = Case::new(layout, 2, 4)?;
     let dout: Vec<f64> = read(&case.dout).into_iter().map(f64::from).collect();
     let inputs: Vec<Vec<f64>> = [&case.q, &case.k, &case.v]
         .into_iter()
@@ -81,7 +82,7 @@ fn the_reference_gradients_match_finite_differences() -> Result<()> {
             num_kv_heads: 2,
             head_dim: 4,
             scale: f64::from(case.scale()),
-            geometry: &case.geometry,
+            layout: &case.layout,
         };
         reference::forward(&problem).0.iter().zip(&dout).map(|(o, dout)| o * dout).sum::<f64>()
     };

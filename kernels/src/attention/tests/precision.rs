@@ -1,5 +1,5 @@
-//! 16-bit elements: the error against f64 is at most twice that of the plain computation that rounds every
-//! intermediate tensor to them, which is how FlashAttention is tested (Dao, `tests/test_flash_attn.py`).
+//! 16-bit elements: the error against f64 is at most twice that of a plain computation that rounds every
+//! intermediate tensor, which is how FlashAttention is tested (Dao, `tests/test_flash_attn.py`).
 
 use super::super::{kernels::dims_of, on_cpu};
 use super::*;
@@ -9,10 +9,10 @@ use crate::device::emulate;
 use crate::gemm::bf16::Kernel;
 use half::{bf16, f16};
 
-/// Where the tensors lie.
+/// Alignment of the tensors.
 #[derive(Debug, Clone, Copy)]
 enum Layout {
-    /// From the start of a buffer: kernels access 16 bytes at a time.
+    /// At the start of a buffer: kernels access 16 bytes at a time.
     Aligned,
     /// In the middle of a buffer, at an odd offset.
     Odd,
@@ -31,7 +31,8 @@ impl Case {
         Ok(Self { q, k, v, dout, ..self })
     }
 
-    /// `[o, lse, dq, dk, dv]` with products in f64, and scores, probabilities and their gradients stored in `dtype`.
+    /// `[o, lse, dq, dk, dv]` with matmuls in f64, and scores, probabilities and their gradients stored in
+    /// `dtype`.
     fn naive(&self) -> [Vec<f32>; 5] {
         let round = |x: f64| match self.q.dtype() {
             DType::BF16 => bf16::from_f64(x).to_f64(),
@@ -40,15 +41,15 @@ impl Case {
         };
         let numbers = |tensor| testing::to_f64(&read(tensor));
         let [q, k, v, dout] = [&self.q, &self.k, &self.v, &self.dout].map(numbers);
-        let (heads, head_dim) = (self.geometry.q_to_kv().len(), self.head_dim);
-        let (queries, keys) = (self.geometry.q_positions().len(), self.geometry.kv_positions().len());
+        let (heads, head_dim) = (self.layout.q_to_kv().len(), self.head_dim);
+        let (queries, keys) = (self.layout.q_positions().len(), self.layout.kv_positions().len());
         let mut outputs = [q.len(), 0, q.len(), k.len(), v.len()].map(|len| vec![0.0; len]);
-        for index in 0..self.geometry.batch() * heads * queries {
+        for index in 0..self.layout.batch() * heads * queries {
             let (row, head, query) = (index / queries / heads, index / queries % heads, index % queries);
             let at = ((row * queries + query) * heads + head) * head_dim;
-            let kv_head = self.geometry.q_to_kv()[head];
+            let kv_head = self.layout.q_to_kv()[head];
             let seen: Vec<usize> = (0..keys)
-                .filter(|key| reference::is_visible(&self.geometry, row, query, *key))
+                .filter(|key| reference::is_visible(&self.layout, row, query, *key))
                 .map(|key| ((row * keys + key) * self.num_kv_heads + kv_head) * head_dim)
                 .collect();
             let dot = |a: &[f64], b: &[f64], kv: usize| -> f64 {
@@ -100,7 +101,7 @@ fn for_16_bits(run: impl Fn(DType, Layout) -> Result<()>) -> Result<()> {
     Ok(())
 }
 
-/// Grouped heads, several rows, documents with a window, and queries that see nothing.
+/// Grouped heads, several sequences, documents with a window, and queries without visible keys.
 fn cases() -> Result<[Case; 4]> {
     Ok([
         causal(1, 200, &[0, 0, 1, 1], 2, 64)?,
@@ -135,14 +136,14 @@ fn so_do_elements_of_16_bits_on_the_cpu() -> Result<()> {
 }
 
 #[test]
-fn so_do_products_of_16_bits_of_every_kernel_for_any_number_of_threads() -> Result<()> {
+fn so_do_matmuls_of_16_bits_of_every_kernel_for_any_number_of_threads() -> Result<()> {
     let long = causal(1, 600, &[0, 0, 1], 2, 40)?;
-    // Alone, a thread takes two blocks of queries at a time; and more keys than stay near.
+    // Alone, a thread processes two blocks of queries at a time; and more keys than fit the cache budget.
     let (blocks, wide) = (causal(1, 1100, &[0, 0, 0, 1, 1, 1], 2, 8)?, causal(1, 600, &[0], 1, 256)?);
-    // Everything is odd that kernels take in pairs.
+    // All sizes that kernels process in pairs are odd.
     let odd = Case::new(packed(&[&[0, 37, 90, 91, 601]], &[0, 0, 1], Some(301))?, 2, 9)?;
     for (index, case) in cases()?.into_iter().chain([long, blocks, wide, odd]).enumerate() {
-        // Attention by pairs makes do with plain instructions, for this test.
+        // For this test, attention by pairs falls back to plain instructions.
         let others = Kernel::all().filter(|kernel| *kernel != Kernel::Avx512);
         let kernels =
             others.chain([Kernel::Avx512, Kernel::Portable]).map(|kernel| (DType::BF16, Some(kernel)));

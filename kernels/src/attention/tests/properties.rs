@@ -1,18 +1,18 @@
-//! What holds whatever the numbers are: determinism, independence, the trait, refusals.
+//! Properties independent of the values: determinism, independence, the trait, refusals.
 
 use super::*;
 use crate::Workspace;
 use crate::attention::SavedAttention;
 use crate::tensor::TensorOptions;
 
-/// What an attention of the case's tensors takes its outputs from.
+/// A workspace for attention over the case's tensors.
 fn workspace(case: &Case) -> Workspace {
     Workspace::with_options(TensorOptions { device: case.q.device().clone(), dtype: case.q.dtype() })
 }
 
 fn flash_forward(case: &Case) -> Result<(Tensor, SavedAttention)> {
-    let Case { q, k, v, geometry, .. } = case;
-    FlashAttention.forward(q.clone(), k.clone(), v.clone(), geometry, &workspace(case))
+    let Case { q, k, v, layout, .. } = case;
+    FlashAttention.forward(q.clone(), k.clone(), v.clone(), layout, &workspace(case))
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn packing_documents_equals_running_them_one_by_one() -> Result<()> {
         for length in lengths {
             let cut = |tensor: &Tensor| -> Result<Tensor> { Ok(tensor.narrow(1, start, length)?) };
             let alone = Case {
-                geometry: Geometry::causal(1, length as u32, [0, 0, 1].as_slice())?,
+                layout: AttentionLayout::causal(1, length as u32, [0, 0, 1].as_slice())?,
                 q: cut(&whole.q)?,
                 k: cut(&whole.k)?,
                 v: cut(&whole.v)?,
@@ -61,11 +61,11 @@ fn packing_documents_equals_running_them_one_by_one() -> Result<()> {
 fn the_number_of_threads_does_not_change_a_bit() -> Result<()> {
     let rows: [&[u32]; 2] = [&[0, 600, 1100], &[0, 37, 293, 1100]];
     let cases = [
-        // Two KV heads in all: one or two threads take them whole, five divide them.
+        // Two KV heads in all: one or two threads process whole heads, five divide them.
         Case::new(packed(&rows, &[0, 0, 0], None)?, 1, 16)?,
         causal(1, 600, &[1, 0, 1], 2, 8)?,
         causal(1, 600, &[0, 0], 1, 64)?,
-        // Alone, a thread takes two blocks of queries at a time; and more keys than stay near.
+        // Alone, a thread processes two blocks of queries at a time; and more keys than fit the cache budget.
         causal(1, 1100, &[0, 0, 0, 1, 1, 1], 2, 8)?,
         causal(1, 600, &[0], 1, 256)?,
         Case::new(packed(&rows, &[0], Some(100))?, 1, 8)?,
@@ -82,12 +82,13 @@ fn the_number_of_threads_does_not_change_a_bit() -> Result<()> {
 }
 
 #[test]
-fn gradients_of_key_shards_sum_to_those_of_the_row() -> Result<()> {
+fn gradients_of_key_shards_sum_to_those_of_the_sequence() -> Result<()> {
     on_every_target(|_| {
         let rows = vec![vec![0, 130, 400]];
         let positions: Vec<u32> = (0..400).collect();
-        let geometry = |kv: &[u32]| Geometry::new(positions.clone(), kv, rows.clone(), vec![0, 0, 1], None);
-        let whole = Case::new(geometry(&positions)?, 2, 16)?;
+        let layout =
+            |kv: &[u32]| AttentionLayout::new(positions.clone(), kv, rows.clone(), vec![0, 0, 1], None);
+        let whole = Case::new(layout(&positions)?, 2, 16)?;
         let (o, saved) = flash_forward(&whole)?;
         let row_terms = saved.lse.zeros_like()?;
         delta(&o, &whole.dout, &row_terms)?;
@@ -100,8 +101,8 @@ fn gradients_of_key_shards_sum_to_those_of_the_row() -> Result<()> {
             let cut = |tensor: &Tensor| tensor.narrow(1, shard.start, shard.len());
             let (k, v) = (cut(&whole.k)?, cut(&whole.v)?);
             let (dq, dk, dv) = (whole.q.zeros_like()?, k.zeros_like()?, v.zeros_like()?);
-            let geometry = geometry(&positions[shard.clone()])?;
-            let operands = Operands { k: &k, v: &v, geometry: &geometry, ..whole.operands() };
+            let layout = layout(&positions[shard.clone()])?;
+            let operands = Operands { k: &k, v: &v, layout: &layout, ..whole.operands() };
             backward(&operands, &upstream, &Gradients { dq: &dq, dk: &dk, dv: &dv })?;
             dq_sum = (dq_sum + dq)?;
             dk_all.extend(to_vec::<f32>(&dk)?);
@@ -125,7 +126,7 @@ fn flash_attention_runs_the_kernels_with_the_usual_scale() -> Result<()> {
         let q_elems = 2 * 40 * 3 * 16;
         assert_eq!(saved.bytes(), 4 * (2 * q_elems + 2 * (2 * 40 * 2 * 16) + 2 * 3 * 40));
         let lse = to_vec(&saved.lse)?;
-        let (dq, dk, dv) = FlashAttention.backward(saved, &case.dout, &case.geometry, &workspace(&case))?;
+        let (dq, dk, dv) = FlashAttention.backward(saved, &case.dout, &case.layout, &workspace(&case))?;
         let got = [to_vec(&o)?, lse, to_vec(&dq)?, to_vec(&dk)?, to_vec(&dv)?];
         assert_eq!(bits(&got), bits(&expected));
         Ok(())
@@ -152,7 +153,7 @@ fn a_nan_does_not_outlive_its_call() -> Result<()> {
     let clean = causal(1, 40, &[0], 1, 4)?;
     let nan = |like: &Tensor| Tensor::full(f32::NAN, like.shape(), &Device::Cpu);
     let poisoned = Case { q: nan(&clean.q)?, v: nan(&clean.v)?, ..causal(1, 40, &[0], 1, 4)? };
-    // One thread, so that both calls work in the same memory.
+    // One thread, so that both calls use the same scratch memory.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().map_err(AttentionError::other)?;
     let [before, after] = pool.install(|| -> Result<_> {
         let before = clean.run()?;
@@ -181,8 +182,8 @@ fn operands_that_do_not_fit_are_refused_by_name() -> Result<()> {
     let error = attempt(Operands { q: &strided, ..case.operands() }, &o);
     assert!(matches!(error, AttentionError::Op(OpError::NotContiguous { argument: "q", .. })), "{error}");
 
-    let many = case.geometry.with_heads([0, 2].as_slice());
-    let error = attempt(Operands { geometry: &many, ..case.operands() }, &o);
+    let many = case.layout.with_heads([0, 2].as_slice());
+    let error = attempt(Operands { layout: &many, ..case.operands() }, &o);
     assert!(
         matches!(error, AttentionError::NoSuchKvHead { q_head: 1, kv_head: 2, num_kv_heads: 2, .. }),
         "{error}"
@@ -195,7 +196,7 @@ fn operands_that_do_not_fit_are_refused_by_name() -> Result<()> {
 }
 
 #[test]
-fn gradients_that_share_storage_are_refused_instead_of_waiting_for_ever() -> Result<()> {
+fn gradients_that_share_storage_are_refused_instead_of_deadlocking() -> Result<()> {
     let case = causal(1, 8, &[0], 1, 4)?;
     let lse = Tensor::zeros((1, 1, 8), DType::F32, &Device::Cpu)?;
     let flat = Tensor::zeros((3, 8, 1, 4), DType::F32, &Device::Cpu)?;

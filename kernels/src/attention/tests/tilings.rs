@@ -7,21 +7,21 @@ use crate::attention::{
 };
 use crate::device::{Launcher, emulate};
 
-/// Blocks of a few queries, tiles of 48 keys at most, and room for the sums of one tile's keys.
+/// Blocks of a few queries, tiles of at most 48 keys, and sums for one tile's keys.
 pub(super) const SMALL: Tiling = Tiling { rows: 64, keys: 48, heads: 4, sums: 0 };
 
 impl Case {
     pub(super) fn run_in_tiles(&self, tiling: &Tiling) -> Result<Outputs> {
-        let Operands { q, k, v, scale, geometry } = self.operands();
+        let Operands { q, k, v, scale, layout } = self.operands();
         let dims = Dims {
-            batch: geometry.batch(),
-            num_queries: geometry.q_positions().len(),
-            num_keys: geometry.kv_positions().len(),
-            num_heads: geometry.q_to_kv().len(),
+            batch: layout.batch(),
+            num_queries: layout.q_positions().len(),
+            num_keys: layout.kv_positions().len(),
+            num_heads: layout.q_to_kv().len(),
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
         };
-        let problem = cuda::Problem { q, k, v, dims, dtype: q.dtype(), scale, geometry };
+        let problem = cuda::Problem { q, k, v, dims, dtype: q.dtype(), scale, layout };
         emulate(|| {
             self.run_with(
                 |outputs| {
@@ -56,7 +56,7 @@ fn heads_and_dimensions_match_the_reference_in_small_tiles() -> Result<()> {
 }
 
 #[test]
-fn what_queries_see_matches_the_reference_in_small_tiles() -> Result<()> {
+fn visible_keys_match_the_reference_in_small_tiles() -> Result<()> {
     let rows: [&[u32]; 2] = [&[0, 1, 2, 64, 65, 190, 300], &[0, 150, 150, 299, 300]];
     for window in [None, Some(1), Some(49), Some(130)] {
         let case = Case::new(packed(&rows, &[0, 0, 1], window)?, 2, 8)?;
@@ -74,12 +74,12 @@ fn the_same_call_gives_the_same_bits() -> Result<()> {
 }
 
 #[test]
-fn other_kernels_of_a_geometry_use_its_tables_again() -> Result<()> {
-    let geometry = Geometry::causal(1, 20, vec![1, 0, 1])?;
-    let (ranges, heads) = (geometry.ranges_on(&Device::Cpu)?, geometry.heads_by_kv_head_on(&Device::Cpu)?);
+fn other_kernels_of_a_layout_use_its_tables_again() -> Result<()> {
+    let layout = AttentionLayout::causal(1, 20, vec![1, 0, 1])?;
+    let (ranges, heads) = (layout.ranges_on(&Device::Cpu)?, layout.heads_by_kv_head_on(&Device::Cpu)?);
     assert_eq!(ranges.to_vec1::<u32>()?[..6], [0, 1, 0, 2, 0, 3]);
     assert_eq!(heads.to_vec1::<u32>()?, [1, 0, 2]);
-    let others = geometry.with_heads([0, 0].as_slice());
+    let others = layout.with_heads([0, 0].as_slice());
     assert_eq!(others.heads_by_kv_head_on(&Device::Cpu)?.to_vec1::<u32>()?, [0, 1]);
     assert_eq!(others.ranges_on(&Device::Cpu)?.id(), ranges.id());
     Ok(())

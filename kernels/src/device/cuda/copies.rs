@@ -1,8 +1,8 @@
-//! Copies between a GPU and page-locked memory of the host, on streams of their own.
+//! Copies between a GPU and page-locked host memory, on separate streams.
 //!
-//! Each direction has a stream: an update sends one unit's state away while the next one's comes. Uses of one block of
-//! memory are ordered by the event that cudarc keeps with it. A copy starts after all that the device's stream was
-//! given before; what that is given later goes on beside the copy, up to a [`HostCopies::hold`].
+//! Each direction has a stream, so that an update can offload one unit's state while the next one's arrives.
+//! Events that cudarc keeps per block of memory order its uses. A copy starts after all earlier work of the
+//! device's stream. Later work overlaps with the copy, up to a [`HostCopies::hold`].
 
 use crate::device::address::Opener;
 use crate::device::{Address, DeviceError, HostCopies};
@@ -12,7 +12,7 @@ use candle_core::cuda::cudarc::driver::{
 use candle_core::{CudaDevice, Tensor};
 use std::sync::Arc;
 
-/// The streams of a rank for one kind of what is offloaded.
+/// A rank's copy streams for one kind of offloaded tensor.
 #[derive(Debug)]
 pub(crate) struct CudaCopies {
     device: CudaDevice,
@@ -21,17 +21,17 @@ pub(crate) struct CudaCopies {
 }
 
 impl CudaCopies {
-    /// Beside the stream of `device`.
+    /// Creates the streams for `device`.
     ///
     /// # Errors
-    /// A driver that refuses streams.
+    /// An error of the driver.
     pub(crate) fn new(device: &CudaDevice) -> Result<Self, DeviceError> {
         let stream = || device.cuda_stream().context().new_stream().map_err(failed);
         Ok(Self { device: device.clone(), to_host: stream()?, to_device: stream()? })
     }
 
-    /// Calls `copy` with the address of a tensor that is used on `stream`, after all that the device's stream was
-    /// given, and returns the point on `stream` after it.
+    /// Calls `copy` with the address of a tensor that is used on `stream`, after all earlier work of the
+    /// device's stream. Returns the point on `stream` after it.
     fn beside(
         &self,
         stream: &Arc<CudaStream>,
@@ -52,18 +52,19 @@ impl HostCopies for CudaCopies {
     type Copy = CudaEvent;
 
     fn allocate(&self, bytes: usize) -> Result<Self::Memory, DeviceError> {
-        // Nothing but copies uses it, so neither portable nor mapped; write-combined memory is for what a CPU writes.
+        // Only copies use this memory, so it is neither portable nor mapped. Write-combined memory is for
+        // data that the CPU writes.
         let plain = 0;
         let context = self.device.cuda_stream().context().clone();
-        // SAFETY: bytes, of which none is read before it was written. The driver does not allocate nothing.
+        // SAFETY: bytes, none of which is read before it is written. The driver cannot allocate zero bytes.
         unsafe { context.alloc_pinned_with_flags(bytes.max(1), plain) }.map_err(failed)
     }
 
     fn store(&self, tensor: &Tensor, memory: &mut Self::Memory) -> Result<CudaEvent, DeviceError> {
         let bytes = crate::tensor::bytes(tensor);
         self.beside(&self.to_host, (tensor, false), &mut |address| {
-            // SAFETY: the slice is used on the stream alone. The guard records that on its way out, and the memory is
-            // not freed before.
+            // SAFETY: the slice is used on the stream only. The guard records that when dropped, and the
+            // memory is not freed before.
             let (host, _recorded) = unsafe { memory.stream_synced_mut_slice(&self.to_host) };
             // SAFETY: the tensor has so many bytes, and its storage is open for reading on this stream.
             unsafe {

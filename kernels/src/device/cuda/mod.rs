@@ -1,27 +1,28 @@
 //! The launcher on NVIDIA GPUs.
 //!
-//! Everything goes to the stream of the tensors' candle device, so calls run in order and nothing here waits for
-//! the GPU. Tensors of another stream of the same GPU (a peer rank's) are waited for by events, which cudarc keeps
-//! with every allocation: opening a tensor makes this stream wait for whoever wrote it. cudarc remembers one reader
-//! only; where several ranks read a tensor, [`Fence`](super::Fence)s order the next write after all of them.
+//! All work goes to the stream of the tensors' candle device, so calls run in order and nothing here waits
+//! for the GPU. Tensors of another stream of the same GPU (a peer rank's) are synchronized by events, which
+//! cudarc keeps with every allocation: opening a tensor makes this stream wait for its last writer. cudarc
+//! remembers only one reader. If several ranks read a tensor, [`Fence`](super::Fence)s order the next write
+//! after all of them.
 
 mod copies;
+mod matmul;
 mod module;
 mod pointer;
-mod product;
 mod upload;
 
 pub(crate) use copies::CudaCopies;
+pub(super) use matmul::gemm;
 pub(crate) use pointer::elements;
 pub(super) use pointer::{with_pointer, with_pointer_mut};
-pub(super) use product::gemm;
 pub(crate) use upload::upload;
 
 use super::{Arg, DeviceError, Grid, Kernel};
 use candle_core::cuda::cudarc::driver::{CudaContext, DriverError, result, sys};
 use candle_core::{CudaDevice, Device};
 
-/// Dynamic shared memory that a kernel may use without asking.
+/// Dynamic shared memory that a kernel may use without opting in.
 const DEFAULT_SHARED_BYTES: usize = 48 * 1024;
 
 /// Starts a kernel on the device's stream.
@@ -37,7 +38,7 @@ pub(super) unsafe fn launch(
 ) -> Result<(), DeviceError> {
     let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
     let stream = device.cuda_stream();
-    // First of all: what follows is for the context of this thread.
+    // First bind the context to this thread; the calls below need it.
     stream.context().bind_to_thread().map_err(|failure| error(failure.to_string()))?;
     let function = module::function(stream.context(), kernel)?;
     if grid.shared_bytes > DEFAULT_SHARED_BYTES {
@@ -47,8 +48,8 @@ pub(super) unsafe fn launch(
             .map_err(|failure| error(format!("{} bytes of shared memory: {failure}", grid.shared_bytes)))?;
     }
     let mut parameters: Vec<_> = args.iter().map(Arg::pointer).collect();
-    // SAFETY: the parameters live until the call returns, which has copied them; they are the kernel's by the
-    // caller's promise.
+    // SAFETY: the parameters live until the call returns, which has copied them; the caller guarantees that
+    // they match the kernel.
     unsafe {
         result::launch_kernel(
             function.0,
@@ -62,12 +63,12 @@ pub(super) unsafe fn launch(
     .map_err(|failure| error(failure.to_string()))
 }
 
-/// The GPU of a rank, which ranks share where there are more of them than GPUs.
+/// Opens the GPU of a rank. Ranks share GPUs if there are more ranks than GPUs.
 pub(super) fn open_shared(local_rank: usize) -> Result<Device, DeviceError> {
     open(shared_ordinal(local_rank)?)
 }
 
-/// The name of that GPU. Nothing is started on it.
+/// The name of that GPU, without starting anything on it.
 pub(super) fn name_of(local_rank: usize) -> Result<String, DeviceError> {
     let ordinal = shared_ordinal(local_rank)?;
     let name = result::device::get(ordinal as i32).and_then(result::device::get_name);
@@ -85,8 +86,8 @@ fn no_gpu(failure: DriverError) -> DeviceError {
     DeviceError::NoGpu { message: failure.to_string() }
 }
 
-/// A GPU with a stream of its own, which neither waits for the default stream nor is waited for by it, and with all
-/// kernels loaded.
+/// Opens a GPU with a separate stream that does not synchronize with the default stream, and loads all
+/// kernels.
 pub fn open(ordinal: usize) -> Result<Device, DeviceError> {
     let device = CudaDevice::new_with_stream(ordinal)?;
     let stream = device.cuda_stream();
@@ -95,15 +96,15 @@ pub fn open(ordinal: usize) -> Result<Device, DeviceError> {
     Ok(Device::Cuda(device))
 }
 
-/// Lets freed memory stay with the GPU's pool. By default it goes back to the driver whenever the host waits for the
-/// GPU, once a step, and the next step asks for all of it anew.
+/// Keeps freed memory in the GPU's pool. By default it returns to the driver whenever the host synchronizes,
+/// which is once per step, and the next step would allocate everything again.
 fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
     if !context.has_async_alloc() {
         return Ok(());
     }
     let mut all = u64::MAX;
     let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-    // SAFETY: a GPU that was opened, and the attribute's value is 64 bits that outlive the call.
+    // SAFETY: the GPU is open, and the attribute's value is 64 bits that outlive the call.
     unsafe {
         let pool = result::device::get_mem_pool(context.cu_device())?;
         result::mem_pool::set_attribute(pool, threshold, (&raw mut all).cast())

@@ -1,10 +1,11 @@
-//! Kernel files compiled by NVRTC, once per architecture, and loaded, once per GPU.
+//! Compiles kernel files with NVRTC, once per architecture, and loads them, once per GPU.
 //!
-//! All of a GPU's kernels are loaded together, when it is opened. To load one later may make the driver wait for the
-//! GPU, which may wait for another rank; and that rank, a thread of this process, for the lock of the loading.
+//! All kernels of a GPU are loaded together when it is opened. Loading one later could deadlock: the driver
+//! may wait for the GPU, which may wait for another rank, whose thread in this process waits for the loading
+//! lock.
 //!
-//! What was compiled is kept in `$XDG_CACHE_HOME/ulysses` (or `~/.cache/ulysses`) under a name that holds the hash
-//! of the source and the architecture. A cache that cannot be read or written costs some seconds at start, no more.
+//! Compiled kernels are cached in `$XDG_CACHE_HOME/ulysses` (or `~/.cache/ulysses`), by hash of the source
+//! and architecture. A cache that cannot be read or written only costs some seconds at start.
 
 use crate::device::kernel::{Source, sources};
 use crate::device::{DeviceError, Kernel};
@@ -21,22 +22,22 @@ use std::sync::{Arc, LazyLock};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Function(pub(super) driver::sys::CUfunction);
 
-// SAFETY: handles that the driver takes from any thread.
+// SAFETY: the driver accepts handles from any thread.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-/// All kernels of a GPU by name. They stay loaded to the end of the process, and so does the context.
+/// All kernels of a GPU by name. They stay loaded until the process ends, and so does the context.
 #[derive(Debug)]
 pub(super) struct Functions {
     by_name: HashMap<String, Function>,
     _context: Arc<CudaContext>,
 }
 
-/// By GPU. All contexts of a GPU are its primary one.
+/// By GPU ordinal. All contexts of a GPU are its primary one.
 static LOADED: LazyLock<RwLock<HashMap<usize, Arc<Functions>>>> = LazyLock::new(RwLock::default);
 
-/// The kernel. The first of a GPU that was not opened here loads them all.
+/// Returns the kernel. Loads all kernels if the GPU was not opened here.
 pub(super) fn function(context: &Arc<CudaContext>, kernel: &Kernel) -> Result<Function, DeviceError> {
     let error = |message: String| DeviceError::Launch { kernel: kernel.name.clone(), message };
     let functions = functions(context).map_err(error)?;
@@ -44,13 +45,13 @@ pub(super) fn function(context: &Arc<CudaContext>, kernel: &Kernel) -> Result<Fu
     found.ok_or_else(|| error(format!("kernels/cuda/{}.cu has no kernel of this name", kernel.source.name)))
 }
 
-/// All kernels of a GPU, loaded where they are not yet.
+/// All kernels of a GPU; loads them if necessary.
 pub(super) fn functions(context: &Arc<CudaContext>) -> Result<Arc<Functions>, String> {
     let gpu = context.ordinal();
     if let Some(functions) = LOADED.read().get(&gpu) {
         return Ok(functions.clone());
     }
-    // The ranks of a GPU wait here for the first of them.
+    // The other ranks of a GPU wait here for the first one.
     let mut loaded = LOADED.write();
     if let Some(functions) = loaded.get(&gpu) {
         return Ok(functions.clone());
@@ -60,7 +61,7 @@ pub(super) fn functions(context: &Arc<CudaContext>) -> Result<Arc<Functions>, St
     Ok(functions)
 }
 
-/// The files side by side: the first time, each is compiled.
+/// Loads the files in parallel: the first time, each is compiled.
 fn load_all(context: &Arc<CudaContext>) -> Result<HashMap<String, Function>, String> {
     std::thread::scope(|scope| {
         let load = |source: &'static Source| scope.spawn(move || load(context, source));
@@ -95,11 +96,11 @@ fn load(context: &Arc<CudaContext>, source: &Source) -> Result<Vec<(String, Func
         .map_err(|failure| format!("the driver refused kernels/cuda/{}.cu: {failure}", source.name))
 }
 
-/// Loads a module and every kernel of it, which the driver else puts off to the first use of each.
+/// Loads a module and all its kernels, which the driver would otherwise load on first use.
 fn entry_points(cubin: &[u8]) -> Result<Vec<(String, Function)>, driver::DriverError> {
     let mut count = 0;
-    // SAFETY: an image that NVRTC has made, or what the driver finds not to be one; the context is this thread's.
-    // The module is never unloaded, so neither its functions nor their names go away.
+    // SAFETY: an image made by NVRTC, or one that the driver rejects; the context is this thread's. The
+    // module is never unloaded, so its functions and their names stay valid.
     unsafe {
         let module = driver::result::module::load_data(cubin.as_ptr().cast())?;
         driver::sys::cuModuleGetFunctionCount(&raw mut count, module).result()?;
@@ -115,7 +116,7 @@ fn entry_points(cubin: &[u8]) -> Result<Vec<(String, Function)>, driver::DriverE
     }
 }
 
-/// Compiles to machine code. PTX would do for any GPU, but a driver refuses that of a newer toolkit.
+/// Compiles to machine code. A driver rejects PTX of a newer toolkit.
 fn compile(text: &str, architecture: &str) -> Result<Vec<u8>, String> {
     let text = CString::new(text).map_err(|nul| nul.to_string())?;
     let program = Program(result::create_program(&text, None).map_err(|failure| failure.to_string())?);
@@ -128,7 +129,7 @@ fn compile(text: &str, architecture: &str) -> Result<Vec<u8>, String> {
         format!("{failure}: {}", String::from_utf8_lossy(&log).trim_end_matches('\0'))
     })?;
     let mut len = 0;
-    // SAFETY: as above; the second call fills as many bytes as the first one has asked for.
+    // SAFETY: as above; the second call fills as many bytes as the first one requested.
     unsafe {
         sys::nvrtcGetCUBINSize(program.0, &raw mut len).result().map_err(|failure| failure.to_string())?;
         let mut cubin = vec![0u8; len];
@@ -139,17 +140,17 @@ fn compile(text: &str, architecture: &str) -> Result<Vec<u8>, String> {
     }
 }
 
-/// A program of NVRTC's, destroyed on the way out.
+/// An NVRTC program, destroyed on drop.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: created by `compile`, which is done with it. A failure to destroy it would leak it, no more.
+        // SAFETY: created by `compile`, which is done with it. A failure only leaks it.
         let _ = unsafe { result::destroy_program(self.0) };
     }
 }
 
-/// The file with the one header it includes in its place: at run time there is no folder to find it in.
+/// The file with its one header inlined, since there is no include folder at run time.
 fn whole_text(source: &Source) -> String {
     source.text.replace("#include \"common.cuh\"", include_str!("../../../cuda/common.cuh"))
 }
@@ -162,7 +163,7 @@ fn cache_path(name: &str, text: &str, architecture: &str) -> Option<PathBuf> {
     Some(folder.join(format!("{name}-{architecture}-{:016x}.cubin", hasher.finish())))
 }
 
-/// Whoever reads the file finds all of it or none: ranks start at the same time.
+/// Writes the file atomically, because ranks start at the same time.
 fn store(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
     std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;

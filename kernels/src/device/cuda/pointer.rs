@@ -1,11 +1,11 @@
-//! Where a storage's elements are on the GPU.
+//! Addresses of storages on the GPU.
 
 use crate::device::DeviceError;
 use candle_core::CudaStorage;
 use candle_core::cuda::CudaStorageSlice;
 use candle_core::cuda::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 
-/// Runs `$body` with `$slice` standing for the storage's elements.
+/// Runs `$body` with `$slice` as the storage's elements.
 macro_rules! for_slice {
     ($storage:expr, $slice:ident => $body:expr) => {
         match $storage {
@@ -17,13 +17,13 @@ macro_rules! for_slice {
             CudaStorageSlice::I64($slice) => $body,
             CudaStorageSlice::U8($slice) => $body,
             _ => Err(DeviceError::Candle(candle_core::Error::Msg(
-                "kernels do not take this element type".to_owned(),
+                "kernels do not support this element type".to_owned(),
             ))),
         }
     };
 }
 
-/// Calls `run` with the address of a storage that is read on `stream` meanwhile.
+/// Calls `run` with the address of a storage that is read on `stream`.
 pub(in crate::device) fn with_pointer<R>(
     storage: &CudaStorage,
     stream: &CudaStream,
@@ -48,7 +48,7 @@ pub(in crate::device) fn with_pointer_mut<R>(
     })
 }
 
-/// Elements of a whole storage; 0 for an element type that kernels do not take.
+/// Number of elements of a whole storage; 0 for an element type without kernels.
 pub(crate) fn elements(storage: &CudaStorage) -> usize {
     for_slice!(&storage.slice, slice => Ok(slice.len())).unwrap_or(0)
 }

@@ -1,7 +1,7 @@
-//! Copies from the host to a GPU that the host does not wait for.
+//! Asynchronous copies from the host to a GPU.
 //!
-//! From ordinary memory the driver copies when the GPU has come so far, and may keep the host until then. So what is
-//! uploaded is copied to page-locked memory first.
+//! From pageable memory the driver copies when the GPU reaches the copy, and may block the host until then.
+//! So data is first copied to page-locked memory.
 
 use super::with_pointer_mut;
 use crate::device::DeviceError;
@@ -12,18 +12,18 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, Shape, Storage, Tensor, WithDType};
 use std::sync::Arc;
 
-/// Of all GPUs of the process.
+/// The staging buffers for all GPUs of the process.
 static STAGING: Staging<PageLocked> = Staging::new();
 
-/// The least that is allocated.
+/// Minimum size of a buffer.
 const MIN_BYTES: usize = 4096;
 
-/// A flat tensor of these elements, of which there is at least one.
+/// Creates a flat tensor of these elements, at least one.
 pub(crate) fn upload<T: WithDType>(elements: &[T], device: &CudaDevice) -> candle_core::Result<Tensor> {
     let shape = Shape::from(elements.len());
-    // SAFETY: the copy writes every element, and all use of the tensor comes after it on the device's stream.
+    // SAFETY: the copy writes every element, and all use of the tensor follows it on the device's stream.
     let mut storage = unsafe { device.alloc_uninit(&shape, T::DTYPE)? };
-    // SAFETY: candle's element types are numbers, which have no padding.
+    // SAFETY: candle's element types are plain numbers without padding.
     let bytes = unsafe {
         std::slice::from_raw_parts(elements.as_ptr().cast::<u8>(), std::mem::size_of_val(elements))
     };
@@ -33,13 +33,13 @@ pub(crate) fn upload<T: WithDType>(elements: &[T], device: &CudaDevice) -> candl
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
 }
 
-/// Starts the copy of `bytes` to `pointer`, where there is room for them.
+/// Starts the copy of `bytes` to `pointer`, which has room for them.
 fn copy(bytes: &[u8], pointer: u64, stream: &Arc<CudaStream>) -> Result<(), DeviceError> {
     let failed = |failure| DeviceError::Candle(candle_core::Error::wrap(failure));
     // Where buffers are asked whether they are idle, the context is this thread's.
     stream.context().bind_to_thread().map_err(failed)?;
     let make = || PageLocked::new(bytes.len(), stream);
-    let mut buffer = STAGING.take(stream.context().ordinal(), bytes.len(), make).map_err(failed)?;
+    let mut buffer = STAGING.acquire(stream.context().ordinal(), bytes.len(), make).map_err(failed)?;
     buffer.memory.as_mut_slice().map_err(failed)?[..bytes.len()].copy_from_slice(bytes);
     {
         // SAFETY: the slice is used on the stream alone. The guard records that on its way out, and the memory is
@@ -50,7 +50,7 @@ fn copy(bytes: &[u8], pointer: u64, stream: &Arc<CudaStream>) -> Result<(), Devi
             .map_err(failed)?;
     }
     buffer.copied.record(stream).map_err(failed)?;
-    STAGING.give(buffer);
+    STAGING.release(buffer);
     Ok(())
 }
 

@@ -1,25 +1,25 @@
-//! AMX through inline assembly: its intrinsics are not in stable Rust.
+//! AMX through inline assembly, since its intrinsics are not in stable Rust.
 
 use super::Sums;
 use super::pack::TILE_WORDS;
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 
-/// Whether the processor has AMX for bf16 and the operating system lets this process use it.
+/// Whether the CPU has AMX for bf16 and the operating system lets this process use it.
 pub(super) fn is_available() -> bool {
     const TILES_AND_BF16: u32 = 1 << 24 | 1 << 22;
-    // SAFETY: every x86-64 processor has `cpuid`.
+    // SAFETY: every x86-64 CPU has `cpuid`.
     #[allow(unused_unsafe, reason = "newer Rust has it as a safe function")]
     let leaf = |leaf| unsafe { __cpuid_count(leaf, 0) };
     leaf(0).eax >= 7 && leaf(7).edx & TILES_AND_BF16 == TILES_AND_BF16 && has_permission()
 }
 
-/// Asks Linux for the tile registers, which a process must do once (Documentation/arch/x86/xstate.rst).
+/// Requests the tile registers from Linux, which a process must do once (Documentation/arch/x86/xstate.rst).
 #[cfg(target_os = "linux")]
 fn has_permission() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_ulong = 18;
-    // SAFETY: the call reads and writes no memory of the process; a kernel that does not know it says so.
+    // SAFETY: the call accesses no memory of the process; a kernel that does not know it returns an error.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 
@@ -28,7 +28,7 @@ fn has_permission() -> bool {
     false
 }
 
-/// What `ldtilecfg` reads: eight tiles of 16 rows of 64 bytes.
+/// The operand of `ldtilecfg`: eight tiles of 16 rows of 64 bytes.
 #[repr(C, align(64))]
 struct TileConfig {
     palette: u8,
@@ -50,11 +50,11 @@ static CONFIG: TileConfig = {
 
 /// Calls `work` with this thread's tiles configured.
 pub(super) fn with_tiles<R>(work: impl FnOnce() -> R) -> R {
-    /// Lets go of the tiles, also when `work` panics: a thread with tiles in use costs 8 KiB per context switch.
+    /// Releases the tiles, even if `work` panics: a thread with tiles in use costs 8 KiB per context switch.
     struct Release;
     impl Drop for Release {
         fn drop(&mut self) {
-            // SAFETY: the tiles are this thread's, and nothing is kept in them.
+            // SAFETY: the tiles are this thread's, and their content is no longer needed.
             unsafe { asm!("tilerelease", options(nostack, nomem)) }
         }
     }

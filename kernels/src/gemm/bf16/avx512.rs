@@ -1,14 +1,14 @@
-//! AVX512-BF16: the same panels, a row of pairs of A against 16 columns of B at a time.
+//! AVX512-BF16: the same panels, one row of pairs of A times 16 columns of B at a time.
 
 use super::pack::{PAIRS, TILE_WORDS};
 use super::{BLOCK, Sums};
 use crate::gemm::unpacked::instructions_for_pairs;
 use std::arch::x86_64::*;
 
-/// Rows whose sums are in registers at once, for all 32 columns.
+/// Rows whose sums are in registers at the same time, for all 32 columns.
 const ROWS: usize = 8;
 
-/// Whether the processor has the instructions.
+/// Whether the CPU has the instructions.
 pub(super) fn is_available() -> bool {
     instructions_for_pairs().is_some()
 }
@@ -20,8 +20,8 @@ pub(super) unsafe fn block(a: [&[u32]; 2], b: [&[u32]; 2], tiles: usize, sums: &
     for first in (0..BLOCK).step_by(ROWS) {
         let rows = &a[first / 16][first % 16 * PAIRS..];
         let mut acc = [[_mm512_setzero_ps(); 2]; ROWS];
-        // Two plain loops: of an iterator over both the compiler makes code that keeps `acc` in memory, at a fifth of
-        // the speed.
+        // Two plain loops: for an iterator over both, the compiler keeps `acc` in memory, at a fifth of the
+        // speed.
         for tile in 0..tiles {
             for pair in 0..PAIRS {
                 let at = tile * TILE_WORDS + pair * 16;

@@ -1,4 +1,4 @@
-//! Products of packed panels: 32 rows of A by 32 columns of B, all in f32 sums.
+//! Matmuls of packed panels: 32 rows of A by 32 columns of B, with f32 sums.
 
 #[cfg(test)]
 use super::BLOCK;
@@ -9,31 +9,32 @@ use super::pack::TILE_WORDS;
 use crate::OpError;
 use std::sync::OnceLock;
 
-/// The environment variable that says what multiplies bf16 matrices: `f32`, or `auto` for the fastest.
+/// The environment variable that selects how bf16 matrices are multiplied: `f32`, or `auto` for the fastest
+/// way.
 const VARIABLE: &str = "ULYSSES_BF16_GEMM";
 
-/// Its name in earlier versions, which counts where the other is not set.
+/// Its name in earlier versions, used if the new one is not set.
 const OLD_VARIABLE: &str = "ULYSSES_BF16_PRODUCTS";
 
-/// What computes a block.
+/// The instructions that compute a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kernel {
     /// AMX's tile registers (`TDPBF16PS`): Intel from Sapphire Rapids on.
     Amx,
-    /// AVX512-BF16 (`VDPBF16PS`): AMD from Zen 4 on. Intel's processors have it too.
+    /// AVX512-BF16 (`VDPBF16PS`): AMD from Zen 4 on. Intel CPUs have it too.
     Avx512,
-    /// Plain loops, for tests on any machine: slower than f32.
+    /// Plain loops, for tests on any machine; slower than f32.
     #[cfg(test)]
     Portable,
 }
 
 impl Kernel {
-    /// The fastest that this machine has, if it is faster than f32 and [`VARIABLE`] does not ask for f32.
+    /// The fastest kernel of this machine, if it is faster than f32 and [`VARIABLE`] does not select f32.
     pub(crate) fn detect() -> Option<Self> {
         static KERNEL: OnceLock<Option<Kernel>> = OnceLock::new();
-        *KERNEL.get_or_init(|| match products_in_f32() {
+        *KERNEL.get_or_init(|| match gemm_in_f32() {
             Ok(true) => None,
-            // What has no meaning is `checked`'s to tell.
+            // `checked` reports invalid values.
             Ok(false) | Err(_) => Self::fastest(Self::all(), is_intel()),
         })
     }
@@ -41,19 +42,19 @@ impl Kernel {
     /// As [`detect`](Self::detect).
     ///
     /// # Errors
-    /// When [`VARIABLE`] has a value without a meaning.
+    /// An invalid value of [`VARIABLE`].
     pub(crate) fn checked() -> Result<Option<Self>, OpError> {
-        products_in_f32()?;
+        gemm_in_f32()?;
         Ok(Self::detect())
     }
 
-    /// Of the kernels of a machine. Intel's processors have `VDPBF16PS` too, but nobody has seen it faster than f32
-    /// there: it was measured with an earlier kernel only, which was slow everywhere.
+    /// Selects among a machine's kernels. On Intel CPUs `VDPBF16PS` has not been measured to be faster than
+    /// f32; the only measurement used an earlier kernel that was slow everywhere.
     fn fastest(mut found: impl Iterator<Item = Self>, is_intel: bool) -> Option<Self> {
         found.find(|kernel| *kernel != Self::Avx512 || !is_intel)
     }
 
-    /// What its products are called.
+    /// Name for reports.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Amx => "AMX",
@@ -63,14 +64,14 @@ impl Kernel {
         }
     }
 
-    /// All that this machine has, fastest first.
+    /// All kernels of this machine, fastest first.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         let amx = super::amx::is_available().then_some(Self::Amx);
         amx.into_iter().chain(super::avx512::is_available().then_some(Self::Avx512))
     }
 
-    /// All that this machine has, fastest first.
+    /// All kernels of this machine, fastest first.
     #[cfg(not(target_arch = "x86_64"))]
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         std::iter::empty()
@@ -85,7 +86,7 @@ impl Kernel {
         }
     }
 
-    /// The product of two panels of A with two of B, which have equally many tiles. On a thread that is
+    /// Multiplies two panels of A by two of B, all with the same number of tiles. The thread must be
     /// [`ready`](Self::ready).
     pub(super) fn block(self, a: [&[u32]; 2], b: [&[u32]; 2], sums: &mut Sums) {
         let tiles = a[0].len() / TILE_WORDS;
@@ -106,8 +107,8 @@ impl Kernel {
     }
 }
 
-/// Whether the environment asks for f32.
-fn products_in_f32() -> Result<bool, OpError> {
+/// Whether the environment selects f32.
+fn gemm_in_f32() -> Result<bool, OpError> {
     match std::env::var_os(VARIABLE).or_else(|| std::env::var_os(OLD_VARIABLE)) {
         None => Ok(false),
         Some(value) if value == "auto" => Ok(false),
@@ -122,7 +123,7 @@ fn products_in_f32() -> Result<bool, OpError> {
 
 #[cfg(target_arch = "x86_64")]
 fn is_intel() -> bool {
-    // SAFETY: every x86-64 processor has `cpuid`.
+    // SAFETY: every x86-64 CPU has `cpuid`.
     #[allow(unused_unsafe, reason = "newer Rust has it as a safe function")]
     let leaf = unsafe { std::arch::x86_64::__cpuid(0) };
     [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
@@ -154,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fastest_is_taken_and_on_intel_s_processors_only_amx() {
+    fn the_fastest_kernel_is_selected_and_on_intel_only_amx() {
         let fastest = |found: &[Kernel], is_intel| Kernel::fastest(found.iter().copied(), is_intel);
         assert_eq!(fastest(&[Amx, Avx512], true), Some(Amx));
         assert_eq!(fastest(&[Avx512], true), None);
@@ -164,7 +165,7 @@ mod tests {
 
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     #[test]
-    fn the_vendor_is_that_which_the_system_reads() {
+    fn the_vendor_matches_the_system_report() {
         let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap();
         let vendor = cpuinfo.lines().find_map(|line| line.strip_prefix("vendor_id")).unwrap();
         assert_eq!(is_intel(), vendor.contains("GenuineIntel"), "{vendor}");

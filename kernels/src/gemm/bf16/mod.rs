@@ -1,9 +1,9 @@
-//! Products of bf16 matrices with f32 sums, on processors that have instructions for them.
+//! bf16 matmuls with f32 sums, on CPUs with instructions for them.
 //!
-//! Others, and small products, of which packing would be the larger part, are products of f32 copies, made block by
-//! block ([`widened`](super::widened)). A product packs its operands into the order in which the instructions read ([`pack`]), computes
-//! blocks of 32 × 32 ([`kernel`]) and rounds or adds each where it belongs. Terms are summed in an order that
-//! neither the number of threads nor the block changes.
+//! Other CPUs multiply f32 copies, block by block ([`widened`](super::widened)); so do small matmuls, which
+//! would spend most of their time on packing. A matmul packs its operands into the order in which the
+//! instructions read them ([`pack`]), computes blocks of 32 × 32 ([`kernel`]), and rounds each into the
+//! destination or adds it. The order of summation depends neither on the number of threads nor on the block.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -16,7 +16,7 @@ mod tests;
 
 pub(crate) use kernel::Kernel;
 
-use super::SMALL_PRODUCT;
+use super::SMALL_MATMUL;
 use super::operand::MatmulOperand;
 use crate::cast::Float;
 use crate::simd::simd_kernel;
@@ -26,34 +26,34 @@ use rayon::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Rows and columns of a block that a kernel computes at once: two tiles of 16 each way.
+/// Rows and columns of a block that a kernel computes at once: two tiles of 16 each.
 const BLOCK: usize = 32;
 
 /// The sums of a block, row by row.
 #[repr(align(64))]
 struct Sums([[f32; BLOCK]; BLOCK]);
 
-/// Rows of the destination that a task computes.
+/// Rows of the destination per task.
 const ROWS_PER_TASK: usize = 4 * BLOCK;
 
-/// Terms that are packed and summed at a time where the sums are kept in f32: what a task reads then stays in its
+/// Terms that are packed and summed at a time if the sums are stored in f32. A task's data then stays in its
 /// cache, and no chain of additions is longer.
-const TERMS_AT_A_TIME: usize = 2048;
+const TERMS_PER_SUM: usize = 2048;
 
-/// Rows of sums, of which so many are of the product.
+/// The sums of a block, of which `rows` by `cols` belong to the result.
 #[derive(Clone, Copy)]
 pub(crate) struct Block<'a> {
     pub(crate) rows: &'a [[f32; BLOCK]],
     pub(crate) width: usize,
 }
 
-/// Elements of a destination.
+/// An element type of destinations.
 pub(crate) trait Stored: Float {
-    /// Whether the sums of parts of the terms may be added up in the destination.
+    /// Whether partial sums may be added up in the destination.
     const ADDS_EXACTLY: bool;
 
-    /// Writes the sums of a block, or adds them. `elements` starts with the block's first and has its rows `stride`
-    /// apart.
+    /// Writes the sums of a block, or adds them. `elements` begins with the block's first element; its rows
+    /// are `stride` apart.
     fn store(elements: &mut [Self], stride: usize, sums: Block<'_>, add: bool);
 }
 
@@ -73,7 +73,7 @@ impl Stored for bf16 {
     }
 }
 
-/// For the sake of whoever multiplies elements of any type: no kernel has this one's products.
+/// For callers that are generic over the element type: no kernel multiplies f16.
 impl Stored for f16 {
     const ADDS_EXACTLY: bool = false;
 
@@ -110,25 +110,25 @@ simd_kernel! {
 }
 
 thread_local! {
-    /// Packed panels of B, by the thread that starts a product.
+    /// Packed panels of B, on the thread that starts a matmul.
     static PACKED_B: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
     /// Packed panels of a task's rows of A.
     static PACKED_A: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What should compute a product of `[m, k]` and `[k, n]` bf16 matrices, if the f32 product should not.
+/// The kernel for a matmul of `[m, k]` and `[k, n]` bf16 matrices; `None` if f32 is faster.
 pub(crate) fn kernel_for([m, n, k]: [usize; 3]) -> Option<Kernel> {
-    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_PRODUCT;
+    let is_small = m.saturating_mul(n).saturating_mul(k) <= SMALL_MATMUL;
     if is_small { None } else { Kernel::detect() }
 }
 
-/// `c = a·b`, or `c += a·b` with `add`. Lines of `a` are its rows, lines of `b` its columns.
+/// Computes `c = a·b`, or `c += a·b` with `add`. Lines of `a` are its rows, lines of `b` its columns.
 ///
 /// # Shapes
 /// `a: [m, k], b: [k, n], c: [m, n]` row-major without gaps
 ///
 /// # Panics
-/// When the shapes do not fit together.
+/// If the shapes do not match.
 pub(crate) fn multiply<C: Stored>(
     kernel: Kernel,
     a: MatmulOperand<'_, bf16>,
@@ -140,9 +140,9 @@ pub(crate) fn multiply<C: Stored>(
     if c.is_empty() {
         return;
     }
-    let terms_at_a_time = if C::ADDS_EXACTLY { TERMS_AT_A_TIME } else { a.terms.max(1) };
-    for first in (0..a.terms.max(1)).step_by(terms_at_a_time) {
-        let (a, b) = (a.terms(first, terms_at_a_time), b.terms(first, terms_at_a_time));
+    let terms_per_sum = if C::ADDS_EXACTLY { TERMS_PER_SUM } else { a.terms.max(1) };
+    for first in (0..a.terms.max(1)).step_by(terms_per_sum) {
+        let (a, b) = (a.terms(first, terms_per_sum), b.terms(first, terms_per_sum));
         with_words(&PACKED_B, panels_of(b.lines) * b.panel_words(), |packed| {
             b.pack_in_parallel(Order::LinesOfPair, packed);
             let packed = &*packed;
@@ -153,7 +153,7 @@ pub(crate) fn multiply<C: Stored>(
     }
 }
 
-/// Some rows of the destination, from `first_row` on.
+/// Computes some rows of the destination, from `first_row` on.
 fn multiply_rows<C: Stored>(
     kernel: Kernel,
     a: &MatmulOperand<'_, bf16>,
@@ -169,14 +169,14 @@ fn multiply_rows<C: Stored>(
     });
 }
 
-/// Calls `store(row, column, sums)` with the blocks of `a·b` and where each starts. On the calling thread alone;
-/// lines of `a` are its rows, lines of `b` its columns.
+/// Calls `store(row, column, sums)` with each block of `a·b` and its position. Runs on the calling thread
+/// only. Lines of `a` are its rows, lines of `b` its columns.
 ///
 /// # Shapes
 /// `a: [m, k], b: [k, n]`
 ///
 /// # Panics
-/// When the shapes do not fit together.
+/// If the shapes do not match.
 pub(crate) fn multiply_on_caller(
     kernel: Kernel,
     a: &MatmulOperand<'_, bf16>,
@@ -190,7 +190,7 @@ pub(crate) fn multiply_on_caller(
     });
 }
 
-/// As [`multiply_on_caller`] for some rows of `a`, which count from 0 in `store`, and a packed `b`.
+/// As [`multiply_on_caller`], for some rows of `a`, numbered from 0 in `store`, and a packed `b`.
 fn multiply_packed(
     kernel: Kernel,
     a: &MatmulOperand<'_, bf16>,
@@ -216,19 +216,19 @@ fn multiply_packed(
     });
 }
 
-/// Bytes of the panels that a thread keeps once it has done a product of these sizes `[m, n, k]` by itself.
+/// Bytes of the panels that a thread retains after a matmul of sizes `[m, n, k]` on its own.
 pub(crate) fn packed_bytes([m, n, k]: [usize; 3]) -> usize {
     (panels_of(m) + panels_of(n)) * panel_words(k) * size_of::<u32>()
 }
 
-/// Bytes of the panels that `threads` threads keep once they have done [`multiply`].
+/// Bytes of the panels that `threads` threads retain after [`multiply`].
 pub(crate) fn packed_bytes_of_threads([m, n, k]: [usize; 3], adds_exactly: bool, threads: usize) -> usize {
-    let terms = if adds_exactly { k.min(TERMS_AT_A_TIME) } else { k };
+    let terms = if adds_exactly { k.min(TERMS_PER_SUM) } else { k };
     let task = packed_bytes([m.min(ROWS_PER_TASK), 0, terms]);
     threads * task + packed_bytes([0, n, terms])
 }
 
-/// Panels of so many lines, an even number.
+/// Number of panels for so many lines, rounded up to even.
 fn panels_of(lines: usize) -> usize {
     lines.div_ceil(BLOCK) * 2
 }
@@ -237,22 +237,22 @@ fn two_panels(packed: &[u32], first: usize, panel_words: usize) -> [&[u32]; 2] {
     [first, first + 1].map(|panel| &packed[panel * panel_words..][..panel_words])
 }
 
-/// Calls `work` with that many words that the thread keeps, contents undefined. The thread may take on other work
-/// meanwhile, so they are out of their place.
+/// Calls `work` with so many words of the thread's buffer, content undefined. The buffer is taken out of its
+/// cell, because the thread may steal other work meanwhile.
 fn with_words<R>(
-    kept: &'static std::thread::LocalKey<RefCell<Vec<u32>>>,
+    cell: &'static std::thread::LocalKey<RefCell<Vec<u32>>>,
     len: usize,
     work: impl FnOnce(&mut [u32]) -> R,
 ) -> R {
-    let mut words = kept.take();
+    let mut words = cell.take();
     if words.len() < len {
         drop(words);
         words = vec![0; len];
     }
-    // NaN twice: what reads before it writes shows itself.
+    // NaN in both halves, so that a read before a write shows.
     #[cfg(test)]
     words.fill(0x7fc0_7fc0);
     let result = work(&mut words[..len]);
-    kept.set(words);
+    cell.set(words);
     result
 }

@@ -1,7 +1,7 @@
-//! The order in which the kernels read: tiles of 16 lines by 32 terms, a pair of terms in each word.
+//! The layout of packed operands: tiles of 16 lines by 32 terms, with a pair of terms in each word.
 //!
-//! Lines are rows of A or columns of B, terms are what a product sums over. In A's tiles the pairs of a line are
-//! neighbours, in B's the lines of a pair. Lines and terms beyond the matrix are zeros.
+//! Lines are rows of A or columns of B; terms are the summed (k) dimension. In A's tiles the pairs of a line
+//! are adjacent, in B's the lines of a pair. Lines and terms beyond the matrix are zeros.
 
 use crate::gemm::operand::MatmulOperand;
 use crate::gemm::tile::{padded, pairs_of, transpose, word_of};
@@ -10,16 +10,16 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
-/// Lines of a tile.
+/// Lines per tile.
 pub(super) const LINES: usize = 16;
-/// Pairs of terms of a tile.
+/// Pairs of terms per tile.
 pub(super) const PAIRS: usize = 16;
-/// Words of a tile.
+/// Words per tile.
 pub(super) const TILE_WORDS: usize = LINES * PAIRS;
-/// Terms of a tile.
+/// Terms per tile.
 pub(super) const TILE_TERMS: usize = 2 * PAIRS;
 
-/// Which of a tile's words are neighbours.
+/// Which words of a tile are adjacent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
     /// The pairs of a line: for A.
@@ -41,7 +41,7 @@ impl MatmulOperand<'_, bf16> {
         }
     }
 
-    /// As [`pack`](Self::pack) from the first, by the threads of the current pool.
+    /// As [`pack`](Self::pack) from the first panel, on the threads of the current pool.
     pub(super) fn pack_in_parallel(&self, order: Order, panels: &mut [u32]) {
         panels
             .par_chunks_exact_mut(self.panel_words())
@@ -62,14 +62,14 @@ impl MatmulOperand<'_, bf16> {
     }
 }
 
-/// Words of a panel of 16 lines; one without terms is a tile of zeros.
+/// Words of a panel of 16 lines; without terms it is one tile of zeros.
 pub(super) fn panel_words(terms: usize) -> usize {
     terms.div_ceil(TILE_TERMS).max(1) * TILE_WORDS
 }
 
 simd_kernel! {
-    /// Packs `lines` lines, of which `bits` starts with the first. Either their terms or, for each term, the lines
-    /// are neighbours; the others are `stride` apart.
+    /// Packs `lines` lines, beginning with the first of `bits`. Either a line's terms or a term's lines are
+    /// adjacent; the others are `stride` apart.
     fn pack_tiles<S>(
         bits: &[u16],
         memory: (bool, usize),
@@ -96,7 +96,7 @@ simd_kernel! {
     }
 }
 
-/// Loads a tile of which each line's terms are neighbours in memory.
+/// Loads a tile in which each line's terms are adjacent in memory.
 #[inline(always)]
 fn lines_of_pairs(bits: &[u16], stride: usize, lines: usize, terms: usize, tile: &mut [[u32; 16]]) {
     for (line, words) in tile.iter_mut().enumerate() {
@@ -104,7 +104,7 @@ fn lines_of_pairs(bits: &[u16], stride: usize, lines: usize, terms: usize, tile:
     }
 }
 
-/// Loads a tile of which each term's lines are neighbours in memory.
+/// Loads a tile in which each term's lines are adjacent in memory.
 #[inline(always)]
 fn pairs_of_lines(bits: &[u16], stride: usize, lines: usize, terms: usize, tile: &mut [[u32; 16]]) {
     for (pair, words) in tile.iter_mut().enumerate() {

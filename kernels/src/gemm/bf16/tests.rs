@@ -1,7 +1,7 @@
 use super::*;
 use crate::testing::{assert_same_for_any_thread_count, random};
 
-/// (m, n, k): less than a tile, whole blocks, edges everywhere, more terms than are packed at a time, several tasks.
+/// (m, n, k): less than a tile, whole blocks, remainders everywhere, several rounds of terms, several tasks.
 const SIZES: [[usize; 3]; 8] = [
     [1, 1, 1],
     [5, 3, 2],
@@ -10,14 +10,14 @@ const SIZES: [[usize; 3]; 8] = [
     [31, 70, 129],
     [128, 96, 64],
     [300, 40, 50],
-    [20, 33, 2 * TERMS_AT_A_TIME + 7],
+    [20, 33, 2 * TERMS_PER_SUM + 7],
 ];
 
 fn kernels() -> impl Iterator<Item = Kernel> {
     Kernel::all().chain([Kernel::Portable])
 }
 
-/// bf16 matrices `[m, k]` and `[k, n]`, each in both orders of memory.
+/// bf16 matrices `[m, k]` and `[k, n]`, each in both memory orders.
 struct Operands {
     sizes: [usize; 3],
     a: [Vec<bf16>; 2],
@@ -44,7 +44,7 @@ impl Operands {
         )
     }
 
-    /// Product of two rows, in f64.
+    /// Dot product of a row and a column, in f64.
     fn product(&self, row: usize, column: usize) -> f64 {
         let k = self.sizes[2];
         let terms = self.a[0][row * k..][..k].iter().zip(&self.b[0][column * k..][..k]);
@@ -82,9 +82,9 @@ fn every_kernel_multiplies_integers_exactly_in_every_layout() {
     }
 }
 
-/// The criterion of FlashAttention's tests: at most twice the error of the plain sum that is rounded to bf16.
+/// The criterion of FlashAttention's tests: at most twice the error of a plain sum that is rounded to bf16.
 #[test]
-fn rounded_products_are_as_good_as_a_plain_sum_and_sums_as_good_as_f32() {
+fn rounded_matmuls_are_as_accurate_as_a_plain_sum_and_sums_as_f32() {
     let operands = Operands::new([64, 48, 4096], |salt, len| {
         random(salt, len).into_iter().map(bf16::from_f32).collect()
     });

@@ -1,23 +1,23 @@
-//! Products of pairs of bf16: each word of an operand holds two terms, the first in its low half.
+//! Matmuls of bf16 pairs: each word of an operand holds two terms, the first in its low half.
 
-use super::{CheckedProduct, MulAdd, Product, all_columns};
+use super::{CheckedMatmul, Matmul, MulAdd, all_columns};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Level;
 use pulp::Scalar;
 #[cfg(target_arch = "x86_64")]
 use pulp::x86::V4;
 
-/// As [`multiply`](super::multiply), of operands with two terms of bf16 in each element. By AVX512-BF16
-/// (`VDPBF16PS`), or, slowly, by plain instructions.
+/// As [`multiply`](super::multiply), for operands with two bf16 terms per element. Uses AVX512-BF16
+/// (`VDPBF16PS`), or plain instructions, which are slow.
 ///
 /// # Safety
-/// As there.
-pub(crate) unsafe fn multiply_pairs(product: Product<u32>) {
-    let Product { rows, cols, terms, dst, dst_stride, lhs, lhs_strides, rhs, rhs_stride, factor, add } =
-        product;
-    // Both have the size and alignment of f32, and are only ever copied from memory to registers as such.
+/// As for [`multiply`](super::multiply).
+pub(crate) unsafe fn multiply_pairs(matmul: Matmul<u32>) {
+    let Matmul { rows, cols, terms, dst, dst_stride, lhs, lhs_strides, rhs, rhs_stride, factor, add } =
+        matmul;
+    // Both have the size and alignment of f32, and are only copied between memory and registers as such.
     let (lhs, rhs) = (lhs.cast(), rhs.cast());
-    let promised = CheckedProduct(Product {
+    let matmul = CheckedMatmul(Matmul {
         rows,
         cols,
         terms,
@@ -32,19 +32,19 @@ pub(crate) unsafe fn multiply_pairs(product: Product<u32>) {
     });
     #[cfg(target_arch = "x86_64")]
     if let Some(simd) = instructions_to_use() {
-        // SAFETY: the processor has them, as just asked.
-        return unsafe { by_instruction(simd, promised) };
+        // SAFETY: the CPU has these instructions, as just checked.
+        return unsafe { by_instruction(simd, matmul) };
     }
-    all_columns(Scalar, promised, Halves);
+    all_columns(Scalar, matmul, Halves);
 }
 
-/// AVX-512 of a processor that has AVX512-BF16 too.
+/// AVX-512 on a CPU that also has AVX512-BF16.
 #[cfg(target_arch = "x86_64")]
 pub(in crate::gemm) fn instructions() -> Option<V4> {
     if std::is_x86_feature_detected!("avx512bf16") { V4::try_new() } else { None }
 }
 
-/// The same, unless a test asks for less.
+/// The same, unless a test selects a lower level.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn instructions_to_use() -> Option<V4> {
     if Level::current() >= Level::Avx512 { instructions() } else { None }
@@ -52,11 +52,11 @@ pub(super) fn instructions_to_use() -> Option<V4> {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-fn by_instruction(simd: V4, promised: CheckedProduct) {
-    all_columns(simd, promised, Instruction(()));
+fn by_instruction(simd: V4, matmul: CheckedMatmul) {
+    all_columns(simd, matmul, Instruction(()));
 }
 
-/// `VDPBF16PS`, on processors that have it.
+/// `VDPBF16PS`, on CPUs that have it.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 struct Instruction(());
@@ -75,7 +75,7 @@ impl MulAdd<V4> for Instruction {
     }
 }
 
-/// A term after the other.
+/// One term after another.
 #[derive(Clone, Copy)]
 struct Halves;
 
@@ -97,12 +97,12 @@ mod tests {
 
     const UNTOUCHED: f32 = -7.0;
 
-    /// Whole numbers that tell the place of a term, with no more digits than bf16.
+    /// Integers that encode the position of a term and fit bf16 exactly.
     fn term(line: usize, term: usize) -> f32 {
         ((line * 31 + term * 7) % 61) as f32 - 30.0
     }
 
-    /// `term(line, 2 * pair)` and the next.
+    /// `term(line, 2 * pair)` and the next one.
     fn word(line: usize, pair: usize) -> u32 {
         let [low, high] = [2 * pair, 2 * pair + 1].map(|at| bf16::from_f32(term(line, at)).to_bits());
         word_of(low, high)
@@ -117,7 +117,7 @@ mod tests {
         }
         let rhs: Vec<u32> = (0..pairs * stride).map(|at| word(5 + at % stride, at / stride)).collect();
         let mut dst = vec![UNTOUCHED; rows * stride];
-        let product = Product {
+        let matmul = Matmul {
             rows,
             cols,
             terms: pairs,
@@ -131,7 +131,7 @@ mod tests {
             add,
         };
         // SAFETY: all three have as many elements as their shapes and strides say.
-        unsafe { multiply_pairs(product) };
+        unsafe { multiply_pairs(matmul) };
         for (index, element) in dst.into_iter().enumerate() {
             let (row, col) = (index / stride, index % stride);
             let sum: f32 = (0..2 * pairs).map(|at| term(row, at) * term(5 + col, at)).sum();

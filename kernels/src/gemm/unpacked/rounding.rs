@@ -1,4 +1,4 @@
-//! Rounding to words that hold two bf16, the first in the low half: the operands of products by pairs.
+//! Rounds f32 to words of two bf16, the first in the low half: the operands of pairwise matmuls.
 
 #[cfg(target_arch = "x86_64")]
 use super::pairs::instructions_to_use;
@@ -6,33 +6,33 @@ use crate::gemm::tile::word_of;
 use crate::simd::simd_kernel;
 use half::bf16;
 
-/// Each two neighbours in a row of values become a word, the last one of an odd number with zero beside it.
+/// Rounds each two adjacent values of a row to a word; an odd last value is paired with zero.
 ///
-/// With AVX512-BF16 subnormal values become zero, as which they count for its products.
+/// With AVX512-BF16, subnormal values become zero, as its multiplications treat them.
 ///
 /// # Shapes
-/// `[rows, cols]` values to `[rows, cols / 2]` words, with rows as far apart as the strides say.
-pub(crate) fn round_neighbours(
+/// `[rows, cols]` values to `[rows, cols / 2]` words, with rows as far apart as the strides.
+pub(crate) fn round_neighbors(
     (values, stride): (&[f32], usize),
     (rows, cols): (usize, usize),
     (words, words_stride): (&mut [u32], usize),
 ) {
     #[cfg(target_arch = "x86_64")]
     if instructions_to_use().is_some() {
-        // SAFETY: the processor has the instructions, as just asked.
+        // SAFETY: the CPU has the instructions, as just checked.
         return unsafe {
-            instruction::round_neighbours((values, stride), (rows, cols), (words, words_stride))
+            instruction::round_neighbors((values, stride), (rows, cols), (words, words_stride))
         };
     }
-    neighbours((values, stride), (rows, cols), (words, words_stride));
+    neighbors((values, stride), (rows, cols), (words, words_stride));
 }
 
-/// Each value and the one below it become a word, those of the last one of an odd number of rows with zero.
+/// Rounds each value and the one below it to a word; an odd last row is paired with zero.
 ///
-/// Subnormal values as in [`round_neighbours`].
+/// Subnormal values as in [`round_neighbors`].
 ///
 /// # Shapes
-/// `[rows, cols]` values to `[rows / 2, cols]` words, with rows as far apart as the strides say.
+/// `[rows, cols]` values to `[rows / 2, cols]` words, with rows as far apart as the strides.
 pub(crate) fn round_rows(
     (values, stride): (&[f32], usize),
     (rows, cols): (usize, usize),
@@ -40,14 +40,14 @@ pub(crate) fn round_rows(
 ) {
     #[cfg(target_arch = "x86_64")]
     if instructions_to_use().is_some() {
-        // SAFETY: the processor has the instructions, as just asked.
+        // SAFETY: the CPU has the instructions, as just checked.
         return unsafe { instruction::round_rows((values, stride), (rows, cols), (words, words_stride)) };
     }
     two_rows((values, stride), (rows, cols), (words, words_stride));
 }
 
 simd_kernel! {
-    fn neighbours<S>(values: (&[f32], usize), sizes: (usize, usize), words: (&mut [u32], usize)) {
+    fn neighbors<S>(values: (&[f32], usize), sizes: (usize, usize), words: (&mut [u32], usize)) {
         let ((values, stride), (rows, cols), (words, words_stride)) = (values, sizes, words);
         for (row, words) in words.chunks_mut(words_stride).take(rows).enumerate() {
             let (pairs, rest) = values[row * stride..][..cols].as_chunks::<2>();
@@ -84,7 +84,7 @@ fn rounded(value: f32) -> u16 {
     bf16::from_f32(value).to_bits()
 }
 
-/// `VCVTNE2PS2BF16` and `VCVTNEPS2BF16`. Values that are not there count as zero.
+/// `VCVTNE2PS2BF16` and `VCVTNEPS2BF16`. Missing values count as zero.
 #[cfg(target_arch = "x86_64")]
 mod instruction {
     use std::arch::x86_64::*;
@@ -92,7 +92,7 @@ mod instruction {
     const LANES: usize = 16;
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    pub(super) fn round_neighbours(
+    pub(super) fn round_neighbors(
         (values, stride): (&[f32], usize),
         (rows, cols): (usize, usize),
         (words, words_stride): (&mut [u32], usize),
@@ -132,14 +132,14 @@ mod instruction {
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn load(values: &[f32]) -> __m512 {
-        // SAFETY: reads no more than the slice has.
+        // SAFETY: reads no further than the slice.
         unsafe { _mm512_maskz_loadu_ps(mask(values.len()), values.as_ptr()) }
     }
 
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn store(vector: __m512i, words: &mut [u32]) {
-        // SAFETY: writes no more than the slice has.
+        // SAFETY: writes no further than the slice.
         unsafe { _mm512_mask_storeu_epi32(words.as_mut_ptr().cast(), mask(words.len()), vector) }
     }
 
@@ -157,7 +157,7 @@ mod tests {
 
     const UNTOUCHED: u32 = 0xdead_beef;
 
-    /// Halfway between two bf16 numbers, and a little to either side.
+    /// Halfway between two bf16 values, and slightly to either side.
     fn value(at: usize) -> f32 {
         f32::from_bits(0x3f80_8000 + ((at as u32 % 97) << 16) + at as u32 % 3 - 1) * [1.0, -1.0][at % 2]
     }
@@ -177,11 +177,11 @@ mod tests {
                         0
                     }
                 };
-                let mut neighbours = vec![UNTOUCHED; rows * words_stride];
-                round_neighbours((&values, stride), (rows, cols), (&mut neighbours, words_stride));
+                let mut neighbors = vec![UNTOUCHED; rows * words_stride];
+                round_neighbors((&values, stride), (rows, cols), (&mut neighbors, words_stride));
                 let mut two_rows = vec![UNTOUCHED; rows.div_ceil(2) * words_stride];
                 round_rows((&values, stride), (rows, cols), (&mut two_rows, words_stride));
-                for (at, word) in neighbours.into_iter().enumerate() {
+                for (at, word) in neighbors.into_iter().enumerate() {
                     let (row, pair) = (at / words_stride, at % words_stride);
                     let expected = word_of(bits(row, 2 * pair), bits(row, 2 * pair + 1));
                     let expected = if pair < cols.div_ceil(2) { expected } else { UNTOUCHED };
@@ -198,13 +198,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_stays_none() {
+    fn nan_stays_nan_when_rounded() {
         at_every_level(|level| {
             let values = [f32::NAN, f32::INFINITY, f32::from_bits(0x7f80_0001), 1.0];
             let mut words = [0; 4];
             round_rows((&[values, values].concat(), 4), (2, 4), (&mut words, 4));
             let mut pairs = [0; 2];
-            round_neighbours((&values, 4), (1, 4), (&mut pairs, 2));
+            round_neighbors((&values, 4), (1, 4), (&mut pairs, 2));
             for (at, value) in values.into_iter().enumerate() {
                 let half = |word: u32, at: usize| bf16::from_bits((word >> (16 * at)) as u16);
                 for got in [half(words[at], 0), half(words[at], 1), half(pairs[at / 2], at % 2)] {

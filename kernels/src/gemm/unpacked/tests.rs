@@ -3,7 +3,7 @@ use crate::simd::at_every_level;
 
 const UNTOUCHED: f32 = -7.0;
 
-/// Integers that tell their place, so that sums are exact at every level.
+/// Integers that encode their position, so that sums are exact at every level.
 fn matrix(rows: usize, cols: usize) -> Vec<f32> {
     (0..rows * cols).map(|index| (index / cols * 31 + index % cols * 7) as f32 % 61.0 - 30.0).collect()
 }
@@ -14,7 +14,7 @@ fn check([rows, cols, terms]: [usize; 3], lhs_is_transposed: bool, add: bool, le
     let (lhs, rhs) = (matrix(rows, terms), matrix(terms, stride));
     let lhs_strides = if lhs_is_transposed { [1, rows] } else { [terms, 1] };
     let mut dst = vec![UNTOUCHED; rows * stride];
-    let product = Product {
+    let matmul = Matmul {
         rows,
         cols,
         terms,
@@ -28,7 +28,7 @@ fn check([rows, cols, terms]: [usize; 3], lhs_is_transposed: bool, add: bool, le
         add,
     };
     // SAFETY: all three have as many elements as their shapes and strides say.
-    unsafe { multiply(product) };
+    unsafe { multiply(matmul) };
     for (index, element) in dst.into_iter().enumerate() {
         let (row, col) = (index / stride, index % stride);
         let lhs = |term| lhs[row * lhs_strides[0] + term * lhs_strides[1]];
@@ -54,7 +54,7 @@ fn every_remainder_of_rows_and_columns_is_multiplied_and_nothing_else_written() 
 }
 
 #[test]
-fn a_product_of_no_terms_is_zero_and_one_of_many_is_their_sum() {
+fn a_matmul_of_no_terms_is_zero_and_one_of_many_is_their_sum() {
     at_every_level(|level| {
         for terms in [0, 1, 64, 257] {
             for add in [false, true] {

@@ -2,7 +2,8 @@ use super::*;
 use crate::testing::{assert_same_for_any_thread_count, random};
 use half::{bf16, f16};
 
-/// (m, n, k): nothing, less than a block, whole blocks, edges everywhere, several rounds of terms, several tasks.
+/// (m, n, k): empty, less than a block, whole blocks, remainders everywhere, several rounds of terms, several
+/// tasks.
 const SIZES: [[usize; 3]; 9] = [
     [0, 3, 2],
     [3, 2, 0],
@@ -15,7 +16,7 @@ const SIZES: [[usize; 3]; 9] = [
     [2 * MAX_ROWS + 7, MAX_COLUMNS + 5, 3],
 ];
 
-/// Distinct small integers, of which products and sums are exact.
+/// Distinct small integers whose products and sums are exact.
 fn integers<T: Float>(salt: usize, len: usize) -> Vec<T> {
     let values: Vec<f32> = (0..len).map(|i| ((i * 7 + salt) % 13) as f32 - 6.0).collect();
     rounded(&values)
@@ -33,7 +34,7 @@ fn wide<T: Float>(elements: &[T]) -> Vec<f32> {
     values
 }
 
-/// Lines in either order of memory, from one behind the other.
+/// Lines in either memory order.
 struct Matrix<T> {
     lines: usize,
     terms: usize,

@@ -1,4 +1,4 @@
-//! The two halves of a step on slices, one task for each chunk of a segment.
+//! The two halves of a step on slices, one task per chunk of a segment.
 
 use super::segments::{Segments, SquaredNorms};
 use super::{Factors, LambParams};

@@ -6,7 +6,7 @@ use crate::device::{Arg, DeviceError, Grid, Kernel, Launcher, sources::LAMB};
 use crate::tensor::{from_slice, to_vec};
 use candle_core::{DType, Tensor};
 
-/// The chunks' sums of squares are added up on the host in f64: the one wait for the device.
+/// The chunks' sums of squares are added on the host in f64: the only synchronization.
 pub(super) fn direction(
     launcher: &Launcher,
     [param, grad, exp_avg, exp_avg_sq]: [&Tensor; 4],
@@ -48,7 +48,7 @@ pub(super) fn apply(
 }
 
 impl Factors {
-    /// As the kernel takes them.
+    /// In the order of the kernel's parameters.
     fn in_order(self) -> [f32; 8] {
         [
             self.grad_scale,

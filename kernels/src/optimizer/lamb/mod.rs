@@ -1,9 +1,10 @@
 //! LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2): Adam's direction, with a step
 //! for each parameter tensor that is proportional to the tensor's norm.
 //!
-//! The norms are those of whole parameter tensors, which a partition of a flat tensor may hold parts of. So a step
-//! is two calls: [`direction`] updates the moments and returns each segment's squared norms, which the caller adds
-//! up over the partitions, and [`apply`] moves the parameters. [`Segments`] says which elements belong together.
+//! The norms are those of whole parameter tensors, while a partition of a flat tensor may hold parts of them.
+//! So a step has two calls. [`direction`] updates the moments and returns each segment's squared norms, which
+//! the caller sums over the partitions; [`apply`] updates the parameters. [`Segments`] has the elements of
+//! each parameter tensor.
 
 mod cpu;
 mod cuda;
@@ -40,19 +41,19 @@ pub struct LambParams {
     pub max_coeff: f64,
     /// t, counted from 1.
     pub step: u64,
-    /// Multiplies the gradient first: loss unscaling and clipping in one factor.
+    /// Factor on the gradient: loss unscaling and clipping in one.
     pub grad_scale: f64,
 }
 
 impl LambParams {
-    /// ‖p‖ / ‖u‖ within the bounds, for the norms of a whole parameter tensor; 1 where one of them is 0.
+    /// ‖p‖ / ‖u‖ within the bounds, from the norms of a whole parameter tensor; 1 if either norm is 0.
     #[must_use]
     pub fn trust_ratio(&self, norms: SquaredNorms) -> f64 {
         if norms.param == 0.0 || norms.direction == 0.0 {
             return 1.0;
         }
         let ratio = (norms.param / norms.direction).sqrt();
-        // Not `clamp`, which panics when the bounds are NaN; a NaN ratio stays one.
+        // Not `clamp`, which panics if the bounds are NaN; a NaN ratio stays NaN.
         if ratio < self.min_coeff {
             self.min_coeff
         } else if ratio > self.max_coeff {
@@ -63,20 +64,20 @@ impl LambParams {
     }
 }
 
-/// The first half of a step: exp_avg and exp_avg_sq are updated, and grad is overwritten with the direction.
-/// Returns the squared norms of each segment's part here. On a GPU this waits for the device.
+/// The first half of a step: updates exp_avg and exp_avg_sq, and overwrites grad with the direction. Returns
+/// the squared norms of this part of each segment. Synchronizes with a GPU.
 ///
-/// With g = grad · grad_scale: m ← m + (1 − β₁)(g − m); v ← β₂v + (1 − β₂)g²;
-/// u = m / (1 − β₁ᵗ) / (√v / √(1 − β₂ᵗ) + ε) + weight_decay · p.
+/// With g = grad · grad_scale: m ← m + (1 − β₁)(g − m); v ← β₂v + (1 − β₂)g²; u = m / (1 − β₁ᵗ) / (√v / √(1 −
+/// β₂ᵗ) + ε) + weight_decay · p.
 ///
-/// Elements outside of the segments are left alone.
+/// Elements outside of the segments are unchanged.
 ///
 /// # Shapes
 /// All tensors hold the same number of elements, and the segments lie within them.
 ///
 /// # Errors
-/// When `step` is 0, a β is outside [0, 1), shapes, dtypes, devices or layouts do not fit, or two tensors share
-/// storage.
+/// A `step` of 0, a β outside of [0, 1), shapes, dtypes, devices or layouts that do not match, or two tensors
+/// that share storage.
 pub fn direction(
     param: &Tensor,
     grad: &Tensor,
@@ -118,14 +119,16 @@ pub fn direction(
 }
 
 /// The second half of a step: p ← p − lr · ratio · u, with the [trust ratio](LambParams::trust_ratio) of each
-/// segment. `norms` are those of the whole parameter tensors: [`direction`]'s, summed over all partitions.
+/// segment. `norms` are those of whole parameter tensors: the results of [`direction`], summed over all
+/// partitions.
 ///
 /// # Shapes
-/// Both tensors hold the same number of elements, the segments lie within them, and there is one of `norms` for each.
+/// Both tensors have the same number of elements, the segments lie within them, and `norms` has one entry per
+/// segment.
 ///
 /// # Errors
-/// When `norms` has another length, the bounds of the trust ratio are not in order, shapes, dtypes, devices or
-/// layouts do not fit, or the tensors share storage.
+/// `norms` of another length, bounds of the trust ratio that are not in order, shapes, dtypes, devices or
+/// layouts that do not match, or tensors that share storage.
 pub fn apply(
     param: &Tensor,
     direction: &Tensor,

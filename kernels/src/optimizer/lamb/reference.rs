@@ -1,4 +1,4 @@
-//! The step in f64, line for line algorithm 2 of the paper, with bounds for the trust ratio.
+//! The step in f64: algorithm 2 of the paper line by line, with bounds for the trust ratio.
 
 use super::LambParams;
 

@@ -1,20 +1,20 @@
-//! Which elements of a flat tensor belong to which parameter tensor.
+//! The parameter tensors within a flat tensor.
 
 use crate::OpError;
 use crate::call::Call;
 use candle_core::{Device, Tensor};
 use std::ops::{AddAssign, Range};
 
-/// Elements that are summed together, by one task or one block. Chunks end at multiples of it, so that all but a
-/// segment's first and last begin where vectors do.
+/// Elements that are summed together, by one task or block. Chunks end at multiples of it, so that all except
+/// a segment's first and last chunk are aligned to vectors.
 const CHUNK_ELEMS: usize = 16 * 1024;
 
 /// Σ p² and Σ u² over the elements of a parameter tensor, or over a part of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SquaredNorms {
-    /// Of the parameters before the step.
+    /// Sum over the parameters before the step.
     pub param: f64,
-    /// Of the direction of the step.
+    /// Sum over the direction of the step.
     pub direction: f64,
 }
 
@@ -25,12 +25,12 @@ impl AddAssign for SquaredNorms {
     }
 }
 
-/// Where the parameter tensors lie in a flat tensor: made once, used in every step.
+/// The ranges of the parameter tensors in a flat tensor. Created once, used in every step.
 #[derive(Clone, Debug)]
 pub struct Segments {
     ranges: Vec<Range<usize>>,
     chunks: Vec<Chunk>,
-    /// The chunks' ends on the device: `[chunks, 2]`, i64. None where there is no chunk.
+    /// The chunks' bounds on the device: `[chunks, 2]`, i64. `None` without chunks.
     table: Option<Tensor>,
 }
 
@@ -42,11 +42,11 @@ pub(super) struct Chunk {
 }
 
 impl Segments {
-    /// The elements of each parameter tensor, in ascending order; gaps between them and empty ones are fine.
-    /// `device` is that of the tensors.
+    /// Creates the segments from the element range of each parameter tensor, in ascending order; gaps and
+    /// empty ranges are allowed. `device` is that of the tensors.
     ///
     /// # Errors
-    /// When a segment begins before the end of the one before, or the device refuses the table.
+    /// A segment that begins before the end of the previous one, or an error of the device.
     pub fn new(ranges: Vec<Range<usize>>, device: &Device) -> Result<Self, OpError> {
         let call = Call::new("lamb::Segments::new");
         let mut end = 0;
@@ -75,13 +75,13 @@ impl Segments {
         Ok(Self { ranges, chunks, table })
     }
 
-    /// The number of segments.
+    /// Number of segments.
     #[must_use]
     pub fn len(&self) -> usize {
         self.ranges.len()
     }
 
-    /// Whether there is no segment.
+    /// Whether there are no segments.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
@@ -101,7 +101,7 @@ impl Segments {
         call.expect_value("segments", end as f64, fits, "an end within the elements of `param`")
     }
 
-    /// The chunks' sums, added up for each segment in order.
+    /// Adds up the chunks' sums per segment, in order.
     pub(super) fn sum(&self, of_chunks: impl IntoIterator<Item = SquaredNorms>) -> Vec<SquaredNorms> {
         let mut norms = vec![SquaredNorms::default(); self.ranges.len()];
         for (chunk, of_chunk) in self.chunks.iter().zip(of_chunks) {
@@ -110,7 +110,7 @@ impl Segments {
         norms
     }
 
-    /// The elements of each chunk.
+    /// Splits a slice into the chunks.
     pub(super) fn split_mut<'a>(&self, mut rest: &'a mut [f32]) -> Vec<&'a mut [f32]> {
         let mut at = 0;
         let mut parts = Vec::with_capacity(self.chunks.len());

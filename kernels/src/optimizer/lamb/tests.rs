@@ -20,7 +20,7 @@ fn segments(ends: &[(usize, usize)]) -> Segments {
     Segments::new(ends.iter().map(|(start, end)| *start..*end).collect(), &Device::Cpu).unwrap()
 }
 
-/// Parameter tensors at odd offsets, an empty one, gaps between and behind them, and one of several chunks.
+/// Parameter tensors at odd offsets, an empty one, gaps between and after them, and one of several chunks.
 fn layouts() -> [(usize, Vec<(usize, usize)>); 4] {
     [
         (0, vec![]),
@@ -101,7 +101,8 @@ fn partitions_that_add_up_their_norms_take_the_undivided_step() {
 
 #[test]
 fn the_step_is_proportional_to_the_parameters_norm() {
-    // Without decay the first direction is the gradient's sign: of norm 2, like the learning rate times 4/2.
+    // Without decay the first direction is the gradient's sign: its norm is 2, so the step is the learning
+    // rate times 4/2.
     on_every_target(|_| {
         let (param, grad) = (tensor(&[2.0; 4], &[4]), tensor(&[3.0, -3.0, 1.0, -1.0], &[4]));
         let (m, v) = (tensor(&[0.0; 4], &[4]), tensor(&[0.0; 4], &[4]));
@@ -178,7 +179,7 @@ fn wrong_arguments_are_named() {
 #[cfg(feature = "kernel-emulation")]
 #[test]
 fn kernels_give_the_same_bits_where_vectors_fit_and_where_they_do_not() {
-    // The norms are compared through the parameters that they move.
+    // The norms are compared through the parameters that they change.
     for cut in 16_600..16_604 {
         let data = [1, 2, 3, 4].map(|seed| random(seed, 17_001).iter().map(|v| v.abs()).collect());
         assert_same_at_any_alignment(&data, |tensors| {

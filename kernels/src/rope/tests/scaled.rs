@@ -1,5 +1,5 @@
-//! Scaled frequencies against values that were worked out in f64 outside this crate, and that agree with
-//! transformers' to the f32 that it computes in.
+//! Scaled frequencies, compared with values computed in f64 outside of this crate. These agree with
+//! transformers' within its f32 precision.
 
 use super::*;
 

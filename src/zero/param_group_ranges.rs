@@ -1,6 +1,6 @@
-//! The elements that a rank updates, cut where parameters of other settings begin.
+//! Splits the elements that a rank updates into ranges with the settings of one parameter group.
 
-use super::rule::Step;
+use super::optimizer_step::Step;
 use super::unit::Unit;
 use super::{FlatLayout, ZeroError};
 use crate::config::{GroupRate, OptimizerConfig, ParameterGroup};
@@ -8,7 +8,7 @@ use candle_core::Device;
 use std::ops::Range;
 use ulysses_kernels::optimizer::lamb::Segments;
 
-/// What a parameter group changes of the optimizer.
+/// The optimizer settings of a parameter group.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct Settings {
     pub(super) rate: GroupRate,
@@ -23,7 +23,7 @@ impl Settings {
         }
     }
 
-    /// The optimizer and the step with these settings.
+    /// Applies these settings to the optimizer's config and the step.
     pub(super) fn applied(self, config: &OptimizerConfig, step: Step) -> (OptimizerConfig, Step) {
         let lr = self.rate.at(step.lr, config.lr());
         let config = config.clone();
@@ -35,40 +35,41 @@ impl Settings {
     }
 }
 
-/// Consecutive elements that are updated with the same settings. Padding is in none.
-pub(super) struct Span {
-    /// Within the elements that this rank updates.
+/// Consecutive elements with the same settings. Padding belongs to no range.
+pub(super) struct ParamGroupRange {
+    /// Range within the elements that this rank updates.
     pub(super) elements: Range<usize>,
     pub(super) settings: Settings,
-    /// For LAMB, which parameters the elements are of.
+    /// For LAMB, the parameter tensors of the elements.
     pub(super) tensors: Option<Tensors>,
 }
 
-/// The parts of parameter tensors that lie in a span.
+/// The parts of parameter tensors that lie in a range.
 pub(super) struct Tensors {
-    /// The parameter that each segment is a part of.
+    /// The parameter of each segment.
     pub(super) parameters: Vec<usize>,
     pub(super) segments: Segments,
 }
 
 impl Unit {
-    /// The spans of the elements that this rank updates: `all` of them or its partition.
-    pub(super) fn cut_spans(
+    /// The ranges of the elements that this rank updates: `all` of them, or its partition.
+    pub(super) fn param_group_ranges(
         &self,
         all: bool,
         config: &OptimizerConfig,
         groups: &[ParameterGroup],
         device: &Device,
-    ) -> Result<Vec<Span>, ZeroError> {
+    ) -> Result<Vec<ParamGroupRange>, ZeroError> {
         let layout = &self.layout;
         let names = layout.parameters().iter().map(|parameter| &parameter.name);
         let settings: Vec<_> = names.map(|name| Settings::of(groups, name)).collect();
         let updated = if all { 0..layout.padded_numel() } else { layout.partition(self.shard_rank) };
         if !matches!(config, OptimizerConfig::Lamb { .. }) {
             let runs = equal_settings(layout, updated, &settings);
-            return Ok(runs.into_iter().map(|run| run.span(0, None)).collect());
+            return Ok(runs.into_iter().map(|run| run.into_range(0, None)).collect());
         }
-        // Cut by partitions too: every rank sums norms over the same parts, be all its own or one.
+        // Split at partition boundaries too, so that norms are sums over the same parts on every rank and at
+        // every stage.
         let partitions = if all { 0..layout.num_partitions() } else { self.shard_rank..self.shard_rank + 1 };
         let runs = partitions.flat_map(|partition| {
             let elements = layout.partition(partition);
@@ -78,7 +79,7 @@ impl Unit {
         runs.map(|(first, run)| {
             let segments = Segments::new(run.pieces.clone(), device)?;
             let tensors = Tensors { parameters: run.parameters.clone(), segments };
-            Ok(run.span(first, Some(tensors)))
+            Ok(run.into_range(first, Some(tensors)))
         })
         .collect()
     }
@@ -94,14 +95,14 @@ struct Run {
 }
 
 impl Run {
-    fn span(self, first: usize, tensors: Option<Tensors>) -> Span {
+    fn into_range(self, first: usize, tensors: Option<Tensors>) -> ParamGroupRange {
         let start = first + self.start;
         let len = self.pieces.last().map_or(0, |piece| piece.end);
-        Span { elements: start..start + len, settings: self.settings, tensors }
+        ParamGroupRange { elements: start..start + len, settings: self.settings, tensors }
     }
 }
 
-/// The runs in `range` of a flat buffer, relative to it.
+/// The runs within `range` of a flat buffer, relative to its start.
 fn equal_settings(layout: &FlatLayout, range: Range<usize>, settings: &[Settings]) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for piece in layout.pieces(range) {

@@ -1,4 +1,4 @@
-//! Bytes that a rank holds for parameters, gradients and optimizer state.
+//! Bytes of parameters, gradients and optimizer state per rank, by formula.
 
 use crate::config::ZeroStage;
 use candle_core::DType;
@@ -6,8 +6,8 @@ use std::ops::Add;
 
 /// Persistent bytes of one rank by category.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct HeldBytes {
-    /// Parameters; f32 ones are the optimizer's master copy as well.
+pub struct StateBytes {
+    /// Parameters; in f32 they are the master copy too.
     pub parameters: u64,
     /// Gradients that outlive a layer's backward.
     pub gradients: u64,
@@ -15,10 +15,10 @@ pub struct HeldBytes {
     pub optimizer: u64,
 }
 
-impl HeldBytes {
-    /// By formula (the table in the folder's README), for parameters of element type `dtype` with
-    /// `state_tensors` tensors of optimizer state (Adam: 2) and `padded_numel` parameter elements
-    /// over all units.
+impl StateBytes {
+    /// Computes the bytes by the formulas of the folder's README. `dtype` is the element type of the
+    /// parameters, `state_tensors` the number of optimizer state tensors (Adam: 2), `padded_numel` the number
+    /// of parameter elements over all units.
     pub fn expected(
         stage: ZeroStage,
         padded_numel: usize,
@@ -39,19 +39,19 @@ impl HeldBytes {
         }
     }
 
-    /// By formula, of parameters that are frozen: they are all that is held.
+    /// Computes the bytes of frozen parameters, which have no gradients and no optimizer state.
     pub fn expected_frozen(stage: ZeroStage, padded_numel: usize, dp_size: usize, dtype: DType) -> Self {
         let Self { parameters, .. } = Self::expected(stage, padded_numel, dp_size, 0, dtype);
         Self { parameters, ..Self::default() }
     }
 
-    /// The same with parameters, or optimizer state, elsewhere between their uses.
+    /// The same without offloaded parameters or optimizer state.
     #[must_use]
     pub fn without(self, parameters: bool, optimizer: bool) -> Self {
-        let held = |bytes: u64, offloaded: bool| if offloaded { 0 } else { bytes };
+        let resident = |bytes: u64, offloaded: bool| if offloaded { 0 } else { bytes };
         Self {
-            parameters: held(self.parameters, parameters),
-            optimizer: held(self.optimizer, optimizer),
+            parameters: resident(self.parameters, parameters),
+            optimizer: resident(self.optimizer, optimizer),
             ..self
         }
     }
@@ -62,7 +62,7 @@ impl HeldBytes {
     }
 }
 
-impl Add for HeldBytes {
+impl Add for StateBytes {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {

@@ -1,14 +1,14 @@
-//! A model as a stack: embedding, layers, head.
+//! A whole model: embedding, layers, head.
 
 use super::{DecoderLayer, Embedding, Layer, LlamaConfig, LossHead, ModelError, ParameterSpec};
 
 /// An embedding, a stack of layers, and a head with its loss.
 pub struct Model {
-    /// Token ids to hidden states.
+    /// From token ids to hidden states.
     pub embedding: Embedding,
-    /// Hidden states to hidden states.
+    /// From hidden states to hidden states.
     pub layers: Vec<Box<dyn Layer>>,
-    /// Hidden states to a loss.
+    /// From hidden states to a loss.
     pub head: LossHead,
 }
 
@@ -17,12 +17,12 @@ pub struct Model {
 pub struct UnitSpec {
     /// Name for messages and reports.
     pub name: String,
-    /// The parameters, in the order in which they lie in the flat buffer.
+    /// The parameters, in the order of the flat buffer.
     pub parameters: Vec<ParameterSpec>,
 }
 
 impl Model {
-    /// The layers of a Llama-style decoder.
+    /// Creates a Llama-style decoder.
     ///
     /// # Errors
     /// A description that [`LlamaConfig::validate`] refuses.
@@ -31,7 +31,7 @@ impl Model {
         Ok(Self::layers_of(config))
     }
 
-    /// As [`llama`](Self::llama), of a description that may be absurd; nothing is allocated.
+    /// As [`llama`](Self::llama), for an unchecked description; allocates nothing.
     pub(super) fn layers_of(config: &LlamaConfig) -> Self {
         let LlamaConfig { vocab_size, hidden_size, rms_norm_eps, initializer_range: std, .. } = *config;
         let embedding = Embedding::new(vocab_size, hidden_size, std);
@@ -42,14 +42,13 @@ impl Model {
         Self { layers: (0..config.num_layers).map(layer).collect(), embedding, head }
     }
 
-    /// Whether the head's projection is the embedding's matrix, told by its name.
+    /// Whether the head's projection is the embedding matrix, judged by its name.
     pub fn is_tied(&self) -> bool {
         self.head.projection().name == self.embedding.parameter().name
     }
 
-    /// All parameters by unit: the embedding, every layer, the head. With a tied head the
-    /// first unit holds the head's norm too and there is no last one, so that the shared
-    /// matrix is gathered and reduced once.
+    /// All parameters by unit: the embedding, every layer, the head. With a tied head, the first unit also
+    /// has the head's norm and there is no last unit, so that the shared matrix is gathered and reduced once.
     pub fn units(&self) -> Vec<UnitSpec> {
         let embedding = self.embedding.parameter().clone();
         let (norm, projection) = (self.head.norm().clone(), self.head.projection().clone());

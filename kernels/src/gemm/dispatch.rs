@@ -1,4 +1,4 @@
-//! Products of matrices of any element types, each in the way that is fastest on this processor.
+//! Selects the fastest matmul on this CPU for matrices of any element types.
 
 use super::bf16::{self, Stored, kernel_for, packed_bytes_of_threads};
 use super::operand::MatmulOperand;
@@ -8,13 +8,14 @@ use crate::cast::Float;
 use crate::device::dry::DryCpu;
 use candle_core::DType;
 
-/// `c = a·b`, or `c += a·b` with `add`, all sums in f32. Lines of `a` are its rows, lines of `b` its columns.
+/// Computes `c = a·b`, or `c += a·b` with `add`, with f32 sums. Lines of `a` are its rows, lines of `b` its
+/// columns.
 ///
 /// # Shapes
 /// `a: [m, k], b: [k, n], c: [m, n]` row-major without gaps
 ///
 /// # Errors
-/// When the shapes do not fit together.
+/// Shapes that do not match.
 pub(crate) fn multiply<A: Float, B: Float, C: Stored>(
     a: MatmulOperand<'_, A>,
     b: MatmulOperand<'_, B>,
@@ -39,40 +40,39 @@ pub(crate) fn multiply<A: Float, B: Float, C: Stored>(
     Ok(())
 }
 
-/// With lines as rows.
+/// A view with lines as rows.
 fn matrix_of(lines: MatmulOperand<'_, f32>) -> Result<MatrixRef<'_>, OpError> {
     let MatmulOperand { data, lines, terms, line_stride, term_stride } = lines;
     MatrixRef::strided(data, lines, terms, line_stride, term_stride)
 }
 
-/// Bytes of packed operands that the gemm crate keeps for each thread: as much as a core's second-level cache.
+/// Bytes of packed operands that the gemm crate retains per thread: the size of a core's second-level cache.
 const PANELS_PER_THREAD_BYTES: usize = 2 << 20;
-/// Terms that the gemm crate adds up at a time, and so how long the pieces are that its operands are packed into.
+/// Number of terms that the gemm crate sums at a time, and so the length of its packed pieces.
 const PANEL_TERMS: usize = 512;
 
-/// Right sides of up to so many columns the gemm crate packs at once: twice eight panels of 48.
+/// Up to so many columns, the gemm crate packs the right operand at once: twice eight panels of 48.
 const MAX_PACKED_COLUMNS: usize = 768;
 
-/// Lets a dry CPU take what [`multiply`] needs beside operands and result: with elements of these types, of `[m, k]` by
-/// `[k, n]`.
-pub(crate) fn take_for_product(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
+/// Counts the scratch memory of [`multiply`] on a dry CPU, for these element types and `[m, k]` by `[k, n]`.
+pub(crate) fn alloc_matmul_scratch(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
     let packed = if n <= MAX_PACKED_COLUMNS { n } else { 0 };
-    take(cpu, types, [m, n, k], packed);
+    alloc_scratch(cpu, types, [m, n, k], packed);
 }
 
-/// The same where the terms are tokens, and so not one behind the other in either operand.
-pub(crate) fn take_for_sum_over_tokens(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
-    take(cpu, types, [m, n, k], m);
+/// The same if the terms are tokens, and so not adjacent in either operand.
+pub(crate) fn alloc_token_sum_scratch(cpu: DryCpu, types: [DType; 3], [m, n, k]: [usize; 3]) {
+    alloc_scratch(cpu, types, [m, n, k], m);
 }
 
-fn take(cpu: DryCpu, [a, b, c]: [DType; 3], [m, n, k]: [usize; 3], packed_lines: usize) {
+fn alloc_scratch(cpu: DryCpu, [a, b, c]: [DType; 3], [m, n, k]: [usize; 3], packed_lines: usize) {
     let threads = cpu.threads;
     if [a, b, c] == [DType::F32; 3] {
-        cpu.keep("gemm panels", threads * PANELS_PER_THREAD_BYTES);
-        cpu.take(k.min(PANEL_TERMS) * packed_lines * size_of::<f32>());
+        cpu.alloc_persistent("gemm panels", threads * PANELS_PER_THREAD_BYTES);
+        cpu.alloc_temporary(k.min(PANEL_TERMS) * packed_lines * size_of::<f32>());
     } else if [a, b] == [DType::BF16; 2] && kernel_for([m, n, k]).is_some() {
-        cpu.keep("packed bf16", packed_bytes_of_threads([m, n, k], c == DType::F32, threads));
+        cpu.alloc_persistent("packed bf16", packed_bytes_of_threads([m, n, k], c == DType::F32, threads));
     } else {
-        cpu.keep("widened copies", widened::kept_bytes([m, n, k], threads));
+        cpu.alloc_persistent("widened copies", widened::scratch_bytes([m, n, k], threads));
     }
 }

@@ -1,25 +1,25 @@
-//! Matrix products through cuBLAS, accumulated in f32.
+//! Matmuls with cuBLAS, accumulated in f32.
 
-use crate::device::{DeviceError, MatrixAt, Product};
+use crate::device::{DeviceError, Matmul, MatrixAt};
 use candle_core::cuda::cudarc::cublas::{result, sys};
 use candle_core::{CudaDevice, DType};
 
-/// Starts a batch of products on the device's stream.
+/// Starts a batch of matmuls on the device's stream.
 ///
-/// cuBLAS counts columns first: to it, a row-major c = a·b is cᵀ = bᵀ·aᵀ of the same memory.
+/// cuBLAS is column-major: to it, a row-major c = a·b is cᵀ = bᵀ·aᵀ in the same memory.
 ///
 /// # Safety
 /// As [`Launcher::gemm`](crate::device::Launcher::gemm).
-pub(in crate::device) unsafe fn gemm(device: &CudaDevice, product: &Product) -> Result<(), DeviceError> {
-    let Product { alpha, a, b, beta, c, batch } = product;
-    let error = |message: String| DeviceError::Product { a: [a.rows, a.cols], b: [b.rows, b.cols], message };
+pub(in crate::device) unsafe fn gemm(device: &CudaDevice, matmul: &Matmul) -> Result<(), DeviceError> {
+    let Matmul { alpha, a, b, beta, c, batch } = matmul;
+    let error = |message: String| DeviceError::Matmul { a: [a.rows, a.cols], b: [b.rows, b.cols], message };
     let blas = device.cublas_handle();
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().map_err(|failure| error(failure.to_string()))?;
     let (left, right) = (operand(b).map_err(error)?, operand(a).map_err(error)?);
     let result = operand(c).map_err(error)?;
     let [m, n, k, batch] = sizes([c.cols, c.rows, a.cols, *batch]).map_err(error)?;
-    // SAFETY: sizes, strides and element types are those of the matrices, which the caller vouches for; the handle
+    // SAFETY: the caller guarantees that sizes, strides and element types match the matrices; the handle
     // belongs to the device's stream.
     unsafe {
         let handle = *blas.handle();
@@ -54,7 +54,7 @@ pub(in crate::device) unsafe fn gemm(device: &CudaDevice, product: &Product) -> 
     .map_err(|failure| error(failure.to_string()))
 }
 
-/// A matrix as cuBLAS takes it.
+/// A matrix in cuBLAS's terms.
 struct Operand {
     operation: sys::cublasOperation_t,
     leading: i32,
@@ -82,7 +82,7 @@ fn operand(matrix: &MatrixAt) -> Result<Operand, String> {
 
 fn sizes<const N: usize>(sizes: [usize; N]) -> Result<[i32; N], String> {
     match sizes.iter().find(|size| **size > i32::MAX as usize) {
-        Some(size) => Err(format!("cuBLAS counts to 2³¹ − 1, {size} is more")),
+        Some(size) => Err(format!("cuBLAS sizes are limited to 2³¹ − 1, got {size}")),
         None => Ok(sizes.map(|size| size as i32)),
     }
 }

@@ -1,12 +1,13 @@
-//! Shapes of published models, for plans: there are no weights behind them.
+//! Shapes of published models, for plans. They have no weights.
 
 use super::{Architecture, LlamaConfig, ModelError, PRESETS, preset};
 use ulysses_kernels::rope::Scaling;
 
-/// Names that [`shape`] knows besides the [`PRESETS`].
-pub const PUBLISHED: [&str; 4] = ["llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b"];
+/// Names that [`shape`] accepts in addition to the [`PRESETS`].
+pub const KNOWN_MODELS: [&str; 4] = ["llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b"];
 
-/// The shape of a published model, or of a preset, by name. Sizes: hidden × layers × query heads / KV heads.
+/// Returns the shape of a published model or a preset by name. Size: hidden × layers × query heads / KV
+/// heads.
 ///
 /// | name | size | intermediate | vocabulary |
 /// |---|---|---|---|
@@ -15,7 +16,7 @@ pub const PUBLISHED: [&str; 4] = ["llama2-7b", "llama3-8b", "llama3-70b", "llama
 /// | `llama3-70b` | 8192 × 80 × 64/8 | 28672 | 128256 |
 /// | `llama3-405b` | 16384 × 126 × 128/8 | 53248 | 128256 |
 ///
-/// Numbers are those of the models' `config.json` (arXiv 2307.09288, 2407.21783).
+/// The values are those of the models' `config.json` (arXiv 2307.09288, 2407.21783).
 ///
 /// # Errors
 /// An unknown name; the error lists the known ones.
@@ -27,7 +28,7 @@ pub fn shape(name: &str) -> Result<LlamaConfig, ModelError> {
         "llama3-405b" => (16384, 126, 128, 8, 53248),
         _ if PRESETS.contains(&name) => return preset(name),
         _ => {
-            let presets = PRESETS.into_iter().chain(PUBLISHED).collect();
+            let presets = PRESETS.into_iter().chain(KNOWN_MODELS).collect();
             return Err(ModelError::UnknownPreset { name: name.to_owned(), presets });
         }
     };
@@ -55,7 +56,7 @@ mod tests {
 
     #[test]
     fn shapes_have_as_many_parameters_as_the_models_are_known_to() {
-        let parameters = PUBLISHED.map(|name| shape(name).unwrap().num_parameters());
+        let parameters = KNOWN_MODELS.map(|name| shape(name).unwrap().num_parameters());
         assert_eq!(parameters, [6_738_415_616, 8_030_261_248, 70_553_706_496, 405_853_388_800]);
     }
 

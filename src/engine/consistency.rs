@@ -1,29 +1,29 @@
-//! Whether the ranks of an sp group hold parts of the same rows, and all ranks the same data.
+//! Checks that the ranks of an sp group hold shards of the same sequences, and that all ranks agree.
 
 use super::{Engine, EngineError};
 use crate::comm::ProcessGroupExt;
 
-/// Puts the hashes of a step's micro batches together, in their order.
+/// Combines the hashes of a step's micro batches, in order.
 pub(super) fn combine(hashes: u64, rows_hash: u64) -> u64 {
     hashes.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ rows_hash
 }
 
 impl Engine {
-    /// Compares hashes of whole rows along sp: ranks whose loaders went apart would compute a loss of rows that do
-    /// not exist. Collective; 8 bytes from each rank.
-    pub(super) fn check_rows(&self, hash: u64) -> Result<(), EngineError> {
+    /// Compares hashes of whole sequences along sp. If the loaders of a group had diverged, the loss
+    /// would be that of sequences that do not exist. Collective; each rank sends 8 bytes.
+    pub(super) fn check_sequences(&self, hash: u64) -> Result<(), EngineError> {
         let sp = &self.groups.sp;
         if sp.world_size() == 1 {
             return Ok(());
         }
         match sp.find_disagreement(&[hash])? {
             None => Ok(()),
-            Some((rank, _)) => Err(EngineError::RowsDiffer { rank, first: sp.global_ranks()[0] }),
+            Some((rank, _)) => Err(EngineError::SequencesDiffer { rank, first: sp.global_ranks()[0] }),
         }
     }
 
-    /// Compares numbers that all ranks must have, each with its name, such as that of a run's last step: ranks that
-    /// end at different steps would leave the others waiting. Collective; all ranks name the same numbers.
+    /// Compares values that must be equal on all ranks, each with a name. Ranks that disagree on the last
+    /// step, for example, would wait for each other forever. Collective; all ranks pass the same names.
     ///
     /// # Errors
     /// Ranks with different values, or failed communication.
@@ -36,7 +36,7 @@ impl Engine {
                 return Err(EngineError::Disagreement { what, rank, first });
             }
         }
-        // A step's metrics count what the step sent.
+        // The bytes sent by this check do not count toward a step's metrics.
         self.reported_bytes += self.bytes_sent() - sent;
         Ok(())
     }

@@ -1,22 +1,22 @@
-//! Tensors that outlive a step: where they are used, or in a store between their uses.
+//! Persistent tensors, resident or offloaded between their uses.
 
 use super::ZeroError;
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
-use ulysses_kernels::memory::{Category, counted_as};
+use ulysses_kernels::memory::{Category, with_category};
 use ulysses_kernels::offload::{Extent, OffloadStore};
 
-/// A flat tensor that is kept.
+/// A flat, persistent tensor.
 #[derive(Debug, Clone)]
-pub(super) enum Kept {
-    /// Where it is used.
+pub(super) enum StateTensor {
+    /// In memory on the device that uses it.
     Resident(Tensor),
-    /// In the rank's store.
+    /// In the rank's offload store.
     Offloaded(Arc<Slot>),
 }
 
-/// An extent of a store, and what is in it.
+/// An extent of a store, with the properties of its tensor.
 #[derive(Debug)]
 pub(super) struct Slot {
     store: Arc<OffloadStore>,
@@ -29,14 +29,14 @@ pub(super) struct Slot {
 
 impl Slot {
     fn empty(&self) -> Result<Tensor, ZeroError> {
-        Ok(counted_as(self.category, || {
+        Ok(with_category(self.category, || {
             ulysses_kernels::tensor::zeros(self.numel, self.dtype, &self.device)
         })?)
     }
 }
 
-impl Kept {
-    /// Keeps a tensor: where it is, or in the store if there is one. What was written before is settled first.
+impl StateTensor {
+    /// Stores a tensor: as it is, or offloaded if there is a `store`. First waits for earlier writes.
     pub(super) fn new(
         tensor: Tensor,
         category: Category,
@@ -47,9 +47,9 @@ impl Kept {
         let extent = store.reserve(ulysses_kernels::tensor::bytes(&tensor));
         let (numel, dtype, device) = (tensor.elem_count(), tensor.dtype(), tensor.device().clone());
         let slot = Slot { store: store.clone(), extent, numel, dtype, device, category };
-        let kept = Self::Offloaded(Arc::new(slot));
-        kept.put(tensor)?;
-        Ok(kept)
+        let stored = Self::Offloaded(Arc::new(slot));
+        stored.put(tensor)?;
+        Ok(stored)
     }
 
     pub(super) fn numel(&self) -> usize {
@@ -59,7 +59,7 @@ impl Kept {
         }
     }
 
-    /// The tensor itself or, of one in the store, a copy: changes count once they are [`put`](Self::put).
+    /// The tensor itself, or a copy of an offloaded one. Write changes back with [`put`](Self::put).
     pub(super) fn fetch(&self) -> Result<Tensor, ZeroError> {
         match self {
             Self::Resident(tensor) => Ok(tensor.clone()),
@@ -67,7 +67,7 @@ impl Kept {
         }
     }
 
-    /// As [`fetch`](Self::fetch) where all elements will be overwritten.
+    /// As [`fetch`](Self::fetch), with unspecified content, for callers that overwrite all elements.
     pub(super) fn blank(&self) -> Result<Tensor, ZeroError> {
         match self {
             Self::Resident(tensor) => Ok(tensor.clone()),
@@ -75,7 +75,7 @@ impl Kept {
         }
     }
 
-    /// Starts to fetch what will be needed soon.
+    /// Starts to load the tensor for a later [`fetch`](Self::fetch).
     pub(super) fn read_ahead(&self) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
@@ -83,7 +83,7 @@ impl Kept {
         }
     }
 
-    /// Takes back what was fetched and changed: starts to write it, where it does not stay.
+    /// Writes a fetched tensor back: starts to write an offloaded one, and does nothing for a resident one.
     pub(super) fn put(&self, tensor: Tensor) -> Result<(), ZeroError> {
         match self {
             Self::Resident(_) => Ok(()),
@@ -92,22 +92,22 @@ impl Kept {
     }
 }
 
-/// Part of a tensor that outlives a step.
+/// A range of a persistent tensor.
 #[derive(Debug, Clone)]
-pub struct KeptPart {
-    pub(super) kept: Kept,
+pub struct StateSlice {
+    pub(super) tensor: StateTensor,
     pub(super) elements: Range<usize>,
 }
 
-impl KeptPart {
-    /// All of a tensor.
+impl StateSlice {
+    /// The whole of a tensor.
     #[must_use]
     pub fn whole(tensor: Tensor) -> Self {
         let elements = 0..tensor.elem_count();
-        Self { kept: Kept::Resident(tensor), elements }
+        Self { tensor: StateTensor::Resident(tensor), elements }
     }
 
-    /// The elements in f32: a view where they are in memory in f32, else a copy.
+    /// Returns the elements in f32: a view of a resident f32 tensor, otherwise a copy.
     ///
     /// # Shapes
     /// Flat.
@@ -115,7 +115,7 @@ impl KeptPart {
     /// # Errors
     /// A tensor that cannot be read.
     pub fn tensor(&self) -> Result<Tensor, ZeroError> {
-        let part = self.kept.fetch()?.narrow(0, self.elements.start, self.elements.len())?;
+        let part = self.tensor.fetch()?.narrow(0, self.elements.start, self.elements.len())?;
         Ok(part.to_dtype(DType::F32)?)
     }
 }

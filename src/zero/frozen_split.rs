@@ -1,19 +1,19 @@
-//! Frozen parameters apart from trained ones: what is frozen has no gradient and no state, so it lies in a flat
-//! buffer of its own.
+//! Separates frozen from trained parameters. Frozen parameters have no gradient and no optimizer state, so
+//! they lie in a separate flat buffer.
 
 use super::FlatLayout;
 use std::ops::Range;
 
-/// A unit of the model: the flat buffers that its parameters lie in, at most two.
-pub(crate) struct Split {
-    /// Indices of its flat buffers; of its trained parameters before those of its frozen ones.
+/// The flat buffers, at most two, that hold the parameters of one unit of the model.
+pub(crate) struct FrozenSplit {
+    /// Indices of its flat buffers: first that of the trained parameters, then that of the frozen ones.
     pub(crate) flats: Range<usize>,
-    /// Each parameter's flat buffer and its index there.
+    /// Flat buffer of each parameter, and its index within it.
     places: Vec<(usize, usize)>,
 }
 
-impl Split {
-    /// One element for each of the unit's parameters, in their order, from those of each of its flat buffers.
+impl FrozenSplit {
+    /// Reorders one value per parameter, given per flat buffer, into the unit's order of parameters.
     pub(super) fn in_order<T: Clone>(&self, of_flats: &[Vec<T>]) -> Vec<T> {
         self.places
             .iter()
@@ -21,17 +21,17 @@ impl Split {
             .collect()
     }
 
-    /// The parameters of flat buffer `flat`, by their indices in the unit.
+    /// The unit's indices of the parameters in flat buffer `flat`.
     pub(super) fn parameters_of(&self, flat: usize) -> Vec<usize> {
         self.places.iter().enumerate().filter(|(_, place)| place.0 == flat).map(|(index, _)| index).collect()
     }
 }
 
-/// Divides units by whether their parameters are frozen. A unit without frozen parameters keeps its layout.
-pub(crate) fn split(
+/// Splits each unit into trained and frozen parameters. A unit without frozen parameters keeps its layout.
+pub(crate) fn split_frozen(
     units: Vec<FlatLayout>,
     is_frozen: impl Fn(&str) -> bool,
-) -> (Vec<FlatLayout>, Vec<Split>) {
+) -> (Vec<FlatLayout>, Vec<FrozenSplit>) {
     let mut layouts = Vec::new();
     let split_unit = |unit: FlatLayout| {
         let first = layouts.len();
@@ -41,7 +41,7 @@ pub(crate) fn split(
                 let all = unit.parameters().iter().enumerate();
                 all.filter(|(_, parameter)| is_frozen(&parameter.name) == frozen)
             };
-            // A unit without any parameters is trained: it keeps its place in checkpoints.
+            // A unit without any parameters counts as trained: it keeps its place in checkpoints.
             if parameters().next().is_none() && (frozen || !unit.parameters().is_empty()) {
                 continue;
             }
@@ -55,7 +55,7 @@ pub(crate) fn split(
                 true => layout(format!("{} (frozen)", unit.name())).frozen(),
             });
         }
-        Split { flats: first..layouts.len(), places }
+        FrozenSplit { flats: first..layouts.len(), places }
     };
     let splits = units.into_iter().map(split_unit).collect();
     (layouts, splits)

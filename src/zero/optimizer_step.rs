@@ -1,5 +1,5 @@
-//! The optimizers' update rules on what a rank owns: which state they keep, and a step of those that treat
-//! every element alone. LAMB, which needs norms of whole tensors, is in [`lamb`](super::lamb).
+//! The optimizers' update rules and their state, for optimizers that treat every element independently. LAMB
+//! needs norms of whole tensors and is in [`lamb`](super::lamb).
 
 use super::ZeroError;
 use crate::config::OptimizerConfig;
@@ -10,27 +10,27 @@ use ulysses_kernels::optimizer::adamw::{self, AdamParams};
 use ulysses_kernels::optimizer::lion::{self, LionParams};
 use ulysses_kernels::optimizer::sgd::{self, SgdParams};
 
-/// What changes from update to update.
+/// The parameters of one update that change from step to step.
 #[derive(Clone, Copy)]
 pub(super) struct Step {
-    /// Updates are counted from 1.
+    /// Number of the update, from 1.
     pub(super) number: u64,
     pub(super) lr: f64,
-    /// Multiplies the gradients.
+    /// Factor on the gradients.
     pub(super) grad_scale: f64,
 }
 
-/// Elements that are updated, with their gradients and their state: tensors of equal length.
-pub(super) struct Owned {
-    /// The master copy where there is one.
+/// The elements to update, with their gradients and optimizer state: tensors of equal length.
+pub(super) struct UpdateTensors {
+    /// Parameters, or their master copy if there is one.
     pub(super) parameters: Tensor,
     pub(super) gradients: Tensor,
     /// One tensor for each of [`state_kinds`].
     pub(super) state: Vec<Tensor>,
 }
 
-impl Owned {
-    /// Some of the elements.
+impl UpdateTensors {
+    /// A range of the elements.
     pub(super) fn narrow(&self, elements: &Range<usize>) -> Result<Self, ZeroError> {
         let narrow = |tensor: &Tensor| tensor.narrow(0, elements.start, elements.len());
         Ok(Self {
@@ -41,7 +41,7 @@ impl Owned {
     }
 }
 
-/// The tensors of state that an optimizer keeps of every element, by the names that they have in checkpoints.
+/// The names of an optimizer's state tensors, as in checkpoints.
 pub fn state_kinds(config: &OptimizerConfig) -> &'static [&'static str] {
     match *config {
         OptimizerConfig::Adam { .. } | OptimizerConfig::Lamb { .. } => &["exp_avg", "exp_avg_sq"],
@@ -52,7 +52,7 @@ pub fn state_kinds(config: &OptimizerConfig) -> &'static [&'static str] {
     }
 }
 
-/// What every element of state is before the first update.
+/// Initial value of the optimizer's state.
 pub(super) fn initial_state(config: &OptimizerConfig) -> f64 {
     match *config {
         OptimizerConfig::Adagrad { initial_accumulator_value, .. } => initial_accumulator_value,
@@ -60,9 +60,9 @@ pub(super) fn initial_state(config: &OptimizerConfig) -> f64 {
     }
 }
 
-/// Updates elements by a rule that treats each of them alone.
-pub(super) fn update(config: &OptimizerConfig, owned: &Owned, step: Step) -> Result<(), ZeroError> {
-    let Owned { parameters, gradients, state } = owned;
+/// Updates elements independently of each other.
+pub(super) fn update(config: &OptimizerConfig, tensors: &UpdateTensors, step: Step) -> Result<(), ZeroError> {
+    let UpdateTensors { parameters, gradients, state } = tensors;
     let Step { number, lr, grad_scale } = step;
     match (config, state.as_slice()) {
         (
@@ -101,7 +101,7 @@ pub(super) fn update(config: &OptimizerConfig, owned: &Owned, step: Step) -> Res
             let params = AdagradParams { lr, lr_decay, eps, weight_decay, step: number, grad_scale };
             adagrad::step(parameters, gradients, sum, &params)?;
         }
-        _ => unreachable!("LAMB has its own update, and the state is that of `state_kinds`"),
+        _ => unreachable!("LAMB has its own update, and the state follows `state_kinds`"),
     }
     Ok(())
 }

@@ -7,8 +7,8 @@ use ulysses_kernels::{linear, rms_norm};
 
 /// RMSNorm, linear head and cross-entropy.
 ///
-/// Training never holds `[tokens, vocab]` logits: they are made, used and dropped for
-/// `tile_tokens` tokens at a time, forward and again backward.
+/// Training never holds all logits, `[tokens, vocab]`. They exist for `tile_tokens` tokens at a time, in the
+/// forward and in the backward pass.
 #[derive(Debug, Clone)]
 pub struct LossHead {
     norm: ParameterSpec,
@@ -17,7 +17,7 @@ pub struct LossHead {
     tile_tokens: usize,
 }
 
-/// Kept from the loss's forward to its backward pass.
+/// State saved for the backward pass of head and loss.
 #[derive(Debug)]
 pub struct HeadSaved {
     x: Tensor,
@@ -26,19 +26,19 @@ pub struct HeadSaved {
 }
 
 impl HeadSaved {
-    /// Bytes that it keeps alive.
+    /// Bytes of the saved tensors.
     pub fn bytes(&self) -> usize {
         [&self.x, &self.rstd, &self.lse].into_iter().map(ulysses_kernels::tensor::bytes).sum()
     }
 
-    /// Gives its tensors back, the head's input among them, where no backward pass will.
+    /// Recycles its tensors, including the head's input, if no backward pass will run.
     pub fn recycle(self, ctx: &LayerContext) {
-        [self.x, self.rstd, self.lse].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        [self.x, self.rstd, self.lse].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
     }
 }
 
 impl LossHead {
-    /// A head over `vocab_size` classes whose matrix is called `projection_name`.
+    /// Creates a head over `vocab_size` classes whose matrix is called `projection_name`.
     pub fn new(
         projection_name: &str,
         vocab_size: usize,
@@ -54,7 +54,7 @@ impl LossHead {
         }
     }
 
-    /// Sets how many tokens' logits exist at a time.
+    /// Sets the number of tokens whose logits exist at a time.
     #[must_use]
     pub fn with_tile_tokens(mut self, tile_tokens: usize) -> Self {
         self.tile_tokens = tile_tokens.max(1);
@@ -71,19 +71,19 @@ impl LossHead {
         &self.projection
     }
 
-    fn normalise(
+    fn normalize(
         &self,
         x: &Tensor,
         norm: &Tensor,
         ctx: &LayerContext,
     ) -> Result<(Tensor, Tensor), ModelError> {
-        let y = ctx.workspace().take(x.dims())?;
-        let rstd = ctx.workspace().take_f32((ctx.batch(), ctx.seq_len_local()))?;
+        let y = ctx.workspace().alloc(x.dims())?;
+        let rstd = ctx.workspace().alloc_f32((ctx.batch(), ctx.seq_len_local()))?;
         rms_norm::forward(x, norm, self.rms_norm_eps, &y, &rstd)?;
         Ok((y, rstd))
     }
 
-    /// The token losses of this rank; labels of −100 do not count.
+    /// Computes the token losses of this rank; labels of −100 are ignored.
     ///
     /// # Shapes
     /// `x`: `[batch, seq_local, hidden]`, `labels`: `[batch, seq_local]`.
@@ -98,16 +98,16 @@ impl LossHead {
         labels: &Labels,
         ctx: &LayerContext,
     ) -> Result<(Losses, HeadSaved), ModelError> {
-        let (normed, rstd) = self.normalise(x, norm, ctx)?;
-        let lse = ctx.workspace().take_f32((ctx.batch(), ctx.seq_len_local()))?;
+        let (normed, rstd) = self.normalize(x, norm, ctx)?;
+        let lse = ctx.workspace().alloc_f32((ctx.batch(), ctx.seq_len_local()))?;
         let loss =
             lm_head_loss::forward(&normed, projection, labels, self.tile_tokens, &lse, ctx.workspace())?;
-        ctx.workspace().give(normed);
+        ctx.workspace().recycle(normed);
         Ok((loss, HeadSaved { x: x.clone(), rstd, lse }))
     }
 
-    /// Gradient of `scale · Σ loss`: adds to `dnorm` and `dprojection`, unless they are frozen, and returns
-    /// that of `x`.
+    /// Backward of `scale · Σ loss`: adds to `dnorm` and `dprojection`, unless they are frozen, and returns
+    /// the gradient of `x`.
     ///
     /// # Shapes
     /// Result: `[batch, seq_local, hidden]`.
@@ -126,17 +126,17 @@ impl LossHead {
     ) -> Result<Tensor, ModelError> {
         let HeadSaved { x, rstd, lse } = saved;
         let ws = ctx.workspace();
-        let (normed, rstd_again) = self.normalise(&x, norm, ctx)?;
-        let dnormed = ws.take(x.dims())?;
+        let (normed, rstd_again) = self.normalize(&x, norm, ctx)?;
+        let dnormed = ws.alloc(x.dims())?;
         let tile = self.tile_tokens;
         lm_head_loss::backward(&normed, projection, labels, &lse, scale, &dnormed, dprojection, tile, ws)?;
         let dx = normed;
         rms_norm::backward(&dnormed, &x, norm, &rstd, &dx, false, dnorm)?;
-        [rstd, rstd_again, lse, dnormed].into_iter().for_each(|tensor| ws.give(tensor));
+        [rstd, rstd_again, lse, dnormed].into_iter().for_each(|tensor| ws.recycle(tensor));
         Ok(dx)
     }
 
-    /// All logits of this rank's tokens, for evaluation and checks.
+    /// Computes the logits of all of this rank's tokens, for evaluation and checks.
     ///
     /// # Shapes
     /// `x`: `[batch, seq_local, hidden]` → `[batch, seq_local, vocab]`.
@@ -150,11 +150,11 @@ impl LossHead {
         x: &Tensor,
         ctx: &LayerContext,
     ) -> Result<Tensor, ModelError> {
-        let (normed, rstd) = self.normalise(x, norm, ctx)?;
+        let (normed, rstd) = self.normalize(x, norm, ctx)?;
         let dims = (ctx.batch(), ctx.seq_len_local(), self.projection.shape[0]);
         let logits = Tensor::zeros(dims, x.dtype(), x.device())?;
         linear::forward(&normed, projection, &logits, false)?;
-        [normed, rstd].into_iter().for_each(|tensor| ctx.workspace().give(tensor));
+        [normed, rstd].into_iter().for_each(|tensor| ctx.workspace().recycle(tensor));
         Ok(logits)
     }
 }

@@ -1,4 +1,4 @@
-//! Which keys each query may see, as one contiguous range per query.
+//! The attention mask, as one contiguous range of visible keys per query.
 
 use super::AttentionError;
 use crate::device::dry::{self, Allocation};
@@ -6,19 +6,19 @@ use crate::device_table::DeviceTable;
 use candle_core::{Device, Tensor};
 use std::{ops::Range, sync::Arc};
 
-/// Which keys each query may see; shared by all heads.
+/// Positions, documents and heads of an attention call: which keys each query may see.
 ///
-/// A key is visible to a query of the same batch row iff it is not later (`kv_pos <= q_pos`), belongs to the
+/// A key is visible to a query of the same sequence if it is not later (`kv_pos <= q_pos`), belongs to the
 /// same document, and lies within the sliding window (`q_pos - kv_pos < window`), if there is one.
 ///
-/// Queries and keys may be different parts of a row (the KV shard of another rank, a zigzag shard with gaps).
-/// Since both lists of positions ascend, what a query sees is always one contiguous range of key indices, and
-/// the ranges' ends never move backwards from one query to the next. Kernels use nothing but these
-/// [`VisibleRanges`], which are computed once, here.
+/// Queries and keys may be different parts of a sequence (the KV shard of another rank, a zigzag shard with
+/// gaps). Both lists of positions ascend, so a query's visible keys are one contiguous range of key indices,
+/// whose ends never decrease from one query to the next. Kernels use only these [`VisibleRanges`], which are
+/// computed once, here.
 ///
 /// Cloning copies pointers only.
 #[derive(Debug, Clone)]
-pub struct Geometry {
+pub struct AttentionLayout {
     q_positions: Arc<[u32]>,
     kv_positions: Arc<[u32]>,
     num_queries: usize,
@@ -29,22 +29,22 @@ pub struct Geometry {
     visible: Arc<[VisibleRanges]>,
     ranges_on_device: DeviceTable,
     heads_on_device: DeviceTable,
-    /// Of a dry run, which makes neither positions nor ranges.
+    /// The memory of positions and ranges in a dry run, which does not create them.
     _dry: Arc<Option<Allocation>>,
 }
 
-impl Geometry {
-    /// Describes any part of a batch of packed rows.
+impl AttentionLayout {
+    /// Creates the layout for any part of a batch of packed sequences.
     ///
-    /// * `q_positions`, `kv_positions`: index within the row of each local token, strictly ascending.
-    /// * `cu_seqlens`: per batch row, the document boundaries over the *whole* row: starts with 0, ends with
-    ///   the row's length, the same for all rows. Repeated boundaries (empty documents) are allowed.
-    /// * `q_to_kv`: for each local query head, the local KV head it uses; no particular order or group size.
-    /// * `window`: how many positions back a query sees, itself included; `None` for all.
+    /// * `q_positions`, `kv_positions`: index within the sequence of each local token, strictly ascending.
+    /// * `cu_seqlens`: per sequence, the document boundaries over the *whole* sequence: from 0 to its length,
+    ///   which is the same for all. Repeated boundaries (empty documents) are allowed.
+    /// * `q_to_kv`: the local KV head of each local query head, in any order and group size.
+    /// * `window`: number of positions that a query sees, including its own; `None` for all.
     ///
     /// # Errors
-    /// When positions do not ascend or lie outside the row, when boundaries do not cover it, when there are
-    /// no rows, and when the window is 0.
+    /// Positions that do not ascend or lie outside the sequence, boundaries that do not cover it, an empty
+    /// batch, or a window of 0.
     pub fn new(
         q_positions: impl Into<Arc<[u32]>>,
         kv_positions: impl Into<Arc<[u32]>>,
@@ -80,8 +80,8 @@ impl Geometry {
         })
     }
 
-    /// As [`new`](Self::new), of tokens that lie next to each other. Within a [dry run](crate::device::dry) there are no
-    /// positions and no ranges, only their sizes.
+    /// As [`new`](Self::new), for contiguous ranges of tokens. In a [dry run](crate::device::dry) only the
+    /// sizes of positions and ranges exist.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -98,15 +98,15 @@ impl Geometry {
             let kv_positions = if are_same { q_positions.clone() } else { keys.collect() };
             return Self::new(q_positions, kv_positions, cu_seqlens, q_to_kv, window);
         }
-        let geometry = Self::new(Vec::new(), Vec::new(), cu_seqlens, q_to_kv, window)?;
+        let layout = Self::new(Vec::new(), Vec::new(), cu_seqlens, q_to_kv, window)?;
         let (num_queries, num_keys) = (queries.len(), keys.len());
         let numbers = if queries == keys { num_queries } else { num_queries + num_keys };
-        let tables = numbers + 2 * geometry.batch() * num_queries;
+        let tables = numbers + 2 * layout.batch() * num_queries;
         let _dry = Arc::new(Allocation::on_host(tables * size_of::<u32>()));
-        Ok(Self { num_queries, num_keys, _dry, ..geometry })
+        Ok(Self { num_queries, num_keys, _dry, ..layout })
     }
 
-    /// The same tokens for another set of heads that see another window.
+    /// The same tokens with other heads and another window.
     ///
     /// # Errors
     /// A window of 0.
@@ -116,14 +116,14 @@ impl Geometry {
         window: Option<usize>,
     ) -> Result<Self, AttentionError> {
         let (q_positions, kv_positions) = (self.q_positions.clone(), self.kv_positions.clone());
-        let geometry = Self::new(q_positions, kv_positions, self.cu_seqlens.clone(), q_to_kv, window)?;
+        let layout = Self::new(q_positions, kv_positions, self.cu_seqlens.clone(), q_to_kv, window)?;
         let Self { num_queries, num_keys, .. } = *self;
         let ranges = 2 * self.batch() * num_queries * size_of::<u32>();
         let _dry = Arc::new(Allocation::on_host(ranges));
-        Ok(Self { num_queries, num_keys, _dry, ..geometry })
+        Ok(Self { num_queries, num_keys, _dry, ..layout })
     }
 
-    /// Whole rows of one document each: plain causal attention.
+    /// Whole sequences of one document each: plain causal attention.
     ///
     /// # Errors
     /// When `batch` is 0.
@@ -135,59 +135,60 @@ impl Geometry {
         Self::of_ranges(0..seq_len, 0..seq_len, vec![vec![0, seq_len]; batch], q_to_kv, None)
     }
 
-    /// The same tokens for another set of heads.
+    /// The same tokens with other heads.
     #[must_use]
     pub fn with_heads(&self, q_to_kv: impl Into<Arc<[usize]>>) -> Self {
         Self { q_to_kv: q_to_kv.into(), heads_on_device: DeviceTable::default(), ..self.clone() }
     }
 
-    /// Number of batch rows.
+    /// Number of sequences.
     pub fn batch(&self) -> usize {
         self.cu_seqlens.len()
     }
 
-    /// Number of local query tokens of a row.
+    /// Number of local query tokens per sequence.
     pub fn num_queries(&self) -> usize {
         self.num_queries
     }
 
-    /// Number of local keys of a row.
+    /// Number of local keys per sequence.
     pub fn num_keys(&self) -> usize {
         self.num_keys
     }
 
-    /// Index within the row of each local query token.
+    /// Index within the sequence of each local query token.
     pub fn q_positions(&self) -> &Arc<[u32]> {
         &self.q_positions
     }
 
-    /// Index within the row of each local key.
+    /// Index within the sequence of each local key.
     pub fn kv_positions(&self) -> &Arc<[u32]> {
         &self.kv_positions
     }
 
-    /// Per batch row, the document boundaries over the whole row.
+    /// Per sequence, the document boundaries over the whole sequence.
     pub fn cu_seqlens(&self) -> &Arc<Vec<Vec<u32>>> {
         &self.cu_seqlens
     }
 
-    /// For each local query head, the local KV head it uses.
+    /// The local KV head of each local query head.
     pub fn q_to_kv(&self) -> &Arc<[usize]> {
         &self.q_to_kv
     }
 
-    /// How many positions back a query sees, itself included.
+    /// Number of positions that a query sees, including its own.
     pub fn window(&self) -> Option<usize> {
         self.window
     }
 
-    /// What the queries of one batch row see, or `None` when there is no such row.
+    /// The visible keys of the queries of sequence `row`, or `None` if it does not exist.
     pub fn visible_ranges(&self, row: usize) -> Option<&VisibleRanges> {
         self.visible.get(row)
     }
 
-    /// Pairs of a query and a key it sees, over all rows, for one query head. Attention costs
-    /// `4 * head_dim` floating-point operations per pair forward and `10 * head_dim` backward.
+    /// Number of visible (query, key) pairs over all sequences, for one query head. Attention costs `4 *
+    /// head_dim` floating-point operations per pair in the forward pass and `10 * head_dim` in the backward
+    /// pass.
     pub fn num_visible_pairs(&self) -> u64 {
         if dry::is_dry() {
             return self.num_pairs_of_whole_rows();
@@ -195,7 +196,7 @@ impl Geometry {
         self.visible.iter().map(VisibleRanges::num_pairs).sum()
     }
 
-    /// Of whole rows: each token sees itself and what is before it in its document, within the window.
+    /// For whole sequences: each token sees itself and the earlier tokens of its document, within the window.
     fn num_pairs_of_whole_rows(&self) -> u64 {
         let causal = |len: u64| len * (len + 1) / 2;
         let of_document = |document: &[u32]| {
@@ -207,12 +208,12 @@ impl Geometry {
         documents.fold(0, u64::saturating_add)
     }
 
-    /// What the queries of one batch row see, for kernels that have checked the batch size.
+    /// The visible keys of the queries of sequence `row`, for kernels that have checked the batch size.
     pub(super) fn visible(&self, row: usize) -> &VisibleRanges {
         &self.visible[row]
     }
 
-    /// For kernels on a device, the range of keys of every query: `[batch, queries, 2]`, start and end.
+    /// The key range of every query on the device: `[batch, queries, 2]`, start and end.
     pub(super) fn ranges_on(&self, device: &Device) -> candle_core::Result<Tensor> {
         let len = 2 * self.batch() * self.num_queries;
         self.ranges_on_device.on(device, len, || {
@@ -223,8 +224,7 @@ impl Geometry {
         })
     }
 
-    /// For kernels on a device, the query heads: those of the first KV head, those of the second, and so on, each in
-    /// ascending order.
+    /// The query heads on the device, sorted by KV head, and in ascending order within each.
     pub(super) fn heads_by_kv_head_on(&self, device: &Device) -> candle_core::Result<Tensor> {
         self.heads_on_device.on(device, self.q_to_kv.len(), || {
             let mut heads: Vec<u32> = (0..self.q_to_kv.len() as u32).collect();
@@ -234,7 +234,7 @@ impl Geometry {
     }
 }
 
-/// Per query of one row, the range of key indices it sees; both ends never decrease.
+/// The visible key range of each query of one sequence; both ends never decrease.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VisibleRanges {
     start: Vec<u32>,
@@ -242,7 +242,7 @@ pub struct VisibleRanges {
 }
 
 impl VisibleRanges {
-    /// One merge over queries, keys and documents: O(queries + keys + documents).
+    /// Merges queries, keys and documents in O(queries + keys + documents).
     fn new(q_positions: &[u32], kv_positions: &[u32], boundaries: &[u32], window: Option<usize>) -> Self {
         let (mut start, mut end) =
             (Vec::with_capacity(q_positions.len()), Vec::with_capacity(q_positions.len()));
@@ -275,7 +275,7 @@ impl VisibleRanges {
         self.start.is_empty()
     }
 
-    /// The key indices that a query sees.
+    /// The visible key indices of a query.
     ///
     /// # Panics
     /// When there is no such query.
@@ -287,12 +287,12 @@ impl VisibleRanges {
         self.start.iter().zip(&self.end).map(|(start, end)| u64::from(end - start)).sum()
     }
 
-    /// The keys that at least one of the (one or more) queries may see.
+    /// The keys that at least one of the queries may see; `queries` is not empty.
     pub(super) fn hull(&self, queries: &Range<usize>) -> Range<usize> {
         self.of(queries.start).start..self.of(queries.end - 1).end
     }
 
-    /// The keys that all of the (one or more) queries see; `start > end` when there are none.
+    /// The keys that all of the queries see; `start > end` if there are none. `queries` is not empty.
     pub(super) fn common(&self, queries: &Range<usize>) -> Range<usize> {
         self.of(queries.end - 1).start..self.of(queries.start).end
     }
@@ -306,7 +306,7 @@ impl VisibleRanges {
 }
 
 fn check_boundaries(cu_seqlens: &[Vec<u32>]) -> Result<u32, AttentionError> {
-    let first = cu_seqlens.first().ok_or(AttentionError::NoRows)?;
+    let first = cu_seqlens.first().ok_or(AttentionError::NoSequences)?;
     let seq_len = first.last().copied().unwrap_or(0);
     for (row, boundaries) in cu_seqlens.iter().enumerate() {
         let covers = boundaries.first() == Some(&0) && boundaries.last() == Some(&seq_len);
@@ -331,14 +331,14 @@ fn check_positions(which: &'static str, positions: &[u32], seq_len: u32) -> Resu
     }
     match positions.last() {
         Some(&position) if position >= seq_len => {
-            Err(AttentionError::PositionOutsideRow { which, position, seq_len })
+            Err(AttentionError::PositionOutsideSequence { which, position, seq_len })
         }
         _ => Ok(()),
     }
 }
 
-/// The KV head of each query head where every KV head serves equally many neighbours (MHA, GQA, MQA):
-/// `h * num_kv_heads / num_heads`.
+/// The KV head of each query head if all KV heads have equally many adjacent query heads (MHA, GQA, MQA): `h
+/// * num_kv_heads / num_heads`.
 #[must_use]
 pub fn grouped_heads(num_heads: usize, num_kv_heads: usize) -> Vec<usize> {
     (0..num_heads).map(|head| head * num_kv_heads / num_heads).collect()
@@ -348,38 +348,38 @@ pub fn grouped_heads(num_heads: usize, num_kv_heads: usize) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    fn ranges(geometry: &Geometry, row: usize) -> Vec<Range<usize>> {
-        let visible = geometry.visible(row);
+    fn ranges(layout: &AttentionLayout, row: usize) -> Vec<Range<usize>> {
+        let visible = layout.visible(row);
         (0..visible.len()).map(|query| visible.of(query)).collect()
     }
 
     #[test]
     fn causal_queries_see_themselves_and_all_before() -> Result<(), AttentionError> {
-        let geometry = Geometry::causal(2, 4, vec![0])?;
+        let layout = AttentionLayout::causal(2, 4, vec![0])?;
         for row in 0..2 {
-            assert_eq!(ranges(&geometry, row), [0..1, 0..2, 0..3, 0..4]);
+            assert_eq!(ranges(&layout, row), [0..1, 0..2, 0..3, 0..4]);
         }
-        assert_eq!(geometry.num_visible_pairs(), 20);
-        assert!(geometry.visible_ranges(2).is_none());
+        assert_eq!(layout.num_visible_pairs(), 20);
+        assert!(layout.visible_ranges(2).is_none());
         Ok(())
     }
 
     #[test]
-    fn documents_and_the_window_cut_what_is_seen() -> Result<(), AttentionError> {
+    fn documents_and_the_window_limit_the_visible_keys() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..7).collect();
         let rows = vec![vec![0, 2, 2, 7], vec![0, 7]];
-        let geometry = Geometry::new(positions.clone(), positions, rows, vec![0], Some(3))?;
-        assert_eq!(ranges(&geometry, 0), [0..1, 0..2, 2..3, 2..4, 2..5, 3..6, 4..7]);
-        assert_eq!(ranges(&geometry, 1), [0..1, 0..2, 0..3, 1..4, 2..5, 3..6, 4..7]);
+        let layout = AttentionLayout::new(positions.clone(), positions, rows, vec![0], Some(3))?;
+        assert_eq!(ranges(&layout, 0), [0..1, 0..2, 2..3, 2..4, 2..5, 3..6, 4..7]);
+        assert_eq!(ranges(&layout, 1), [0..1, 0..2, 0..3, 1..4, 2..5, 3..6, 4..7]);
         Ok(())
     }
 
     #[test]
     fn shards_with_gaps_see_the_keys_that_are_not_later() -> Result<(), AttentionError> {
         let rows = vec![vec![0, 3, 8]];
-        let geometry = Geometry::new(vec![0, 1, 6, 7], vec![2, 3, 4, 5], rows.clone(), vec![0], None)?;
-        assert_eq!(ranges(&geometry, 0), [0..0, 0..0, 1..4, 1..4], "key 2 is of the first document");
-        let later = Geometry::new(vec![0, 1], vec![6, 7], rows, vec![0], None)?;
+        let layout = AttentionLayout::new(vec![0, 1, 6, 7], vec![2, 3, 4, 5], rows.clone(), vec![0], None)?;
+        assert_eq!(ranges(&layout, 0), [0..0, 0..0, 1..4, 1..4], "key 2 is of the first document");
+        let later = AttentionLayout::new(vec![0, 1], vec![6, 7], rows, vec![0], None)?;
         assert_eq!(ranges(&later, 0), [0..0, 0..0]);
         Ok(())
     }
@@ -387,9 +387,14 @@ mod tests {
     #[test]
     fn queries_of_inverts_hull() -> Result<(), AttentionError> {
         let positions: Vec<u32> = (0..40).collect();
-        let geometry =
-            Geometry::new(positions.clone(), positions, vec![vec![0, 11, 12, 30, 40]], vec![0], Some(9))?;
-        let visible = geometry.visible(0);
+        let layout = AttentionLayout::new(
+            positions.clone(),
+            positions,
+            vec![vec![0, 11, 12, 30, 40]],
+            vec![0],
+            Some(9),
+        )?;
+        let visible = layout.visible(0);
         for start in 0..40 {
             for end in start + 1..=40 {
                 let sees = |query: &usize| visible.of(*query).start < end && start < visible.of(*query).end;
@@ -405,10 +410,10 @@ mod tests {
     }
 
     #[test]
-    fn bad_geometries_are_refused_by_name() {
+    fn bad_layouts_are_refused_by_name() {
         let build = |q: &[u32], rows: &[&[u32]], window| {
             let rows: Vec<Vec<u32>> = rows.iter().map(|row| row.to_vec()).collect();
-            Geometry::new(q, [0, 1].as_slice(), rows, vec![0], window).expect_err("invalid")
+            AttentionLayout::new(q, [0, 1].as_slice(), rows, vec![0], window).expect_err("invalid")
         };
         assert!(matches!(
             build(&[0, 2, 2], &[&[0, 4]], None),
@@ -416,9 +421,9 @@ mod tests {
         ));
         assert!(matches!(
             build(&[4], &[&[0, 4]], None),
-            AttentionError::PositionOutsideRow { which: "q", position: 4, seq_len: 4 }
+            AttentionError::PositionOutsideSequence { which: "q", position: 4, seq_len: 4 }
         ));
-        assert!(matches!(build(&[0], &[], None), AttentionError::NoRows));
+        assert!(matches!(build(&[0], &[], None), AttentionError::NoSequences));
         assert!(matches!(build(&[0], &[&[0, 4]], Some(0)), AttentionError::EmptyWindow));
         for bad in [&[1, 4][..], &[0, 3], &[0, 3, 2, 4], &[]] {
             let error = build(&[0], &[&[0, 4], bad], None);
