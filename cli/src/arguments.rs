@@ -1,6 +1,6 @@
 //! The command line's arguments, and what is said of those that are no numbers or no valid ones.
 
-use super::{Cli, note};
+use super::{Cli, log_line};
 use clap::builder::Styles;
 use clap::error::{ContextKind, Error, ErrorKind};
 use clap::{Arg, Command, CommandFactory, FromArgMatches};
@@ -22,7 +22,7 @@ fn exit(error: &Error) -> ! {
     let without_colors = command().styles(Styles::plain());
     match parse_by(without_colors, std::env::args_os()) {
         Err(error) if has_control && error.use_stderr() => {
-            note(error.render().ansi().to_string().trim_end());
+            log_line(error.render().ansi().to_string().trim_end());
             std::process::exit(error.exit_code())
         }
         _ => error.exit(),

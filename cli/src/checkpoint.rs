@@ -1,7 +1,7 @@
 //! `ulysses checkpoint`.
 
 use super::arguments::at_least_1;
-use super::{Failure, OrFail, note, print};
+use super::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
 use clap::{Subcommand, ValueEnum};
 use serde_json::Value;
@@ -183,7 +183,7 @@ fn find_source(checkpoint: Checkpoint) -> Checkpoint {
     let dir = Path::new(dir);
     match HfSource::read(dir).ok().filter(|source| source.describes(&manifest.model)) {
         Some(source) => {
-            note(format_args!(
+            log_line(format_args!(
                 "note: the checkpoint lacks the config.json that its run started from: that of {} is taken, which \
                  describes the same model",
                 dir.display()
@@ -191,7 +191,7 @@ fn find_source(checkpoint: Checkpoint) -> Checkpoint {
             checkpoint.with_source(source)
         }
         None => {
-            note(format_args!(
+            log_line(format_args!(
                 "note: the checkpoint lacks the config.json that its run started from, and {} describes no such model \
                  now: `bos_token_id`, `eos_token_id`, `pad_token_id`, the other fields that do not shape the model and \
                  generation_config.json are not exported, and `max_position_embeddings` is {} unless RoPE scaling states \
@@ -213,7 +213,7 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
     let of_run = || checkpoint.manifest().config.pointer("/ulysses/tokenizer")?.as_str().map(PathBuf::from);
     let tokenizer = args.tokenizer.or_else(of_run);
     match &tokenizer {
-        None => note("the run took bytes for tokens: there is no tokenizer to copy"),
+        None => log_line("the run took bytes for tokens: there is no tokenizer to copy"),
         Some(path) if !path.is_file() => {
             let message = format!("{}: no such tokenizer; give it as --tokenizer", path.display());
             return Err(Failure::Usage(anyhow!(message)));
@@ -225,7 +225,7 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
     let of_source = || ExportDtype::from_hf_name(checkpoint.manifest().source.as_ref()?.dtype.as_deref()?);
     let dtype = args.dtype.map(ExportDtype::from).or_else(of_source).unwrap_or(ExportDtype::F32);
     if args.dtype.is_none() && dtype != ExportDtype::F32 {
-        note(
+        log_line(
             "note: parameters are rounded to the dtype of the model that the run started from; --dtype f32 keeps \
              every bit",
         );

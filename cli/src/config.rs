@@ -1,7 +1,7 @@
 //! `ulysses config`.
 
 use super::config_flags::ConfigFlags;
-use super::{Failure, OrFail, note, print, training_shape};
+use super::{Failure, OrFail, log_line, print, training_shape};
 use std::path::{Path, PathBuf};
 use ulysses::config::{
     Config, OpenValue, Overrides, PartlyResolved, RawConfig, Severity, explain, json_schema,
@@ -47,7 +47,7 @@ pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
             let PartlyResolved { config, written, open } = raw.resolve_partly(&overrides).or_usage()?;
             print_notes(&config);
             for OpenValue { key, waits_for } in open {
-                note(format_args!("open: `{key}` waits for {waits_for}"));
+                log_line(format_args!("open: `{key}` waits for {waits_for}"));
             }
             print_json(&written)
         }
@@ -62,12 +62,12 @@ fn print_json(value: &serde_json::Value) -> Result<(), Failure> {
 
 /// Writes all that the user of a config should know to standard error.
 fn print_notes(config: &Config) {
-    config.notes.iter().for_each(note);
+    config.notes.iter().for_each(log_line);
     print_partition_note(config);
     for auto in &config.autos {
         match &auto.value {
-            Some(value) => note(format_args!("auto: `{}` = {value} ({})", auto.key, auto.source)),
-            None => note(format_args!("auto: `{}` ({})", auto.key, auto.source)),
+            Some(value) => log_line(format_args!("auto: `{}` = {value} ({})", auto.key, auto.source)),
+            None => log_line(format_args!("auto: `{}` ({})", auto.key, auto.source)),
         }
     }
 }
@@ -77,7 +77,7 @@ fn print_notes(config: &Config) {
 pub(super) fn print_warnings(config: &Config, path: &Path) {
     let (warnings, others): (Vec<_>, Vec<_>) =
         config.notes.iter().partition(|note| note.severity == Severity::Warning);
-    warnings.iter().for_each(note);
+    warnings.iter().for_each(log_line);
     print_partition_note(config);
     let autos = config.autos.iter().filter(|auto| auto.value.is_some()).count();
     let plural = |count: usize| if count == 1 { "" } else { "s" };
@@ -89,10 +89,10 @@ pub(super) fn print_warnings(config: &Config, path: &Path) {
         counts.into_iter().filter(|(count, _)| *count > 0).map(|(_, text)| text).collect();
     if !more.is_empty() {
         let (more, path) = (more.join(", "), path.display());
-        note(format_args!("config: {more}: `ulysses config resolve {path}` lists them"));
+        log_line(format_args!("config: {more}: `ulysses config resolve {path}` lists them"));
     }
 }
 
 fn print_partition_note(config: &Config) {
-    config.zero_partition_note().iter().for_each(|text| note(format_args!("warning: {text}")));
+    config.zero_partition_note().iter().for_each(|text| log_line(format_args!("warning: {text}")));
 }

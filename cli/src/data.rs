@@ -1,6 +1,6 @@
 //! `ulysses.data`: from paths to rows, for all commands that read data.
 
-use super::{Failure, OrFail, model, note};
+use super::{Failure, OrFail, model, log_line};
 use anyhow::{Context, ensure};
 use std::path::Path;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(super) fn open_tokenizer(
     if tokenizer.is_none()
         && let Some(path) = model.and_then(model::own_tokenizer)
     {
-        note(format_args!("tokenizer: {}", path.display()));
+        log_line(format_args!("tokenizer: {}", path.display()));
         *tokenizer = Some(path.display().to_string());
     }
     match tokenizer {
@@ -83,7 +83,7 @@ impl Sources {
             num_labelled += documents.labelled_share()? * documents.num_tokens() as f64;
         }
         let share = 100.0 * num_labelled / num_tokens as f64;
-        note(format_args!(
+        log_line(format_args!(
             "data: {num_documents} conversations; {share:.1} % of their {num_tokens} tokens have labels"
         ));
         Ok(())
@@ -105,7 +105,7 @@ impl Sources {
         if num_tokens < seq_len {
             tracing::warn!("the data has {num_tokens} tokens: most of its only row of {seq_len} is padding");
         }
-        note(format_args!(
+        log_line(format_args!(
             "data: {} rows of {seq_len} tokens, {:.2} % padding",
             dataset.num_rows(),
             100.0 * dataset.padding_share()
@@ -157,7 +157,7 @@ fn read_corpus(
     let options = SourceOptions { tokenizer, text_field: &config.ulysses.text_field, token_files };
     let corpus = Corpus::open(&[path], &options).context("the data cannot be read")?;
     if corpus.skipped().total() > 0 {
-        note(format_args!("data: {}", corpus.skipped()));
+        log_line(format_args!("data: {}", corpus.skipped()));
     }
     let corpus = Arc::new(corpus);
     Documents::from(corpus.clone()).check_vocab(vocab_size).with_context(|| {

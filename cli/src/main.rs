@@ -164,14 +164,14 @@ fn main() -> ExitCode {
                 true => "--resume goes on",
                 false => "nothing was saved: the config has no `checkpoint` section",
             };
-            note(format_args!("stopped by a signal after step {step}; {saved}"));
+            log_line(format_args!("stopped by a signal after step {step}; {saved}"));
             return ExitCode::from(75);
         }
         Err(Failure::Ended { exit_code }) => return ExitCode::from(exit_code),
         Err(Failure::Run(error)) => (error, 1),
         Err(Failure::Usage(error)) => (error, 2),
     };
-    note(format_args!("error: {}", causes(&error)));
+    log_line(format_args!("error: {}", causes(&error)));
     ExitCode::from(code)
 }
 
@@ -198,17 +198,17 @@ fn dispatch(command: Command, tracer: Option<Tracer>) -> Result<(), Failure> {
 }
 
 /// Whether this process leaves it to another one to talk to the user.
-static IS_SILENT: AtomicBool = AtomicBool::new(false);
+static IS_MUTED: AtomicBool = AtomicBool::new(false);
 
 /// Lets [`print`] and [`note`] say nothing, or speak again: of the processes of a job one talks.
-fn silence(is_silent: bool) {
-    IS_SILENT.store(is_silent, Ordering::Relaxed);
+fn mute(is_muted: bool) {
+    IS_MUTED.store(is_muted, Ordering::Relaxed);
 }
 
 /// Writes a result to standard output, with control characters escaped: names in it may hold any. A reader that closes it early, such as `head`, has
 /// seen what it wanted.
 fn print(text: impl Display) -> Result<(), Failure> {
-    if IS_SILENT.load(Ordering::Relaxed) {
+    if IS_MUTED.load(Ordering::Relaxed) {
         return Ok(());
     }
     let text = text.to_string();
@@ -220,8 +220,8 @@ fn print(text: impl Display) -> Result<(), Failure> {
 }
 
 /// Writes a line about the run to standard error, if somebody reads it, with control characters escaped.
-fn note(line: impl Display) {
-    if !IS_SILENT.load(Ordering::Relaxed) {
+fn log_line(line: impl Display) {
+    if !IS_MUTED.load(Ordering::Relaxed) {
         let line = line.to_string();
         let _ = above_progress(|| writeln!(std::io::stderr(), "{}", escaped(&line)));
     }
@@ -229,7 +229,7 @@ fn note(line: impl Display) {
 
 /// As [`note`], for the library's log.
 fn log(line: &str) {
-    note(line);
+    log_line(line);
 }
 
 /// The error and its causes in one line, without what a cause only repeats.

@@ -1,7 +1,7 @@
 //! `ulysses completions` and `ulysses man`: what other programs make of the command line's definition.
 
 use super::arguments::command;
-use super::{Failure, OrFail, note, print};
+use super::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
 use clap_complete::Shell;
 use std::path::Path;
@@ -22,6 +22,6 @@ pub(super) fn pages(dir: &Path) -> Result<(), Failure> {
     }
     std::fs::create_dir_all(dir).with_context(place).or_run()?;
     clap_mangen::generate_to(command(), dir).with_context(place).or_run()?;
-    note(format_args!("written; to read one: man {}", dir.join(format!("{NAME}.1")).display()));
+    log_line(format_args!("written; to read one: man {}", dir.join(format!("{NAME}.1")).display()));
     Ok(())
 }

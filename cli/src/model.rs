@@ -1,6 +1,6 @@
 //! `--model`: a preset by name or a directory in Hugging Face's layout.
 
-use super::{Failure, OrFail, note};
+use super::{Failure, OrFail, log_line};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{MANIFEST, pointed_to, steps};
@@ -60,7 +60,7 @@ pub(super) fn describe(path: &Path) -> Result<LlamaConfig, Failure> {
 }
 
 fn print_notes(notes: &[String]) {
-    notes.iter().for_each(|text| note(format_args!("note: {text}")));
+    notes.iter().for_each(|text| log_line(format_args!("note: {text}")));
 }
 
 /// Why there is no such model: most often a directory is called otherwise.

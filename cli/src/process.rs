@@ -1,6 +1,6 @@
 //! This process among those of a job, where ranks are processes.
 
-use super::{Failure, OrFail, silence};
+use super::{Failure, OrFail, mute};
 use anyhow::{Context, anyhow};
 use serde::{Serialize, de::DeserializeOwned};
 #[cfg(feature = "mpi")]
@@ -95,7 +95,7 @@ impl Process {
         };
         if let Some(process) = &process {
             process.check_size(info)?;
-            silence(process.rank() > 0);
+            mute(process.rank() > 0);
         }
         Ok(process)
     }
@@ -199,7 +199,7 @@ fn check_srun(info: &ProcessInfo) -> Result<(), Failure> {
     if *launcher != Launcher::Slurm || *world_size == 1 || is_told() {
         return Ok(());
     }
-    silence(*rank > 0);
+    mute(*rank > 0);
     Err(Failure::Usage(anyhow!(
         "srun has started {world_size} processes, but has not told them how MPI connects them: start \
          `srun --mpi=pmix` (`srun --mpi=list` shows what this SLURM has)"

@@ -2,7 +2,7 @@
 
 use super::data::failure;
 use super::inspect::{InspectArgs, inspect_text};
-use super::{Failure, OrFail, note, print};
+use super::{Failure, OrFail, log_line, print};
 use anyhow::anyhow;
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
@@ -68,10 +68,10 @@ fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
     display.bar.finish_and_clear();
     let prepared = prepared.map_err(failure)?;
     if prepared.skipped.total() > 0 {
-        note(format_args!("data: {}", prepared.skipped));
+        log_line(format_args!("data: {}", prepared.skipped));
     }
     if prepared.is_resumed {
-        note("went on where an earlier call had stopped");
+        log_line("went on where an earlier call had stopped");
     }
     let PrepareProgress { num_tokens, num_documents, .. } = prepared.progress;
     print(format_args!(
@@ -102,7 +102,7 @@ impl Display {
         let PrepareProgress { done_bytes, total_bytes, .. } = *progress;
         if self.bar.is_hidden() {
             if self.last_line.elapsed() >= LOG_INTERVAL {
-                note(format_args!("{} of {}: {line}", HumanBytes(done_bytes), HumanBytes(total_bytes)));
+                log_line(format_args!("{} of {}: {line}", HumanBytes(done_bytes), HumanBytes(total_bytes)));
                 self.last_line = Instant::now();
             }
             return;

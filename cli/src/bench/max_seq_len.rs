@@ -6,7 +6,7 @@ mod memory;
 use super::report::{cores, processor};
 use super::{Failure, OrFail, dp_sp, print};
 use crate::config_flags::SetFlags;
-use crate::note;
+use crate::log_line;
 use crate::settings::WritableMemory;
 use anyhow::{Context, Result, anyhow};
 use memory::{StepMemory, run_watched, workload};
@@ -119,7 +119,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
     let mut found = Vec::new();
     for (feature, config) in features::cumulative(config) {
-        note(format_args!("{feature}:"));
+        log_line(format_args!("{feature}:"));
         search.write(&config)?;
         search.attempts.clear();
         let longest = search.longest(&config)?.unwrap_or(0);
@@ -227,7 +227,7 @@ impl Search {
     fn fits(&mut self, seq_len: usize) -> Result<bool, Failure> {
         if self.attempts.is_empty() {
             // Minutes may go by until there is an answer.
-            note(format_args!("trying rows of {seq_len} tokens"));
+            log_line(format_args!("trying rows of {seq_len} tokens"));
         }
         let start = Instant::now();
         let (step, memory) = self.step(seq_len).or_run()?;
@@ -245,7 +245,7 @@ impl Search {
                 Failure::Run(error)
             });
         }
-        note(format_args!("{seq_len} tokens {} ({seconds:.0} s)", if fits { "fit" } else { "do not fit" }));
+        log_line(format_args!("{seq_len} tokens {} ({seconds:.0} s)", if fits { "fit" } else { "do not fit" }));
         self.attempts.push(Attempt { seq_len, fits, seconds, memory });
         Ok(fits)
     }

@@ -6,7 +6,7 @@ use super::gemm::{Product, Square};
 use super::report::{Figure, cores, processor};
 use super::turns::{Case, median, take_turns};
 use super::{DeviceArg, Failure, OrFail, Ranks, on_ranks, print, settings};
-use crate::note;
+use crate::log_line;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use std::path::{Path, PathBuf};
@@ -89,7 +89,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     std::fs::write(path, text)
         .with_context(|| format!("--output: cannot write {}", path.display()))
         .or_run()?;
-    note(format_args!("profile     {}", path.display()));
+    log_line(format_args!("profile     {}", path.display()));
     Ok(())
 }
 

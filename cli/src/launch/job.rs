@@ -4,7 +4,7 @@ use super::fault::{Fault, of_mpirun};
 use super::output::{Said, Speaker, pass_on};
 use super::processes::{Process, processes};
 use super::watchdog::{PASSED_ON, Watchdog};
-use crate::note;
+use crate::log_line;
 use anyhow::Context;
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, getpgid, kill_process_group};
@@ -234,7 +234,7 @@ impl Job {
             }
             if !is_killed && ranks.have_ended(&self.processes, self.grace) {
                 let seconds = self.grace.as_secs();
-                note(format_args!("launch: mpirun has not ended {seconds} s after its ranks; killing it"));
+                log_line(format_args!("launch: mpirun has not ended {seconds} s after its ranks; killing it"));
                 self.kill();
                 is_killed = true;
             }
@@ -264,7 +264,7 @@ impl Job {
         if others.is_empty() || self.asked.is_some() {
             return;
         }
-        note(format_args!("launch: {fault}; stopping the {} other(s)", others.len()));
+        log_line(format_args!("launch: {fault}; stopping the {} other(s)", others.len()));
         self.send(Signal::TERM);
     }
 

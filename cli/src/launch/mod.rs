@@ -7,7 +7,7 @@ mod processes;
 mod watchdog;
 
 use super::train::TrainArgs;
-use super::{Command, Failure, OrFail, arguments, note};
+use super::{Command, Failure, OrFail, arguments, log_line};
 use anyhow::{Context, anyhow};
 use job::{Outcome, Plan, Signals};
 use std::path::PathBuf;
@@ -64,7 +64,7 @@ pub(super) fn run(args: LaunchArgs) -> Result<(), Failure> {
             return Err(Failure::Run(anyhow!("{fault}{after}")));
         }
         restarts += 1;
-        note(format_args!("launch: {fault}; restart {restarts} of {max_restarts}"));
+        log_line(format_args!("launch: {fault}; restart {restarts} of {max_restarts}"));
         if training.as_ref().is_some_and(|training| !training.resumes) {
             plan.arguments.push("--resume".to_owned());
         }

@@ -3,7 +3,7 @@
 mod propose;
 
 use super::arguments::at_least_1;
-use super::{Failure, OrFail, note, print};
+use super::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
 use propose::ProposeArgs;
 use std::path::{Path, PathBuf};
@@ -63,7 +63,7 @@ fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {
     std::fs::write(path, drawing)
         .with_context(|| format!("--svg: cannot write {}", path.display()))
         .or_run()?;
-    note(format_args!("drawn to {}", path.display()));
+    log_line(format_args!("drawn to {}", path.display()));
     Ok(())
 }
 

@@ -10,7 +10,7 @@ mod text;
 use super::arguments::at_least_1;
 use super::config_flags::ConfigFlags;
 use super::model::{check_config, check_exchange, describe};
-use super::{DeviceArg, Failure, OrFail, note, print, training_shape};
+use super::{DeviceArg, Failure, OrFail, log_line, print, training_shape};
 use crate::html::chart::drawing;
 use anyhow::{Context, anyhow};
 use serde::Serialize;
@@ -172,7 +172,7 @@ fn write_drawing(path: &Path, flag: &str, drawing: String) -> Result<(), Failure
     std::fs::write(path, drawing)
         .with_context(|| format!("{flag}: cannot write {}", path.display()))
         .or_run()?;
-    note(format_args!("drawn to {}", path.display()));
+    log_line(format_args!("drawn to {}", path.display()));
     Ok(())
 }
 

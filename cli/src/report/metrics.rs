@@ -1,6 +1,6 @@
 //! The lines of `metrics.jsonl`, checked: the page takes them for what a run can have written.
 
-use crate::note;
+use crate::log_line;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -51,7 +51,7 @@ impl Lines {
             match serde_json::from_slice(line) {
                 Ok(value) => lines.add(value).with_context(|| place)?,
                 Err(_) if !line.ends_with(b"\n") => {
-                    note(format_args!("note: {place}: passed over, since it was cut off"));
+                    log_line(format_args!("note: {place}: passed over, since it was cut off"));
                 }
                 Err(error) => {
                     // serde_json appends a position, whose line is always the first.

@@ -10,7 +10,7 @@ mod run;
 mod sections;
 mod settings;
 
-use super::{Failure, OrFail, note};
+use super::{Failure, OrFail, log_line};
 use anyhow::Context;
 use run::RunFiles;
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ pub(super) fn run(args: &ReportArgs) -> Result<(), Failure> {
     std::fs::write(&output, page::page(&runs))
         .with_context(|| format!("--output: cannot write {}", output.display()))
         .or_run()?;
-    note(format_args!("report      {}; open it in a browser", output.display()));
+    log_line(format_args!("report      {}; open it in a browser", output.display()));
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use super::overrides::{lacks_backend, resolve};
 use crate::process::{self, Process, WorldArgs, exchange};
 use crate::ranks::mpi_takes_no_gpu;
-use crate::{Failure, OrFail, silence};
+use crate::{Failure, OrFail, mute};
 use anyhow::{Context, anyhow};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
@@ -63,7 +63,7 @@ impl Host {
         options: &LaunchOptions,
     ) -> Result<(), Failure> {
         if self.process.as_ref().is_none_or(|process| process.backend() != backend) {
-            silence(false);
+            mute(false);
             // Before the next one starts.
             self.process = None;
             self.process = Process::join(place, backend, options)?;
@@ -134,7 +134,7 @@ impl Host {
         };
         let all: Vec<Option<u8>> = process.tell_all(&exit_code)?;
         let Some(refusing) = all.iter().position(Option::is_some) else { return own };
-        silence(refusing != process.rank());
+        mute(refusing != process.rank());
         let elsewhere = || anyhow!("rank {refusing} cannot start");
         match (own, all[refusing]) {
             (Err(failure), _) => Err(failure),
@@ -166,7 +166,7 @@ impl Host {
             exchange(&*rank.group, &train(rank, device)?)
         });
         outcomes.map_err(|error| {
-            silence(speaker(&error, own) != own);
+            mute(speaker(&error, own) != own);
             failure(error)
         })
     }

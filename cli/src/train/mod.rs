@@ -20,7 +20,7 @@ mod signals;
 mod trace;
 mod writable;
 
-use super::{Failure, note};
+use super::{Failure, log_line};
 pub(super) use args::TrainArgs;
 use host::Host;
 use run::Run;
@@ -39,7 +39,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let output = host.of_first(output.unwrap_or_default())?;
     let record = record::begin(&prepared, &config_path);
     let run = Run { prepared, output, tracer: trace.as_ref().map(|(_, tracer)| tracer.clone()), record };
-    note(&run);
+    log_line(&run);
     let Run { prepared, .. } = &run;
     if let Some(planned) = &prepared.planned {
         let world_size = prepared.mesh.world_size();

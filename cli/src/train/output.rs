@@ -3,7 +3,7 @@
 use super::record::{self, Earlier};
 use super::run::Run;
 use super::{profile, trace};
-use crate::{Failure, OrFail, note};
+use crate::{Failure, OrFail, log_line};
 use anyhow::{Context, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -85,7 +85,7 @@ fn keep(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
         if path.exists() {
             let kept = output.join(format!("{stem}.{number}.{extension}"));
             std::fs::rename(&path, &kept).with_context(|| format!("cannot rename {}", path.display()))?;
-            note(format_args!("the earlier {stem}.{extension} is kept as {}", kept.display()));
+            log_line(format_args!("the earlier {stem}.{extension} is kept as {}", kept.display()));
         }
     }
     Ok(())

@@ -2,7 +2,7 @@
 //! long.
 
 use super::available::{Available, in_process, on_machine};
-use crate::note;
+use crate::log_line;
 use crate::plan::longest_rows;
 use crate::plan::table::{bytes, flops};
 use ulysses::config::Config;
@@ -63,7 +63,7 @@ impl PlannedMemory {
     pub(super) fn note(&self, ranks: [usize; 2]) {
         // Only the first run of a process trains.
         let _ = crate::settings::PLANNED_PEAK.set(self.clause());
-        self.lines(ranks, [on_machine(), in_process()]).into_iter().for_each(note);
+        self.lines(ranks, [on_machine(), in_process()]).into_iter().for_each(log_line);
     }
 
     /// The planned peak, to go on an error of memory with.
@@ -117,7 +117,7 @@ pub(super) fn note_first_step(
     // Ranks differ by few tokens or heads.
     let Ok(step) = RankStep::of(&config, model, mesh, 0) else { return };
     let work = mesh.world_size() as f64 * step.flops.values().sum::<f64>();
-    first_step(work, peak).into_iter().for_each(note);
+    first_step(work, peak).into_iter().for_each(log_line);
 }
 
 /// An error of memory that ran out, with the part of the step and the plan.

@@ -3,7 +3,7 @@
 use super::prepare::Prepared;
 use super::writable::check_writable;
 use crate::progress::above_progress;
-use crate::{Failure, OrFail, note};
+use crate::{Failure, OrFail, log_line};
 use anyhow::Context;
 use std::fmt::{self, Display, Formatter};
 use std::io::Write;
@@ -37,7 +37,7 @@ impl<'a> Profiler<'a> {
         let profiler = &run.config.monitoring.flops_profiler;
         let (step, Range { start, end }) = (profiler.profile_step, steps);
         if profiler.enabled && !(start + 1..=*end).contains(&step) {
-            note(format_args!(
+            log_line(format_args!(
                 "note: there will be no profile: `flops_profiler.profile_step` is {step}, and the steps to do are {} to {end}",
                 start + 1
             ));

@@ -3,7 +3,7 @@
 use super::prepare::Prepared;
 use super::rank_outcome::RankOutcome;
 use super::run::Run;
-use crate::{note, settings};
+use crate::{log_line, settings};
 use anyhow::Context;
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
@@ -51,7 +51,7 @@ impl Earlier {
             text => text.with_context(|| format!("cannot read {}", path.display()))?,
         };
         let Ok(Value::Object(mut record)) = serde_json::from_slice(&text) else {
-            note(format_args!(
+            log_line(format_args!(
                 "{}: damaged, so the report will not tell what was communicated before",
                 path.display()
             ));

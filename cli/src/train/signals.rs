@@ -1,7 +1,7 @@
 //! Signals that ask a run to save and end.
 
 #[cfg(unix)]
-use crate::note;
+use crate::log_line;
 #[cfg(unix)]
 use std::io::Read;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(super) fn watch(answer: Option<&'static str>) -> std::io::Result<Arc<AtomicB
         // A handler may write to a pipe, and to little else.
         let wait = move || {
             if reader.read_exact(&mut [0]).is_ok() {
-                note(answer);
+                log_line(answer);
             }
         };
         std::thread::Builder::new().name("signals".to_owned()).spawn(wait)?;

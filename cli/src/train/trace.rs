@@ -2,7 +2,7 @@
 
 use super::rank_outcome::RankOutcome;
 use super::writable::check_writable;
-use crate::{Failure, OrFail, note};
+use crate::{Failure, OrFail, log_line};
 use anyhow::Context;
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -40,7 +40,7 @@ pub(super) fn write(
         file.flush()
     };
     write().with_context(|| format!("--trace: cannot write {}", path.display())).or_run()?;
-    note(format_args!(
+    log_line(format_args!(
         "trace       {} ({} slices); open it in ui.perfetto.dev",
         path.display(),
         traced.slices.len()
