@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Formatter};
 
-/// The first column to the left, the others to the right.
+/// Writes a table whose first column is left-aligned and whose other columns are right-aligned.
 pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let cells = |column: usize| rows.iter().filter_map(move |row| row.get(column));
@@ -21,28 +21,28 @@ pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::R
     Ok(())
 }
 
-/// A row of texts.
+/// Converts string literals into a row.
 pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.map(str::to_owned).into()
 }
 
-/// Bytes in a unit that leaves one to four digits.
+/// Formats bytes in the unit that leaves one to four digits.
 pub(crate) fn bytes(bytes: f64) -> String {
     scaled(bytes, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
 }
 
-/// Parameters of a model.
+/// Formats a number of parameters.
 pub(super) fn parameters(count: usize) -> String {
     let (unit, size) = if count < 1_000_000_000 { ("M", 1e6) } else { ("B", 1e9) };
     format!("{:.2} {unit} parameters", count as f64 / size)
 }
 
-/// Floating-point operations.
+/// Formats floating-point operations.
 pub(crate) fn flops(flops: f64) -> String {
     scaled(flops, 1000.0, &["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"])
 }
 
-/// Time.
+/// Formats a duration.
 pub(super) fn seconds(seconds: f64) -> String {
     match seconds {
         0.0 => "0 s".to_owned(),
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_come_in_units_that_can_be_read() {
+    fn numbers_have_readable_units() {
         assert_eq!([0.0, 1023.0, 1536.0, 3.0e9].map(bytes), ["0 B", "1023 B", "1.50 KiB", "2.79 GiB"]);
         assert_eq!(flops(31.95e6), "31.95 MFLOP");
         let counts = [123_712, 999_999_999, 8_030_261_248].map(parameters);

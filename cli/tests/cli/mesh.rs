@@ -47,9 +47,9 @@ fn nodes_are_drawn_with_the_groups_that_leave_them() {
     let across = drawing(&["2x4", "--nodes", "4"]);
     assert!(across.contains("sp         2     4  [0 1 2 3] [4 5 6 7]\n"), "{across}");
     assert!(across.contains("sp: 2 groups of 4, across 2 nodes\n"), "{across}");
-    refused(&["2x2", "--nodes", "3"], &["4 ranks do not divide into 3 nodes"]);
+    refused(&["2x2", "--nodes", "3"], &["4 ranks cannot be divided into 3 nodes"]);
     refused(&["2x2", "--nodes", "3", "--devices-per-node", "2"], &["takes 4 ranks, but there are 6"]);
-    refused(&["2x2", "--inter", "dp=2"], &["both need the same axes"]);
+    refused(&["2x2", "--inter", "dp=2"], &["expected the same axes"]);
     refused(&["fsdp"], &["`fsdp=NODESxRANKS`"]);
 }
 
@@ -77,7 +77,7 @@ fn a_preset_with_sizes_is_drawn_on_the_nodes_of_the_flags() {
     let refused = |arguments: &[&str], expected: &[&str]| {
         Workplace::new().run(&[&["mesh"], arguments].concat()).assert_refused(2, expected);
     };
-    refused(&["fsdp=2x4", "--nodes", "3"], &["--mesh fsdp=2x4: 8 ranks do not divide into 3 nodes"]);
+    refused(&["fsdp=2x4", "--nodes", "3"], &["--mesh fsdp=2x4: 8 ranks cannot be divided into 3 nodes"]);
     refused(&["fsdp", "--nodes", "3", "--world-size", "8"], &["--world-size 8", "--nodes 3"]);
     refused(&["fsdp", "--devices-per-node", "3", "--world-size", "8"], &["--devices-per-node 3"]);
     let contradictory = ["fsdp", "--nodes", "2", "--devices-per-node", "4", "--world-size", "6"];
@@ -88,7 +88,7 @@ fn a_preset_with_sizes_is_drawn_on_the_nodes_of_the_flags() {
 fn a_mesh_is_drawn_to_a_file() {
     let place = Workplace::new();
     let outcome = place.run(&["mesh", "2x4", "--nodes", "2", "--svg", "mesh.svg"]);
-    assert!(outcome.assert_done().stderr.contains("drawn to mesh.svg"), "{outcome:?}");
+    assert!(outcome.assert_done().stderr.contains("written to mesh.svg"), "{outcome:?}");
     let svg = place.read("mesh.svg");
     assert!(svg.starts_with("<svg ") && svg.matches("<title>rank ").count() == 16, "{svg}");
     assert!(
@@ -110,18 +110,18 @@ fn a_mesh_is_proposed_with_its_reasons() {
     };
     let propose = |seq_len: &str, memory: &str| on("cpu", seq_len, memory);
     let text = propose("1024", "80");
-    assert!(text.assert_done().stdout.contains("--mesh 16x1: whole sequences fit"), "{text:?}");
+    assert!(text.assert_done().stdout.contains("--mesh 16x1: a whole sequence fits on one rank"), "{text:?}");
     let text = propose("262144", "80");
     let stdout = &text.assert_done().stdout;
     assert!(
-        stdout.contains("16x1: ZeRO stage 3, sequences within a node") && stdout.contains("too much"),
+        stdout.contains("16x1: ZeRO stage 3, sp groups within a node") && stdout.contains("does not fit"),
         "{stdout}"
     );
-    assert!(stdout.contains("is the smallest that fits, and divides the 8 ranks of a node"), "{stdout}");
+    assert!(stdout.contains("is the smallest size that fits and divides the 8 ranks of a node"), "{stdout}");
     assert!(stdout.contains("sp groups exchange attention heads"), "the mesh is drawn: {stdout}");
     propose("1000000", "100").assert_refused(
         1,
-        &["no mesh of these ranks fits", "the longest sequence that fits is", "`ulysses plan`", "--config"],
+        &["no mesh of these ranks fits", "longest sequence that fits, on the mesh that needs least memory: ", "`ulysses plan`", "--config"],
     );
     // Of GPUs the same on every machine.
     let text = on("cuda", "262144", "80");

@@ -26,10 +26,10 @@ fn a_plan_says_what_a_rank_holds_sends_and_computes_and_adds_up() {
     let place = workplace(json!({}));
     let text = place.run(&["plan", "config.json", "--model", "llama3-8b", "--mesh", "1x4"]);
     text.assert_done();
-    for part in ["memory of rank 0", "exchange forward", "what one change would make", "◄ sends least"] {
+    for part in ["memory per rank: ", "exchange forward", "effect of single changes", "◄ sends least"] {
         assert!(text.stdout.contains(part), "{part}: {}", text.stdout);
     }
-    assert!(text.stdout.contains("--memory-gib N tells whether this fits"), "{}", text.stdout);
+    assert!(text.stdout.contains("use --memory-gib N to check whether this fits"), "{}", text.stdout);
     let of_budget = |text: &str| text.lines().any(|line| line.ends_with("longest sequence  fits"));
     assert!(!of_budget(&text.stdout), "without a memory nothing can fit: {}", text.stdout);
     let text =
@@ -221,7 +221,7 @@ fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
     let text = place.run(&["plan", "changed.json", "--device", "cuda"]);
     let said = &text.assert_done().stdout;
     for part in
-        ["checkpointing to the host's memory", "optimizer state in the host's memory", "beside that up to"]
+        ["checkpointing with offload to host memory", "optimizer state in host memory", "host memory: "]
     {
         assert!(said.contains(part), "{part}: {said}");
     }
@@ -241,7 +241,7 @@ fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
     refused.assert_refused(2, &["`zero_optimization.offload_optimizer.device`", "set it to \"cpu\""]);
 }
 
-/// A row of what one change would make of a plan: its peak and its longest sequence.
+/// Peak and longest sequence of a single change.
 fn changed(plan: &Value, change: &str) -> (u64, u64) {
     let rows = plan["alternatives"].as_array().unwrap();
     let row =
@@ -294,7 +294,7 @@ fn a_plan_that_does_not_fit_says_so_and_is_no_failure() {
     let arguments = ["config.json", "--model", "llama3-8b", "--memory-gib", "80"];
     let outcome = place.run(&[&["plan"], &arguments[..]].concat());
     outcome.assert_done();
-    assert!(outcome.stdout.contains("THIS DOES NOT FIT: rank 0 needs"), "{}", outcome.stdout);
+    assert!(outcome.stdout.contains("DOES NOT FIT: rank 0 needs"), "{}", outcome.stdout);
     assert_eq!(plan(&place, &arguments)["budget"]["fits"], false);
 }
 

@@ -29,7 +29,7 @@ fn with_a_machine_the_time_of_a_step_is_told_and_drawn() {
     let arguments = ["config.json", "--model", "nano", "--mesh", "2x2", "--machine"];
     let text = place.run(&[&["plan"], &arguments[..], &["m.json", "--html", "plan.html"]].concat());
     text.assert_done();
-    assert!(text.stdout.contains("predicted time of a step on a paper machine"), "{}", text.stdout);
+    assert!(text.stdout.contains("predicted step time on a paper machine"), "{}", text.stdout);
     assert!(place.read("plan.html").contains("Predicted time of a step on a paper machine"));
     let of = |file: &str| plan(&place, &[&arguments[..], &[file]].concat());
     let (slow, fast) = (of("m.json"), of("fast.json"));
@@ -102,10 +102,10 @@ fn with_a_machine_every_change_and_mesh_has_its_time_and_the_fastest_is_told() {
     let text = place.run(&[&["plan"], &timed[..], &["--html", "plan.html"]].concat());
     let text = &text.assert_done().stdout;
     for head in ["change", "dp × sp"] {
-        assert!(line(text, head).contains(" step  tokens/s"), "{text}");
+        assert!(line(text, head).contains(" step time  tokens/s"), "{text}");
     }
     assert!(line(text, "4 × 1").contains("◄ fastest of all"), "{text}");
-    let note = "–: no time, since the machine profile does not tell `file_bytes_per_second`, `rates.bf16`";
+    let note = "–: no time, because the machine profile lacks `file_bytes_per_second`, `rates.bf16`";
     assert!(text.contains(note), "{text}");
     let page = place.read("plan.html");
     assert!(
