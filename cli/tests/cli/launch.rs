@@ -40,8 +40,8 @@ fn the_ranks_share_ports_that_are_free() {
 fn a_rank_that_fails_is_named_and_the_others_are_stopped() {
     let script = "if [ $RANK = 1 ]; then echo out of luck >&2; exit 3; fi; sleep 1000";
     let outcome = launch(&Workplace::new(), &["--nproc", "3"], script);
-    let named = "rank 1 ended with exit code 3; its last line: out of luck";
-    outcome.assert_refused(1, &[&format!("error: {named}"), "stopping the 2 other(s)"]);
+    let named = "rank 1 ended with exit code 3; last line: out of luck";
+    outcome.assert_refused(1, &[&format!("error: {named}"), "stopping 2 other process(es)"]);
 }
 
 #[test]
@@ -119,9 +119,9 @@ fn what_cannot_be_launched_is_refused_before_anything_starts() {
     let launch = |words: &[&str]| place.run(&[&["launch", "--nproc", "2"], words].concat());
     launch(&["--", "train", "c.json", "--speed", "11"]).assert_refused(2, &["after `--`", "--speed"]);
     launch(&["--", "train", "nowhere.json"]).assert_refused(2, &["nowhere.json"]);
-    launch(&["--", "launch", "--nproc", "2", "--", "mesh"]).assert_refused(2, &["`launch` does not start"]);
+    launch(&["--", "launch", "--nproc", "2", "--", "mesh"]).assert_refused(2, &["`launch` cannot start"]);
     let threads = launch(&["--", "train", "c.json", "--backend", "thread"]);
-    threads.assert_refused(2, &["threads are ranks of one process", "without `launch`"]);
+    threads.assert_refused(2, &["runs all ranks in one process", "without `launch`"]);
     let restarts = launch(&["--max-restarts", "1", "--", "train", "c.json", "--backend", "mpi"]);
     restarts.assert_refused(2, &["--max-restarts", "`checkpoint`"]);
     #[cfg(not(any(feature = "mpi", feature = "nccl")))]
@@ -194,7 +194,7 @@ fn an_mpirun_that_outlives_its_ranks_is_killed() {
     let arguments =
         ["launch", "--nproc", "2", "--grace", "1", "--", "bench", "collectives", "--backend", "mpi"];
     let outcome = place.run_with(&arguments, &[("PATH", &path)]);
-    let expected = ["mpirun has not ended 1 s after its ranks; killing it", "mpirun was killed by signal 9"];
+    let expected = ["killing mpirun, which still runs 1 s after its ranks ended", "mpirun was killed by signal 9"];
     outcome.assert_refused(1, &expected);
 }
 
@@ -219,6 +219,6 @@ fn a_launcher_that_gets_no_threads_says_so_and_leaves_nothing() {
     let arguments =
         ["launch", "--nproc", "1", "--program", "sh", "--", "-c", "echo $$ > rank; exec sleep 1000"];
     let outcome = place.run_with(&arguments, &[NO_THREADS]);
-    outcome.assert_refused(1, &["cannot start a thread that reads what a process says"]);
+    outcome.assert_refused(1, &["cannot start a thread to read the output of a process"]);
     assert!(!place.path("rank").exists() || !runs(&place.read("rank")));
 }
