@@ -135,13 +135,13 @@ fn what_cannot_be_measured_is_refused() {
         (&["all-to-all", "--ranks", "0"], "1..=16"),
         (&["collectives", "--ranks", "1"], "2..=64"),
         (&["gemm", "--model", "huge"], "nano, tiny"),
-        (&["gemm", "--tokens", "16777216"], "of memory, but the tensors to measure with take"),
+        (&["gemm", "--tokens", "16777216"], "but the benchmark's tensors take"),
         (&["train", "--mesh", "1x99"], "99"),
         (&["train", "--set", "sede=1"], "--set sede=1: unknown key `sede`, did you mean `seed`?"),
         (&["checkpoint", "--output", "nowhere"], "--output: cannot create nowhere/"),
         (&["attention", "--repeats", "0"], "--repeats"),
-        (&["max-seq-len", "c.json", "--gib-per-rank", "0"], "a number of GiB, such as 2 or 0.5"),
-        (&["max-seq-len", "c.json", "--memory-gib", "-1"], "a number of GiB, such as 2 or 0.5"),
+        (&["max-seq-len", "c.json", "--gib-per-rank", "0"], "expected a number of GiB of at least 0.03125, such as 2 or 0.5"),
+        (&["max-seq-len", "c.json", "--memory-gib", "-1"], "expected a number of GiB of at least 0.03125, such as 2 or 0.5"),
     ];
     for (arguments, expected) in cases {
         place.run(&[&["bench"], arguments].concat()).assert_refused(2, &[expected]);
@@ -193,7 +193,7 @@ fn a_step_that_fails_for_another_reason_is_no_answer_about_memory() {
     outcome.assert_refused(2, &["a step on 64 tokens failed", "nowhere"]);
     place.write("c.json", r#"{ "train_batch_size": 1 }"#);
     let outcome = place.run(&[&search[..], &["--model", "base", "--gib-per-rank", "0.0625"]].concat());
-    outcome.assert_refused(1, &["0.0625 GiB per rank are too little for rows of 64 tokens"]);
+    outcome.assert_refused(1, &["0.0625 GiB per rank is too little for sequences of 64 tokens"]);
 }
 
 #[test]
