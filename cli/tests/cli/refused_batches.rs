@@ -36,7 +36,7 @@ fn files_that_are_no_batch_are_named() {
     run(&place, "text.txt").assert_refused(2, &["text.txt", "not a safetensors file"]);
     run(&place, ".").assert_refused(2, &["directory"]);
     let no_ids = verify(|tensors| drop(tensors.remove("input_ids")));
-    no_ids.assert_refused(2, &["b.safetensors", "no tensor input_ids", "shift_labels"]);
+    no_ids.assert_refused(2, &["b.safetensors", "missing tensor input_ids", "shift_labels"]);
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn types_other_than_integers_are_refused() {
             let floats = tensors[name].to_dtype(DType::F32).unwrap();
             tensors.insert(name.to_owned(), floats);
         });
-        outcome.assert_refused(2, &["b.safetensors", name, "F32", "integers are expected"]);
+        outcome.assert_refused(2, &["b.safetensors", name, "F32", "expected I64, I32 or U32"]);
     }
     verify(|tensors| {
         let ids = tensors["input_ids"].to_dtype(DType::U32).unwrap();
@@ -100,6 +100,6 @@ fn a_batch_without_labels_of_its_own_takes_the_next_tokens() {
         let labels = tensors.remove("shift_labels").unwrap();
         tensors.insert("labels".to_owned(), labels);
     });
-    let warned = unshifted.assert_done().stderr.contains("labels is not read");
+    let warned = unshifted.assert_done().stderr.contains("`labels` is ignored");
     assert!(warned, "unshifted labels must not be taken silently: {unshifted:?}");
 }
