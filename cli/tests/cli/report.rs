@@ -53,17 +53,17 @@ fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other(
         2 * 2,
         "a title and a label each"
     );
-    assert_eq!(of_runs.matches("measured peak of rank 0").count(), 2);
+    assert_eq!(of_runs.matches("measured peak, rank 0").count(), 2);
     for part in [
-        "a&lt;b, held out",
+        "a&lt;b, evaluation",
         "Peak memory of each rank",
         "Mesh dp 2 × sp 2",
         "Ulysses exchange",
-        "latest rank",
-        "backward, with recompute",
-        "Bytes sent, by axis and operation",
-        "Bytes stored between steps",
-        "Rank 0 waited for data in",
+        "slowest rank",
+        "backward, with recomputation",
+        "Bytes sent per rank, by axis and operation",
+        "Bytes stored per rank between steps",
+        "Waiting for data: ",
     ] {
         assert!(page.contains(part), "no {part:?}");
     }
@@ -83,7 +83,7 @@ fn a_run_of_which_only_metrics_are_left_is_reported() {
     let metrics = place.read("out/metrics.jsonl");
     place.write("out/metrics.jsonl", format!("{metrics}{{\"step\": 5, \"lo"));
     let outcome = place.run(&["report", "out"]);
-    let expected = "note: out/metrics.jsonl:5: passed over, since it was cut off";
+    let expected = "note: out/metrics.jsonl:5: skipped an incomplete line";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
     let page = place.read("out/report.html");
     assert_well_formed(&page);
@@ -123,7 +123,7 @@ fn the_page_has_what_every_rank_sent_and_stored_next_to_the_formulas() {
     let page = place.read("out/report.html");
     assert_well_formed(&page);
     assert!(
-        page.contains("Bytes at the peak") && !page.contains("Bytes sent, by axis and operation"),
+        page.contains("Bytes per rank at the peak") && !page.contains("Bytes sent per rank, by axis"),
         "{page}"
     );
 }
@@ -139,7 +139,7 @@ fn metrics_of_an_earlier_version_are_reported_as_tokens_with_labels() {
     assert!(page.contains("<span>tokens/s</span><b>–</b>"), "{page}");
     assert!(page.contains("<span>label tokens/s</span><b>45</b>"), "{page}");
     assert!(
-        page.contains("Tokens with labels per second") && !page.contains("<figcaption>Tokens per second")
+        page.contains("Label tokens per second") && !page.contains("<figcaption>Tokens per second")
     );
 }
 
@@ -150,7 +150,7 @@ fn a_record_or_a_config_that_no_run_writes_is_refused_by_name() {
     place.run(&["train", "c.json"]).assert_done();
     for name in ["out/config.json", "out/run.json"] {
         let sound = place.read(name);
-        for (text, fault) in [("[1]", "not the JSON object that a run writes"), ("{", "EOF while parsing")] {
+        for (text, fault) in [("[1]", "expected a JSON object"), ("{", "EOF while parsing")] {
             place.write(name, text);
             place.run(&["report", "out"]).assert_refused(2, &[name, fault]);
         }
@@ -198,7 +198,7 @@ fn the_measured_memory_of_a_step_is_told_by_parts_and_its_largest_is_the_peak() 
     place.run(&["report", "out"]).assert_done();
     let page = place.read("out/report.html");
     assert_well_formed(&page);
-    assert!(page.contains("measured in step 4") && page.contains("planned, at most"), "{page}");
+    assert!(page.contains("measured in step 4") && page.contains("planned peak"), "{page}");
 }
 
 #[test]
@@ -219,12 +219,12 @@ fn a_plan_is_drawn_as_a_page_of_its_own() {
 #[test]
 fn what_is_no_run_is_refused_by_name() {
     let place = Workplace::new();
-    place.run(&["report", "nothing"]).assert_refused(2, &["nothing", "no such directory"]);
+    place.run(&["report", "nothing"]).assert_refused(2, &["nothing", "expected an output directory"]);
     place.write("empty/a.txt", "");
     place.run(&["report", "empty"]).assert_refused(2, &["empty/metrics.jsonl"]);
     place.write("damaged/metrics.jsonl", "{\"step\":1,\"loss\":2.0}\n{]\n{\"step\":2,\"loss\":2.0}\n");
     place.run(&["report", "damaged"]).assert_refused(2, &["damaged/metrics.jsonl:2:2: not valid JSON"]);
-    let expected = ["damaged/metrics.jsonl: this is a file; an output directory"];
+    let expected = ["damaged/metrics.jsonl: expected an output directory"];
     place.run(&["report", "damaged/metrics.jsonl"]).assert_refused(2, &expected);
 }
 
