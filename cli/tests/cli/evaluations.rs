@@ -93,7 +93,7 @@ fn a_run_stops_early_where_an_uninterrupted_one_does() {
     let outcome = train(&place, &["--steps", "20", "--resume"]);
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
     let outcome = train(&place, &["--steps", "20", "--resume"]);
-    let expected = "nothing to do: step 6 of 20 is done, and the run stopped early: the last 2 evaluation(s)";
+    let expected = "nothing to do: step 6 of 20 is complete; the run stopped early: the last 2 evaluation(s)";
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
     write_config(&place, [1, 1], json!({ "early_stopping_patience": 3 }), json!({}));
     train(&place, &["--steps", "7", "--resume"]).assert_done();

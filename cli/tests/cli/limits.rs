@@ -42,8 +42,8 @@ fn a_rank_without_memory_names_itself_the_part_and_the_plan() {
     let expected = [
         "error: out of memory",
         "failed on thread rank-",
-        "; planned peak of a rank: ",
-        "warning: the plan exceeds",
+        "; planned peak: ",
+        "warning: the planned memory exceeds",
     ];
     outcome.assert_refused(1, &expected);
     let parts = ["(parameters)", "(gradients)", "(optimizer)", "(activations)", "(exchange)", "(other)"];

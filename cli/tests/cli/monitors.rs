@@ -105,7 +105,7 @@ fn deepspeeds_logs_and_profilers_print_their_tables() {
     }
 
     let profile = place.read("profile.txt");
-    assert!(profile.starts_with("flops profile of step 2, rank 0 of 4 (dp 2 × sp 2)"), "{profile}");
+    assert!(profile.starts_with("FLOPs profile of step 2, rank 0 of 4 (dp 2 × sp 2)"), "{profile}");
     for part in
         ["optimizer step", "layer 0, forward", "layer 1, backward", "head and loss, forward", "GFLOP/s"]
     {
@@ -223,7 +223,7 @@ fn a_refused_run_leaves_no_directory() {
             2,
             "`csv_monitor.job_name`",
         ),
-        (json!({ "ulysses": { "output": "text.txt" } }), 1, "text.txt: this is a file"),
+        (json!({ "ulysses": { "output": "text.txt" } }), 1, "text.txt: expected a directory, found a file"),
         (json!({ "ulysses": { "output": "text.txt/out" } }), 1, "output directory text.txt/out"),
     ] {
         let place = Workplace::new();
@@ -261,15 +261,15 @@ fn a_profile_of_a_step_that_is_not_to_do_is_told_of_when_the_run_begins() {
         place.write_config("c.json", json!({ "checkpoint": {}, "flops_profiler": profiler }));
     };
     let missed = |step: u64, first: u64, last: u64| {
-        format!("`flops_profiler.profile_step` is {step}, and the steps to do are {first} to {last}")
+        format!("`flops_profiler.profile_step` is {step}, but this run trains steps {first} to {last}")
     };
     profiler(5);
     let outcome = place.run(&["train", "c.json"]);
     assert!(outcome.assert_done().stderr.contains(&missed(5, 1, 4)), "{outcome:?}");
     assert!(!place.path("p.txt").exists());
     let outcome = place.run(&["train", "c.json", "--steps", "5", "--resume"]);
-    assert!(!outcome.assert_done().stderr.contains("there will be no profile"), "{outcome:?}");
-    assert!(place.read("p.txt").starts_with("flops profile of step 5"));
+    assert!(!outcome.assert_done().stderr.contains("no profile will be written"), "{outcome:?}");
+    assert!(place.read("p.txt").starts_with("FLOPs profile of step 5"));
     profiler(1);
     let outcome = place.run(&["train", "c.json", "--steps", "6", "--resume"]);
     assert!(outcome.assert_done().stderr.contains(&missed(1, 6, 6)), "{outcome:?}");

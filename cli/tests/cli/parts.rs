@@ -56,7 +56,7 @@ fn a_run_with_nothing_to_do_leaves_its_files_as_they_are() {
     assert!(before.keys().any(|name| name.contains("events.out")), "{:?}", before.keys());
     for steps in [4, 3] {
         let outcome = train(&place, steps, &["--resume"]);
-        let expected = format!("nothing to do: step 4 of {steps} is done");
+        let expected = format!("nothing to do: step 4 of {steps} is complete");
         assert!(outcome.assert_done().stdout.contains(&expected), "{outcome:?}");
         assert!(files(&place.path("out")) == before, "the files have changed");
     }

@@ -133,7 +133,7 @@ fn runs_are_not_mixed() {
         "{outcome:?}"
     );
     train(&[])
-        .assert_refused(2, &["out holds checkpoints of an earlier run, up to step_00000007", "--resume"]);
+        .assert_refused(2, &["out contains checkpoints of an earlier run, up to step_00000007", "--resume"]);
     let outcome = train(&["--resume=out/step_00000005"]);
     outcome.assert_refused(2, &["out holds step_00000007, which is newer than out/step_00000005"]);
     train(&["--resume", "--seed", "9"])
@@ -158,10 +158,10 @@ fn runs_are_not_mixed() {
     );
     write_config(&place, "c.json", json!({ "ulysses": { "model": "nano", "data": "text.txt" } }));
     let arguments = ["--resume", "--steps", "9", "--seq-len", "64"];
-    train(&arguments).assert_refused(2, &["--resume looks into the output directory"]);
+    train(&arguments).assert_refused(2, &["--resume needs an output directory"]);
     write_config(&place, "c.json", json!({}));
     let outcome = train(&["--resume", "--steps", "7"]);
-    assert!(outcome.assert_done().stdout.contains("nothing to do: step 7 of 7 is done"), "{outcome:?}");
+    assert!(outcome.assert_done().stdout.contains("nothing to do: step 7 of 7 is complete"), "{outcome:?}");
 }
 
 #[test]
@@ -185,9 +185,9 @@ fn the_directory_to_resume_from_may_stand_behind_a_space_and_the_config_behind_a
     bare(&["--steps", "7", "--resume", "c.json"]);
     place.run(&["train", "--resume", "out"]).assert_refused(
         2,
-        &["--resume out: the config is missing: `ulysses train CONFIG.json --resume out`"],
+        &["--resume out: missing config: use `ulysses train CONFIG.json --resume out`"],
     );
-    place.run(&["train", "--resume"]).assert_refused(2, &["--resume: the config is missing"]);
+    place.run(&["train", "--resume"]).assert_refused(2, &["--resume: missing config"]);
     place
         .run(&["train", "--resume", "lost.json"])
         .assert_refused(2, &["cannot read the config file lost.json"]);
@@ -250,7 +250,7 @@ fn metrics_of_nobody_knows_what_are_kept_apart_from_a_run_that_comes_from_elsewh
     place.write("other/metrics.jsonl", strange);
     for checkpoint in ["--resume=out", "--resume=out/step_00000005"] {
         let outcome = train(&["--steps", "7", "--output", "other", checkpoint]);
-        let expected = "metrics.jsonl is kept as other/metrics.1.jsonl";
+        let expected = "metrics.jsonl to other/metrics.1.jsonl";
         assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
         assert_eq!(place.read("other/metrics.1.jsonl"), strange);
         let steps = place.metrics("other/metrics.jsonl");
@@ -361,8 +361,8 @@ fn without_checkpoints_a_signal_ends_the_run_after_the_step_and_says_that_nothin
         assert_eq!(signal(start_endless(&place), &[name]), 75, "{name}");
         let said = place.read("stderr");
         let done = place.metrics("out/metrics.jsonl").len();
-        let expected = format!("stopped by a signal after step {done}; nothing was saved: the config has no");
-        assert!(said.contains(&expected) && said.contains("the run ends after this step"), "{said}");
+        let expected = format!("stopped by a signal after step {done}; nothing was saved, because the config has no");
+        assert!(said.contains(&expected) && said.contains("stopping after this step"), "{said}");
         assert!(steps(&place.path("out")).unwrap().is_empty());
         assert!(
             place.read_json("out/run.json")["totals"]["steps"].as_u64().is_some(),

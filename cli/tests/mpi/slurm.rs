@@ -95,6 +95,6 @@ fn a_killed_task_of_slurm_ends_the_job_and_is_named() {
 fn tasks_of_slurm_that_mpi_cannot_join_are_refused() {
     let place = long_run(1);
     let outcome = with_slurm(&place, "srun --mpi=none --ntasks=2 ulysses train config.json");
-    outcome.assert_refused(2, &["srun has started 2 processes", "`srun --mpi=pmix`"]);
+    outcome.assert_refused(2, &["srun started 2 processes", "`srun --mpi=pmix`"]);
     assert!(!place.path("out").exists(), "nothing was written");
 }

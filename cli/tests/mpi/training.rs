@@ -116,9 +116,9 @@ fn exchanges_and_collectives_are_measured() {
     }
     let outcome = job(&place, 2, &["bench", "collectives", "--ranks", "3"]).run();
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
-    assert!(outcome.stderr.contains("3 rank(s) were asked for, but MPI has started 2"), "{outcome:?}");
+    assert!(outcome.stderr.contains("3 rank(s) requested, but MPI started 2"), "{outcome:?}");
     let outcome = job(&place, 1, &["bench", "collectives"]).run();
-    assert!(outcome.stderr.contains("a collective takes 2 at least"), "{outcome:?}");
+    assert!(outcome.stderr.contains("a collective needs at least 2"), "{outcome:?}");
 }
 
 fn a_mesh_of_another_size_is_refused_once() {
