@@ -24,13 +24,13 @@ fn trained() -> Workplace {
 fn verify_inspect_and_diff_say_what_there_is() {
     let place = trained();
     let outcome = place.run(&["checkpoint", "verify", "out/step_00000001"]);
-    assert!(outcome.assert_done().stdout.contains("out/step_00000001: sound, 6 files"), "{outcome:?}");
+    assert!(outcome.assert_done().stdout.contains("out/step_00000001: valid, 6 files"), "{outcome:?}");
     let outcome = place.run(&["checkpoint", "inspect", "out"]);
     let expected = [
         "checkpoint  out/step_00000002",
         "mesh dp 2 × sp 1, ZeRO stage 3",
         "2 (2 updates)",
-        "8 samples of 16 tokens, seed 1234",
+        "8 sequences of 16 tokens consumed, seed 1234",
         "parameters, exp_avg, exp_avg_sq × 2 partition(s)",
         "model.embed_tokens.weight",
     ];
@@ -77,7 +77,7 @@ fn exports_are_cut_into_files_and_refused_with_a_reason() {
     place.run(&[&arguments[..], &["--output", "small"]].concat()).assert_done();
     assert_eq!(place.read_json("small/config.json")["torch_dtype"], "bfloat16");
     let outcome = place.run(&[&arguments[..], &["--output", "small"]].concat());
-    outcome.assert_refused(2, &["--output small", "of this name already"]);
+    outcome.assert_refused(2, &["--output small", "exists already"]);
     let outcome = place.run(&["checkpoint", "export", "out", "--output", "other", "--tokenizer", "c.json"]);
     outcome.assert_refused(2, &["would have no tokenizer", "c.json"]);
     fs::remove_file(place.path("tok/tokenizer.json")).unwrap();

@@ -41,9 +41,9 @@ fn resolve_resolves_what_it_can_and_says_what_waits_for_a_flag() {
     assert_eq!(resolved["scheduler"]["params"]["total_num_steps"], json!("auto"));
     assert_eq!((&resolved["seed"], &resolved["zero_optimization"]["stage"]), (&json!(5), &json!(2)));
     for waiting in [
-        "open: `scheduler.params.total_num_steps` waits for --steps, or `ulysses.steps`",
-        "open: `data_parallel_size` waits for --mesh: the batch sizes need dp 2, such as 2x1",
-        "open: `ulysses.model` waits for --model",
+        "open: `scheduler.params.total_num_steps` depends on --steps, or `ulysses.steps`",
+        "open: `data_parallel_size` depends on --mesh: the batch sizes need dp 2, such as 2x1",
+        "open: `ulysses.model` depends on --model",
     ] {
         assert!(outcome.stderr.contains(waiting), "{}", outcome.stderr);
     }

@@ -41,10 +41,10 @@ fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
     let expected = [
         "format      ulysses .tokens, 16 bits per token",
         "tokens      9",
-        "documents   2, of 4 to 5 tokens",
+        "documents   2 of 4 to 5 tokens",
         "largest id  126",
-        "learnt      7 tokens (77.8 %)",
-        "tokenizer   bytes, vocabulary of 256",
+        "labels      7 tokens (77.8 %)",
+        "tokenizer   bytes, vocabulary size 256",
     ];
     for expected in expected {
         assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
@@ -54,7 +54,7 @@ fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
     assert!(outcome.assert_done().stdout.contains("nanoGPT .bin, 16 bits"), "{outcome:?}");
     place.write("n.bin", [1, 0, 2]);
     place.run(&["data", "inspect", "n.bin"]).assert_refused(1, &["n.bin: 3 bytes are no whole number"]);
-    place.run(&["data", "inspect", "a.jsonl"]).assert_refused(2, &["a.jsonl: no file of tokens"]);
+    place.run(&["data", "inspect", "a.jsonl"]).assert_refused(2, &["a.jsonl: not a token file"]);
     place.write("a.jsonl", "{\"text\":\"a\"}\n{]\n");
     let prepare = ["data", "prepare", "a.jsonl", "--output", "b.tokens"];
     place.run(&prepare).assert_refused(1, &["a.jsonl, line 2"]);
@@ -79,9 +79,9 @@ fn inspect_shows_conversations_with_what_is_learnt_of_them_and_a_run_says_its_sh
         "documents   9",
         "tokens      45",
         "labels      27 tokens (60.0 %)",
-        "no labels   0 documents have no labels",
-        "rows        3 of 16 tokens, 6.25 % padding",
-        "longer      0 documents have more than 16 tokens",
+        "no labels   0 documents",
+        "sequences   3 of 16 tokens, 6.25 % padding",
+        "longer      0 documents of more than 16 tokens",
     ];
     for expected in expected {
         assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
@@ -117,7 +117,7 @@ fn a_killed_preparation_goes_on_when_it_is_repeated() {
     assert!(tag.exists(), "data read from the directory above leaves it out");
     let outcome = place.run(&prepare("killed.tokens"));
     assert!(
-        outcome.assert_done().stderr.contains("went on where an earlier call had stopped"),
+        outcome.assert_done().stderr.contains("continued an interrupted call"),
         "{outcome:?}"
     );
     let [whole, killed] = ["whole.tokens", "killed.tokens"].map(|name| fs::read(place.path(name)).unwrap());

@@ -173,7 +173,7 @@ fn packings_and_repeated_paths_train() {
     let all = num_bytes(&place) + 4500;
     assert_eq!([valid("greedy"), valid("cut"), valid("concat")], [all - 41, all - 41, all - 2]);
     let wrong = place.run(&["train", "c.json", "--packing", "tight"]);
-    wrong.assert_refused(2, &["--packing", "tight", "greedy, cut and concat are valid"]);
+    wrong.assert_refused(2, &["--packing", "tight", "expected greedy, cut or concat"]);
 }
 
 #[test]
@@ -316,7 +316,7 @@ fn the_data_is_waited_for_and_padded_as_the_summary_says() {
         outcome.assert_done().stdout.lines().find(|line| line.starts_with("data ")).unwrap().to_owned();
     assert!(line.contains("% of the time") && line.ends_with("% of the tokens are padding"), "{line}");
     assert!(
-        outcome.stderr.contains("rows of 64 tokens, ") && outcome.stderr.contains(" % padding"),
+        outcome.stderr.contains("sequences of 64 tokens, ") && outcome.stderr.contains(" % padding"),
         "{outcome:?}"
     );
     let mut without_labels = 0;

@@ -28,5 +28,5 @@ fn every_command_has_a_man_page() {
     place.write("file", "");
     place
         .run(&["man", "file"])
-        .assert_refused(1, &["cannot write man pages to file: this is a file, a directory is needed"]);
+        .assert_refused(1, &["cannot write man pages to file: expected a directory, found a file"]);
 }

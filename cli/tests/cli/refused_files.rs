@@ -95,7 +95,7 @@ fn data_that_is_no_text_is_refused() {
         ("nothing_in_it", "holds no text"),
         ("binary.dat", "is not valid UTF-8 text"),
         ("binaries", "1 not UTF-8"),
-        ("one.txt", "no next token to learn"),
+        ("one.txt", "no next token to predict"),
         ("/dev/null", "neither a file nor a directory"),
     ] {
         let outcome = place.run(&["train", "c.json", "--data", data]);
@@ -129,7 +129,7 @@ fn output_directories_that_cannot_be_are_refused() {
     place.write_config("c.json", json!({}));
     place.write("file", "kept");
     for (output, expected) in [
-        ("file", "a directory is needed"),
+        ("file", "expected a directory"),
         ("file/below", "cannot create the output directory"),
         ("/proc/nothing", "cannot create the output directory"),
     ] {

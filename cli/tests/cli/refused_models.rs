@@ -69,8 +69,8 @@ fn unknown_presets_are_refused_with_those_there_are() {
     outcome.assert_refused(2, &["`nanoo`", "nano, tiny, small, base"]);
     let train = |model: &str| place.run(&["train", "c.json", "--model", model]);
     train("./no/such").assert_refused(2, &["`./no/such` is neither a directory nor a preset"]);
-    train("llama3-8b").assert_refused(2, &["only its shape is known, for `ulysses plan`"]);
-    train("text.txt").assert_refused(2, &["text.txt: this is a file; a model is a directory"]);
+    train("llama3-8b").assert_refused(2, &["only `ulysses plan` knows this shape"]);
+    train("text.txt").assert_refused(2, &["text.txt: expected a model directory"]);
 }
 
 #[test]
