@@ -30,7 +30,7 @@ fn keys(report: &Value, key: &str) -> Vec<String> {
 }
 
 #[test]
-fn saves_stand_beside_copies_and_leave_nothing() {
+fn saves_are_compared_with_copies_and_leave_no_files() {
     let place = Workplace::new();
     fs::create_dir(place.path("disk")).unwrap();
     for mesh in ["1x1", "2x2"] {
@@ -47,7 +47,7 @@ fn saves_stand_beside_copies_and_leave_nothing() {
 }
 
 #[test]
-fn a_profile_of_this_machine_is_one_that_a_plan_takes() {
+fn a_measured_machine_profile_is_accepted_by_plan() {
     let place = Workplace::new();
     place.write_config("c.json", serde_json::json!({ "mesh_param": [1, 2], "ulysses": { "model": "nano" } }));
     let few = ["--model", "nano", "--tokens", "64", "--mib", "1", "--repeats", "1"];
@@ -70,7 +70,7 @@ fn a_profile_of_this_machine_is_one_that_a_plan_takes() {
 }
 
 #[test]
-fn exchanges_and_collectives_stand_beside_copies() {
+fn exchanges_and_collectives_are_compared_with_copies() {
     let place = Workplace::new();
     let exchange = report(&place, &["all-to-all", "--ranks", "3", "--mib", "1"]);
     assert_eq!(exchange["ranks"], 3);
@@ -87,7 +87,7 @@ fn exchanges_and_collectives_stand_beside_copies() {
 }
 
 #[test]
-fn products_attention_and_steps_stand_beside_a_square_product() {
+fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
     let place = Workplace::new();
     let gemm = report(&place, &["gemm", "--model", "nano", "--tokens", "64"]);
     assert_eq!(keys(&gemm, "ratios").len(), 6 * 3, "forward and both gradients of six shapes");
@@ -128,7 +128,7 @@ fn the_table_has_the_figures_and_their_baseline() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_refused() {
+fn invalid_benchmarks_are_refused() {
     let place = Workplace::new();
     let cases: [(&[&str], &str); 11] = [
         (&["all-to-all", "--ranks", "17"], "--ranks"),
@@ -150,7 +150,7 @@ fn what_cannot_be_measured_is_refused() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn the_longest_row_fits_and_a_little_more_does_not() {
+fn the_longest_sequence_fits_and_a_longer_one_does_not() {
     let place = Workplace::new();
     place.write("c.json", r#"{ "train_batch_size": 2 }"#);
     let limits = ["--gib-per-rank", "0.0625", "--from", "1024", "--resolution", "1024"];
@@ -180,7 +180,7 @@ fn the_longest_row_fits_and_a_little_more_does_not() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_step_that_fails_for_another_reason_is_no_answer_about_memory() {
+fn a_step_that_fails_for_another_reason_ends_the_search() {
     let place = Workplace::new();
     place.write(
         "c.json",
@@ -198,7 +198,7 @@ fn a_step_that_fails_for_another_reason_is_no_answer_about_memory() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn the_longest_row_is_found_feature_by_feature() {
+fn the_longest_sequence_is_found_for_each_feature() {
     let place = Workplace::new();
     place.write(
         "c.json",

@@ -21,7 +21,7 @@ fn trained() -> Workplace {
 }
 
 #[test]
-fn verify_inspect_and_diff_say_what_there_is() {
+fn verify_inspect_and_diff_describe_checkpoints() {
     let place = trained();
     let outcome = place.run(&["checkpoint", "verify", "out/step_00000001"]);
     assert!(outcome.assert_done().stdout.contains("out/step_00000001: valid, 6 files"), "{outcome:?}");
@@ -50,7 +50,7 @@ fn verify_inspect_and_diff_say_what_there_is() {
 }
 
 #[test]
-fn an_exported_model_trains_on_from_where_it_was() {
+fn an_exported_model_continues_with_the_same_loss() {
     let place = trained();
     let outcome = place.run(&["checkpoint", "export", "out", "--output", "hf"]);
     assert!(outcome.assert_done().stdout.contains("hf: 1 weight file(s)"), "{outcome:?}");
@@ -71,7 +71,7 @@ fn an_exported_model_trains_on_from_where_it_was() {
 }
 
 #[test]
-fn exports_are_cut_into_files_and_refused_with_a_reason() {
+fn exports_are_split_into_files_and_refused_with_a_reason() {
     let place = trained();
     let arguments = ["checkpoint", "export", "out", "--dtype", "bf16", "--max-file-mb", "1"];
     place.run(&[&arguments[..], &["--output", "small"]].concat()).assert_done();
@@ -120,7 +120,7 @@ fn kept_config(place: &Workplace) -> Value {
 }
 
 #[test]
-fn an_export_keeps_every_field_of_the_model_that_the_run_started_from() {
+fn an_export_keeps_every_field_of_the_initial_model() {
     let place = trained_from_a_model();
     let kept = kept_config(&place);
     let generation = place.read_json("model/generation_config.json");
@@ -168,7 +168,7 @@ fn forget_source(place: &Workplace) {
 }
 
 #[test]
-fn an_export_of_an_older_checkpoint_takes_the_fields_from_the_model_or_says_what_it_lacks() {
+fn an_export_of_an_old_checkpoint_takes_fields_from_the_model_or_lists_missing_ones() {
     let place = trained_from_a_model();
     forget_source(&place);
     let outcome = export(&place, "found", &["--dtype", "f32"]);

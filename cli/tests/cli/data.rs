@@ -7,7 +7,7 @@ use std::fs;
 use std::process::Stdio;
 
 #[test]
-fn prepared_tokens_train_as_their_text_does() {
+fn prepared_tokens_give_the_same_losses_as_text() {
     let place = Workplace::new();
     let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
     place.write("tok/tokenizer.json", word_tokenizer(vocab));
@@ -33,7 +33,7 @@ fn prepared_tokens_train_as_their_text_does() {
 }
 
 #[test]
-fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
+fn inspect_describes_a_token_file_and_refuses_a_damaged_one() {
     let place = Workplace::new();
     place.write("a.jsonl", "{\"prompt\":\"ab\",\"completion\":\"cde\"}\n{\"text\":\"xyz~\"}\n");
     place.run(&["data", "prepare", "a.jsonl", "--output", "a.tokens"]).assert_done();
@@ -61,7 +61,7 @@ fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
 }
 
 #[test]
-fn inspect_shows_conversations_with_what_is_learnt_of_them_and_a_run_says_its_share() {
+fn inspect_marks_labels_in_conversations_and_a_run_prints_their_share() {
     let place = Workplace::new();
     let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
     place.write("tok/tokenizer.json", word_tokenizer(vocab));
@@ -97,7 +97,7 @@ fn inspect_shows_conversations_with_what_is_learnt_of_them_and_a_run_says_its_sh
 }
 
 #[test]
-fn a_killed_preparation_goes_on_when_it_is_repeated() {
+fn a_killed_preparation_continues_when_repeated() {
     let place = Workplace::new();
     let line = format!("{{\"text\":\"{}\"}}\n", "the quick brown fox ".repeat(50));
     place.write("big.jsonl", line.repeat(100_000));

@@ -28,7 +28,7 @@ fn run_in_blocks(place: &Workplace, blocks: usize, arguments: &[&str]) -> Outcom
 }
 
 #[test]
-fn a_save_that_fails_in_the_background_keeps_no_later_one_from_being_tried() {
+fn a_failed_background_save_does_not_prevent_later_saves() {
     let place = Workplace::new();
     let checkpoint = json!({ "interval": 1, "async": true, "on_error": "continue" });
     write_config(&place, "c.json", json!({ "checkpoint": checkpoint }));
@@ -41,7 +41,7 @@ fn a_save_that_fails_in_the_background_keeps_no_later_one_from_being_tried() {
 }
 
 #[test]
-fn metrics_that_find_no_room_end_no_run_that_goes_on_without_checkpoints() {
+fn a_full_disk_for_metrics_does_not_end_a_run_without_checkpoints() {
     for background in [false, true] {
         let place = Workplace::new();
         let checkpoint = json!({ "interval": 10, "async": background, "on_error": "continue" });
@@ -75,7 +75,7 @@ fn make_pipe(path: &Path) {
 }
 
 #[test]
-fn pipes_and_devices_in_a_checkpoint_neither_hang_nor_fill_the_memory() {
+fn pipes_and_devices_in_a_checkpoint_are_refused() {
     let place = workplace();
     train(&place, &["--steps", "10"]).assert_done();
     let shard = "exp_avg.00000-of-00001.safetensors";
@@ -126,7 +126,7 @@ fn links_in_the_output_directory_are_not_written_through() {
 }
 
 #[test]
-fn a_renamed_checkpoint_is_as_old_as_its_manifest_states() {
+fn the_age_of_a_renamed_checkpoint_comes_from_its_manifest() {
     let place = workplace();
     train(&place, &["--steps", "10"]).assert_done();
     fs::rename(place.path("out/step_00000005"), place.path("out/step_00000099")).unwrap();
@@ -156,7 +156,7 @@ fn a_renamed_checkpoint_is_as_old_as_its_manifest_states() {
 }
 
 #[test]
-fn a_full_disk_stops_the_run_or_lets_it_go_on_as_configured() {
+fn a_full_disk_stops_the_run_or_not_as_configured() {
     let place = workplace();
     place.run(&["train", "c.json", "--steps", "5"]).assert_done();
     let resume = ["train", "c.json", "--steps", "12", "--resume"];

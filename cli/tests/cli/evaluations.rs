@@ -46,7 +46,7 @@ fn lowest(evaluations: &[(u64, f64)]) -> (u64, f64) {
 }
 
 #[test]
-fn the_best_checkpoint_stays_and_is_known_on_another_mesh() {
+fn the_best_checkpoint_is_kept_and_found_on_another_mesh() {
     let checkpoint = json!({ "interval": 3, "keep_last": 1, "keep_best": true });
     let place = workplace([2, 1], json!({}), checkpoint.clone());
     let outcome = train(&place, &["--steps", "8"]);
@@ -80,7 +80,7 @@ fn the_best_checkpoint_stays_and_is_known_on_another_mesh() {
 }
 
 #[test]
-fn a_run_stops_early_where_an_uninterrupted_one_does() {
+fn a_resumed_run_stops_early_at_the_same_step() {
     let validation = json!({ "early_stopping_patience": 2, "early_stopping_threshold": 100.0 });
     let place = workplace([2, 1], validation.clone(), json!({}));
     let outcome = train(&place, &["--steps", "20", "--output", "whole"]);
@@ -100,7 +100,7 @@ fn a_run_stops_early_where_an_uninterrupted_one_does() {
 }
 
 #[test]
-fn the_model_is_evaluated_before_the_first_step_if_asked_for() {
+fn the_model_is_evaluated_before_the_first_step_if_configured() {
     let place = workplace([1, 2], json!({ "eval_on_start": true }), json!({}));
     let outcome = train(&place, &["--steps", "3"]);
     assert!(outcome.assert_done().stderr.contains("step 0/3  held out: loss"), "{outcome:?}");
@@ -112,7 +112,7 @@ fn the_model_is_evaluated_before_the_first_step_if_asked_for() {
 }
 
 #[test]
-fn ten_checkpoints_stay_without_a_number_and_all_of_them_with_0() {
+fn ten_checkpoints_are_kept_by_default_and_all_with_0() {
     for (keep, expected) in [(json!({}), 10), (json!({ "keep_last": 0 }), 12)] {
         let mut checkpoint = keep;
         checkpoint["interval"] = json!(1);

@@ -13,7 +13,7 @@ fn run_within(place: &Workplace, limit: &str, arguments: &[&str]) -> Outcome {
 }
 
 #[test]
-fn threads_that_do_not_start_are_named() {
+fn threads_that_cannot_start_are_named() {
     let place = Workplace::new();
     place.write_config("text.json", json!({}));
     let refused = |arguments: &[&str], expected: &str| {
@@ -26,7 +26,7 @@ fn threads_that_do_not_start_are_named() {
 }
 
 #[test]
-fn memory_that_there_is_not_is_an_error() {
+fn exhausted_memory_is_an_error() {
     let place = Workplace::new();
     let arguments = ["bench", "gemm", "--tokens", "65536", "--repeats", "1"];
     run_within(&place, "-v 500000", &arguments)
@@ -34,7 +34,7 @@ fn memory_that_there_is_not_is_an_error() {
 }
 
 #[test]
-fn a_rank_without_memory_names_itself_the_part_and_the_plan() {
+fn a_rank_out_of_memory_names_itself_the_part_and_the_plan() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "ulysses": { "model": "base", "seq_len": 8192, "steps": 1 } }));
     place.write("text.txt", "abcdefgh".repeat(4096));
@@ -51,7 +51,7 @@ fn a_rank_without_memory_names_itself_the_part_and_the_plan() {
 }
 
 #[test]
-fn a_file_that_outgrows_its_limit_is_named() {
+fn a_file_beyond_the_size_limit_is_named() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "checkpoint": { "interval": 1 } }));
     let outgrown = |limit: &str, arguments: &[&str], file: &str| {

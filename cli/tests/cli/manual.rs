@@ -3,7 +3,7 @@
 use crate::support::cli::Workplace;
 
 #[test]
-fn every_shell_gets_a_script_that_knows_commands_and_flags() {
+fn completions_contain_commands_and_flags() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let outcome = Workplace::new().run(&["completions", shell]);
         for expected in ["ulysses", "doctor", "threads-per-rank"] {

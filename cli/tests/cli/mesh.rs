@@ -20,7 +20,7 @@ fn groups_of(drawing: &str, axis: &str) -> String {
 }
 
 #[test]
-fn a_drawing_shows_ranks_groups_and_what_they_do() {
+fn a_drawing_shows_ranks_groups_and_their_purpose() {
     let drawing = drawing(&["2x4"]);
     assert!(drawing.starts_with("mesh dp=2,sp=4: 8 ranks\n"), "{drawing}");
     for row in ["0 │ 0 1 2 3", "1 │ 4 5 6 7"] {
@@ -32,7 +32,7 @@ fn a_drawing_shows_ranks_groups_and_what_they_do() {
 }
 
 #[test]
-fn nodes_are_drawn_with_the_groups_that_leave_them() {
+fn nodes_are_drawn_with_groups_across_nodes() {
     let text = drawing(&["2x4", "--nodes", "2"]);
     assert!(text.contains("   0  [0 1 2 3]\n   1  [4 5 6 7]\n"), "{text}");
     assert!(text.contains("dp: 4 groups of 2, across 2 nodes\nsp: 2 groups of 4, within a node\n"), "{text}");
@@ -54,7 +54,7 @@ fn nodes_are_drawn_with_the_groups_that_leave_them() {
 }
 
 #[test]
-fn presets_draw_the_mesh_that_they_stand_for() {
+fn presets_draw_their_mesh() {
     let text = drawing(&["ulysses_hsdp", "--nodes", "2", "--devices-per-node", "8"]);
     assert!(text.starts_with("mesh dp_replicate=2,dp_shard=2,sp=4: 16 ranks\n"), "{text}");
     assert!(text.contains("dp_replicate: 8 groups of 2, across 2 nodes"), "{text}");
@@ -63,7 +63,7 @@ fn presets_draw_the_mesh_that_they_stand_for() {
 }
 
 #[test]
-fn a_preset_with_sizes_is_drawn_on_the_nodes_of_the_flags() {
+fn a_preset_with_sizes_uses_the_nodes_of_the_flags() {
     let text = drawing(&["hsdp=8", "--nodes", "2"]);
     assert!(text.starts_with("mesh dp_replicate=1,dp_shard=8: 8 ranks\n"), "the mesh of training: {text}");
     assert!(text.contains("   0  [0 1 2 3]\n   1  [4 5 6 7]\n"), "{text}");
@@ -85,7 +85,7 @@ fn a_preset_with_sizes_is_drawn_on_the_nodes_of_the_flags() {
 }
 
 #[test]
-fn a_mesh_is_drawn_to_a_file() {
+fn a_mesh_is_written_as_svg() {
     let place = Workplace::new();
     let outcome = place.run(&["mesh", "2x4", "--nodes", "2", "--svg", "mesh.svg"]);
     assert!(outcome.assert_done().stderr.contains("written to mesh.svg"), "{outcome:?}");
@@ -152,14 +152,14 @@ fn one_size_is_inferred_from_the_world_size() {
 }
 
 #[test]
-fn a_million_ranks_are_drawn_in_a_page() {
+fn a_drawing_of_a_million_ranks_is_shortened() {
     let drawing = drawing(&["1000x1000"]);
     assert!(drawing.contains("1000000 ranks") && drawing.contains('…'), "{drawing}");
     assert!(drawing.lines().count() < 60, "{drawing}");
 }
 
 #[test]
-fn a_reader_that_closes_the_pipe_early_is_no_failure() {
+fn a_pipe_closed_early_is_no_failure() {
     let place = Workplace::new();
     let mut child =
         place.command(&["mesh", "1000x1000"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

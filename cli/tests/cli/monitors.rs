@@ -45,7 +45,7 @@ fn the_parts_of_a_step_add_up_to_its_time() {
 }
 
 #[test]
-fn a_rank_alone_spends_no_time_in_communication() {
+fn a_single_rank_spends_no_time_in_communication() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     place.run(&["train", "c.json"]).assert_done();
@@ -114,7 +114,7 @@ fn deepspeeds_logs_and_profilers_print_their_tables() {
 }
 
 #[test]
-fn the_communication_log_tells_the_operations_that_are_asked_for() {
+fn the_communication_log_shows_the_selected_operations() {
     let place = Workplace::new();
     let logger = json!({ "enabled": true, "prof_all": false, "prof_ops": ["all_to_all_single"] });
     place.write_config("c.json", json!({ "mesh_param": [2, 2], "comms_logger": logger }));
@@ -144,7 +144,7 @@ fn event_files_and_csv_go_where_the_config_says() {
 }
 
 #[test]
-fn what_a_run_was_stands_beside_its_metrics() {
+fn run_json_records_environment_and_results() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "mesh_param": [1, 2] }));
     place.run(&["train", "c.json", "--seed", "7"]).assert_done();
@@ -163,7 +163,7 @@ fn what_a_run_was_stands_beside_its_metrics() {
 }
 
 #[test]
-fn places_that_cannot_be_written_to_are_refused_before_anything_starts() {
+fn unwritable_paths_are_refused_before_anything_starts() {
     let offload = |device: &str, section: &str, stage: u8| json!({ "zero_optimization": { "stage": stage, section: { "device": device, "nvme_path": "text.txt/x" } } });
     let board =
         |section: &str| json!({ section: { "enabled": true, "output_path": "text.txt/x", "job_name": "j" } });
@@ -239,7 +239,7 @@ fn a_refused_run_leaves_no_directory() {
 }
 
 #[test]
-fn a_run_whose_output_directory_is_anothers_leaves_nothing_beside_it() {
+fn a_run_on_a_locked_directory_leaves_no_files() {
     let place = Workplace::new();
     let board = json!({ "enabled": true, "output_path": "boards", "job_name": "j" });
     place.write_config("c.json", json!({ "tensorboard": board, "csv_monitor": { "enabled": true } }));
@@ -254,7 +254,7 @@ fn a_run_whose_output_directory_is_anothers_leaves_nothing_beside_it() {
 }
 
 #[test]
-fn a_profile_of_a_step_that_is_not_to_do_is_told_of_when_the_run_begins() {
+fn a_profile_of_a_step_outside_the_run_is_noted_at_its_start() {
     let place = Workplace::new();
     let profiler = |step: u64| {
         let profiler = json!({ "enabled": true, "profile_step": step, "output_file": "p.txt" });

@@ -49,7 +49,7 @@ fn exchange(record: &Value) -> [u64; 2] {
 }
 
 #[test]
-fn a_run_with_nothing_to_do_leaves_its_files_as_they_are() {
+fn a_run_with_nothing_to_do_does_not_change_its_files() {
     let place = Workplace::new();
     train(&place, 4, &[]).assert_done();
     let before = files(&place.path("out"));
@@ -96,7 +96,7 @@ fn the_parts_of_a_resumed_run_add_up() {
 }
 
 #[test]
-fn the_theory_of_a_resumed_run_counts_the_evaluations_that_were_measured() {
+fn the_formula_of_a_resumed_run_includes_evaluations() {
     let place = Workplace::new();
     let zero = json!({ "stage": 3 });
     let held_out = json!({ "validation": { "fraction": 0.1, "eval_interval": 3, "eval_batches": 1 } });
@@ -129,7 +129,7 @@ fn kill_after(place: &Workplace, steps: usize) {
 }
 
 #[test]
-fn a_part_that_was_killed_takes_no_earlier_one_with_it() {
+fn a_killed_part_keeps_the_records_of_earlier_parts() {
     let place = Workplace::new();
     train(&place, 4, &[]).assert_done();
     let first = place.read_json("out/run.json");
@@ -148,7 +148,7 @@ fn a_part_that_was_killed_takes_no_earlier_one_with_it() {
 }
 
 #[test]
-fn what_another_run_left_in_the_output_directory_is_kept_apart() {
+fn files_of_another_run_are_renamed() {
     let place = Workplace::new();
     train(&place, 4, &[]).assert_done();
     // Without checkpoints, so that nothing refuses the directory.
@@ -170,7 +170,7 @@ fn what_another_run_left_in_the_output_directory_is_kept_apart() {
 }
 
 #[test]
-fn a_damaged_record_is_kept_and_the_run_goes_on() {
+fn a_damaged_record_is_renamed_and_the_run_continues() {
     let place = Workplace::new();
     train(&place, 2, &[]).assert_done();
     place.write("out/run.json", "{\"version\": \"0.1");

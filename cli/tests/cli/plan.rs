@@ -22,7 +22,7 @@ fn peak(plan: &Value) -> u64 {
 }
 
 #[test]
-fn a_plan_says_what_a_rank_holds_sends_and_computes_and_adds_up() {
+fn a_plan_shows_memory_traffic_and_flops_that_add_up() {
     let place = workplace(json!({}));
     let text = place.run(&["plan", "config.json", "--model", "llama3-8b", "--mesh", "1x4"]);
     text.assert_done();
@@ -48,7 +48,7 @@ fn a_plan_says_what_a_rank_holds_sends_and_computes_and_adds_up() {
 }
 
 #[test]
-fn micro_batches_that_repeat_are_counted_not_listed() {
+fn repeated_micro_batches_are_counted_not_listed() {
     let place = workplace(json!({}));
     let of_batch = |batch: Value| {
         place.write_config("batch.json", json!({ "train_batch_size": null, "ulysses": { "seq_len": 4096 } }));
@@ -77,7 +77,7 @@ fn micro_batches_that_repeat_are_counted_not_listed() {
 }
 
 #[test]
-fn a_plan_counts_parameters_in_millions_and_says_that_one_partition_partitions_nothing() {
+fn a_plan_counts_parameters_and_notes_a_single_partition() {
     let place = workplace(json!({}));
     place.write_config(
         "zero.json",
@@ -97,7 +97,7 @@ fn a_plan_counts_parameters_in_millions_and_says_that_one_partition_partitions_n
 }
 
 #[test]
-fn what_flags_set_is_planned() {
+fn flags_change_the_plan() {
     let place = workplace(json!({}));
     let arguments = ["config.json", "--model", "small", "--mesh", "2x1"];
     let flags = ["--set", "bf16.enabled=true", "--zero-stage", "3", "--batch-size", "8", "--lr", "0.1"];
@@ -136,7 +136,7 @@ fn the_longest_sequence_fits_and_one_token_more_does_not() {
 }
 
 #[test]
-fn without_a_length_the_longest_that_fits_is_planned() {
+fn without_a_length_the_longest_sequence_that_fits_is_planned() {
     let place = workplace(json!({ "ulysses": { "model": "nano", "seq_len": null } }));
     let plan = plan(&place, &["changed.json", "--memory-gib", "0.125"]);
     assert_eq!(plan["seq_len"], plan["budget"]["max_seq_len"]);
@@ -148,7 +148,7 @@ fn without_a_length_the_longest_that_fits_is_planned() {
 }
 
 #[test]
-fn features_and_meshes_change_what_they_are_for() {
+fn features_and_meshes_change_memory_and_traffic() {
     let place = workplace(
         json!({ "mesh_param": [4, 2], "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "ulysses": { "seq_len": 4096 } }),
     );
@@ -178,7 +178,7 @@ fn features_and_meshes_change_what_they_are_for() {
 }
 
 #[test]
-fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
+fn suggested_meshes_are_multiples_of_the_shard_size() {
     let zero = json!({ "stage": 3, "mics_shard_size": 4 });
     let place = workplace(json!({
         "mesh_param": [4, 2], "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero,
@@ -208,7 +208,7 @@ fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
 }
 
 #[test]
-fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
+fn offload_of_a_gpu_goes_to_host_memory_and_files_are_refused() {
     let at = |device: &str| {
         workplace(json!({
             "train_batch_size": 1,
@@ -250,7 +250,7 @@ fn changed(plan: &Value, change: &str) -> (u64, u64) {
 }
 
 #[test]
-fn what_saves_memory_is_planned_where_it_is_configured_and_told_where_it_is_not() {
+fn memory_saving_features_are_planned_or_listed_as_changes() {
     let arguments = ["changed.json", "--model", "llama3-8b", "--mesh", "1x2", "--memory-gib", "192"];
     let of = |ulysses: Value, offload: bool| {
         let place = workplace(json!({
@@ -289,7 +289,7 @@ fn what_saves_memory_is_planned_where_it_is_configured_and_told_where_it_is_not(
 }
 
 #[test]
-fn a_plan_that_does_not_fit_says_so_and_is_no_failure() {
+fn a_plan_that_does_not_fit_exits_with_0() {
     let place = workplace(json!({}));
     let arguments = ["config.json", "--model", "llama3-8b", "--memory-gib", "80"];
     let outcome = place.run(&[&["plan"], &arguments[..]].concat());
@@ -299,7 +299,7 @@ fn a_plan_that_does_not_fit_says_so_and_is_no_failure() {
 }
 
 #[test]
-fn the_longest_rows_of_a_schedule_are_planned() {
+fn the_longest_sequences_of_a_schedule_are_planned() {
     let place = workplace(json!({
         "ulysses": { "model": "nano", "seq_len": 64, "seq_len_schedule": [[10, 512], [20, 128]] },
     }));
@@ -308,7 +308,7 @@ fn the_longest_rows_of_a_schedule_are_planned() {
 }
 
 #[test]
-fn any_description_of_hugging_face_is_planned_without_weights() {
+fn a_hugging_face_config_is_planned_without_weights() {
     let place = workplace(json!({}));
     let llama = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64,
@@ -323,7 +323,7 @@ fn any_description_of_hugging_face_is_planned_without_weights() {
 }
 
 #[test]
-fn what_cannot_be_planned_is_refused_by_name() {
+fn invalid_plans_are_refused_by_name() {
     let place = workplace(json!({}));
     let refused = |arguments: &[&str], names: &[&str]| {
         place.run(&[&["plan", "config.json"], arguments].concat()).assert_refused(2, names);
@@ -357,7 +357,7 @@ fn what_cannot_be_planned_is_refused_by_name() {
 }
 
 #[test]
-fn the_memory_of_a_plan_is_drawn_by_itself() {
+fn the_memory_of_a_plan_is_written_as_svg() {
     let place = workplace(json!({}));
     place.run(&["plan", "config.json", "--model", "nano", "--svg", "memory.svg"]).assert_done();
     let svg = place.read("memory.svg");

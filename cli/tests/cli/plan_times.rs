@@ -22,7 +22,7 @@ fn machine(rate: f64) -> Value {
 }
 
 #[test]
-fn with_a_machine_the_time_of_a_step_is_told_and_drawn() {
+fn with_a_machine_the_step_time_is_predicted() {
     let place = workplace(json!({}));
     place.write("m.json", machine(1e9).to_string());
     place.write("fast.json", machine(4e9).to_string());
@@ -47,7 +47,7 @@ fn with_a_machine_the_time_of_a_step_is_told_and_drawn() {
 }
 
 #[test]
-fn a_profile_that_is_none_or_does_not_tell_enough_is_refused_by_name() {
+fn an_invalid_or_incomplete_machine_profile_is_refused_by_name() {
     let place = workplace(json!({ "bf16": { "enabled": true } }));
     let mut damaged = machine(1e9);
     damaged["links"]["intra_node"]["all_gather_bytes_per_second"] = json!(0);
@@ -76,7 +76,7 @@ fn line<'a>(text: &'a str, first: &str) -> &'a str {
 }
 
 #[test]
-fn with_a_machine_every_change_and_mesh_has_its_time_and_the_fastest_is_told() {
+fn with_a_machine_every_change_and_mesh_has_a_time() {
     let batch = json!({ "mesh_param": [2, 2], "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1 });
     let place = workplace(batch);
     let mut profile = machine(1e9);

@@ -19,7 +19,7 @@ fn verify(flags: &[&str]) -> crate::support::cli::Outcome {
 }
 
 #[test]
-fn meshes_that_are_none_are_refused() {
+fn invalid_meshes_are_refused() {
     for (mesh, expected) in [
         ("0x2", "size 0; valid are sizes from 1"),
         ("2x2x2", "3 sizes"),
@@ -56,7 +56,7 @@ fn more_sequence_ranks_than_heads_or_tokens_are_refused() {
 }
 
 #[test]
-fn what_is_no_number_is_told_what_one_is() {
+fn invalid_numbers_are_refused_with_the_expected_kind() {
     for (flag, value) in [("--steps", "many"), ("--steps", "-1"), ("--seed", "1.5"), ("--seq-len", "4k")] {
         let expected = format!("invalid value '{value}' for '{flag} ");
         let outcome = train(&[flag, value]);
@@ -82,7 +82,7 @@ fn counts_of_zero_and_below_are_refused() {
 }
 
 #[test]
-fn a_negative_number_is_the_value_of_its_flag_in_every_command() {
+fn a_negative_number_is_a_flag_value_in_every_command() {
     let run = |arguments: &[&str]| Workplace::new().run(arguments);
     for arguments in [
         &["plan", "c.json", "--ranks-per-node", "-1"][..],
@@ -106,7 +106,7 @@ fn a_negative_number_is_the_value_of_its_flag_in_every_command() {
 }
 
 #[test]
-fn what_this_machine_cannot_bear_is_refused() {
+fn runs_beyond_the_limits_of_this_machine_are_refused() {
     train(&["--threads-per-rank", "100000"]).assert_refused(2, &["100000 thread(s)", "at most 4096"]);
     train(&["--seq-len", "4000000000"]).assert_refused(2, &["GiB", "4000000000 tokens", "seq_len"]);
     verify(&["--mesh", "100000x1"]).assert_refused(2, &["100000 rank(s)", "at most 4096"]);
@@ -118,7 +118,7 @@ fn what_this_machine_cannot_bear_is_refused() {
 }
 
 #[test]
-fn verify_refuses_tolerances_stages_and_places_that_are_none() {
+fn verify_refuses_invalid_tolerances_stages_and_outputs() {
     for tolerance in ["-1", "nan", "inf", "small"] {
         let refused = verify(&["--mesh", "1x1", "--tolerance", tolerance]);
         refused.assert_refused(2, &["--tolerance", tolerance, "a number from 0"]);
@@ -132,7 +132,7 @@ fn verify_refuses_tolerances_stages_and_places_that_are_none() {
 }
 
 #[test]
-fn what_there_is_not_is_refused() {
+fn missing_files_and_features_are_refused() {
     train(&["--resume=nowhere"])
         .assert_refused(2, &["--resume nowhere: neither a checkpoint nor an output directory"]);
     train(&["--backend", "mpi"]).assert_refused(2, &["--backend", "mpi", "thread"]);

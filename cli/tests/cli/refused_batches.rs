@@ -30,7 +30,7 @@ fn set(tensors: &mut Tensors, name: &str, row: usize, position: usize, value: i6
 }
 
 #[test]
-fn files_that_are_no_batch_are_named() {
+fn invalid_batch_files_are_named() {
     let place = Workplace::new();
     run(&place, "missing.safetensors").assert_refused(2, &["missing.safetensors", "No such file"]);
     run(&place, "text.txt").assert_refused(2, &["text.txt", "not a safetensors file"]);
@@ -79,7 +79,7 @@ fn shapes_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn values_out_of_range_are_refused_with_row_and_position() {
+fn values_out_of_range_are_refused_with_sequence_and_position() {
     for (name, value, expected) in [
         ("input_ids", 256, "token id 256"),
         ("input_ids", -3, "input_ids is -3"),
@@ -94,7 +94,7 @@ fn values_out_of_range_are_refused_with_row_and_position() {
 }
 
 #[test]
-fn a_batch_without_labels_of_its_own_takes_the_next_tokens() {
+fn a_batch_without_labels_predicts_the_next_tokens() {
     verify(|tensors| drop(tensors.remove("shift_labels"))).assert_done();
     let unshifted = verify(|tensors| {
         let labels = tensors.remove("shift_labels").unwrap();

@@ -25,7 +25,7 @@ fn assert_well_formed(page: &str) {
 }
 
 #[test]
-fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other() {
+fn a_page_of_two_runs_is_self_contained_and_shares_charts() {
     let place = Workplace::new();
     let changes = json!({ "mesh_param": [2, 2], "comms_logger": { "enabled": true }, "ulysses": { "validation": { "fraction": 0.1 } } });
     place.write_config("c.json", changes);
@@ -73,7 +73,7 @@ fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other(
 }
 
 #[test]
-fn a_run_of_which_only_metrics_are_left_is_reported() {
+fn a_run_with_only_metrics_is_reported() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     place.run(&["train", "c.json"]).assert_done();
@@ -91,7 +91,7 @@ fn a_run_of_which_only_metrics_are_left_is_reported() {
 }
 
 #[test]
-fn the_page_has_what_every_rank_sent_and_stored_next_to_the_formulas() {
+fn the_page_shows_bytes_per_rank_next_to_formulas() {
     let place = Workplace::new();
     let optimizer = json!({ "type": "AdamW", "params": { "lr": 1e-3 } });
     let changes =
@@ -144,7 +144,7 @@ fn metrics_of_an_earlier_version_are_reported_as_tokens_with_labels() {
 }
 
 #[test]
-fn a_record_or_a_config_that_no_run_writes_is_refused_by_name() {
+fn an_invalid_record_or_config_is_refused_by_name() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     place.run(&["train", "c.json"]).assert_done();
@@ -160,7 +160,7 @@ fn a_record_or_a_config_that_no_run_writes_is_refused_by_name() {
 }
 
 #[test]
-fn the_measured_memory_of_a_step_is_told_by_parts_and_its_largest_is_the_peak() {
+fn the_measured_memory_of_a_step_is_recorded_by_part() {
     let place = Workplace::new();
     let changes = json!({
         "mesh_param": [1, 2], "gradient_accumulation_steps": 2, "train_batch_size": 2,
@@ -202,7 +202,7 @@ fn the_measured_memory_of_a_step_is_told_by_parts_and_its_largest_is_the_peak() 
 }
 
 #[test]
-fn a_plan_is_drawn_as_a_page_of_its_own() {
+fn a_plan_is_written_as_a_page() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "mesh_param": [2, 4], "train_batch_size": 2 }));
     let arguments = ["plan", "c.json", "--model", "llama3-8b", "--seq-len", "65536", "--memory-gib", "80"];
@@ -217,7 +217,7 @@ fn a_plan_is_drawn_as_a_page_of_its_own() {
 }
 
 #[test]
-fn what_is_no_run_is_refused_by_name() {
+fn invalid_run_directories_are_refused_by_name() {
     let place = Workplace::new();
     place.run(&["report", "nothing"]).assert_refused(2, &["nothing", "expected an output directory"]);
     place.write("empty/a.txt", "");
@@ -229,7 +229,7 @@ fn what_is_no_run_is_refused_by_name() {
 }
 
 #[test]
-fn values_that_no_run_writes_are_refused_with_their_place() {
+fn invalid_metrics_are_refused_with_their_line() {
     let place = Workplace::new();
     let report = |second: &str| {
         place.write("run/metrics.jsonl", format!("{{\"step\":1,\"loss\":-1e100}}\n{second}\n"));

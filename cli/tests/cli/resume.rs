@@ -74,7 +74,7 @@ fn distance(whole: &[f64], tail: &[f64]) -> f64 {
 }
 
 #[test]
-fn a_run_goes_on_on_any_mesh_at_any_stage_with_the_same_losses() {
+fn a_run_resumes_on_any_mesh_and_stage_with_the_same_losses() {
     let place = Workplace::new();
     let train = |mesh: [usize; 2], stage: u8, arguments: &[&str]| {
         let layout = json!({ "mesh_param": mesh, "zero_optimization": { "stage": stage } });
@@ -105,7 +105,7 @@ fn a_run_goes_on_on_any_mesh_at_any_stage_with_the_same_losses() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_passed_over_and_saved_again() {
+fn a_damaged_checkpoint_is_skipped_and_saved_again() {
     let place = workplace();
     place.run(&["train", "c.json", "--steps", "10"]).assert_done();
     let shard = place.path("out/step_00000010/exp_avg.00000-of-00001.safetensors");
@@ -165,7 +165,7 @@ fn runs_are_not_mixed() {
 }
 
 #[test]
-fn the_directory_to_resume_from_may_stand_behind_a_space_and_the_config_behind_a_bare_resume() {
+fn resume_accepts_a_directory_after_a_space_or_the_config() {
     let place = workplace();
     place.run(&["train", "c.json", "--steps", "5"]).assert_done();
     let resumed = |arguments: &[&str]| {
@@ -195,7 +195,7 @@ fn the_directory_to_resume_from_may_stand_behind_a_space_and_the_config_behind_a
 }
 
 #[test]
-fn reset_data_goes_on_with_the_optimizer_at_the_beginning_of_other_data() {
+fn reset_data_keeps_the_optimizer_and_starts_other_data() {
     let place = workplace();
     let train = |arguments: &[&str]| train(&place, arguments);
     train(&["--steps", "5"]).assert_done();
@@ -227,7 +227,7 @@ fn reset_data_goes_on_with_the_optimizer_at_the_beginning_of_other_data() {
 }
 
 #[test]
-fn a_run_goes_on_from_the_newest_sound_checkpoint_of_another_ones_directory() {
+fn a_run_resumes_from_the_newest_valid_checkpoint_of_another_run() {
     let place = workplace();
     let train = |arguments: &[&str]| train(&place, arguments);
     train(&["--steps", "10"]).assert_done();
@@ -242,7 +242,7 @@ fn a_run_goes_on_from_the_newest_sound_checkpoint_of_another_ones_directory() {
 }
 
 #[test]
-fn metrics_of_nobody_knows_what_are_kept_apart_from_a_run_that_comes_from_elsewhere() {
+fn unknown_metrics_are_renamed_for_a_run_from_elsewhere() {
     let place = workplace();
     let train = |arguments: &[&str]| train(&place, arguments);
     train(&["--steps", "5"]).assert_done();
@@ -265,7 +265,7 @@ fn metrics_of_nobody_knows_what_are_kept_apart_from_a_run_that_comes_from_elsewh
 }
 
 #[test]
-fn a_checkpoint_is_no_output_directory() {
+fn a_checkpoint_as_output_directory_is_refused() {
     let place = workplace();
     place.run(&["train", "c.json", "--steps", "5"]).assert_done();
     let outcome = place.run(&["train", "c.json", "--steps", "7", "--output", "out/step_00000005"]);
@@ -275,7 +275,7 @@ fn a_checkpoint_is_no_output_directory() {
 }
 
 #[test]
-fn checkpoints_are_no_data_to_train_on() {
+fn checkpoints_as_training_data_are_refused() {
     let place = Workplace::new();
     place.write("text/a.txt", "the quick brown fox jumps over the lazy dog. ".repeat(50));
     write_config(&place, "c.json", json!({}));
@@ -288,7 +288,7 @@ fn checkpoints_are_no_data_to_train_on() {
 }
 
 #[test]
-fn a_second_job_is_refused_and_told_who_holds_the_directory() {
+fn a_second_job_is_refused_with_the_owner_of_the_directory() {
     let place = workplace();
     fs::create_dir(place.path("out")).unwrap();
     let held = OutputLock::acquire(&place.path("out"), "job 17 on node-a").unwrap();
@@ -319,7 +319,7 @@ fn signal(mut child: Child, signals: &[&str]) -> i32 {
 }
 
 #[test]
-fn a_signal_saves_the_step_and_ends_with_75() {
+fn a_signal_saves_the_step_and_exits_with_75() {
     for (name, checkpoint) in [
         ("TERM", json!({})),
         ("INT", json!({})),
@@ -352,7 +352,7 @@ fn a_second_signal_ends_the_run_at_once() {
 }
 
 #[test]
-fn without_checkpoints_a_signal_ends_the_run_after_the_step_and_says_that_nothing_was_saved() {
+fn without_checkpoints_a_signal_ends_the_run_without_saving() {
     for name in ["TERM", "INT"] {
         let place = Workplace::new();
         write_config(&place, "c.json", json!({ "checkpoint": null, "mesh_param": [2, 1] }));

@@ -101,7 +101,7 @@ fn a_trace_has_all_ranks_nested_slices_and_arrows_between_ranks() {
 }
 
 #[test]
-fn counters_tell_what_ranks_hold_and_their_largest_is_the_peak() {
+fn memory_counters_reach_the_peak_of_each_rank() {
     let place = Workplace::new();
     place.write_config(
         "c.json",
@@ -161,7 +161,7 @@ fn a_trace_that_cannot_be_written_is_refused_before_the_run() {
 }
 
 #[test]
-fn log_lines_of_the_library_tell_the_rank_and_the_step() {
+fn log_lines_of_the_library_have_rank_and_step() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "mesh_param": [1, 2], "checkpoint": {} }));
     let mut command = place.command(&["train", "c.json"]);

@@ -65,7 +65,7 @@ fn every_mesh_and_stage_agrees_with_a_single_rank() {
 }
 
 #[test]
-fn a_tolerance_of_zero_fails_where_sums_are_cut_otherwise() {
+fn a_tolerance_of_zero_fails_for_another_order_of_summation() {
     let place = Workplace::new();
     let outcome = verify(&place, "tiny_strong", &["--mesh", "2x2", "--tolerance", "0"]);
     outcome.assert_refused(1, &["the mesh changes the result", "tolerance 0"]);
@@ -110,7 +110,7 @@ fn the_output_is_what_pytorch_computes() {
 }
 
 #[test]
-fn rows_that_pad_the_batch_are_not_written() {
+fn padding_sequences_are_not_written() {
     let written = written("packed_strong", &["--mesh", "2x2", "--zero-stage", "2"]);
     assert_eq!(written["logits"].dims(), [1, 64, 256]);
     assert_pytorch_s("packed 2x2", &written, "packed_strong");

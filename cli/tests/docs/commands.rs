@@ -144,7 +144,7 @@ fn the_commands_of_readme_and_book_run_as_they_are_written() {
 }
 
 #[test]
-fn what_is_not_run_is_there_and_has_a_reason_that_still_holds() {
+fn commands_that_are_not_run_still_exist() {
     let commands: Vec<Documented> = all_blocks(root()).into_iter().flatten().collect();
     for start in NOT_RUN.iter().map(|(start, _)| start).chain(&UNDER_MPI) {
         assert!(
@@ -163,7 +163,7 @@ fn what_is_not_run_is_there_and_has_a_reason_that_still_holds() {
 
 /// What a shell would run must not stand where nobody runs it.
 #[test]
-fn every_command_stands_in_a_block_that_is_looked_at() {
+fn every_command_is_in_a_tested_block() {
     let read = documents(root());
     for path in book::documents() {
         let text = fs::read_to_string(&path).unwrap();

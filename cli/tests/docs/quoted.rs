@@ -29,7 +29,7 @@ fn quoted_behind(text: &str, line: usize) -> Option<Vec<&str>> {
 }
 
 #[test]
-fn what_a_plan_is_quoted_with_is_what_it_prints() {
+fn quoted_plans_match_the_output() {
     let place = workplace();
     let mut compared = 0;
     for file in documents(root()) {
@@ -51,7 +51,7 @@ fn what_a_plan_is_quoted_with_is_what_it_prints() {
 }
 
 #[test]
-fn quotes_stand_for_what_they_leave_out_and_for_nothing_else() {
+fn ellipses_in_quotes_match_any_words_only() {
     let quotes = |quoted: &str, printed: &str| is_quoted_by(&words(printed), &words(quoted));
     assert!(quotes("mesh … 53.19 GiB", "mesh dp  4 × sp 8 53.19 GiB"));
     assert!(quotes("…", "") && quotes("a …", "a"));

@@ -15,8 +15,8 @@ pub(crate) fn trials() -> Vec<Trial> {
         Command::new("unshare").args(["--net", "--uts", "ip", "link", "add", "type", "veth"]).output();
     let is_possible = may_make.is_ok_and(|output| output.status.success());
     let trials = [
-        trial("training_on_two_hosts_is_what_threads_do", training_on_two_hosts_is_what_threads_do),
-        trial("a_host_that_is_cut_off_ends_all_in_time", a_host_that_is_cut_off_ends_all_in_time),
+        trial("training_on_two_hosts_equals_threads", training_on_two_hosts_equals_threads),
+        trial("a_disconnected_host_ends_all_ranks_in_time", a_disconnected_host_ends_all_ranks_in_time),
     ];
     // Listed as ignored, with the reason in the name of the kind, where they cannot run.
     let kind = if is_possible { "" } else { "needs network namespaces" };
@@ -30,7 +30,7 @@ fn hosts(place: &Workplace, arguments: &[&str]) -> Job {
         .within(&place.path("."))
 }
 
-fn training_on_two_hosts_is_what_threads_do() {
+fn training_on_two_hosts_equals_threads() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "zero_optimization": { "stage": 2 } }));
     place.run(&["train", "config.json", "--mesh", "2x2", "--output", "threads"]).assert_done();
@@ -40,7 +40,7 @@ fn training_on_two_hosts_is_what_threads_do() {
     assert_eq!(learnt(&place, "out/metrics.jsonl"), learnt(&place, "threads/metrics.jsonl"));
 }
 
-fn a_host_that_is_cut_off_ends_all_in_time() {
+fn a_disconnected_host_ends_all_ranks_in_time() {
     let place = Workplace::new();
     let timeout = json!({ "ulysses": { "comm": { "timeout_seconds": 5 }, "steps": 1_000_000 } });
     place.write_config("config.json", timeout);

@@ -28,16 +28,16 @@ pub(crate) fn trials() -> Vec<Trial> {
     let is_root = Command::new("id").arg("-u").output().is_ok_and(|id| id.stdout == b"0\n");
     let is_possible = is_root && ["slurmctld", "slurmd", "munged", "sbatch"].into_iter().all(is_there);
     let trials = [
-        trial("a_batch_job_of_slurm_goes_on_as_if_there_had_been_no_signal", || {
-            a_batch_job_of_slurm_goes_on_as_if_there_had_been_no_signal();
+        trial("a_slurm_job_resumes_after_a_signal_with_the_same_losses", || {
+            a_slurm_job_resumes_after_a_signal_with_the_same_losses();
         }),
         trial(
-            "a_killed_task_of_slurm_ends_the_job_and_is_named",
-            a_killed_task_of_slurm_ends_the_job_and_is_named,
+            "a_killed_slurm_task_ends_the_job_and_is_named",
+            a_killed_slurm_task_ends_the_job_and_is_named,
         ),
         trial(
-            "tasks_of_slurm_that_mpi_cannot_join_are_refused",
-            tasks_of_slurm_that_mpi_cannot_join_are_refused,
+            "slurm_tasks_without_an_mpi_plugin_are_refused",
+            slurm_tasks_without_an_mpi_plugin_are_refused,
         ),
     ];
     let kind = if is_possible { "" } else { "needs SLURM" };
@@ -63,7 +63,7 @@ fn long_run(steps: usize) -> Workplace {
     place
 }
 
-fn a_batch_job_of_slurm_goes_on_as_if_there_had_been_no_signal() {
+fn a_slurm_job_resumes_after_a_signal_with_the_same_losses() {
     let place = long_run(STEPS);
     place.run(&["train", "config.json", "--mesh", "2x2", "--output", "threads"]).assert_done();
     // What `#SBATCH --signal` does at the end of the time.
@@ -78,7 +78,7 @@ fn a_batch_job_of_slurm_goes_on_as_if_there_had_been_no_signal() {
     assert_eq!(tasks, threads);
 }
 
-fn a_killed_task_of_slurm_ends_the_job_and_is_named() {
+fn a_killed_slurm_task_ends_the_job_and_is_named() {
     let place = long_run(1_000_000);
     let kill = r#"
         for process in /proc/[0-9]*; do
@@ -92,7 +92,7 @@ fn a_killed_task_of_slurm_ends_the_job_and_is_named() {
     assert!(log.contains("n2: task 3: Killed"), "{log}");
 }
 
-fn tasks_of_slurm_that_mpi_cannot_join_are_refused() {
+fn slurm_tasks_without_an_mpi_plugin_are_refused() {
     let place = long_run(1);
     let outcome = with_slurm(&place, "srun --mpi=none --ntasks=2 ulysses train config.json");
     outcome.assert_refused(2, &["srun started 2 processes", "`srun --mpi=pmix`"]);

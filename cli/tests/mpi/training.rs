@@ -16,18 +16,18 @@ pub(crate) fn trials() -> Vec<Trial> {
         })
     };
     let mut trials: Vec<Trial> = (0..4).map(parity).collect();
-    trials.push(trial("a_run_is_resumed_by_another_number_of_processes", || {
-        a_run_is_resumed_by_another_number_of_processes();
+    trials.push(trial("a_run_resumes_with_another_number_of_processes", || {
+        a_run_resumes_with_another_number_of_processes();
     }));
     trials.push(trial("the_calls_can_be_compared_while_training", the_calls_can_be_compared_while_training));
     trials.push(trial("a_mesh_of_another_size_is_refused_once", a_mesh_of_another_size_is_refused_once));
-    trials.push(trial("what_one_process_has_otherwise_ends_all", what_one_process_has_otherwise_ends_all));
+    trials.push(trial("a_difference_between_processes_ends_all", a_difference_between_processes_ends_all));
     trials.push(trial("mpirun_is_discovered_and_its_processes_fill_the_mesh", || {
         mpirun_is_discovered_and_its_processes_fill_the_mesh();
     }));
-    trials.push(trial("a_fault_of_the_config_is_told_once", a_fault_of_the_config_is_told_once));
-    trials.push(trial("numbers_that_contradict_each_other_are_both_shown", || {
-        numbers_that_contradict_each_other_are_both_shown();
+    trials.push(trial("a_config_error_is_reported_once", a_config_error_is_reported_once));
+    trials.push(trial("contradictory_ranks_are_both_shown", || {
+        contradictory_ranks_are_both_shown();
     }));
     trials.push(trial("exchanges_and_collectives_are_measured", exchanges_and_collectives_are_measured));
     trials.push(trial("a_killed_process_ends_the_others", a_killed_process_ends_the_others));
@@ -67,7 +67,7 @@ fn training_is_what_threads_do(stage: u64) {
     }
 }
 
-fn a_run_is_resumed_by_another_number_of_processes() {
+fn a_run_resumes_with_another_number_of_processes() {
     let place = Workplace::new();
     place.write_config(
         "config.json",
@@ -145,7 +145,7 @@ fn mpirun_is_discovered_and_its_processes_fill_the_mesh() {
     assert_eq!(outcome.assert_done().stdout.matches("tokens/s").count(), 2, "{outcome:?}");
 }
 
-fn a_fault_of_the_config_is_told_once() {
+fn a_config_error_is_reported_once() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "train_batch": 4 }));
     let refused = train(&place, 3, &["--mesh", "1x3"]);
@@ -163,7 +163,7 @@ fn refused_without_file(place: &Workplace) {
     outcome.assert_refused(2, &["nowhere.json"]);
 }
 
-fn numbers_that_contradict_each_other_are_both_shown() {
+fn contradictory_ranks_are_both_shown() {
     let place = Workplace::new();
     place.write_config("config.json", json!({}));
     let arguments =
@@ -184,7 +184,7 @@ fn with_odd_rank_1(place: &Workplace, argument: &str) -> Outcome {
     Job::new(2, Path::new("sh"), &arguments).within(&place.path(".")).run()
 }
 
-fn what_one_process_has_otherwise_ends_all() {
+fn a_difference_between_processes_ends_all() {
     let place = Workplace::new();
     let boards = json!({ "enabled": true, "output_path": "boards", "job_name": "j" });
     place.write_config("config.json", json!({ "tensorboard": boards }));
