@@ -50,7 +50,7 @@ fn verify_inspect_and_diff_describe_checkpoints() {
 }
 
 #[test]
-fn an_exported_model_continues_with_the_same_loss() {
+fn an_exported_model_keeps_its_training() {
     let place = trained();
     let outcome = place.run(&["checkpoint", "export", "out", "--output", "hf"]);
     assert!(outcome.assert_done().stdout.contains("hf: 1 weight file(s)"), "{outcome:?}");
