@@ -1,6 +1,6 @@
 //! `ulysses eval`: loss and perplexity of a model on a dataset, without training.
 
-use super::data::{Sources, open_tokenizer, parse_packing};
+use super::sources::{Sources, open_tokenizer, parse_packing};
 use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
 use anyhow::{Context, anyhow};
 use serde_json::json;

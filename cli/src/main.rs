@@ -16,7 +16,6 @@ mod doctor;
 mod documented;
 mod eval;
 mod html;
-mod inspect;
 #[cfg(unix)]
 mod launch;
 mod manual;
@@ -28,7 +27,7 @@ mod progress;
 mod ranks;
 mod report;
 mod settings;
-mod tokens;
+mod sources;
 mod train;
 mod verify;
 
@@ -89,7 +88,7 @@ enum Command {
     Checkpoint(checkpoint::CheckpointArgs),
     /// Prepare token files, or inspect data.
     #[command(subcommand)]
-    Data(tokens::DataCommand),
+    Data(data::DataCommand),
     /// Measure throughput against a baseline, or find the longest sequence that fits.
     Bench(bench::BenchArgs),
     /// Draw a device mesh with its process groups, or propose one.
@@ -187,7 +186,7 @@ fn dispatch(command: Command, tracer: Option<Tracer>) -> Result<(), Failure> {
         Command::Report(args) => report::run(&args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
-        Command::Data(command) => tokens::run(command),
+        Command::Data(command) => data::run(command),
         Command::Bench(args) => bench::run(args),
         Command::Mesh(args) => mesh::run(&args),
         Command::Doctor(args) => doctor::run(&args),

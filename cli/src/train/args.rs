@@ -3,7 +3,7 @@
 use crate::arguments::at_least_1;
 use crate::config_flags::ConfigFlags;
 use crate::process::ProcessArgs;
-use crate::{DeviceArg, data};
+use crate::{DeviceArg, sources};
 use clap::ValueEnum;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::pointed_to;
@@ -28,7 +28,7 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "PATH")]
     pub(super) data: Vec<String>,
     /// Packing of documents into sequences: `greedy`, `cut` or `concat`.
-    #[arg(long, value_parser = data::parse_packing)]
+    #[arg(long, value_parser = sources::parse_packing)]
     pub(super) packing: Option<Packing>,
     /// Hugging Face tokenizer.json [default: the model's own, else bytes].
     #[arg(long)]

@@ -7,7 +7,7 @@ use super::planned_memory::PlannedMemory;
 use super::resume::{check_candidate, check_output, open_resume};
 use super::signals;
 use crate::config::print_warnings;
-use crate::data::{Sources, open_tokenizer};
+use crate::sources::{Sources, open_tokenizer};
 use crate::model::{self, ModelSource};
 use crate::{Failure, OrFail, settings};
 use anyhow::Context;

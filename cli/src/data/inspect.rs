@@ -1,7 +1,7 @@
 //! `ulysses data inspect` for text and conversations: rendered text, and which tokens have labels.
 
-use super::data::{failure, parse_packing};
-use super::{Failure, OrFail, print};
+use crate::sources::{failure, parse_packing};
+use crate::{Failure, OrFail, print};
 use std::fmt::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ const MARKS: [char; 2] = ['\u{27e6}', '\u{27e7}'];
 const BAR_WIDTH: usize = 40;
 
 #[derive(clap::Args)]
-pub(super) struct InspectArgs {
+pub(crate) struct InspectArgs {
     /// Token file (nanoGPT or llm.c .bin, Megatron .idx or .bin, output of `data prepare`); with --tokenizer also text
     /// and .jsonl.
     pub(super) file: PathBuf,

@@ -1,11 +1,13 @@
-//! `ulysses data`.
+//! `ulysses data`: token files.
 
-use super::data::failure;
-use super::inspect::{InspectArgs, inspect_text};
+mod inspect;
+
+use super::sources::failure;
 use super::{Failure, OrFail, log_line, print};
 use anyhow::anyhow;
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
+use inspect::{InspectArgs, inspect_text};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
