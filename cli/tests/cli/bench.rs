@@ -1,10 +1,10 @@
-//! `ulysses bench`: what its reports hold. The figures are the machine's.
+//! `ulysses bench`: the content of its reports.
 
 use crate::support::cli::Workplace;
 use serde_json::Value;
 use std::fs;
 
-/// Measures once, and returns the report after a look at what all of them have.
+/// Measures once, checks the keys that all reports have, and returns the report.
 fn report(place: &Workplace, arguments: &[&str]) -> Value {
     let outcome = place.run(&[&["bench"], arguments, &["--repeats", "1", "--json"]].concat());
     let report: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
@@ -61,7 +61,7 @@ fn a_measured_machine_profile_is_accepted_by_plan() {
     for part in ["products_seconds", "exchange_seconds", "update_seconds", "total_seconds"] {
         assert!(plan["step_time"][part].as_f64().is_some_and(|seconds| seconds > 0.0), "{part}: {plan}");
     }
-    // Alone a rank has nobody to exchange with, and what is not measured is asked for by name.
+    // A profile of one rank has no links; the error names the missing key.
     let alone = place.run(&[&["bench", "profile", "--ranks", "1"], &few[..]].concat());
     place.write("alone.json", &alone.assert_done().stdout);
     place.run(&["plan", "c.json", "--machine", "alone.json"]).assert_refused(2, &["links.inter_node"]);
@@ -78,7 +78,7 @@ fn exchanges_and_collectives_are_compared_with_copies() {
     let collectives = report(&place, &["collectives", "--ranks", "3", "--mib", "1"]);
     let ops = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"];
     assert_eq!(keys(&collectives, "figures")[1..], ops);
-    // Bus bandwidth by algorithm bandwidth, as nccl-tests has it.
+    // The ratio of busbw to algbw in nccl-tests.
     for (op, factor) in ops.into_iter().zip([4.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 1.0]) {
         let figure = &collectives["figures"][op];
         let [bus, algorithm] = ["gb_per_s", "algbw_gb_per_s"].map(|key| figure[key].as_f64().unwrap());
@@ -168,7 +168,7 @@ fn the_longest_sequence_fits_and_a_longer_one_does_not() {
     assert_eq!(report["max_seq_len"], longest);
     assert!(longest < too_long && too_long - longest <= 1024, "{report}");
     assert!(outcome.stderr.contains(&format!("{too_long} tokens do not fit")), "{outcome:?}");
-    // The plan is of what is in use; what is mapped is seen in passing, but never above the limit.
+    // The plan covers allocated memory; mapped memory never exceeds the limit.
     let bytes = |what: &str| report["memory"][what].as_u64().unwrap() as f64;
     assert!(bytes("at_start") > 0.0 && bytes("resident") > 0.0, "{report}");
     let limit = 2.0 * 0.0625 * f64::from(1 << 30);
@@ -188,7 +188,7 @@ fn a_step_that_fails_for_another_reason_ends_the_search() {
         "activation_checkpointing": { "cpu_checkpointing": true } }"#,
     );
     let search = ["bench", "max-seq-len", "c.json", "--from", "64", "--resolution", "64"];
-    // What is set is what the steps train by.
+    // --set applies to the steps too.
     let outcome = place.run(&[&search[..], &["--set", "ulysses.offload_path=nowhere"]].concat());
     outcome.assert_refused(2, &["a step on 64 tokens failed", "nowhere"]);
     place.write("c.json", r#"{ "train_batch_size": 1 }"#);

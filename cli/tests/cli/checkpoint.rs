@@ -7,7 +7,7 @@ use crate::train::word_tokenizer;
 use serde_json::{Value, json};
 use std::fs;
 
-/// A run of two steps, saved after each, on two ranks.
+/// A run of two steps on two ranks, saved after each step.
 fn trained() -> Workplace {
     let place = Workplace::new();
     let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
@@ -65,7 +65,7 @@ fn an_exported_model_keeps_its_training() {
         )
         .assert_done();
     let (resumed, anew) = (place.losses("out/metrics.jsonl"), place.losses("anew/metrics.jsonl"));
-    // Other rows, so another loss; but that of a model that has trained.
+    // Other sequences give another loss, but that of a trained model.
     assert!((anew[0] - resumed[0]).abs() > 1e-3, "{resumed:?} {anew:?}");
     assert!((anew[0] - resumed[2]).abs() < (resumed[0] - resumed[2]).abs(), "{resumed:?} {anew:?}");
 }
@@ -86,7 +86,7 @@ fn exports_are_split_into_files_and_refused_with_a_reason() {
     assert!(!place.path("other").exists());
 }
 
-/// A run of a step from a model directory with fields that do not shape the model.
+/// A run of one step from a model directory whose config has fields that do not affect the shape.
 fn trained_from_a_model() -> Workplace {
     let place = Workplace::new();
     let weights = golden("tiny_strong", "model.safetensors");
@@ -110,11 +110,11 @@ fn export(place: &Workplace, output: &str, arguments: &[&str]) -> Outcome {
     place.run(&[&["checkpoint", "export", "out", "--output", output], arguments].concat())
 }
 
-/// The source's `config.json` as an export of f32 has it.
+/// The `config.json` that an f32 export of the source must have.
 fn kept_config(place: &Workplace) -> Value {
     let mut config = place.read_json("model/config.json");
     config["dtype"] = json!("float32");
-    // Its head has numbers of its own.
+    // The head is not tied.
     config["tie_word_embeddings"] = json!(false);
     config
 }
@@ -124,7 +124,7 @@ fn an_export_keeps_every_field_of_the_initial_model() {
     let place = trained_from_a_model();
     let kept = kept_config(&place);
     let generation = place.read_json("model/generation_config.json");
-    // The checkpoint itself has them.
+    // The fields come from the checkpoint itself.
     fs::remove_dir_all(place.path("model")).unwrap();
     export(&place, "hf", &["--dtype", "f32"]).assert_done();
     assert_eq!(place.read_json("hf/config.json"), kept);
@@ -155,7 +155,7 @@ fn parameters_beyond_the_range_of_fp16_are_not_exported_as_infinities() {
     assert!(!place.path("half").exists());
 }
 
-/// Makes of a checkpoint what earlier versions saved.
+/// Turns a checkpoint into one of an earlier version.
 fn forget_source(place: &Workplace) {
     let name = "out/step_00000001/manifest.json";
     let mut manifest = place.read_json(name);
@@ -175,7 +175,7 @@ fn an_export_of_an_old_checkpoint_takes_fields_from_the_model_or_lists_missing_o
     assert!(outcome.assert_done().stderr.contains("that of model is taken"), "{outcome:?}");
     assert_eq!(place.read_json("found/config.json"), kept_config(&place));
     assert!(place.path("found/generation_config.json").exists());
-    // Another model is there now.
+    // The directory now contains another model.
     let mut other = place.read_json("model/config.json");
     other["rms_norm_eps"] = json!(1e-6);
     place.write("model/config.json", other.to_string());

@@ -1,10 +1,10 @@
-//! What users' data goes through: packing, mixtures, epochs, validation, rows that grow, `ulysses eval`.
+//! Datasets: packing, mixtures, epochs, validation, sequence length schedules, `ulysses eval`.
 
 use super::train::word_tokenizer;
 use crate::support::cli::Workplace;
 use serde_json::{Value, json};
 
-/// A place with 40 documents of different lengths, beside the one in `text.txt`.
+/// A workplace with 40 documents of different lengths, and `text.txt`.
 fn place() -> Workplace {
     let place = Workplace::new();
     for number in 0..40 {
@@ -15,12 +15,12 @@ fn place() -> Workplace {
     place
 }
 
-/// Bytes of these documents.
+/// Bytes of all documents.
 fn num_bytes(place: &Workplace) -> u64 {
     (0..40).map(|number| place.read(&format!("docs/{number:02}.txt")).len() as u64).sum()
 }
 
-/// Trains on the documents and gives its records: those of steps, and those of evaluations.
+/// Trains on the documents and returns the metrics of steps and of evaluations.
 fn train(place: &Workplace, changes: Value, arguments: &[&str]) -> (Vec<Value>, Vec<Value>) {
     place.write_config("c.json", json!({ "ulysses": { "data": "docs" } }));
     let mut config = place.read_json("c.json");
@@ -211,7 +211,7 @@ fn sequence_length_schedules_can_be_resumed_in_any_phase() {
         let (rest, _) = train(&place, grows.clone(), &["--mesh", "2x2", "--output", &output, &from]);
         assert_eq!(exact(&rest), whole[step..], "from step {step}");
     }
-    // A run of one length goes on with another.
+    // A run resumes with another sequence length.
     train(&place, json!({ "steps": 4 }), &["--mesh", "2x2", "--output", "short"]);
     let arguments = ["--mesh", "2x2", "--output", "short", "--resume"];
     let (longer, _) = train(&place, grows, &arguments);
@@ -229,7 +229,7 @@ fn a_resume_on_other_data_or_packing_is_refused() {
     let other = |arguments: &[&str]| {
         place.run(&[&["train", "c.json", "--steps", "4", "--resume"], arguments].concat())
     };
-    // As many rows, and other documents in them.
+    // The same number of sequences, with other documents.
     let hash = ["the hash of data, packing and weights", "ulysses.seq_len_schedule"];
     other(&["--packing", "concat"]).assert_refused(2, &hash);
     let changed = place.read("docs/07.txt").replace("alpha", "omega");

@@ -1,11 +1,11 @@
-//! The best checkpoint, early stopping, and which checkpoints stay.
+//! The best checkpoint, early stopping, and checkpoint retention.
 
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::{Value, json};
 use ulysses::checkpoint::steps;
 
-/// A workplace whose `c.json` evaluates every two steps, with these keys of `validation` and `checkpoint`. The rate
-/// grows until the loss does.
+/// A workplace whose `c.json` evaluates every two steps, with these keys of `validation` and `checkpoint`. The learning
+/// rate grows until the loss does too.
 fn workplace(mesh: [usize; 2], validation: Value, checkpoint: Value) -> Workplace {
     let place = Workplace::new();
     write_config(&place, mesh, validation, checkpoint);
@@ -34,7 +34,7 @@ fn train(place: &Workplace, arguments: &[&str]) -> Outcome {
     place.run(&[&["train", "c.json"], arguments].concat())
 }
 
-/// Steps and losses of the evaluations.
+/// Returns steps and losses of the evaluations.
 fn evaluations(place: &Workplace, name: &str) -> Vec<(u64, f64)> {
     let metrics = place.metrics(name);
     let evaluation = |line: &Value| Some((line["step"].as_u64()?, line.get("eval_loss")?.as_f64()?));
@@ -61,7 +61,7 @@ fn the_best_checkpoint_is_kept_and_found_on_another_mesh() {
     assert_eq!(place.read("out/best"), format!("{name}\n"));
     assert_eq!(steps(&place.path("out")).unwrap(), [8, best]);
     assert_eq!(place.read_json("out/run.json")["best_evaluation"]["step"], best);
-    // What comes after is worse, on another mesh too.
+    // Later losses are worse, on another mesh too.
     write_config(&place, [1, 2], json!({}), checkpoint);
     let outcome = train(&place, &["--steps", "12", "--resume"]);
     assert!(outcome.assert_done().stdout.contains(&expected), "no {expected:?} in {outcome:?}");
@@ -73,7 +73,7 @@ fn the_best_checkpoint_is_kept_and_found_on_another_mesh() {
     place.run(&["eval", "hf", "--data", "text.txt", "--seq-len", "64"]).assert_done();
     let eval = place.run(&["eval", "out/best", "--data", "text.txt"]);
     eval.assert_refused(2, &["`ulysses checkpoint export out/best --output DIR`"]);
-    // Elsewhere there is no best checkpoint yet: the next evaluation makes one.
+    // Another directory has no best checkpoint until the next evaluation.
     let outcome = train(&place, &["--steps", "14", "--resume=out", "--output", "other"]);
     outcome.assert_done();
     assert_eq!(place.read("other/best"), "step_00000014\n");

@@ -1,4 +1,4 @@
-//! `ulysses launch`, with shells as ranks; `cli/tests/mpi` launches real ones.
+//! `ulysses launch` with shells as ranks; `cli/tests/mpi` launches real ranks.
 
 use crate::support::cli::{NO_THREADS, Outcome, Workplace};
 use serde_json::json;
@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Ranks that are shells, each with this script.
+/// Launches shells as ranks, each with this script.
 fn launch(place: &Workplace, flags: &[&str], script: &str) -> Outcome {
     place.run(&[&["launch", "--program", "sh"], flags, &["--", "-c", script]].concat())
 }
@@ -59,7 +59,7 @@ fn ranks_that_ignore_sigterm_are_killed() {
 
 #[test]
 fn all_ranks_are_restarted_as_often_as_allowed() {
-    // Rank 0 fails when rank 1 has begun, which would be ended otherwise before it could say so.
+    // Rank 0 fails only after rank 1 has started; otherwise rank 1 would be stopped before it prints.
     let script = "echo $RANK >> tries-$RANK; [ $RANK = 1 ] && exit; \
                   for i in $(seq 3000); do [ $(cat tries-1 | wc -l) -ge $(wc -l < tries-0) ] && break; sleep 0.01; done; \
                   [ $(wc -l < tries-0) -ge 3 ]";
@@ -84,7 +84,7 @@ fn bad_arguments_are_not_restarted() {
 
 #[test]
 fn signals_reach_every_rank_and_end_the_job_with_their_exit_code() {
-    // To the launcher alone, or to its process group, as Ctrl-C in a terminal: either way the ranks hear of it once.
+    // Signals to the launcher, or to its process group as on Ctrl-C, reach each rank once.
     for (signal, code, trap, group) in [
         ("TERM", 75, "exit 75", ""),
         ("USR1", 75, "exit 75", ""),
@@ -133,7 +133,7 @@ fn invalid_launches_are_refused_before_anything_starts() {
     assert!(!place.path("out").exists());
 }
 
-/// Whether a process runs; one that has ended and that nobody has taken note of does not.
+/// Whether a process runs; a zombie does not.
 #[cfg(target_os = "linux")]
 fn runs(process: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.trim())).unwrap_or_default();
@@ -153,7 +153,7 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
 #[test]
 fn a_killed_launcher_leaves_no_processes() {
     let place = Workplace::new();
-    // A child that the rank waits for, and one that it does not, in a group of its own.
+    // A child that the rank waits for, and a background child in its own process group.
     let script = "sh -c 'echo $$ > child-'$RANK'; exec sleep 1000' & setsid sleep 1000 & echo $! > apart-$RANK; \
                   echo $$ > rank-$RANK; touch ready-$RANK; wait";
     let arguments = ["launch", "--nproc", "2", "--grace", "1", "--program", "sh", "--", "-c", script];
@@ -179,7 +179,7 @@ fn background_processes_of_a_failed_job_are_killed() {
     wait_until("a process is left", || !runs(&place.read("child")));
 }
 
-/// An `mpirun` whose rank is killed, and that waits for something that does not come.
+/// An `mpirun` that hangs after its rank is killed.
 #[cfg(target_os = "linux")]
 #[test]
 fn an_mpirun_that_outlives_its_ranks_is_killed() {

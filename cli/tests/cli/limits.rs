@@ -1,10 +1,10 @@
-//! Limits of the system: memory, threads, the size of files. A command that meets a limit says so and ends with
+//! System limits: memory, threads, file size. A command that hits a limit names it and ends with
 //! exit code 1.
 
 use crate::support::cli::{NO_THREADS, Outcome, Workplace};
 use serde_json::json;
 
-/// Runs the binary within a limit of the shell's `ulimit`.
+/// Runs the binary under a `ulimit`.
 fn run_within(place: &Workplace, limit: &str, arguments: &[&str]) -> Outcome {
     let mut command = std::process::Command::new("sh");
     let program = env!("CARGO_BIN_EXE_ulysses");

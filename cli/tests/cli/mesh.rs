@@ -3,7 +3,7 @@
 use crate::support::cli::Workplace;
 use std::process::Stdio;
 
-/// What `mesh` draws.
+/// Returns the drawing of `mesh`.
 fn drawing(arguments: &[&str]) -> String {
     let outcome = Workplace::new().run(&[&["mesh"], arguments].concat());
     outcome.assert_done();
@@ -11,7 +11,7 @@ fn drawing(arguments: &[&str]) -> String {
     outcome.stdout
 }
 
-/// The columns of a row of the table of groups.
+/// Columns of a row in the table of groups.
 fn groups_of(drawing: &str, axis: &str) -> String {
     let row = drawing.lines().find(|line| line.starts_with(&format!("{axis} ")));
     let words: Vec<&str> =
@@ -43,7 +43,7 @@ fn nodes_are_drawn_with_groups_across_nodes() {
     let refused = |arguments: &[&str], expected: &[&str]| {
         Workplace::new().run(&[&["mesh"], arguments].concat()).assert_refused(2, expected);
     };
-    // As training has it: rows go on from node to node.
+    // As in training, ranks are row-major across nodes.
     let across = drawing(&["2x4", "--nodes", "4"]);
     assert!(across.contains("sp         2     4  [0 1 2 3] [4 5 6 7]\n"), "{across}");
     assert!(across.contains("sp: 2 groups of 4, across 2 nodes\n"), "{across}");
@@ -123,7 +123,7 @@ fn a_mesh_is_proposed_with_its_reasons() {
         1,
         &["no mesh of these ranks fits", "longest sequence that fits, on the mesh that needs least memory: ", "`ulysses plan`", "--config"],
     );
-    // Of GPUs the same on every machine.
+    // Plans of GPUs do not depend on this machine.
     let text = on("cuda", "262144", "80");
     assert!(text.assert_done().stdout.contains("67.53 GiB of 80.00 GiB per rank: fits"), "{text:?}");
     Workplace::new().run(&["mesh", "--propose", "--nodes", "2"]).assert_refused(2, &["--devices-per-node"]);

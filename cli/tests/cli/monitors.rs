@@ -1,4 +1,4 @@
-//! What a run tells of itself: shares of the time, DeepSpeed's logs and profilers, event files, CSV, `run.json`.
+//! Monitoring of a run: time breakdown, DeepSpeed's logs and profilers, event files, CSV, `run.json`.
 
 use super::support::cli::Workplace;
 use serde_json::{Value, json};
@@ -56,7 +56,7 @@ fn a_single_rank_spends_no_time_in_communication() {
     }
 }
 
-/// The words of the line that begins with `first`.
+/// Words of the line that begins with `first`.
 fn row<'a>(text: &'a str, first: &[&str]) -> Vec<&'a str> {
     let rows = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     rows.into_iter()
@@ -99,7 +99,7 @@ fn deepspeeds_logs_and_profilers_print_their_tables() {
     assert_eq!(volumes.len(), 3);
     for volume in volumes {
         assert!(number(&volume["sent_bytes"]) > 0.0, "{volume}");
-        // Besides the steps the ranks agree on their data and compare replicas: some numbers each.
+        // Outside of steps, ranks compare data and replicas with a few numbers.
         let beside = number(&volume["sent_bytes"]) - number(&volume["planned_bytes"]);
         assert!((0.0..2000.0).contains(&beside), "{volume}");
     }

@@ -39,7 +39,7 @@ fn a_plan_shows_memory_traffic_and_flops_that_add_up() {
     assert_eq!(plan["model"]["parameters"], 8_030_261_248_u64);
     let categories = plan["rank"]["peak_by_category"].as_object().unwrap();
     assert_eq!(categories.values().map(|bytes| bytes.as_u64().unwrap()).sum::<u64>(), peak(&plan));
-    // Stage 0, f32: 16 bytes a parameter.
+    // Stage 0, f32: 16 bytes per parameter.
     let persistent = plan["rank"]["persistent_bytes"].as_u64().unwrap();
     assert!((16 * 8_030_261_248..17 * 8_030_261_248).contains(&persistent), "{persistent}");
     let timeline = plan["rank"]["timeline"].as_array().unwrap();
@@ -166,7 +166,7 @@ fn features_and_meshes_change_memory_and_traffic() {
     for better in ["ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3"] {
         assert!(peak_of(better) < as_configured, "{better}");
     }
-    // 18 bytes a parameter instead of 16: the master copy costs more than the few activations save.
+    // 18 bytes per parameter instead of 16: the master copy costs more than the few activations save.
     assert!(peak_of("bf16") > as_configured);
     assert!(peak_of("ZeRO stage 3") < peak_of("ZeRO stage 2"));
     let number = |mesh: &Value, key: &str| mesh[key].as_u64().unwrap();
@@ -195,7 +195,7 @@ fn suggested_meshes_are_multiples_of_the_shard_size() {
     let text = place.run(&["plan", "changed.json", "--model", "nano"]);
     assert!(text.assert_done().stdout.contains("8 × 1 (2 replicas of 4)"), "{}", text.stdout);
     assert!(text.stdout.contains("dp in multiples of 4 partitions"), "{}", text.stdout);
-    // What is not listed is what training refuses.
+    // Unlisted meshes are those that training refuses.
     place.write_config(
         "other.json",
         json!({
@@ -227,7 +227,7 @@ fn offload_of_a_gpu_goes_to_host_memory_and_files_are_refused() {
     }
     let [on_gpu, on_cpu] = ["cuda", "cpu"].map(|device| plan(&place, &["changed.json", "--device", device]));
     let offloaded = |plan: &Value| plan["rank"]["offloaded_bytes"].as_u64().unwrap();
-    // Checkpoints of 32 layers; of a GPU the master copy and two moments besides.
+    // Activation checkpoints of 32 layers; on a GPU also the master copy and two moments.
     let checkpoints = 32 * 65_536 * 4096 * 2;
     let state = 12 * on_gpu["model"]["parameters"].as_u64().unwrap();
     assert_eq!(offloaded(&on_cpu), checkpoints);
@@ -283,7 +283,7 @@ fn memory_saving_features_are_planned_or_listed_as_changes() {
     }
     let frozen = json!({ "match": "_proj", "frozen": true });
     let frozen = of(json!({ "seq_len": 65536, "parameter_groups": [frozen] }), false);
-    // 8.03 B parameters of 2 bytes; all but a billion of them have neither gradient nor state.
+    // 8.03 B parameters of 2 bytes; all but a billion are frozen, without gradient and state.
     let persistent = frozen["rank"]["persistent_bytes"].as_u64().unwrap();
     assert!((30 << 30..33_u64 << 30).contains(&persistent), "{persistent}");
 }
@@ -339,7 +339,7 @@ fn invalid_plans_are_refused_by_name() {
     let chunks = json!({ "ulysses": { "model": "nano", "seq_len": 64, "head_chunks": 16 } });
     let place = workplace(chunks);
     place.run(&["plan", "changed.json"]).assert_refused(2, &["head_chunks", "16"]);
-    // What training refuses, in the same words.
+    // Training refuses these with the same words.
     let checkpointing = json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 9 });
     let group = json!({ "match": "no_such_name", "lr": 0.1 });
     for (features, names) in [

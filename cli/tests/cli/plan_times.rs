@@ -1,9 +1,9 @@
-//! `ulysses plan --machine`: the time of a step, of every change and of every mesh.
+//! `ulysses plan --machine`: step time of the config, of every change and of every mesh.
 
 use super::plan::{plan, workplace};
 use serde_json::{Value, json};
 
-/// A profile whose rates are all the same number.
+/// A machine profile whose rates are all equal.
 fn machine(rate: f64) -> Value {
     let link = json!({
         "latency_seconds": 0.0, "all_to_all_bytes_per_second": rate, "all_reduce_bytes_per_second": rate,
@@ -38,11 +38,11 @@ fn with_a_machine_the_step_time_is_predicted() {
     let parts = ["products", "attention", "elementwise", "exchange", "zero", "update", "file"];
     let seconds = parts.iter().map(|part| number(&slow, &format!("{part}_seconds"))).sum::<f64>();
     assert!((seconds / number(&slow, "total_seconds") - 1.0).abs() < 1e-12);
-    // Four times the rates are a quarter of the time, and the same share of the peak.
+    // Four times the rates give a quarter of the time and the same MFU.
     assert!((number(&slow, "total_seconds") / number(&fast, "total_seconds") - 4.0).abs() < 1e-9);
     assert!((number(&slow, "mfu") / number(&fast, "mfu") - 1.0).abs() < 1e-9);
     assert!((0.05..0.5).contains(&number(&slow, "mfu")), "{}", slow["step_time"]);
-    // Without a machine nothing is said of time.
+    // Without a machine there are no times.
     assert_eq!(plan(&place, &arguments[..5]).get("step_time"), None);
 }
 
@@ -69,7 +69,7 @@ fn an_invalid_or_incomplete_machine_profile_is_refused_by_name() {
     refused("changed.json", "m.json", &["a paper machine", "rates.bf16"]);
 }
 
-/// The words of the line of the text that begins with these.
+/// Returns the line of the text that begins with these words.
 fn line<'a>(text: &'a str, first: &str) -> &'a str {
     let found = text.lines().find(|line| line.trim_start().starts_with(first));
     found.unwrap_or_else(|| panic!("no {first:?} in {text}"))
@@ -81,7 +81,7 @@ fn with_a_machine_every_change_and_mesh_has_a_time() {
     let place = workplace(batch);
     let mut profile = machine(1e9);
     profile["ranks_per_node"] = json!(4);
-    // So slow to begin with that the number of collectives decides.
+    // The latency is so high that the number of collectives dominates.
     profile["links"]["intra_node"]["latency_seconds"] = json!(0.1);
     place.write("m.json", profile.to_string());
     let arguments = ["changed.json", "--model", "nano", "--seq-len", "64"];
@@ -96,7 +96,7 @@ fn with_a_machine_every_change_and_mesh_has_a_time() {
     let meshes = rows(&with, "meshes");
     let fastest = meshes.iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap();
     assert_eq!(fastest["reason"], format!("fastest of all {}", meshes.len()));
-    // Four reductions and the sum of the losses, a tenth of a second each; the arithmetic is little beside them.
+    // Four reductions and the sum of the losses, 0.1 s each; compute is negligible.
     assert_eq!((&fastest["dp"], &fastest["zero_stage"]), (&json!(4), &json!(0)));
     assert!((0.5..0.6).contains(&seconds(fastest)), "{fastest}");
     let text = place.run(&[&["plan"], &timed[..], &["--html", "plan.html"]].concat());

@@ -1,10 +1,10 @@
-//! Arguments that make no sense.
+//! Invalid arguments.
 
 use crate::golden;
 use crate::support::cli::Workplace;
 use serde_json::json;
 
-/// Runs `train` with flags on a config that is fine without them.
+/// Runs `train` with flags on a valid config.
 fn train(flags: &[&str]) -> crate::support::cli::Outcome {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
@@ -66,7 +66,7 @@ fn invalid_numbers_are_refused_with_the_expected_kind() {
     train(&["--steps", "99999999999999999999"]).assert_refused(2, &["'--steps ", "a smaller number"]);
     let plan = |gib: &str| Workplace::new().run(&["plan", "c.json", "--memory-gib", gib]);
     plan("80GB").assert_refused(2, &["'80GB' for '--memory-gib ", "a number, such as 80 or 0.5"]);
-    // What a flag says of its own values stays.
+    // The flag's own message is kept.
     train(&["--packing", "tight"]).assert_refused(2, &["expected greedy, cut or concat"]);
 }
 
@@ -92,14 +92,14 @@ fn a_negative_number_is_a_flag_value_in_every_command() {
         &["train", "c.json", "--trace", "t.json", "--trace-steps", "-1"],
         #[cfg(unix)]
         &["launch", "--nproc", "-1"],
-        // What is started is read before it is.
+        // Arguments after `--` are parsed before anything starts.
         #[cfg(unix)]
         &["launch", "--nproc", "2", "--", "train", "c.json", "--steps", "-1"],
     ] {
         let flag = arguments[arguments.len() - 2];
         run(arguments).assert_refused(2, &[&format!("invalid value '-1' for '{flag} ")]);
     }
-    // What is a flag stays one.
+    // A flag stays a flag.
     run(&["mesh", "2x2", "-x"]).assert_refused(2, &["unexpected argument '-x'"]);
     train(&["--trace", "t.json", "--trace-steps", "0"])
         .assert_refused(2, &["expected a whole number of at least 1"]);

@@ -1,4 +1,4 @@
-//! Batch files that `verify` cannot use.
+//! Invalid batch files of `verify`.
 
 use crate::golden;
 use crate::support::cli::{Outcome, Workplace};
@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Verifies with the fixture's batch, changed.
+/// Verifies with a changed batch of the fixture.
 fn verify(change: impl FnOnce(&mut Tensors)) -> Outcome {
     let place = Workplace::new();
     let mut tensors = load_tensors(Path::new(&golden("tiny_strong", "inputs.safetensors"))).unwrap();

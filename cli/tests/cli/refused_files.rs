@@ -1,17 +1,17 @@
-//! Config, data, tokenizer and output that cannot be used.
+//! Invalid configs, data, tokenizers and output directories.
 
 use crate::support::cli::{Outcome, Workplace};
 use crate::train::word_tokenizer;
 use serde_json::{Value, json};
 
-/// Trains by the text of a config file.
+/// Trains with the text of a config file.
 fn by_text(config: &str) -> Outcome {
     let place = Workplace::new();
     place.write("c.json", config);
     place.run(&["train", "c.json"])
 }
 
-/// Trains by the usual config with changes.
+/// Trains with changes to the default test config.
 fn by_config(changes: Value) -> Outcome {
     let place = Workplace::new();
     place.write_config("c.json", changes);
@@ -139,7 +139,7 @@ fn invalid_output_directories_are_refused() {
     place.run(&["train", "c.json", "--output", ""]).assert_refused(2, &["--output", "not empty"]);
 }
 
-/// Control characters are shown, not obeyed.
+/// Control characters are escaped.
 #[test]
 fn names_are_shown_with_their_control_characters_escaped() {
     let place = Workplace::new();

@@ -1,4 +1,4 @@
-//! Models that cannot be loaded: told before a rank starts, by `train` and `verify` alike.
+//! Models that cannot be loaded: `train` and `verify` report them before a rank starts.
 
 use crate::golden;
 use crate::support::cli::{Outcome, Workplace};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// A copy of a fixture's model, to be spoiled.
+/// A copy of a fixture's model, to be damaged.
 struct ModelDir {
     place: Workplace,
 }
@@ -211,7 +211,7 @@ fn a_head_with_other_values_than_the_embedding_is_not_tied() {
     assert!(note.contains("`tie_word_embeddings` is true, but lm_head.weight differs"), "{note}");
     assert_eq!(plan(), planned);
 
-    // With equal numbers it is tied: one parameter, and one gradient, less.
+    // With equal values it is tied: one parameter and one gradient less.
     model.change(|tensors| {
         let embedding = tensors["model.embed_tokens.weight"].clone();
         tensors.insert("lm_head.weight".to_owned(), embedding);

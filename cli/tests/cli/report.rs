@@ -1,16 +1,16 @@
-//! `ulysses report`: pages of runs.
+//! `ulysses report`.
 
 use super::support::cli::Workplace;
 use serde_json::json;
 use std::fs;
 
-/// The row of the table of settings that a key has.
+/// Returns the row of a key in the table of settings.
 fn setting<'a>(page: &'a str, key: &str) -> &'a str {
     let cell = format!("<code>{}</code>", key.replace('_', "_<wbr>"));
     page.lines().find(|line| line.contains(&cell)).unwrap_or_else(|| panic!("no {key} in {page}"))
 }
 
-/// Every element is closed in its turn, but those of HTML that are never closed.
+/// Checks that every element is closed in order, except void elements.
 fn assert_well_formed(page: &str) {
     let mut open: Vec<&str> = Vec::new();
     for tag in page.split('<').skip(1).map(|rest| rest.split('>').next().unwrap()) {
@@ -39,14 +39,14 @@ fn a_page_of_two_runs_is_self_contained_and_shares_charts() {
         assert!(!page.contains(foreign), "{foreign} in the page");
     }
     assert!(page.contains("prefers-color-scheme: dark") && page.contains("width=device-width"));
-    // Loss, tokens/s of all and of labels, norm, rate, GEMM share and memory of two runs; held-out losses are dots.
+    // Loss, tokens/s, label tokens/s, norm, learning rate, GEMM share and memory of two runs; evaluation losses are dots.
     let (curves, of_runs) = page.split_once("<h2>").unwrap();
     assert_eq!(curves.matches("<polyline").count(), 7 * 2);
     assert_eq!(page.matches("<circle").count(), 2);
-    // Of each run a line at its peak, the plan's memory over the measured one, and the traffic of three kinds of sequence
-    // parallelism and of the claim.
+    // Per run: the measured peak, the plan over the measured memory, and the traffic of Ulysses, Megatron, ring and
+    // the paper.
     assert_eq!(of_runs.matches("<polyline").count(), (1 + 1 + 4) * 2);
-    // Shares of the time by kind and by phase, memory that was planned and memory that was measured.
+    // Step time by activity and by phase, planned and measured memory.
     assert_eq!(of_runs.matches("<polygon").count(), (5 + 4 + 6 + 6) * 2);
     assert_eq!(
         of_runs.matches("the optimizer step, measured in step 2").count(),
@@ -111,7 +111,7 @@ fn the_page_shows_bytes_per_rank_next_to_formulas() {
     assert_well_formed(&page);
     assert!(page.contains("ZeRO stage 1 has 1 partition, because dp_size is 1"), "{page}");
     assert!(setting(&page, "optimizer.<wbr>type").contains("<code>AdamW</code>"));
-    // Of earlier versions the record has neither formulas nor what each rank sent.
+    // Records of earlier versions have neither formulas nor sent bytes.
     let mut earlier = record;
     for rank in earlier["ranks"].as_array_mut().unwrap() {
         rank.as_object_mut()
@@ -173,7 +173,7 @@ fn the_measured_memory_of_a_step_is_recorded_by_part() {
     assert_eq!(watched.len(), 2, "the ranks of one sp group");
     let metrics = place.metrics("out/metrics.jsonl");
     for (rank, watched) in watched.iter().enumerate() {
-        // The second of the steps with the longest rows.
+        // The second step with the longest sequences.
         assert_eq!([&watched["rank"], &watched["step"], &watched["seq_len"]], [rank, 4, 2048]);
         let parts = watched["parts"].as_array().unwrap();
         let names: Vec<&str> = parts.iter().map(|part| part["at"].as_str().unwrap()).collect();
@@ -191,7 +191,7 @@ fn the_measured_memory_of_a_step_is_recorded_by_part() {
         let most = parts.iter().map(|part| part["bytes"].as_u64().unwrap()).max().unwrap();
         if rank == 0 {
             let peak = metrics[3]["peak_memory_bytes"].as_u64().unwrap();
-            // Both micro batches hold as much, and so did the step before, but for what was read ahead and allocated anew.
+            // Both micro batches and both steps hold the same, except for prefetched data and new allocations.
             assert!(most <= peak && peak - most < peak / 100, "{most} of {peak}");
         }
     }

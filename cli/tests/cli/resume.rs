@@ -1,4 +1,4 @@
-//! `ulysses train --resume`: runs that end and go on.
+//! `ulysses train --resume`.
 
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::{Value, json};
@@ -7,10 +7,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use ulysses::checkpoint::{OutputLock, steps};
 
-/// What a resumed run must repeat; the other metrics are times and memory.
+/// Metrics that a resumed run must repeat; the others are times and memory.
 const REPEATED: [&str; 7] = ["step", "loss", "lr", "grad_norm", "tokens", "skipped", "comm_bytes"];
 
-/// Metrics as text, so that every bit counts.
+/// Returns metrics as text, so that every bit counts.
 fn repeated(place: &Workplace, name: &str) -> Vec<Vec<String>> {
     let fields = |step: &Value| REPEATED.map(|key| step[key].to_string()).to_vec();
     place.metrics(name).iter().map(fields).collect()
@@ -56,7 +56,7 @@ fn a_resumed_run_writes_the_metrics_of_an_uninterrupted_one() {
         write_config(&place, "c.json", mesh);
         place.run(&["train", "c.json", "--steps", "12", "--output", "whole"]).assert_done();
         place.run(&["train", "c.json", "--steps", "7", "--output", "parts"]).assert_done();
-        // As if the run had been killed after step 7 and before its checkpoint.
+        // The state after a kill between step 7 and its checkpoint.
         fs::remove_dir_all(place.path("parts/step_00000007")).unwrap();
         let outcome = place.run(&["train", "c.json", "--steps", "12", "--output", "parts", "--resume"]);
         assert!(outcome.assert_done().stderr.contains("resumed from parts/step_00000005"), "{outcome:?}");
@@ -67,7 +67,7 @@ fn a_resumed_run_writes_the_metrics_of_an_uninterrupted_one() {
     }
 }
 
-/// The largest difference between two loss curves, over the steps that the second one has.
+/// Returns the largest difference between two loss curves, over the steps of the second one.
 fn distance(whole: &[f64], tail: &[f64]) -> f64 {
     let differences = whole[whole.len() - tail.len()..].iter().zip(tail).map(|(a, b)| (a - b).abs());
     differences.fold(0.0, f64::max)
@@ -208,7 +208,7 @@ fn reset_data_keeps_the_optimizer_and_starts_other_data() {
     let expected =
         "--reset-data: `ulysses.seq_len` (--seq-len) was 64 and is 32: from the beginning of the data";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
-    // Step, schedule and optimizer go on: the metrics are those of one run, and so is the rate.
+    // Step, schedule and optimizer continue: metrics and learning rate are those of one run.
     let metrics = place.metrics("out/metrics.jsonl");
     assert_eq!(
         metrics.iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(),
@@ -217,7 +217,7 @@ fn reset_data_keeps_the_optimizer_and_starts_other_data() {
     let cursor = |step: &str| place.read_json(&format!("out/step_{step}/manifest.json"))["progress"].clone();
     assert_eq!(cursor("00000010")["step"], 10);
     assert_eq!(cursor("00000010")["data"]["samples_consumed"], 5 * 4, "the samples of the new data");
-    // A restart of the same command does not begin once more.
+    // Restarting the same command does not reset the data again.
     let outcome = on_other(&["--resume", "--reset-data", "--set", "ulysses.steps=12"]);
     assert!(outcome.assert_done().stdout.contains("nothing to do"), "flags come after --set: {outcome:?}");
     let arguments = ["--data", "other.txt", "--seq-len", "32", "--steps", "12", "--resume", "--reset-data"];
@@ -234,7 +234,7 @@ fn a_run_resumes_from_the_newest_valid_checkpoint_of_another_run() {
     fs::remove_file(place.path("out/step_00000010/manifest.json")).unwrap();
     let outcome = train(&["--steps", "12", "--output", "other", "--resume=out"]);
     assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
-    // Its own directory by name is the same as no name.
+    // Naming its own directory equals naming none.
     let outcome = train(&["--steps", "14", "--output", "other", "--resume=other/"]);
     assert!(outcome.assert_done().stderr.contains("resumed from other/step_00000012"), "{outcome:?}");
     let outcome = train(&["--steps", "16", "--output", "other", "--resume=out"]);
@@ -258,7 +258,7 @@ fn unknown_metrics_are_renamed_for_a_run_from_elsewhere() {
         fs::remove_dir_all(place.path("other")).unwrap();
         place.write("other/metrics.jsonl", strange);
     }
-    // In its own directory a run goes on with its metrics, whatever has become of the record.
+    // In its own directory a run appends to its metrics, whatever the state of the record.
     fs::remove_file(place.path("out/run.json")).unwrap();
     train(&["--steps", "7", "--resume=out/../out"]).assert_done();
     assert_eq!(place.losses("out/metrics.jsonl").len(), 7);
@@ -283,7 +283,7 @@ fn checkpoints_as_training_data_are_refused() {
         place.run(&[&["train", "c.json", "--data", "text", "--output", "text/out"], arguments].concat())
     };
     train(&["--steps", "5"]).assert_done();
-    // The number of rows is compared: it would have grown.
+    // An unchanged number of sequences means that checkpoints are not read as data.
     train(&["--steps", "6", "--resume"]).assert_done();
 }
 
@@ -298,7 +298,7 @@ fn a_second_job_is_refused_with_the_owner_of_the_directory() {
     place.run(&["train", "c.json"]).assert_done();
 }
 
-/// Starts a run that would take for ever, and returns when it has trained a few steps.
+/// Starts an endless run and returns when it has trained a few steps.
 fn start_endless(place: &Workplace) -> Child {
     let mut command = place.command(&["train", "c.json", "--steps", "1000000000"]);
     let stderr = fs::File::create(place.path("stderr")).unwrap();
@@ -311,7 +311,7 @@ fn start_endless(place: &Workplace) -> Child {
     child
 }
 
-/// Sends signals one right after the other; the exit code, or minus the signal that ended it.
+/// Sends signals in quick succession and returns the exit code, or minus the signal that ended it.
 fn signal(mut child: Child, signals: &[&str]) -> i32 {
     let script: Vec<String> = signals.iter().map(|name| format!("kill -{name} {};", child.id())).collect();
     assert!(Command::new("sh").args(["-c", &script.concat()]).status().unwrap().success());
@@ -342,7 +342,7 @@ fn a_signal_saves_the_step_and_exits_with_75() {
 fn a_second_signal_ends_the_run_at_once() {
     let place = Workplace::new();
     write_config(&place, "c.json", json!({ "checkpoint": {} }));
-    // Two different ones: two of a kind may arrive as one.
+    // Two different signals: two equal ones may arrive as one.
     for (signals, codes) in [(["TERM", "USR1"], [128 + 15, 128 + 10]), (["USR1", "INT"], [128 + 10, 128 + 2])]
     {
         let code = signal(start_endless(&place), &signals);

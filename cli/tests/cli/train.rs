@@ -42,7 +42,7 @@ const METRICS: [&str; 31] = [
     "gemm_share",
 ];
 
-/// Trains with a config changed by `changes` and returns the losses.
+/// Trains with a changed config and returns the losses.
 fn losses(place: &Workplace, changes: serde_json::Value, flags: &[&str]) -> Vec<f64> {
     place.write_config("c.json", changes);
     place.run(&[&["train", "c.json"], flags].concat()).assert_done();

@@ -22,7 +22,7 @@ fn fixture_tensors(fixture: &str, file: &str) -> Tensors {
     load_tensors(Path::new(&golden(fixture, file))).unwrap()
 }
 
-/// Runs with `--output` and returns what was written.
+/// Runs with `--output` and returns the written tensors.
 fn written(fixture: &str, flags: &[&str]) -> Tensors {
     let place = Workplace::new();
     let outcome = verify(&place, fixture, &[flags, &["--output", "out.safetensors"]].concat());
@@ -32,7 +32,7 @@ fn written(fixture: &str, flags: &[&str]) -> Tensors {
     tensors
 }
 
-/// The tensors whose name begins with `prefix`, without it.
+/// Returns the tensors with a prefix, without the prefix.
 fn take(tensors: &Tensors, prefix: &str) -> Tensors {
     let named = tensors.iter().filter_map(|(name, tensor)| Some((name.strip_prefix(prefix)?, tensor)));
     named.map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect()
@@ -116,9 +116,9 @@ fn padding_sequences_are_not_written() {
     assert_pytorch_s("packed 2x2", &written, "packed_strong");
 }
 
-/// AdamW divides a gradient by its size: where PyTorch's f32 gradient is mere rounding, the
-/// step's direction is too. `tests/parity/golden.rs` tells these entries by the f64 gradient; here
-/// they are counted: a handful of 63 000, each off by a step per step at most.
+/// AdamW divides a gradient by its magnitude: where PyTorch's f32 gradient is rounding noise, so is the
+/// direction of the step. `tests/parity/golden.rs` finds these entries by the f64 gradient; here
+/// they are counted: a few of 63 000, each off by at most one step size per step.
 fn assert_trained_as_by_pytorch(label: &str, actual: &Tensors, expected: &Tensors, lr: f64, steps: f64) {
     let names = |tensors: &Tensors| tensors.keys().cloned().collect::<Vec<_>>();
     assert_eq!(names(actual), names(expected), "{label}");
