@@ -126,7 +126,13 @@ fn description(checkpoint: &Checkpoint) -> String {
         ("run", run_id.clone()),
         ("saved on", format!("mesh dp {} × sp {}, ZeRO stage {zero_stage}", mesh.dp, mesh.sp)),
         ("step", format!("{} ({} optimizer updates)", progress.step, progress.optimizer_step)),
-        ("data", format!("{} sequences of {} tokens consumed, seed {}", data.samples_consumed, data.seq_len, data.seed)),
+        (
+            "data",
+            format!(
+                "{} sequences of {} tokens consumed, seed {}",
+                data.samples_consumed, data.seq_len, data.seed
+            ),
+        ),
         ("precision", progress.precision.clone().unwrap_or_else(|| "f32".into())),
         ("state", format!("{} × {} partition(s)", manifest.kinds.join(", "), manifest.num_partitions)),
         ("size", format!("{} bytes in {} files", manifest.total_bytes(), manifest.files.len())),

@@ -22,6 +22,9 @@ pub(super) fn pages(dir: &Path) -> Result<(), Failure> {
     }
     std::fs::create_dir_all(dir).with_context(place).or_run()?;
     clap_mangen::generate_to(command(), dir).with_context(place).or_run()?;
-    log_line(format_args!("man pages written; read one with: man {}", dir.join(format!("{NAME}.1")).display()));
+    log_line(format_args!(
+        "man pages written; read one with: man {}",
+        dir.join(format!("{NAME}.1")).display()
+    ));
     Ok(())
 }

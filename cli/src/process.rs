@@ -193,7 +193,8 @@ impl Process {
 fn check_srun(info: &ProcessInfo) -> Result<(), Failure> {
     let ProcessInfo { launcher, world_size, rank, .. } = info;
     // PMI_RANK, PMIX_RANK and the like.
-    let is_set_by_plugin = |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.starts_with("PMI"));
+    let is_set_by_plugin =
+        |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.starts_with("PMI"));
     let has_plugin = || std::env::vars_os().any(|(name, _)| is_set_by_plugin(name));
     if *launcher != Launcher::Slurm || *world_size == 1 || has_plugin() {
         return Ok(());
@@ -214,5 +215,7 @@ pub(super) fn all_gather<T: Serialize + DeserializeOwned>(
 }
 
 fn parse<T: DeserializeOwned>(all: &[Vec<u8>]) -> anyhow::Result<Vec<T>> {
-    all.iter().map(|value| serde_json::from_slice(value).context("cannot parse the value of a rank")).collect()
+    all.iter()
+        .map(|value| serde_json::from_slice(value).context("cannot parse the value of a rank"))
+        .collect()
 }

@@ -111,11 +111,7 @@ mod tests {
     #[test]
     fn the_remaining_time_is_extrapolated_from_the_steps_of_this_run() {
         assert_eq!(seconds_left(&(0..20), 5, 10.0), 30.0);
-        assert_eq!(
-            seconds_left(&(10..20), 15, 10.0),
-            10.0,
-            "steps before the resume do not count"
-        );
+        assert_eq!(seconds_left(&(10..20), 15, 10.0), 10.0, "steps before the resume do not count");
     }
 
     #[test]

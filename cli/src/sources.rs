@@ -1,6 +1,6 @@
 //! Datasets of `ulysses.data`, for all commands that read data.
 
-use super::{Failure, OrFail, model, log_line};
+use super::{Failure, OrFail, log_line, model};
 use anyhow::{Context, ensure};
 use std::path::Path;
 use std::sync::Arc;
@@ -103,7 +103,9 @@ impl Sources {
         let dataset = dataset?;
         let num_tokens: usize = dataset.sources().iter().map(|rows| rows.documents().num_tokens()).sum();
         if num_tokens < seq_len {
-            tracing::warn!("the data has only {num_tokens} tokens: its single sequence of {seq_len} is mostly padding");
+            tracing::warn!(
+                "the data has only {num_tokens} tokens: its single sequence of {seq_len} is mostly padding"
+            );
         }
         log_line(format_args!(
             "data: {} sequences of {seq_len} tokens, {:.2} % padding",

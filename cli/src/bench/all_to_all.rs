@@ -32,9 +32,7 @@ pub(super) struct Args {
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let RankSetup { mut on, ranks, options, device } = args.rank_args.start(args.ranks)?;
     if ranks > NUM_HEADS {
-        return Err(Failure::Usage(anyhow!(
-            "{ranks} ranks: expected at most {NUM_HEADS}, one head each"
-        )));
+        return Err(Failure::Usage(anyhow!("{ranks} ranks: expected at most {NUM_HEADS}, one head each")));
     }
     let bytes = usize::from(args.mib) << 20;
     let seq_len_local = bytes / (NUM_HEADS * HEAD_DIM * size_of::<f32>());

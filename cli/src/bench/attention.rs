@@ -106,9 +106,7 @@ impl<'a> Operation<'a> {
         device: &Device,
     ) -> Result<Self> {
         let (seq_len, num_heads) = (geometry.q_positions().len(), geometry.q_to_kv().len());
-        let random = || {
-            Tensor::randn(0f32, 1.0, (1, seq_len, num_heads, head_dim), device)?.to_dtype(dtype)
-        };
+        let random = || Tensor::randn(0f32, 1.0, (1, seq_len, num_heads, head_dim), device)?.to_dtype(dtype);
         let (qkv, dout) = ([random()?, random()?, random()?], random()?);
         let lse = Tensor::zeros((1, num_heads, seq_len), DType::F32, device)?;
         Ok(Self {

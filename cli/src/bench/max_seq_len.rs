@@ -69,9 +69,7 @@ pub(super) struct Args {
 
 fn parse_gib(text: &str) -> Result<f64, String> {
     let gib = text.parse().ok().filter(|gib: &f64| (MIN_GIB..=f64::from(1 << 20)).contains(gib));
-    gib.ok_or_else(|| {
-        format!("expected a number of GiB of at least {MIN_GIB}, such as 2 or 0.5")
-    })
+    gib.ok_or_else(|| format!("expected a number of GiB of at least {MIN_GIB}, such as 2 or 0.5"))
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
@@ -103,7 +101,8 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if !search.args.set.is_empty() {
         search.write(&config)?;
     }
-    let longest = search.longest(&config)?.map_err(|too_long| nothing_fits(&search.args, too_long)).or_run()?;
+    let longest =
+        search.longest(&config)?.map_err(|too_long| nothing_fits(&search.args, too_long)).or_run()?;
     let planned = search.planned(&config, longest)?;
     if search.args.json {
         let mut report = search.settings();
@@ -112,7 +111,9 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         return print(format_args!("{report:#}\n"));
     }
     let (mesh, gib_per_rank) = (&search.mesh, search.args.gib_per_rank);
-    print(format_args!("mesh {mesh}: longest sequence within {gib_per_rank} GiB per rank: {longest} tokens; {planned}\n"))
+    print(format_args!(
+        "mesh {mesh}: longest sequence within {gib_per_rank} GiB per rank: {longest} tokens; {planned}\n"
+    ))
 }
 
 /// Searches once for every feature of the config, each added to those before it.
@@ -245,7 +246,10 @@ impl Search {
                 Failure::Run(error)
             });
         }
-        log_line(format_args!("{seq_len} tokens {} ({seconds:.0} s)", if fits { "fit" } else { "do not fit" }));
+        log_line(format_args!(
+            "{seq_len} tokens {} ({seconds:.0} s)",
+            if fits { "fit" } else { "do not fit" }
+        ));
         self.attempts.push(Attempt { seq_len, fits, seconds, memory });
         Ok(fits)
     }

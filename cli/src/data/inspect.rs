@@ -138,10 +138,7 @@ fn summary(documents: &Documents, lens: &Lens, rows: &PackedRows) -> String {
         ),
         (
             "longer",
-            format!(
-                "{} documents of more than {seq_len} tokens",
-                count(&lens.tokens, &|len| len > seq_len)
-            ),
+            format!("{} documents of more than {seq_len} tokens", count(&lens.tokens, &|len| len > seq_len)),
         ),
     ];
     let mut text = "\n".to_owned();

@@ -236,7 +236,9 @@ impl Job {
             }
             if !is_killed && ranks.have_ended(&self.processes, self.grace) {
                 let seconds = self.grace.as_secs();
-                log_line(format_args!("launch: killing mpirun, which still runs {seconds} s after its ranks ended"));
+                log_line(format_args!(
+                    "launch: killing mpirun, which still runs {seconds} s after its ranks ended"
+                ));
                 self.kill();
                 is_killed = true;
             }

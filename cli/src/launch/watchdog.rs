@@ -37,7 +37,8 @@ pub(super) struct Watchdog {
 impl Watchdog {
     /// Starts a watchdog, which ignores the signals for its group.
     pub(super) fn start(grace: Duration) -> anyhow::Result<Self> {
-        let mut command = Command::new(std::env::current_exe().context("cannot find the path of this program")?);
+        let mut command =
+            Command::new(std::env::current_exe().context("cannot find the path of this program")?);
         command.args(["launch-watchdog", "--grace", &grace.as_secs().to_string()]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
         let mut process = command.spawn().context("cannot start the watchdog")?;

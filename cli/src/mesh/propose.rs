@@ -82,10 +82,8 @@ pub(super) fn run(
         explain(&proposal, cluster, budget)
     ))?;
     if !proposal.chosen.fits {
-        let longest = proposal.max_seq_len.map_or_else(
-            || "none".to_owned(),
-            |longest| format!("{longest} tokens"),
-        );
+        let longest =
+            proposal.max_seq_len.map_or_else(|| "none".to_owned(), |longest| format!("{longest} tokens"));
         return Err(Failure::Run(anyhow!(
             "no mesh of these ranks fits; longest sequence that fits, on the mesh that needs least memory: {longest}. \
              `ulysses plan` shows the savings of tiles, offload and head chunks; pass them with --config"
@@ -121,7 +119,9 @@ fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
             cluster.ranks_per_node
         ),
         (_, nodes) => {
-            format!("a sequence does not fit on one node; sp {sp} is the smallest number of whole nodes, {nodes}")
+            format!(
+                "a sequence does not fit on one node; sp {sp} is the smallest number of whole nodes, {nodes}"
+            )
         }
     };
     let _ = write!(

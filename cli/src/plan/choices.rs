@@ -24,10 +24,8 @@ pub(super) fn alternatives(report: &Report) -> Choices {
         columns.row(cells, change.pace.as_ref(), [longest(change.max_seq_len)])
     });
     Choices {
-        head: columns.head(
-            &["change", "peak per rank", "sent per rank", "FLOPs per rank"],
-            &["longest sequence"],
-        ),
+        head: columns
+            .head(&["change", "peak per rank", "sent per rank", "FLOPs per rank"], &["longest sequence"]),
         rows: rows.collect(),
         row_notes: vec![None; report.alternatives.len()],
         footnote: footnote(report.alternatives.iter().filter_map(|change| change.pace.as_ref())),

@@ -318,8 +318,9 @@ pub(super) fn scaling_of(
     tokens_per_rank: usize,
 ) -> Result<ModelScaling, Failure> {
     let max_ranks = (4 * model.num_heads).next_power_of_two();
-    let ranks: Vec<usize> =
-        std::iter::successors(Some(2), |ranks| Some(2 * ranks)).take_while(|ranks| *ranks <= max_ranks).collect();
+    let ranks: Vec<usize> = std::iter::successors(Some(2), |ranks| Some(2 * ranks))
+        .take_while(|ranks| *ranks <= max_ranks)
+        .collect();
     traffic::of_model(name.to_owned(), model, tokens_per_rank, &ranks).or_usage()
 }
 

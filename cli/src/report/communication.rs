@@ -33,7 +33,9 @@ pub(super) fn tables(run: &RunFiles) -> String {
     ));
     let straggling = straggling(&parts);
     if !straggling.is_empty() {
-        html.push_str("<p></p><p class=\"faint\">Time spent waiting for the slowest rank, mean over ranks.</p>\n");
+        html.push_str(
+            "<p></p><p class=\"faint\">Time spent waiting for the slowest rank, mean over ranks.</p>\n",
+        );
         let head = ["operation", "count", "total ms", "straggler ms", "slowest rank"];
         html.push_str(&table(&head, straggling.iter().map(|kind| straggling_row(kind))));
     }
@@ -67,8 +69,7 @@ fn volume_row(volume: &Volume) -> Vec<String> {
 /// Formats a row. The slowest rank is listed per part, because rank numbers depend on the mesh.
 fn straggling_row(parts: &[Straggling]) -> Vec<String> {
     let sum = |value: fn(&Straggling) -> f64| parts.iter().map(value).sum::<f64>();
-    let latest =
-        |part: &Straggling| format!("{} ({:.0} % of calls)", part.latest.0, 100.0 * part.latest.1);
+    let latest = |part: &Straggling| format!("{} ({:.0} % of calls)", part.latest.0, 100.0 * part.latest.1);
     vec![
         format!("{} {}", parts[0].axis, parts[0].op),
         parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.calls)).to_string(),
@@ -171,12 +172,15 @@ mod tests {
         let (elsewhere, parts) = (part(4, 5, 2), [&first, &killed, &last]);
         let summed = calls(&parts);
         assert_eq!((summed.len(), summed[0].calls, summed[0].seconds), (1, 7, 1.0));
-        assert_eq!(calls(&[&first, &elsewhere]).len(), 2, "calls of groups of different sizes are not summed");
+        assert_eq!(
+            calls(&[&first, &elsewhere]).len(),
+            2,
+            "calls of groups of different sizes are not summed"
+        );
         let sent = volumes(&parts);
         assert_eq!((sent.len(), sent[0].planned_bytes, sent[0].sent_bytes), (1, 70, 77));
         let rows: Vec<_> = straggling(&parts).iter().map(|kind| straggling_row(kind)).collect();
-        let expected =
-            ["sp all_reduce", "7", "1000", "500", "1 (75 % of calls), then 0 (75 % of calls)"];
+        let expected = ["sp all_reduce", "7", "1000", "500", "1 (75 % of calls), then 0 (75 % of calls)"];
         assert_eq!(rows, [expected]);
     }
 }

@@ -18,11 +18,7 @@ pub(super) fn page(runs: &[RunFiles]) -> String {
     for (index, run) in runs.iter().enumerate() {
         body.push_str(&sections::of_run(run, runs.len() > 1, index == 0));
     }
-    html(
-        &names,
-        &body,
-        "<code>ulysses report</code>; keys are documented in <code>docs/monitoring.md</code>",
-    )
+    html(&names, &body, "<code>ulysses report</code>; keys are documented in <code>docs/monitoring.md</code>")
 }
 
 /// Key figures of a run with their names.

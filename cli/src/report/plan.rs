@@ -3,7 +3,7 @@
 use super::run::RunFiles;
 use crate::html::chart::{Chart, Unit, text};
 use crate::html::table;
-use crate::plan::{use_longest_sequences, pictures, scaling_of};
+use crate::plan::{pictures, scaling_of, use_longest_sequences};
 use serde_json::Value;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::{RankPlan, Workload};

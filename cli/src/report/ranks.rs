@@ -23,7 +23,10 @@ pub(super) fn tables(run: &RunFiles) -> String {
             stored(&ranks),
         ),
         ("Bytes per rank at the peak, by category", peaks(&ranks)),
-        ("Bytes sent per rank, by axis and operation, with the formula of the Ulysses exchange", sent(&ranks)),
+        (
+            "Bytes sent per rank, by axis and operation, with the formula of the Ulysses exchange",
+            sent(&ranks),
+        ),
     ] {
         let Some((head, rows)) = rows.split_first() else { continue };
         let head: Vec<&str> = head.iter().map(String::as_str).collect();

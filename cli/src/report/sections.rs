@@ -124,8 +124,11 @@ fn memory(run: &RunFiles) -> String {
     let names = PARTS.iter().chain(&["other, at the peak"]).enumerate();
     let legend: String =
         names.map(|(style, name)| format!("<li class=\"c{style}\"><i></i>{name}</li>")).collect();
-    let more =
-        if ranks.len() > shown { format!(" <small>(first {shown} of {} ranks)</small>", ranks.len()) } else { String::new() };
+    let more = if ranks.len() > shown {
+        format!(" <small>(first {shown} of {} ranks)</small>", ranks.len())
+    } else {
+        String::new()
+    };
     format!(
         "<figure><figcaption>Peak memory of each rank{more}</figcaption>\n{svg}<ul class=\"legend\">{legend}</ul></figure>\n"
     )
@@ -172,11 +175,8 @@ fn mesh(run: &RunFiles) -> String {
         }
     }
     svg.push_str("</svg>\n");
-    let cut = if rows < dp || columns < sp {
-        format!(" (first {rows} × {columns} shown)")
-    } else {
-        String::new()
-    };
+    let cut =
+        if rows < dp || columns < sp { format!(" (first {rows} × {columns} shown)") } else { String::new() };
     let replicas = match mesh["shard_size"].as_u64() {
         Some(size) => format!(", in groups of {size} rows"),
         None => String::new(),

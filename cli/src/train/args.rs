@@ -105,9 +105,7 @@ impl TrainArgs {
             return Ok(());
         }
         let resume = resume.as_ref().map_or_else(String::new, |dir| format!(" {}", dir.display()));
-        Err(format!(
-            "--resume{resume}: missing config: use `ulysses train CONFIG.json --resume{resume}`\n"
-        ))
+        Err(format!("--resume{resume}: missing config: use `ulysses train CONFIG.json --resume{resume}`\n"))
     }
 
     /// Returns the path of the config; not empty after [`settle`](Self::settle).

@@ -55,12 +55,7 @@ impl Host {
         Ok(config)
     }
 
-    fn join(
-        &mut self,
-        info: &ProcessInfo,
-        backend: Backend,
-        options: &LaunchOptions,
-    ) -> Result<(), Failure> {
+    fn join(&mut self, info: &ProcessInfo, backend: Backend, options: &LaunchOptions) -> Result<(), Failure> {
         if self.process.as_ref().is_none_or(|process| process.backend() != backend) {
             mute(false);
             // The old session ends before the next one starts.

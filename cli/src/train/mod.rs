@@ -34,7 +34,8 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let prepared = host.agree(prepared)?;
     // Nothing is written unless all processes can start.
     let trace_path = trace.as_ref().map(|(path, _)| &**path);
-    let acquired = host.is_first().then(|| output::acquire(&config_path, &prepared.config, trace_path)).transpose();
+    let acquired =
+        host.is_first().then(|| output::acquire(&config_path, &prepared.config, trace_path)).transpose();
     let (output, _lock) = host.agree(acquired)?.unzip();
     let output = host.from_first(output.unwrap_or_default())?;
     let record = record::begin(&prepared, &config_path);

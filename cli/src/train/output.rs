@@ -50,8 +50,11 @@ fn create(config_path: &Path, config: &Config, created: &mut CreatedDirs) -> any
 pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<Value> {
     let output = &run.output;
     let is_new_here = run.prepared.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
-    let earlier =
-        if first_step > 0 { EarlierRecord::read(output, run_id, is_new_here)? } else { EarlierRecord::OtherRun };
+    let earlier = if first_step > 0 {
+        EarlierRecord::read(output, run_id, is_new_here)?
+    } else {
+        EarlierRecord::OtherRun
+    };
     let archived: &[(&str, &str)] = match earlier {
         EarlierRecord::Parts(_) => &[("config", "json")],
         EarlierRecord::Damaged => &[("config", "json"), ("run", "json")],

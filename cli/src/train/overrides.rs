@@ -12,7 +12,9 @@ use ulysses::mesh::{Cluster, Preset, TrainingShape};
 pub(super) fn missing_backend(name: &str, by_flag: bool) -> Failure {
     let place =
         if by_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
-    Failure::Usage(anyhow!("{place}: this build lacks the feature `{name}`; use `thread`, or build with --features {name}"))
+    Failure::Usage(anyhow!(
+        "{place}: this build lacks the feature `{name}`; use `thread`, or build with --features {name}"
+    ))
 }
 
 /// Resolves the config of a run. An unspecified mesh size fills the job; a mesh that does not fill it gets a better error

@@ -2,8 +2,8 @@
 
 use super::available::{Available, in_process, on_machine};
 use crate::log_line;
-use crate::plan::use_longest_sequences;
 use crate::plan::table::{bytes, flops};
+use crate::plan::use_longest_sequences;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::engine::EngineError;
@@ -201,10 +201,7 @@ mod tests {
     #[test]
     fn on_a_gpu_only_offloaded_tensors_take_host_memory() {
         let lines = lines(DeviceKind::Cuda, 3, None);
-        assert!(
-            lines[0].contains("; host memory: 4.00 GiB for 4 rank(s)") && lines.len() == 2,
-            "{lines:?}"
-        );
+        assert!(lines[0].contains("; host memory: 4.00 GiB for 4 rank(s)") && lines.len() == 2, "{lines:?}");
     }
 
     #[test]

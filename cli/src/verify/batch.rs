@@ -66,7 +66,10 @@ fn optional<T>(
     let converted = values.into_iter().enumerate().map(|(index, value)| {
         let (sequence, position) = (index / shape[1], index % shape[1]);
         convert(value).with_context(|| {
-            format!("{name} is {value} at sequence {sequence}, position {position}; expected 0 to {}", u32::MAX)
+            format!(
+                "{name} is {value} at sequence {sequence}, position {position}; expected 0 to {}",
+                u32::MAX
+            )
         })
     });
     converted.collect::<anyhow::Result<_>>().map(Some)

@@ -175,8 +175,10 @@ fn as_json(errors: &[(String, f64)], args: &VerifyArgs, worst: f64) -> String {
 
 fn as_text(errors: &[(String, f64)], args: &VerifyArgs, worst: f64) -> String {
     const LISTED: usize = 10;
-    let mut text =
-        format!("mesh {} compared with a single rank; error relative to each tensor's largest entry\n", args.mesh);
+    let mut text = format!(
+        "mesh {} compared with a single rank; error relative to each tensor's largest entry\n",
+        args.mesh
+    );
     for (name, error) in errors.iter().take(LISTED) {
         let _ = writeln!(text, "  {error:.2e}  {name}");
     }

@@ -140,8 +140,14 @@ fn invalid_benchmarks_are_refused() {
         (&["train", "--set", "sede=1"], "--set sede=1: unknown key `sede`, did you mean `seed`?"),
         (&["checkpoint", "--output", "nowhere"], "--output: cannot create nowhere/"),
         (&["attention", "--repeats", "0"], "--repeats"),
-        (&["max-seq-len", "c.json", "--gib-per-rank", "0"], "expected a number of GiB of at least 0.03125, such as 2 or 0.5"),
-        (&["max-seq-len", "c.json", "--memory-gib", "-1"], "expected a number of GiB of at least 0.03125, such as 2 or 0.5"),
+        (
+            &["max-seq-len", "c.json", "--gib-per-rank", "0"],
+            "expected a number of GiB of at least 0.03125, such as 2 or 0.5",
+        ),
+        (
+            &["max-seq-len", "c.json", "--memory-gib", "-1"],
+            "expected a number of GiB of at least 0.03125, such as 2 or 0.5",
+        ),
     ];
     for (arguments, expected) in cases {
         place.run(&[&["bench"], arguments].concat()).assert_refused(2, &[expected]);

@@ -116,10 +116,7 @@ fn a_killed_preparation_continues_when_repeated() {
     let tag = place.path("killed.tokens.partial/CACHEDIR.TAG");
     assert!(tag.exists(), "data read from the directory above leaves it out");
     let outcome = place.run(&prepare("killed.tokens"));
-    assert!(
-        outcome.assert_done().stderr.contains("continued an interrupted call"),
-        "{outcome:?}"
-    );
+    assert!(outcome.assert_done().stderr.contains("continued an interrupted call"), "{outcome:?}");
     let [whole, killed] = ["whole.tokens", "killed.tokens"].map(|name| fs::read(place.path(name)).unwrap());
     assert!(whole == killed);
 }

@@ -194,7 +194,8 @@ fn an_mpirun_that_outlives_its_ranks_is_killed() {
     let arguments =
         ["launch", "--nproc", "2", "--grace", "1", "--", "bench", "collectives", "--backend", "mpi"];
     let outcome = place.run_with(&arguments, &[("PATH", &path)]);
-    let expected = ["killing mpirun, which still runs 1 s after its ranks ended", "mpirun was killed by signal 9"];
+    let expected =
+        ["killing mpirun, which still runs 1 s after its ranks ended", "mpirun was killed by signal 9"];
     outcome.assert_refused(1, &expected);
 }
 

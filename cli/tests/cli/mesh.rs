@@ -121,7 +121,12 @@ fn a_mesh_is_proposed_with_its_reasons() {
     assert!(stdout.contains("sp groups exchange attention heads"), "the mesh is drawn: {stdout}");
     propose("1000000", "100").assert_refused(
         1,
-        &["no mesh of these ranks fits", "longest sequence that fits, on the mesh that needs least memory: ", "`ulysses plan`", "--config"],
+        &[
+            "no mesh of these ranks fits",
+            "longest sequence that fits, on the mesh that needs least memory: ",
+            "`ulysses plan`",
+            "--config",
+        ],
     );
     // Plans of GPUs do not depend on this machine.
     let text = on("cuda", "262144", "80");

@@ -138,9 +138,7 @@ fn metrics_of_an_earlier_version_are_reported_as_tokens_with_labels() {
     assert_well_formed(&page);
     assert!(page.contains("<span>tokens/s</span><b>–</b>"), "{page}");
     assert!(page.contains("<span>label tokens/s</span><b>45</b>"), "{page}");
-    assert!(
-        page.contains("Label tokens per second") && !page.contains("<figcaption>Tokens per second")
-    );
+    assert!(page.contains("Label tokens per second") && !page.contains("<figcaption>Tokens per second"));
 }
 
 #[test]

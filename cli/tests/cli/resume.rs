@@ -183,10 +183,9 @@ fn resume_accepts_a_directory_after_a_space_or_the_config() {
     };
     bare(&["c.json", "--resume", "--steps", "6"]);
     bare(&["--steps", "7", "--resume", "c.json"]);
-    place.run(&["train", "--resume", "out"]).assert_refused(
-        2,
-        &["--resume out: missing config: use `ulysses train CONFIG.json --resume out`"],
-    );
+    place
+        .run(&["train", "--resume", "out"])
+        .assert_refused(2, &["--resume out: missing config: use `ulysses train CONFIG.json --resume out`"]);
     place.run(&["train", "--resume"]).assert_refused(2, &["--resume: missing config"]);
     place
         .run(&["train", "--resume", "lost.json"])
@@ -361,7 +360,8 @@ fn without_checkpoints_a_signal_ends_the_run_without_saving() {
         assert_eq!(signal(start_endless(&place), &[name]), 75, "{name}");
         let said = place.read("stderr");
         let done = place.metrics("out/metrics.jsonl").len();
-        let expected = format!("stopped by a signal after step {done}; nothing was saved, because the config has no");
+        let expected =
+            format!("stopped by a signal after step {done}; nothing was saved, because the config has no");
         assert!(said.contains(&expected) && said.contains("stopping after this step"), "{said}");
         assert!(steps(&place.path("out")).unwrap().is_empty());
         assert!(

@@ -473,7 +473,8 @@ fn notes_are_counted_and_warnings_are_shown() {
     place.write_config("c.json", changes);
     let outcome = place.run(&["train", "c.json"]);
     let stderr = &outcome.assert_done().stderr;
-    let counted = "config: 2 notes, 2 values set by \"auto\"; list them with `ulysses config resolve c.json`\n";
+    let counted =
+        "config: 2 notes, 2 values set by \"auto\"; list them with `ulysses config resolve c.json`\n";
     assert!(stderr.contains(counted) && !stderr.contains("dump_state"), "{stderr}");
     assert!(stderr.contains("warning: `gradient_clipping` is not given: no clipping"), "{stderr}");
     let all = place.run(&["config", "resolve", "c.json"]);

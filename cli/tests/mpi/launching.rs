@@ -74,7 +74,6 @@ fn a_rank_that_fails_under_launch_is_named() {
     let outcome = Job::launched(2, &arguments).within(&place.path(".")).run();
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
     assert!(outcome.stderr.contains("ended with exit code 2"), "{outcome:?}");
-    let told =
-        |line: &&str| line.contains("] error: ") && line.contains("has 3 ranks, but MPI started 2");
+    let told = |line: &&str| line.contains("] error: ") && line.contains("has 3 ranks, but MPI started 2");
     assert_eq!(outcome.stderr.lines().filter(told).count(), 1, "one rank tells: {outcome:?}");
 }

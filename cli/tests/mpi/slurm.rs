@@ -31,14 +31,8 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("a_slurm_job_resumes_after_a_signal_with_the_same_losses", || {
             a_slurm_job_resumes_after_a_signal_with_the_same_losses();
         }),
-        trial(
-            "a_killed_slurm_task_ends_the_job_and_is_named",
-            a_killed_slurm_task_ends_the_job_and_is_named,
-        ),
-        trial(
-            "slurm_tasks_without_an_mpi_plugin_are_refused",
-            slurm_tasks_without_an_mpi_plugin_are_refused,
-        ),
+        trial("a_killed_slurm_task_ends_the_job_and_is_named", a_killed_slurm_task_ends_the_job_and_is_named),
+        trial("slurm_tasks_without_an_mpi_plugin_are_refused", slurm_tasks_without_an_mpi_plugin_are_refused),
     ];
     let kind = if is_possible { "" } else { "needs SLURM" };
     trials.into_iter().map(|trial| trial.with_kind(kind).with_ignored_flag(!is_possible)).collect()

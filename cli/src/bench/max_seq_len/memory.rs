@@ -101,7 +101,12 @@ impl Display for StepMemory {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let mib = |bytes: u64| bytes as f64 / MIB;
         let Self { planned, in_use, writable, at_start } = *self;
-        write!(f, "memory of its step, all ranks: {:.0} MiB planned, {:.0} MiB allocated", mib(planned), mib(in_use))?;
+        write!(
+            f,
+            "memory of its step, all ranks: {:.0} MiB planned, {:.0} MiB allocated",
+            mib(planned),
+            mib(in_use)
+        )?;
         if let Some(WritableMemory { resident, mapped }) = writable {
             write!(f, ", {:.0} MiB resident, {:.0} MiB mapped", mib(resident), mib(mapped))?;
         }
