@@ -51,7 +51,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let mut config = config(&args)?;
     let tokenizer = open_tokenizer(config.ulysses.model.as_deref(), &mut config.ulysses.tokenizer)?;
     let source = model::open(&args.model, config.seed, tokenizer.vocab_size())?;
-    source.check_exchange(config.micro_batch_size, args.seq_len, &config, config.mesh.sp_size)?;
+    source.check_exchange(config.micro_batch_size, args.seq_len, &config)?;
     settings::check_memory(&config, &source.config, args.seq_len, config.world_size())?;
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
     let options = settings::launch_options(config.ulysses.threads_per_rank, mesh.world_size())?;

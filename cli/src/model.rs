@@ -102,9 +102,8 @@ impl ModelSource {
         batch: usize,
         seq_len: usize,
         config: &Config,
-        sp_size: usize,
     ) -> Result<(), Failure> {
-        check_exchange(&self.config, (batch, seq_len), config, sp_size)
+        check_exchange(&self.config, batch, seq_len, config)
     }
 }
 
@@ -124,11 +123,12 @@ pub(super) fn check_config(model: &LlamaConfig, config: &Config) -> Result<(), F
 /// Checks before ranks start that each sp rank gets a head and a token.
 pub(super) fn check_exchange(
     model: &LlamaConfig,
-    (batch, seq_len): (usize, usize),
+    batch: usize,
+    seq_len: usize,
     config: &Config,
-    sp_size: usize,
 ) -> Result<(), Failure> {
     let LlamaConfig { num_kv_heads, head_dim, .. } = *model;
+    let sp_size = config.mesh.sp_size;
     let chunks = config.ulysses.head_chunks;
     if chunks > num_kv_heads {
         return Err(Failure::Usage(anyhow!(

@@ -94,7 +94,7 @@ impl TrainingArgs {
         let overrides = Overrides { seq_len: Some(seq_len), ..Overrides::default() };
         let config = raw.resolve(&overrides).or_usage()?;
         let source = model::open(&self.model, SEED, 256)?;
-        source.check_exchange(config.micro_batch_size, seq_len, &config, config.mesh.sp_size)?;
+        source.check_exchange(config.micro_batch_size, seq_len, &config)?;
         settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
         let num_tokens =

@@ -232,7 +232,7 @@ fn resolve(path: &Path, args: &PlanArgs) -> Result<Config, Failure> {
 fn check_model(model: &LlamaConfig, config: &Config) -> Result<(), Failure> {
     check_config(model, config)?;
     let seq_len = config.ulysses.seq_len.unwrap_or(config.mesh.sp_size);
-    check_exchange(model, (config.micro_batch_size, seq_len), config, config.mesh.sp_size)
+    check_exchange(model, config.micro_batch_size, seq_len, config)
 }
 
 impl Report {

@@ -68,7 +68,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Prepared, Fail
     let model = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     model.check_config(&config)?;
     for (_, seq_len) in &seq_lens {
-        model.check_exchange(config.micro_batch_size, *seq_len, &config, config.mesh.sp_size)?;
+        model.check_exchange(config.micro_batch_size, *seq_len, &config)?;
         settings::check_memory(&config, &model.config, *seq_len, local_ranks)?;
     }
     let sources = Sources::read(&config, &tokenizer, model.config.vocab_size).or_run()?;

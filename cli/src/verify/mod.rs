@@ -129,7 +129,7 @@ impl Check {
         batch.pad_rows(dp).or_usage()?;
         let config = self.config(dp, sp, stage, batch.batch())?;
         self.source.check_config(&config)?;
-        self.source.check_exchange(rows, seq_len, &config, sp)?;
+        self.source.check_exchange(rows, seq_len, &config)?;
         let world_size = mesh.world_size();
         let options = settings::launch_options(config.ulysses.threads_per_rank, ranks.local(world_size))?;
         ranks.run(world_size, &options, |rank| {
