@@ -1,4 +1,4 @@
-//! What PyTorch computed, on meshes of processes.
+//! Fixtures that PyTorch computed, on meshes of processes.
 
 use crate::job::Job;
 use crate::support::cli::Workplace;

@@ -1,4 +1,4 @@
-//! `ulysses launch` with MPI between the ranks.
+//! `ulysses launch` with ranks connected by MPI.
 
 use crate::job::Job;
 use crate::support::cli::Workplace;

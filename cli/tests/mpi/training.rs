@@ -1,4 +1,4 @@
-//! `ulysses train --backend mpi`, against the same training on threads.
+//! `ulysses train --backend mpi` compared with threads.
 
 use crate::job::{Job, Running};
 use crate::support::cli::{Outcome, Workplace};
@@ -34,7 +34,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials
 }
 
-/// The binary under `mpirun`, in a workplace.
+/// The binary under `mpirun` in a workplace.
 fn job(place: &Workplace, processes: usize, arguments: &[&str]) -> Job {
     let arguments = [arguments, &["--backend", "mpi"]].concat();
     Job::new(processes, Path::new(env!("CARGO_BIN_EXE_ulysses")), &arguments).within(&place.path("."))
@@ -44,7 +44,7 @@ fn train(place: &Workplace, processes: usize, arguments: &[&str]) -> Outcome {
     job(place, processes, &[&["train", "config.json"], arguments].concat()).run()
 }
 
-/// What a step's metrics say of the training, without the times and the memory.
+/// Returns a step's metrics without times and memory.
 pub(crate) fn learnt(place: &Workplace, metrics: &str) -> Vec<Value> {
     let keys = ["step", "loss", "lr", "grad_norm", "tokens", "comm_bytes"];
     let pick = |step: Value| Value::Array(keys.iter().map(|key| step[key].clone()).collect());
@@ -95,7 +95,7 @@ fn exchanges_and_collectives_are_measured() {
     let place = Workplace::new();
     let report = |bench: &str| -> Value {
         let outcome = job(&place, 3, &["bench", bench, "--mib", "1", "--repeats", "2", "--json"]).run();
-        // One process prints, or this is no JSON.
+        // Valid JSON means that only one process printed.
         serde_json::from_str(&outcome.assert_done().stdout)
             .unwrap_or_else(|error| panic!("{error}: {outcome:?}"))
     };
@@ -137,7 +137,7 @@ fn mpirun_is_discovered_and_its_processes_fill_the_mesh() {
     assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 1"), "no mesh, no backend: {outcome:?}");
     let resolved = place.read_json("out/config.json");
     assert_eq!(resolved["ulysses"]["backend"], "mpi");
-    // What the file says of the backend counts, and then each process is on its own.
+    // The backend in the file takes precedence; each process then trains by itself.
     place.write_config("threads.json", json!({ "ulysses": { "backend": "thread" } }));
     let script = "exec \"$0\" train threads.json --output out-$OMPI_COMM_WORLD_RANK";
     let arguments = ["-c", script, env!("CARGO_BIN_EXE_ulysses")];
@@ -153,7 +153,7 @@ fn a_config_error_is_reported_once() {
     refused_without_file(&place);
 }
 
-/// Only rank 1 lacks the file: it is the one to say so.
+/// Only rank 1 lacks the file, so rank 1 reports the error.
 fn refused_without_file(place: &Workplace) {
     place.write_config("good.json", json!({}));
     let script =
@@ -175,7 +175,7 @@ fn contradictory_ranks_are_both_shown() {
     }
 }
 
-/// The same training, for which rank 1 has an argument of its own.
+/// The same training, with a different argument on rank 1.
 fn with_odd_rank_1(place: &Workplace, argument: &str) -> Outcome {
     let script = "if [ \"$OMPI_COMM_WORLD_RANK\" = 1 ]; then set -- \"$@\" $ODD; fi; exec \"$0\" \"$@\"";
     let script = format!("ODD='{argument}'; {script}");
@@ -223,7 +223,7 @@ pub(crate) fn wait_for_steps(running: &Running, metrics: &Path, steps: usize) {
     }
 }
 
-/// The processes that a process has started.
+/// Returns the child processes of a process.
 pub(crate) fn children(parent: u32) -> Vec<u32> {
     let is_child = |pid: &u32| {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
