@@ -122,7 +122,7 @@ fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
 #[test]
 fn the_table_has_the_figures_and_their_baseline() {
     let outcome = Workplace::new().run(&["bench", "all-to-all", "--mib", "1", "--repeats", "1"]);
-    for expected in ["GB/s", "copy", "seq_to_head", " of copy", "2 rank(s)"] {
+    for expected in ["GB/s", "copy", "seq_to_head", " × copy", "2 rank(s)"] {
         assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
     }
 }

@@ -29,7 +29,7 @@ fn verify_inspect_and_diff_describe_checkpoints() {
     let expected = [
         "checkpoint  out/step_00000002",
         "mesh dp 2 × sp 1, ZeRO stage 3",
-        "2 (2 updates)",
+        "2 (2 optimizer updates)",
         "8 sequences of 16 tokens consumed, seed 1234",
         "parameters, exp_avg, exp_avg_sq × 2 partition(s)",
         "model.embed_tokens.weight",
@@ -172,7 +172,7 @@ fn an_export_of_an_old_checkpoint_takes_fields_from_the_model_or_lists_missing_o
     let place = trained_from_a_model();
     forget_source(&place);
     let outcome = export(&place, "found", &["--dtype", "f32"]);
-    assert!(outcome.assert_done().stderr.contains("that of model is taken"), "{outcome:?}");
+    assert!(outcome.assert_done().stderr.contains("using that of model"), "{outcome:?}");
     assert_eq!(place.read_json("found/config.json"), kept_config(&place));
     assert!(place.path("found/generation_config.json").exists());
     // The directory now contains another model.
@@ -180,7 +180,7 @@ fn an_export_of_an_old_checkpoint_takes_fields_from_the_model_or_lists_missing_o
     other["rms_norm_eps"] = json!(1e-6);
     place.write("model/config.json", other.to_string());
     let outcome = export(&place, "lacking", &[]);
-    for expected in ["model describes no such model now", "`eos_token_id`", "`max_position_embeddings` is 64"]
+    for expected in ["model now describes another model", "`eos_token_id`", "`max_position_embeddings` is 64"]
     {
         assert!(outcome.assert_done().stderr.contains(expected), "no {expected:?} in {outcome:?}");
     }

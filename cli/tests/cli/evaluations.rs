@@ -56,7 +56,7 @@ fn the_best_checkpoint_is_kept_and_found_on_another_mesh() {
     let (best, loss) = lowest(&evaluations(&place, "out/metrics.jsonl"));
     assert!(best < 8, "the loss must grow in the end: {:?}", evaluations(&place, "out/metrics.jsonl"));
     let name = format!("step_{best:08}");
-    let expected = format!("lowest loss {loss:.4} at step {best}; out/{name} is the best checkpoint");
+    let expected = format!("best loss {loss:.4} at step {best}; best checkpoint out/{name}");
     assert!(outcome.stdout.contains(&expected), "no {expected:?} in {outcome:?}");
     assert_eq!(place.read("out/best"), format!("{name}\n"));
     assert_eq!(steps(&place.path("out")).unwrap(), [8, best]);

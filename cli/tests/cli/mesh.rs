@@ -81,7 +81,7 @@ fn a_preset_with_sizes_uses_the_nodes_of_the_flags() {
     refused(&["fsdp", "--nodes", "3", "--world-size", "8"], &["--world-size 8", "--nodes 3"]);
     refused(&["fsdp", "--devices-per-node", "3", "--world-size", "8"], &["--devices-per-node 3"]);
     let contradictory = ["fsdp", "--nodes", "2", "--devices-per-node", "4", "--world-size", "6"];
-    refused(&contradictory, &["--world-size 6", "are 8 ranks"]);
+    refused(&contradictory, &["--world-size 6", "which give 8 ranks"]);
 }
 
 #[test]

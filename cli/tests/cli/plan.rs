@@ -194,7 +194,7 @@ fn suggested_meshes_are_multiples_of_the_shard_size() {
     assert_eq!(meshes, [json!([8, 1, 4]), json!([4, 2, null])]);
     let text = place.run(&["plan", "changed.json", "--model", "nano"]);
     assert!(text.assert_done().stdout.contains("8 × 1 (2 replicas of 4)"), "{}", text.stdout);
-    assert!(text.stdout.contains("dp in multiples of 4 partitions"), "{}", text.stdout);
+    assert!(text.stdout.contains("dp a multiple of 4 partitions"), "{}", text.stdout);
     // Unlisted meshes are those that training refuses.
     place.write_config(
         "other.json",
@@ -343,7 +343,7 @@ fn invalid_plans_are_refused_by_name() {
     let checkpointing = json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 9 });
     let group = json!({ "match": "no_such_name", "lr": 0.1 });
     for (features, names) in [
-        (json!({ "head_chunks": 3 }), ["`ulysses.head_chunks` is 3", "at most 2 chunks"]),
+        (json!({ "head_chunks": 3 }), ["`ulysses.head_chunks` is 3", "expected at most 2"]),
         (checkpointing, ["activation_checkpointing_interval` is 9", "at most 2"]),
         (json!({ "parameter_groups": [group] }), ["no_such_name", "parameter_groups[0]"]),
     ] {

@@ -30,7 +30,7 @@ fn with_a_machine_the_step_time_is_predicted() {
     let text = place.run(&[&["plan"], &arguments[..], &["m.json", "--html", "plan.html"]].concat());
     text.assert_done();
     assert!(text.stdout.contains("predicted step time on a paper machine"), "{}", text.stdout);
-    assert!(place.read("plan.html").contains("Predicted time of a step on a paper machine"));
+    assert!(place.read("plan.html").contains("Predicted step time on a paper machine"));
     let of = |file: &str| plan(&place, &[&arguments[..], &[file]].concat());
     let (slow, fast) = (of("m.json"), of("fast.json"));
     assert_eq!(slow["mesh"]["ranks_per_node"], 2);

@@ -268,7 +268,7 @@ fn a_checkpoint_as_output_directory_is_refused() {
     let place = workplace();
     place.run(&["train", "c.json", "--steps", "5"]).assert_done();
     let outcome = place.run(&["train", "c.json", "--steps", "7", "--output", "out/step_00000005"]);
-    outcome.assert_refused(2, &["--output out/step_00000005: this is a checkpoint"]);
+    outcome.assert_refused(2, &["--output out/step_00000005: expected a directory"]);
     place.run(&["checkpoint", "verify", "out"]).assert_done();
     assert!(!place.path("out/step_00000005/config.json").exists());
 }
