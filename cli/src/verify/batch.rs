@@ -67,7 +67,7 @@ fn optional<T>(
         let (sequence, position) = (index / shape[1], index % shape[1]);
         convert(value).with_context(|| {
             format!(
-                "{name} is {value} at sequence {sequence}, position {position}; expected 0 to {}",
+                "{name} is {value} in sequence {sequence}, position {position}; expected 0 to {}",
                 u32::MAX
             )
         })

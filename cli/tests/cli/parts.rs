@@ -135,7 +135,7 @@ fn a_killed_part_keeps_the_records_of_earlier_parts() {
     let first = place.read_json("out/run.json");
     kill_after(&place, 7);
     place.run(&["report", "out"]).assert_done();
-    assert!(place.read("out/report.html").contains("1 of 2 parts did not end"));
+    assert!(place.read("out/report.html").contains("1 of 2 parts did not finish"));
     let killed = place.metrics("out/metrics.jsonl").len() as u64;
     train(&place, killed + 2, &["--resume"]).assert_done();
     let record = place.read_json("out/run.json");

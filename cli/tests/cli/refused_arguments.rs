@@ -61,7 +61,7 @@ fn invalid_numbers_are_refused_with_the_expected_kind() {
         let expected = format!("invalid value '{value}' for '{flag} ");
         let outcome = train(&[flag, value]);
         outcome.assert_refused(2, &[&expected, "expected a whole number of at least 0"]);
-        assert!(outcome.stderr.ends_with("negative\n"), "{outcome:?}");
+        assert!(outcome.stderr.ends_with("at least 0\n"), "{outcome:?}");
     }
     train(&["--steps", "99999999999999999999"]).assert_refused(2, &["'--steps ", "a smaller number"]);
     let plan = |gib: &str| Workplace::new().run(&["plan", "c.json", "--memory-gib", gib]);
@@ -107,21 +107,21 @@ fn a_negative_number_is_a_flag_value_in_every_command() {
 
 #[test]
 fn runs_beyond_the_limits_of_this_machine_are_refused() {
-    train(&["--threads-per-rank", "100000"]).assert_refused(2, &["100000 thread(s)", "at most 4096"]);
+    train(&["--threads-per-rank", "100000"]).assert_refused(2, &["100000 thread(s)", "the limit of 4096"]);
     train(&["--seq-len", "4000000000"]).assert_refused(2, &["GiB", "4000000000 tokens", "seq_len"]);
-    verify(&["--mesh", "100000x1"]).assert_refused(2, &["100000 rank(s)", "at most 4096"]);
+    verify(&["--mesh", "100000x1"]).assert_refused(2, &["100000 rank(s)", "the limit of 4096"]);
     let place = Workplace::new();
     let per_rank = json!({ "train_batch_size": null, "train_micro_batch_size_per_gpu": 1 });
     place.write_config("c.json", per_rank);
     let outcome = place.run(&["train", "c.json", "--mesh", "100000x1"]);
-    outcome.assert_refused(2, &["100000 rank(s)", "at most 4096", "mesh"]);
+    outcome.assert_refused(2, &["100000 rank(s)", "the limit of 4096", "mesh"]);
 }
 
 #[test]
 fn verify_refuses_invalid_tolerances_stages_and_outputs() {
     for tolerance in ["-1", "nan", "inf", "small"] {
         let refused = verify(&["--mesh", "1x1", "--tolerance", tolerance]);
-        refused.assert_refused(2, &["--tolerance", tolerance, "a number from 0"]);
+        refused.assert_refused(2, &["--tolerance", tolerance, "a number of at least 0"]);
     }
     verify(&["--mesh", "1x1", "--zero-stage", "4"]).assert_refused(2, &["--zero-stage", "4", "0..=3"]);
     let no_directory = verify(&["--mesh", "1x1", "--output", "no/such/o.safetensors"]);

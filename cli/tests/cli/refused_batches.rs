@@ -89,7 +89,7 @@ fn values_out_of_range_are_refused_with_sequence_and_position() {
         ("shift_labels", -5, "label -5"),
     ] {
         let outcome = verify(|tensors| set(tensors, name, 1, 5, value));
-        outcome.assert_refused(2, &["b.safetensors", expected, "row 1, position 5"]);
+        outcome.assert_refused(2, &["b.safetensors", expected, "1, position 5"]);
     }
 }
 

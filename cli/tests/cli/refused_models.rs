@@ -267,7 +267,7 @@ fn non_finite_weights_end_the_run() {
     for arguments in [&["--json"][..], &[]] {
         let eval = ["eval", "model", "--data", "text.txt", "--seq-len", "64"];
         let eval = model.place.run(&[&eval[..], arguments].concat());
-        eval.assert_refused(1, &["the loss of model is NaN", "not finite"]);
+        eval.assert_refused(1, &["the loss of model is not finite: NaN"]);
         assert!(eval.stdout.contains("loss"), "{eval:?}");
     }
 }

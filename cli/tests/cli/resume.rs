@@ -135,7 +135,7 @@ fn runs_are_not_mixed() {
     train(&[])
         .assert_refused(2, &["out contains checkpoints of an earlier run, up to step_00000007", "--resume"]);
     let outcome = train(&["--resume=out/step_00000005"]);
-    outcome.assert_refused(2, &["out holds step_00000007, which is newer than out/step_00000005"]);
+    outcome.assert_refused(2, &["out contains step_00000007, which is newer than out/step_00000005"]);
     train(&["--resume", "--seed", "9"])
         .assert_refused(2, &["(--seed) was 1234 when it was saved and is 9 in this run", "export"]);
     train(&["--resume", "--seq-len", "32"])
@@ -237,7 +237,7 @@ fn a_run_resumes_from_the_newest_valid_checkpoint_of_another_run() {
     let outcome = train(&["--steps", "14", "--output", "other", "--resume=other/"]);
     assert!(outcome.assert_done().stderr.contains("resumed from other/step_00000012"), "{outcome:?}");
     let outcome = train(&["--steps", "16", "--output", "other", "--resume=out"]);
-    outcome.assert_refused(2, &["other holds step_00000014, which is newer than out"]);
+    outcome.assert_refused(2, &["other contains step_00000014, which is newer than out"]);
 }
 
 #[test]
