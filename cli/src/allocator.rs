@@ -1,4 +1,4 @@
-//! The allocator of the command line: counts, and ends the process with an error when there is no memory.
+//! The allocator of the command: exits with an error message if an allocation fails.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::fmt::{self, Display, Formatter};
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use ulysses::memory;
 
-/// An allocator that ends the process with an error and exit code 1 when it gets no memory, where Rust aborts.
+/// An allocator that exits with a message and code 1 if an allocation fails, where Rust would abort.
 pub(crate) struct OrExit<A>(pub(crate) A);
 
 impl<A> OrExit<A> {
@@ -19,8 +19,7 @@ impl<A> OrExit<A> {
     }
 }
 
-// SAFETY: every method forwards to the inner allocator with the arguments it got, and returns what that returns or does
-// not return.
+// SAFETY: every method forwards its arguments to the inner allocator and returns the result, or does not return.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for OrExit<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's obligations are those of the inner allocator.
@@ -43,8 +42,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for OrExit<A> {
     }
 }
 
-/// Reports the allocation that failed, without allocating, and ends the process. The first thread to come here does it
-/// for all.
+/// Reports the failed allocation without allocating, and exits. Only the first thread reports; others wait.
 #[cold]
 fn out_of_memory(bytes: usize) -> ! {
     static IS_REPORTED: AtomicBool = AtomicBool::new(false);
@@ -55,12 +53,12 @@ fn out_of_memory(bytes: usize) -> ! {
     let mut rest = &mut message[..];
     let (category, live_bytes) = (memory::current().name(), memory::live_bytes());
     let planned = crate::settings::PLANNED_PEAK.get().map_or("", String::as_str);
-    // The message fits; a name of a thread has 15 bytes at most.
+    // The message fits: thread names have at most 15 bytes.
     let _ = writeln!(
         rest,
         "error: out of memory: a memory allocation of {bytes} bytes ({category}) failed on thread {thread}, which holds \
-         {live_bytes} bytes{planned}; `ulysses plan` says how much a run needs, `ulimit -v` and `ulimit -d` how much this \
-         process may have",
+         {live_bytes} bytes{planned}; `ulysses plan` predicts the memory of a run, `ulimit -v` and `ulimit -d` show the \
+         limits of this process",
         thread = ThreadName::current(),
     );
     let length = 512 - rest.len();
@@ -71,7 +69,7 @@ fn out_of_memory(bytes: usize) -> ! {
     }
 }
 
-/// The name of this thread as the system knows it, `rank-N` of a rank. `std::thread::current` may allocate.
+/// The system's name of this thread, such as `rank-0`. `std::thread::current` may allocate.
 struct ThreadName([u8; 16]);
 
 impl ThreadName {

@@ -1,7 +1,7 @@
 //! `ulysses checkpoint`.
 
 use super::arguments::at_least_1;
-use super::{Failure, OrFail, note, print};
+use super::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
 use clap::{Subcommand, ValueEnum};
 use serde_json::Value;
@@ -20,46 +20,45 @@ pub(super) struct CheckpointArgs {
     action: Action,
 }
 
-/// DIR is a checkpoint (`out/step_00000100`), a file that names one (`out/best`, `out/latest`), or a run's output directory, of which the newest
-/// checkpoint is meant.
+/// DIR is a checkpoint (`out/step_00000100`), a file that names one (`out/best`, `out/latest`), or an output directory,
+/// which stands for its newest checkpoint.
 #[derive(Subcommand)]
 enum Action {
-    /// Compare size, header and BLAKE3 of every file with the manifest. Exit code 1 for damage.
+    /// Verify size, header and BLAKE3 hash of every file. Exit code 1 for a damaged checkpoint.
     Verify {
-        /// Checkpoint or output directory.
+        /// Checkpoint, or output directory for its newest checkpoint.
         dir: PathBuf,
     },
-    /// Print what a checkpoint holds.
+    /// Print step, mesh, state and parameters of a checkpoint.
     Inspect {
-        /// Checkpoint or output directory.
+        /// Checkpoint, or output directory for its newest checkpoint.
         dir: PathBuf,
     },
-    /// Compare two checkpoints element by element, whatever meshes saved them. Exit code 1 when
-    /// they differ.
+    /// Compare two checkpoints element by element, across meshes. Exit code 1 if they differ.
     Diff {
-        /// Checkpoint or output directory.
+        /// Checkpoint, or output directory for its newest checkpoint.
         first: PathBuf,
-        /// Checkpoint or output directory.
+        /// Checkpoint, or output directory for its newest checkpoint.
         second: PathBuf,
     },
-    /// Write the parameters in Hugging Face's layout.
+    /// Export the parameters as a Hugging Face model directory.
     Export(ExportArgs),
 }
 
 #[derive(clap::Args)]
 struct ExportArgs {
-    /// Checkpoint or output directory.
+    /// Checkpoint, or output directory for its newest checkpoint.
     dir: PathBuf,
-    /// Directory to write, which must not exist.
+    /// Output directory; must not exist.
     #[arg(long)]
     output: PathBuf,
-    /// Dtype of the export. Without it, that of the model that the run started from; f32 for a preset.
+    /// Dtype of the weights [default: dtype of the initial model, f32 for presets].
     #[arg(long)]
     dtype: Option<DtypeArg>,
-    /// Most megabytes (10^6 bytes) of tensors in a file.
+    /// Maximum size of a weight file in MB (10^6 bytes).
     #[arg(long, default_value_t = 5000, value_parser = at_least_1::<u64>)]
     max_file_mb: u64,
-    /// tokenizer.json to copy; the one that the run was given, without it.
+    /// tokenizer.json to copy [default: the run's].
     #[arg(long)]
     tokenizer: Option<PathBuf>,
 }
@@ -88,7 +87,7 @@ pub(super) fn run(args: CheckpointArgs) -> Result<(), Failure> {
             let manifest = checkpoint.manifest();
             let (dir, files, bytes) =
                 (checkpoint.dir().display(), manifest.files.len(), manifest.total_bytes());
-            print(format_args!("{dir}: sound, {files} files, {bytes} bytes\n"))
+            print(format_args!("{dir}: valid, {files} files, {bytes} bytes\n"))
         }
         Action::Inspect { dir } => {
             let checkpoint = open(&dir)?;
@@ -99,7 +98,7 @@ pub(super) fn run(args: CheckpointArgs) -> Result<(), Failure> {
     }
 }
 
-/// The checkpoint that an argument means.
+/// Opens the checkpoint that an argument names.
 fn open(dir: &Path) -> Result<Checkpoint, Failure> {
     let pointed = pointed_to(dir);
     let dir = pointed.as_deref().unwrap_or(dir);
@@ -107,7 +106,7 @@ fn open(dir: &Path) -> Result<Checkpoint, Failure> {
         return Checkpoint::open(dir).or_run();
     }
     let newest = step_directories(dir).or_run()?.into_iter().next();
-    let none = || anyhow!("{}: neither a checkpoint nor a directory that holds one", dir.display());
+    let none = || anyhow!("{}: neither a checkpoint nor a directory that contains one", dir.display());
     Checkpoint::open(&dir.join(newest.ok_or_else(none).or_usage()?.name)).or_run()
 }
 
@@ -117,7 +116,7 @@ fn open_verified(dir: &Path) -> Result<Checkpoint, Failure> {
     Ok(checkpoint)
 }
 
-/// What the manifest says, for people.
+/// Formats the manifest as text.
 fn description(checkpoint: &Checkpoint) -> String {
     let manifest = checkpoint.manifest();
     let Manifest { run_id, mesh, zero_stage, progress, .. } = manifest;
@@ -125,9 +124,15 @@ fn description(checkpoint: &Checkpoint) -> String {
     let facts = [
         ("checkpoint", checkpoint.dir().display().to_string()),
         ("run", run_id.clone()),
-        ("saved by", format!("mesh dp {} × sp {}, ZeRO stage {zero_stage}", mesh.dp, mesh.sp)),
-        ("step", format!("{} ({} updates)", progress.step, progress.optimizer_step)),
-        ("data", format!("{} samples of {} tokens, seed {}", data.samples_consumed, data.seq_len, data.seed)),
+        ("saved on", format!("mesh dp {} × sp {}, ZeRO stage {zero_stage}", mesh.dp, mesh.sp)),
+        ("step", format!("{} ({} optimizer updates)", progress.step, progress.optimizer_step)),
+        (
+            "data",
+            format!(
+                "{} sequences of {} tokens consumed, seed {}",
+                data.samples_consumed, data.seq_len, data.seed
+            ),
+        ),
         ("precision", progress.precision.clone().unwrap_or_else(|| "f32".into())),
         ("state", format!("{} × {} partition(s)", manifest.kinds.join(", "), manifest.num_partitions)),
         ("size", format!("{} bytes in {} files", manifest.total_bytes(), manifest.files.len())),
@@ -165,7 +170,7 @@ fn compare(first: &Checkpoint, second: &Checkpoint) -> Result<(), Failure> {
     let steps = [first, second].map(|checkpoint| checkpoint.manifest().progress.step);
     let all = comparisons.len();
     print(format_args!(
-        "{text}steps {} and {}: {} of {all} tensors are equal to the bit\n",
+        "{text}steps {} and {}: {} of {all} tensors are bit-identical\n",
         steps[0],
         steps[1],
         all - differing
@@ -173,7 +178,7 @@ fn compare(first: &Checkpoint, second: &Checkpoint) -> Result<(), Failure> {
     if differing == 0 { Ok(()) } else { Err(Failure::Run(anyhow!("the checkpoints differ"))) }
 }
 
-/// Adds the files of the run's model directory to a checkpoint of an earlier version, which lacks them.
+/// Adds the files of the initial model directory to a checkpoint of an earlier version, which lacks them.
 fn find_source(checkpoint: Checkpoint) -> Checkpoint {
     let manifest = checkpoint.manifest();
     let model = manifest.config.pointer("/ulysses/model").and_then(Value::as_str);
@@ -183,19 +188,19 @@ fn find_source(checkpoint: Checkpoint) -> Checkpoint {
     let dir = Path::new(dir);
     match HfSource::read(dir).ok().filter(|source| source.describes(&manifest.model)) {
         Some(source) => {
-            note(format_args!(
-                "note: the checkpoint lacks the config.json that its run started from: that of {} is taken, which \
-                 describes the same model",
+            log_line(format_args!(
+                "note: the checkpoint lacks the config.json of its initial model: using that of {}, which describes the \
+                 same model",
                 dir.display()
             ));
             checkpoint.with_source(source)
         }
         None => {
-            note(format_args!(
-                "note: the checkpoint lacks the config.json that its run started from, and {} describes no such model \
-                 now: `bos_token_id`, `eos_token_id`, `pad_token_id`, the other fields that do not shape the model and \
-                 generation_config.json are not exported, and `max_position_embeddings` is {} unless RoPE scaling states \
-                 it; add them to the export by hand",
+            log_line(format_args!(
+                "note: the checkpoint lacks the config.json of its initial model, and {} now describes another model. Not \
+                 exported: `bos_token_id`, `eos_token_id`, `pad_token_id`, generation_config.json and other fields that \
+                 do not affect the shape. `max_position_embeddings` is {} unless RoPE scaling states it. Add them to the \
+                 export by hand",
                 dir.display(),
                 manifest.progress.data.seq_len
             ));
@@ -206,16 +211,16 @@ fn find_source(checkpoint: Checkpoint) -> Checkpoint {
 
 fn run_export(args: ExportArgs) -> Result<(), Failure> {
     if args.output.symlink_metadata().is_ok() {
-        let message = "there is something of this name already; an export is a new directory";
+        let message = "exists already; an export needs a new directory";
         return Err(Failure::Usage(anyhow!("--output {}: {message}", args.output.display())));
     }
     let checkpoint = find_source(open_verified(&args.dir)?);
     let of_run = || checkpoint.manifest().config.pointer("/ulysses/tokenizer")?.as_str().map(PathBuf::from);
     let tokenizer = args.tokenizer.or_else(of_run);
     match &tokenizer {
-        None => note("the run took bytes for tokens: there is no tokenizer to copy"),
+        None => log_line("no tokenizer to copy: the tokens of this run are bytes"),
         Some(path) if !path.is_file() => {
-            let message = format!("{}: no such tokenizer; give it as --tokenizer", path.display());
+            let message = format!("{}: no such tokenizer; give one with --tokenizer", path.display());
             return Err(Failure::Usage(anyhow!(message)));
         }
         Some(path) => {
@@ -225,9 +230,8 @@ fn run_export(args: ExportArgs) -> Result<(), Failure> {
     let of_source = || ExportDtype::from_hf_name(checkpoint.manifest().source.as_ref()?.dtype.as_deref()?);
     let dtype = args.dtype.map(ExportDtype::from).or_else(of_source).unwrap_or(ExportDtype::F32);
     if args.dtype.is_none() && dtype != ExportDtype::F32 {
-        note(
-            "note: parameters are rounded to the dtype of the model that the run started from; --dtype f32 keeps \
-             every bit",
+        log_line(
+            "note: the export rounds parameters to the dtype of the initial model; --dtype f32 keeps every bit",
         );
     }
     let options = ExportOptions {

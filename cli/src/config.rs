@@ -1,7 +1,7 @@
 //! `ulysses config`.
 
 use super::config_flags::ConfigFlags;
-use super::{Failure, OrFail, note, print, training_shape};
+use super::{Failure, OrFail, log_line, print, training_shape};
 use std::path::{Path, PathBuf};
 use ulysses::config::{
     Config, OpenValue, Overrides, PartlyResolved, RawConfig, Severity, explain, json_schema,
@@ -10,28 +10,29 @@ use ulysses::config::{
 
 #[derive(clap::Subcommand)]
 pub(super) enum ConfigCommand {
-    /// Say what a key does: its values, its default, what "auto" stands for, and whether it is honoured.
+    /// Explain a key: effect, valid values, default, and the meaning of "auto".
     Explain {
-        /// The path of the key, as in `zero_optimization.stage`, or its last name.
+        /// Path of the key, such as `zero_optimization.stage`, or its last part.
         key: String,
     },
-    /// Print a file complete: with defaults, batch sizes and what every "auto" became. Notes, and which values wait for
-    /// a flag, go to standard error.
+    /// Print the resolved config: defaults, batch sizes and the value of every "auto".
+    ///
+    /// Notes, and values that depend on a missing flag, go to standard error.
     Resolve {
         /// DeepSpeed-style JSON config.
         config: PathBuf,
-        /// Ranks: `DPxSP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Must not contradict the config.
+        /// Mesh: `DPxSP`, `dp=2,sp=2` or `dp_replicate=2,dp_shard=2,sp=2`. Must agree with the config.
         #[arg(long, allow_hyphen_values = true)]
         mesh: Option<String>,
-        /// Optimizer steps, to which a schedule may be left to decay.
+        /// Number of optimizer steps, for schedules that decay over the whole run.
         #[arg(long)]
         steps: Option<u64>,
         #[command(flatten)]
         flags: ConfigFlags,
     },
-    /// Print the reference of all keys in Markdown.
+    /// Print the reference of all keys as Markdown.
     Reference,
-    /// Print the JSON Schema of the file, for editors.
+    /// Print the JSON Schema of the config file, for editors.
     Schema,
 }
 
@@ -47,7 +48,7 @@ pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
             let PartlyResolved { config, written, open } = raw.resolve_partly(&overrides).or_usage()?;
             print_notes(&config);
             for OpenValue { key, waits_for } in open {
-                note(format_args!("open: `{key}` waits for {waits_for}"));
+                log_line(format_args!("open: `{key}` depends on {waits_for}"));
             }
             print_json(&written)
         }
@@ -60,24 +61,24 @@ fn print_json(value: &serde_json::Value) -> Result<(), Failure> {
     print(format_args!("{value:#}\n"))
 }
 
-/// Writes all that the user of a config should know to standard error.
+/// Prints all notes and `"auto"` values of a config to standard error.
 fn print_notes(config: &Config) {
-    config.notes.iter().for_each(note);
+    config.notes.iter().for_each(log_line);
     print_partition_note(config);
     for auto in &config.autos {
         match &auto.value {
-            Some(value) => note(format_args!("auto: `{}` = {value} ({})", auto.key, auto.source)),
-            None => note(format_args!("auto: `{}` ({})", auto.key, auto.source)),
+            Some(value) => log_line(format_args!("auto: `{}` = {value} ({})", auto.key, auto.source)),
+            None => log_line(format_args!("auto: `{}` ({})", auto.key, auto.source)),
         }
     }
 }
 
-/// Writes what the user of a run should know of its config to standard error: where results, memory or files differ
-/// from what the file at `path` asks for, and in one line how much more there is.
+/// Prints the config's warnings to standard error: settings whose effect differs from the file at `path`. Other notes and
+/// `"auto"` values are counted in one line.
 pub(super) fn print_warnings(config: &Config, path: &Path) {
     let (warnings, others): (Vec<_>, Vec<_>) =
         config.notes.iter().partition(|note| note.severity == Severity::Warning);
-    warnings.iter().for_each(note);
+    warnings.iter().for_each(log_line);
     print_partition_note(config);
     let autos = config.autos.iter().filter(|auto| auto.value.is_some()).count();
     let plural = |count: usize| if count == 1 { "" } else { "s" };
@@ -89,10 +90,10 @@ pub(super) fn print_warnings(config: &Config, path: &Path) {
         counts.into_iter().filter(|(count, _)| *count > 0).map(|(_, text)| text).collect();
     if !more.is_empty() {
         let (more, path) = (more.join(", "), path.display());
-        note(format_args!("config: {more}: `ulysses config resolve {path}` lists them"));
+        log_line(format_args!("config: {more}; list them with `ulysses config resolve {path}`"));
     }
 }
 
 fn print_partition_note(config: &Config) {
-    config.zero_partition_note().iter().for_each(|text| note(format_args!("warning: {text}")));
+    config.zero_partition_note().iter().for_each(|text| log_line(format_args!("warning: {text}")));
 }

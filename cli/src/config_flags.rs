@@ -1,17 +1,17 @@
-//! The flags that change a config, on every command that takes one.
+//! Flags that override config keys, for every command that takes a config.
 
 use ulysses::config::{Setting, Settings};
 
-/// `--set`, where other flags have the names of the shortcuts or do without.
+/// `--set` alone, for commands without the shortcuts of [`ConfigFlags`].
 #[derive(clap::Args, Clone, Default)]
 pub(super) struct SetFlags {
-    /// Set a key of the config, as in `--set zero_optimization.stage=3`. VALUE is JSON, or else a string. May be given
-    /// several times; other flags override it.
+    /// Config key to override, such as `--set zero_optimization.stage=3`. VALUE is JSON, else a string. Repeatable;
+    /// other flags take precedence.
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = Setting::parse)]
     set: Vec<Setting>,
 }
 
-/// `--set` and the shortcuts of the keys that are changed most.
+/// `--set` and shortcuts for the most frequently changed keys.
 #[derive(clap::Args, Clone, Default)]
 pub(super) struct ConfigFlags {
     #[command(flatten)]
@@ -19,11 +19,11 @@ pub(super) struct ConfigFlags {
     /// Learning rate: `optimizer.params.lr`.
     #[arg(long)]
     lr: Option<f64>,
-    /// Sequences per optimizer step, over all ranks: `train_batch_size`. The micro batch of the config stays, and the
-    /// accumulation follows.
+    /// Sequences per optimizer step over all ranks: `train_batch_size`. Keeps the micro batch size and adapts gradient
+    /// accumulation.
     #[arg(long)]
     batch_size: Option<usize>,
-    /// ZeRO stage, 0 to 3: `zero_optimization.stage`.
+    /// ZeRO stage (0 to 3): `zero_optimization.stage`.
     #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: Option<u8>,
 }

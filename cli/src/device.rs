@@ -6,21 +6,21 @@ use ulysses::device::DeviceKind;
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum DeviceArg {
-    /// The host.
+    /// CPU.
     Cpu,
-    /// NVIDIA GPUs, in a build with the feature `cuda`.
+    /// NVIDIA GPUs; needs a build with the feature `cuda`.
     Cuda,
 }
 
 impl DeviceArg {
-    /// The kind of device, once it is known that there is one.
+    /// Returns the kind of device after checking that one can be opened.
     pub(super) fn kind(self) -> Result<DeviceKind, Failure> {
         let kind = DeviceKind::from(self);
         kind.open(0).or_usage()?;
         Ok(kind)
     }
 
-    /// Its name on the command line.
+    /// Returns its name on the command line.
     pub(super) fn name(self) -> &'static str {
         DeviceKind::from(self).name()
     }

@@ -1,5 +1,4 @@
-//! Every `ulysses` command line that README and book show is one that the command line takes.
-//! `cli/tests/docs` runs them.
+//! Tests that the parser accepts every `ulysses` command line in README and book. `cli/tests/docs` runs them.
 
 #[path = "../../tests/support/documented.rs"]
 mod support;
@@ -9,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use support::all_blocks;
 
-/// The lines that a synopsis stands for: each alternative, with all that is optional, and numbers where there are to be.
+/// Expands a synopsis: every alternative, with all optional parts and with numbers for placeholders.
 fn lines(command: &str) -> Vec<Vec<String>> {
     let plain = command.replace(['[', ']'], "");
     plain.split_whitespace().fold(vec![Vec::new()], |lines, word| {
@@ -26,8 +25,8 @@ fn lines(command: &str) -> Vec<Vec<String>> {
     })
 }
 
-/// The command lines of `ulysses` in a command: what a launcher starts, and what `ulysses launch` starts.
-fn of_ulysses(command: &str) -> Vec<String> {
+/// Returns the `ulysses` command lines in a command, including those that a launcher starts.
+fn ulysses_commands(command: &str) -> Vec<String> {
     let mut found = Vec::new();
     if let Some(start) = format!(" {command}").find(" ulysses ") {
         let line = &command[start..];
@@ -42,11 +41,11 @@ fn of_ulysses(command: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_documented_command_is_one_that_there_is() {
+fn every_documented_command_is_accepted() {
     let mut num_lines = 0;
     for documented in all_blocks(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))).into_iter().flatten()
     {
-        for line in of_ulysses(&documented.command).iter().flat_map(|command| lines(command)) {
+        for line in ulysses_commands(&documented.command).iter().flat_map(|command| lines(command)) {
             num_lines += 1;
             if let Err(error) = command().try_get_matches_from(&line) {
                 panic!("{}:{}: {line:?}\n{error}", documented.file, documented.line);
@@ -56,8 +55,8 @@ fn every_documented_command_is_one_that_there_is() {
     assert!(num_lines > 40, "{num_lines}");
 }
 
-/// The batch files and manifests of `configs/clusters`, and the words that each starts a rank by.
-fn of_clusters() -> Vec<(String, Vec<String>)> {
+/// Returns the files of `configs/clusters`, each with the command that starts a rank.
+fn cluster_commands() -> Vec<(String, Vec<String>)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/clusters");
     let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let words = |path: PathBuf| {
@@ -69,7 +68,7 @@ fn of_clusters() -> Vec<(String, Vec<String>)> {
                 .map(|word| word.trim_matches('"').replace("$SLURM_CPUS_PER_TASK", "8"))
                 .collect()
         } else {
-            // Lists of YAML on which JSON agrees.
+            // YAML lists that are valid JSON.
             let list = |key: &str| -> Vec<String> {
                 let list = text.split(key).nth(1).unwrap().split(']').next().unwrap();
                 serde_json::from_str(&format!("{list}]")).unwrap()
@@ -82,8 +81,8 @@ fn of_clusters() -> Vec<(String, Vec<String>)> {
 }
 
 #[test]
-fn the_files_for_clusters_start_what_there_is() {
-    let files = of_clusters();
+fn the_cluster_files_start_ulysses_train() {
+    let files = cluster_commands();
     assert!(files.len() >= 4, "{files:?}");
     for (file, words) in files {
         let begin = words.iter().position(|word| word == "ulysses").unwrap();
@@ -94,17 +93,17 @@ fn the_files_for_clusters_start_what_there_is() {
 }
 
 #[test]
-fn commands_of_launchers_are_looked_into() {
-    let started = of_ulysses("mpirun -np 2 ulysses train c.json");
+fn commands_behind_launchers_are_found() {
+    let started = ulysses_commands("mpirun -np 2 ulysses train c.json");
     assert_eq!(started, ["ulysses train c.json"]);
-    let launched = of_ulysses("ulysses launch --nproc 2 -- train c.json");
+    let launched = ulysses_commands("ulysses launch --nproc 2 -- train c.json");
     assert_eq!(launched, ["ulysses launch --nproc 2 -- train c.json", "ulysses train c.json"]);
-    assert_eq!(of_ulysses("ulysses launch --program ./a.sh -- b").len(), 1);
-    assert_eq!(of_ulysses("git clone ulysses.git"), [""; 0]);
+    assert_eq!(ulysses_commands("ulysses launch --program ./a.sh -- b").len(), 1);
+    assert_eq!(ulysses_commands("git clone ulysses.git"), [""; 0]);
 }
 
 #[test]
-fn a_synopsis_stands_for_all_of_its_lines() {
+fn a_synopsis_expands_to_all_of_its_lines() {
     let expected = [["ulysses", "verify", "--steps", "1"], ["ulysses", "inspect", "--steps", "1"]];
     assert_eq!(lines("ulysses verify|inspect [--steps N]"), expected);
 }

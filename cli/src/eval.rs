@@ -1,6 +1,6 @@
-//! `ulysses eval`: what a model makes of data, without training.
+//! `ulysses eval`: loss and perplexity of a model on a dataset, without training.
 
-use super::data::{Sources, open_tokenizer, parse_packing};
+use super::sources::{Sources, open_tokenizer, parse_packing};
 use super::{DeviceArg, Failure, OrFail, dp_sp, model, print, settings};
 use anyhow::{Context, anyhow};
 use serde_json::json;
@@ -15,33 +15,33 @@ use ulysses::trainer::{Evaluation, evaluate};
 
 #[derive(clap::Args)]
 pub(super) struct EvalArgs {
-    /// Directory with config.json and model.safetensors, or a preset.
+    /// Model directory (config.json, model.safetensors), or preset (nano, tiny, small, base).
     model: String,
-    /// A file of text, JSONL or tokens, a directory, or a pattern; several are taken together.
+    /// Text, JSONL or token file, directory, or glob pattern. Repeatable.
     #[arg(long, required = true, value_name = "PATH")]
     data: Vec<String>,
-    /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
+    /// Hugging Face tokenizer.json [default: the model's own, else bytes].
     #[arg(long)]
     tokenizer: Option<String>,
-    /// Ranks: `DPxSP` or `dp=2,sp=2`.
+    /// Mesh: `DPxSP` or `dp=2,sp=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
-    /// Tokens in a row, over all sp ranks: the longest context that a prediction has.
+    /// Tokens per sequence, over all sp ranks: the longest context of a prediction.
     #[arg(long, default_value_t = 1024)]
     seq_len: usize,
-    /// Rows that a rank takes at once.
+    /// Sequences per forward pass and dp rank.
     #[arg(long, default_value_t = 1)]
     batch_size: usize,
-    /// Documents in rows: `greedy`, `cut` or `concat`.
+    /// Packing of documents into sequences: `greedy`, `cut` or `concat`.
     #[arg(long, default_value = "greedy", value_parser = parse_packing)]
     packing: Packing,
-    /// CPU threads of each rank; a fair share of the cores without it.
+    /// CPU threads per rank [default: an equal share of the cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
-    /// Where the ranks' tensors are.
+    /// Device of the ranks' tensors.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
-    /// Prints one JSON object.
+    /// Print one JSON object.
     #[arg(long)]
     json: bool,
 }
@@ -51,7 +51,7 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     let mut config = config(&args)?;
     let tokenizer = open_tokenizer(config.ulysses.model.as_deref(), &mut config.ulysses.tokenizer)?;
     let source = model::open(&args.model, config.seed, tokenizer.vocab_size())?;
-    source.check_exchange(config.micro_batch_size, args.seq_len, &config, config.mesh.sp_size)?;
+    source.check_exchange(config.micro_batch_size, args.seq_len, &config)?;
     settings::check_memory(&config, &source.config, args.seq_len, config.world_size())?;
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size).or_usage()?;
     let options = settings::launch_options(config.ulysses.threads_per_rank, mesh.world_size())?;
@@ -71,11 +71,11 @@ pub(super) fn run(args: EvalArgs) -> Result<(), Failure> {
     })?;
     match evaluation.loss() {
         loss if loss.is_finite() => Ok(()),
-        loss => Err(Failure::Run(anyhow!("the loss of {} is {loss}, which is not finite", args.model))),
+        loss => Err(Failure::Run(anyhow!("the loss of {} is not finite: {loss}", args.model))),
     }
 }
 
-/// An engine that holds as little as possible beside the parameters.
+/// Returns a config whose engine stores as little as possible apart from the parameters.
 fn config(args: &EvalArgs) -> Result<Config, Failure> {
     let at_least_1 = |name: &str, value: usize| match value {
         0 => Err(Failure::Usage(anyhow!("--{name}: expected at least 1, found 0"))),
@@ -101,7 +101,7 @@ fn config(args: &EvalArgs) -> Result<Config, Failure> {
     RawConfig::from_json_str(&text.to_string(), "eval").or_usage()?.resolve(&overrides).or_usage()
 }
 
-/// Bytes of the text that was predicted; `None` where they are not known, as some tokens are context only.
+/// Returns the number of predicted text bytes; `None` if unknown, because some tokens are context only.
 fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyhow::Result<Option<u64>> {
     let predicted: usize = data.sources().iter().map(|rows| rows.num_predicted_tokens()).sum();
     if predicted as u64 != evaluation.sum.valid_tokens {
@@ -112,7 +112,7 @@ fn text_bytes(config: &Config, data: &Dataset, evaluation: &Evaluation) -> anyho
     Ok(Some(bytes.sum::<Result<u64, _>>()?))
 }
 
-/// Description of the bytes that [`text_bytes`] counts.
+/// Describes the bytes that [`text_bytes`] counts.
 fn counted_bytes(data: &Dataset) -> &'static str {
     match data.sources().iter().all(|rows| rows.packing() == Packing::Concat) {
         true => "decoded text, without special tokens and the first token, which nothing predicts",
@@ -138,11 +138,11 @@ fn as_json(args: &EvalArgs, data: &Dataset, evaluation: Evaluation, bytes: Optio
 
 fn as_text(data: &Dataset, evaluation: Evaluation, bytes: Option<u64>) -> String {
     let bits = match (bits_per_byte(evaluation, bytes), bytes) {
-        (Some(bits), Some(bytes)) => format!("{bits:.4}, of {bytes} bytes: {}", counted_bytes(data)),
-        _ => "unknown: the tokens are not known to stand for a text".to_owned(),
+        (Some(bits), Some(bytes)) => format!("{bits:.4} over {bytes} bytes: {}", counted_bytes(data)),
+        _ => "unknown: the bytes of the tokens are unknown".to_owned(),
     };
     format!(
-        "loss           {:.6} nats per token, of {} tokens\nperplexity     {:.4}\nbits per byte  {bits}\nrows           \
+        "loss           {:.6} nats per token over {} tokens\nperplexity     {:.4}\nbits per byte  {bits}\nsequences      \
          {} of {} tokens\n",
         evaluation.loss(),
         evaluation.sum.valid_tokens,

@@ -1,8 +1,7 @@
 //! The `ulysses` command line: subcommands and exit codes.
 //!
-//! Exit codes: 0 done; 1 failed check or run, or data that cannot be trained
-//! on; 2 bad arguments, config, model description or batch file; 75 ended by a signal after
-//! a step, which was saved where the config has a `checkpoint` section.
+//! Exit codes: 0 done; 1 failed check or run, or unusable training data; 2 bad arguments, config, model description or
+//! batch file; 75 stopped by a signal after a step, which is saved if the config has a `checkpoint` section.
 
 mod allocator;
 mod arguments;
@@ -17,7 +16,6 @@ mod doctor;
 mod documented;
 mod eval;
 mod html;
-mod inspect;
 #[cfg(unix)]
 mod launch;
 mod manual;
@@ -29,7 +27,7 @@ mod progress;
 mod ranks;
 mod report;
 mod settings;
-mod tokens;
+mod sources;
 mod train;
 mod verify;
 
@@ -50,12 +48,12 @@ use ulysses::memory::CountingAllocator;
 use ulysses::mesh::{DeviceMesh, MeshError, TrainingShape};
 use ulysses::monitor::{Tracer, escaped};
 
-/// Counts what every rank's thread holds. mimalloc returns freed blocks to the next
-/// allocation without giving their pages back, which glibc does above 32 MiB.
+/// Counts the bytes that each rank's thread has allocated. mimalloc reuses freed blocks without unmapping their pages;
+/// glibc unmaps blocks above 32 MiB.
 #[global_allocator]
 static ALLOCATOR: CountingAllocator<OrExit<MiMalloc>> = CountingAllocator(OrExit(MiMalloc));
 
-/// Trains transformers on sequences too long for one device.
+/// The command line.
 #[derive(Parser)]
 #[command(name = "ulysses")]
 #[command(version, about)]
@@ -66,74 +64,74 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Train a model by a DeepSpeed-style JSON config.
+    /// Train a model from a DeepSpeed-style JSON config.
     Train(train::TrainArgs),
-    /// Start processes on this machine, watch them, and start them anew when one fails.
+    /// Start the ranks of a job on this machine as processes, and restart them after a failure.
     #[cfg(unix)]
     Launch(launch::LaunchArgs),
-    /// End the processes of a job when `launch` does not: `launch` starts it.
+    /// End the processes of a job if `launch` is killed. Started by `launch`.
     #[cfg(unix)]
     #[command(hide = true)]
     LaunchWatchdog(launch::WatchdogArgs),
-    /// Run one batch on a mesh and compare it with a single rank, or write what it gives.
+    /// Compare one batch on a mesh with the same batch on a single rank, or write its results to a file.
     Verify(verify::VerifyArgs),
-    /// Compute the loss, perplexity and bits per byte of a model on data.
+    /// Compute loss, perplexity and bits per byte of a model on a dataset.
     Eval(eval::EvalArgs),
-    /// Predict memory, arithmetic and communication of a run, and how long a sequence fits.
+    /// Predict memory, FLOPs and communication per rank, and the longest sequence that fits.
     Plan(plan::PlanArgs),
-    /// Make one HTML page of one or several runs: curves, communication, memory, config.
+    /// Write an HTML report of one or several runs: curves, communication, memory, config.
     Report(report::ReportArgs),
-    /// Explain the keys of a config file, or complete one.
+    /// Explain config keys, or resolve a config file.
     #[command(subcommand)]
     Config(config::ConfigCommand),
-    /// Verify, show, compare or export a checkpoint.
+    /// Verify, inspect, compare or export checkpoints.
     Checkpoint(checkpoint::CheckpointArgs),
-    /// Make files of tokens, or look into them.
+    /// Prepare token files, or inspect data.
     #[command(subcommand)]
-    Data(tokens::DataCommand),
-    /// Measure rates, each beside its baseline in the same run, or the longest row that fits.
+    Data(data::DataCommand),
+    /// Measure throughput against a baseline, or find the longest sequence that fits.
     Bench(bench::BenchArgs),
-    /// Draw who is in which group of a mesh.
+    /// Draw a device mesh with its process groups, or propose one.
     Mesh(mesh::MeshArgs),
-    /// Say what this machine offers, and test it: processor, memory, MPI, GPUs, disk, every collective.
+    /// Check this machine: CPU, memory, MPI, GPUs, disk and every collective.
     Doctor(doctor::DoctorArgs),
-    /// Print what lets a shell complete commands and flags.
+    /// Print a shell completion script.
     Completions {
-        /// The shell.
+        /// Shell to complete for.
         shell: Shell,
     },
-    /// Write a man page for every command.
+    /// Write a man page for each command.
     Man {
-        /// Directory to write to; made where it does not exist.
+        /// Output directory; created if missing.
         dir: PathBuf,
     },
 }
 
-/// Why a command did not do its work.
+/// A failed command, with its exit code.
 pub(crate) enum Failure {
-    /// Arguments, config, model description or batch file are at fault: exit code 2.
+    /// Bad arguments, config, model description or batch file: exit code 2.
     Usage(anyhow::Error),
-    /// The run or the check failed: exit code 1.
+    /// A failed run or check: exit code 1.
     Run(anyhow::Error),
-    /// A signal ended the run after a step: exit code 75, `EX_TEMPFAIL` of sysexits.h.
+    /// A run that a signal stopped after a step: exit code 75, `EX_TEMPFAIL` of sysexits.h.
     Stopped {
-        /// The last step that was done.
+        /// The last completed step.
         step: u64,
-        /// Whether it was saved, and can be resumed.
+        /// Whether that step is saved in a checkpoint.
         is_saved: bool,
     },
-    /// The processes of a job have ended with this exit code because a signal asked them to.
+    /// A job that a signal stopped, with the exit code of its processes.
     Ended {
         /// The exit code.
         exit_code: u8,
     },
 }
 
-/// Marks errors with the exit code that they end in.
+/// Assigns an exit code to an error.
 pub(crate) trait OrFail<T> {
-    /// An error is the caller's fault.
+    /// Turns an error into [`Failure::Usage`].
     fn or_usage(self) -> Result<T, Failure>;
-    /// An error happened on the way.
+    /// Turns an error into [`Failure::Run`].
     fn or_run(self) -> Result<T, Failure>;
 }
 
@@ -161,17 +159,17 @@ fn main() -> ExitCode {
         Ok(()) => return ExitCode::SUCCESS,
         Err(Failure::Stopped { step, is_saved }) => {
             let saved = match is_saved {
-                true => "--resume goes on",
-                false => "nothing was saved: the config has no `checkpoint` section",
+                true => "continue with --resume",
+                false => "nothing was saved, because the config has no `checkpoint` section",
             };
-            note(format_args!("stopped by a signal after step {step}; {saved}"));
+            log_line(format_args!("stopped by a signal after step {step}; {saved}"));
             return ExitCode::from(75);
         }
         Err(Failure::Ended { exit_code }) => return ExitCode::from(exit_code),
         Err(Failure::Run(error)) => (error, 1),
         Err(Failure::Usage(error)) => (error, 2),
     };
-    note(format_args!("error: {}", causes(&error)));
+    log_line(format_args!("error: {}", causes(&error)));
     ExitCode::from(code)
 }
 
@@ -188,7 +186,7 @@ fn dispatch(command: Command, tracer: Option<Tracer>) -> Result<(), Failure> {
         Command::Report(args) => report::run(&args),
         Command::Config(command) => config::run(command),
         Command::Checkpoint(args) => checkpoint::run(args),
-        Command::Data(command) => tokens::run(command),
+        Command::Data(command) => data::run(command),
         Command::Bench(args) => bench::run(args),
         Command::Mesh(args) => mesh::run(&args),
         Command::Doctor(args) => doctor::run(&args),
@@ -197,18 +195,18 @@ fn dispatch(command: Command, tracer: Option<Tracer>) -> Result<(), Failure> {
     }
 }
 
-/// Whether this process leaves it to another one to talk to the user.
-static IS_SILENT: AtomicBool = AtomicBool::new(false);
+/// Whether this process prints nothing, because another process of the job reports to the user.
+static IS_MUTED: AtomicBool = AtomicBool::new(false);
 
-/// Lets [`print`] and [`note`] say nothing, or speak again: of the processes of a job one talks.
-fn silence(is_silent: bool) {
-    IS_SILENT.store(is_silent, Ordering::Relaxed);
+/// Turns the output of [`print`] and [`log_line`] off or on: one process of a job reports to the user.
+fn mute(is_muted: bool) {
+    IS_MUTED.store(is_muted, Ordering::Relaxed);
 }
 
-/// Writes a result to standard output, with control characters escaped: names in it may hold any. A reader that closes it early, such as `head`, has
-/// seen what it wanted.
+/// Writes a result to standard output with control characters escaped, since names may contain any. A pipe that its
+/// reader closes early, such as `head`, is no error.
 fn print(text: impl Display) -> Result<(), Failure> {
-    if IS_SILENT.load(Ordering::Relaxed) {
+    if IS_MUTED.load(Ordering::Relaxed) {
         return Ok(());
     }
     let text = text.to_string();
@@ -219,20 +217,20 @@ fn print(text: impl Display) -> Result<(), Failure> {
     }
 }
 
-/// Writes a line about the run to standard error, if somebody reads it, with control characters escaped.
-fn note(line: impl Display) {
-    if !IS_SILENT.load(Ordering::Relaxed) {
+/// Writes a line about the run to standard error with control characters escaped. Write errors are ignored.
+fn log_line(line: impl Display) {
+    if !IS_MUTED.load(Ordering::Relaxed) {
         let line = line.to_string();
         let _ = above_progress(|| writeln!(std::io::stderr(), "{}", escaped(&line)));
     }
 }
 
-/// As [`note`], for the library's log.
+/// [`log_line`] as the function pointer that the library takes for its log.
 fn log(line: &str) {
-    note(line);
+    log_line(line);
 }
 
-/// The error and its causes in one line, without what a cause only repeats.
+/// Joins an error and its causes into one line, without causes that the line contains already.
 fn causes(error: &anyhow::Error) -> String {
     let mut message = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -243,24 +241,24 @@ fn causes(error: &anyhow::Error) -> String {
     message
 }
 
-/// `(dp, sp)` of a mesh given on the command line, for what does not partition.
+/// Parses the `(dp, sp)` of a command that takes no hybrid sharding.
 fn dp_sp(notation: &str) -> Result<(usize, usize), Failure> {
     match training_shape(notation)? {
         TrainingShape { dp, sp, shard_size: None } => Ok((dp, sp)),
         TrainingShape { dp, sp, .. } => Err(Failure::Usage(anyhow::anyhow!(
-            "--mesh {notation}: replicas of ZeRO's partitions are for training: give {dp}x{sp} here"
+            "--mesh {notation}: this command does not support hybrid sharding (`dp_replicate`); use {dp}x{sp}"
         ))),
     }
 }
 
-/// The sizes of a mesh given on the command line.
+/// Parses the sizes of a `--mesh` flag.
 fn training_shape(notation: &str) -> Result<TrainingShape, Failure> {
     let flag = || format!("--mesh {notation}");
     let mesh = match DeviceMesh::parse(notation, None) {
         Err(MeshError::InferWithoutWorldSize { axis }) => {
             let message = format!(
-                "{}: the mesh itself says how many ranks there are, so -1 cannot be inferred; write the size of {axis}, \
-                 1 for an axis that is not used",
+                "{}: the size of {axis} cannot be inferred from -1, because the mesh determines the number of ranks; \
+                 give a size, 1 for an unused axis",
                 flag()
             );
             return Err(Failure::Usage(anyhow::anyhow!(message)));

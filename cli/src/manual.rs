@@ -1,7 +1,7 @@
-//! `ulysses completions` and `ulysses man`: what other programs make of the command line's definition.
+//! `ulysses completions` and `ulysses man`.
 
 use super::arguments::command;
-use super::{Failure, OrFail, note, print};
+use super::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
 use clap_complete::Shell;
 use std::path::Path;
@@ -14,14 +14,17 @@ pub(super) fn completions(shell: Shell) -> Result<(), Failure> {
     print(String::from_utf8_lossy(&script))
 }
 
-/// `ulysses.1`, `ulysses-train.1`, and so on.
+/// Writes `ulysses.1`, `ulysses-train.1` and so on.
 pub(super) fn pages(dir: &Path) -> Result<(), Failure> {
     let place = || format!("cannot write man pages to {}", dir.display());
     if dir.is_file() {
-        return Err(Failure::Run(anyhow!("{}: this is a file, a directory is needed", place())));
+        return Err(Failure::Run(anyhow!("{}: expected a directory, found a file", place())));
     }
     std::fs::create_dir_all(dir).with_context(place).or_run()?;
     clap_mangen::generate_to(command(), dir).with_context(place).or_run()?;
-    note(format_args!("written; to read one: man {}", dir.join(format!("{NAME}.1")).display()));
+    log_line(format_args!(
+        "man pages written; read one with: man {}",
+        dir.join(format!("{NAME}.1")).display()
+    ));
     Ok(())
 }

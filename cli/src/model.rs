@@ -1,6 +1,6 @@
 //! `--model`: a preset by name or a directory in Hugging Face's layout.
 
-use super::{Failure, OrFail, note};
+use super::{Failure, OrFail, log_line};
 use anyhow::{Context, anyhow};
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::{MANIFEST, pointed_to, steps};
@@ -13,16 +13,15 @@ use ulysses::model::{
 };
 use ulysses::sequence_parallel::{AttentionShape, ExchangePlan};
 
-/// A model's description and where its weights come from.
+/// A model's shape and the source of its weights.
 pub(super) struct ModelSource {
     pub(super) config: LlamaConfig,
     pub(super) weights: Box<dyn WeightSource>,
-    /// Of a model directory: the files that an export keeps.
+    /// Files of a model directory that an export copies.
     pub(super) hf_source: Option<HfSource>,
 }
 
-/// Presets start from random weights made from `seed` and take the tokenizer's vocabulary;
-/// a directory brings weights and vocabulary.
+/// Opens a model. Presets get random weights from `seed` and the tokenizer's vocabulary size; a directory has its own.
 pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSource, Failure> {
     let Some(dir) = directory(model) else {
         let config =
@@ -31,10 +30,10 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
         return Ok(ModelSource { config, weights: Box::new(RandomWeights { seed }), hf_source: None });
     };
     let description = HfDescription::from_dir(dir).map_err(|error| match holds_checkpoints(dir) {
-        _ if dir.is_file() && pointed_to(dir).is_none() => anyhow!("{model}: this is a file; a model is a directory with config.json and weights"),
+        _ if dir.is_file() && pointed_to(dir).is_none() => anyhow!("{model}: expected a model directory with config.json and weights, found a file"),
         true => anyhow!(
-            "{model}: this is a checkpoint or a run's output directory, not a model: `ulysses checkpoint export {model} \
-             --output DIR` makes one of it"
+            "{model}: expected a model, found a checkpoint or an output directory; convert it with `ulysses checkpoint \
+             export {model} --output DIR`"
         ),
         false => error.into(),
     });
@@ -44,8 +43,8 @@ pub(super) fn open(model: &str, seed: u64, vocab_size: usize) -> Result<ModelSou
     Ok(ModelSource { config, weights: Box::new(weights), hf_source: Some(source) })
 }
 
-/// The description in a directory or a file, for commands that need no weights. Weights that are there decide whether
-/// the head is tied, as in training.
+/// Reads the shape of a model from a directory or file, for commands that need no weights. If weights exist, they decide
+/// whether the head is tied, as in training.
 pub(super) fn describe(path: &Path) -> Result<LlamaConfig, Failure> {
     let mut description = match path.is_file() {
         true => HfDescription::from_file(path),
@@ -60,32 +59,32 @@ pub(super) fn describe(path: &Path) -> Result<LlamaConfig, Failure> {
 }
 
 fn print_notes(notes: &[String]) {
-    notes.iter().for_each(|text| note(format_args!("note: {text}")));
+    notes.iter().for_each(|text| log_line(format_args!("note: {text}")));
 }
 
-/// Why there is no such model: most often a directory is called otherwise.
+/// Explains an unknown model name.
 fn unknown(model: &str, error: ModelError) -> anyhow::Error {
     let ModelError::UnknownPreset { presets, .. } = error else { return error.into() };
     let hint = match KNOWN_MODELS.contains(&model) {
-        true => "; only its shape is known, for `ulysses plan`: give a directory with its weights",
+        true => "; only `ulysses plan` knows this shape: give a directory with weights",
         false => "",
     };
     anyhow!("`{model}` is neither a directory nor a preset ({}){hint}", presets.join(", "))
 }
 
-/// The tokenizer that comes with the model, if one does.
+/// Returns the tokenizer in the model's directory, if any.
 pub(super) fn own_tokenizer(model: &str) -> Option<PathBuf> {
     directory(model).map(|dir| dir.join("tokenizer.json")).filter(|path| path.exists())
 }
 
-/// Whether a run has written `dir`, or a checkpoint of one.
+/// Whether `dir` is a checkpoint or contains one.
 fn holds_checkpoints(dir: &Path) -> bool {
     pointed_to(dir).is_some()
         || dir.join(MANIFEST).exists()
         || steps(dir).is_ok_and(|steps| !steps.is_empty())
 }
 
-/// The directory that `model` names, unless it names a preset.
+/// Returns the directory that `model` names, unless it names a preset.
 fn directory(model: &str) -> Option<&Path> {
     let dir = Path::new(model);
     (!PRESETS.contains(&model) && dir.exists()).then_some(dir)
@@ -103,47 +102,47 @@ impl ModelSource {
         batch: usize,
         seq_len: usize,
         config: &Config,
-        sp_size: usize,
     ) -> Result<(), Failure> {
-        check_exchange(&self.config, (batch, seq_len), config, sp_size)
+        check_exchange(&self.config, batch, seq_len, config)
     }
 }
 
-/// Refuses what the config asks of other layers and parameters than the model has.
+/// Rejects settings for layers or parameters that the model does not have.
 pub(super) fn check_config(model: &LlamaConfig, config: &Config) -> Result<(), Failure> {
     let (interval, layers) = (config.ulysses.activation_checkpointing_interval, model.num_layers);
     if interval > layers {
         return Err(Failure::Usage(anyhow!(
-            "`ulysses.activation_checkpointing_interval` is {interval}, the model has {layers} layers: at most \
-             {layers} makes a difference"
+            "`ulysses.activation_checkpointing_interval` is {interval}, but the model has {layers} layers: expected at \
+             most {layers}"
         )));
     }
     let units = Model::llama(model).or_usage()?.units();
     check_parameter_groups(&config.ulysses.parameter_groups, &units).or_usage()
 }
 
-/// Every sp rank needs a head and a token: better said before a rank starts.
+/// Checks before ranks start that each sp rank gets a head and a token.
 pub(super) fn check_exchange(
     model: &LlamaConfig,
-    (batch, seq_len): (usize, usize),
+    batch: usize,
+    seq_len: usize,
     config: &Config,
-    sp_size: usize,
 ) -> Result<(), Failure> {
     let LlamaConfig { num_kv_heads, head_dim, .. } = *model;
+    let sp_size = config.mesh.sp_size;
     let chunks = config.ulysses.head_chunks;
     if chunks > num_kv_heads {
         return Err(Failure::Usage(anyhow!(
-            "`ulysses.head_chunks` is {chunks}, the model has {num_kv_heads} KV heads: at most \
-                 {num_kv_heads} chunks of whole heads are possible"
+            "`ulysses.head_chunks` is {chunks}, but the model has {num_kv_heads} KV heads: expected at most \
+                 {num_kv_heads}"
         )));
     }
     for chunk in model.head_chunks(chunks) {
         let (num_heads, num_kv_heads) = (chunk.q.len(), chunk.kv.len());
         let shape = AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim };
         let plan = ExchangePlan::new(shape, &grouped_heads(num_heads, num_kv_heads), sp_size, 0);
-        let of_chunks = || format!("with `ulysses.head_chunks` of {chunks}");
+        let with_chunks = || format!("with `ulysses.head_chunks` = {chunks}");
         if chunks > 1 {
-            plan.with_context(of_chunks).or_usage()?
+            plan.with_context(with_chunks).or_usage()?
         } else {
             plan.or_usage()?
         };

@@ -1,6 +1,6 @@
-//! This process among those of a job, where ranks are processes.
+//! This process as one rank of a job of several processes.
 
-use super::{Failure, OrFail, silence};
+use super::{Failure, OrFail, mute};
 use anyhow::{Context, anyhow};
 use serde::{Serialize, de::DeserializeOwned};
 #[cfg(feature = "mpi")]
@@ -13,41 +13,41 @@ use ulysses::comm::{
 };
 use ulysses::config::Backend;
 
-/// Which process of a job this is, where no launcher says so.
+/// Flags for jobs without a launcher.
 #[derive(clap::Args, Clone, Copy, Default)]
-pub(super) struct WorldArgs {
-    /// This process among those of the job; launchers say so by themselves.
+pub(super) struct ProcessArgs {
+    /// Global rank of this process [default: set by the launcher].
     #[arg(long, requires = "world_size")]
     rank: Option<usize>,
-    /// Number of processes of the job.
+    /// Number of processes in the job [default: set by the launcher].
     #[arg(long)]
     world_size: Option<usize>,
-    /// The GPU of this process on its node.
+    /// GPU index of this process on its node [default: set by the launcher].
     #[arg(long)]
     local_rank: Option<usize>,
 }
 
-impl WorldArgs {
+impl ProcessArgs {
     pub(super) fn flags(self) -> ProcessFlags {
         ProcessFlags { rank: self.rank, world_size: self.world_size, local_rank: self.local_rank }
     }
 }
 
-/// Who this process is, by its flags and by its launcher.
-pub(super) fn discover(args: WorldArgs) -> Result<ProcessInfo, Failure> {
+/// Determines rank and world size of this process from flags and the launcher's environment.
+pub(super) fn discover(args: ProcessArgs) -> Result<ProcessInfo, Failure> {
     ProcessInfo::discover(&args.flags(), |name| std::env::var(name).ok()).or_usage()
 }
 
-/// What the launcher of several processes would have them use; `None` for a process that is alone.
+/// Returns the backend that the launcher implies; `None` for a single process.
 pub(super) fn launched_backend(info: &ProcessInfo) -> Option<Backend> {
     let by_launcher = if info.launcher.speaks_mpi() { Backend::Mpi } else { Backend::Nccl };
     (info.world_size > 1).then_some(by_launcher)
 }
 
-/// Whether the build has what the launcher asks for.
+/// Checks that this build supports the launcher's backend.
 ///
 /// # Errors
-/// It does not: every process would train on its own.
+/// A build without it, where each process would train by itself.
 pub(super) fn check_build(info: &ProcessInfo) -> Result<(), Failure> {
     let (feature, is_there) = match launched_backend(info) {
         Some(Backend::Mpi) => ("mpi", cfg!(feature = "mpi")),
@@ -59,12 +59,12 @@ pub(super) fn check_build(info: &ProcessInfo) -> Result<(), Failure> {
     }
     let ProcessInfo { launcher, world_size, .. } = info;
     Err(Failure::Usage(anyhow!(
-        "{launcher} has started {world_size} processes, but this build lacks the feature `{feature}`, which would \
-         connect them: build with it, or let each process train for itself with --backend thread"
+        "{launcher} started {world_size} processes, but this build lacks the feature `{feature}` that connects them: \
+         build with --features {feature}, or run independent processes with --backend thread"
     )))
 }
 
-/// A rank of a job. Without the features for such backends there is none.
+/// A process that has joined a job. Uninhabited in builds without such a backend.
 pub(super) enum Process {
     #[cfg(feature = "mpi")]
     Mpi(mpi::Session),
@@ -73,9 +73,9 @@ pub(super) enum Process {
 }
 
 impl Process {
-    /// Meets the other processes, if they are what `backend` connects, and waits for them as long as `options` says
-    /// where the library can be told. Collective.
-    #[cfg_attr(not(feature = "nccl"), allow(unused_variables, reason = "MPI waits by its own rules"))]
+    /// Joins the other processes if `backend` connects processes. NCCL waits for at most the timeout of `options`.
+    /// Collective.
+    #[cfg_attr(not(feature = "nccl"), allow(unused_variables, reason = "MPI has its own timeout"))]
     pub(super) fn join(
         info: &ProcessInfo,
         backend: Backend,
@@ -95,12 +95,12 @@ impl Process {
         };
         if let Some(process) = &process {
             process.check_size(info)?;
-            silence(process.rank() > 0);
+            mute(process.rank() > 0);
         }
         Ok(process)
     }
 
-    /// The launcher and the library must have counted the same processes.
+    /// Checks that the launcher and the library agree on rank and world size.
     fn check_size(&self, info: &ProcessInfo) -> Result<(), Failure> {
         let ProcessInfo { launcher, world_size, rank, .. } = info;
         let found = (self.rank(), self.world_size());
@@ -108,8 +108,8 @@ impl Process {
             return Ok(());
         }
         Err(Failure::Run(anyhow!(
-            "{launcher} says that this is process {rank} of {world_size}, but the library that connects them that it \
-             is process {} of {}: is `ulysses` linked with another MPI than that of the launcher?",
+            "{launcher} reports rank {rank} of {world_size}, but the communication library reports rank {} of {}: is \
+             `ulysses` linked against a different MPI than the launcher's?",
             found.0,
             found.1
         )))
@@ -139,7 +139,7 @@ impl Process {
         }
     }
 
-    /// How many processes share this machine.
+    /// Returns the number of processes on this machine.
     pub(super) fn local_size(&self) -> usize {
         match *self {
             #[cfg(feature = "mpi")]
@@ -149,7 +149,7 @@ impl Process {
         }
     }
 
-    /// What connects the processes.
+    /// Returns the backend that connects the processes.
     pub(super) fn backend(&self) -> Backend {
         match *self {
             #[cfg(feature = "mpi")]
@@ -173,8 +173,8 @@ impl Process {
         }
     }
 
-    /// What every process has, in rank order. Collective.
-    pub(super) fn tell_all<T: Serialize + DeserializeOwned>(&mut self, own: &T) -> Result<Vec<T>, Failure> {
+    /// Gathers a value from every process, in rank order. Collective.
+    pub(super) fn all_gather<T: Serialize + DeserializeOwned>(&mut self, own: &T) -> Result<Vec<T>, Failure> {
         let own = serde_json::to_vec(own).or_run()?;
         match *self {
             #[cfg(feature = "mpi")]
@@ -188,26 +188,26 @@ impl Process {
     }
 }
 
-/// Whether `srun` has told its processes how MPI connects them, which it does by one of its plugins. Where it has
-/// not, Open MPI ends them at its start, with advice on how it should have been built.
+/// Checks that `srun` ran with an MPI plugin. Without one, Open MPI aborts at its start with advice on how to rebuild it.
 #[cfg(feature = "mpi")]
 fn check_srun(info: &ProcessInfo) -> Result<(), Failure> {
     let ProcessInfo { launcher, world_size, rank, .. } = info;
-    // Of PMI_RANK, PMIX_RANK and their like.
-    let is_of_plugin = |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.starts_with("PMI"));
-    let is_told = || std::env::vars_os().any(|(name, _)| is_of_plugin(name));
-    if *launcher != Launcher::Slurm || *world_size == 1 || is_told() {
+    // PMI_RANK, PMIX_RANK and the like.
+    let is_set_by_plugin =
+        |name: std::ffi::OsString| name.to_str().is_some_and(|name| name.starts_with("PMI"));
+    let has_plugin = || std::env::vars_os().any(|(name, _)| is_set_by_plugin(name));
+    if *launcher != Launcher::Slurm || *world_size == 1 || has_plugin() {
         return Ok(());
     }
-    silence(*rank > 0);
+    mute(*rank > 0);
     Err(Failure::Usage(anyhow!(
-        "srun has started {world_size} processes, but has not told them how MPI connects them: start \
-         `srun --mpi=pmix` (`srun --mpi=list` shows what this SLURM has)"
+        "srun started {world_size} processes without an MPI plugin: use `srun --mpi=pmix` (`srun --mpi=list` shows the \
+         available plugins)"
     )))
 }
 
-/// What every rank of a group has, in rank order. Collective.
-pub(super) fn exchange<T: Serialize + DeserializeOwned>(
+/// Gathers a value from every rank of a group, in rank order. Collective.
+pub(super) fn all_gather<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     own: &T,
 ) -> anyhow::Result<Vec<T>> {
@@ -215,5 +215,7 @@ pub(super) fn exchange<T: Serialize + DeserializeOwned>(
 }
 
 fn parse<T: DeserializeOwned>(all: &[Vec<u8>]) -> anyhow::Result<Vec<T>> {
-    all.iter().map(|told| serde_json::from_slice(told).context("what a rank has told")).collect()
+    all.iter()
+        .map(|value| serde_json::from_slice(value).context("cannot parse the value of a rank"))
+        .collect()
 }

@@ -1,4 +1,4 @@
-//! Progress on standard error: a live line on a terminal, besides the plain lines.
+//! Progress on standard error: plain lines, and a live line on a terminal.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use parking_lot::Mutex;
@@ -9,10 +9,10 @@ use ulysses::engine::Engine;
 use ulysses::monitor::{EvalMetrics, MAX_COLUMNS, Metrics, Progress, breakdown, live_lines};
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
-/// What is drawn at the bottom of the terminal, if anything is.
+/// The progress bar at the bottom of the terminal, if any.
 static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-/// Lets `write` write to the terminal above the live line, which would garble it otherwise.
+/// Runs `write` with the live line hidden, which would garble its output.
 pub(crate) fn above_progress<T>(write: impl FnOnce() -> T) -> T {
     let shown = SHOWN.lock().clone();
     match shown {
@@ -21,15 +21,15 @@ pub(crate) fn above_progress<T>(write: impl FnOnce() -> T) -> T {
     }
 }
 
-/// Columns of standard error: those of the terminal, or [`MAX_COLUMNS`] where it is none.
+/// Returns the width of standard error: the terminal's, or [`MAX_COLUMNS`].
 fn columns() -> usize {
     let terminal = console::Term::stderr().size_checked().map(|(_, columns)| usize::from(columns));
     // Some pseudo-terminals have no size.
     terminal.filter(|columns| *columns > 0).map_or(MAX_COLUMNS, |columns| columns.min(MAX_COLUMNS))
 }
 
-/// Prints the lines of [`Progress`], and where the time of a step goes if the config asks for it. On a terminal the last
-/// step is shown besides, from step to step, with the time that is left.
+/// Prints the lines of [`Progress`], and the time breakdown of a step if the config asks for it. On a terminal it also
+/// shows the current step with the remaining time.
 pub(crate) struct LiveProgress {
     lines: Progress,
     has_breakdown: bool,
@@ -40,8 +40,7 @@ pub(crate) struct LiveProgress {
 }
 
 impl LiveProgress {
-    /// Starts the clock of a run that has done `steps.start` steps before and ends with step
-    /// `steps.end`.
+    /// Starts the clock of a run from step `steps.start` (exclusive) to `steps.end` (inclusive).
     pub(crate) fn new(steps: Range<u64>, config: &Config) -> Self {
         let bar = ProgressBar::new(steps.end.saturating_sub(steps.start));
         if let Ok(style) = ProgressStyle::with_template("{wide_bar} {prefix}\n{msg}") {
@@ -95,7 +94,7 @@ fn seconds_left(steps: &Range<u64>, step: u64, elapsed_seconds: f64) -> f64 {
     elapsed_seconds / step.saturating_sub(steps.start) as f64 * steps.end.saturating_sub(step) as f64
 }
 
-/// Seconds as people say them.
+/// Formats seconds in at most two units.
 fn duration(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
@@ -110,17 +109,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_time_that_is_left_is_extrapolated_from_the_steps_of_this_run() {
+    fn the_remaining_time_is_extrapolated_from_the_steps_of_this_run() {
         assert_eq!(seconds_left(&(0..20), 5, 10.0), 30.0);
-        assert_eq!(
-            seconds_left(&(10..20), 15, 10.0),
-            10.0,
-            "steps before a resumption took none of the time"
-        );
+        assert_eq!(seconds_left(&(10..20), 15, 10.0), 10.0, "steps before the resume do not count");
     }
 
     #[test]
-    fn durations_are_told_in_two_units() {
+    fn durations_have_at_most_two_units() {
         assert_eq!([4.4, 64.0, 3700.0].map(duration), ["4 s", "1 min 04 s", "1 h 01 min"]);
     }
 }

@@ -1,6 +1,6 @@
-//! The flag `--backend` of what is no training: ranks that are threads, or processes.
+//! The flag `--backend` of commands that do not train: ranks as threads or as processes.
 
-use super::process::{self, Process, WorldArgs};
+use super::process::{self, Process, ProcessArgs};
 use super::{Failure, OrFail};
 use anyhow::anyhow;
 use clap::ValueEnum;
@@ -10,82 +10,82 @@ use ulysses::device::DeviceKind;
 
 #[derive(clap::Args)]
 pub(super) struct RanksArgs {
-    /// What the ranks are.
+    /// Backend that runs the ranks.
     #[arg(long, default_value = "thread")]
-    backend: RanksArg,
+    backend: RankBackend,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum RanksArg {
-    /// Threads of this process.
+enum RankBackend {
+    /// Ranks are threads of this process.
     Thread,
-    /// Processes that `mpirun` has started (feature `mpi`).
+    /// Ranks are processes that `mpirun` starts; needs the feature `mpi`.
     Mpi,
 }
 
-/// `--device cuda` beside `--backend mpi`.
-pub(super) fn mpi_takes_no_gpu() -> Failure {
+/// The error for `--device cuda` with `--backend mpi`.
+pub(super) fn mpi_gpu_error() -> Failure {
     Failure::Usage(anyhow!(
-        "--device and --backend mpi: the MPI backend carries tensors of the CPU; between GPUs NCCL does"
+        "--device cuda cannot be used with --backend mpi: the MPI backend supports CPU tensors only; use NCCL for GPUs"
     ))
 }
 
-/// Where ranks are run.
+/// Runs ranks as threads or as processes.
 pub(super) struct Ranks(Option<Process>);
 
 impl RanksArgs {
-    /// Meets the other processes, if ranks are processes.
+    /// Joins the other processes, if ranks are processes.
     pub(super) fn start(&self) -> Result<Ranks, Failure> {
         match self.backend {
-            RanksArg::Thread => Ok(Ranks(None)),
-            RanksArg::Mpi if cfg!(feature = "mpi") => Ok(Ranks(Process::join(
-                &process::discover(WorldArgs::default())?,
+            RankBackend::Thread => Ok(Ranks(None)),
+            RankBackend::Mpi if cfg!(feature = "mpi") => Ok(Ranks(Process::join(
+                &process::discover(ProcessArgs::default())?,
                 Backend::Mpi,
                 &LaunchOptions::default(),
             )?)),
-            RanksArg::Mpi => Err(Failure::Usage(anyhow!(
-                "--backend mpi: this build lacks the feature `mpi`; `thread` is valid"
+            RankBackend::Mpi => Err(Failure::Usage(anyhow!(
+                "--backend mpi: this build lacks the feature `mpi`; use `thread`, or build with --features mpi"
             ))),
         }
     }
 
-    /// Refuses a device whose tensors the backend does not carry.
+    /// Rejects a device that the backend does not support.
     pub(super) fn check_device(&self, device: DeviceKind) -> Result<(), Failure> {
         match (self.backend, device) {
-            (RanksArg::Mpi, DeviceKind::Cuda) => Err(mpi_takes_no_gpu()),
+            (RankBackend::Mpi, DeviceKind::Cuda) => Err(mpi_gpu_error()),
             _ => Ok(()),
         }
     }
 
-    /// For reports.
+    /// Returns the backend's name for reports.
     pub(super) fn name(&self) -> &'static str {
         match self.backend {
-            RanksArg::Thread => "thread",
-            RanksArg::Mpi => "mpi",
+            RankBackend::Thread => "thread",
+            RankBackend::Mpi => "mpi",
         }
     }
 }
 
 impl Ranks {
-    /// Ranks that are threads.
+    /// Returns ranks that are threads.
     pub(super) fn threads() -> Self {
         Self(None)
     }
 
-    /// Whether this process is the one that compares and tells.
+    /// Whether this process compares and reports results.
     pub(super) fn is_first(&self) -> bool {
         self.0.as_ref().is_none_or(|process| process.rank() == 0)
     }
 
-    /// How many of `world_size` ranks share this machine, and its cores.
+    /// Returns how many of `world_size` ranks run on this machine.
     pub(super) fn local(&self, world_size: usize) -> usize {
         self.0.as_ref().map_or(world_size, Process::local_size)
     }
 
-    /// Number of ranks: as many as were asked for or, of processes, as there are.
-    pub(super) fn count(&self, asked: Option<usize>, usual: usize) -> Result<usize, Failure> {
-        let Some(process) = &self.0 else { return Ok(asked.unwrap_or(usual)) };
-        let ranks = asked.unwrap_or(process.world_size());
+    /// Returns the requested number of ranks, else the number of processes, else `default`.
+    pub(super) fn count(&self, requested: Option<usize>, default: usize) -> Result<usize, Failure> {
+        let Some(process) = &self.0 else { return Ok(requested.unwrap_or(default)) };
+        let ranks = requested.unwrap_or(process.world_size());
         self.check_count(ranks)?;
         Ok(ranks)
     }
@@ -93,14 +93,14 @@ impl Ranks {
     fn check_count(&self, ranks: usize) -> Result<(), Failure> {
         match &self.0 {
             Some(process) if process.world_size() != ranks => Err(Failure::Usage(anyhow!(
-                "{ranks} rank(s) were asked for, but MPI has started {} process(es): start `mpirun -np {ranks}`",
+                "{ranks} rank(s) requested, but MPI started {} process(es): use `mpirun -np {ranks}`",
                 process.world_size()
             ))),
             _ => Ok(()),
         }
     }
 
-    /// Runs `run` on all ranks and gives what the first one comes to or, of processes, what this one does.
+    /// Runs `run` on all ranks. Returns the result of this process's rank, or of rank 0 if ranks are threads.
     pub(super) fn run<T: Send>(
         &mut self,
         world_size: usize,

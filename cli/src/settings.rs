@@ -1,4 +1,4 @@
-//! Settings of the process, and what it can bear.
+//! Process-wide settings and resource limits.
 
 use super::Failure;
 use super::progress::above_progress;
@@ -17,15 +17,14 @@ use ulysses::device::DeviceKind;
 use ulysses::model::LlamaConfig;
 use ulysses::monitor::Tracer;
 
-/// Most threads of all ranks together. More is a typing error that would keep the machine
-/// busy for minutes before it fails.
+/// Maximum number of threads of all ranks. More is a typing error that would block the machine for minutes.
 const MAX_THREADS: usize = 4096;
 
-/// The planned peak of a rank, for the error of an allocation that fails.
+/// The planned peak memory per rank, for out-of-memory errors.
 pub(crate) static PLANNED_PEAK: OnceLock<String> = OnceLock::new();
 
-/// candle runs large elementwise ops on one pool behind a barrier that all ranks would
-/// share. Ranks bring their own threads, so candle gets one, unless the user says otherwise.
+/// Limits candle to one thread, unless the user overrides it: candle's global pool would be shared by all ranks, which
+/// have thread pools of their own.
 pub(crate) fn limit_candle_threads() {
     const VARIABLE: &str = "CANDLE_NUM_THREADS";
     if std::env::var_os(VARIABLE).is_none() {
@@ -34,8 +33,8 @@ pub(crate) fn limit_candle_threads() {
     }
 }
 
-/// A write beyond the file size that the process may write (`ulimit -f`) ends it by a signal, unless that is caught: then
-/// the write fails, with an error that names the file.
+/// Catches the signal of a write beyond the file size limit (`ulimit -f`), so that the write fails with an error that
+/// names the file.
 pub(crate) fn survive_file_size_limit() {
     #[cfg(unix)]
     if let Err(error) = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default()) {
@@ -43,7 +42,8 @@ pub(crate) fn survive_file_size_limit() {
     }
 }
 
-/// Log lines on standard error, chosen by `RUST_LOG`; warnings by default. A tracer sees all of the library's spans.
+/// Starts logging to standard error, filtered by `RUST_LOG` (default: warnings). A tracer receives all spans of the
+/// library.
 pub(crate) fn start_logging(tracer: Option<&Tracer>) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     let lines = tracing_subscriber::fmt::layer()
@@ -54,7 +54,7 @@ pub(crate) fn start_logging(tracer: Option<&Tracer>) {
         .with_filter(filter);
     let registry = tracing_subscriber::registry().with(lines);
     match tracer {
-        // Nothing but the lines, so that spans that no line is within cost nothing.
+        // Without a tracer, disabled spans cost nothing.
         None => registry.init(),
         Some(tracer) => {
             let spans = Targets::new().with_target("ulysses", LevelFilter::TRACE);
@@ -63,7 +63,7 @@ pub(crate) fn start_logging(tracer: Option<&Tracer>) {
     }
 }
 
-/// Standard error, which a live progress line may stand on.
+/// Writes to standard error above the live progress line.
 struct LogLine;
 
 impl Write for LogLine {
@@ -76,22 +76,22 @@ impl Write for LogLine {
     }
 }
 
-/// Threads of each rank: what was asked for, or a fair share of the cores.
-pub(super) fn launch_options(asked: Option<usize>, world_size: usize) -> Result<LaunchOptions, Failure> {
+/// Returns options with the requested threads per rank, or an equal share of the cores.
+pub(super) fn launch_options(requested: Option<usize>, world_size: usize) -> Result<LaunchOptions, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    let threads_per_rank = asked.unwrap_or((cores / world_size.max(1)).max(1));
+    let threads_per_rank = requested.unwrap_or((cores / world_size.max(1)).max(1));
     if world_size.saturating_mul(threads_per_rank) > MAX_THREADS {
         return Err(Failure::Usage(anyhow!(
-            "{world_size} rank(s) of {threads_per_rank} thread(s) each are too many: this process starts at \
-             most {MAX_THREADS} threads, so choose a smaller mesh or fewer --threads-per-rank"
+            "too many threads: {world_size} rank(s) × {threads_per_rank} thread(s) per rank exceed the limit of \
+             {MAX_THREADS}; choose a smaller mesh or fewer --threads-per-rank"
         )));
     }
     Ok(LaunchOptions { threads_per_rank, ..LaunchOptions::default() })
 }
 
-/// Refuses what cannot fit, since `local_ranks` ranks share this machine's memory: together they hold their part of
-/// the parameters and the gradients (but of frozen ones) of one copy at least, and, unless it is offloaded, of the input
-/// of every layer. A parameter that is trained is f32 somewhere, whatever the format.
+/// Rejects runs whose lower bound on memory exceeds this machine's. `local_ranks` ranks together store at least their
+/// share of one copy of parameters and gradients and, unless offloaded, of the input of every layer. A trained parameter
+/// has an f32 master copy whatever its dtype.
 pub(super) fn check_memory(
     config: &Config,
     llama: &LlamaConfig,
@@ -115,9 +115,9 @@ pub(super) fn check_memory(
         return Ok(());
     }
     Err(Failure::Usage(anyhow!(
-        "this machine has {:.1} GiB of memory, but the parameters with their gradients take {:.1} GiB and the \
-         layers' inputs {:.1} GiB ({rows} rows of {seq_len} tokens, {local_ranks} of {} ranks here): choose a \
-         smaller model, seq_len or batch",
+        "not enough memory: this machine has {:.1} GiB, but parameters and gradients take {:.1} GiB and layer inputs \
+         {:.1} GiB ({rows} sequences of {seq_len} tokens, {local_ranks} of {} ranks on this machine); choose a smaller \
+         model, seq_len or batch",
         available / GIB,
         values / GIB,
         inputs / GIB,
@@ -125,13 +125,13 @@ pub(super) fn check_memory(
     )))
 }
 
-/// Refuses to measure with tensors that cannot fit, `elems` f32 elements in all, where they are on the host.
+/// Rejects benchmarks whose `elems` f32 elements in total exceed the host's memory.
 pub(super) fn check_tensors(device: DeviceKind, elems: f64) -> Result<(), Failure> {
     const GIB: f64 = (1_u64 << 30) as f64;
     let bytes = elems * size_of::<f32>() as f64;
     match physical_memory_bytes() {
         Some(available) if device == DeviceKind::Cpu && bytes > available => Err(Failure::Usage(anyhow!(
-            "this machine has {:.1} GiB of memory, but the tensors to measure with take {:.1} GiB: choose smaller ones",
+            "not enough memory: this machine has {:.1} GiB, but the benchmark's tensors take {:.1} GiB; choose smaller ones",
             available / GIB,
             bytes / GIB
         ))),
@@ -143,7 +143,7 @@ fn physical_memory_bytes() -> Option<f64> {
     memory_bytes("MemTotal:")
 }
 
-/// A line of `/proc/meminfo`, where the system has one.
+/// Reads a line of `/proc/meminfo`, in bytes; `None` on systems without it.
 pub(super) fn memory_bytes(label: &str) -> Option<f64> {
     kib_line("/proc/meminfo", label).map(|kib| kib * 1024.0)
 }
@@ -151,20 +151,20 @@ pub(super) fn memory_bytes(label: &str) -> Option<f64> {
 /// Writable memory of a process (`self` is this one).
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(super) struct WritableMemory {
-    /// Bytes that it has mapped for itself: what RLIMIT_DATA limits.
+    /// Private writable bytes that it has mapped, as RLIMIT_DATA counts them.
     pub(super) mapped: u64,
-    /// Bytes that it has touched and that are in memory.
+    /// Resident anonymous bytes.
     pub(super) resident: u64,
 }
 
 impl WritableMemory {
-    /// The larger of each.
+    /// Returns the maximum of each field.
     pub(super) fn max(self, other: Self) -> Self {
         Self { mapped: self.mapped.max(other.mapped), resident: self.resident.max(other.resident) }
     }
 }
 
-/// What a process has, where the system tells.
+/// Reads the writable memory of a process; `None` on systems without `/proc`.
 pub(super) fn writable_memory(process: &str) -> Option<WritableMemory> {
     let path = format!("/proc/{process}/status");
     let bytes = |label| kib_line(&path, label).map(|kib| kib as u64 * 1024);

@@ -1,7 +1,7 @@
 //! The line of a step, in so many columns.
 
 use super::Metrics;
-use super::table::memory;
+use super::table::format_bytes;
 use std::iter::once;
 
 /// Lines are no longer, however wide the terminal.
@@ -96,7 +96,7 @@ fn fields(metrics: &Metrics, are_aligned: bool) -> Vec<String> {
 /// Throughput, memory and utilization, as far as they are known.
 fn machine(metrics: &Metrics) -> Vec<String> {
     let tokens = format!("{:.0} tokens/s", metrics.tokens_per_second);
-    let held = (metrics.memory_bytes > 0).then(|| memory(metrics.memory_bytes));
+    let held = (metrics.memory_bytes > 0).then(|| format_bytes(metrics.memory_bytes as f64));
     // The peak of a GPU is unknown, so there is a rate in place of the MFU.
     let utilization = match (metrics.gemm_share, metrics.model_flops_per_second) {
         (Some(share), _) => Some(format!("GEMM share {:.0} %", 100.0 * share)),

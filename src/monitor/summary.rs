@@ -1,7 +1,7 @@
 //! The summary of a run: loss, throughput and memory, and tables of what its ranks sent and held.
 
 use super::Metrics;
-use super::table::{bytes, memory, write_table};
+use super::table::{bytes, format_bytes, write_table};
 use crate::comm::{CollectiveOp, GroupStats};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
@@ -121,9 +121,10 @@ impl RunSummary {
         match (most, peaks.min()) {
             // The program's allocator does not count.
             (None | Some((0, _)), _) | (_, None) => "not counted".to_owned(),
-            (Some((most, _)), _) if self.ranks.len() == 1 => memory(most),
+            (Some((most, _)), _) if self.ranks.len() == 1 => format_bytes(most as f64),
             (Some((most, of_most)), Some((least, of_least))) => {
-                format!("max {} (rank {of_most}), min {} (rank {of_least})", memory(most), memory(least))
+                let [most, least] = [most, least].map(|peak| format_bytes(peak as f64));
+                format!("max {most} (rank {of_most}), min {least} (rank {of_least})")
             }
         }
     }

@@ -24,15 +24,24 @@ pub fn bytes(bytes: u64) -> String {
     groups.join("_")
 }
 
-/// Memory with three or four digits.
-pub(super) fn memory(bytes: u64) -> String {
-    const MIB: f64 = (1_u64 << 20) as f64;
-    let mib = bytes as f64 / MIB;
-    match mib {
-        mib if mib < 10.0 => format!("{mib:.2} MiB"),
-        mib if mib < 1024.0 => format!("{mib:.0} MiB"),
-        mib => format!("{:.2} GiB", mib / 1024.0),
+/// Formats bytes in the unit that leaves one to four digits: `1.50 GiB`.
+pub fn format_bytes(bytes: f64) -> String {
+    scaled(bytes, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
+}
+
+/// Formats floating-point operations: `31.95 MFLOP`.
+pub fn format_flops(flops: f64) -> String {
+    scaled(flops, 1000.0, &["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"])
+}
+
+fn scaled(mut number: f64, step: f64, units: &[&str]) -> String {
+    let mut unit = 0;
+    while number >= step && unit + 1 < units.len() {
+        number /= step;
+        unit += 1;
     }
+    let decimals = if unit == 0 || number >= 100.0 { 0 } else { 2 };
+    format!("{number:.decimals$} {}", units[unit])
 }
 
 #[cfg(test)]
@@ -40,9 +49,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_shown_in_the_unit_of_its_size() {
-        let shown = [0, 3 << 19, 3 << 28, 3 << 29].map(memory);
-        assert_eq!(shown, ["0.00 MiB", "1.50 MiB", "768 MiB", "1.50 GiB"]);
+    fn numbers_have_readable_units() {
+        let shown = [0.0, 1023.0, 1536.0, 3.0e9].map(format_bytes);
+        assert_eq!(shown, ["0 B", "1023 B", "1.50 KiB", "2.79 GiB"]);
+        assert_eq!(format_flops(31.95e6), "31.95 MFLOP");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{Failure, Gathered, Measuring, Together, settings};
+use super::{Failure, MeasureArgs, RankArgs, RankSetup, settings};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -17,24 +17,22 @@ const NUM_HEADS: usize = 16;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Ranks that exchange, at most 16: each needs a head. 2 without it, or all processes that MPI has started.
+    /// Number of ranks, at most 16 (one head each) [default: 2, or all processes with MPI].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=NUM_HEADS as i64))]
     ranks: Option<u16>,
     #[command(flatten)]
-    together: Together,
-    /// MiB of the tensor that each rank brings.
+    rank_args: RankArgs,
+    /// Size of each rank's tensor in MiB.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=16384))]
     mib: u16,
     #[command(flatten)]
-    measuring: Measuring,
+    measuring: MeasureArgs,
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let Gathered { mut on, ranks, options, device } = args.together.gather(args.ranks)?;
+    let RankSetup { mut on, ranks, options, device } = args.rank_args.start(args.ranks)?;
     if ranks > NUM_HEADS {
-        return Err(Failure::Usage(anyhow!(
-            "{ranks} ranks: at most {NUM_HEADS} can exchange, each needs a head"
-        )));
+        return Err(Failure::Usage(anyhow!("{ranks} ranks: expected at most {NUM_HEADS}, one head each")));
     }
     let bytes = usize::from(args.mib) << 20;
     let seq_len_local = bytes / (NUM_HEADS * HEAD_DIM * size_of::<f32>());
@@ -45,7 +43,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         num_kv_heads: NUM_HEADS,
         head_dim: HEAD_DIM,
     };
-    // Two that stay, one to copy to, and one that each exchange takes.
+    // Two inputs, the copy, and one output of each exchange.
     settings::check_tensors(device, 5.0 * (ranks * (bytes / size_of::<f32>())) as f64)?;
     let seconds = on.run(ranks, &options, |rank| measure(rank, device, shape, args.measuring.repeats))?;
     let work = (bytes * ranks) as f64;
@@ -54,10 +52,10 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let to_heads = Figure::new("seq_to_head", to_heads, work).against(&copy);
     let to_tokens = Figure::new("head_to_seq", to_tokens, work).against(&copy);
     let figures = vec![copy, to_heads, to_tokens];
-    let Together { backend, device, .. } = &args.together;
+    let RankArgs { backend, device, .. } = &args.rank_args;
     let settings = json!({ "backend": backend.name(), "mib_per_rank": args.mib, "device": device.name() });
-    let method = "f32, 16 heads of 64; the exchange of one tensor in both directions, in turn with all ranks copying \
-                  their tensor at once; bytes of all ranks, own parts included; slowest rank, median";
+    let method = "f32, 16 heads of 64; exchange of one tensor in both directions, alternating with a copy of it by all \
+                  ranks at once; bytes of all ranks, including local parts; slowest rank, median";
     let report = Report::new("all-to-all", settings, method, Unit::Bytes).on(ranks, &options);
     args.measuring.print(&Report { figures, ..report })
 }
@@ -66,7 +64,7 @@ fn q_to_kv() -> Vec<usize> {
     (0..NUM_HEADS).collect()
 }
 
-/// Seconds of the copy and of both exchanges.
+/// Returns the seconds of the copy and of both exchanges.
 fn measure(
     rank: &RankContext,
     device: DeviceKind,

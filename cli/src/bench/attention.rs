@@ -3,7 +3,7 @@
 use super::gemm::{SQUARE, Square};
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{DeviceArg, DtypeArg, Failure, Measuring, OrFail, on_ranks, settings};
+use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, on_ranks, settings};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
@@ -13,26 +13,26 @@ use ulysses::kernels::attention::{AttentionLayout, Gradients, Operands, Upstream
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Tokens.
+    /// Tokens per sequence.
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     seq_len: u32,
-    /// Query heads, as many as key and value heads.
+    /// Number of query heads and of KV heads.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     num_heads: u16,
-    /// Elements of a head.
+    /// Head dimension.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
     head_dim: u16,
-    /// Threads; all cores without it.
+    /// CPU threads [default: all cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
-    /// Numbers of the tensors; f32 is measured beside any others.
+    /// Dtype of the tensors; f32 is always measured too.
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
-    /// Where the tensors are.
+    /// Device of the tensors.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
     #[command(flatten)]
-    measuring: Measuring,
+    measuring: MeasureArgs,
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -40,7 +40,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let options = settings::launch_options(args.threads_per_rank, 1)?;
     let head_elems = f64::from(args.seq_len) * f64::from(args.num_heads) * f64::from(args.head_dim);
     // q, k, v, o and the gradient of each.
-    settings::check_tensors(device, 8.0 * head_elems * args.dtype.copies())?;
+    settings::check_tensors(device, 8.0 * head_elems * args.dtype.memory_factor())?;
     let heads = (0..usize::from(args.num_heads)).collect::<Vec<_>>();
     let layout = AttentionLayout::causal(1, args.seq_len, heads).or_usage()?;
     let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &layout))?;
@@ -48,19 +48,14 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         "seq_len": args.seq_len, "num_heads": args.num_heads, "head_dim": args.head_dim,
         "dtype": args.dtype.name(), "device": args.device.name(),
     });
-    let method = "causal; FLOPs of visible pairs only; each pass in turn with a square product in f32 on the \
-                  same threads; median. delta is the sum over rows that backward needs.";
+    let method = "causal; FLOPs of visible pairs only; each pass alternating with a square f32 GEMM on the same \
+                  threads; median. delta: the row sums of o · dout that backward needs.";
     let report = Report::new("attention", settings, method, Unit::Flops).on(1, &options);
     args.measuring.print(&Report { figures, ..report })
 }
 
-/// The square product and the passes; what is not in f32 beside the same in f32.
-fn measure(
-    rank: &RankContext,
-    device: DeviceKind,
-    args: &Args,
-    layout: &AttentionLayout,
-) -> Result<Vec<Figure>> {
+/// Measures the square GEMM and the passes; other dtypes are compared with f32.
+fn measure(rank: &RankContext, device: DeviceKind, args: &Args, layout: &AttentionLayout) -> Result<Vec<Figure>> {
     let device = device.open(rank.rank)?;
     let operation =
         |dtype: DtypeArg| Operation::new(layout, usize::from(args.head_dim), dtype.dtype(), &device);
@@ -72,11 +67,11 @@ fn measure(
     cases.extend(other.iter().flat_map(Operation::cases));
     let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
     let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
-    // Two products of head_dim multiply-adds for every visible pair forward, five backward.
+    // Two dot products of head_dim multiply-adds per visible pair forward, five backward.
     let heads = f64::from(args.num_heads) * f64::from(args.head_dim);
-    let (products, elems) = (layout.num_visible_pairs() as f64 * heads, f64::from(args.seq_len) * heads);
+    let (pair_elems, elems) = (layout.num_visible_pairs() as f64 * heads, f64::from(args.seq_len) * heads);
     let mut figures = |dtype: DtypeArg| -> Vec<Figure> {
-        let passes = [("forward", 4.0 * products), ("backward", 10.0 * products), ("delta", 2.0 * elems)];
+        let passes = [("forward", 4.0 * pair_elems), ("backward", 10.0 * pair_elems), ("delta", 2.0 * elems)];
         let figures = passes.into_iter().zip(&mut seconds).map(|((pass, flops), seconds)| {
             let figure = Figure::new(dtype.label(pass), seconds, flops);
             if pass == "delta" { figure } else { figure.against(&square) }
@@ -90,7 +85,7 @@ fn measure(
     Ok([vec![square], in_f32, others].concat())
 }
 
-/// Attention of random tensors, with its gradients.
+/// Attention with gradients on random tensors.
 pub(super) struct Operation<'a> {
     layout: &'a AttentionLayout,
     scale: f32,
@@ -103,7 +98,7 @@ pub(super) struct Operation<'a> {
 }
 
 impl<'a> Operation<'a> {
-    /// Of one row whose queries, keys and values have as many heads.
+    /// Creates one sequence whose queries, keys and values have the same number of heads.
     pub(super) fn new(
         layout: &'a AttentionLayout,
         head_dim: usize,
@@ -111,10 +106,7 @@ impl<'a> Operation<'a> {
         device: &Device,
     ) -> Result<Self> {
         let (seq_len, num_heads) = (layout.q_positions().len(), layout.q_to_kv().len());
-        let random = || {
-            let numbers = Tensor::randn(0f32, 1.0, (1, seq_len, num_heads, head_dim), device)?;
-            numbers.to_dtype(dtype)
-        };
+        let random = || Tensor::randn(0f32, 1.0, (1, seq_len, num_heads, head_dim), device)?.to_dtype(dtype);
         let (qkv, dout) = ([random()?, random()?, random()?], random()?);
         let lse = Tensor::zeros((1, num_heads, seq_len), DType::F32, device)?;
         Ok(Self {

@@ -3,7 +3,7 @@
 use super::report::{Figure, Report, Unit};
 use super::training::{Training, TrainingArgs};
 use super::turns::{Case, take_turns};
-use super::{Failure, Measuring, OrFail, on_ranks};
+use super::{Failure, MeasureArgs, OrFail, on_ranks};
 use anyhow::{Context, Result, anyhow};
 use serde_json::json;
 use std::cell::Cell;
@@ -14,19 +14,20 @@ use ulysses::checkpoint::{LocalStorage, SaveOptions, Storage, step_name};
 use ulysses::comm::RankContext;
 use ulysses::engine::RunRecord;
 
-/// Tokens of a row: one step is done so that the state is not all zeros.
+/// Tokens per sequence of the single step, which makes the state nonzero.
 const SEQ_LEN: usize = 64;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
     training: TrainingArgs,
-    /// Directory on the disk to measure; the system's directory for temporary files without it. What is written
-    /// there, in `.ulysses-bench-PID`, is removed unless the process is killed.
+    /// Directory whose disk to measure [default: the system's temporary directory].
+    ///
+    /// Files are written to `.ulysses-bench-PID` there and removed, unless the process is killed.
     #[arg(long)]
     output: Option<PathBuf>,
     #[command(flatten)]
-    measuring: Measuring,
+    measuring: MeasureArgs,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
@@ -41,13 +42,13 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     settings["bytes"] = json!(bytes);
     settings["output"] = json!(output);
     let method = "save: compare replicas, write, hash and fsync every file, publish; copy: copy and fsync the same files \
-                  one after the other, from the page cache; the two take turns, median";
+                  one after the other, from the page cache; alternating, median";
     let report = Report::new("checkpoint", settings, method, Unit::Bytes);
     let report = report.on(training.mesh.world_size(), &training.launch);
     args.measuring.print(&Report { figures: vec![copy, save], ..report })
 }
 
-/// A directory of our own, removed with all that it holds.
+/// A temporary directory, removed on drop.
 pub(crate) struct Scratch(pub(crate) PathBuf);
 
 impl Scratch {
@@ -60,12 +61,12 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Nothing depends on it, and its name says whose it was.
+        // A leftover directory is harmless, and its name tells its origin.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// Seconds of saves and of copies, and the bytes of each.
+/// Returns the seconds of saves and of copies, and the bytes of each.
 fn measure(
     rank: &RankContext,
     training: &Training,
@@ -92,7 +93,7 @@ fn measure(
     Ok((seconds, bytes.get()))
 }
 
-/// What was there is gone from the disk too, so that the next writer starts with a quiet one.
+/// Removes a directory and syncs its parent, so that the next writer starts on an idle disk.
 fn remove(dir: &Path) -> Result<()> {
     match fs::remove_dir_all(dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
@@ -101,7 +102,7 @@ fn remove(dir: &Path) -> Result<()> {
     Ok(LocalStorage.sync_dir(dir.parent().unwrap_or(dir))?)
 }
 
-/// Copies the files of a directory into a new one, and returns when they will survive a loss of power.
+/// Copies the files of a directory into a new one, with fsync.
 fn copy_dir(from: &Path, to: &Path) -> Result<()> {
     fs::create_dir(to)?;
     for entry in fs::read_dir(from)? {

@@ -2,7 +2,7 @@
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{Failure, Gathered, Measuring, Ranks, Together, settings};
+use super::{Failure, MeasureArgs, RankArgs, RankSetup, Ranks, settings};
 use anyhow::{Result, anyhow};
 use candle_core::{DType, Tensor};
 use serde_json::json;
@@ -10,25 +10,25 @@ use ulysses::comm::{LaunchOptions, ProcessGroupExt, RankContext, ReduceOp};
 use ulysses::device::DeviceKind;
 use ulysses::kernels::{elementwise, strided_copy};
 
-/// Ranks of one process; more is a typing error.
+/// Maximum number of ranks in one process; more is a typing error.
 const MAX_RANKS: i64 = 64;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Ranks that take part. 2 without it, or all processes that MPI has started.
+    /// Number of ranks [default: 2, or all processes with MPI].
     #[arg(long, value_parser = clap::value_parser!(u16).range(2..=MAX_RANKS))]
     ranks: Option<u16>,
     #[command(flatten)]
-    together: Together,
-    /// MiB of the whole tensor: what a rank gives to an all-reduce or has after an all-gather.
+    rank_args: RankArgs,
+    /// Size of the whole tensor in MiB: the input of an all-reduce, or the output of an all-gather.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
     mib: u16,
     #[command(flatten)]
-    measuring: Measuring,
+    measuring: MeasureArgs,
 }
 
-/// Names in reports, and the part of the whole tensor's bytes that a rank's link must carry: the `busbw` factors of
-/// nccl-tests (its doc/PERFORMANCE.md).
+/// Returns names and `busbw` factors of nccl-tests (doc/PERFORMANCE.md): the share of the whole tensor that crosses a
+/// rank's link.
 fn collectives(ranks: f64) -> [(&'static str, f64); 5] {
     let others = (ranks - 1.0) / ranks;
     [
@@ -41,22 +41,22 @@ fn collectives(ranks: f64) -> [(&'static str, f64); 5] {
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let Gathered { mut on, ranks, options, device } = args.together.gather(args.ranks)?;
+    let RankSetup { mut on, ranks, options, device } = args.rank_args.start(args.ranks)?;
     if ranks < 2 {
-        let message = format!("{ranks} rank: a collective takes 2 at least; start more processes");
+        let message = format!("{ranks} rank: a collective needs at least 2; start more processes");
         return Err(Failure::Usage(anyhow!(message)));
     }
     let figures = figures(&mut on, ranks, &options, device, args.mib, args.measuring.repeats)?;
-    let Together { backend, device, .. } = &args.together;
+    let RankArgs { backend, device, .. } = &args.rank_args;
     let settings = json!({ "backend": backend.name(), "mib": args.mib, "device": device.name() });
-    let method = "f32; each collective in turn with every rank copying the whole tensor at once; the rate is the bus \
-                  bandwidth of nccl-tests, algbw the whole tensor's bytes by time, both of one rank; slowest rank, \
+    let method = "f32; each collective alternating with a copy of the whole tensor by all ranks at once; the rate is \
+                  the busbw of nccl-tests, algbw the whole tensor's bytes per second, both per rank; slowest rank, \
                   median";
     let report = Report::new("collectives", settings, method, Unit::Bytes).on(ranks, &options);
     args.measuring.print(&Report { figures, ..report })
 }
 
-/// The copy, then every collective, all of a tensor of `mib` MiB.
+/// Measures a copy and every collective, on a tensor of `mib` MiB.
 pub(crate) fn figures(
     on: &mut Ranks,
     ranks: usize,
@@ -68,7 +68,7 @@ pub(crate) fn figures(
     figures_of((usize::from(mib) << 20) / size_of::<f32>(), on, ranks, options, device, repeats)
 }
 
-/// The same of a tensor of `elems` elements, or a few more: a whole number for every rank.
+/// Measures the same on a tensor of `elems` elements, rounded up to a multiple of the ranks.
 pub(super) fn figures_of(
     elems: usize,
     on: &mut Ranks,
@@ -87,8 +87,8 @@ pub(super) fn figures_of(
         let algorithm = bytes / figure.seconds() * 1e-9;
         figure.with("algbw_gb_per_s", algorithm).against(&copy)
     };
-    let of_ops: Vec<Figure> = collectives(ranks as f64).into_iter().zip(seconds).map(figure).collect();
-    Ok([vec![copy], of_ops].concat())
+    let collectives: Vec<Figure> = collectives(ranks as f64).into_iter().zip(seconds).map(figure).collect();
+    Ok([vec![copy], collectives].concat())
 }
 
 fn measure(rank: &RankContext, device: DeviceKind, elems: usize, repeats: u32) -> Result<Vec<Vec<f64>>> {
@@ -99,7 +99,7 @@ fn measure(rank: &RankContext, device: DeviceKind, elems: usize, repeats: u32) -
     let counts = vec![per_rank; rank.world_size];
     let cases = vec![
         Case::new(|| Ok(strided_copy::copy(&whole, &other)?)),
-        // In place: without a fresh start the sums would come to infinity.
+        // In place: without a reset the sums would overflow.
         Case::new(|| Ok(group.all_reduce(&other, ReduceOp::Sum)?))
             .after(|| Ok(elementwise::fill(&other, 1.0)?)),
         Case::new(|| Ok(group.reduce_scatter(&whole, &part, ReduceOp::Sum)?)),

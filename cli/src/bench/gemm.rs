@@ -1,8 +1,8 @@
-//! `ulysses bench gemm`, and the square product that other rates stand beside.
+//! `ulysses bench gemm`, and the square GEMM that is the baseline of other benchmarks.
 
 use super::report::{Figure, Report, Unit};
 use super::turns::{Case, take_turns};
-use super::{DeviceArg, DtypeArg, Failure, Measuring, OrFail, on_ranks, settings};
+use super::{DeviceArg, DtypeArg, Failure, MeasureArgs, OrFail, on_ranks, settings};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
@@ -11,31 +11,31 @@ use ulysses::device::DeviceKind;
 use ulysses::kernels::linear;
 use ulysses::model::{LlamaConfig, preset};
 
-/// Name of the square product in reports.
+/// Name of the square GEMM in reports.
 pub(super) const SQUARE: &str = "square_gemm";
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Preset whose products to measure (nano, tiny, small, base).
+    /// Preset that gives the GEMM sizes (nano, tiny, small, base).
     #[arg(long, default_value = "base")]
     model: String,
-    /// Tokens of a rank.
+    /// Tokens per rank.
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     tokens: u32,
-    /// Threads; all cores without it.
+    /// CPU threads [default: all cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
-    /// Numbers of the matrices; those of f32 are measured beside any others.
+    /// Dtype of the matrices; f32 is always measured too.
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
-    /// Where the matrices are.
+    /// Device of the matrices.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
     #[command(flatten)]
-    measuring: Measuring,
+    measuring: MeasureArgs,
 }
 
-/// A square product that is large enough for the device to be at its best.
+/// A square GEMM that is large enough for the peak rate of the device.
 pub(crate) struct Square {
     x: Tensor,
     weight: Tensor,
@@ -62,8 +62,8 @@ impl Square {
 /// A weight's name, inputs and outputs.
 type Shape = (&'static str, usize, usize);
 
-/// A weight of a model and what its products work on.
-pub(super) struct Product {
+/// The GEMMs of a weight.
+pub(super) struct WeightGemms {
     name: &'static str,
     flops: f64,
     x: Tensor,
@@ -72,8 +72,8 @@ pub(super) struct Product {
     dweight: Tensor,
 }
 
-impl Product {
-    /// Of all weights of a layer and of the head. Gradients of weights are f32.
+impl WeightGemms {
+    /// Returns those of all weights of a layer and of the LM head. Weight gradients are f32.
     pub(super) fn all(
         model: &LlamaConfig,
         tokens: usize,
@@ -95,12 +95,12 @@ impl Product {
         })
     }
 
-    /// Operations of each of them.
+    /// Returns the FLOPs of each GEMM.
     pub(super) fn flops(&self) -> f64 {
         self.flops
     }
 
-    /// One product of the forward and two of the backward pass.
+    /// Returns one GEMM of the forward and two of the backward pass.
     pub(super) fn cases(&self) -> [(&'static str, Case<'_>); 3] {
         let Self { x, weight, y, dweight, .. } = self;
         [
@@ -117,50 +117,50 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let options = settings::launch_options(args.threads_per_rank, 1)?;
     let tokens = args.tokens as usize;
     let shapes = shapes(&model);
-    // Gradients of weights are f32 whatever the others.
-    let copies = args.dtype.copies();
+    // Weight gradients are f32 whatever the dtype.
+    let factor = args.dtype.memory_factor();
     let elems = |(_, inputs, outputs): &Shape| {
         let (weight, activations) = ((inputs * outputs) as f64, (tokens * (inputs + outputs)) as f64);
-        copies * activations + (copies + copies.ceil()) * weight
+        factor * activations + (factor + factor.ceil()) * weight
     };
     settings::check_tensors(device, shapes.iter().map(elems).sum())?;
     let figures = on_ranks(1, &options, |rank| measure(rank, device, args, &model))?;
     let settings = json!({
         "model": args.model, "tokens": tokens, "dtype": args.dtype.name(), "device": args.device.name(),
     });
-    let method = "each product of the model's weights with all tokens, forward and backward, in turn with a square \
-                  product in f32 on the same threads; median";
+    let method = "each GEMM of the model's weights with all tokens, forward and backward, alternating with a square \
+                  f32 GEMM on the same threads; median";
     let report = Report { figures, ..Report::new("gemm", settings, method, Unit::Flops).on(1, &options) };
     args.measuring.print(&report)
 }
 
-/// The square product and those of the model; what is not in f32 beside the same in f32.
+/// Measures the square GEMM and those of the model; other dtypes are compared with f32.
 fn measure(rank: &RankContext, device: DeviceKind, args: &Args, model: &LlamaConfig) -> Result<Vec<Figure>> {
     let device = device.open(rank.rank)?;
     let square = Square::new(DType::F32, &device)?;
-    let all = |dtype: DtypeArg| Product::all(model, args.tokens as usize, dtype.dtype(), &device);
-    let products = all(DtypeArg::F32)?;
+    let all = |dtype: DtypeArg| WeightGemms::all(model, args.tokens as usize, dtype.dtype(), &device);
+    let gemms = all(DtypeArg::F32)?;
     let others = if args.dtype == DtypeArg::F32 { Vec::new() } else { all(args.dtype)? };
     let mut cases = vec![square.case()];
-    cases.extend(products.iter().chain(&others).flat_map(Product::cases).map(|(_, case)| case));
+    cases.extend(gemms.iter().chain(&others).flat_map(WeightGemms::cases).map(|(_, case)| case));
     let mut seconds = take_turns(&*rank.group, &device, args.measuring.repeats, cases)?.into_iter();
     let square = Figure::new(SQUARE, seconds.next().unwrap_or_default(), square.flops());
-    let mut figures = |products: &[Product], dtype: DtypeArg| -> Vec<Figure> {
-        let names = products.iter().flat_map(|product| product.cases().map(|(pass, _)| (product, pass)));
-        let measured = names.zip(&mut seconds).map(|((product, pass), seconds)| {
-            let name = dtype.label(&format!("{} {pass}", product.name));
-            Figure::new(name, seconds, product.flops).against(&square)
+    let mut figures = |gemms: &[WeightGemms], dtype: DtypeArg| -> Vec<Figure> {
+        let names = gemms.iter().flat_map(|gemm| gemm.cases().map(|(pass, _)| (gemm, pass)));
+        let measured = names.zip(&mut seconds).map(|((gemm, pass), seconds)| {
+            let name = dtype.label(&format!("{} {pass}", gemm.name));
+            Figure::new(name, seconds, gemm.flops).against(&square)
         });
         measured.collect()
     };
-    let in_f32 = figures(&products, DtypeArg::F32);
+    let in_f32 = figures(&gemms, DtypeArg::F32);
     let others =
         figures(&others, args.dtype).into_iter().zip(&in_f32).map(|(other, in_f32)| other.against(in_f32));
     let others: Vec<Figure> = others.collect();
     Ok([vec![square], in_f32, others].concat())
 }
 
-/// Of the weights of a layer and of the head.
+/// Returns the shapes of the weights of a layer and of the LM head.
 fn shapes(model: &LlamaConfig) -> [Shape; 6] {
     let LlamaConfig { hidden_size: d, intermediate_size: f, num_heads, num_kv_heads, head_dim, .. } = *model;
     [

@@ -1,12 +1,12 @@
-//! `ulysses bench max-seq-len`: the longest row that trains within a memory limit, found by trying.
+//! `ulysses bench max-seq-len`: searches for the longest sequence that trains within a memory limit.
 
 mod features;
 mod memory;
 
-use super::report::{cores, processor};
+use super::report::{cores, cpu_name};
 use super::{Failure, OrFail, dp_sp, print};
 use crate::config_flags::SetFlags;
-use crate::note;
+use crate::log_line;
 use crate::settings::WritableMemory;
 use anyhow::{Context, Result, anyhow};
 use memory::{StepMemory, run_watched, workload};
@@ -17,49 +17,49 @@ use std::process::{Command, Output};
 use std::time::Instant;
 use ulysses::config::{Config, Overrides, RawConfig};
 
-/// What the threads of a process take before it computes anything.
-const LEAST_GIB: f64 = 1.0 / 32.0;
+/// Memory of a process before it computes anything.
+const MIN_GIB: f64 = 1.0 / 32.0;
 
-/// Where a search begins at most.
-const LONGEST: u32 = 1 << 24;
+/// Maximum start of a search.
+const MAX_START: u32 = 1 << 24;
 
-/// Tokens of a document, its end included: attention's cost per token is the same in every row.
+/// Tokens per document, including its end, so that attention costs the same per token at every length.
 const DOCUMENT_TOKENS: usize = 4096;
 
-/// What a process says that runs out of memory: the allocator, the system, a thread that does not start.
+/// Messages of a process that runs out of memory: from the allocator, the system, a thread that cannot start.
 const OUT_OF_MEMORY: [&str; 3] =
     ["memory allocation of", "Cannot allocate memory", "Resource temporarily unavailable"];
 
-const METHOD: &str = "every length is one training step in a process of its own, which may map no more writable memory than \
-                      gib_per_rank for each rank (RLIMIT_DATA): heap, stacks and what the allocator keeps; rows of \
-                      documents of 4096 tokens";
+const METHOD: &str = "each length is one training step in a process of its own, whose writable memory (heap, stacks, allocator \
+                      overhead) is limited to gib_per_rank × ranks (RLIMIT_DATA); sequences are packed with documents of \
+                      4096 tokens";
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// DeepSpeed-style JSON config, with the features to try.
+    /// DeepSpeed-style JSON config.
     config: PathBuf,
     #[command(flatten)]
     set: SetFlags,
-    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors; `small` if neither this nor
-    /// the config says one.
+    /// Model directory (config.json, model.safetensors), or preset (nano, tiny, small, base) [default: the config's, else
+    /// small].
     #[arg(long)]
     model: Option<String>,
-    /// Ranks: `DPxSP` or `dp=2,sp=2`; the config's mesh without it.
+    /// Mesh: `DPxSP` or `dp=2,sp=2` [default: the config's].
     #[arg(long, allow_hyphen_values = true)]
     mesh: Option<String>,
-    /// Memory of each rank in GiB; the ranks of the process share the sum.
+    /// Memory limit per rank in GiB. The limit applies to the sum over ranks, which share a process.
     #[arg(long, visible_alias = "memory-gib", default_value_t = 2.0, value_parser = parse_gib)]
     gib_per_rank: f64,
-    /// Search anew for each of the config's features that save memory: first without them, then with one more each time.
+    /// Search once per memory-saving feature of the config: without any, then adding one at a time.
     #[arg(long)]
     by_feature: bool,
-    /// Where the search begins, if not near the longest row that is planned; at least `--resolution`.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=i64::from(LONGEST)))]
+    /// First length to try [default: near the longest planned sequence]; at least --resolution.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_START)))]
     from: Option<u32>,
-    /// The search ends when the longest that fits and the shortest that does not are as close.
+    /// Resolution of the search in tokens.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     resolution: u32,
-    /// Threads of each rank; a fair share of the cores without it.
+    /// CPU threads per rank [default: an equal share of the cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
     /// Print one JSON object.
@@ -68,15 +68,13 @@ pub(super) struct Args {
 }
 
 fn parse_gib(text: &str) -> Result<f64, String> {
-    let gib = text.parse().ok().filter(|gib: &f64| (LEAST_GIB..=f64::from(1 << 20)).contains(gib));
-    gib.ok_or_else(|| {
-        format!("it must be a number of GiB, such as 2 or 0.5, from {LEAST_GIB} on, which a process takes before it trains")
-    })
+    let gib = text.parse().ok().filter(|gib: &f64| (MIN_GIB..=f64::from(1 << 20)).contains(gib));
+    gib.ok_or_else(|| format!("expected a number of GiB of at least {MIN_GIB}, such as 2 or 0.5"))
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     if !cfg!(target_os = "linux") {
-        return Err(Failure::Usage(anyhow!("max-seq-len limits memory as only Linux can")));
+        return Err(Failure::Usage(anyhow!("max-seq-len is only supported on Linux")));
     }
     let mesh = args.mesh.as_deref().map(dp_sp).transpose()?;
     let overrides = Overrides { mesh, model: args.model.clone(), ..Overrides::default() };
@@ -85,13 +83,13 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let limit_kib = (args.gib_per_rank * config.world_size() as f64 * f64::from(1 << 20)) as u64;
     config.ulysses.model.get_or_insert_with(|| "small".to_owned());
     let model = config.require_model().or_usage()?.to_owned();
-    let directory = tempfile::tempdir().context("cannot make a directory for the rows").or_run()?;
+    let directory = tempfile::tempdir().context("cannot create a temporary directory").or_run()?;
     let path = args.config.clone();
     let mut search = Search {
         args,
         model,
         mesh: format!("{}x{}", config.mesh.dp_size, config.mesh.sp_size),
-        num_rows: config.train_batch_size,
+        batch_size: config.train_batch_size,
         limit_kib,
         directory,
         config: path,
@@ -103,7 +101,8 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if !search.args.set.is_empty() {
         search.write(&config)?;
     }
-    let longest = search.longest(&config)?.map_err(|too_long| too_little(&search.args, too_long)).or_run()?;
+    let longest =
+        search.longest(&config)?.map_err(|too_long| nothing_fits(&search.args, too_long)).or_run()?;
     let planned = search.planned(&config, longest)?;
     if search.args.json {
         let mut report = search.settings();
@@ -112,14 +111,16 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         return print(format_args!("{report:#}\n"));
     }
     let (mesh, gib_per_rank) = (&search.mesh, search.args.gib_per_rank);
-    print(format_args!("mesh {mesh}: {longest} tokens train within {gib_per_rank} GiB per rank; {planned}\n"))
+    print(format_args!(
+        "mesh {mesh}: longest sequence within {gib_per_rank} GiB per rank: {longest} tokens; {planned}\n"
+    ))
 }
 
-/// One search for every feature of the config, each added to those before it.
+/// Searches once for every feature of the config, each added to those before it.
 fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
     let mut found = Vec::new();
     for (feature, config) in features::cumulative(config) {
-        note(format_args!("{feature}:"));
+        log_line(format_args!("{feature}:"));
         search.write(&config)?;
         search.attempts.clear();
         let longest = search.longest(&config)?.unwrap_or(0);
@@ -127,7 +128,7 @@ fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
         found.push((feature, longest, planned, search.attempts()));
     }
     if found.iter().all(|(_, longest, ..)| *longest == 0) {
-        return Err(too_little(&search.args, search.args.resolution as usize)).or_run();
+        return Err(nothing_fits(&search.args, search.args.resolution as usize)).or_run();
     }
     if search.args.json {
         let mut report = search.settings();
@@ -145,7 +146,7 @@ fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
     }
     let (mesh, gib_per_rank) = (&search.mesh, search.args.gib_per_rank);
     let mut table = format!(
-        "mesh {mesh}, {gib_per_rank} GiB per rank; each line adds to the one before it\n\n| settings | longest row that trained | planned |\n|---|---|---|\n"
+        "mesh {mesh}, {gib_per_rank} GiB per rank; each row adds a feature\n\n| feature | longest sequence trained | longest planned |\n|---|---|---|\n"
     );
     let tokens = |longest: usize| if longest == 0 { "none".to_owned() } else { longest.to_string() };
     for (feature, longest, planned, _) in found {
@@ -155,88 +156,88 @@ fn by_feature(mut search: Search, config: &Config) -> Result<(), Failure> {
     print(table)
 }
 
-fn too_little(args: &Args, too_long: usize) -> anyhow::Error {
-    anyhow!("{} GiB per rank are too little for rows of {too_long} tokens", args.gib_per_rank)
+fn nothing_fits(args: &Args, too_long: usize) -> anyhow::Error {
+    anyhow!("{} GiB per rank is too little for sequences of {too_long} tokens", args.gib_per_rank)
 }
 
-/// What the plan says of what was found.
+/// The plan next to a search result.
 struct Planned {
-    /// The longest row that it has room for.
+    /// The longest sequence that fits by the plan.
     max_seq_len: Option<usize>,
-    /// Of the longest row that trained, if one did.
+    /// Memory of the step on the longest sequence that trained, if any.
     step: Option<StepMemory>,
 }
 
 impl Display for Planned {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let longest = self.max_seq_len.map_or_else(|| "none".to_owned(), |longest| longest.to_string());
-        write!(f, "planned for what is in use: {longest}")?;
+        write!(f, "planned: {longest}")?;
         self.step.map_or(Ok(()), |step| write!(f, "\n{step}"))
     }
 }
 
-/// One search.
+/// The state of a search.
 struct Search {
     args: Args,
     model: String,
     mesh: String,
-    /// Rows of a step.
-    num_rows: usize,
+    /// Sequences per step.
+    batch_size: usize,
     limit_kib: u64,
     directory: tempfile::TempDir,
-    /// What the steps are trained by.
+    /// The config that steps train with.
     config: PathBuf,
     attempts: Vec<Attempt>,
 }
 
-/// One length that was tried.
+/// A tried length.
 struct Attempt {
     seq_len: usize,
     fits: bool,
     seconds: f64,
-    /// The most writable memory that its process had when asked.
+    /// Maximum observed writable memory of its process.
     memory: Option<WritableMemory>,
 }
 
 impl Search {
-    /// Makes the steps train by a config that is not the given file.
+    /// Writes a config other than the given file for the steps.
     fn write(&mut self, config: &Config) -> Result<(), Failure> {
         self.config = self.directory.path().join("config.json");
         let text = serde_json::to_string(config).context("cannot write the config").or_run()?;
         std::fs::write(&self.config, text).context("cannot write the config").or_run()
     }
 
-    /// The longest length that fits, searched from `--from` or from near the longest that is planned. The shortest that
-    /// was tried, where none fits.
+    /// Searches for the longest length that fits, from `--from` or near the longest planned one. The inner `Err` is the
+    /// shortest tried length, if none fits.
     fn longest(&mut self, config: &Config) -> Result<Result<usize, usize>, Failure> {
         let resolution = (self.args.resolution as usize).max(config.mesh.sp_size);
         let first = self.expected(config)?;
         longest_by(first, resolution, |seq_len| self.fits(seq_len))
     }
 
-    /// A length that may be near the longest: the plan does not count what a process maps beside what it uses.
+    /// Returns a length near the expected result. The plan does not count memory that is mapped but unused.
     fn expected(&self, config: &Config) -> Result<usize, Failure> {
         let Some(from) = self.args.from else {
             let planned = workload(config, self.args.threads_per_rank)?.longest(self.budget()).or_usage()?;
-            return Ok((planned.unwrap_or(0) / 8 * 7).min(LONGEST as usize));
+            return Ok((planned.unwrap_or(0) / 8 * 7).min(MAX_START as usize));
         };
         Ok(from as usize)
     }
 
-    /// Whether one training step on rows of `seq_len` tokens completes.
+    /// Whether one training step on sequences of `seq_len` tokens completes.
     fn fits(&mut self, seq_len: usize) -> Result<bool, Failure> {
         if self.attempts.is_empty() {
-            // Minutes may go by until there is an answer.
-            note(format_args!("trying rows of {seq_len} tokens"));
+            // The first result may take minutes.
+            log_line(format_args!("trying sequences of {seq_len} tokens"));
         }
         let start = Instant::now();
         let (step, memory) = self.step(seq_len).or_run()?;
         let seconds = start.elapsed().as_secs_f64();
         let fits = step.status.success();
-        let said = String::from_utf8_lossy(&step.stderr);
-        // Any other failure says nothing about memory.
-        if !fits && !OUT_OF_MEMORY.iter().any(|sign| said.contains(sign)) {
-            let cause = said.trim_end().lines().next_back().unwrap_or_default();
+        let stderr = String::from_utf8_lossy(&step.stderr);
+        // Any other failure is an error of the search.
+        if !fits && !OUT_OF_MEMORY.iter().any(|sign| stderr.contains(sign)) {
+            let cause = stderr.trim_end().lines().next_back().unwrap_or_default();
             let cause = cause.strip_prefix("error: ").unwrap_or(cause);
             let error = anyhow!("a step on {seq_len} tokens failed ({}): {cause}", step.status);
             return Err(if step.status.code() == Some(2) {
@@ -245,39 +246,42 @@ impl Search {
                 Failure::Run(error)
             });
         }
-        note(format_args!("{seq_len} tokens {} ({seconds:.0} s)", if fits { "fit" } else { "do not fit" }));
+        log_line(format_args!(
+            "{seq_len} tokens {} ({seconds:.0} s)",
+            if fits { "fit" } else { "do not fit" }
+        ));
         self.attempts.push(Attempt { seq_len, fits, seconds, memory });
         Ok(fits)
     }
 
     fn step(&self, seq_len: usize) -> Result<(Output, Option<WritableMemory>)> {
-        let rows = self.directory.path().join("rows");
-        write_documents(&rows, self.num_rows * seq_len)?;
+        let data = self.directory.path().join("data");
+        write_documents(&data, self.batch_size * seq_len)?;
         let output = self.output(seq_len);
-        // The shell sets the limit on itself and becomes the step.
+        // The shell limits itself and then executes the step.
         let mut command = Command::new("sh");
         command
             .args(["-c", "ulimit -d \"$0\" && exec \"$@\"", &self.limit_kib.to_string()])
-            .arg(std::env::current_exe().context("where is this program?")?)
+            .arg(std::env::current_exe().context("cannot find the path of this program")?)
             .arg("train")
             .arg(&self.config)
             .args(["--model", &self.model, "--mesh", &self.mesh, "--steps", "1"])
             .args(["--seq-len", &seq_len.to_string()])
-            .args([Path::new("--data"), &rows, Path::new("--output"), &output]);
+            .args([Path::new("--data"), &data, Path::new("--output"), &output]);
         if let Some(threads) = self.args.threads_per_rank {
             command.args(["--threads-per-rank", &threads.to_string()]);
         }
-        // Without arenas, mimalloc unmaps large blocks that are freed, at once if it is told to.
+        // Without arenas and purge delay, mimalloc unmaps large freed blocks at once.
         command.envs([("MIMALLOC_ARENA_RESERVE", "0"), ("MIMALLOC_PURGE_DELAY", "0")]);
         run_watched(&mut command).context("cannot start sh")
     }
 
-    /// Where the step on rows of such a length writes.
+    /// Returns the output directory of the step at a length.
     fn output(&self, seq_len: usize) -> PathBuf {
         self.directory.path().join(format!("output-{seq_len}"))
     }
 
-    /// What the plan says of what was found for a config; 0 tokens where nothing fits.
+    /// Plans a search result; `longest` is 0 if nothing fits.
     fn planned(&self, config: &Config, longest: usize) -> Result<Planned, Failure> {
         let workload = workload(config, self.args.threads_per_rank)?;
         let found = self.attempts.iter().find(|attempt| attempt.seq_len == longest);
@@ -289,7 +293,7 @@ impl Search {
         })
     }
 
-    /// Of a rank, in bytes.
+    /// Returns the memory limit per rank in bytes.
     fn budget(&self) -> u64 {
         (self.args.gib_per_rank * f64::from(1 << 30)) as u64
     }
@@ -310,14 +314,14 @@ impl Search {
                 "config": config, "model": model, "mesh": mesh, "gib_per_rank": gib_per_rank, "resolution": resolution,
             },
             "method": METHOD,
-            "processor": processor(),
+            "processor": cpu_name(),
             "cores": cores(),
         })
     }
 }
 
-/// The longest length that fits, within `resolution` of one that does not: from `first` in steps that double, up while
-/// lengths fit or down until one does, then by halving the gap. `Err` with the shortest that was tried, where none fits.
+/// Returns the longest length that fits, within `resolution` of one that does not. Moves from `first` in doubling steps,
+/// up while lengths fit or down until one does, then bisects. `Err` is the shortest tried length, if none fits.
 fn longest_by<E>(
     first: usize,
     resolution: usize,
@@ -344,7 +348,7 @@ fn longest_by<E>(
     }
 }
 
-/// Documents of [`DOCUMENT_TOKENS`] bytes, their end included, one more than `num_tokens` are.
+/// Writes documents of [`DOCUMENT_TOKENS`] tokens, including their end: one more than `num_tokens` require.
 fn write_documents(directory: &Path, num_tokens: usize) -> Result<()> {
     std::fs::create_dir_all(directory)?;
     for index in 0..num_tokens.div_ceil(DOCUMENT_TOKENS) + 1 {
@@ -364,7 +368,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_search_ends_within_the_resolution_of_the_longest_from_wherever_it_begins() {
+    fn the_search_ends_within_its_resolution_from_any_start() {
         for (resolution, first) in
             [1, 7, 64].into_iter().flat_map(|r| [0, 1, 63, 64, 500, 5000].map(|f| (r, f)))
         {

@@ -1,7 +1,7 @@
-//! `ulysses bench`: rates, each beside its baseline in the same run; and the longest row that fits.
+//! `ulysses bench`: throughput next to a baseline from the same run, and the longest sequence that fits.
 //!
-//! What is measured and its baseline take turns, so that both meet the same machine. `docs/performance.md` has the
-//! method in full.
+//! Each repetition measures the baseline too, so that both see the same machine state. `docs/performance.md` describes
+//! the method.
 
 mod all_to_all;
 mod attention;
@@ -18,7 +18,7 @@ mod turns;
 pub(super) use checkpoint::Scratch;
 pub(super) use collectives::figures as collective_figures;
 pub(super) use gemm::Square;
-pub(super) use report::{Figure, cores, processor};
+pub(super) use report::{Figure, cores, cpu_name};
 pub(super) use turns::{Case, take_turns};
 
 use super::ranks::{Ranks, RanksArgs};
@@ -38,21 +38,21 @@ pub(super) struct BenchArgs {
 
 #[derive(Subcommand)]
 enum Bench {
-    /// Save checkpoints, beside plain copies of the same files.
+    /// Measure checkpoint saves, compared with copies of the same files.
     Checkpoint(checkpoint::Args),
-    /// Exchange tokens for heads and back, beside plain copies of the same bytes.
+    /// Measure the Ulysses exchange, compared with copies of the same bytes.
     AllToAll(all_to_all::Args),
-    /// Every collective, beside plain copies of the same bytes.
+    /// Measure every collective, compared with copies of the same bytes.
     Collectives(collectives::Args),
-    /// Attention forward and backward, beside a square matrix product.
+    /// Measure attention forward and backward, compared with a square GEMM.
     Attention(attention::Args),
-    /// The matrix products of a model, beside a square one.
+    /// Measure the GEMMs of a model, compared with a square GEMM.
     Gemm(gemm::Args),
-    /// Training steps, beside a square matrix product and, if asked to, a single rank.
+    /// Measure training steps, compared with a square GEMM and optionally with a single rank.
     Train(train::Args),
-    /// What this machine does in a second, as a file for `ulysses plan --machine`.
+    /// Measure a machine profile for `ulysses plan --machine`.
     Profile(profile::Args),
-    /// The longest row that trains within a memory limit, found by trying.
+    /// Find the longest sequence that trains within a memory limit.
     MaxSeqLen(max_seq_len::Args),
 }
 
@@ -69,10 +69,10 @@ pub(super) fn run(args: BenchArgs) -> Result<(), Failure> {
     }
 }
 
-/// How long to measure and how to print.
+/// Repetitions and output format.
 #[derive(clap::Args)]
-struct Measuring {
-    /// Measured repetitions; one more goes before them.
+struct MeasureArgs {
+    /// Number of measured repetitions, after one warm-up.
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     repeats: u32,
     /// Print one JSON object.
@@ -80,13 +80,13 @@ struct Measuring {
     json: bool,
 }
 
-impl Measuring {
+impl MeasureArgs {
     fn print(&self, report: &Report) -> Result<(), Failure> {
         if self.json { print(format_args!("{:#}\n", report.to_json())) } else { print(report) }
     }
 }
 
-/// Numbers of what is measured.
+/// Dtype of the measured tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum DtypeArg {
     F32,
@@ -119,54 +119,55 @@ impl DtypeArg {
         }
     }
 
-    /// Tensors of f32 that take as much memory as those of these numbers and the same in f32 beside them.
-    fn copies(self) -> f64 {
+    /// Memory of tensors in this dtype plus the f32 reference, relative to f32 tensors.
+    fn memory_factor(self) -> f64 {
         match self {
             Self::F32 => 1.0,
             Self::Bf16 | Self::Fp16 => 1.5,
         }
     }
 
-    /// Of a figure of `what` in these numbers.
+    /// Returns the name of a figure in this dtype.
     fn label(self, what: &str) -> String {
         if self == Self::F32 { what.to_owned() } else { format!("{what} {}", self.name()) }
     }
 }
 
-/// Which ranks measure together.
+/// Flags that select the ranks of a benchmark.
 #[derive(clap::Args)]
-struct Together {
+struct RankArgs {
     #[command(flatten)]
     backend: RanksArgs,
-    /// Threads of each rank; a fair share of the cores without it.
+    /// CPU threads per rank [default: an equal share of the cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
-    /// Where the tensors are.
+    /// Device of the tensors.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
 }
 
-/// Those ranks.
-struct Gathered {
+/// The ranks of a benchmark.
+struct RankSetup {
     on: Ranks,
     ranks: usize,
     options: LaunchOptions,
     device: DeviceKind,
 }
 
-impl Together {
-    /// Meets the other processes, if ranks are processes: as many as were asked for, as there are, or else two.
-    fn gather(&self, asked: Option<u16>) -> Result<Gathered, Failure> {
+impl RankArgs {
+    /// Joins the other processes, if ranks are processes. Uses the requested number of ranks, else the number of
+    /// processes, else two.
+    fn start(&self, requested: Option<u16>) -> Result<RankSetup, Failure> {
         let device = self.device.kind()?;
         self.backend.check_device(device)?;
         let on = self.backend.start()?;
-        let ranks = on.count(asked.map(usize::from), 2)?;
+        let ranks = on.count(requested.map(usize::from), 2)?;
         let options = settings::launch_options(self.threads_per_rank, on.local(ranks))?;
-        Ok(Gathered { on, ranks, options, device })
+        Ok(RankSetup { on, ranks, options, device })
     }
 }
 
-/// Runs `measure` on ranks that are threads. They all come to the same, so the first rank's result counts.
+/// Runs `measure` on ranks that are threads and returns the result of rank 0; all are equal.
 pub(super) fn on_ranks<T: Send>(
     world_size: usize,
     options: &LaunchOptions,
@@ -176,7 +177,7 @@ pub(super) fn on_ranks<T: Send>(
     Ok(results.swap_remove(0))
 }
 
-/// The mesh that a flag asks for.
+/// Parses `--mesh`.
 fn mesh(notation: &str) -> Result<DeviceMesh, Failure> {
     let (dp_size, sp_size) = dp_sp(notation)?;
     DeviceMesh::dp_sp(dp_size, sp_size).or_usage()

@@ -1,12 +1,12 @@
-//! `ulysses bench profile`: the rates that `ulysses plan --machine` goes by.
+//! `ulysses bench profile`: machine rates for `ulysses plan --machine`.
 
 use super::attention::Operation;
 use super::collectives::{figures, figures_of};
-use super::gemm::{Product, Square};
-use super::report::{Figure, cores, processor};
+use super::gemm::{Square, WeightGemms};
+use super::report::{Figure, cores, cpu_name};
 use super::turns::{Case, median, take_turns};
 use super::{DeviceArg, Failure, OrFail, Ranks, on_ranks, print, settings};
-use crate::note;
+use crate::log_line;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use std::path::{Path, PathBuf};
@@ -19,41 +19,41 @@ use ulysses::kernels::{rms_norm, strided_copy, swiglu};
 use ulysses::model::{LlamaConfig, preset};
 use ulysses::offload::{OffloadError, OffloadStore, StoreLabel};
 
-/// Elements of a collective that takes nothing but its latency.
-const FEW: usize = 8;
+/// Elements of a collective that is bound by latency.
+const LATENCY_ELEMS: usize = 8;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Ranks that work at once, as threads: as many as will share a machine. One communicates with nobody.
+    /// Number of ranks (threads) that run at once: as many as will share a machine.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     ranks: u16,
-    /// Preset of whose sizes the products are (nano, tiny, small, base).
+    /// Preset that gives the GEMM sizes (nano, tiny, small, base).
     #[arg(long, default_value = "base")]
     model: String,
-    /// Tokens of a rank.
+    /// Tokens per rank.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     tokens: u32,
-    /// MiB that a collective, the update and a file are given.
+    /// Size of collectives, optimizer update and file transfers in MiB.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
     mib: u16,
-    /// Threads of each rank; a fair share of the cores without it.
+    /// CPU threads per rank [default: an equal share of the cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
-    /// Where the tensors are.
+    /// Device of the tensors.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
-    /// Directory of the file that stands for offloaded tensors; the system's for temporary files without it.
+    /// Directory for the offload file [default: the system's temporary directory].
     #[arg(long)]
     offload_path: Option<PathBuf>,
-    /// Measured repetitions; one more goes before them. Medians count.
+    /// Number of measured repetitions, after one warm-up; medians are reported.
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     repeats: u32,
-    /// The file to write; standard output without it.
+    /// Output file [default: standard output].
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
 
-/// What is measured with.
+/// The sizes to measure with.
 struct Bench<'a> {
     args: &'a Args,
     model: LlamaConfig,
@@ -73,15 +73,15 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let rates_of = |dtype| on_ranks(ranks, &options, |rank| bench.rates(rank, device, dtype)).map(Some);
     let rates = RatesByFormat { f32: rates_of(DType::F32)?, bf16: rates_of(DType::BF16)?, fp16: None };
     let profile = MachineProfile {
-        name: processor(),
+        name: cpu_name(),
         origin: bench.origin(&options),
         ranks_per_node: ranks,
         rates,
         update_bytes_per_second: on_ranks(ranks, &options, |rank| bench.update(rank, device))?,
         file_bytes_per_second: bench.file(ranks, &options, device)?,
-        // Nobody has measured it yet: see docs/gpu.md.
+        // Not measured yet: see docs/gpu.md.
         host_bytes_per_second: None,
-        // Ranks that are threads move what is theirs themselves, when they wait for it.
+        // Threads transfer their data themselves while they wait.
         overlaps_communication: false,
         links: Links { intra_node: bench.link(ranks, &options, device)?, inter_node: None },
     };
@@ -90,7 +90,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     std::fs::write(path, text)
         .with_context(|| format!("--output: cannot write {}", path.display()))
         .or_run()?;
-    note(format_args!("profile     {}", path.display()));
+    log_line(format_args!("profile     {}", path.display()));
     Ok(())
 }
 
@@ -98,7 +98,7 @@ impl Bench<'_> {
     fn origin(&self, options: &LaunchOptions) -> String {
         let Args { ranks, model, tokens, repeats, .. } = self.args;
         format!(
-            "measured by ulysses bench profile {}: {ranks} rank(s) of {} thread(s) at once on {} core(s), products of \
+            "measured by ulysses bench profile {}: {ranks} rank(s) of {} thread(s) at once on {} core(s), GEMMs of \
              {model} with {tokens} tokens, medians of {repeats}",
             env!("CARGO_PKG_VERSION"),
             options.threads_per_rank,
@@ -106,25 +106,24 @@ impl Bench<'_> {
         )
     }
 
-    /// What a rank computes while the others do the same. Collective.
+    /// Measures the compute rates of a rank while all ranks run. Collective.
     fn rates(&self, rank: &RankContext, device: DeviceKind, dtype: DType) -> Result<Rates> {
         let device = device.open(rank.rank)?;
         let (square, tokens) = (Square::new(dtype, &device)?, self.args.tokens as usize);
-        let products = Product::all(&self.model, tokens, dtype, &device)?;
+        let gemms = WeightGemms::all(&self.model, tokens, dtype, &device)?;
         let attention = Operation::new(&self.layout, self.model.head_dim, dtype, &device)?;
         let elementwise = Elementwise::new(&self.model, tokens, dtype, &device)?;
         let LlamaConfig { num_heads, head_dim, .. } = self.model;
-        let products_of_pairs = self.layout.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;
+        let pair_elems = self.layout.num_visible_pairs() as f64 * (num_heads * head_dim) as f64;
         let mut cases = vec![square.case(), attention.forward(), attention.backward()];
-        let mut work = vec![square.flops(), 4.0 * products_of_pairs, 8.0 * products_of_pairs];
-        let of_products =
-            products.iter().flat_map(|product| product.cases().map(|(_, case)| (case, product.flops())));
-        for (case, amount) in of_products.chain(elementwise.cases()) {
+        let mut work = vec![square.flops(), 4.0 * pair_elems, 8.0 * pair_elems];
+        let gemm_cases = gemms.iter().flat_map(|gemm| gemm.cases().map(|(_, case)| (case, gemm.flops())));
+        for (case, amount) in gemm_cases.chain(elementwise.cases()) {
             cases.push(case);
             work.push(amount);
         }
         let seconds = take_turns(&*rank.group, &device, self.args.repeats, cases)?;
-        let first_sweep = 3 + 3 * products.len();
+        let first_elementwise = 3 + 3 * gemms.len();
         let rate = |cases: std::ops::Range<usize>| {
             let seconds: f64 = seconds[cases.clone()].iter().map(|seconds| median(seconds)).sum();
             work[cases].iter().sum::<f64>() / seconds
@@ -133,12 +132,12 @@ impl Bench<'_> {
             peak_flops_per_second: rate(0..1),
             attention_forward_flops_per_second: rate(1..2),
             attention_backward_flops_per_second: rate(2..3),
-            product_flops_per_second: rate(3..first_sweep),
-            elementwise_bytes_per_second: rate(first_sweep..work.len()),
+            product_flops_per_second: rate(3..first_elementwise),
+            elementwise_bytes_per_second: rate(first_elementwise..work.len()),
         })
     }
 
-    /// Bytes that AdamW reads and writes in a second. Collective.
+    /// Measures the bytes per second that AdamW reads and writes. Collective.
     fn update(&self, rank: &RankContext, device: DeviceKind) -> Result<f64> {
         let device = device.open(rank.rank)?;
         let elems = usize::from(self.args.mib) << 18;
@@ -161,7 +160,7 @@ impl Bench<'_> {
         Ok((7 * elems * size_of::<f32>()) as f64 / median(&seconds[0]))
     }
 
-    /// Bytes to a file and back in a second, as offloaded tensors go there; none from a GPU, which has no such files.
+    /// Measures the bytes per second of offload to a file and back. `None` on GPUs, which offload to host memory.
     fn file(
         &self,
         ranks: usize,
@@ -171,11 +170,11 @@ impl Bench<'_> {
         if device != DeviceKind::Cpu {
             return Ok(None);
         }
-        let label = StoreLabel { holds: "what is measured", key: "--offload-path" };
+        let use_ = Use { holds: "the benchmark", key: "--offload-path" };
         let directory = self.args.offload_path.as_deref();
-        // Refused before anything starts.
-        OffloadStore::in_file(label, directory).or_usage()?;
-        let measure = |rank: &RankContext| self.file_of(rank, label, directory);
+        // Fails before ranks start.
+        OffloadStore::in_file(use_, directory).or_usage()?;
+        let measure = |rank: &RankContext| self.file_of(rank, use_, directory);
         on_ranks(ranks, options, measure).map(Some)
     }
 
@@ -184,7 +183,7 @@ impl Bench<'_> {
         let bytes = usize::from(self.args.mib) << 20;
         let back = Tensor::ones(bytes / size_of::<f32>(), DType::F32, &Device::Cpu)?;
         let there_and_back = Case::new(|| {
-            // The file takes a tensor that nobody else holds.
+            // The store needs sole ownership of the tensor.
             let there = back.copy()?;
             let place = file.reserve(bytes);
             file.write(&place, there)?;
@@ -207,27 +206,27 @@ impl Bench<'_> {
         }
         let Args { mib, repeats, .. } = *self.args;
         let mut threads = Ranks::threads();
-        let (few, many) = (
-            figures_of(FEW, &mut threads, ranks, options, device, repeats)?,
+        let (small, large) = (
+            figures_of(LATENCY_ELEMS, &mut threads, ranks, options, device, repeats)?,
             figures(&mut threads, ranks, options, device, mib, repeats)?,
         );
-        link_of(&few, &many).map(Some).or_run()
+        link_rates(&small, &large).map(Some).or_run()
     }
 }
 
-/// A link by what collectives of few and of many elements took.
-fn link_of(few: &[Figure], many: &[Figure]) -> Result<LinkRates> {
+/// Derives link rates from small (latency) and large (bandwidth) collectives.
+fn link_rates(small: &[Figure], large: &[Figure]) -> Result<LinkRates> {
     let is_collective = |figure: &&Figure| figure.name() != "copy";
-    let latencies: Vec<f64> = few.iter().filter(is_collective).map(Figure::seconds).collect();
+    let latencies: Vec<f64> = small.iter().filter(is_collective).map(Figure::seconds).collect();
     let rate = |name: &str| {
-        let figure = many.iter().find(|figure| figure.name() == name);
+        let figure = large.iter().find(|figure| figure.name() == name);
         let rate = figure.map(Figure::rate).filter(|rate| rate.is_finite() && *rate > 0.0);
-        Ok::<_, anyhow::Error>(1e9 * rate.with_context(|| format!("no rate of {name} was measured"))?)
+        Ok::<_, anyhow::Error>(1e9 * rate.with_context(|| format!("the rate of {name} was not measured"))?)
     };
     Ok(LinkRates {
         latency_seconds: Some(median(&latencies))
             .filter(|seconds| seconds.is_finite())
-            .context("no latency was measured")?,
+            .context("the latency was not measured")?,
         all_to_all_bytes_per_second: rate("all_to_all")?,
         all_reduce_bytes_per_second: rate("all_reduce")?,
         reduce_scatter_bytes_per_second: rate("reduce_scatter")?,
@@ -235,7 +234,7 @@ fn link_of(few: &[Figure], many: &[Figure]) -> Result<LinkRates> {
     })
 }
 
-/// The operations of a layer that go through memory once: a copy, norms and SwiGLU with their gradients.
+/// Memory-bound operations of a layer: copy, norms and SwiGLU with their gradients.
 struct Elementwise {
     x: [Tensor; 3],
     weight: Tensor,
@@ -256,7 +255,7 @@ impl Elementwise {
         })
     }
 
-    /// Each with the bytes that it reads and writes.
+    /// Returns the operations with the bytes that each reads and writes.
     fn cases(&self) -> [(Case<'_>, f64); 5] {
         let Self { x: [x, y, dx], weight, rstd, wide: [gate, up, product, dgate, dup] } = self;
         let bytes = |tensor: &Tensor, times: usize| {
@@ -283,18 +282,18 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_that_was_not_measured_is_an_error_that_names_it() {
-        let link = link_of(&figures(1e-6), &figures(1e-3)).unwrap();
+    fn a_missing_figure_is_an_error_with_its_name() {
+        let link = link_rates(&figures(1e-6), &figures(1e-3)).unwrap();
         assert_eq!(link.latency_seconds, 1e-6);
         assert!((link.all_gather_bytes_per_second / 2e9 - 1.0).abs() < 1e-12, "{link:?}");
         for (index, missing) in COLLECTIVES.into_iter().enumerate() {
-            let mut many = figures(1e-3);
-            many.remove(index);
-            let error = link_of(&figures(1e-6), &many).unwrap_err().to_string();
-            assert_eq!(error, format!("no rate of {missing} was measured"));
-            many.insert(index, Figure::new(missing, vec![0.0], 2e6));
-            link_of(&figures(1e-6), &many).unwrap_err();
+            let mut large = figures(1e-3);
+            large.remove(index);
+            let error = link_rates(&figures(1e-6), &large).unwrap_err().to_string();
+            assert_eq!(error, format!("the rate of {missing} was not measured"));
+            large.insert(index, Figure::new(missing, vec![0.0], 2e6));
+            link_rates(&figures(1e-6), &large).unwrap_err();
         }
-        assert_eq!(link_of(&[], &figures(1e-3)).unwrap_err().to_string(), "no latency was measured");
+        assert_eq!(link_rates(&[], &figures(1e-3)).unwrap_err().to_string(), "the latency was not measured");
     }
 }

@@ -1,11 +1,11 @@
-//! What a measurement came to: a table, or one JSON object.
+//! The result of a benchmark as a table or JSON object.
 
 use super::turns::median;
 use serde_json::{Map, Value, json};
 use std::fmt::{self, Display, Formatter};
 use ulysses::comm::LaunchOptions;
 
-/// What `Figure::rate` is a rate of.
+/// The unit of work of a [`Figure`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unit {
     /// Bytes moved.
@@ -30,17 +30,17 @@ impl Unit {
     }
 }
 
-/// One thing that was measured.
+/// One measured operation.
 #[derive(Clone, Debug)]
 pub(crate) struct Figure {
     name: String,
-    /// Of every repetition.
+    /// Seconds of every repetition.
     seconds: Vec<f64>,
-    /// What one repetition does, on all ranks together.
+    /// Work of one repetition on all ranks together.
     work: f64,
-    /// Other figures by key.
+    /// Further values by key.
     more: Vec<(&'static str, f64)>,
-    /// What it is compared with, and the ratios of the rates.
+    /// Baselines, and the ratios of the rates.
     ratios: Vec<(String, f64)>,
 }
 
@@ -49,14 +49,13 @@ impl Figure {
         Self { name: name.into(), seconds, work, more: Vec::new(), ratios: Vec::new() }
     }
 
-    /// A figure that goes beside the rate, by key.
+    /// Adds a value next to the rate.
     pub(super) fn with(mut self, key: &'static str, value: f64) -> Self {
         self.more.push((key, value));
         self
     }
 
-    /// The ratio to a baseline is the median of the ratios in each repetition: what disturbs the machine disturbs
-    /// both.
+    /// Adds the ratio to a baseline: the median over repetitions, in each of which a disturbance affects both.
     pub(super) fn against(mut self, baseline: &Self) -> Self {
         let both = self.seconds.iter().zip(&baseline.seconds);
         let ratios: Vec<f64> = both.map(|(own, base)| (self.work / own) / (baseline.work / base)).collect();
@@ -64,29 +63,29 @@ impl Figure {
         self
     }
 
-    /// Seconds of a repetition, the median.
+    /// Returns the median seconds of a repetition.
     pub(super) fn seconds(&self) -> f64 {
         median(&self.seconds)
     }
 
-    /// Its name in reports.
+    /// Returns its name in reports.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Work per nanosecond: GB/s or GFLOP/s.
+    /// Returns the rate in GB/s or GFLOP/s.
     pub(crate) fn rate(&self) -> f64 {
         self.work / self.seconds() * 1e-9
     }
 }
 
-/// A measurement and how it was made.
+/// A benchmark's settings, method and figures.
 #[derive(Debug)]
 pub(super) struct Report {
     pub(super) bench: &'static str,
-    /// What was asked for, by flag.
+    /// Settings by flag.
     pub(super) settings: Value,
-    /// What one repetition is and what the ratios compare, in a sentence.
+    /// The method in one sentence: repetition, baseline, ratios.
     pub(super) method: String,
     pub(super) ranks: usize,
     pub(super) threads_per_rank: usize,
@@ -124,7 +123,7 @@ impl Report {
             "bench": self.bench,
             "settings": self.settings,
             "method": self.method,
-            "processor": processor(),
+            "processor": cpu_name(),
             "cores": cores(),
             "ranks": self.ranks,
             "threads_per_rank": self.threads_per_rank,
@@ -140,7 +139,7 @@ impl Display for Report {
         writeln!(
             f,
             "{} on {} core(s): {ranks} rank(s) of {threads_per_rank} thread(s)",
-            processor(),
+            cpu_name(),
             cores()
         )?;
         for (key, value) in self.settings.as_object().into_iter().flatten() {
@@ -153,7 +152,7 @@ impl Display for Report {
             let ms = figure.seconds() * 1e3;
             write!(f, "{:width$} {ms:>10.3} {:>9.2}", figure.name, figure.rate())?;
             for (baseline, ratio) in &figure.ratios {
-                write!(f, "  {ratio:.2} of {baseline}")?;
+                write!(f, "  {ratio:.2} × {baseline}")?;
             }
             for (key, value) in &figure.more {
                 write!(f, "  {key} {value:.2}")?;
@@ -164,8 +163,8 @@ impl Display for Report {
     }
 }
 
-/// The processor's name where the system tells, or the architecture.
-pub(crate) fn processor() -> String {
+/// Returns the CPU's name, or the architecture if the system does not report it.
+pub(crate) fn cpu_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("model name"));
     let name = line.and_then(|line| line.split_once(':')).map(|(_, name)| name.trim().to_owned());
@@ -181,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ratio_is_the_median_of_the_ratios_of_each_repetition() {
+    fn a_ratio_is_the_median_over_repetitions() {
         let baseline = Figure::new("copy", vec![1.0, 10.0, 1.0], 8.0);
         // Half the rate each time, whatever the machine did in the second repetition.
         let figure = Figure::new("exchange", vec![1.0, 10.0, 1.0], 4.0).against(&baseline);

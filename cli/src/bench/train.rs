@@ -4,36 +4,36 @@ use super::gemm::{SQUARE, Square};
 use super::report::{Figure, Report, Unit};
 use super::training::{Training, TrainingArgs};
 use super::turns::{Case, take_turns};
-use super::{Failure, Measuring, OrFail, Ranks, RanksArgs};
+use super::{Failure, MeasureArgs, OrFail, Ranks, RanksArgs};
 use anyhow::{Result, anyhow};
 use serde_json::json;
 use ulysses::comm::RankContext;
 use ulysses::estimate::model_flops;
 
-/// How often mesh and single rank take turns, where there are as many repetitions.
+/// Maximum number of alternations between mesh and single rank.
 const ROUNDS: u32 = 3;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
     #[command(flatten)]
     training: TrainingArgs,
-    /// Tokens of a row, over all sp ranks.
+    /// Tokens per sequence, over all sp ranks.
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     seq_len: u32,
-    /// Compare with the same batch on a single rank that has as many threads.
+    /// Compare with the same batch on a single rank with the same total number of threads.
     #[arg(long)]
     against_single: bool,
     #[command(flatten)]
     backend: RanksArgs,
     #[command(flatten)]
-    measuring: Measuring,
+    measuring: MeasureArgs,
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let seq_len = args.seq_len as usize;
     let mut on = args.backend.start()?;
     if args.against_single && args.backend.name() != "thread" {
-        let message = "--against-single: a single rank is one of threads, whose run is a command of its own";
+        let message = "--against-single needs --backend thread: run the single rank as a command of its own";
         return Err(Failure::Usage(anyhow!(message)));
     }
     let on_mesh = args.training.prepare(seq_len)?;
@@ -42,7 +42,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let rounds = if single.is_some() { ROUNDS.min(repeats) } else { 1 };
     let (mut times, mut times_of_single) = (Times::default(), Times::default());
     for round in 0..rounds {
-        // The first rounds have what does not divide.
+        // The first rounds take the remainder.
         let repeats = repeats / rounds + u32::from(round < repeats % rounds);
         times.append(measure(&mut on, &on_mesh, repeats)?);
         if let Some(single) = &single {
@@ -69,8 +69,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     settings["backend"] = json!(args.backend.name());
     settings["seq_len"] = json!(seq_len);
     settings["rows_per_step"] = json!(on_mesh.config.train_batch_size);
-    let method = "whole steps with AdamW and clipping, each in turn with one square product of all ranks at once; FLOPs \
-                  of the model: forward and backward, causal pairs once, no recomputation; slowest rank, median";
+    let method = "whole steps with AdamW and clipping, alternating with one square GEMM on all ranks at once; model FLOPs: \
+                  forward and backward, visible pairs only, no recomputation; slowest rank, median";
     let report = Report::new("train", settings, method, Unit::Flops);
     let report = report.on(on_mesh.mesh.world_size(), &on_mesh.launch);
     args.measuring.print(&Report { figures, ..report })
@@ -81,7 +81,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
 struct Times {
     square: Vec<f64>,
     step: Vec<f64>,
-    /// Of the square products of all ranks.
+    /// FLOPs of the square GEMMs of all ranks.
     square_flops: f64,
 }
 

@@ -1,4 +1,4 @@
-//! An engine with something to train on, for the measurements that need one.
+//! An engine with synthetic data, for benchmarks that train.
 
 use super::{DeviceArg, DtypeArg, Failure, OrFail, mesh, settings};
 use crate::config_flags::SetFlags;
@@ -17,32 +17,32 @@ use ulysses::model::Model;
 
 const SEED: u64 = 1;
 
-/// What is trained, and on what.
+/// Flags that select model, mesh and device.
 #[derive(clap::Args)]
 pub(super) struct TrainingArgs {
-    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors.
+    /// Model directory (config.json, model.safetensors), or preset (nano, tiny, small, base).
     #[arg(long, default_value = "base")]
     model: String,
-    /// Ranks: `DPxSP` or `dp=2,sp=2`.
+    /// Mesh: `DPxSP` or `dp=2,sp=2`.
     #[arg(long, default_value = "1x1", allow_hyphen_values = true)]
     mesh: String,
-    /// ZeRO stage; 0 by default.
+    /// ZeRO stage (0 to 3) [default: 0].
     #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: Option<u8>,
     #[command(flatten)]
     set: SetFlags,
-    /// Threads of each rank; a fair share of the cores without it.
+    /// CPU threads per rank [default: an equal share of the cores].
     #[arg(long)]
     threads_per_rank: Option<usize>,
-    /// Numbers of parameters and activations.
+    /// Dtype of parameters and activations.
     #[arg(long, default_value = "f32")]
     dtype: DtypeArg,
-    /// Where the ranks' tensors are.
+    /// Device of the ranks' tensors.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
 }
 
-/// A training run that can be started on ranks.
+/// A prepared training run.
 pub(super) struct Training {
     pub(super) mesh: DeviceMesh,
     pub(super) launch: LaunchOptions,
@@ -53,14 +53,14 @@ pub(super) struct Training {
 }
 
 impl TrainingArgs {
-    /// One row of `seq_len` tokens for every dp rank and step.
+    /// Prepares steps of one sequence of `seq_len` tokens per dp rank.
     pub(super) fn prepare(&self, seq_len: usize) -> Result<Training, Failure> {
         let mesh = mesh(&self.mesh)?;
         let launch = settings::launch_options(self.threads_per_rank, mesh.world_size())?;
         self.prepare_on(mesh, launch, seq_len, None)
     }
 
-    /// The same batch on a single rank with as many threads.
+    /// Prepares the same batch on a single rank with the same total number of threads.
     pub(super) fn prepare_single(&self, on_mesh: &Training, seq_len: usize) -> Result<Training, Failure> {
         let threads_per_rank = on_mesh.launch.threads_per_rank * on_mesh.mesh.world_size();
         let launch = LaunchOptions { threads_per_rank, ..on_mesh.launch.clone() };
@@ -85,7 +85,7 @@ impl TrainingArgs {
             "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
             "gradient_clipping": 1.0,
             "bf16": { "enabled": self.dtype == DtypeArg::Bf16 },
-            // A fixed scale: no measured step overflows and is skipped.
+            // A fixed loss scale, so that no step overflows and is skipped.
             "fp16": { "enabled": self.dtype == DtypeArg::Fp16, "loss_scale": 1024 },
         });
         let mut settings = Settings { zero_stage: self.zero_stage, ..self.set.settings() };
@@ -94,7 +94,7 @@ impl TrainingArgs {
         let overrides = Overrides { seq_len: Some(seq_len), ..Overrides::default() };
         let config = raw.resolve(&overrides).or_usage()?;
         let source = model::open(&self.model, SEED, 256)?;
-        source.check_exchange(config.micro_batch_size, seq_len, &config, config.mesh.sp_size)?;
+        source.check_exchange(config.micro_batch_size, seq_len, &config)?;
         settings::check_memory(&config, &source.config, seq_len, config.world_size())?;
         let vocab_size = u32::try_from(source.config.vocab_size).unwrap_or(u32::MAX);
         let num_tokens =
@@ -107,7 +107,7 @@ impl TrainingArgs {
         Ok(Training { mesh, launch, source, config, device: self.device.kind()?, rows })
     }
 
-    /// For reports.
+    /// Returns the settings for reports.
     pub(super) fn settings(&self, training: &Training) -> serde_json::Value {
         let Self { model, mesh, device, .. } = self;
         let stage = u8::from(training.config.zero.stage);
@@ -119,7 +119,7 @@ impl TrainingArgs {
 }
 
 impl Training {
-    /// One rank's engine and data.
+    /// Returns one rank's engine and data.
     pub(super) fn start(&self, rank: &RankContext) -> Result<(Engine, DataLoader, Device)> {
         let device = self.device.open(rank.rank)?;
         let groups = MeshGroups::new(&self.mesh, rank.group.clone())?.on(device.clone());

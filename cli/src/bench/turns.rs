@@ -1,4 +1,4 @@
-//! Timing: cases that take turns.
+//! Timing of alternating cases.
 
 use anyhow::Result;
 use candle_core::Device;
@@ -7,7 +7,7 @@ use ulysses::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 
 type Work<'a> = Box<dyn FnMut() -> Result<()> + 'a>;
 
-/// Something to measure, on one rank.
+/// An operation to measure, on one rank.
 pub(crate) struct Case<'a> {
     prepare: Work<'a>,
     run: Work<'a>,
@@ -18,15 +18,15 @@ impl<'a> Case<'a> {
         Self { prepare: Box::new(|| Ok(())), run: Box::new(run) }
     }
 
-    /// Does something before every run that is not measured.
+    /// Adds an unmeasured preparation before every run.
     pub(crate) fn after(self, prepare: impl FnMut() -> Result<()> + 'a) -> Self {
         Self { prepare: Box::new(prepare), ..self }
     }
 }
 
-/// Seconds of every repetition, by case. In each repetition every case has its turn; all ranks start it together,
-/// and the slowest one counts. A repetition before the first is not measured: it touches fresh memory and compiles
-/// kernels. Collective; the same on all ranks.
+/// Measures the cases alternately and returns the seconds of every repetition, by case. All ranks start a case together,
+/// and the slowest rank counts. One warm-up repetition touches fresh memory and compiles kernels. Collective; returns
+/// the same on all ranks.
 pub(crate) fn take_turns(
     group: &dyn ProcessGroup,
     device: &Device,
@@ -50,7 +50,7 @@ pub(crate) fn take_turns(
     seconds.iter().map(|seconds| Ok(group.all_reduce_values(seconds, ReduceOp::Max)?)).collect()
 }
 
-/// The middle one, or the mean of the two in the middle.
+/// Returns the median.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -68,7 +68,7 @@ mod tests {
     use ulysses::comm::{LaunchOptions, launch};
 
     #[test]
-    fn the_median_is_in_the_middle() {
+    fn the_median_of_an_even_number_is_a_mean() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
         assert!(median(&[]).is_nan());

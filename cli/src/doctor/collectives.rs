@@ -1,4 +1,4 @@
-//! Every collective, tried on ranks that are threads: is the data right, and how fast does it come.
+//! Tests every collective on ranks that are threads: correct data, and bus bandwidth.
 
 use super::machine::REPEATS;
 use super::{Finding, State};
@@ -14,14 +14,14 @@ use ulysses::kernels::Workspace;
 use ulysses::kernels::attention::grouped_heads;
 use ulysses::sequence_parallel::{AttentionShape, Exchange, ExchangePlan, SeqSharded};
 
-/// More than the backend reduces at once, and no multiple of anything.
+/// More elements than one block of a reduction, and not a multiple of any block size.
 const ELEMS: usize = 5001;
 
-/// A finding for each collective.
-pub(super) fn examine(ranks: usize, options: &LaunchOptions, mib: u16) -> Vec<Finding> {
+/// Tests each collective.
+pub(super) fn check(ranks: usize, options: &LaunchOptions, mib: u16) -> Vec<Finding> {
     let outcomes = launch(ranks, options, |rank| check_all(&rank.group)).map_err(anyhow::Error::from);
     let checked = match outcomes {
-        Ok(of_ranks) => of_ranks,
+        Ok(checked) => checked,
         Err(error) => return vec![Finding::new("collectives", "all", State::Failed, format!("{error:#}"))],
     };
     let mut threads = Ranks::threads();
@@ -39,9 +39,9 @@ pub(super) fn examine(ranks: usize, options: &LaunchOptions, mib: u16) -> Vec<Fi
             (Some((rank, fault)), _) => {
                 Finding::new("collectives", *name, State::Failed, format!("rank {rank}: {fault}"))
             }
-            (None, None) => Finding::new("collectives", *name, State::Ok, "right"),
+            (None, None) => Finding::new("collectives", *name, State::Ok, "correct"),
             (None, Some(rate)) => {
-                let text = format!("right, busbw {rate:.2} GB/s");
+                let text = format!("correct, busbw {rate:.2} GB/s");
                 Finding::new("collectives", *name, State::Ok, text).with_value(rate)
             }
         }
@@ -49,14 +49,14 @@ pub(super) fn examine(ranks: usize, options: &LaunchOptions, mib: u16) -> Vec<Fi
     checked.first().map_or_else(Vec::new, |first| first.iter().enumerate().map(finding).collect())
 }
 
-/// A collective's name, and what is wrong with its data.
+/// A collective's name, and the first wrong element, if any.
 type Checked = (&'static str, Option<String>);
 
-/// What a rank gets from each collective, against what it should. Only failed communication ends it early: all ranks
-/// make the same calls.
+/// Compares the result of each collective with the expected one. Wrong data does not end the test early, so that all
+/// ranks make the same calls.
 fn check_all(group: &Arc<dyn ProcessGroup>) -> Result<Vec<Checked>> {
     let (me, n) = (group.rank(), group.world_size());
-    // Tells by its value where it is from: exact in f32.
+    // The value encodes rank and index, exactly in f32.
     let value = |rank: usize, index: usize| (10_000 * rank + index) as f32;
     let of = |rank: usize, count: usize| (0..count).map(|index| value(rank, index)).collect::<Vec<_>>();
     let sum = |index: usize| (0..n).map(|rank| value(rank, index)).sum::<f32>();
@@ -74,7 +74,7 @@ fn check_all(group: &Arc<dyn ProcessGroup>) -> Result<Vec<Checked>> {
     group.all_gather(&tensor(of(me, ELEMS))?, &gathered)?;
     checked.push(("all_gather", differs(&gathered, (0..n).flat_map(|rank| of(rank, ELEMS)))?));
 
-    // From rank i to rank j 7i + j elements, of which rank 0 has none for itself.
+    // Rank i sends 7i + j elements to rank j; rank 0 sends none to itself.
     let count = |from: usize, to: usize| 7 * from + to;
     let sent = (0..n).flat_map(|to| (0..count(me, to)).map(move |index| value(me, 100 * to + index)));
     let (to, from): (Vec<_>, Vec<_>) = (0..n).map(|peer| (count(me, peer), count(peer, me))).unzip();
@@ -95,7 +95,7 @@ fn check_all(group: &Arc<dyn ProcessGroup>) -> Result<Vec<Checked>> {
     pending.into_iter().try_for_each(|pending| pending.wait())?;
     checked.push(("send, recv", differs(&received, of((me + n - 1) % n, ELEMS))?));
 
-    let half = group.split("half", Some(me % 2), me)?.context("every rank has a colour")?;
+    let half = group.split("half", Some(me % 2), me)?.context("every rank has a color")?;
     let ranks = half.all_gather_values(&[me as f32])?;
     checked.push(("split", differs(&tensor(ranks)?, (me % 2..n).step_by(2).map(|rank| rank as f32))?));
 
@@ -104,7 +104,7 @@ fn check_all(group: &Arc<dyn ProcessGroup>) -> Result<Vec<Checked>> {
     Ok(checked)
 }
 
-/// Tokens for heads and back, neither of which the ranks divide.
+/// Tests the exchange between tokens and heads, both with uneven shards.
 fn check_exchange(group: &Arc<dyn ProcessGroup>) -> Result<Option<String>> {
     let (me, n) = (group.rank(), group.world_size());
     let (seq_len, heads, head_dim) = (5 * n + 1, 2 * n + 1, 2);
@@ -137,14 +137,14 @@ fn zeros(len: usize) -> Result<Tensor> {
     tensor(vec![0.0; len])
 }
 
-/// The first element that is not what it should be.
+/// Describes the first wrong element.
 fn differs(tensor: &Tensor, expected: impl IntoIterator<Item = f32>) -> Result<Option<String>> {
     let (got, expected) = (tensor.to_vec1::<f32>()?, expected.into_iter().collect::<Vec<_>>());
     if got.len() != expected.len() {
-        return Ok(Some(format!("{} elements instead of {}", got.len(), expected.len())));
+        return Ok(Some(format!("got {} elements, expected {}", got.len(), expected.len())));
     }
     let wrong = got.iter().zip(&expected).position(|(got, expected)| got != expected);
-    Ok(wrong.map(|at| format!("element {at} is {}, not {}", got[at], expected[at])))
+    Ok(wrong.map(|at| format!("element {at} is {}, expected {}", got[at], expected[at])))
 }
 
 #[cfg(test)]
@@ -153,7 +153,7 @@ mod tests {
     use ulysses::comm::fake::FakeGroup;
 
     #[test]
-    fn right_data_passes_on_any_number_of_ranks() {
+    fn correct_data_passes_on_any_number_of_ranks() {
         for ranks in [2, 3, 5] {
             let checked = launch(ranks, &LaunchOptions::default(), |rank| check_all(&rank.group)).unwrap();
             for (name, fault) in checked.iter().flatten() {
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_data_is_seen() {
+    fn wrong_data_is_detected() {
         // A group that moves nothing.
         let group: Arc<dyn ProcessGroup> = Arc::new(FakeGroup::new("fake", vec![0, 1, 2], 1).unwrap());
         let fault = check_exchange(&group).unwrap().expect("zeros are not the peers' tokens");
@@ -172,7 +172,7 @@ mod tests {
         let gathered = zeros(3).unwrap();
         group.all_gather(&tensor(vec![5.0]).unwrap(), &gathered).unwrap();
         let fault = differs(&gathered, [4.0, 5.0, 6.0]).unwrap();
-        assert_eq!(fault.as_deref(), Some("element 0 is 0, not 4"));
-        assert_eq!(differs(&gathered, [5.0]).unwrap().as_deref(), Some("3 elements instead of 1"));
+        assert_eq!(fault.as_deref(), Some("element 0 is 0, expected 4"));
+        assert_eq!(differs(&gathered, [5.0]).unwrap().as_deref(), Some("got 3 elements, expected 1"));
     }
 }

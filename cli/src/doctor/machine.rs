@@ -1,7 +1,7 @@
-//! What the machine is made of, and how fast its parts are.
+//! Hardware, software and measured rates of the machine.
 
 use super::{Finding, State};
-use crate::bench::{Case, Figure, Scratch, Square, cores, on_ranks, processor as processor_name, take_turns};
+use crate::bench::{Case, Figure, Scratch, Square, cores, cpu_name, on_ranks, take_turns};
 use crate::{Failure, settings};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -18,31 +18,31 @@ pub(super) const REPEATS: u32 = 5;
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// Less is enough for the smallest presets only.
-const LITTLE_MEMORY_BYTES: f64 = 2.0 * GIB;
+/// Memory below which only the smallest presets fit.
+const LOW_MEMORY_BYTES: f64 = 2.0 * GIB;
 
-pub(super) fn processor() -> Vec<Finding> {
+pub(super) fn cpu() -> Vec<Finding> {
     let features = features();
     let names: Vec<&str> = features.iter().filter(|(_, there)| *there).map(|(name, _)| *name).collect();
     let missing: Vec<&str> = features.iter().filter(|(_, there)| !there).map(|(name, _)| *name).collect();
-    // Without them the kernels run in their baseline form.
+    // Without these the kernels use their slow baseline versions.
     let is_slow = cfg!(target_arch = "x86_64") && (missing.contains(&"avx2") || missing.contains(&"fma"));
     let state = if is_slow { State::Warning } else { State::Ok };
-    let mut text = if names.is_empty() { "none that is asked for".to_owned() } else { names.join(" ") };
+    let mut text = if names.is_empty() { "none of those used".to_owned() } else { names.join(" ") };
     if !missing.is_empty() {
-        text += &format!(" (not {})", missing.join(" "));
+        text += &format!(" (missing: {})", missing.join(" "));
     }
-    // Whether the environment can be read is the program's first question.
-    let bf16 = bf16_gemm().ok().flatten().unwrap_or("none: multiplied in f32");
+    // `main` has reported an invalid environment variable before.
+    let bf16 = bf16_gemm().ok().flatten().unwrap_or("none (computed in f32)");
     vec![
-        Finding::new("processor", "model", State::Ok, processor_name()),
+        Finding::new("processor", "model", State::Ok, cpu_name()),
         Finding::new("processor", "vector features", state, text),
         Finding::new("processor", "bf16 products", State::Ok, bf16.to_owned()),
         Finding::new("processor", "threads", State::Ok, cores().to_string()).with_value(cores() as f64),
     ]
 }
 
-/// What the kernels choose by.
+/// Returns the CPU features that select kernels.
 fn features() -> Vec<(&'static str, bool)> {
     #[cfg(target_arch = "x86_64")]
     return vec![
@@ -57,7 +57,7 @@ fn features() -> Vec<(&'static str, bool)> {
 
 pub(super) fn memory() -> Vec<Finding> {
     let finding = |name: &str, bytes: f64| {
-        let state = if bytes < LITTLE_MEMORY_BYTES { State::Warning } else { State::Ok };
+        let state = if bytes < LOW_MEMORY_BYTES { State::Warning } else { State::Ok };
         Finding::new("memory", name, state, format!("{:.1} GiB", bytes / GIB)).with_value(bytes)
     };
     let lines = [("installed", "MemTotal:"), ("available", "MemAvailable:")];
@@ -65,7 +65,7 @@ pub(super) fn memory() -> Vec<Finding> {
         .into_iter()
         .map(|(name, label)| match settings::memory_bytes(label) {
             Some(bytes) => finding(name, bytes),
-            None => Finding::new("memory", name, State::Absent, "this system does not tell"),
+            None => Finding::new("memory", name, State::Absent, "unknown on this system"),
         })
         .collect()
 }
@@ -73,7 +73,7 @@ pub(super) fn memory() -> Vec<Finding> {
 pub(super) fn mpi() -> Vec<Finding> {
     let built = cfg!(feature = "mpi");
     let launcher = first_line(Command::new("mpirun").arg("--version"));
-    // A build for MPI is started by it.
+    // A build with MPI needs its launcher.
     let missing = if built { State::Warning } else { State::Absent };
     vec![
         feature("MPI", "mpi"),
@@ -92,9 +92,9 @@ fn feature(section: &'static str, name: &'static str) -> Finding {
         _ => cfg!(feature = "nccl"),
     };
     let (state, text) = if is_there {
-        (State::Ok, "in this build".to_owned())
+        (State::Ok, "enabled".to_owned())
     } else {
-        (State::Absent, format!("not in this build (--features {name})"))
+        (State::Absent, format!("not enabled in this build (--features {name})"))
     };
     Finding::new(section, format!("feature {name}"), state, text)
 }
@@ -118,7 +118,7 @@ pub(super) fn gpus() -> Vec<Finding> {
             .map(|(gpu, line)| Finding::new("GPU", format!("GPU {gpu}"), State::Ok, line)),
     );
     if cfg!(feature = "cuda") {
-        // A build for GPUs that finds none still trains on the CPU.
+        // A CUDA build without a GPU still trains on the CPU.
         findings.push(match DeviceKind::Cuda.open(0) {
             Ok(_) => Finding::new("GPU", "kernels", State::Ok, "compiled and loaded on the first GPU"),
             Err(error) => Finding::new("GPU", "kernels", State::Warning, error.to_string()),
@@ -127,7 +127,7 @@ pub(super) fn gpus() -> Vec<Finding> {
     findings
 }
 
-/// What the processor multiplies and the memory copies, on all threads at once.
+/// Measures the GEMM rate and the copy rate on all threads.
 pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
     let options = settings::launch_options(None, 1)?;
     let bytes = usize::from(mib) << 20;
@@ -152,7 +152,7 @@ pub(super) fn rates(mib: u16) -> Result<Vec<Finding>, Failure> {
     Ok(figures.iter().zip(units).map(finding).collect())
 }
 
-/// Writes to a directory as checkpoints are written: to the disk, not to its cache.
+/// Measures the write rate to a directory, with fsync, as for checkpoints.
 pub(super) fn disk(dir: &Path, mib: u16) -> Finding {
     let name = format!("write to {}", dir.display());
     match write_rate(dir, mib) {

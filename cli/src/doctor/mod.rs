@@ -1,4 +1,4 @@
-//! `ulysses doctor`: what this machine offers, and whether it works.
+//! `ulysses doctor`: checks of this machine.
 
 mod collectives;
 mod machine;
@@ -9,18 +9,18 @@ use serde_json::json;
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
 
-/// Ranks of one process; more is a typing error.
+/// Maximum number of ranks in one process; more is a typing error.
 const MAX_RANKS: i64 = 64;
 
 #[derive(clap::Args)]
 pub(super) struct DoctorArgs {
-    /// Directory on the disk to measure: where checkpoints will be written. What is written there is removed.
+    /// Directory whose disk to measure, such as the checkpoint directory. Test files are removed.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// Ranks that test the collectives, as threads.
+    /// Number of ranks (threads) that test the collectives.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..=MAX_RANKS))]
     ranks: u16,
-    /// MiB that a collective moves and that the disk is given.
+    /// Size of collectives and of disk writes in MiB.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
     mib: u16,
     /// Print one JSON object.
@@ -28,29 +28,29 @@ pub(super) struct DoctorArgs {
     json: bool,
 }
 
-/// What a finding means for the verdict.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum State {
-    /// As it should be.
+    /// Works.
     Ok,
-    /// Not there; training does without it.
+    /// Absent and not required.
     Absent,
-    /// Training will be slow, or cramped.
+    /// Training will be slow or short of memory.
     Warning,
     /// Training will fail.
     Failed,
 }
 
-/// Something that was looked at or tried.
+/// The result of one check. Section and name are keys of the JSON output; [`label`] has their names in text.
 #[derive(Clone, Debug, Serialize)]
 struct Finding {
     section: &'static str,
     name: String,
     state: State,
-    /// What there is, with its unit, for people.
+    /// The value with its unit, as text.
     text: String,
-    /// The same as a number, where it is one: GB/s, GFLOP/s, bytes.
+    /// The value in GB/s, GFLOP/s or bytes, if it is a number.
     #[serde(skip_serializing_if = "Option::is_none")]
     value: Option<f64>,
 }
@@ -65,7 +65,18 @@ impl Finding {
     }
 }
 
-/// All findings; the worst is the verdict.
+/// Returns the name in text of a section or check.
+fn label(key: &str) -> &str {
+    match key {
+        "processor" => "CPU",
+        "bf16 products" => "bf16 GEMM",
+        "square product, f32" => "GEMM, f32",
+        "copy" => "memory copy",
+        key => key,
+    }
+}
+
+/// All findings; the worst one determines the verdict.
 struct Examination(Vec<Finding>);
 
 impl Examination {
@@ -74,12 +85,12 @@ impl Examination {
     }
 
     fn verdict(&self) -> String {
-        let name = |finding: &Finding| format!("{} {}", finding.section, finding.name);
+        let name = |finding: &Finding| format!("{} {}", label(finding.section), label(&finding.name));
         let list = |state| self.of(state).map(name).collect::<Vec<_>>().join(", ");
         match (self.of(State::Failed).count(), self.of(State::Warning).count()) {
             (0, 0) => "this machine can train".to_owned(),
-            (0, _) => format!("this machine can train, but look at: {}", list(State::Warning)),
-            _ => format!("this machine cannot train as it is: {}", list(State::Failed)),
+            (0, _) => format!("this machine can train, with warnings: {}", list(State::Warning)),
+            _ => format!("this machine cannot train, failed checks: {}", list(State::Failed)),
         }
     }
 }
@@ -90,7 +101,7 @@ impl Display for Examination {
         for finding in &self.0 {
             if finding.section != section {
                 section = finding.section;
-                writeln!(f, "{section}")?;
+                writeln!(f, "{}", label(section))?;
             }
             let mark = match finding.state {
                 State::Ok => ' ',
@@ -98,7 +109,7 @@ impl Display for Examination {
                 State::Warning => '!',
                 State::Failed => '✗',
             };
-            writeln!(f, "{mark} {:<20} {}", finding.name, finding.text)?;
+            writeln!(f, "{mark} {:<20} {}", label(&finding.name), finding.text)?;
         }
         writeln!(f, "\n{}", self.verdict())
     }
@@ -107,13 +118,13 @@ impl Display for Examination {
 pub(super) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let ranks = usize::from(args.ranks);
     let options = settings::launch_options(None, ranks)?;
-    let mut findings = machine::processor();
+    let mut findings = machine::cpu();
     findings.extend(machine::memory());
     findings.extend(machine::mpi());
     findings.extend(machine::gpus());
     findings.extend(machine::rates(args.mib)?);
     findings.push(machine::disk(&args.dir, args.mib));
-    findings.extend(collectives::examine(ranks, &options, args.mib));
+    findings.extend(collectives::check(ranks, &options, args.mib));
     let examination = Examination(findings);
     let can_train = examination.of(State::Failed).next().is_none();
     if args.json {

@@ -1,4 +1,4 @@
-//! What pages of HTML are made of: escaped text, tables, tiles and charts.
+//! Building blocks of HTML pages: escaped text, tables, tiles and charts.
 
 pub(crate) mod chart;
 
@@ -7,12 +7,12 @@ use serde_json::Value;
 
 const STYLE: &str = concat!(include_str!("chart.css"), include_str!("style.css"));
 
-/// Text as it may stand in HTML, attributes included.
+/// Escapes text for HTML, including attributes.
 pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// A page around `body`, which like `made_by` is HTML.
+/// Renders a page. `body` and `made_by` are HTML.
 pub(crate) fn html(title: &str, body: &str, made_by: &str) -> String {
     let (title, version) = (escape(title), env!("CARGO_PKG_VERSION"));
     format!(
@@ -23,14 +23,14 @@ pub(crate) fn html(title: &str, body: &str, made_by: &str) -> String {
     )
 }
 
-/// Facts with their names, side by side.
+/// Renders named values side by side.
 pub(crate) fn tiles(facts: &[(&str, String)]) -> String {
     let tile =
         |(name, value): &(&str, String)| format!("<li><span>{name}</span><b>{}</b></li>\n", escape(value));
     format!("<ul class=\"tiles\">\n{}</ul>\n", facts.iter().map(tile).collect::<String>())
 }
 
-/// The first column is text, the others are numbers.
+/// Renders a table. The first column is text, the others are numbers.
 pub(crate) fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
     let class = |index: usize| if index == 0 { "" } else { " class=\"n\"" };
     let cells = |tag: &str, cells: &[String]| -> String {
@@ -43,7 +43,7 @@ pub(crate) fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> S
     format!("<div class=\"scroll\"><table>\n<tr>{head}</tr>\n{rows}</table></div>\n")
 }
 
-/// Seconds as people say them.
+/// Formats a duration.
 pub(crate) fn duration(seconds: f64) -> String {
     match seconds {
         short if short < 120.0 => format!("{} s", text(short, Unit::Number)),
@@ -52,7 +52,7 @@ pub(crate) fn duration(seconds: f64) -> String {
     }
 }
 
-/// The text of a JSON value, strings without quotes.
+/// Formats a JSON value, strings without quotes.
 pub(crate) fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }

@@ -1,10 +1,10 @@
-//! The processes of a job: started, watched, stopped.
+//! Starts, supervises and stops the processes of a job.
 
-use super::fault::{Fault, of_mpirun};
-use super::output::{Said, Speaker, pass_on};
+use super::fault::{Fault, parse_mpirun};
+use super::output::{Source, StderrTail, forward_output};
 use super::processes::{Process, processes};
-use super::watchdog::{PASSED_ON, Watchdog};
-use crate::note;
+use super::watchdog::{FORWARDED_SIGNALS, Watchdog};
+use crate::log_line;
 use anyhow::Context;
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, getpgid, kill_process_group};
@@ -18,47 +18,47 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use ulysses::comm::store::JobStore;
 
-/// Between two looks at the processes.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How long the last lines of a process that has ended may take to arrive.
-const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Between two looks at the ranks of `mpirun`.
-const LOOK_AT_RANKS_EVERY: Duration = Duration::from_millis(500);
-/// The exit code of a rank that a signal has asked to save and end.
+/// Interval of polling the processes.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Maximum wait for the remaining output of an ended process.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Interval of polling the ranks of `mpirun`.
+const MPIRUN_POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Exit code of a rank that saved and stopped on a signal.
 const STOPPED: i32 = 75;
 
-/// What to start.
-pub(super) struct Plan {
+/// The processes to start.
+pub(super) struct JobSpec {
     pub(super) program: PathBuf,
     pub(super) arguments: Vec<String>,
     pub(super) num_processes: usize,
-    /// Lets `mpirun` start them.
-    pub(super) by_mpirun: bool,
-    /// Between asking processes to end and killing them.
+    /// Whether `mpirun` starts the ranks.
+    pub(super) uses_mpirun: bool,
+    /// Time between SIGTERM and SIGKILL.
     pub(super) grace: Duration,
 }
 
-/// How a job ended.
+/// The end of a job.
 pub(super) enum Outcome {
     Done,
-    /// A signal has asked it to.
+    /// Stopped by a signal.
     Stopped {
-        /// 75 when a rank has saved what it had, else 128 and the signal.
+        /// 75 if a rank saved, else 128 + signal.
         exit_code: u8,
     },
     Failed(Fault),
 }
 
-/// A process and what it says.
+/// A running process and its output.
 struct Running {
-    speaker: Speaker,
+    source: Source,
     child: Child,
-    said: Arc<Mutex<Said>>,
+    stderr: Arc<Mutex<StderrTail>>,
     readers: Vec<JoinHandle<()>>,
     status: Option<ExitStatus>,
 }
 
-/// Signals that this process has been sent, to be passed on.
+/// Received signals that are to be forwarded.
 pub(super) struct Signals {
     pending: Vec<(Signal, Arc<AtomicBool>)>,
 }
@@ -70,7 +70,7 @@ impl Signals {
             signal_hook::flag::register(signal.as_raw(), is_pending.clone())?;
             Ok((signal, is_pending))
         };
-        let pending = PASSED_ON.into_iter().map(watch);
+        let pending = FORWARDED_SIGNALS.into_iter().map(watch);
         Ok(Self { pending: pending.collect::<std::io::Result<_>>()? })
     }
 
@@ -80,40 +80,40 @@ impl Signals {
     }
 }
 
-impl Plan {
-    /// Runs the processes to their end. When one fails, the others are stopped.
+impl JobSpec {
+    /// Runs the processes to their end. If one fails, the others are stopped.
     pub(super) fn run(&self, signals: &Signals) -> anyhow::Result<Outcome> {
         let store = self.store()?;
         let commands = self.commands(store.as_ref())?;
         let watchdog = Watchdog::start(self.grace)?;
-        let mut job = Job { processes: Vec::new(), store, watchdog, grace: self.grace, asked: None };
+        let mut job = Job { processes: Vec::new(), store, watchdog, grace: self.grace, requested: None };
         // If one cannot be started, dropping the job ends the others.
-        for (speaker, mut command) in commands {
-            // Not this process's group: a terminal's signals come from us only, once.
+        for (source, mut command) in commands {
+            // A group of its own, so that a terminal's signals arrive only once, through this process.
             command.process_group(job.watchdog.group());
-            job.processes.push(Running::start(speaker, &mut command)?);
+            job.processes.push(Running::start(source, &mut command)?);
         }
         Ok(job.supervise(signals))
     }
 
-    /// What ranks share that `mpirun` does not connect.
+    /// Opens the store of the ranks, unless `mpirun` connects them.
     fn store(&self) -> anyhow::Result<Option<JobStore>> {
-        if self.by_mpirun {
+        if self.uses_mpirun {
             return Ok(None);
         }
-        Ok(Some(JobStore::listen(self.num_processes).context("cannot host the store of the job's ranks")?))
+        Ok(Some(JobStore::listen(self.num_processes).context("cannot open the store of the job")?))
     }
 
-    fn commands(&self, store: Option<&JobStore>) -> anyhow::Result<Vec<(Speaker, Command)>> {
+    fn commands(&self, store: Option<&JobStore>) -> anyhow::Result<Vec<(Source, Command)>> {
         let Some(store) = store else {
             let mut command = Command::new("mpirun");
             command.args(["-np", &self.num_processes.to_string()]);
-            // Ranks share the cores by themselves.
+            // Ranks divide the cores themselves.
             command.args(["--tag-output", "--oversubscribe", "--bind-to", "none"]);
             command.arg(&self.program).args(&self.arguments);
-            return Ok(vec![(Speaker::Mpirun, command)]);
+            return Ok(vec![(Source::Mpirun, command)]);
         };
-        // Torch's programs meet at a port of their own.
+        // PyTorch programs rendezvous at a separate port.
         let (port, size) = (free_port()?.to_string(), self.num_processes.to_string());
         let rank = |rank: usize| {
             let mut command = Command::new(&self.program);
@@ -121,36 +121,38 @@ impl Plan {
             command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
             command.env("WORLD_SIZE", &size).env("LOCAL_WORLD_SIZE", &size);
             command.envs(store.environment()).env("MASTER_PORT", &port);
-            (Speaker::Rank(rank), command)
+            (Source::Rank(rank), command)
         };
         Ok((0..self.num_processes).map(rank).collect())
     }
 }
 
-/// A port that nobody listens on.
+/// Returns an unused port.
 fn free_port() -> anyhow::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
 
 impl Running {
-    fn start(speaker: Speaker, command: &mut Command) -> anyhow::Result<Self> {
+    fn start(source: Source, command: &mut Command) -> anyhow::Result<Self> {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let program = command.get_program().to_owned();
         let cannot_start = || format!("cannot start {}", program.display());
         let child = command.spawn().with_context(cannot_start)?;
-        let (said, readers) = (Arc::<Mutex<Said>>::default(), Vec::new());
-        // A process that nobody reads is none that runs: dropping it ends it.
-        let mut running = Self { speaker, child, said, readers, status: None };
-        let stdout = running.child.stdout.take().map(|from| pass_on(from, std::io::stdout(), speaker, None));
-        let said = Some(running.said.clone());
-        let stderr = running.child.stderr.take().map(|from| pass_on(from, std::io::stderr(), speaker, said));
+        let (stderr, readers) = (Arc::<Mutex<StderrTail>>::default(), Vec::new());
+        // If a reader cannot be started, dropping this ends the process.
+        let mut running = Self { source, child, stderr, readers, status: None };
+        let stdout = running.child.stdout.take();
+        let stdout = stdout.map(|from| forward_output(from, std::io::stdout(), source, None));
+        let tail = Some(running.stderr.clone());
+        let stderr = running.child.stderr.take();
+        let stderr = stderr.map(|from| forward_output(from, std::io::stderr(), source, tail));
         for reader in stdout.into_iter().chain(stderr) {
-            running.readers.push(reader.context("cannot start a thread that reads what a process says")?);
+            running.readers.push(reader.context("cannot start a thread to read the output of a process")?);
         }
         Ok(running)
     }
 
-    /// Whether it has ended since it was last looked at.
+    /// Whether it has ended since the last call.
     fn has_just_ended(&mut self) -> bool {
         if self.status.is_some() {
             return false;
@@ -159,52 +161,52 @@ impl Running {
         self.status.is_some()
     }
 
-    /// Sends a signal to a process that has left the group of the job for one of its own.
+    /// Sends a signal to a process that has moved from the job's group to its own.
     fn send_outside(&self, group: i32, signal: Signal) {
         let id = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
         if let (None, Some(id)) = (self.status, id)
             && getpgid(Some(id)).is_ok_and(|own| own == id && own.as_raw_pid() != group)
         {
-            // One that has just ended needs no signal.
+            // An error means that the process has just ended.
             let _ = kill_process_group(id, signal);
         }
     }
 
-    /// Waits for what it has said last. What it has started itself may hold its output open for ever.
-    fn hear_out(&self) {
-        let deadline = Instant::now() + LAST_WORDS;
+    /// Waits for the remaining output, with a timeout, because child processes may keep the pipe open.
+    fn drain_output(&self) {
+        let deadline = Instant::now() + DRAIN_TIMEOUT;
         while Instant::now() < deadline && !self.readers.iter().all(JoinHandle::is_finished) {
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Why it ended, if it did not do its work.
+    /// Returns the failure of a process that ended unsuccessfully.
     fn fault(&self) -> Option<Fault> {
         let status = self.status.filter(|status| !status.success())?;
-        self.hear_out();
-        let said = self.said.lock();
-        Some(match self.speaker {
-            Speaker::Rank(rank) => Fault::new(Some(rank), status, said.last_of(rank)),
-            Speaker::Mpirun => of_mpirun(status, &said),
+        self.drain_output();
+        let stderr = self.stderr.lock();
+        Some(match self.source {
+            Source::Rank(rank) => Fault::new(Some(rank), status, stderr.last_line(rank)),
+            Source::Mpirun => parse_mpirun(status, &stderr),
         })
     }
 }
 
-/// Processes under way.
+/// The processes of a running job.
 struct Job {
     processes: Vec<Running>,
     store: Option<JobStore>,
     watchdog: Watchdog,
     grace: Duration,
-    /// The signal that asked for the end, if one did.
-    asked: Option<Signal>,
+    /// The last signal that asked the job to stop, if any.
+    requested: Option<Signal>,
 }
 
 impl Job {
     fn supervise(&mut self, signals: &Signals) -> Outcome {
         let mut failed: Option<(Fault, Instant)> = None;
         let mut is_killed = false;
-        let mut ranks = RanksOfMpirun::default();
+        let mut ranks = MpirunRanks::default();
         loop {
             for signal in signals.take() {
                 self.forward(signal);
@@ -234,15 +236,17 @@ impl Job {
             }
             if !is_killed && ranks.have_ended(&self.processes, self.grace) {
                 let seconds = self.grace.as_secs();
-                note(format_args!("launch: mpirun has not ended {seconds} s after its ranks; killing it"));
+                log_line(format_args!(
+                    "launch: killing mpirun, which still runs {seconds} s after its ranks ended"
+                ));
                 self.kill();
                 is_killed = true;
             }
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(POLL_INTERVAL);
         }
-        self.processes.iter().for_each(Running::hear_out);
+        self.processes.iter().for_each(Running::drain_output);
         let has_saved = self.processes.iter().any(has_stopped);
-        match (failed, self.asked) {
+        match (failed, self.requested) {
             (_, Some(_)) | (None, _) if has_saved => Outcome::Stopped { exit_code: 75 },
             (None, _) => Outcome::Done,
             (Some(_), Some(signal)) => Outcome::Stopped { exit_code: 128 + signal.as_raw() as u8 },
@@ -250,30 +254,31 @@ impl Job {
         }
     }
 
-    /// The same, with what the ranks have reported.
+    /// Adds the failure that the ranks reported.
     fn with_report(&mut self, fault: Fault) -> Fault {
         let Some(store) = &mut self.store else { return fault };
         store.poll();
         fault.with_report(store.failure(), store.missing())
     }
 
-    /// Asks those that still run to end, unless a signal has asked them before: a second one would cut short what they
-    /// do about the first.
+    /// Sends SIGTERM to the running processes, unless they are stopping already: a second signal would interrupt their
+    /// save.
     fn stop(&self, fault: &Fault) {
         let others: Vec<_> = self.processes.iter().filter(|process| process.status.is_none()).collect();
-        if others.is_empty() || self.asked.is_some() {
+        if others.is_empty() || self.requested.is_some() {
             return;
         }
-        note(format_args!("launch: {fault}; stopping the {} other(s)", others.len()));
+        log_line(format_args!("launch: {fault}; stopping {} other process(es)", others.len()));
         self.send(Signal::TERM);
     }
 
-    /// `mpirun` ends its ranks on `SIGTERM` and `SIGINT`, but passes `SIGUSR1` on, which ours take for the same: save and end.
+    /// Forwards a signal. `mpirun` kills its ranks on `SIGTERM` and `SIGINT`, so it gets `SIGUSR1` first, which it forwards
+    /// and which makes ranks save and stop.
     fn forward(&mut self, signal: Signal) {
-        let is_first = self.asked.replace(signal).is_none();
-        let is_mpirun = self.processes.iter().any(|process| matches!(process.speaker, Speaker::Mpirun));
-        let softened = is_mpirun && is_first && [Signal::TERM, Signal::INT].contains(&signal);
-        self.send(if softened { Signal::USR1 } else { signal });
+        let is_first = self.requested.replace(signal).is_none();
+        let is_mpirun = self.processes.iter().any(|process| matches!(process.source, Source::Mpirun));
+        let is_replaced = is_mpirun && is_first && [Signal::TERM, Signal::INT].contains(&signal);
+        self.send(if is_replaced { Signal::USR1 } else { signal });
     }
 
     fn send(&self, signal: Signal) {
@@ -287,16 +292,16 @@ impl Job {
     }
 }
 
-/// Whether a process has ended because it was asked to.
+/// Whether a process saved and stopped on a signal.
 fn has_stopped(process: &Running) -> bool {
     process.status.and_then(|status| status.code()) == Some(STOPPED)
 }
 
 impl Drop for Job {
-    /// No process outlives the job.
+    /// Kills all processes, unless all succeeded.
     fn drop(&mut self) {
         if self.processes.iter().all(|process| process.status.is_some_and(|status| status.success())) {
-            // What a process that did its work has left running may go on.
+            // Background processes of a successful job may continue.
             return self.watchdog.dismiss();
         }
         self.kill();
@@ -311,36 +316,35 @@ impl Drop for Running {
     }
 }
 
-/// Whether an `mpirun` still has ranks, from look to look. It may hang when one is killed.
+/// Detects an `mpirun` that hangs after its ranks ended, as it may if one is killed.
 #[derive(Default)]
-struct RanksOfMpirun {
-    looked: Option<Instant>,
-    have_been_seen: bool,
+struct MpirunRanks {
+    last_poll: Option<Instant>,
+    have_started: bool,
     ended_since: Option<Instant>,
 }
 
-impl RanksOfMpirun {
-    /// Whether `mpirun` runs although for as long as `grace` none of its ranks has, or it has not taken note of the end
-    /// of one.
+impl MpirunRanks {
+    /// Whether `mpirun` has been running for `grace` without ranks, or without reaping one that ended.
     fn have_ended(&mut self, processes: &[Running], grace: Duration) -> bool {
         let is_mpirun =
-            |process: &&Running| matches!(process.speaker, Speaker::Mpirun) && process.status.is_none();
+            |process: &&Running| matches!(process.source, Source::Mpirun) && process.status.is_none();
         let Some(mpirun) = processes.iter().find(is_mpirun) else { return false };
-        if self.looked.is_some_and(|looked| looked.elapsed() < LOOK_AT_RANKS_EVERY) {
+        if self.last_poll.is_some_and(|last| last.elapsed() < MPIRUN_POLL_INTERVAL) {
             return false;
         }
-        self.looked = Some(Instant::now());
-        self.look(&self::processes(), mpirun.child.id());
-        // Ranks that have ended are taken note of within moments.
-        let grace = grace.max(2 * LOOK_AT_RANKS_EVERY);
+        self.last_poll = Some(Instant::now());
+        self.update(&self::processes(), mpirun.child.id());
+        // Ended ranks are normally reaped at once.
+        let grace = grace.max(2 * MPIRUN_POLL_INTERVAL);
         self.ended_since.is_some_and(|since| since.elapsed() >= grace)
     }
 
-    fn look(&mut self, all: &[Process], mpirun: u32) {
+    fn update(&mut self, all: &[Process], mpirun: u32) {
         let ranks: Vec<&Process> = all.iter().filter(|process| process.parent == mpirun).collect();
-        self.have_been_seen |= !ranks.is_empty();
+        self.have_started |= !ranks.is_empty();
         let have_ended = ranks.is_empty() || ranks.iter().any(|rank| rank.is_zombie);
-        match self.have_been_seen && have_ended {
+        match self.have_started && have_ended {
             true => self.ended_since = self.ended_since.or_else(|| Some(Instant::now())),
             false => self.ended_since = None,
         }

@@ -1,58 +1,58 @@
-//! What processes say, line by line, with who says it.
+//! The output of processes, forwarded line by line with the rank as prefix.
 
 use parking_lot::Mutex;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-/// Longest line that is kept in mind, in bytes.
-const MAX_REMEMBERED_BYTES: usize = 500;
+/// Maximum bytes of a stored line.
+const MAX_LINE_BYTES: usize = 500;
 
-/// How a process's lines tell which rank they are of.
+/// The source of a process's lines.
 #[derive(Clone, Copy)]
-pub(super) enum Speaker {
+pub(super) enum Source {
     /// The process is this rank.
     Rank(usize),
-    /// It is `mpirun --tag-output`, which puts `[1,3]<stderr>:` before what rank 3 says.
+    /// The process is `mpirun --tag-output`, which prefixes lines of rank 3 with `[1,3]<stderr>:`.
     Mpirun,
 }
 
-/// What is remembered of what was said on standard error.
+/// The last lines of standard error.
 #[derive(Default)]
-pub(super) struct Said {
-    /// The last line of each rank that has said something.
-    pub(super) last: Vec<(usize, String)>,
-    /// What `mpirun` itself has said.
+pub(super) struct StderrTail {
+    /// The last non-empty line of each rank.
+    pub(super) last_lines: Vec<(usize, String)>,
+    /// All lines of `mpirun` itself.
     pub(super) mpirun: Vec<String>,
 }
 
-impl Said {
-    /// The last line of a rank that was not empty.
-    pub(super) fn last_of(&self, rank: usize) -> Option<&str> {
-        self.last.iter().find(|(of, _)| *of == rank).map(|(_, line)| line.as_str())
+impl StderrTail {
+    /// Returns the last non-empty line of a rank.
+    pub(super) fn last_line(&self, rank: usize) -> Option<&str> {
+        self.last_lines.iter().find(|(of, _)| *of == rank).map(|(_, line)| line.as_str())
     }
 
-    fn remember(&mut self, rank: Option<usize>, line: &str) {
+    fn record(&mut self, rank: Option<usize>, line: &str) {
         if line.trim().is_empty() {
             return;
         }
-        let mut end = line.len().min(MAX_REMEMBERED_BYTES);
+        let mut end = line.len().min(MAX_LINE_BYTES);
         while !line.is_char_boundary(end) {
             end -= 1;
         }
         let line = line[..end].to_owned();
         match rank {
             None => self.mpirun.push(line),
-            Some(rank) => match self.last.iter_mut().find(|(of, _)| *of == rank) {
+            Some(rank) => match self.last_lines.iter_mut().find(|(of, _)| *of == rank) {
                 Some((_, last)) => *last = line,
-                None => self.last.push((rank, line)),
+                None => self.last_lines.push((rank, line)),
             },
         }
     }
 }
 
-impl Speaker {
-    /// The rank, if it is one that speaks, and its words.
+impl Source {
+    /// Splits a line into its rank, if any, and its text.
     fn attribute(self, line: &str) -> (Option<usize>, &str) {
         match self {
             Self::Rank(rank) => (Some(rank), line),
@@ -64,35 +64,37 @@ impl Speaker {
     }
 }
 
-/// `[1,3]<stdout>:words` is rank 3's `words`.
+/// Parses `[1,3]<stdout>:text` into rank 3 and `text`.
 fn untag(line: &str) -> Option<(usize, &str)> {
     let (_job, rest) = line.strip_prefix('[')?.split_once(',')?;
     let (rank, rest) = rest.split_once("]<std")?;
-    let words = rest.strip_prefix("out>:").or_else(|| rest.strip_prefix("err>:"))?;
-    Some((rank.parse().ok()?, words))
+    let text = rest.strip_prefix("out>:").or_else(|| rest.strip_prefix("err>:"))?;
+    Some((rank.parse().ok()?, text))
 }
 
-/// Passes lines on with `[rank] ` before them, on a thread of its own, until there are no more. Those of standard
-/// error are remembered in `said`. An error is that of a thread that does not start.
-pub(super) fn pass_on(
+/// Starts a thread that forwards lines with the prefix `[rank] ` until the end of input, and records them in `tail`.
+///
+/// # Errors
+/// A thread that cannot be started.
+pub(super) fn forward_output(
     from: impl Read + Send + 'static,
     mut to: impl Write + Send + 'static,
-    speaker: Speaker,
-    said: Option<Arc<Mutex<Said>>>,
+    source: Source,
+    tail: Option<Arc<Mutex<StderrTail>>>,
 ) -> std::io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name("output".to_owned()).spawn(move || {
         let mut from = BufReader::new(from);
         let mut bytes = Vec::new();
         while let Ok(1..) = from.read_until(b'\n', &mut bytes) {
             let line = String::from_utf8_lossy(&bytes);
-            let (rank, words) = speaker.attribute(line.trim_end_matches(['\n', '\r']));
-            if let Some(said) = &said {
-                said.lock().remember(rank, words);
+            let (rank, text) = source.attribute(line.trim_end_matches(['\n', '\r']));
+            if let Some(tail) = &tail {
+                tail.lock().record(rank, text);
             }
-            // One write for each line: those of several ranks do not mix. A reader that has gone away has seen enough.
+            // One write per line, so that lines of several ranks do not mix. A closed output is no error.
             let prefixed = match rank {
-                Some(rank) => format!("[{rank}] {words}\n"),
-                None => format!("[mpirun] {words}\n"),
+                Some(rank) => format!("[{rank}] {text}\n"),
+                None => format!("[mpirun] {text}\n"),
             };
             let _ = to.write_all(prefixed.as_bytes()).and_then(|()| to.flush());
             bytes.clear();
@@ -105,8 +107,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_of_mpirun_are_told_from_those_of_its_ranks() {
-        let attribute = |line| Speaker::Mpirun.attribute(line);
+    fn lines_of_mpirun_and_of_its_ranks_are_distinguished() {
+        let attribute = |line| Source::Mpirun.attribute(line);
         assert_eq!(
             attribute("[1,12]<stderr>:error: no [1,2]<stdout>:"),
             (Some(12), "error: no [1,2]<stdout>:")
@@ -115,19 +117,19 @@ mod tests {
         for own in ["mpirun noticed that", "[host:12] [1,2] x", "[1,x]<stdout>:y", ""] {
             assert_eq!(attribute(own), (None, own));
         }
-        assert_eq!(Speaker::Rank(3).attribute("[1,0]<stdout>:x"), (Some(3), "[1,0]<stdout>:x"));
+        assert_eq!(Source::Rank(3).attribute("[1,0]<stdout>:x"), (Some(3), "[1,0]<stdout>:x"));
     }
 
     #[test]
-    fn the_last_line_that_says_something_is_remembered_for_each_rank() {
-        let said = Arc::new(Mutex::new(Said::default()));
+    fn the_last_non_empty_line_of_each_rank_is_recorded() {
+        let tail = Arc::new(Mutex::new(StderrTail::default()));
         let text = "[1,0]<stderr>:a\n[1,1]<stderr>:b\n[1,0]<stderr>:c\n[1,0]<stderr>:\nmpirun: d";
-        pass_on(text.as_bytes(), std::io::sink(), Speaker::Mpirun, Some(said.clone()))
+        forward_output(text.as_bytes(), std::io::sink(), Source::Mpirun, Some(tail.clone()))
             .unwrap()
             .join()
             .unwrap();
-        let said = said.lock();
-        assert_eq!((said.last_of(0), said.last_of(1), said.last_of(2)), (Some("c"), Some("b"), None));
-        assert_eq!(said.mpirun, ["mpirun: d"]);
+        let tail = tail.lock();
+        assert_eq!((tail.last_line(0), tail.last_line(1), tail.last_line(2)), (Some("c"), Some("b"), None));
+        assert_eq!(tail.mpirun, ["mpirun: d"]);
     }
 }

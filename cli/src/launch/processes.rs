@@ -1,4 +1,4 @@
-//! The processes of this machine, as far as `/proc` shows them: none on other systems than Linux.
+//! The processes of this machine, read from `/proc` (Linux only).
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
@@ -8,11 +8,11 @@ pub(super) struct Process {
     pub(super) id: u32,
     pub(super) parent: u32,
     pub(super) group: u32,
-    /// It has ended, but its parent has not taken note.
+    /// It has ended, but its parent has not reaped it.
     pub(super) is_zombie: bool,
 }
 
-/// All processes.
+/// Returns all processes.
 pub(super) fn processes() -> Vec<Process> {
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
     let stat = |entry: std::fs::DirEntry| {
@@ -22,14 +22,14 @@ pub(super) fn processes() -> Vec<Process> {
     entries.filter_map(|entry| stat(entry.ok()?)).collect()
 }
 
-/// `12 (name) S 1 12 …`; the name may hold anything.
+/// Parses `12 (name) S 1 12 …`; the name may contain any characters.
 fn parse(id: u32, stat: &str) -> Option<Process> {
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let is_zombie = matches!(fields.next()?, "Z" | "X");
     Some(Process { id, parent: fields.next()?.parse().ok()?, group: fields.next()?.parse().ok()?, is_zombie })
 }
 
-/// Those of `all` that run in a process group, and what they have started in other groups, as `mpirun` starts ranks.
+/// Returns the running processes of a process group and their descendants in other groups, such as the ranks of `mpirun`.
 pub(super) fn tree(all: &[Process], group: Pid) -> Vec<u32> {
     let group = group.as_raw_pid() as u32;
     let running: Vec<Process> = all.iter().filter(|process| !process.is_zombie).copied().collect();
@@ -45,10 +45,10 @@ pub(super) fn tree(all: &[Process], group: Pid) -> Vec<u32> {
     tree
 }
 
-/// Kills a process group, but first those of a tree that are others than this process.
+/// Kills the other processes of a tree, then a process group.
 pub(super) fn kill_tree(tree: &[u32], group: Pid) {
     for id in tree.iter().copied().filter(|id| *id != std::process::id()) {
-        // One that has just ended needs no signal.
+        // An error means that the process has just ended.
         let _ = i32::try_from(id).ok().and_then(Pid::from_raw).map(|id| kill_process(id, Signal::KILL));
     }
     let _ = kill_process_group(group, Signal::KILL);
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_proc_is_read_whatever_the_name() {
+    fn process_names_may_contain_any_characters() {
         let process = Process { id: 12, parent: 3, group: 9, is_zombie: false };
         assert_eq!(parse(12, "12 (a) R 1 1 (b) S 3 9 9 0"), Some(process));
         assert_eq!(parse(12, "12 (sh) Z 3 9 9"), Some(Process { is_zombie: true, ..process }));
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_is_a_group_and_all_that_it_has_started_and_runs() {
+    fn a_tree_is_a_group_and_its_running_descendants() {
         let process = |id, parent, group| Process { id, parent, group, is_zombie: false };
         let ended = Process { is_zombie: true, ..process(7, 2, 2) };
         let all =

@@ -1,8 +1,8 @@
-//! A process that ends those of a job when `launch` itself is killed.
+//! A process that ends the processes of a job if `launch` itself is killed.
 //!
-//! The watchdog leads a process group that all processes of the job are started in, and reads a pipe whose other end
-//! only `launch` has. A process joins the group before it runs its program, and holds that end until it does: when the
-//! watchdog reads the end of the pipe, all that `launch` has started is in the group.
+//! The watchdog leads the process group of the job and reads a pipe whose other end only `launch` holds. A child joins
+//! the group before it executes its program, and inherits that end until then. So when the watchdog reads the end of
+//! the pipe, all children are in the group.
 
 use super::processes::{kill_tree, processes, tree};
 use crate::{Failure, OrFail};
@@ -14,20 +14,20 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Between two looks at the processes.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Interval of polling the processes.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The signals that `launch` passes on to the group.
-pub(super) const PASSED_ON: [Signal; 3] = [Signal::INT, Signal::TERM, Signal::USR1];
+/// Signals that `launch` forwards to the group.
+pub(super) const FORWARDED_SIGNALS: [Signal; 3] = [Signal::INT, Signal::TERM, Signal::USR1];
 
 #[derive(clap::Args)]
 pub(crate) struct WatchdogArgs {
-    /// Seconds between asking the processes to end and killing them.
+    /// Seconds between SIGTERM and SIGKILL.
     #[arg(long)]
     grace: u64,
 }
 
-/// The watchdog of a job. Dropping it dismisses it.
+/// The watchdog of a job. Dropping it ends it without ending the job.
 pub(super) struct Watchdog {
     /// Its standard input is the pipe.
     process: Child,
@@ -35,40 +35,41 @@ pub(super) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts one, which ignores the signals for its group from then on.
+    /// Starts a watchdog, which ignores the signals for its group.
     pub(super) fn start(grace: Duration) -> anyhow::Result<Self> {
-        let mut command = Command::new(std::env::current_exe().context("where this program is")?);
+        let mut command =
+            Command::new(std::env::current_exe().context("cannot find the path of this program")?);
         command.args(["launch-watchdog", "--grace", &grace.as_secs().to_string()]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
-        let mut process = command.spawn().context("cannot start the watchdog of the job")?;
+        let mut process = command.spawn().context("cannot start the watchdog")?;
         let group = i32::try_from(process.id()).ok().and_then(Pid::from_raw);
         let is_ready = process.stdout.take().is_some_and(|mut pipe| pipe.read_exact(&mut [0]).is_ok());
         match group.filter(|_| is_ready) {
             Some(group) => Ok(Self { process, group }),
             None => {
                 let status = process.kill().and_then(|()| process.wait()).context("watchdog")?;
-                Err(anyhow!("cannot start the watchdog of the job: it ended with {status}"))
+                Err(anyhow!("cannot start the watchdog: it ended with {status}"))
             }
         }
     }
 
-    /// The group to start processes in.
+    /// Returns the process group of the job.
     pub(super) fn group(&self) -> i32 {
         self.group.as_raw_pid()
     }
 
-    /// Sends a signal to all processes of the job that still run.
+    /// Sends a signal to all running processes of the job.
     pub(super) fn send(&self, signal: Signal) {
-        // A group without any needs no signal.
+        // An error means that the group is empty.
         let _ = kill_process_group(self.group, signal);
     }
 
-    /// Kills all processes of the job that still run, and the watchdog.
+    /// Kills all running processes of the job, and the watchdog.
     pub(super) fn kill_all(&self) {
         kill_tree(&tree(&processes(), self.group), self.group);
     }
 
-    /// Lets go of what the processes have left running.
+    /// Ends the watchdog only; background processes continue.
     pub(super) fn dismiss(&mut self) {
         let _ = self.process.kill().and_then(|()| self.process.wait());
     }
@@ -80,9 +81,9 @@ impl Drop for Watchdog {
     }
 }
 
-/// The watchdog itself, a process of its own: waits for the end of `launch`.
+/// Runs the watchdog process: waits for the end of `launch`.
 pub(crate) fn watch(args: &WatchdogArgs) -> Result<(), Failure> {
-    for signal in PASSED_ON {
+    for signal in FORWARDED_SIGNALS {
         signal_hook::flag::register(signal.as_raw(), Arc::default()).or_run()?;
     }
     let mut stdout = std::io::stdout();
@@ -92,13 +93,13 @@ pub(crate) fn watch(args: &WatchdogArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Asks all processes of this one's group to end, and kills those that have not within `grace`, with what they have
-/// started in other groups.
+/// Sends SIGTERM to all processes of this process's group, and SIGKILL after `grace` to the rest and to their
+/// descendants in other groups.
 fn end_group(grace: Duration) {
     let (group, deadline) = (getpgrp(), Instant::now() + grace);
-    // A process is not known by its parent any more once that has ended.
+    // Collected before, because a process loses its parent when that ends.
     let mut known = tree(&processes(), group);
-    // `mpirun` passes this on to its ranks.
+    // `mpirun` forwards this to its ranks.
     let _ = kill_current_process_group(Signal::TERM);
     while Instant::now() < deadline {
         let all = processes();
@@ -109,7 +110,7 @@ fn end_group(grace: Duration) {
         if known == [std::process::id()] {
             return;
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     }
     kill_tree(&known, group);
 }

@@ -3,46 +3,46 @@
 mod propose;
 
 use super::arguments::at_least_1;
-use super::{Failure, OrFail, note, print};
+use super::{Failure, OrFail, log_line, print};
 use anyhow::{Context, anyhow};
 use propose::ProposeArgs;
 use std::path::{Path, PathBuf};
 use ulysses::mesh::{Cluster, DeviceMesh, HybridMeshShape, Preset, draw, draw_nodes, svg};
 
-/// Ranks on a node in a drawing, where nobody says how many there are.
-const USUAL_RANKS_PER_NODE: usize = 8;
+/// Default ranks per node of a drawing.
+const DEFAULT_RANKS_PER_NODE: usize = 8;
 
 #[derive(clap::Args)]
 #[command(
-    after_help = "One of:\n  <SHAPE>    draws a mesh\n  --propose  names the mesh to take on a cluster, and draws it"
+    after_help = "Give one of:\n  <SHAPE>    draw this mesh\n  --propose  propose a mesh for a cluster, and draw it"
 )]
 pub(super) struct MeshArgs {
-    /// Shape: `2x4` (dp × sp), with names `dp=2,pp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
+    /// Mesh shape: `2x4` (dp × sp), named axes `dp=2,pp=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
     #[arg(allow_hyphen_values = true, required_unless_present = "propose", conflicts_with = "propose")]
     shape: Option<String>,
-    /// Axis names for a shape without names, for example `dp,sp`.
+    /// Axis names for a shape without names, such as `dp,sp`.
     #[arg(long, value_delimiter = ',')]
     names: Option<Vec<String>>,
-    /// Number of ranks, to infer one size given as -1.
+    /// Number of ranks, from which one size of -1 is inferred.
     #[arg(long)]
     world_size: Option<usize>,
-    /// Number of nodes: consecutive ranks share one, as many on each.
+    /// Number of nodes; each has the same number of consecutive ranks.
     #[arg(long, value_parser = at_least_1::<usize>)]
     nodes: Option<usize>,
-    /// Ranks on each node.
+    /// Ranks per node.
     #[arg(long, value_parser = at_least_1::<usize>)]
     devices_per_node: Option<usize>,
-    /// Sizes between nodes, such as `1x2`; the shape is then that within a node.
+    /// Shape between nodes, such as `1x2`; SHAPE is then the shape within a node.
     #[arg(long, allow_hyphen_values = true, conflicts_with = "propose")]
     inter: Option<String>,
-    /// Draws nodes and groups to this file.
+    /// Write a drawing of nodes and groups as SVG.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     #[command(flatten)]
     propose: ProposeArgs,
 }
 
-/// A mesh, and how many ranks share a node, where that is known.
+/// A mesh, and its ranks per node, if known.
 struct Drawn {
     mesh: DeviceMesh,
     ranks_per_node: Option<usize>,
@@ -59,11 +59,11 @@ pub(super) fn run(args: &MeshArgs) -> Result<(), Failure> {
 }
 
 fn write_svg(drawn: &Drawn, path: &Path) -> Result<(), Failure> {
-    let drawing = svg(&drawn.mesh, drawn.ranks_per_node.unwrap_or(USUAL_RANKS_PER_NODE)).or_usage()?;
+    let drawing = svg(&drawn.mesh, drawn.ranks_per_node.unwrap_or(DEFAULT_RANKS_PER_NODE)).or_usage()?;
     std::fs::write(path, drawing)
         .with_context(|| format!("--svg: cannot write {}", path.display()))
         .or_run()?;
-    note(format_args!("drawn to {}", path.display()));
+    log_line(format_args!("written to {}", path.display()));
     Ok(())
 }
 
@@ -73,7 +73,7 @@ fn drawn(shape: &str, args: &MeshArgs) -> Result<Drawn, Failure> {
         && let Some((preset, own)) = Preset::parse(shape, cluster).or_usage()?
     {
         let mesh = preset.mesh(own).or_usage()?;
-        // Sizes of its own make its mesh, as in training; the flags say where the ranks are.
+        // As in training, sizes of the preset make its mesh; the flags only place the ranks on nodes.
         let ranks_per_node = ranks_per_node(shape, &mesh, args)?.unwrap_or(own.ranks_per_node);
         return Ok(Drawn { mesh, ranks_per_node: Some(ranks_per_node) });
     }
@@ -82,25 +82,25 @@ fn drawn(shape: &str, args: &MeshArgs) -> Result<Drawn, Failure> {
     }
     let world_size = args.world_size.or(cluster.map(Cluster::world_size));
     let mesh = parse(shape, args, world_size)?;
-    // Training numbers ranks row by row, whatever nodes they are on.
+    // As in training, ranks are row-major whatever their nodes.
     let ranks_per_node = ranks_per_node(shape, &mesh, args)?;
     Ok(Drawn { mesh, ranks_per_node })
 }
 
-/// How many ranks of a mesh share a node, where the flags say so.
+/// Returns the ranks per node that the flags give, if any.
 fn ranks_per_node(shape: &str, mesh: &DeviceMesh, args: &MeshArgs) -> Result<Option<usize>, Failure> {
     let ranks = mesh.world_size();
     match (args.nodes, args.devices_per_node) {
         (Some(nodes), None) if !ranks.is_multiple_of(nodes) => {
-            Err(Failure::Usage(anyhow!("--mesh {shape}: {ranks} ranks do not divide into {nodes} nodes")))
+            Err(Failure::Usage(anyhow!("--mesh {shape}: {ranks} ranks cannot be divided into {nodes} nodes")))
         }
         (Some(nodes), None) => Ok(Some(ranks / nodes)),
         (_, devices) => Ok(devices),
     }
 }
 
-/// The cluster of the flags; a number of ranks alone is one of a single node, and so are the ranks of a node for a shape
-/// that leaves the number of ranks open.
+/// Returns the cluster that the flags describe. --world-size alone is one node, and so is --devices-per-node alone for a
+/// shape that leaves the number of ranks open.
 fn cluster(shape: &str, args: &MeshArgs) -> Result<Option<Cluster>, Failure> {
     let (nodes, ranks_per_node) = match (args.nodes, args.devices_per_node, args.world_size) {
         (Some(nodes), None, Some(ranks)) => (nodes, ranks / nodes),
@@ -116,24 +116,24 @@ fn cluster(shape: &str, args: &MeshArgs) -> Result<Option<Cluster>, Failure> {
     };
     Err(Failure::Usage(match (args.nodes, args.devices_per_node) {
         (Some(nodes), Some(devices)) => anyhow!(
-            "--world-size {ranks}, but --nodes {nodes} and --devices-per-node {devices} are {} ranks",
+            "--world-size {ranks} contradicts --nodes {nodes} and --devices-per-node {devices}, which give {} ranks",
             cluster.world_size()
         ),
-        (Some(nodes), None) => anyhow!("--world-size {ranks} does not divide into --nodes {nodes}"),
+        (Some(nodes), None) => anyhow!("--world-size {ranks} is not a multiple of --nodes {nodes}"),
         _ => {
-            anyhow!("--world-size {ranks} does not divide into nodes of --devices-per-node {ranks_per_node}")
+            anyhow!("--world-size {ranks} is not a multiple of --devices-per-node {ranks_per_node}")
         }
     }))
 }
 
-/// Whether a shape leaves it to others how many ranks there are.
+/// Whether a shape leaves the number of ranks open.
 fn is_open(shape: &str) -> bool {
     if Preset::named(shape).is_some() { !shape.contains('=') } else { shape.contains("-1") }
 }
 
 fn hybrid(intra: &DeviceMesh, inter: &DeviceMesh) -> Result<Drawn, Failure> {
     if intra.axis_names() != inter.axis_names() {
-        let message = format!("{intra} and --inter {inter}: both need the same axes, in the same order");
+        let message = format!("{intra} and --inter {inter}: expected the same axes in the same order");
         return Err(Failure::Usage(anyhow!(message)));
     }
     let cluster = Cluster { nodes: inter.world_size(), ranks_per_node: intra.world_size() };
@@ -151,7 +151,7 @@ fn parse(shape: &str, args: &MeshArgs, world_size: Option<usize>) -> Result<Devi
     let mesh = match &args.names {
         None => DeviceMesh::parse(shape, world_size),
         Some(_) if shape.contains('=') => {
-            let error = anyhow!("--names is for shapes such as 2x4; {shape} has names");
+            let error = anyhow!("--names applies to shapes such as 2x4, but {shape} already has names");
             return Err(Failure::Usage(error));
         }
         Some(names) => {

@@ -15,8 +15,8 @@ use ulysses::engine::check_offload_device;
 use ulysses::estimate::{Proposal, Trial, Workload};
 use ulysses::mesh::{Cluster, DeviceMesh};
 
-/// Without a config: what long sequences on many ranks are usually trained with.
-const USUAL: &str = r#"{
+/// The default config: typical settings for long sequences on many ranks.
+const DEFAULT_CONFIG: &str = r#"{
   "train_micro_batch_size_per_gpu": 1,
   "bf16": { "enabled": true },
   "zero_optimization": { "stage": 3 },
@@ -25,30 +25,32 @@ const USUAL: &str = r#"{
 
 #[derive(clap::Args)]
 pub(super) struct ProposeArgs {
-    /// Propose the mesh for --nodes, --devices-per-node, --model, --seq-len and --memory-gib, and say why.
+    /// Propose a mesh for --nodes, --devices-per-node, --model, --seq-len and --memory-gib, with reasons.
     #[arg(long, requires_all = ["nodes", "devices_per_node", "model", "seq_len", "memory_gib"])]
     propose: bool,
-    /// Model to propose for, as in `ulysses plan`.
+    /// Model, as in `ulysses plan`.
     #[arg(long, requires = "propose")]
     model: Option<String>,
-    /// Tokens in a row, over all sp ranks.
+    /// Tokens per sequence, over all sp ranks.
     #[arg(long, requires = "propose")]
     seq_len: Option<usize>,
-    /// Memory of a rank in GiB.
+    /// Available memory per rank in GiB.
     #[arg(long, requires = "propose")]
     memory_gib: Option<f64>,
-    /// Config with optimizer, precision, ZeRO stage and recomputation; without it AdamW, bf16, stage 3 and all
-    /// layers recomputed. Its mesh and its batch sizes do not count, but for the micro batch.
+    /// Config for optimizer, precision, ZeRO stage and activation checkpointing [default: AdamW, bf16, ZeRO stage 3,
+    /// activation checkpointing].
+    ///
+    /// Its mesh and batch sizes are ignored, except for the micro batch size.
     #[arg(long, value_name = "FILE", requires = "propose")]
     config: Option<PathBuf>,
     #[command(flatten)]
     set: SetFlags,
-    /// What ranks compute on, as in `ulysses plan`.
+    /// Device of the ranks, as in `ulysses plan`.
     #[arg(long, requires = "propose")]
     device: Option<DeviceArg>,
 }
 
-/// Prints the proposal and gives its mesh.
+/// Prints the proposal and returns its mesh.
 pub(super) fn run(
     args: &ProposeArgs,
     nodes: Option<usize>,
@@ -60,33 +62,31 @@ pub(super) fn run(
     let cluster = Cluster { nodes, ranks_per_node };
     let raw = match &args.config {
         Some(path) => RawConfig::from_file_with(path, &args.set.settings()),
-        None => RawConfig::from_json_str_with(USUAL, "the usual config", &args.set.settings()),
+        None => RawConfig::from_json_str_with(DEFAULT_CONFIG, "the default config", &args.set.settings()),
     };
     let overrides = Overrides { seq_len: args.seq_len, model: args.model.clone(), ..Overrides::default() };
-    // The mesh is what is asked for.
+    // The config's mesh does not matter.
     let config = raw.or_usage()?.without_replicas().resolve(&overrides).or_usage()?;
     let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
     check_offload_device(&config, device).or_usage()?;
     let (name, model) = model(&config)?;
     let budget = budget_bytes(args.memory_gib)?.unwrap_or(u64::MAX);
     let workload = Workload { config, model, document_len: None, ranks_per_node, device };
-    // Sizes that make no mesh are refused before anything is planned.
+    // Rejects an invalid size before planning.
     DeviceMesh::dp_sp(cluster.world_size(), 1).or_usage()?;
     let proposal = workload.propose(cluster, budget).or_usage()?;
     let seq_len = workload.config.require_seq_len().or_usage()?;
     print(format_args!(
-        "{name}, rows of {seq_len} tokens, {nodes} node(s) of {ranks_per_node} ranks with {} each\n\n{}\n",
+        "{name}, sequences of {seq_len} tokens, {nodes} node(s) of {ranks_per_node} ranks, {} per rank\n\n{}\n",
         bytes(budget as f64),
         explain(&proposal, cluster, budget)
     ))?;
     if !proposal.chosen.fits {
-        let longest = proposal.max_seq_len.map_or_else(
-            || "no sequence fits".to_owned(),
-            |longest| format!("the longest sequence that fits is {longest}"),
-        );
+        let longest =
+            proposal.max_seq_len.map_or_else(|| "none".to_owned(), |longest| format!("{longest} tokens"));
         return Err(Failure::Run(anyhow!(
-            "no mesh of these ranks fits; with the one that needs least, {longest}. `ulysses plan` tells what tiles, \
-             offload and chunks of heads would save, and --config brings them here"
+            "no mesh of these ranks fits; longest sequence that fits, on the mesh that needs least memory: {longest}. \
+             `ulysses plan` shows the savings of tiles, offload and head chunks; pass them with --config"
         )));
     }
     let mesh = DeviceMesh::dp_sp(proposal.chosen.dp, proposal.chosen.sp).or_usage()?;
@@ -96,14 +96,14 @@ pub(super) fn run(
 fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
     let mut text = String::new();
     for Trial { dp, sp, zero_stage, peak_bytes, fits, nodes_per_sequence, .. } in &proposal.tried {
-        let verdict = if *fits { "fits" } else { "too much" };
+        let verdict = if *fits { "fits" } else { "does not fit" };
         let place = match nodes_per_sequence {
             1 => "within a node".to_owned(),
             nodes => format!("across {nodes} nodes"),
         };
         let _ = writeln!(
             text,
-            "  {dp}x{sp}: ZeRO stage {zero_stage}, sequences {place}, {} of {} per rank: {verdict}",
+            "  {dp}x{sp}: ZeRO stage {zero_stage}, sp groups {place}, peak {} of {} per rank: {verdict}",
             bytes(*peak_bytes as f64),
             bytes(budget as f64)
         );
@@ -113,18 +113,20 @@ fn explain(proposal: &Proposal, cluster: Cluster, budget: u64) -> String {
         return text;
     }
     let why_sp = match (sp, nodes_per_sequence) {
-        (1, _) => "whole sequences fit, so no heads are exchanged".to_owned(),
+        (1, _) => "a whole sequence fits on one rank, so no exchange is needed".to_owned(),
         (_, 1) => format!(
-            "sp {sp} is the smallest that fits, and divides the {} ranks of a node, so no exchange leaves it",
+            "sp {sp} is the smallest size that fits and divides the {} ranks of a node, so exchanges stay within a node",
             cluster.ranks_per_node
         ),
         (_, nodes) => {
-            format!("no node alone can hold a sequence: sp {sp} is the fewest whole nodes that can, {nodes}")
+            format!(
+                "a sequence does not fit on one node; sp {sp} is the smallest number of whole nodes, {nodes}"
+            )
         }
     };
     let _ = write!(
         text,
-        "\n--mesh {dp}x{sp}: {why_sp}; dp takes the other ranks. A rank sends {} to other nodes in a step.\n",
+        "\n--mesh {dp}x{sp}: {why_sp}; dp uses the remaining ranks. Sent between nodes: {} per rank and step.\n",
         bytes(inter_node_bytes as f64)
     );
     text

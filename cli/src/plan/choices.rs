@@ -1,21 +1,21 @@
-//! The tables of what one change would make of a plan, and of other meshes.
+//! The tables of single changes and of other meshes.
 
 use super::Report;
 use super::table::{bytes, flops, seconds};
 use std::collections::BTreeSet;
 use ulysses::estimate::{MeshChoice, Pace};
 
-/// A table as text: what does not apply to the plan has no column.
+/// A table as text. Columns that do not apply to the plan are left out.
 pub(super) struct Choices {
     pub(super) head: Vec<&'static str>,
     pub(super) rows: Vec<Vec<String>>,
-    /// What stands beside a row.
-    pub(super) remarks: Vec<Option<String>>,
+    /// Text next to each row.
+    pub(super) row_notes: Vec<Option<String>>,
     /// Why some rows have no time.
-    pub(super) note: Option<String>,
+    pub(super) footnote: Option<String>,
 }
 
-/// What one change would make of it.
+/// Returns the table of single changes.
 pub(super) fn alternatives(report: &Report) -> Choices {
     let columns = Columns::of(report);
     let rows = report.alternatives.iter().map(|change| {
@@ -24,14 +24,15 @@ pub(super) fn alternatives(report: &Report) -> Choices {
         columns.row(cells, change.pace.as_ref(), [longest(change.max_seq_len)])
     });
     Choices {
-        head: columns.head(&["change", "peak", "sent", "arithmetic"], &["longest sequence"]),
+        head: columns
+            .head(&["change", "peak per rank", "sent per rank", "FLOPs per rank"], &["longest sequence"]),
         rows: rows.collect(),
-        remarks: vec![None; report.alternatives.len()],
-        note: note(report.alternatives.iter().filter_map(|change| change.pace.as_ref())),
+        row_notes: vec![None; report.alternatives.len()],
+        footnote: footnote(report.alternatives.iter().filter_map(|change| change.pace.as_ref())),
     }
 }
 
-/// Meshes of as many ranks for the same batch.
+/// Returns the table of meshes with the same number of ranks and the same batch.
 pub(super) fn meshes(report: &Report) -> Choices {
     let columns = Columns::of(report);
     let rows = report.meshes.iter().map(|mesh| {
@@ -45,16 +46,16 @@ pub(super) fn meshes(report: &Report) -> Choices {
         let fits = if mesh.fits { "yes" } else { "no" };
         columns.row(cells, mesh.pace.as_ref(), [longest(mesh.max_seq_len), fits.to_owned()])
     });
-    let head = ["dp × sp", "ZeRO stage", "peak", "within the node", "between nodes"];
+    let head = ["dp × sp", "ZeRO stage", "peak per rank", "sent within node", "sent between nodes"];
     Choices {
         head: columns.head(&head, &["longest sequence", "fits"]),
         rows: rows.collect(),
-        remarks: report.meshes.iter().map(|mesh| mesh.reason.clone()).collect(),
-        note: note(report.meshes.iter().filter_map(|mesh| mesh.pace.as_ref())),
+        row_notes: report.meshes.iter().map(|mesh| mesh.reason.clone()).collect(),
+        footnote: footnote(report.meshes.iter().filter_map(|mesh| mesh.pace.as_ref())),
     }
 }
 
-/// Which columns a plan has besides those that all have.
+/// The optional columns of a plan's tables.
 struct Columns {
     has_times: bool,
     has_budget: bool,
@@ -65,23 +66,23 @@ impl Columns {
         Self { has_times: report.step_time.is_some(), has_budget: report.budget.is_some() }
     }
 
-    fn head(&self, of_all: &[&'static str], of_budget: &[&'static str]) -> Vec<&'static str> {
-        let of_times: &[&str] = if self.has_times { &["step", "tokens/s"] } else { &[] };
-        let of_budget = if self.has_budget { of_budget } else { &[] };
-        [of_all, of_times, of_budget].concat()
+    fn head(&self, always: &[&'static str], with_budget: &[&'static str]) -> Vec<&'static str> {
+        let with_times: &[&str] = if self.has_times { &["step time", "tokens/s"] } else { &[] };
+        let with_budget = if self.has_budget { with_budget } else { &[] };
+        [always, with_times, with_budget].concat()
     }
 
     fn row<const N: usize>(
         &self,
         mut cells: Vec<String>,
         pace: Option<&Pace>,
-        of_budget: [String; N],
+        with_budget: [String; N],
     ) -> Vec<String> {
         if self.has_times {
             cells.extend(times(pace));
         }
         if self.has_budget {
-            cells.extend(of_budget);
+            cells.extend(with_budget);
         }
         cells
     }
@@ -96,21 +97,21 @@ fn times(pace: Option<&Pace>) -> [String; 2] {
     }
 }
 
-fn note<'a>(paces: impl Iterator<Item = &'a Pace>) -> Option<String> {
+fn footnote<'a>(paces: impl Iterator<Item = &'a Pace>) -> Option<String> {
     let lacking = paces.filter_map(|pace| match pace {
         Pace::Known { .. } => None,
         Pace::Unknown { profile_lacks } => Some(format!("`{profile_lacks}`")),
     });
     let lacking: BTreeSet<String> = lacking.collect();
     let keys = lacking.into_iter().collect::<Vec<_>>().join(", ");
-    (!keys.is_empty()).then(|| format!("–: no time, since the machine profile does not tell {keys}"))
+    (!keys.is_empty()).then(|| format!("–: no time, because the machine profile lacks {keys}"))
 }
 
 fn longest(max_seq_len: Option<usize>) -> String {
     max_seq_len.map_or_else(|| "none".to_owned(), |longest| longest.to_string())
 }
 
-/// How dp is divided where replicas of ZeRO's partitions are.
+/// Formats the division of dp under hybrid sharding.
 fn replicas(mesh: &MeshChoice) -> String {
     let replicas = |size: usize| format!(" ({} replicas of {size})", mesh.dp / size);
     mesh.shard_size.map(replicas).unwrap_or_default()

@@ -1,4 +1,4 @@
-//! `ulysses plan --html`: the memory of a step, its traffic and its time as a page.
+//! `ulysses plan --html`: memory, traffic and time of a step as a page.
 
 use super::choices::Choices;
 use super::table::seconds;
@@ -13,24 +13,24 @@ pub(super) fn page_of(report: &Report) -> String {
     let bytes = |bytes: u64| text(bytes as f64, Unit::Bytes);
     let mut facts = vec![
         ("parameters", text(model.parameters as f64, Unit::Number)),
-        ("tokens in a row", report.seq_len.to_string()),
+        ("sequence length", report.seq_len.to_string()),
         ("ZeRO stage", report.zero_stage.to_string()),
-        ("numbers", report.dtype.clone()),
-        ("peak of a rank", bytes(rank.peak_bytes)),
-        ("when", rank.peak_at.to_string()),
-        ("sent per step and rank", bytes(rank.sent.total())),
-        ("arithmetic per step and rank", format!("{}FLOP", text(rank.model_flops, Unit::Number))),
+        ("dtype", report.dtype.clone()),
+        ("peak memory per rank", bytes(rank.peak_bytes)),
+        ("peak during", rank.peak_at.to_string()),
+        ("sent per rank and step", bytes(rank.sent.total())),
+        ("FLOPs per rank and step", format!("{}FLOP", text(rank.model_flops, Unit::Number))),
     ];
     if let Some(budget) = &report.budget {
         let fits = if budget.fits { "fits" } else { "does not fit" };
-        facts.push(("memory of a rank", format!("{}: {fits}", bytes(budget.bytes))));
+        facts.push(("available per rank", format!("{}: {fits}", bytes(budget.bytes))));
         let longest = budget.max_seq_len.map_or("none".to_owned(), |tokens| tokens.to_string());
-        facts.push(("longest row that fits", longest));
+        facts.push(("longest sequence that fits", longest));
     }
     if let Some(time) = &report.step_time {
-        facts.push(("a step", seconds(time.total_seconds)));
-        facts.push(("tokens/s", text(time.tokens_per_second, Unit::Number)));
-        facts.push(("of the peak (MFU)", text(time.mfu, Unit::Percent)));
+        facts.push(("step time", seconds(time.total_seconds)));
+        facts.push(("tokens/s, all ranks", text(time.tokens_per_second, Unit::Number)));
+        facts.push(("MFU", text(time.mfu, Unit::Percent)));
     }
     let body = format!(
         "{}<section class=\"grid-of-charts\">\n{}</section>\n{}",
@@ -38,8 +38,8 @@ pub(super) fn page_of(report: &Report) -> String {
         pictures::memory(&rank.timeline, &[]).figure() + &pictures::scaling(&report.scaling).figure(),
         [
             report.step_time.as_ref().map_or(String::new(), time),
-            card("Meshes of as many ranks for the same batch", choices::meshes(report)),
-            card("What one change would make of it", choices::alternatives(report)),
+            card("Meshes with the same number of ranks and the same batch", choices::meshes(report)),
+            card("Effect of single changes", choices::alternatives(report)),
             parts(&rank.timeline),
         ]
         .concat()
@@ -47,17 +47,19 @@ pub(super) fn page_of(report: &Report) -> String {
     html(&title, &body, "<code>ulysses plan</code>: a prediction of what <code>ulysses train</code> does")
 }
 
-/// A table of alternatives; what stands beside its rows is a last column.
-fn card(title: &str, Choices { mut head, mut rows, remarks, note }: Choices) -> String {
-    if remarks.iter().any(Option::is_some) {
+/// Formats a table of choices; notes on rows become a last column.
+fn card(title: &str, choices: Choices) -> String {
+    let Choices { mut head, mut rows, row_notes, footnote } = choices;
+    if row_notes.iter().any(Option::is_some) {
         head.push("");
-        rows.iter_mut().zip(remarks).for_each(|(row, remark)| row.push(remark.unwrap_or_default()));
+        rows.iter_mut().zip(row_notes).for_each(|(row, note)| row.push(note.unwrap_or_default()));
     }
-    let note = note.map_or(String::new(), |note| format!("<p></p><p class=\"faint\">{}</p>", escape(&note)));
-    format!("<div class=\"card\"><h3>{title}</h3>\n{}{note}</div>\n", table(&head, rows.into_iter()))
+    let footnote =
+        footnote.map_or(String::new(), |note| format!("<p></p><p class=\"faint\">{}</p>", escape(&note)));
+    format!("<div class=\"card\"><h3>{title}</h3>\n{}{footnote}</div>\n", table(&head, rows.into_iter()))
 }
 
-/// Where the time of a step goes.
+/// Formats the parts of the predicted step time.
 fn time(time: &StepTime) -> String {
     let row = |(what, part): &(&str, f64)| {
         let share = text(part / time.total_seconds, Unit::Percent);
@@ -68,9 +70,9 @@ fn time(time: &StepTime) -> String {
     };
     let rows: String = time.parts.named().iter().map(row).collect();
     format!(
-        "<div class=\"card\"><h3>Predicted time of a step on {}</h3>\n<table>\n\
-         <tr><th>what</th><th class=\"n\">time</th><th class=\"n\">share</th></tr>\n{rows}</table>\n\
-         <p></p><p class=\"faint\">{} of it is arithmetic that is done twice. Communication beside arithmetic, not in it: \
+        "<div class=\"card\"><h3>Predicted step time on {}</h3>\n<table>\n\
+         <tr><th>part</th><th class=\"n\">time</th><th class=\"n\">share</th></tr>\n{rows}</table>\n\
+         <p></p><p class=\"faint\">Recomputation, included: {}. Communication overlapped with compute, not included: \
          {}.</p></div>\n",
         escape(&time.machine),
         seconds(time.recompute_seconds),
@@ -78,7 +80,7 @@ fn time(time: &StepTime) -> String {
     )
 }
 
-/// What the numbers of the parts mean.
+/// Formats the legend of the numbered parts of a step.
 fn parts(timeline: &[MomentMemory]) -> String {
     let row = |(part, moment): (usize, &MomentMemory)| {
         let (at, held) = (escape(&moment.at.to_string()), text(moment.bytes as f64, Unit::Bytes));
@@ -87,6 +89,6 @@ fn parts(timeline: &[MomentMemory]) -> String {
     let rows: String = timeline.iter().enumerate().map(row).collect();
     format!(
         "<div class=\"card\"><details><summary>Parts of the step</summary>\n<table>\n\
-         <tr><th>part</th><th>what</th><th class=\"n\">most held</th></tr>\n{rows}</table></details></div>\n"
+         <tr><th>number</th><th>part</th><th class=\"n\">peak memory per rank</th></tr>\n{rows}</table></details></div>\n"
     )
 }

@@ -1,7 +1,7 @@
-//! `ulysses plan --scaling`: the study as a table, as JSON and as a drawing.
+//! `ulysses plan --scaling`: the study as a table, as JSON and as charts.
 
 use super::table::{bytes, row, write_table};
-use super::{pictures, write_drawing};
+use super::{pictures, write_file};
 use crate::html::chart::{Chart, drawing};
 use crate::{Failure, OrFail, print};
 use std::fmt::{self, Display, Formatter};
@@ -12,7 +12,7 @@ pub(super) fn run(tokens_per_rank: usize, svg: Option<&Path>, json: bool) -> Res
     let models = study(tokens_per_rank).or_run()?;
     if let Some(path) = svg {
         let charts: Vec<Chart> = models.iter().map(pictures::scaling).collect();
-        write_drawing(path, "--svg", drawing(&charts, 2))?;
+        write_file(path, "--svg", drawing(&charts, 2))?;
     }
     if json {
         return print(format_args!("{}\n", serde_json::to_string_pretty(&models).or_run()?));
@@ -29,18 +29,18 @@ impl Display for Study<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "bytes that a rank sends in a layer, forward and backward, 16 bits an element, {} tokens per rank\n\
-             claim: 8·N·h/P elements, constant when N and P grow together (arXiv 2309.14509)",
+            "bytes sent per rank and layer, forward and backward, 16-bit elements, {} tokens per rank\n\
+             paper: 8·N·h/P elements, constant when N and P grow together (arXiv 2309.14509)",
             self.tokens_per_rank
         )?;
         for model in self.models {
             let ModelScaling { model: name, hidden_size, num_heads, num_kv_heads, .. } = model;
             writeln!(
                 f,
-                "\n{name}: {hidden_size} wide, {num_heads} query heads over {num_kv_heads} KV heads"
+                "\n{name}: hidden size {hidden_size}, {num_heads} query heads, {num_kv_heads} KV heads"
             )?;
             let mut rows =
-                vec![row(["ranks", "tokens", "Ulysses", "of it K and V", "claim", "Megatron", "ring"])];
+                vec![row(["ranks", "tokens", "Ulysses", "K and V only", "paper", "Megatron", "ring"])];
             rows.extend(model.points.iter().map(cells));
             write_table(f, &rows)?;
         }

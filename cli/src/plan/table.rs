@@ -1,8 +1,9 @@
 //! Tables and units of the plan.
 
 use std::fmt::{self, Formatter};
+pub(crate) use ulysses::monitor::{format_bytes as bytes, format_flops as flops};
 
-/// The first column to the left, the others to the right.
+/// Writes a table whose first column is left-aligned and whose other columns are right-aligned.
 pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let cells = |column: usize| rows.iter().filter_map(move |row| row.get(column));
@@ -21,28 +22,18 @@ pub(super) fn write_table(f: &mut Formatter<'_>, rows: &[Vec<String>]) -> fmt::R
     Ok(())
 }
 
-/// A row of texts.
+/// Converts string literals into a row.
 pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.map(str::to_owned).into()
 }
 
-/// Bytes in a unit that leaves one to four digits.
-pub(crate) fn bytes(bytes: f64) -> String {
-    scaled(bytes, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
-}
-
-/// Parameters of a model.
+/// Formats a number of parameters.
 pub(super) fn parameters(count: usize) -> String {
     let (unit, size) = if count < 1_000_000_000 { ("M", 1e6) } else { ("B", 1e9) };
     format!("{:.2} {unit} parameters", count as f64 / size)
 }
 
-/// Floating-point operations.
-pub(crate) fn flops(flops: f64) -> String {
-    scaled(flops, 1000.0, &["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"])
-}
-
-/// Time.
+/// Formats a duration.
 pub(super) fn seconds(seconds: f64) -> String {
     match seconds {
         0.0 => "0 s".to_owned(),
@@ -52,24 +43,12 @@ pub(super) fn seconds(seconds: f64) -> String {
     }
 }
 
-fn scaled(mut number: f64, step: f64, units: &[&str]) -> String {
-    let mut unit = 0;
-    while number >= step && unit + 1 < units.len() {
-        number /= step;
-        unit += 1;
-    }
-    let decimals = if unit == 0 || number >= 100.0 { 0 } else { 2 };
-    format!("{number:.decimals$} {}", units[unit])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn numbers_come_in_units_that_can_be_read() {
-        assert_eq!([0.0, 1023.0, 1536.0, 3.0e9].map(bytes), ["0 B", "1023 B", "1.50 KiB", "2.79 GiB"]);
-        assert_eq!(flops(31.95e6), "31.95 MFLOP");
+    fn numbers_have_readable_units() {
         let counts = [123_712, 999_999_999, 8_030_261_248].map(parameters);
         assert_eq!(counts, ["0.12 M parameters", "1000.00 M parameters", "8.03 B parameters"]);
         assert_eq!([0.0, 2.5e-6, 0.0123, 61.5].map(seconds), ["0 s", "0.003 ms", "12.30 ms", "61.500 s"]);

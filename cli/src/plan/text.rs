@@ -2,13 +2,13 @@
 
 use super::choices::Choices;
 use super::table::{bytes, flops, parameters, row, seconds, write_table};
-use super::{Budget, Features, Report, choices};
+use super::{Budget, Features, MeshReport, Report, choices};
 use std::fmt::{self, Display, Formatter};
 use ulysses::engine::Moment;
 use ulysses::estimate::{MomentMemory, Sent};
 use ulysses::memory::Category;
 
-/// What people read.
+/// Formats a plan as text.
 pub(super) struct Text<'a>(pub(super) &'a Report);
 
 impl Display for Text<'_> {
@@ -29,7 +29,7 @@ impl Text<'_> {
         let Report { model, mesh, seq_len, micro_batch_size, gradient_accumulation_steps, .. } = self.0;
         writeln!(
             f,
-            "model   {}: {}, {} layers, {} wide, {} query heads over {} KV heads",
+            "model   {}: {}, {} layers, hidden size {}, {} query heads, {} KV heads",
             model.name,
             parameters(model.parameters),
             model.num_layers,
@@ -49,30 +49,30 @@ impl Text<'_> {
         )?;
         writeln!(
             f,
-            "batch   {micro_batch_size} row(s) of {seq_len} tokens × {gradient_accumulation_steps} micro batch(es) \
+            "batch   {micro_batch_size} sequence(s) of {seq_len} tokens × {gradient_accumulation_steps} micro batch(es) \
              × dp {}: {} tokens per step",
             mesh.dp, self.0.tokens_per_step
         )?;
         self.0.zero_note.as_ref().map_or(Ok(()), |note| writeln!(f, "note    {note}"))
     }
 
-    /// What bounds the memory of a step, each after a comma.
+    /// Returns the memory-saving features, each after a comma.
     fn features(&self) -> String {
         let Features { activation_checkpointing_interval: interval, tile_tokens, head_chunks, .. } =
             self.0.features;
         let mut features = Vec::new();
         if self.0.activation_checkpointing {
-            let layers = if interval == 1 { String::new() } else { format!(" of 1 layer in {interval}") };
+            let layers = if interval == 1 { String::new() } else { format!(" (1 layer in {interval})") };
             let place = match (self.0.features.offload_checkpoints, self.0.device) {
                 (false, _) => "",
-                (true, "cuda") => " to the host's memory",
-                (true, _) => " to a file",
+                (true, "cuda") => " with offload to host memory",
+                (true, _) => " with offload to a file",
             };
             features.push(format!("activation checkpointing{layers}{place}"));
         }
         features.extend(tile_tokens.map(|tokens| format!("tiles of {tokens} tokens")));
         if head_chunks > 1 {
-            features.push(format!("{head_chunks} chunks of heads"));
+            features.push(format!("{head_chunks} head chunks"));
         }
         for (what, device) in [
             ("optimizer state", self.0.features.offload_optimizer),
@@ -80,7 +80,7 @@ impl Text<'_> {
         ] {
             let place = match device {
                 "nvme" => Some("a file"),
-                "cpu" if self.0.device == "cuda" => Some("the host's memory"),
+                "cpu" if self.0.device == "cuda" => Some("host memory"),
                 _ => None,
             };
             features.extend(place.map(|place| format!("{what} in {place}")));
@@ -96,17 +96,20 @@ impl Text<'_> {
         let plan = &self.0.rank;
         writeln!(
             f,
-            "\nmemory of rank {}, which needs most: {} at its peak ({}), {} throughout",
-            plan.rank,
+            "\nmemory per rank: {} peak (rank {}, {}), {} persistent",
             bytes(plan.peak_bytes as f64),
+            plan.rank,
             plan.peak_at,
             bytes(plan.persistent_bytes as f64)
         )?;
         if plan.offloaded_bytes > 0 {
-            let place = if self.0.device == "cuda" { "the host's memory" } else { "files" };
-            writeln!(f, "beside that up to {} in {place}", bytes(plan.offloaded_bytes as f64))?;
+            let place = if self.0.device == "cuda" { "host memory" } else { "files" };
+            let MeshReport { dp, sp, ranks_per_node } = self.0.mesh;
+            let per_node = plan.offloaded_bytes as f64 * ranks_per_node.min(dp * sp) as f64;
+            let per_rank = bytes(plan.offloaded_bytes as f64);
+            writeln!(f, "{place}: {per_rank} per rank, {} per node", bytes(per_node))?;
         }
-        let mut rows = vec![row(["during"])];
+        let mut rows = vec![row(["part of the step"])];
         rows[0].extend(Category::ALL.map(|category| category.name().to_owned()));
         rows[0].push("total".to_owned());
         for moment in self.shown_moments() {
@@ -118,7 +121,7 @@ impl Text<'_> {
         write_table(f, &rows)
     }
 
-    /// First and last layer, and what is no layer; and the peak.
+    /// Returns the parts to print: first and last layer, everything outside of layers, and the peak.
     fn shown_moments(&self) -> impl Iterator<Item = &MomentMemory> {
         let last = self.0.model.num_layers.saturating_sub(1);
         let peak = self.0.rank.peak_at;
@@ -134,8 +137,8 @@ impl Text<'_> {
         let ranks = (self.0.mesh.dp * self.0.mesh.sp) as f64;
         writeln!(
             f,
-            "\narithmetic of that rank per step: {} (causal, each pair of tokens once), and {} recomputed; \
-             about {} per token",
+            "\nFLOPs per rank and step: {} (causal attention counts visible pairs only), plus {} recomputed; about {} \
+             per token",
             flops(plan.model_flops),
             flops(plan.recompute_flops),
             flops(plan.model_flops * ranks / self.0.tokens_per_step as f64)
@@ -144,8 +147,8 @@ impl Text<'_> {
 
     fn communication(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let plan = &self.0.rank;
-        writeln!(f, "\nbytes that it sends per step")?;
-        let mut rows = vec![row(["for", "within the node", "between nodes"])];
+        writeln!(f, "\nbytes sent per rank and step")?;
+        let mut rows = vec![row(["purpose", "within node", "between nodes"])];
         let cells = |name: String, sent: Sent| {
             vec![name, bytes(sent.intra_node_bytes as f64), bytes(sent.inter_node_bytes as f64)]
         };
@@ -158,21 +161,21 @@ impl Text<'_> {
         let Some(time) = &self.0.step_time else { return Ok(()) };
         writeln!(
             f,
-            "\npredicted time of a step on {}: {}, {:.0} tokens/s, {:.1} % of the peak (MFU)",
+            "\npredicted step time on {}: {}, {:.0} tokens/s on all ranks, {:.1} % MFU",
             time.machine,
             seconds(time.total_seconds),
             time.tokens_per_second,
             100.0 * time.mfu
         )?;
         let mut rows = vec![row(["part", "time", "share"])];
-        rows.extend(time.parts.named().map(|(part, of_part)| {
-            let share = 100.0 * of_part / time.total_seconds;
-            vec![part.to_owned(), seconds(of_part), format!("{share:.1} %")]
+        rows.extend(time.parts.named().map(|(part, part_seconds)| {
+            let share = 100.0 * part_seconds / time.total_seconds;
+            vec![part.to_owned(), seconds(part_seconds), format!("{share:.1} %")]
         }));
         write_table(f, &rows)?;
         writeln!(
             f,
-            "  {} of it is arithmetic that is done twice; communication beside arithmetic, not in it: {}",
+            "  recomputation, included: {}; communication overlapped with compute, not included: {}",
             seconds(time.recompute_seconds),
             seconds(time.hidden_seconds)
         )
@@ -182,21 +185,25 @@ impl Text<'_> {
         let Some(Budget { bytes: budget, fits, max_seq_len }) = &self.0.budget else {
             return writeln!(
                 f,
-                "\n--memory-gib N tells whether this fits, and the longest sequence that does"
+                "\nuse --memory-gib N to check whether this fits, and how long a sequence fits"
             );
         };
         let longest = match max_seq_len {
-            Some(longest) => format!("the longest sequence that does has {longest} tokens"),
-            None => "no sequence does".to_owned(),
+            Some(longest) => format!("{longest} tokens"),
+            None => "none".to_owned(),
         };
         let (needed, budget) = (self.0.rank.peak_bytes, *budget);
         if *fits {
-            return writeln!(f, "\nthis fits into {} per rank; {longest}", bytes(budget as f64));
+            return writeln!(
+                f,
+                "\nfits into {} per rank; longest sequence that fits: {longest}",
+                bytes(budget as f64)
+            );
         }
         let lacking = needed.saturating_sub(budget);
         writeln!(
             f,
-            "\nTHIS DOES NOT FIT: rank {} needs {}, {} more than the {} of a rank; {longest}",
+            "\nDOES NOT FIT: rank {} needs {}, {} more than {} per rank; longest sequence that fits: {longest}",
             self.0.rank.rank,
             bytes(needed as f64),
             bytes(lacking as f64),
@@ -205,23 +212,28 @@ impl Text<'_> {
     }
 
     fn alternatives(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f, "\nwhat one change would make of it")?;
+        writeln!(f, "\neffect of single changes")?;
         write_choices(f, choices::alternatives(self.0))
     }
 
     fn meshes(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let shards = self.0.shard_size.map(|size| format!(", dp in multiples of {size} partitions"));
-        writeln!(f, "\nmeshes of as many ranks for the same batch{}", shards.unwrap_or_default())?;
+        let shards = self.0.shard_size.map(|size| format!(" (dp a multiple of {size} partitions)"));
+        writeln!(
+            f,
+            "\nmeshes with the same number of ranks and the same batch{}",
+            shards.unwrap_or_default()
+        )?;
         write_choices(f, choices::meshes(self.0))
     }
 }
 
-fn write_choices(f: &mut Formatter<'_>, Choices { head, rows, remarks, note }: Choices) -> fmt::Result {
+fn write_choices(f: &mut Formatter<'_>, choices: Choices) -> fmt::Result {
+    let Choices { head, rows, row_notes, footnote } = choices;
     let head = head.into_iter().map(str::to_owned).collect();
-    let rows = rows.into_iter().zip(remarks).map(|(mut row, remark)| {
-        row.extend(remark.map(|remark| format!("◄ {remark}")));
+    let rows = rows.into_iter().zip(row_notes).map(|(mut row, note)| {
+        row.extend(note.map(|note| format!("◄ {note}")));
         row
     });
     write_table(f, &std::iter::once(head).chain(rows).collect::<Vec<_>>())?;
-    note.map_or(Ok(()), |note| writeln!(f, "  {note}"))
+    footnote.map_or(Ok(()), |note| writeln!(f, "  {note}"))
 }

@@ -1,4 +1,4 @@
-//! What the ranks communicated, over all parts of a run.
+//! Communication tables, summed over all parts of a run.
 
 use super::run::RunFiles;
 use crate::html::chart::{Unit, text};
@@ -8,33 +8,35 @@ use serde_json::Value;
 use ulysses::comm::CallTimes;
 use ulysses::monitor::{Bandwidth, Straggling, Volume};
 
-/// The tables; nothing where no part tells of any call.
+/// Returns the tables; empty if no part recorded any call.
 pub(super) fn tables(run: &RunFiles) -> String {
     let parts = run.parts();
     let calls = calls(&parts);
     if calls.is_empty() {
         return String::new();
     }
-    let silent = parts.iter().filter(|part| part["communication"].is_null()).count();
-    let silent = match silent {
+    let unrecorded = parts.iter().filter(|part| part["communication"].is_null()).count();
+    let unrecorded = match unrecorded {
         0 => String::new(),
-        _ => format!(" {silent} of {} parts did not end, or not yet, and tell nothing.", parts.len()),
+        _ => format!(" {unrecorded} of {} parts did not finish and are missing.", parts.len()),
     };
     let mut html = format!(
-        "<p class=\"faint\">Collectives of rank 0. The time is what the rank spent in the call.{silent}</p>\n"
+        "<p class=\"faint\">Collectives of rank 0. Times are wall times inside the calls.{unrecorded}</p>\n"
     );
     let head = ["operation", "ranks", "message", "count", "total ms", "mean ms", "algbw GB/s", "busbw GB/s"];
     html.push_str(&table(&head, calls.iter().map(call_row)));
-    html.push_str("<p></p><p class=\"faint\">Bytes that all ranks sent, and the bytes by formula of the same training steps and evaluations.</p>\n");
+    html.push_str("<p></p><p class=\"faint\">Bytes sent by all ranks, measured and by formula, for the same training steps and evaluations.</p>\n");
     let volumes = volumes(&parts);
     html.push_str(&table(
-        &["what", "theory", "measured", "measured / theory"],
+        &["purpose", "formula", "measured", "measured / formula"],
         volumes.iter().map(volume_row),
     ));
     let straggling = straggling(&parts);
     if !straggling.is_empty() {
-        html.push_str("<p></p><p class=\"faint\">Time that ranks waited for the one that came last, mean over the ranks.</p>\n");
-        let head = ["operation", "count", "total ms", "straggler ms", "latest rank"];
+        html.push_str(
+            "<p></p><p class=\"faint\">Time spent waiting for the slowest rank, mean over ranks.</p>\n",
+        );
+        let head = ["operation", "count", "total ms", "straggler ms", "slowest rank"];
         html.push_str(&table(&head, straggling.iter().map(|kind| straggling_row(kind))));
     }
     html
@@ -64,11 +66,10 @@ fn volume_row(volume: &Volume) -> Vec<String> {
     vec![volume.what.clone(), bytes(volume.planned_bytes), bytes(volume.sent_bytes), ratio]
 }
 
-/// Ranks that were last most often, one for each part: a number means another rank on another mesh.
+/// Formats a row. The slowest rank is listed per part, because rank numbers depend on the mesh.
 fn straggling_row(parts: &[Straggling]) -> Vec<String> {
     let sum = |value: fn(&Straggling) -> f64| parts.iter().map(value).sum::<f64>();
-    let latest =
-        |part: &Straggling| format!("{} ({:.0} % of its calls)", part.latest.0, 100.0 * part.latest.1);
+    let latest = |part: &Straggling| format!("{} ({:.0} % of calls)", part.latest.0, 100.0 * part.latest.1);
     vec![
         format!("{} {}", parts[0].axis, parts[0].op),
         parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.calls)).to_string(),
@@ -82,7 +83,7 @@ fn milliseconds(seconds: f64) -> String {
     text(1e3 * seconds, Unit::Number)
 }
 
-/// Equal calls of all parts together.
+/// Sums equal calls over all parts.
 fn calls(parts: &[&Value]) -> Vec<CallTimes> {
     let mut sums: Vec<CallTimes> = Vec::new();
     for call in of_parts::<CallTimes>(parts, "calls") {
@@ -112,7 +113,7 @@ fn volumes(parts: &[&Value]) -> Vec<Volume> {
     sums
 }
 
-/// By axis and operation, what each part tells.
+/// Groups the stragglers of all parts by axis and operation.
 fn straggling(parts: &[&Value]) -> Vec<Vec<Straggling>> {
     let mut kinds: Vec<Vec<Straggling>> = Vec::new();
     for row in of_parts::<Straggling>(parts, "straggling") {
@@ -125,7 +126,7 @@ fn straggling(parts: &[&Value]) -> Vec<Vec<Straggling>> {
     kinds
 }
 
-/// What the records have in this form; nothing where they have another.
+/// Parses the entries of all parts; records of another format give none.
 fn of_parts<T: DeserializeOwned>(parts: &[&Value], key: &str) -> Vec<T> {
     let of_part = |part: &&Value| -> Vec<T> {
         serde_json::from_value(part["communication"][key].clone()).unwrap_or_default()
@@ -171,12 +172,15 @@ mod tests {
         let (elsewhere, parts) = (part(4, 5, 2), [&first, &killed, &last]);
         let summed = calls(&parts);
         assert_eq!((summed.len(), summed[0].calls, summed[0].seconds), (1, 7, 1.0));
-        assert_eq!(calls(&[&first, &elsewhere]).len(), 2, "calls of other sizes of a group are other calls");
+        assert_eq!(
+            calls(&[&first, &elsewhere]).len(),
+            2,
+            "calls of groups of different sizes are not summed"
+        );
         let sent = volumes(&parts);
         assert_eq!((sent.len(), sent[0].planned_bytes, sent[0].sent_bytes), (1, 70, 77));
         let rows: Vec<_> = straggling(&parts).iter().map(|kind| straggling_row(kind)).collect();
-        let expected =
-            ["sp all_reduce", "7", "1000", "500", "1 (75 % of its calls), then 0 (75 % of its calls)"];
+        let expected = ["sp all_reduce", "7", "1000", "500", "1 (75 % of calls), then 0 (75 % of calls)"];
         assert_eq!(rows, [expected]);
     }
 }

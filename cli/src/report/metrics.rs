@@ -1,11 +1,11 @@
-//! The lines of `metrics.jsonl`, checked: the page takes them for what a run can have written.
+//! Reads and validates `metrics.jsonl`.
 
-use crate::note;
+use crate::log_line;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// What the page reads of a step besides its number, its loss and whether it was skipped: numbers from 0 on.
+/// Keys of a step that must be non-negative numbers.
 const OF_STEP: [&str; 17] = [
     "lr",
     "grad_norm",
@@ -26,10 +26,10 @@ const OF_STEP: [&str; 17] = [
     "memory_bytes",
 ];
 
-/// Numbers that sums and scales of the page can bear. No run comes near.
+/// Maximum value, so that sums and scales of charts stay finite.
 const LARGEST: f64 = 1e100;
 
-/// Steps that differ by one are two numbers in f64, and two places on a chart.
+/// Maximum step, so that consecutive steps differ in f64.
 const LAST_STEP: u64 = 1_000_000_000_000_000;
 
 /// The lines of steps, and of evaluations.
@@ -40,10 +40,10 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// Reads the file. A last line that was cut off is passed over with a note: the run is writing it, or was killed.
+    /// Reads the file. An incomplete last line is skipped with a note: the run is writing it, or was killed.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let bytes = ulysses::regular_file::read(path).with_context(|| {
-            format!("{}: cannot be read, so this is no output directory of a run", path.display())
+            format!("cannot read {}: is this the output directory of a run?", path.display())
         })?;
         let mut lines = Self::default();
         for (index, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
@@ -51,7 +51,7 @@ impl Lines {
             match serde_json::from_slice(line) {
                 Ok(value) => lines.add(value).with_context(|| place)?,
                 Err(_) if !line.ends_with(b"\n") => {
-                    note(format_args!("note: {place}: passed over, since it was cut off"));
+                    log_line(format_args!("note: {place}: skipped an incomplete line"));
                 }
                 Err(error) => {
                     // serde_json appends a position, whose line is always the first.
@@ -61,21 +61,21 @@ impl Lines {
                 }
             }
         }
-        ensure!(!lines.steps.is_empty(), "{}: has no step yet", path.display());
+        ensure!(!lines.steps.is_empty(), "{}: contains no step yet", path.display());
         Ok(lines)
     }
 
     fn add(&mut self, line: Value) -> Result<()> {
         let Value::Object(mut fields) = line else { bail!("expected an object, found {}", short(&line)) };
         let is_evaluation = fields.contains_key("eval_loss");
-        // Before the first step too.
+        // Evaluations may come before the first step.
         let step = step(&fields, if is_evaluation { 0 } else { 1 })?;
         if is_evaluation {
             check_number(&fields, "eval_loss", -LARGEST)?;
             self.evaluations.push(fields.into());
             return Ok(());
         }
-        ensure!(fields.contains_key("loss"), "neither `loss` nor `eval_loss` is there");
+        ensure!(fields.contains_key("loss"), "missing `loss` or `eval_loss`");
         check_number(&fields, "loss", -LARGEST)?;
         OF_STEP.iter().try_for_each(|key| check_number(&fields, key, 0.0))?;
         let before = self.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0);
@@ -86,7 +86,7 @@ impl Lines {
     }
 }
 
-/// Before there was `label_tokens`, `tokens` counted the tokens with a label only.
+/// Renames keys of earlier versions, where `tokens` counted only tokens with a label.
 fn name_label_tokens(fields: &mut Map<String, Value>) {
     if fields.contains_key("label_tokens") {
         return;
@@ -99,12 +99,12 @@ fn name_label_tokens(fields: &mut Map<String, Value>) {
 }
 
 fn step(fields: &Map<String, Value>, least: u64) -> Result<u64> {
-    let Some(value) = fields.get("step") else { bail!("there is no `step`") };
+    let Some(value) = fields.get("step") else { bail!("missing `step`") };
     let step = value.as_u64().filter(|step| (least..=LAST_STEP).contains(step));
     step.with_context(|| format!("`step`: expected an integer from {least} to 10^15, found {}", short(value)))
 }
 
-/// What is not there, or null since it was not finite, is left out of the page.
+/// Checks a number. Missing and null (not finite) values are allowed.
 fn check_number(fields: &Map<String, Value>, key: &str, least: f64) -> Result<()> {
     let value = fields.get(key).unwrap_or(&Value::Null);
     let is_right = value.as_f64().is_some_and(|number| (least..=LARGEST).contains(&number));
@@ -117,7 +117,7 @@ fn check_number(fields: &Map<String, Value>, key: &str, least: f64) -> Result<()
     Ok(())
 }
 
-/// A value in a message.
+/// Formats a value for a message.
 fn short(value: &Value) -> String {
     const MAX_CHARS: usize = 60;
     let text = value.to_string();
@@ -141,15 +141,15 @@ mod tests {
     }
 
     #[test]
-    fn values_that_no_run_writes_are_refused_with_their_line() {
+    fn invalid_values_are_rejected_with_their_line() {
         let cases: [(&str, &str); 12] = [
             ("[1]", "expected an object, found [1]"),
-            (r#"{"loss": 1}"#, "there is no `step`"),
+            (r#"{"loss": 1}"#, "missing `step`"),
             (r#"{"step": -1, "loss": 1}"#, "`step`: expected an integer from 1 to 10^15, found -1"),
             (r#"{"step": 1.5, "loss": 1}"#, "found 1.5"),
             (r#"{"step": 18446744073709551615, "loss": 1}"#, "found 18446744073709551615"),
             (r#"{"step": 1, "loss": 1}"#, "`step`: expected a step after 1, found 1"),
-            (r#"{"step": 2}"#, "neither `loss` nor `eval_loss` is there"),
+            (r#"{"step": 2}"#, "missing `loss` or `eval_loss`"),
             (r#"{"step": 2, "loss": 1e308}"#, "`loss`: expected a number from -1e100 to 1e100, found 1e+308"),
             (r#"{"step": 2, "loss": "low"}"#, "found \"low\""),
             (
@@ -165,7 +165,7 @@ mod tests {
             assert_eq!(message.matches("line").count(), 0, "one place: {message}");
         }
         assert!(read(b"{\"step\":1,\"loss\":2.0,\"a\":\"\xff\"}\n").unwrap_err().contains(":1:"));
-        assert_eq!(read(b"").unwrap_err(), "out/metrics.jsonl: has no step yet");
+        assert_eq!(read(b"").unwrap_err(), "out/metrics.jsonl: contains no step yet");
     }
 
     #[test]
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_that_is_not_finite_and_a_line_that_is_cut_off_are_left_out() {
+    fn non_finite_losses_and_incomplete_lines_are_left_out() {
         let lines =
             read(b"{\"step\":1,\"loss\":null}\n{\"step\":1,\"eval_loss\":null}\n{\"step\":2,\"lo").unwrap();
         assert_eq!((lines.steps.len(), lines.evaluations.len()), (1, 1));

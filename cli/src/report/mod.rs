@@ -1,4 +1,4 @@
-//! `ulysses report`: runs as one page of HTML that needs nothing else.
+//! `ulysses report`: a self-contained HTML page of runs.
 
 mod communication;
 mod metrics;
@@ -10,17 +10,17 @@ mod run;
 mod sections;
 mod settings;
 
-use super::{Failure, OrFail, note};
+use super::{Failure, OrFail, log_line};
 use anyhow::Context;
 use run::RunFiles;
 use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub(super) struct ReportArgs {
-    /// Output directories of runs. The curves of several are laid over each other.
+    /// Output directories of runs. Curves of several runs share charts.
     #[arg(required = true, value_name = "DIR")]
     runs: Vec<PathBuf>,
-    /// The page; report.html in the first run's directory without it.
+    /// Output file [default: report.html in the first directory].
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
@@ -28,17 +28,17 @@ pub(super) struct ReportArgs {
 pub(super) fn run(args: &ReportArgs) -> Result<(), Failure> {
     let mut runs =
         args.runs.iter().map(|dir| RunFiles::read(dir)).collect::<anyhow::Result<Vec<_>>>().or_usage()?;
-    tell_apart(&mut runs);
+    make_names_unique(&mut runs);
     let output = args.output.clone().unwrap_or_else(|| args.runs[0].join("report.html"));
     std::fs::write(&output, page::page(&runs))
         .with_context(|| format!("--output: cannot write {}", output.display()))
         .or_run()?;
-    note(format_args!("report      {}; open it in a browser", output.display()));
+    log_line(format_args!("report      {} (open in a browser)", output.display()));
     Ok(())
 }
 
-/// Runs whose directories have one name are called by their paths.
-fn tell_apart(runs: &mut [RunFiles]) {
+/// Renames runs with equal directory names to their paths.
+fn make_names_unique(runs: &mut [RunFiles]) {
     let names: Vec<String> = runs.iter().map(|run| run.name.clone()).collect();
     for run in runs {
         if names.iter().filter(|name| **name == run.name).count() > 1 {

@@ -1,11 +1,11 @@
-//! The page: head, overview, curves of all runs over each other, and a section for each run.
+//! The page: overview, charts of all runs, and a section per run.
 
 use super::run::RunFiles;
 use super::sections;
 use crate::html::chart::{Chart, Scale, Series, Unit, text};
 use crate::html::{duration, escape, html, tiles};
 
-/// The whole file, which needs no other.
+/// Renders the page.
 pub(super) fn page(runs: &[RunFiles]) -> String {
     let names = runs.iter().map(|run| run.name.as_str()).collect::<Vec<_>>().join(", ");
     let mut body = match runs {
@@ -18,14 +18,10 @@ pub(super) fn page(runs: &[RunFiles]) -> String {
     for (index, run) in runs.iter().enumerate() {
         body.push_str(&sections::of_run(run, runs.len() > 1, index == 0));
     }
-    html(
-        &names,
-        &body,
-        "<code>ulysses report</code>; <code>docs/monitoring.md</code> tells what the keys mean",
-    )
+    html(&names, &body, "<code>ulysses report</code>; keys are documented in <code>docs/monitoring.md</code>")
 }
 
-/// What is said of a run first, each with its name.
+/// Key figures of a run with their names.
 type Facts = Vec<(&'static str, String)>;
 
 fn facts(run: &RunFiles) -> Facts {
@@ -46,23 +42,23 @@ fn facts(run: &RunFiles) -> Facts {
         ("last loss", run.last("loss").map_or("–".to_owned(), |loss| format!("{loss:.4}"))),
     ];
     if let Some((_, loss)) = run.evaluation_curve("eval_loss").last() {
-        facts.push(("held-out loss", format!("{loss:.4}")));
+        facts.push(("evaluation loss", format!("{loss:.4}")));
     }
     facts.extend([
         ("tokens/s", number(run.rate("tokens"))),
         ("label tokens/s", number(run.rate("label_tokens"))),
         ("GEMM share", run.last("gemm_share").map_or("–".to_owned(), |share| text(share, Unit::Percent))),
-        ("peak of a rank", if peak > 0.0 { text(peak, Unit::Bytes) } else { "–".to_owned() }),
+        ("peak memory per rank", if peak > 0.0 { text(peak, Unit::Bytes) } else { "–".to_owned() }),
         ("mesh", mesh),
         ("ZeRO stage", stage.map_or("–".to_owned(), |stage| stage.to_string())),
-        ("time in steps", duration(run.sum("step_seconds"))),
+        ("training time", duration(run.sum("step_seconds"))),
         ("parameters", number(run.record["model"]["parameters"].as_f64())),
         ("state", state.to_owned()),
     ]);
     facts
 }
 
-/// A row for each run; the columns are those that any run has.
+/// Renders a table with a row per run and all columns that any run has.
 fn overview(runs: &[RunFiles]) -> String {
     let of_runs: Vec<_> = runs.iter().map(facts).collect();
     let widest = of_runs.iter().max_by_key(|facts| facts.len());
@@ -85,7 +81,7 @@ fn overview(runs: &[RunFiles]) -> String {
     )
 }
 
-/// The charts that lay all runs over each other.
+/// Returns the charts with curves of all runs.
 fn curves(runs: &[RunFiles]) -> Vec<Chart> {
     let series = |key: &str| -> Vec<Series> {
         let of_run = |(style, run): (usize, &RunFiles)| Series {
@@ -102,17 +98,17 @@ fn curves(runs: &[RunFiles]) -> Vec<Chart> {
     };
     let mut loss = chart("Loss", "loss", Unit::Number, Scale::Around);
     loss.series.extend(runs.iter().enumerate().map(|(style, run)| Series {
-        label: format!("{}, held out", run.name),
+        label: format!("{}, evaluation", run.name),
         points: run.evaluation_curve("eval_loss"),
-        // Dots of a colour that no curve beside them has.
+        // A color that no other curve has.
         style: if runs.len() == 1 { 1 } else { style },
         is_dotted: true,
     }));
     vec![
         loss,
         chart("Tokens per second", "tokens_per_second", Unit::Number, Scale::FromZero),
-        chart("Tokens with labels per second", "label_tokens_per_second", Unit::Number, Scale::FromZero),
-        chart("Gradient norm, before clipping", "grad_norm", Unit::Number, Scale::FromZero),
+        chart("Label tokens per second", "label_tokens_per_second", Unit::Number, Scale::FromZero),
+        chart("Gradient norm before clipping", "grad_norm", Unit::Number, Scale::FromZero),
         chart("Learning rate", "lr", Unit::Number, Scale::FromZero),
         chart("GEMM share", "gemm_share", Unit::Percent, Scale::FromZero),
         chart("Memory of rank 0 after a step", "memory_bytes", Unit::Bytes, Scale::FromZero),

@@ -1,11 +1,11 @@
-//! The parts of a run that was resumed.
+//! The parts of a resumed run.
 
 use super::run::RunFiles;
 use crate::html::chart::{Unit, text};
 use crate::html::{duration, plain, table};
 use serde_json::Value;
 
-/// A row for each part; nothing where there is only one.
+/// Renders a row per part; empty for a single part.
 pub(super) fn of_run(run: &RunFiles) -> String {
     let parts = run.parts();
     if parts.len() == 1 {
@@ -31,13 +31,13 @@ pub(super) fn of_run(run: &RunFiles) -> String {
             totals["seconds"].as_f64().map_or("–".to_owned(), duration),
         ]
     });
-    let note = "<p class=\"faint\">Steps that were done again after a resume are in the tokens and in the communication \
-                of both parts.</p>\n";
-    let table = table(&["part", "dp × sp", "steps", "tokens", "label tokens", "time in steps"], rows);
+    let note = "<p class=\"faint\">Steps that were repeated after a resume count in the tokens and communication of both \
+                parts.</p>\n";
+    let table = table(&["part", "dp × sp", "steps", "tokens", "label tokens", "training time"], rows);
     format!("{note}{table}")
 }
 
-/// Which steps a part has done. One that was killed has left no more than where it began.
+/// Formats the steps of a part. A killed part has recorded only its first step.
 fn steps(part: &Value) -> String {
     let (first, count) = (part["first_step"].as_u64(), part["totals"]["steps"].as_u64());
     match (first, count) {
@@ -54,7 +54,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_part_tells_its_steps_or_that_it_did_not_end() {
+    fn a_part_shows_its_steps_or_that_it_did_not_finish() {
         let finished = json!({ "first_step": 6, "totals": { "steps": 7 } });
         assert_eq!(steps(&finished), "6 to 12");
         assert_eq!(steps(&json!({ "first_step": 6, "totals": null })), "from 6, not finished");

@@ -1,9 +1,9 @@
-//! What the plan says of a run, beside what was measured.
+//! The plan of a run next to its measurements.
 
 use super::run::RunFiles;
 use crate::html::chart::{Chart, Unit, text};
 use crate::html::table;
-use crate::plan::{longest_rows, pictures, scaling_of};
+use crate::plan::{pictures, scaling_of, use_longest_sequences};
 use serde_json::Value;
 use ulysses::device::DeviceKind;
 use ulysses::estimate::{RankPlan, Workload};
@@ -11,11 +11,10 @@ use ulysses::memory::ByCategory;
 use ulysses::memory::Category;
 use ulysses::model::LlamaConfig;
 
-/// Why categories differ where sums do not.
-const IDLE_STORAGE: &str = "Storage that waits for its next use is other in the plan; the allocator counts it as what it was made for.";
+/// Why categories may differ although totals agree.
+const IDLE_STORAGE: &str = "The plan counts idle reusable storage as other; the allocator counts it in the category that allocated it.";
 
-/// Memory over a step and the growth of the traffic; nothing where the run's config or model is not there, or is of
-/// another version.
+/// Renders charts of memory and traffic; empty if config or model are missing or of another version.
 pub(super) fn figures(run: &RunFiles) -> String {
     let Some(workload) = workload(run) else { return String::new() };
     let memory = workload.plan().map_or(String::new(), |plan| memory(run, &plan));
@@ -26,16 +25,16 @@ pub(super) fn figures(run: &RunFiles) -> String {
     memory + &traffic.map_or(String::new(), |traffic| pictures::scaling(&traffic).figure())
 }
 
-/// What the run trained, with its longest rows.
+/// Returns the workload of the run with its longest sequences.
 fn workload(run: &RunFiles) -> Option<Workload> {
     let mut config = run.parsed_config()?;
-    longest_rows(&mut config);
+    use_longest_sequences(&mut config);
     let record = &run.record;
     let threads = record["environment"]["threads_per_rank"].as_u64();
     config.ulysses.threads_per_rank =
         threads.and_then(|threads| usize::try_from(threads).ok()).or(config.ulysses.threads_per_rank);
     let model = LlamaConfig::from_hf_json(record["model"]["config"].clone(), "run.json").ok()?;
-    // Who shares a node changes no memory.
+    // Nodes do not affect memory.
     let device = if record["environment"]["device"] == "cuda" { DeviceKind::Cuda } else { DeviceKind::Cpu };
     Some(Workload { ranks_per_node: config.world_size(), config, model, document_len: None, device })
 }
@@ -43,7 +42,7 @@ fn workload(run: &RunFiles) -> Option<Workload> {
 fn memory(run: &RunFiles, plan: &RankPlan) -> String {
     let rank = measured(run, plan.rank);
     let peak = rank.and_then(|rank| rank["peak_bytes"].as_u64()).filter(|peak| *peak > 0);
-    let line = peak.map(|peak| (format!("measured peak of rank {}", plan.rank), peak));
+    let line = peak.map(|peak| (format!("measured peak, rank {}", plan.rank), peak));
     let mut figure = pictures::memory(&plan.timeline, line.as_slice()).figure();
     if let (Some(rank), Some(_)) = (rank, peak) {
         let by_category = by_category(plan, rank);
@@ -53,7 +52,7 @@ fn memory(run: &RunFiles, plan: &RankPlan) -> String {
     figure + &over_step(run, plan).map_or(String::new(), |chart| chart.figure().replace("</figure>", &note))
 }
 
-/// What the rank held in the parts of a step; none of runs whose record does not tell, or that ended before a step.
+/// Charts the rank's measured memory over a step, if recorded.
 fn over_step(run: &RunFiles, plan: &RankPlan) -> Option<Chart> {
     let is_of_rank = |watched: &&Value| watched["rank"].as_u64() == Some(plan.rank as u64);
     let watched = run.record["memory_over_step"].as_array()?.iter().find(is_of_rank)?;
@@ -67,14 +66,14 @@ fn over_step(run: &RunFiles, plan: &RankPlan) -> Option<Chart> {
         .then(|| pictures::measured_memory(watched["step"].as_u64().unwrap_or(0), &held, &plan.timeline))
 }
 
-/// The record of a rank whose memory was counted: that of the host.
+/// Returns the record of a rank, if its memory is host memory, which is counted.
 fn measured(run: &RunFiles, rank: usize) -> Option<&Value> {
     let is_on_host = run.record["environment"]["device"] == "cpu";
     let mut ranks = run.record["ranks"].as_array().filter(|_| is_on_host)?.iter();
     ranks.find(|measured| measured["rank"].as_u64() == Some(rank as u64))
 }
 
-/// What the peak consists of; nothing of runs whose record does not tell.
+/// Renders the peak by category, if recorded.
 fn by_category(plan: &RankPlan, measured: &Value) -> String {
     let held = |category: Category| measured["peak_by_category"][category.name()].as_f64();
     let bytes = |bytes: f64| text(bytes, Unit::Bytes);
@@ -86,7 +85,7 @@ fn by_category(plan: &RankPlan, measured: &Value) -> String {
     let all = measured["peak_bytes"].as_f64().unwrap_or_default();
     rows.push(vec!["total".to_owned(), bytes(plan.peak_bytes as f64), bytes(all)]);
     format!(
-        "<details><summary>The peak, planned and measured</summary>\n{}<p></p><p class=\"faint\">{IDLE_STORAGE}</p></details>",
+        "<details><summary>Peak memory, planned and measured</summary>\n{}<p></p><p class=\"faint\">{IDLE_STORAGE}</p></details>",
         table(&["", "planned", "measured"], rows.into_iter())
     )
 }

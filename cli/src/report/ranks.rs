@@ -1,4 +1,4 @@
-//! Per-rank tables: bytes stored, at the peak and sent, next to the formulas.
+//! Per-rank tables of bytes stored, at the peak and sent, next to the formulas.
 
 use super::run::RunFiles;
 use crate::html::chart::{Unit, text};
@@ -10,7 +10,7 @@ use ulysses::monitor::grouped_bytes;
 
 const STORED: [&str; 3] = ["parameters", "gradients", "optimizer"];
 
-/// The tables of the last part that came to its end; nothing where no part tells.
+/// Renders the tables of the last finished part, if any.
 pub(super) fn tables(run: &RunFiles) -> String {
     let ranks: Vec<&Value> = run.ranks().into_iter().flatten().collect();
     if ranks.is_empty() {
@@ -19,11 +19,14 @@ pub(super) fn tables(run: &RunFiles) -> String {
     let mut html = waiting(run);
     for (title, rows) in [
         (
-            "Bytes stored between steps, by the allocator (with bookkeeping) and by the ZeRO formula",
+            "Bytes stored per rank between steps: allocated (with bookkeeping) and by ZeRO formula",
             stored(&ranks),
         ),
-        ("Bytes at the peak, by what they are for", peaks(&ranks)),
-        ("Bytes sent, by axis and operation; the Ulysses exchange next to its formula", sent(&ranks)),
+        ("Bytes per rank at the peak, by category", peaks(&ranks)),
+        (
+            "Bytes sent per rank, by axis and operation, with the formula of the Ulysses exchange",
+            sent(&ranks),
+        ),
     ] {
         let Some((head, rows)) = rows.split_first() else { continue };
         let head: Vec<&str> = head.iter().map(String::as_str).collect();
@@ -33,15 +36,15 @@ pub(super) fn tables(run: &RunFiles) -> String {
     html
 }
 
-/// The share of the time that rank 0 waited for data, and the padding.
+/// Renders the share of time that rank 0 waited for data, and the share of padding.
 fn waiting(run: &RunFiles) -> String {
     let waited = run.sum("data_seconds") / run.sum("step_seconds");
     let padding = run.last("padding_share");
     let share = |share: f64| text(share, Unit::Percent);
     let waited = Some(waited).filter(|waited| waited.is_finite());
     let facts = [
-        waited.map(|waited| format!("Rank 0 waited for data in {} of the time.", share(waited))),
-        padding.map(|padding| format!("{} of the tokens are padding.", share(padding))),
+        waited.map(|waited| format!("Waiting for data: {} of the training time of rank 0.", share(waited))),
+        padding.map(|padding| format!("Padding: {} of the tokens.", share(padding))),
     ];
     let facts: Vec<String> = facts.into_iter().flatten().collect();
     if facts.is_empty() { String::new() } else { format!("<p>{}</p>\n", facts.join(" ")) }
@@ -53,7 +56,7 @@ fn stored(ranks: &[&Value]) -> Vec<Vec<String>> {
     with_ranks(head, ranks, |rank| {
         let pair = |what: &&str| {
             let (held, formula) = (rank["held_bytes"][*what].as_u64(), rank["formula_bytes"][*what].as_u64());
-            // Without a counting allocator a category is not zero, it is unknown.
+            // Without a counting allocator, 0 means unknown.
             let held = held.filter(|held| *held > 0 || formula == Some(0));
             [bytes(held), bytes(formula)]
         };
@@ -73,7 +76,7 @@ fn peaks(ranks: &[&Value]) -> Vec<Vec<String>> {
     })
 }
 
-/// A column for every operation that moved anything on any rank; nothing in records of earlier versions.
+/// Returns a column for every operation that sent bytes on any rank; empty for records of earlier versions.
 fn sent(ranks: &[&Value]) -> Vec<Vec<String>> {
     let keys =
         |rank: &&Value| rank["sent_bytes"].as_object().map(|sent| sent.keys().cloned().collect::<Vec<_>>());

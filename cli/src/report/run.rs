@@ -1,4 +1,4 @@
-//! What a run has left in its output directory.
+//! The files in the output directory of a run.
 
 use super::metrics::Lines;
 use anyhow::{Context, Result, ensure};
@@ -9,20 +9,24 @@ use ulysses::regular_file;
 
 /// One run.
 pub(super) struct RunFiles {
-    /// What it is called in the report.
+    /// Its name in the report.
     pub(super) name: String,
     pub(super) dir: PathBuf,
     pub(super) lines: Lines,
-    /// `run.json`; null where an earlier version has not written it.
+    /// `run.json`; null for runs of earlier versions.
     pub(super) record: Value,
-    /// `config.json`, complete.
+    /// `config.json`, resolved.
     pub(super) config: Value,
 }
 
 impl RunFiles {
     pub(super) fn read(dir: &Path) -> Result<Self> {
-        let fault = if dir.is_file() { "this is a file" } else { "no such directory" };
-        ensure!(dir.is_dir(), "{}: {fault}; an output directory of `ulysses train` is needed", dir.display());
+        let found = if dir.is_file() { "a file" } else { "nothing" };
+        ensure!(
+            dir.is_dir(),
+            "{}: expected an output directory of `ulysses train`, found {found}",
+            dir.display()
+        );
         let name =
             dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_string_lossy().into_owned()));
         Ok(Self {
@@ -34,24 +38,24 @@ impl RunFiles {
         })
     }
 
-    /// The records of the parts of a run, the oldest first: it was resumed between them. The last one is the whole record.
+    /// Returns the records of the parts of a resumed run, oldest first. The last one is the whole record.
     pub(super) fn parts(&self) -> Vec<&Value> {
         let earlier = self.record["earlier"].as_array().into_iter().flatten();
         earlier.chain([&self.record]).collect()
     }
 
-    /// The ranks of the last part that came to its end.
+    /// Returns the ranks of the last finished part.
     pub(super) fn ranks(&self) -> Option<&Vec<Value>> {
         self.parts().into_iter().rev().find_map(|part| part["ranks"].as_array())
     }
 
-    /// The config, where this version can read it.
+    /// Returns the config, if this version can read it.
     pub(super) fn parsed_config(&self) -> Option<Config> {
         let text = serde_json::to_string(&self.config).ok()?;
         Config::from_json_str(&text, "config.json").ok()
     }
 
-    /// The values of a metric, by step; those of skipped steps are none.
+    /// Returns the values of a metric by step, without skipped steps.
     pub(super) fn curve(&self, key: &str) -> Vec<(f64, f64)> {
         let point = |line: &Value| Some((line["step"].as_f64()?, line[key].as_f64()?));
         self.lines.steps.iter().filter(|line| line["skipped"] != true).filter_map(point).collect()
@@ -62,12 +66,12 @@ impl RunFiles {
         self.lines.evaluations.iter().filter_map(point).collect()
     }
 
-    /// The sum of a metric over all steps.
+    /// Returns the sum of a metric over all steps.
     pub(super) fn sum(&self, key: &str) -> f64 {
         self.lines.steps.iter().filter_map(|line| line[key].as_f64()).sum()
     }
 
-    /// A metric by the time of the steps that have it; none where no step has.
+    /// Returns a metric per second, over the steps that have it, if any.
     pub(super) fn rate(&self, key: &str) -> Option<f64> {
         let of_step = |line: &Value| Some((line[key].as_f64()?, line["step_seconds"].as_f64()?));
         let (sum, seconds) = self
@@ -84,7 +88,7 @@ impl RunFiles {
     }
 }
 
-/// A JSON object, or null where there is no such file.
+/// Reads a JSON object; null if the file does not exist.
 fn read_object(path: &Path) -> Result<Value> {
     let name = || path.display().to_string();
     let text = match regular_file::read_to_string(path) {
@@ -92,6 +96,6 @@ fn read_object(path: &Path) -> Result<Value> {
         text => text.with_context(name)?,
     };
     let value: Value = serde_json::from_str(&text).with_context(name)?;
-    ensure!(value.is_object(), "{}: not the JSON object that a run writes", path.display());
+    ensure!(value.is_object(), "{}: expected a JSON object", path.display());
     Ok(value)
 }

@@ -1,4 +1,4 @@
-//! What is told of each run by itself: time, memory, mesh, communication, config, environment.
+//! The section of a run: time, memory, mesh, communication, config, environment.
 
 use super::run::RunFiles;
 use super::{communication, parts, plan, ranks, settings};
@@ -7,16 +7,16 @@ use crate::html::{escape, plain};
 use serde_json::Value;
 use std::fmt::Write;
 
-/// Rows and columns of ranks that are drawn.
+/// Maximum rows and columns of ranks to draw.
 const MAX_CELLS: usize = 16;
 
-/// The section of a run. `is_one_of_several`: it says which; `is_open`: its tables are unfolded.
+/// Renders the section of a run. `is_one_of_several`: its title is the run's name; `is_open`: tables are unfolded.
 pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> String {
-    let title = if is_one_of_several { escape(&run.name) } else { "This run in detail".to_owned() };
+    let title = if is_one_of_several { escape(&run.name) } else { "Details".to_owned() };
     let charts = format!(
         "{}{}<div class=\"stack\">{}{}</div>\n{}",
-        time_shares(run, "Time of rank 0, by what it did", &BY_KIND),
-        time_shares(run, "Time of rank 0, by phase of the step", &BY_PHASE),
+        time_shares(run, "Step time of rank 0 by activity", &BY_KIND),
+        time_shares(run, "Step time of rank 0 by phase", &BY_PHASE),
         memory(run),
         mesh(run),
         plan::figures(run)
@@ -38,10 +38,10 @@ pub(super) fn of_run(run: &RunFiles, is_one_of_several: bool, is_open: bool) -> 
     )
 }
 
-/// Parts of the time of a step: names, and the metrics with their seconds.
+/// Parts of the step time: names and metric keys.
 type TimeParts = [(&'static str, &'static str)];
 
-/// Of collectives, the time that the rank spent in them.
+/// Collectives count the time inside their calls.
 const BY_KIND: [(&str, &str); 5] = [
     ("compute", "compute_seconds"),
     ("all-to-all", "all_to_all_seconds"),
@@ -52,12 +52,12 @@ const BY_KIND: [(&str, &str); 5] = [
 
 const BY_PHASE: [(&str, &str); 4] = [
     ("forward", "forward_seconds"),
-    ("backward, with recompute", "backward_seconds"),
+    ("backward, with recomputation", "backward_seconds"),
     ("optimizer step", "update_seconds"),
     ("data loading", "data_seconds"),
 ];
 
-/// Shares of the time of the steps, on top of each other.
+/// Renders stacked shares of the step time.
 fn time_shares(run: &RunFiles, title: &str, parts: &TimeParts) -> String {
     let share = |line: &Value, key: &str| {
         let share = line[key].as_f64()? / line["step_seconds"].as_f64()?;
@@ -82,7 +82,7 @@ fn time_shares(run: &RunFiles, title: &str, parts: &TimeParts) -> String {
     chart.figure()
 }
 
-/// A bar for every rank: what it holds between steps by category, and up to its peak.
+/// Renders a bar per rank: bytes stored between steps by category, up to the peak.
 fn memory(run: &RunFiles) -> String {
     const PARTS: [&str; 3] = ["parameters", "gradients", "optimizer"];
     const WIDTH: f64 = 440.0;
@@ -121,17 +121,20 @@ fn memory(run: &RunFiles) -> String {
         let _ = writeln!(svg, "<text class=\"ink\" x=\"{x:.1}\" y=\"{:.1}\">{label}</text>", y + 10.5);
     }
     svg.push_str("</svg>\n");
-    let names = PARTS.iter().chain(&["everything else at the peak"]).enumerate();
+    let names = PARTS.iter().chain(&["other, at the peak"]).enumerate();
     let legend: String =
         names.map(|(style, name)| format!("<li class=\"c{style}\"><i></i>{name}</li>")).collect();
-    let more =
-        if ranks.len() > shown { format!(" <small>of {} ranks</small>", ranks.len()) } else { String::new() };
+    let more = if ranks.len() > shown {
+        format!(" <small>(first {shown} of {} ranks)</small>", ranks.len())
+    } else {
+        String::new()
+    };
     format!(
         "<figure><figcaption>Peak memory of each rank{more}</figcaption>\n{svg}<ul class=\"legend\">{legend}</ul></figure>\n"
     )
 }
 
-/// The ranks as a grid: a row of colour for each sp group.
+/// Renders the ranks as a grid with a color per sp group.
 fn mesh(run: &RunFiles) -> String {
     let mesh = &run.record["mesh"];
     let size = |axis: usize| mesh["shape"][axis].as_u64().and_then(|size| usize::try_from(size).ok());
@@ -172,13 +175,10 @@ fn mesh(run: &RunFiles) -> String {
         }
     }
     svg.push_str("</svg>\n");
-    let cut = if rows < dp || columns < sp {
-        format!(", the first {rows} × {columns} drawn")
-    } else {
-        String::new()
-    };
+    let cut =
+        if rows < dp || columns < sp { format!(" (first {rows} × {columns} shown)") } else { String::new() };
     let replicas = match mesh["shard_size"].as_u64() {
-        Some(size) => format!(", {size} rows at a time"),
+        Some(size) => format!(", in groups of {size} rows"),
         None => String::new(),
     };
     let note = run.parsed_config().and_then(|config| config.zero_partition_note());

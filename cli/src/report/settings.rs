@@ -1,11 +1,11 @@
-//! The settings of a run, each with where it came from.
+//! The settings of a run, each with its origin.
 
 use super::run::RunFiles;
 use crate::html::{escape, plain};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// Where a setting comes from.
+/// The origin of a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Origin {
     File,
@@ -14,7 +14,7 @@ enum Origin {
     Default,
 }
 
-/// Every key of the resolved config; nothing where there is none.
+/// Renders every key of the resolved config, if there is one.
 pub(super) fn table(run: &RunFiles) -> String {
     if run.config.is_null() {
         return String::new();
@@ -32,17 +32,16 @@ pub(super) fn table(run: &RunFiles) -> String {
         format!(
             "<tr class=\"{class}\"><td class=\"v\"><code>{}</code></td><td class=\"v\"><code>{}</code></td>\
              <td class=\"n\"><span class=\"badge {class}\">{name}</span></td></tr>\n",
-            // Long names may be broken between their words.
+            // Long names may wrap between words.
             escape(key).replace('_', "_<wbr>").replace('.', ".<wbr>"),
             escape(&shown(key, value, &given, &settings))
         )
     };
     let rows: String = settings.iter().map(row).collect();
-    format!("<table>\n<tr><th>key</th><th>value</th><th class=\"n\">from</th></tr>\n{rows}</table>\n")
+    format!("<table>\n<tr><th>key</th><th>value</th><th class=\"n\">origin</th></tr>\n{rows}</table>\n")
 }
 
-/// A value as text. The optimizer has the name that the file gives it, which may be that of one of its kernels, such as
-/// `FusedAdam`; the resolved config has one name for all.
+/// Formats a value. The optimizer keeps the name in the file, such as `FusedAdam`, which the resolved config normalizes.
 fn shown(key: &str, value: &Value, given: &[(String, Value)], settings: &[(String, Value)]) -> String {
     let (name, lower) = (plain(value), |name: &str| name.to_ascii_lowercase());
     if key != "optimizer.type" {
@@ -69,7 +68,7 @@ fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<
     match given.iter().find(|(path, _)| path == key) {
         Some((_, given)) if given == "auto" && value != "auto" => Origin::Auto,
         Some(_) => Origin::File,
-        // `mesh_param` says both sizes.
+        // `mesh_param` sets both sizes.
         None if name.ends_with("parallel_size") && given.iter().any(|(path, _)| path == "mesh_param") => {
             Origin::File
         }
@@ -77,7 +76,7 @@ fn origin(key: &str, value: &Value, given: &[(String, Value)], flags: &BTreeSet<
     }
 }
 
-/// The last names of the keys that flags of the command have set.
+/// Returns the last parts of the keys that the command's flags set.
 fn flags(command: &Value) -> BTreeSet<String> {
     let words = command.as_array().into_iter().flatten().filter_map(Value::as_str);
     let flags = words.filter_map(|word| word.strip_prefix("--"));
@@ -89,7 +88,7 @@ fn flags(command: &Value) -> BTreeSet<String> {
     names
 }
 
-/// Values that are no objects, by their path.
+/// Flattens an object into paths and leaf values.
 fn flat(value: &Value) -> Vec<(String, Value)> {
     let Value::Object(fields) = value else { return Vec::new() };
     let of_field = |(name, value): (&String, &Value)| match value {
@@ -107,7 +106,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn the_optimizer_has_the_name_that_the_file_gives_it() {
+    fn the_optimizer_keeps_its_name_in_the_file() {
         let settings = flat(&json!({ "optimizer": { "type": "Adam", "params": { "adam_w_mode": true } } }));
         let shown = |given: Value, resolved: &str| {
             shown("optimizer.type", &json!(resolved), &flat(&json!({ "optimizer": given })), &settings)
@@ -120,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_tell_where_they_come_from() {
+    fn settings_show_their_origin() {
         let given = flat(&json!({
             "mesh_param": [2, 2],
             "optimizer": { "type": "AdamW", "params": { "lr": "auto" } },

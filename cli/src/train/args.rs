@@ -2,8 +2,8 @@
 
 use crate::arguments::at_least_1;
 use crate::config_flags::ConfigFlags;
-use crate::process::WorldArgs;
-use crate::{DeviceArg, data};
+use crate::process::ProcessArgs;
+use crate::{DeviceArg, sources};
 use clap::ValueEnum;
 use std::path::{Path, PathBuf};
 use ulysses::checkpoint::pointed_to;
@@ -14,83 +14,83 @@ use ulysses::monitor::Tracer;
 #[derive(clap::Args, Clone)]
 #[command(override_usage = "ulysses train [OPTIONS] <CONFIG>")]
 pub(crate) struct TrainArgs {
-    /// DeepSpeed-style JSON config. Flags override what it says.
+    /// DeepSpeed-style JSON config. Flags override its keys.
     #[arg(required_unless_present = "resume")]
     config: Option<PathBuf>,
     #[command(flatten)]
     pub(super) flags: ConfigFlags,
-    /// Preset (nano, tiny, small, base), or directory with config.json and model.safetensors.
-    /// A directory named like a preset is `./NAME`.
+    /// Model directory (config.json, model.safetensors), or preset (nano, tiny, small, base).
+    ///
+    /// Write a directory with the name of a preset as `./NAME`.
     #[arg(long)]
     pub(super) model: Option<String>,
-    /// A file of text, JSONL or tokens, a directory, or a pattern. Given several times, they are read one after
-    /// the other.
+    /// Text, JSONL or token file, directory, or glob pattern. Repeatable.
     #[arg(long, value_name = "PATH")]
     pub(super) data: Vec<String>,
-    /// Documents in rows: `greedy`, `cut` or `concat`.
-    #[arg(long, value_parser = data::parse_packing)]
+    /// Packing of documents into sequences: `greedy`, `cut` or `concat`.
+    #[arg(long, value_parser = sources::parse_packing)]
     pub(super) packing: Option<Packing>,
-    /// Hugging Face tokenizer.json; without it the one in the model's directory, or bytes.
+    /// Hugging Face tokenizer.json [default: the model's own, else bytes].
     #[arg(long)]
     pub(super) tokenizer: Option<String>,
-    /// Ranks: `DPxSP`, `dp=2,sp=2`, `dp_replicate=2,dp_shard=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses,
-    /// ulysses_hsdp), by itself for the processes of a job or as `ulysses=NODESxRANKS`. Comes before `mesh_rules`, and
-    /// must not contradict the sizes of the config.
+    /// Mesh: `DPxSP`, `dp=2,sp=2`, `dp_replicate=2,dp_shard=2,sp=2`, or a preset (ddp, fsdp, hsdp, ulysses, ulysses_hsdp).
+    ///
+    /// A preset stands alone for the processes of a job, or as `ulysses=NODESxRANKS`. Overrides `mesh_rules`; must agree
+    /// with mesh sizes in the config.
     #[arg(long, allow_hyphen_values = true)]
     pub(super) mesh: Option<String>,
-    /// What the patterns of the config's `mesh_rules` are matched with; without it `HOST/cpu`, or `HOST/` and the name
-    /// of the GPU. --mesh comes before any rule.
+    /// Text to match with the patterns of `mesh_rules` [default: `HOST/cpu` or `HOST/GPU_NAME`].
+    ///
+    /// --mesh overrides all rules.
     #[arg(long, value_name = "TEXT")]
     pub(super) mesh_selector: Option<String>,
-    /// Tokens in a row, over all sp ranks.
+    /// Tokens per sequence, over all sp ranks.
     #[arg(long)]
     pub(super) seq_len: Option<usize>,
-    /// Optimizer steps.
+    /// Number of optimizer steps.
     #[arg(long)]
     pub(super) steps: Option<u64>,
-    /// Times that the data is gone through, instead of --steps.
+    /// Number of epochs, instead of --steps.
     #[arg(long)]
     pub(super) epochs: Option<u64>,
-    /// CPU threads of each rank; a fair share of the cores without it.
+    /// CPU threads per rank [default: an equal share of the cores].
     #[arg(long)]
     pub(super) threads_per_rank: Option<usize>,
-    /// Where the ranks' tensors are: each rank has a GPU, or shares one.
+    /// Device of the ranks' tensors. Ranks share GPUs if there are fewer GPUs than ranks.
     #[arg(long, default_value = "cpu")]
     pub(super) device: DeviceArg,
-    /// What carries the communication; without it, the config's, or what connects the processes that a launcher has
-    /// started, or threads.
+    /// Communication backend [default: the config's, else the launcher's, else thread].
     #[arg(long)]
     pub(super) backend: Option<BackendArg>,
     #[command(flatten)]
-    pub(super) world: WorldArgs,
-    /// Directory for metrics.jsonl and the resolved config; `runs/NAME-N` without it.
+    pub(super) process: ProcessArgs,
+    /// Output directory for metrics, checkpoints and the resolved config [default: `runs/NAME-N`].
     #[arg(long)]
     pub(super) output: Option<String>,
-    /// Go on from the newest valid checkpoint of the output directory, or of the run in DIR, or from the checkpoint
-    /// DIR.
+    /// Resume from the newest valid checkpoint in the output directory, or from DIR (an output directory or a checkpoint).
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     pub(super) resume: Option<Option<PathBuf>>,
-    /// Go on with other data than the checkpoint's, from its beginning: step, schedule, parameters and optimizer state
-    /// stay. Data that has not changed goes on where it was.
+    /// Resume with other data than the checkpoint's, from its beginning.
+    ///
+    /// Step, schedule, parameters and optimizer state continue. Unchanged data continues at its position.
     #[arg(long, requires = "resume")]
     pub(super) reset_data: bool,
-    /// Seed of the initial weights and of the order of the data.
+    /// Random seed of initial weights and data order.
     #[arg(long)]
     pub(super) seed: Option<u64>,
-    /// Print tables at the end: what every rank sent, stored and held at its peak, and the wait for data.
+    /// Print tables at the end: bytes sent, stored and at the peak per rank, and time spent waiting for data.
     #[arg(long)]
     pub(super) verbose: bool,
-    /// Write what all ranks do in the first steps as one timeline, for ui.perfetto.dev or chrome://tracing.
+    /// Write a timeline of all ranks in the first steps, for ui.perfetto.dev or chrome://tracing.
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
-    /// Steps that are traced.
+    /// Number of steps to trace.
     #[arg(long, value_name = "N", default_value_t = 5, requires = "trace", value_parser = at_least_1::<u64>)]
     pub(super) trace_steps: u64,
 }
 
 impl TrainArgs {
-    /// Takes the file behind a bare `--resume` for the config, as in `--resume config.json`: a run is resumed from a
-    /// directory.
+    /// Treats a file after `--resume` as the config, as in `--resume config.json`: runs resume from directories.
     ///
     /// # Errors
     /// No config is given.
@@ -105,27 +105,25 @@ impl TrainArgs {
             return Ok(());
         }
         let resume = resume.as_ref().map_or_else(String::new, |dir| format!(" {}", dir.display()));
-        Err(format!(
-            "--resume{resume}: the config is missing: `ulysses train CONFIG.json --resume{resume}`\n"
-        ))
+        Err(format!("--resume{resume}: missing config: use `ulysses train CONFIG.json --resume{resume}`\n"))
     }
 
-    /// The config file; never empty once the arguments are [settled](Self::settle).
+    /// Returns the path of the config; not empty after [`settle`](Self::settle).
     pub(super) fn config(&self) -> &Path {
         self.config.as_deref().unwrap_or(Path::new(""))
     }
 
-    /// What `--trace` asks for.
+    /// Returns a tracer if `--trace` is given.
     pub(crate) fn tracer(&self) -> Option<Tracer> {
         self.trace.as_ref().map(|_| Tracer::new(self.trace_steps))
     }
 
-    /// Where the ranks' tensors will be.
+    /// Returns the kind of device of the ranks' tensors.
     pub(super) fn rank_device(&self, backend: Option<Backend>) -> DeviceKind {
         if backend == Some(Backend::Nccl) { DeviceKind::Cuda } else { self.device.into() }
     }
 
-    /// Whether the run goes on from a checkpoint.
+    /// Whether the run resumes from a checkpoint.
     #[cfg(unix)]
     pub(crate) fn resumes(&self) -> bool {
         self.resume.is_some()
@@ -136,9 +134,9 @@ impl TrainArgs {
 pub(super) enum BackendArg {
     /// Ranks are threads of this process.
     Thread,
-    /// The same, each with a GPU of its own and NCCL between them (feature `nccl`).
+    /// Ranks are threads or processes with one GPU each; needs the feature `nccl`.
     Nccl,
-    /// Ranks are processes that `mpirun` has started (feature `mpi`).
+    /// Ranks are processes that `mpirun` starts; needs the feature `mpi`.
     Mpi,
 }
 

@@ -1,22 +1,22 @@
-//! Memory that is available to the ranks of this machine, and to this process.
+//! Available memory of this machine and of this process.
 
 use crate::settings::{kib_line, memory_bytes};
 use std::fmt;
 use std::path::Path;
 
-/// Bytes that can still be allocated, and what limits them.
+/// Bytes that can still be allocated, and the limit that applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Available {
     pub(super) bytes: u64,
     pub(super) limit: Limit,
 }
 
-/// The limit on memory.
+/// A limit on memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Limit {
     /// `MemAvailable` of the machine.
     Machine,
-    /// The control group that the process is in, as of a container or a batch job.
+    /// The cgroup of the process, for example of a container or a batch job.
     ControlGroup,
     /// The address space of a process (`ulimit -v`).
     AddressSpace,
@@ -26,27 +26,27 @@ impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Machine => "MemAvailable",
-            Self::ControlGroup => "the cgroup's limit",
-            Self::AddressSpace => "RLIMIT_AS of the process",
+            Self::ControlGroup => "cgroup limit",
+            Self::AddressSpace => "RLIMIT_AS of this process",
         })
     }
 }
 
-/// Reads a file of the system.
+/// Reads a system file.
 type Read<'a> = &'a dyn Fn(&Path) -> Option<String>;
 
 fn read(path: &Path) -> Option<String> {
     std::fs::read_to_string(path).ok()
 }
 
-/// Memory that all processes of this machine can allocate together, where the system reports it.
+/// Returns the memory that all processes of this machine can still allocate, if the system reports it.
 pub(super) fn on_machine() -> Option<Available> {
     let machine = memory_bytes("MemAvailable:").map(|bytes| (bytes as u64, Limit::Machine));
     let group = left_in_groups(&read).map(|bytes| (bytes, Limit::ControlGroup));
     least(machine.into_iter().chain(group))
 }
 
-/// Memory that this process can allocate, where it has a limit of its own.
+/// Returns the memory that this process can still allocate, if it has its own limit.
 pub(super) fn in_process() -> Option<Available> {
     let limit = address_space(&read(Path::new("/proc/self/limits"))?)?;
     let mapped = kib_line("/proc/self/status", "VmSize:").map_or(0, |kib| kib as u64 * 1024);
@@ -60,7 +60,7 @@ fn least(limits: impl IntoIterator<Item = (u64, Limit)>) -> Option<Available> {
         .min_by_key(|available| available.bytes)
 }
 
-/// The soft limit in `/proc/self/limits`, unless it is unlimited.
+/// Parses the soft limit of the address space in `/proc/self/limits`; `None` if unlimited.
 fn address_space(limits: &str) -> Option<u64> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     line.split_whitespace().next()?.parse().ok()
@@ -71,7 +71,7 @@ struct Controller {
     root: &'static str,
     limit: &'static str,
     used: &'static str,
-    /// Page cache that the kernel drops first, in `memory.stat`.
+    /// Key of the reclaimable page cache in `memory.stat`.
     cache: &'static str,
 }
 
@@ -89,7 +89,7 @@ const VERSION_2: Controller = Controller {
     cache: "inactive_file",
 };
 
-/// Memory that the limits of this process's control groups leave.
+/// Returns the bytes that the limits of this process's cgroups leave.
 fn left_in_groups(read: Read<'_>) -> Option<u64> {
     let groups = read(Path::new("/proc/self/cgroup"))?;
     let left = |line: &str| {
@@ -99,7 +99,7 @@ fn left_in_groups(read: Read<'_>) -> Option<u64> {
             _ if controllers.split(',').any(|name| name == "memory") => VERSION_1,
             _ => return None,
         };
-        // A limit of any group above counts. In a container the group's own path may not be visible, the root is.
+        // Limits of parent groups apply too. In a container the group's own path may be invisible, the root is not.
         Path::new(path).ancestors().filter_map(|group| controller.left_in(group, read)).min()
     };
     groups.lines().filter_map(left).min()
@@ -120,7 +120,7 @@ impl Controller {
 mod tests {
     use super::*;
 
-    /// The bytes left by groups in which these files are.
+    /// Returns the bytes left by cgroups with these files.
     fn left(files: &[(&str, &str)]) -> Option<u64> {
         left_in_groups(&|path| {
             let (_, text) = files.iter().find(|(name, _)| Path::new(name) == path)?;

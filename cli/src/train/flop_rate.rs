@@ -1,4 +1,4 @@
-//! The model's FLOP rate in the metrics.
+//! The model's FLOP rate as a metric.
 
 use super::prepare::Prepared;
 use ulysses::engine::Engine;
@@ -8,7 +8,7 @@ use ulysses::trainer::{Observer, ObserverError, StepEnd};
 /// Adds the model's FLOP rate to the metrics, and its share of the GEMM rate.
 pub(super) struct FlopRate<'a> {
     run: &'a Prepared,
-    /// Of all ranks together, where it is known.
+    /// GEMM rate of all ranks together, if known.
     peak_flops: Option<f64>,
     step_flops: StepFlops,
 }
@@ -33,14 +33,14 @@ impl Observer for FlopRate<'_> {
     }
 }
 
-/// FLOPs of a step on all ranks, where it can be planned: of the sequence length that was asked for last.
+/// Cache of the FLOPs of a step on all ranks, for the last sequence length.
 #[derive(Default)]
 struct StepFlops {
     known: Option<(usize, Option<f64>)>,
 }
 
 impl StepFlops {
-    /// What is planned is planned once, and so is what cannot be.
+    /// Returns the cached result, including a failed one, or calls `plan`.
     fn of_length(&mut self, seq_len: usize, plan: impl FnOnce() -> Option<f64>) -> Option<f64> {
         match self.known {
             Some((known, flops)) if known == seq_len => flops,
@@ -58,14 +58,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_length_is_planned_once_whether_or_not_it_can_be() {
+    fn each_length_is_planned_once_even_if_it_fails() {
         let (mut flops, mut planned) = (StepFlops::default(), Vec::new());
         for (seq_len, answer) in [(64, None), (64, None), (128, Some(2.0)), (128, Some(3.0)), (64, None)] {
-            let told = flops.of_length(seq_len, || {
+            let result = flops.of_length(seq_len, || {
                 planned.push(seq_len);
                 answer
             });
-            assert_eq!(told, (seq_len == 128).then_some(2.0));
+            assert_eq!(result, (seq_len == 128).then_some(2.0));
         }
         assert_eq!(planned, [64, 128, 64]);
     }

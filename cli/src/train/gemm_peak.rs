@@ -1,18 +1,18 @@
-//! What the ranks reach together in matrix products: what a step's arithmetic is measured by.
+//! The GEMM rate of all ranks together, the reference for a step's FLOP rate.
 
 use candle_core::{DType, Device, Tensor};
 use std::time::{Duration, Instant};
 use ulysses::comm::{ProcessGroup, ProcessGroupExt, ReduceOp};
 use ulysses::kernels::linear;
 
-/// Rows and columns of the product: large enough to be near the best rate, at 3 MiB for each rank.
+/// Rows and columns of the matrices: large enough for nearly the peak rate, at 3 MiB per rank.
 const SIZE: usize = 512;
 
-/// How long a rank multiplies at least.
+/// Minimum duration of the measurement.
 const DURATION: Duration = Duration::from_millis(20);
 
-/// Floating-point operations per second, in products of `dtype`, of all ranks at the same time; none on a GPU, where the host cannot
-/// tell. Collective.
+/// Measures FLOP/s of `dtype` GEMMs on all ranks at the same time. `None` on a GPU, which the host cannot time.
+/// Collective.
 pub(super) fn measure(all: &dyn ProcessGroup, device: &Device, dtype: DType) -> anyhow::Result<Option<f64>> {
     if !device.is_cpu() {
         return Ok(None);
@@ -21,12 +21,12 @@ pub(super) fn measure(all: &dyn ProcessGroup, device: &Device, dtype: DType) -> 
     let (x, weight, y) = (matrix()?, matrix()?, matrix()?);
     linear::forward(&x, &weight, &y, false)?;
     all.barrier()?;
-    let (begun, mut products) = (Instant::now(), 0_u32);
-    while begun.elapsed() < DURATION {
+    let (start, mut num_gemms) = (Instant::now(), 0_u32);
+    while start.elapsed() < DURATION {
         linear::forward(&x, &weight, &y, false)?;
-        products += 1;
+        num_gemms += 1;
     }
-    let flops = f64::from(products) * 2.0 * (SIZE as f64).powi(3);
-    let rate = flops / begun.elapsed().as_secs_f64();
+    let flops = f64::from(num_gemms) * 2.0 * (SIZE as f64).powi(3);
+    let rate = flops / start.elapsed().as_secs_f64();
     Ok(Some(all.all_reduce_values(&[rate], ReduceOp::Sum)?[0]))
 }

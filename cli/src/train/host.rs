@@ -1,9 +1,9 @@
-//! Where a run's ranks are: threads of this process, or processes of a job, of which this is one.
+//! The ranks of a run: threads of this process, or processes of a job.
 
-use super::overrides::{lacks_backend, resolve};
-use crate::process::{self, Process, WorldArgs, exchange};
-use crate::ranks::mpi_takes_no_gpu;
-use crate::{Failure, OrFail, silence};
+use super::overrides::{missing_backend, resolve};
+use crate::process::{self, Process, ProcessArgs, all_gather};
+use crate::ranks::mpi_gpu_error;
+use crate::{Failure, OrFail, mute};
 use anyhow::{Context, anyhow};
 use candle_core::Device;
 use serde::{Serialize, de::DeserializeOwned};
@@ -13,42 +13,41 @@ use ulysses::config::{Backend, Config, ConfigError, Overrides, RawConfig};
 use ulysses::device::DeviceKind;
 use ulysses::mesh::Cluster;
 
-/// This process among those of a run.
+/// This process, and the job that it has joined, if any.
 #[derive(Default)]
 pub(super) struct Host {
     process: Option<Process>,
 }
 
 impl Host {
-    /// Joins the job that a launcher has started this process for, and resolves the config for it: the config of
-    /// one process may be at fault, and the others must hear of it.
-    pub(super) fn enter(
+    /// Joins the launcher's job, if any, and then resolves the config, so that other processes learn of an invalid config.
+    pub(super) fn join_and_resolve(
         &mut self,
-        world: WorldArgs,
+        args: ProcessArgs,
         by_flag: Option<Backend>,
         read: impl FnOnce() -> Result<RawConfig, ConfigError>,
         overrides: impl FnOnce(&RawConfig, Option<Cluster>, Backend) -> Result<Overrides, Failure>,
     ) -> Result<Config, Failure> {
-        // What each process trains for itself is no job.
+        // With threads each process trains by itself.
         let is_alone = by_flag == Some(Backend::Thread);
-        let place = if is_alone { None } else { Some(process::discover(world)?) };
-        let discovered = place.as_ref().and_then(process::launched_backend);
-        // What is wrong with the file is told when all have met, once. Until then it says how long to wait.
+        let info = if is_alone { None } else { Some(process::discover(args)?) };
+        let discovered = info.as_ref().and_then(process::launched_backend);
+        // Errors in the file are reported once, after all have joined. Until then only its timeout is used.
         let raw = read();
         let timeout = raw.as_ref().map_or(LaunchOptions::default().timeout, RawConfig::comm_timeout);
         let options = LaunchOptions { timeout, ..LaunchOptions::default() };
-        if let (Some(place), Some(backend)) = (&place, by_flag.or(discovered)) {
-            self.join(place, backend, &options)?;
+        if let (Some(info), Some(backend)) = (&info, by_flag.or(discovered)) {
+            self.join(info, backend, &options)?;
         }
         let raw = raw.or_usage()?;
         let stated = by_flag.or(raw.backend());
-        if let (None, Some(place)) = (stated, &place) {
-            process::check_build(place)?;
+        if let (None, Some(info)) = (stated, &info) {
+            process::check_build(info)?;
         }
         let backend = stated.or(discovered).unwrap_or_default();
         check_build(backend, by_flag.is_some())?;
-        if let Some(place) = &place {
-            self.join(place, backend, &options)?;
+        if let Some(info) = &info {
+            self.join(info, backend, &options)?;
         }
         let overrides = Overrides { backend: Some(backend), ..overrides(&raw, self.cluster(), backend)? };
         let config = resolve(&raw, &overrides)?;
@@ -56,26 +55,21 @@ impl Host {
         Ok(config)
     }
 
-    fn join(
-        &mut self,
-        place: &ProcessInfo,
-        backend: Backend,
-        options: &LaunchOptions,
-    ) -> Result<(), Failure> {
+    fn join(&mut self, info: &ProcessInfo, backend: Backend, options: &LaunchOptions) -> Result<(), Failure> {
         if self.process.as_ref().is_none_or(|process| process.backend() != backend) {
-            silence(false);
-            // Before the next one starts.
+            mute(false);
+            // The old session ends before the next one starts.
             self.process = None;
-            self.process = Process::join(place, backend, options)?;
+            self.process = Process::join(info, backend, options)?;
         }
         Ok(())
     }
 
-    /// The processes of the job, as evenly on its nodes as this one's are.
+    /// Returns the job's cluster, assuming that all nodes have as many processes as this one.
     fn cluster(&self) -> Option<Cluster> {
         let process = self.process.as_ref()?;
-        let (ranks, of_node) = (process.world_size(), process.local_size());
-        let ranks_per_node = if ranks.is_multiple_of(of_node) { of_node } else { ranks };
+        let (ranks, local_ranks) = (process.world_size(), process.local_size());
+        let ranks_per_node = if ranks.is_multiple_of(local_ranks) { local_ranks } else { ranks };
         Some(Cluster { nodes: ranks / ranks_per_node, ranks_per_node })
     }
 
@@ -91,17 +85,17 @@ impl Host {
             _ => ("the launcher", "ulysses launch --nproc"),
         };
         Err(Failure::Usage(anyhow!(
-            "the mesh dp {dp_size} × sp {sp_size} has {ranks} ranks, but {library} has started {processes} \
-             process(es): start `{command} {ranks}`, or choose another --mesh"
+            "the mesh dp {dp_size} × sp {sp_size} has {ranks} ranks, but {library} started {processes} process(es): \
+             use `{command} {ranks}`, or choose another --mesh"
         )))
     }
 
-    /// How many of a world's ranks share this machine.
+    /// Returns how many of `world_size` ranks run on this machine.
     pub(super) fn local_ranks(&self, world_size: usize) -> usize {
         self.process.as_ref().map_or(world_size, Process::local_size)
     }
 
-    /// How many of them are threads of this process.
+    /// Returns how many of `world_size` ranks are threads of this process.
     pub(super) fn ranks_in_process(&self, world_size: usize) -> usize {
         if self.process.is_some() { 1 } else { world_size }
     }
@@ -111,20 +105,20 @@ impl Host {
         self.process.as_ref().is_none_or(|process| process.rank() == 0)
     }
 
-    /// The kind of device that the ranks' tensors are on.
-    pub(super) fn device(&self, asked: DeviceKind, backend: Backend) -> Result<DeviceKind, Failure> {
+    /// Returns the kind of device of the ranks' tensors.
+    pub(super) fn device(&self, requested: DeviceKind, backend: Backend) -> Result<DeviceKind, Failure> {
         match backend {
-            Backend::Mpi if asked != DeviceKind::Cpu => Err(mpi_takes_no_gpu()),
+            Backend::Mpi if requested != DeviceKind::Cpu => Err(mpi_gpu_error()),
             Backend::Nccl if self.process.is_none() => {
                 DeviceKind::Cuda.open(0).or_usage()?;
                 Ok(DeviceKind::Cuda)
             }
             Backend::Nccl => Ok(DeviceKind::Cuda),
-            _ => Ok(asked),
+            _ => Ok(requested),
         }
     }
 
-    /// What this process has, once all have theirs. Of several that have failed, the first says why.
+    /// Returns `own` if all processes succeeded. Otherwise every process fails, and the first failed one reports. Collective.
     pub(super) fn agree<T>(&mut self, own: Result<T, Failure>) -> Result<T, Failure> {
         let Some(process) = &mut self.process else { return own };
         let exit_code = match &own {
@@ -132,24 +126,24 @@ impl Host {
             Err(Failure::Usage(_)) => Some(2),
             Err(_) => Some(1),
         };
-        let all: Vec<Option<u8>> = process.tell_all(&exit_code)?;
-        let Some(refusing) = all.iter().position(Option::is_some) else { return own };
-        silence(refusing != process.rank());
-        let elsewhere = || anyhow!("rank {refusing} cannot start");
-        match (own, all[refusing]) {
+        let all: Vec<Option<u8>> = process.all_gather(&exit_code)?;
+        let Some(failed) = all.iter().position(Option::is_some) else { return own };
+        mute(failed != process.rank());
+        let elsewhere = || anyhow!("rank {failed} cannot start");
+        match (own, all[failed]) {
             (Err(failure), _) => Err(failure),
             (Ok(_), Some(2)) => Err(Failure::Usage(elsewhere())),
             (Ok(_), _) => Err(Failure::Run(elsewhere())),
         }
     }
 
-    /// What the first process has.
-    pub(super) fn of_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, Failure> {
+    /// Returns the value of rank 0. Collective.
+    pub(super) fn from_first<T: Serialize + DeserializeOwned>(&mut self, own: T) -> Result<T, Failure> {
         let Some(process) = &mut self.process else { return Ok(own) };
-        process.tell_all(&own)?.into_iter().next().context("a job has a process").or_run()
+        process.all_gather(&own)?.into_iter().next().context("a job has a process").or_run()
     }
 
-    /// Runs `train` on all ranks; every process gets to know how each of them ended.
+    /// Runs `train` on all ranks and returns the results of all of them to every process.
     pub(super) fn launch<T: Serialize + DeserializeOwned + Send>(
         &mut self,
         config: &Config,
@@ -163,10 +157,10 @@ impl Host {
         let (own, backend) = (process.rank(), process.backend());
         let outcomes = process.run(options, |rank| {
             let device = if backend == Backend::Mpi { Device::Cpu } else { rank.group.value_device() };
-            exchange(&*rank.group, &train(rank, device)?)
+            all_gather(&*rank.group, &train(rank, device)?)
         });
         outcomes.map_err(|error| {
-            silence(speaker(&error, own) != own);
+            mute(reporting_rank(&error, own) != own);
             failure(error)
         })
     }
@@ -190,31 +184,30 @@ fn launch_threads<T: Send>(
     }
 }
 
-/// Whose fault it is: a checkpoint that the config does not fit is the caller's.
+/// Classifies an error: a checkpoint that does not fit the config is a usage error.
 fn failure(error: LaunchError) -> Failure {
     let error = anyhow::Error::from(error);
     let is_mismatch = |cause: &(dyn std::error::Error + 'static)| {
         matches!(cause.downcast_ref(), Some(CheckpointError::Mismatch { .. }))
     };
     match error.chain().find(|cause| is_mismatch(*cause)) {
-        // All ranks say so, and the cause matters more than that they cannot resume.
+        // All ranks report the same cause; the context adds nothing.
         Some(mismatch) => Failure::Usage(anyhow!("{mismatch}")),
         None => Failure::Run(error),
     }
 }
 
-/// Refuses a backend that this build does not have.
+/// Rejects a backend that this build lacks.
 fn check_build(backend: Backend, by_flag: bool) -> Result<(), Failure> {
     match backend {
-        Backend::Mpi if !cfg!(feature = "mpi") => Err(lacks_backend("mpi", by_flag)),
-        Backend::Nccl if !cfg!(feature = "nccl") => Err(lacks_backend("nccl", by_flag)),
+        Backend::Mpi if !cfg!(feature = "mpi") => Err(missing_backend("mpi", by_flag)),
+        Backend::Nccl if !cfg!(feature = "nccl") => Err(missing_backend("nccl", by_flag)),
         _ => Ok(()),
     }
 }
 
-/// The rank that tells the user of a failure: the one whose own it is, or of many that were told the
-/// same the first that can.
-fn speaker(error: &LaunchError, own: usize) -> usize {
+/// Returns the rank that reports a failure to the user: the failed one, else the first rank that is still running.
+fn reporting_rank(error: &LaunchError, own: usize) -> usize {
     let LaunchError::Failed { source, .. } = error else { return own };
     let causes =
         std::iter::successors(Some(&**source as &(dyn std::error::Error + 'static)), |cause| cause.source());

@@ -1,4 +1,4 @@
-//! `ulysses train`: arguments, processes, and what the command prints around a [`Trainer`](ulysses::trainer::Trainer).
+//! `ulysses train`: arguments, processes and output of a [`Trainer`](ulysses::trainer::Trainer).
 
 mod args;
 mod available;
@@ -20,7 +20,7 @@ mod signals;
 mod trace;
 mod writable;
 
-use super::{Failure, note};
+use super::{Failure, log_line};
 pub(super) use args::TrainArgs;
 use host::Host;
 use run::Run;
@@ -32,18 +32,19 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let trace = args.trace.clone().zip(tracer);
     let prepared = prepare::prepare(args, &mut host);
     let prepared = host.agree(prepared)?;
-    // Nothing is written for a run that some process cannot start.
+    // Nothing is written unless all processes can start.
     let trace_path = trace.as_ref().map(|(path, _)| &**path);
-    let taken = host.is_first().then(|| output::take(&config_path, &prepared.config, trace_path)).transpose();
-    let (output, _lock) = host.agree(taken)?.unzip();
-    let output = host.of_first(output.unwrap_or_default())?;
+    let acquired =
+        host.is_first().then(|| output::acquire(&config_path, &prepared.config, trace_path)).transpose();
+    let (output, _lock) = host.agree(acquired)?.unzip();
+    let output = host.from_first(output.unwrap_or_default())?;
     let record = record::begin(&prepared, &config_path);
     let run = Run { prepared, output, tracer: trace.as_ref().map(|(_, tracer)| tracer.clone()), record };
-    note(&run);
+    log_line(&run);
     let Run { prepared, .. } = &run;
     if let Some(planned) = &prepared.planned {
         let world_size = prepared.mesh.world_size();
-        planned.note([host.local_ranks(world_size), host.ranks_in_process(world_size)]);
+        planned.log([host.local_ranks(world_size), host.ranks_in_process(world_size)]);
     }
     let results = host.launch(&prepared.config, prepared.device, &prepared.launch, |rank, device| {
         rank::train(&run, rank, device)
@@ -51,7 +52,7 @@ pub(super) fn run(args: TrainArgs, tracer: Option<Tracer>) -> Result<(), Failure
     let traced = trace.filter(|_| host.is_first()).map_or(Ok(()), |(path, tracer)| {
         trace::write(&path, &prepared.mesh, &tracer, results.as_deref().unwrap_or_default())
     });
-    // Why a run failed matters more than that its trace could not be written.
+    // A failed run takes precedence over an unwritable trace.
     let results = results?;
     traced?;
     outcome::report(&run, results, host.is_first(), is_verbose)

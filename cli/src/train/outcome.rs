@@ -1,4 +1,4 @@
-//! The end of a run: its record, its summary, and the exit code.
+//! The end of a run: record, summary and exit code.
 
 use super::rank_outcome::{RankOutcome, Reported};
 use super::record;
@@ -12,8 +12,8 @@ use ulysses::device::DeviceKind;
 use ulysses::monitor::{CommsTable, RankComms, RunSummary};
 use ulysses::trainer::TrainReport;
 
-/// Completes `run.json` in the process that `is_first`, and prints the summary, with the tables of all ranks where it
-/// `is_verbose`. A run that was stopped or trained nothing is a failure.
+/// Completes `run.json` in the first process and prints the summary; `is_verbose` adds tables of all ranks. A run that
+/// was stopped or that trained nothing is a failure.
 pub(super) fn report(
     run: &Run,
     ranks: Vec<RankOutcome>,
@@ -26,8 +26,8 @@ pub(super) fn report(
     let Some(Reported { totals, mut record }) = first.reported.clone() else {
         let reason = stopped_early
             .as_ref()
-            .map_or_else(String::new, |reason| format!(", and the run stopped early: {reason}"));
-        return print(format_args!("nothing to do: step {step} of {last_step} is done{reason}\n"));
+            .map_or_else(String::new, |reason| format!("; the run stopped early: {reason}"));
+        return print(format_args!("nothing to do: step {step} of {last_step} is complete{reason}\n"));
     };
     if is_first {
         record::finish(&run.prepared, &mut record, &ranks);
@@ -45,7 +45,7 @@ pub(super) fn report(
         print("\n")?;
     }
     print_evaluations(run, *evaluations)?;
-    print_places(run, checkpoint.as_deref())?;
+    print_paths(run, checkpoint.as_deref())?;
     if let Some(reason) = stopped_early {
         print(format_args!("\nstopped early after step {step}: {reason}\n"))?;
     }
@@ -53,37 +53,37 @@ pub(super) fn report(
         return Err(Failure::Stopped { step: *step, is_saved: run.prepared.config.checkpoint.is_some() });
     }
     if nothing_trained {
-        let message = format!("all {steps} steps were skipped, as said above: nothing was trained");
+        let message = format!("nothing was trained: all {steps} steps were skipped (reasons above)");
         return Err(Failure::Run(anyhow!(message)));
     }
     Ok(())
 }
 
-/// Where the results are.
-fn print_places(run: &Run, checkpoint: Option<&Path>) -> Result<(), Failure> {
+/// Prints the paths of the results.
+fn print_paths(run: &Run, checkpoint: Option<&Path>) -> Result<(), Failure> {
     if run.prepared.device != DeviceKind::Cpu {
-        print("memory      that of the host: the allocator does not count GPU memory\n")?;
+        print("memory      host memory only; GPU memory is not counted\n")?;
     }
     if let Some(checkpoint) = checkpoint {
         print(format_args!("checkpoint  {}\n", checkpoint.display()))?;
     }
     let output = run.output.display();
     print(format_args!(
-        "output      {output}: metrics in {output}/metrics.jsonl, `ulysses report {output}` makes a page of them\n"
+        "output      {output} (metrics in {output}/metrics.jsonl; HTML report: `ulysses report {output}`)\n"
     ))
 }
 
-/// The best step by evaluation loss, if there is one, and the checkpoint that stays for it.
+/// Prints the best step by evaluation loss, if any, and its checkpoint.
 fn print_evaluations(run: &Run, evaluations: Evaluations) -> Result<(), Failure> {
     let Some(Evaluated { step, loss }) = evaluations.best else { return Ok(()) };
     let checkpoint = evaluations.best_checkpoint.map_or_else(String::new, |best| {
         let (path, output) = (run.output.join(step_name(best.step)), run.output.display());
-        format!("; {} is the best checkpoint, and {output}/{BEST} names it", path.display())
+        format!("; best checkpoint {} (named by {output}/{BEST})", path.display())
     });
-    print(format_args!("evaluation  lowest loss {loss:.4} at step {step}{checkpoint}\n"))
+    print(format_args!("evaluation  best loss {loss:.4} at step {step}{checkpoint}\n"))
 }
 
-/// The table that `comms_logger` asks for.
+/// Prints the table of `comms_logger`.
 fn print_comms(run: &Run, ranks: &[RankOutcome]) -> Result<(), Failure> {
     let logger = &run.prepared.config.monitoring.comms_logger;
     if !logger.enabled {

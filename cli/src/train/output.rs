@@ -1,9 +1,9 @@
 //! The output directory of a run.
 
-use super::record::{self, Earlier};
+use super::record::{self, EarlierRecord};
 use super::run::Run;
 use super::{profile, trace};
-use crate::{Failure, OrFail, note};
+use crate::{Failure, OrFail, log_line};
 use anyhow::{Context, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -11,9 +11,9 @@ use ulysses::checkpoint::OutputLock;
 use ulysses::config::Config;
 use ulysses::trainer::{CreatedDirs, check_event_files};
 
-/// Sees that everything can be written that the run writes, and takes the output directory for this job. A run that is
-/// refused leaves nothing.
-pub(super) fn take(
+/// Checks that all output files can be written, and creates and locks the output directory. A rejected run leaves
+/// nothing behind.
+pub(super) fn acquire(
     config_path: &Path,
     config: &Config,
     trace: Option<&Path>,
@@ -23,76 +23,80 @@ pub(super) fn take(
     let mut created = CreatedDirs::default();
     let output = create(config_path, config, &mut created).or_run()?;
     check_event_files(&config.monitoring, &output, &mut created).or_usage()?;
-    // The lock comes last: its file stays.
+    // Last, because the lock file stays.
     let lock = OutputLock::acquire(&output, &job(config_path)).or_run()?;
     created.keep();
     Ok((output, lock))
 }
 
-/// Creates the output directory. What is in it stays as it is: the ranks find out whether there is anything to do.
+/// Creates the output directory without touching files in it: the ranks decide whether anything is left to do.
 fn create(config_path: &Path, config: &Config, created: &mut CreatedDirs) -> anyhow::Result<PathBuf> {
     let output = match &config.ulysses.output {
         Some(output) => PathBuf::from(output),
         None => {
             let name = config_path.file_stem().unwrap_or_default().to_string_lossy();
-            free(|n| PathBuf::from("runs").join(format!("{name}-{n}")), |path| !path.exists())
+            first_free(|n| PathBuf::from("runs").join(format!("{name}-{n}")), |path| !path.exists())
         }
     };
-    ensure!(!output.is_file(), "--output {}: this is a file, a directory is needed", output.display());
+    ensure!(!output.is_file(), "--output {}: expected a directory, found a file", output.display());
     let made = created.create(&output);
     made.with_context(|| format!("cannot create the output directory {}", output.display()))?;
     Ok(output)
 }
 
-/// Makes the files in the output directory those of the run called `run_id`, which has done `first_step` steps before:
-/// keeps what another run left there under other names, and writes the resolved config and `run.json`, which it
-/// returns. A run that goes on goes on with the metrics.
+/// Prepares the files in the output directory for the run `run_id`, which resumes after `first_step` steps: renames the
+/// files of another run, and writes the resolved config and `run.json`, which it returns. A resumed run appends to its
+/// metrics.
 pub(super) fn begin(run: &Run, run_id: &str, first_step: u64) -> anyhow::Result<Value> {
     let output = &run.output;
     let is_new_here = run.prepared.resume.as_ref().is_some_and(|resume| resume.is_from_elsewhere(output));
-    let earlier = if first_step > 0 { Earlier::read(output, run_id, is_new_here)? } else { Earlier::Another };
-    let kept: &[(&str, &str)] = match earlier {
-        Earlier::Parts(_) => &[("config", "json")],
-        Earlier::Damaged => &[("config", "json"), ("run", "json")],
-        Earlier::Another => &[("config", "json"), ("run", "json"), ("metrics", "jsonl")],
+    let earlier = if first_step > 0 {
+        EarlierRecord::read(output, run_id, is_new_here)?
+    } else {
+        EarlierRecord::OtherRun
     };
-    keep(output, kept)?;
+    let archived: &[(&str, &str)] = match earlier {
+        EarlierRecord::Parts(_) => &[("config", "json")],
+        EarlierRecord::Damaged => &[("config", "json"), ("run", "json")],
+        EarlierRecord::OtherRun => &[("config", "json"), ("run", "json"), ("metrics", "jsonl")],
+    };
+    archive(output, archived)?;
     let path = output.join("config.json");
     let json = serde_json::to_string_pretty(&run.prepared.config)?;
     std::fs::write(&path, json).with_context(|| format!("cannot write {}", path.display()))?;
-    let record = record::of_part(run, run_id, first_step, earlier);
+    let record = record::begin_part(run, run_id, first_step, earlier);
     record::write(output, &record)?;
     Ok(record)
 }
 
-/// What another job is told that wants the same directory.
+/// Describes this job for the error of another one that wants the same directory.
 fn job(config_path: &Path) -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let host = if host.trim().is_empty() { "this host" } else { host.trim() };
     format!("`ulysses train {}`, process {} on {host}", config_path.display(), std::process::id())
 }
 
-/// Renames files, given by stem and extension, all with the same number.
-fn keep(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
+/// Renames files, given by stem and extension, to the first number that is free for all.
+fn archive(output: &Path, files: &[(&str, &str)]) -> anyhow::Result<()> {
     let names = |n: u32| -> Vec<PathBuf> {
         ["metrics.N.jsonl", "config.N.json", "run.N.json"]
             .map(|name| output.join(name.replace('N', &n.to_string())))
             .into()
     };
-    let number = free(|n| n, |n| names(*n).iter().all(|path| !path.exists()));
+    let number = first_free(|n| n, |n| names(*n).iter().all(|path| !path.exists()));
     for (stem, extension) in files {
         let path = output.join(format!("{stem}.{extension}"));
         if path.exists() {
-            let kept = output.join(format!("{stem}.{number}.{extension}"));
-            std::fs::rename(&path, &kept).with_context(|| format!("cannot rename {}", path.display()))?;
-            note(format_args!("the earlier {stem}.{extension} is kept as {}", kept.display()));
+            let archived = output.join(format!("{stem}.{number}.{extension}"));
+            std::fs::rename(&path, &archived).with_context(|| format!("cannot rename {}", path.display()))?;
+            log_line(format_args!("renamed the earlier {stem}.{extension} to {}", archived.display()));
         }
     }
     Ok(())
 }
 
-/// The first numbered name that is free.
-fn free<T>(name: impl Fn(u32) -> T, is_free: impl Fn(&T) -> bool) -> T {
+/// Returns the first numbered name that is free.
+fn first_free<T>(name: impl Fn(u32) -> T, is_free: impl Fn(&T) -> bool) -> T {
     let mut number = 1;
     loop {
         let candidate = name(number);

@@ -1,4 +1,4 @@
-//! The config of a run: what the flags say to what the file says.
+//! The config of a run: the file, overridden by flags.
 
 use super::args::TrainArgs;
 use crate::{Failure, OrFail, training_shape};
@@ -8,15 +8,17 @@ use ulysses::config::{Backend, Config, DataSource, Overrides, RawConfig, sizes_o
 use ulysses::device::DeviceKind;
 use ulysses::mesh::{Cluster, Preset, TrainingShape};
 
-/// A backend that this build does not have.
-pub(super) fn lacks_backend(name: &str, by_flag: bool) -> Failure {
+/// Returns the error for a backend that this build lacks.
+pub(super) fn missing_backend(name: &str, by_flag: bool) -> Failure {
     let place =
         if by_flag { format!("--backend {name}") } else { format!("`ulysses.backend` is \"{name}\"") };
-    Failure::Usage(anyhow!("{place}: this build lacks the feature `{name}`; `thread` is valid"))
+    Failure::Usage(anyhow!(
+        "{place}: this build lacks the feature `{name}`; use `thread`, or build with --features {name}"
+    ))
 }
 
-/// The config of a run. A mesh whose size nobody states fills the job; one that does not fill it is refused later, with
-/// what would be valid.
+/// Resolves the config of a run. An unspecified mesh size fills the job; a mesh that does not fill it gets a better error
+/// later.
 pub(super) fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, Failure> {
     let unfilled = || Overrides { world_size: None, ..overrides.clone() };
     raw.resolve(overrides).or_else(|error| raw.resolve(&unfilled()).map_err(|_| error)).or_usage()
@@ -24,7 +26,7 @@ pub(super) fn resolve(raw: &RawConfig, overrides: &Overrides) -> Result<Config, 
 
 #[cfg(unix)]
 impl TrainArgs {
-    /// The config of the run, as one of so many processes will have it, and the backend that file or flag states.
+    /// Returns the config as one of `num_processes` processes will resolve it, and the backend that file or flag gives.
     pub(crate) fn for_launch(&self, num_processes: usize) -> Result<(Config, Option<Backend>), Failure> {
         let raw = RawConfig::from_file_with(self.config(), &self.flags.settings()).or_usage()?;
         let cluster = Cluster { nodes: 1, ranks_per_node: num_processes };
@@ -34,8 +36,7 @@ impl TrainArgs {
     }
 }
 
-/// What the flags say to what the file says, in a job of so many processes, if it is one. `device` is where the ranks'
-/// tensors will be.
+/// Converts flags into config overrides, for a job on `cluster`, if any. `device` is the kind of device of the ranks.
 pub(super) fn overrides(
     args: TrainArgs,
     raw: &RawConfig,
@@ -69,7 +70,7 @@ pub(super) fn overrides(
     })
 }
 
-/// The sizes of `--mesh`, which may be a preset, or leave one to the number of processes.
+/// Parses `--mesh`, which may be a preset or leave one size to the number of processes.
 fn mesh_shape(notation: &str, cluster: Option<Cluster>) -> Result<TrainingShape, Failure> {
     if cluster.is_none() && Preset::named(notation).is_none() {
         return training_shape(notation);
@@ -77,7 +78,7 @@ fn mesh_shape(notation: &str, cluster: Option<Cluster>) -> Result<TrainingShape,
     sizes_of(notation, cluster).with_context(|| format!("--mesh {notation}")).or_usage()
 }
 
-/// What the rules of the config are matched with, if it has any.
+/// Returns the text that the config's mesh rules are matched with, if it has any.
 fn mesh_selector(
     given: Option<String>,
     raw: &RawConfig,
@@ -86,8 +87,7 @@ fn mesh_selector(
 ) -> Result<Option<String>, Failure> {
     match given {
         Some(selector) if !raw.has_mesh_rules() => Err(Failure::Usage(anyhow!(
-            "--mesh-selector {selector}: {} has no `ulysses.mesh_rules` to choose from: give it some, or leave the flag \
-             out",
+            "--mesh-selector {selector}: {} has no `ulysses.mesh_rules` to select from; add some, or remove the flag",
             file.display()
         ))),
         None if raw.has_mesh_rules() => Ok(Some(machine(device))),
@@ -95,7 +95,7 @@ fn mesh_selector(
     }
 }
 
-/// How rules see this machine. A GPU that cannot be asked for its name is refused when it is opened.
+/// Returns the default selector of this machine. A GPU that does not report its name fails later, when it is opened.
 fn machine(device: DeviceKind) -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let device = device.describe(0).unwrap_or_else(|_| "cuda".to_owned());

@@ -1,10 +1,9 @@
-//! Lines before the first step: the planned memory next to the available one, and how long the step takes if that is
-//! long.
+//! Log lines before the first step: planned and available memory, and the expected duration of a long step.
 
 use super::available::{Available, in_process, on_machine};
-use crate::note;
-use crate::plan::longest_rows;
+use crate::log_line;
 use crate::plan::table::{bytes, flops};
+use crate::plan::use_longest_sequences;
 use ulysses::config::Config;
 use ulysses::device::DeviceKind;
 use ulysses::engine::EngineError;
@@ -13,24 +12,23 @@ use ulysses::estimate::{RankPlan, RankStep, Workload};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::LlamaConfig;
 
-/// A first step that takes longer than this is announced.
+/// Minimum duration of a first step that is announced.
 const LONG_SECONDS: f64 = 10.0;
 
-/// The share of the GEMM rate that training typically reaches.
+/// Typical FLOP rate of training as a share of the GEMM rate.
 const TYPICAL_SHARE: f64 = 0.5;
 
-/// The planned peak memory of a rank.
+/// The planned peak memory per rank.
 pub(super) struct PlannedMemory {
     plan: RankPlan,
     device: DeviceKind,
 }
 
 impl PlannedMemory {
-    /// Of the longest sequences of a run, whose ranks have so many threads and `local_ranks` share this machine;
-    /// nothing where the plan does not cover the model.
+    /// Plans a run's longest sequences; `None` if the model cannot be planned. `local_ranks` ranks share this machine.
     ///
     /// # Errors
-    /// A step that is too large to count.
+    /// A step whose size overflows.
     pub(super) fn of(
         config: &Config,
         model: &LlamaConfig,
@@ -38,10 +36,10 @@ impl PlannedMemory {
         threads_per_rank: usize,
         local_ranks: usize,
     ) -> Result<Option<Self>, EngineError> {
-        // As the ranks are started, whoever chose it.
+        // The value that the ranks are started with.
         let mut config = config.clone();
         config.ulysses.threads_per_rank = Some(threads_per_rank);
-        longest_rows(&mut config);
+        use_longest_sequences(&mut config);
         let model = model.clone();
         let workload = Workload { config, model, document_len: None, ranks_per_node: local_ranks, device };
         match workload.plan() {
@@ -51,7 +49,7 @@ impl PlannedMemory {
         }
     }
 
-    /// Host memory of a rank: of one on a GPU what it offloads.
+    /// Returns the host memory per rank: on GPUs only offloaded tensors.
     fn host_bytes(&self) -> u64 {
         match self.device {
             DeviceKind::Cpu => self.plan.peak_bytes,
@@ -59,43 +57,43 @@ impl PlannedMemory {
         }
     }
 
-    /// Compares it with the memory that is available: to the ranks of this machine, and to those of this process.
-    pub(super) fn note(&self, ranks: [usize; 2]) {
-        // Only the first run of a process trains.
+    /// Prints the plan next to the available memory. `ranks`: how many share this machine, and how many this process.
+    pub(super) fn log(&self, ranks: [usize; 2]) {
+        // A process trains once.
         let _ = crate::settings::PLANNED_PEAK.set(self.clause());
-        self.lines(ranks, [on_machine(), in_process()]).into_iter().for_each(note);
+        self.lines(ranks, [on_machine(), in_process()]).into_iter().for_each(log_line);
     }
 
-    /// The planned peak, to go on an error of memory with.
+    /// Returns the planned peak as an addition to an out-of-memory error.
     fn clause(&self) -> String {
-        format!("; planned peak of a rank: {} ({})", bytes(self.plan.peak_bytes as f64), self.plan.peak_at)
+        format!("; planned peak: {} per rank ({})", bytes(self.plan.peak_bytes as f64), self.plan.peak_at)
     }
 
-    /// The plan of a rank, then the ranks that share each limit with what is available to them.
+    /// Formats the plan, then one warning for each limit that it exceeds.
     fn lines(&self, ranks: [usize; 2], available: [Option<Available>; 2]) -> Vec<String> {
-        let of_rank = self.host_bytes();
+        let host_bytes = self.host_bytes();
         let planned = format!(
-            "planned memory: {} per rank at its peak ({})",
+            "planned peak memory: {} per rank ({})",
             bytes(self.plan.peak_bytes as f64),
             self.plan.peak_at
         );
-        if of_rank == 0 {
+        if host_bytes == 0 {
             return vec![planned];
         }
         let limits = ranks.into_iter().zip(available);
         let limits: Vec<_> = limits.filter_map(|(ranks, available)| Some((ranks, available?))).collect();
         let compared = limits.iter().map(|(ranks, Available { bytes: available, limit })| {
-            let needed = bytes(of_rank.saturating_mul(*ranks as u64) as f64);
+            let needed = bytes(host_bytes.saturating_mul(*ranks as u64) as f64);
             format!(
-                "; {needed} of host memory for {ranks} rank(s), {} available ({limit})",
+                "; host memory: {needed} for {ranks} rank(s), {} available ({limit})",
                 bytes(*available as f64)
             )
         });
         let exceeded = limits.iter().filter_map(|(ranks, Available { bytes: available, limit })| {
-            let lacking = of_rank.saturating_mul(*ranks as u64).checked_sub(*available).filter(|lacking| *lacking > 0)?;
+            let lacking = host_bytes.saturating_mul(*ranks as u64).checked_sub(*available).filter(|lacking| *lacking > 0)?;
             Some(format!(
-                "warning: the plan exceeds the available memory ({limit}) by {}: the run may end out of memory; `ulysses plan` \
-                 lists single changes that need less",
+                "warning: the planned memory exceeds the available memory ({limit}) by {}; the run may run out of memory. \
+                 `ulysses plan` lists single changes that need less",
                 bytes(lacking as f64)
             ))
         });
@@ -103,9 +101,8 @@ impl PlannedMemory {
     }
 }
 
-/// How long the first step takes, where that is long: of sequences of `seq_len` tokens, on ranks that reach `peak_flops`
-/// together.
-pub(super) fn note_first_step(
+/// Prints the expected duration of the first step if it is long. `peak_flops` is the GEMM rate of all ranks.
+pub(super) fn log_first_step(
     config: &Config,
     model: &LlamaConfig,
     mesh: &DeviceMesh,
@@ -114,13 +111,13 @@ pub(super) fn note_first_step(
 ) {
     let Some(peak) = peak_flops else { return };
     let config = config.clone().with_seq_len(seq_len);
-    // Ranks differ by few tokens or heads.
+    // Rank 0 is representative: ranks differ by few tokens or heads.
     let Ok(step) = RankStep::of(&config, model, mesh, 0) else { return };
     let work = mesh.world_size() as f64 * step.flops.values().sum::<f64>();
-    first_step(work, peak).into_iter().for_each(note);
+    first_step(work, peak).into_iter().for_each(log_line);
 }
 
-/// An error of memory that ran out, with the part of the step and the plan.
+/// Adds the part of the step and the planned peak to an out-of-memory error.
 pub(super) fn explain_out_of_memory(
     error: anyhow::Error,
     part: Option<Moment>,
@@ -138,7 +135,7 @@ fn first_step(work: f64, peak: f64) -> Option<String> {
     let seconds = work / (TYPICAL_SHARE * peak);
     (seconds > LONG_SECONDS).then(|| {
         format!(
-            "the first step takes about {}: {} at half of the GEMM rate of all ranks, {}/s",
+            "estimated time of the first step: {} ({} at half the GEMM rate of all ranks, {}/s)",
             duration(seconds),
             flops(work),
             flops(peak)
@@ -153,7 +150,7 @@ fn duration(seconds: f64) -> String {
     format!("{:.0} {unit}", seconds / size)
 }
 
-/// As the drivers and the system word it.
+/// Recognizes out-of-memory errors by the wording of drivers and system.
 fn is_out_of_memory(error: &anyhow::Error) -> bool {
     const SIGNS: [&str; 3] = ["out of memory", "out_of_memory", "cannot allocate memory"];
     error.chain().any(|cause| {
@@ -186,40 +183,37 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_that_exceeds_what_is_available_is_warned_of_with_both_numbers() {
+    fn a_plan_that_exceeds_the_available_memory_gets_a_warning_with_both_numbers() {
         let fits = lines(DeviceKind::Cpu, 12, None);
         assert_eq!(fits.len(), 1, "{fits:?}");
-        assert!(fits[0].starts_with("planned memory: 3.00 GiB per rank at its peak ("), "{fits:?}");
-        let both = "; 12.00 GiB of host memory for 4 rank(s), 12.00 GiB available (the cgroup's limit)";
+        assert!(fits[0].starts_with("planned peak memory: 3.00 GiB per rank ("), "{fits:?}");
+        let both = "; host memory: 12.00 GiB for 4 rank(s), 12.00 GiB available (cgroup limit)";
         assert!(fits[0].ends_with(both), "{fits:?}");
         let exceeds = lines(DeviceKind::Cpu, 10, Some(5));
         assert_eq!(exceeds.len(), 3, "{exceeds:?}");
         for (line, expected) in
-            exceeds[1..].iter().zip(["the cgroup's limit) by 2.00 GiB", "process) by 1.00 GiB"])
+            exceeds[1..].iter().zip(["(cgroup limit) by 2.00 GiB", "process) by 1.00 GiB"])
         {
             assert!(line.starts_with("warning: ") && line.contains(expected), "{line}");
         }
     }
 
     #[test]
-    fn of_a_gpu_only_what_is_offloaded_takes_host_memory() {
+    fn on_a_gpu_only_offloaded_tensors_take_host_memory() {
         let lines = lines(DeviceKind::Cuda, 3, None);
-        assert!(
-            lines[0].contains("; 4.00 GiB of host memory for 4 rank(s)") && lines.len() == 2,
-            "{lines:?}"
-        );
+        assert!(lines[0].contains("; host memory: 4.00 GiB for 4 rank(s)") && lines.len() == 2, "{lines:?}");
     }
 
     #[test]
     fn a_long_first_step_is_announced() {
         assert_eq!(first_step(4e9, 1e9), None);
-        let expected = "the first step takes about 20 s: 10.00 GFLOP at half of the GEMM rate of all ranks, 1.00 GFLOP/s";
+        let expected = "estimated time of the first step: 20 s (10.00 GFLOP at half the GEMM rate of all ranks, 1.00 GFLOP/s)";
         assert_eq!(first_step(10e9, 1e9).as_deref(), Some(expected));
         assert_eq!([119.0, 7200.0, 1e6].map(duration), ["119 s", "2 hours", "12 days"]);
     }
 
     #[test]
-    fn errors_of_memory_are_known_by_their_words() {
+    fn out_of_memory_errors_are_recognized() {
         for (message, is_memory) in [
             ("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")", true),
             ("Cannot allocate memory (os error 12)", true),

@@ -1,4 +1,4 @@
-//! Everything that is read and checked before a rank starts.
+//! Reads and checks everything before ranks start.
 
 use super::args::TrainArgs;
 use super::host::Host;
@@ -7,8 +7,8 @@ use super::planned_memory::PlannedMemory;
 use super::resume::{check_candidate, check_output, open_resume};
 use super::signals;
 use crate::config::print_warnings;
-use crate::data::{Sources, open_tokenizer};
 use crate::model::{self, ModelSource};
+use crate::sources::{Sources, open_tokenizer};
 use crate::{Failure, OrFail, settings};
 use anyhow::Context;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use ulysses::engine::check_offload;
 use ulysses::mesh::DeviceMesh;
 use ulysses::trainer::{Phase, Resume, TrainingData, check_config};
 
-/// A run that this process can start. Nothing has been written for it.
+/// A checked run. Nothing has been written for it yet.
 pub(super) struct Prepared {
     pub(super) config: Config,
     pub(super) mesh: DeviceMesh,
@@ -30,21 +30,21 @@ pub(super) struct Prepared {
     pub(super) model: ModelSource,
     pub(super) data: TrainingData,
     pub(super) resume: Option<Resume>,
-    /// Whether data that is not the checkpoint's is begun from its beginning.
+    /// Whether data other than the checkpoint's starts from its beginning.
     pub(super) reset_data: bool,
-    /// Set by a signal: save and end.
+    /// Set by a signal: save and stop.
     pub(super) stop: Arc<AtomicBool>,
-    /// Where the plan covers the model.
+    /// The memory plan, if the model can be planned.
     pub(super) planned: Option<PlannedMemory>,
 }
 
 pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Prepared, Failure> {
-    let (path, device, resume, world) =
-        (args.config().to_owned(), args.device, args.resume.clone(), args.world);
+    let (path, device, resume, process) =
+        (args.config().to_owned(), args.device, args.resume.clone(), args.process);
     let (settings, reset_data) = (args.flags.settings(), args.reset_data);
     let by_flag = args.backend.map(Into::into);
-    let mut config = host.enter(
-        world,
+    let mut config = host.join_and_resolve(
+        process,
         by_flag,
         || RawConfig::from_file_with(&path, &settings),
         |raw, cluster, backend| {
@@ -68,7 +68,7 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Prepared, Fail
     let model = model::open(config.require_model().or_usage()?, config.seed, tokenizer.vocab_size())?;
     model.check_config(&config)?;
     for (_, seq_len) in &seq_lens {
-        model.check_exchange(config.micro_batch_size, *seq_len, &config, config.mesh.sp_size)?;
+        model.check_exchange(config.micro_batch_size, *seq_len, &config)?;
         settings::check_memory(&config, &model.config, *seq_len, local_ranks)?;
     }
     let sources = Sources::read(&config, &tokenizer, model.config.vocab_size).or_run()?;
@@ -77,21 +77,21 @@ pub(super) fn prepare(args: TrainArgs, host: &mut Host) -> Result<Prepared, Fail
     let data = TrainingData::by_phase(phases, &config).or_run()?;
     check_candidate(resume.as_ref().filter(|_| !reset_data), &config, &data)?;
     check_offload(&config, device).or_usage()?;
-    let answer = match config.checkpoint {
-        Some(_) => "signal received: the run saves and ends after this step; another signal ends it at once",
+    let message = match config.checkpoint {
+        Some(_) => "signal received: saving and stopping after this step; a second signal stops at once",
         None => {
-            "signal received: the run ends after this step; nothing will be saved, as the config has no `checkpoint` \
-             section; another signal ends it at once"
+            "signal received: stopping after this step without saving (the config has no `checkpoint` section); a \
+             second signal stops at once"
         }
     };
     let stop =
-        signals::watch(host.is_first().then_some(answer)).context("cannot watch for signals").or_run()?;
+        signals::watch(host.is_first().then_some(message)).context("cannot handle signals").or_run()?;
     let planned = PlannedMemory::of(&config, &model.config, device, launch.threads_per_rank, local_ranks);
     let planned = planned.or_usage()?;
     Ok(Prepared { config, mesh, launch, device, model, data, resume, reset_data, stop, planned })
 }
 
-/// Every length of the rows, with the steps that are done before.
+/// Returns every sequence length of the run, with the number of steps before it.
 fn seq_lens(config: &Config) -> anyhow::Result<Vec<(u64, usize)>> {
     let first = (0, config.require_seq_len()?);
     let later = config.ulysses.seq_len_schedule.iter().map(|change| (change.step, change.seq_len));

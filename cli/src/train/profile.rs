@@ -1,9 +1,9 @@
-//! The profile of a step that `flops_profiler` asks for.
+//! The FLOPs profile of a step (`flops_profiler`).
 
 use super::prepare::Prepared;
 use super::writable::check_writable;
 use crate::progress::above_progress;
-use crate::{Failure, OrFail, note};
+use crate::{Failure, OrFail, log_line};
 use anyhow::Context;
 use std::fmt::{self, Display, Formatter};
 use std::io::Write;
@@ -17,7 +17,7 @@ use ulysses::estimate::event::Pass;
 use ulysses::monitor::{Metrics, escaped};
 use ulysses::trainer::{Observer, ObserverError, StepEnd};
 
-/// Whether the file that the profile goes to can be written, before there is anything to write.
+/// Checks in advance that the profile's file can be written.
 pub(super) fn check(profiler: &FlopsProfilerConfig) -> Result<(), Failure> {
     let Some(path) = profiler.output_file.as_deref().map(Path::new).filter(|_| profiler.enabled) else {
         return Ok(());
@@ -31,14 +31,13 @@ pub(super) struct Profiler<'a> {
 }
 
 impl<'a> Profiler<'a> {
-    /// Tells who waits for the profile of a step that is not among the steps that a run does after `steps.start`, up to
-    /// `steps.end`.
+    /// Prints a note if the step to profile is not in `steps` (exclusive start, inclusive end).
     pub(super) fn new(run: &'a Prepared, steps: &Range<u64>) -> Self {
         let profiler = &run.config.monitoring.flops_profiler;
         let (step, Range { start, end }) = (profiler.profile_step, steps);
         if profiler.enabled && !(start + 1..=*end).contains(&step) {
-            note(format_args!(
-                "note: there will be no profile: `flops_profiler.profile_step` is {step}, and the steps to do are {} to {end}",
+            log_line(format_args!(
+                "note: no profile will be written: `flops_profiler.profile_step` is {step}, but this run trains steps {} to {end}",
                 start + 1
             ));
         }
@@ -64,7 +63,7 @@ fn cannot_write(path: &Path) -> String {
     format!("`flops_profiler.output_file`: cannot write {}", path.display())
 }
 
-/// Rank 0's FLOPs of the step by the plan, and the time that it took.
+/// Rank 0's planned FLOPs and measured times of a step.
 struct Profile<'a> {
     run: &'a Prepared,
     metrics: &'a Metrics,
@@ -76,7 +75,7 @@ impl Profile<'_> {
     /// Writes it to the file, or prints it.
     fn write(&self, file: Option<&Path>) -> anyhow::Result<()> {
         let Some(path) = file else {
-            // The run goes on when nobody reads what it prints any more.
+            // A closed standard error does not stop the run.
             let text = self.to_string();
             let _ = above_progress(|| write!(std::io::stderr(), "{}", escaped(&text)));
             return Ok(());
@@ -94,13 +93,13 @@ impl Profile<'_> {
         writeln!(f, "  {name:<28}{giga:>12.3}{:>12.2}{rate:>12.1}", 1e3 * seconds)
     }
 
-    /// A forward and a backward row for each layer, and for the head.
+    /// Writes a forward and a backward row for each layer and for the LM head.
     fn parts(&self, f: &mut Formatter<'_>) -> fmt::Result {
         const LAYER: &[MatmulOp] = &[MatmulOp::Linear, MatmulOp::Attention];
         let num_layers = self.run.model.config.num_layers;
         writeln!(
             f,
-            "  without gathers and reductions, which run along; a layer's share of the FLOPs is even"
+            "  per layer, without overlapped gathers and reductions; FLOPs are split evenly over the layers"
         )?;
         for (index, PartTimes { forward, backward }) in self.times.parts.iter().enumerate() {
             let (name, ops, share) = match index {
@@ -121,16 +120,16 @@ impl Display for Profile<'_> {
         let config = &self.run.config;
         let Metrics { step, step_seconds, tokens_per_second, .. } = self.metrics;
         let (dp, sp) = (config.mesh.dp_size, config.mesh.sp_size);
-        writeln!(f, "flops profile of step {step}, rank 0 of {} (dp {dp} × sp {sp})", dp * sp)?;
+        writeln!(f, "FLOPs profile of step {step}, rank 0 of {} (dp {dp} × sp {sp})", dp * sp)?;
         writeln!(
             f,
             "  parameters                  {:>12.3} M",
             self.run.model.config.num_parameters() as f64 / 1e6
         )?;
-        writeln!(f, "  rows per rank and pass      {:>12}", config.micro_batch_size)?;
-        writeln!(f, "  passes per step             {:>12}", config.gradient_accumulation_steps)?;
+        writeln!(f, "  sequences per micro batch   {:>12}", config.micro_batch_size)?;
+        writeln!(f, "  micro batches per step      {:>12}", config.gradient_accumulation_steps)?;
         writeln!(f, "  step                        {:>12.2} ms", 1e3 * step_seconds)?;
-        writeln!(f, "  samples per second          {:>12.2}", config.train_batch_size as f64 / step_seconds)?;
+        writeln!(f, "  sequences per second        {:>12.2}", config.train_batch_size as f64 / step_seconds)?;
         writeln!(f, "  tokens per second           {tokens_per_second:>12.0}")?;
         writeln!(f, "  {:<28}{:>12}{:>12}{:>12}", "", "GFLOP", "ms", "GFLOP/s")?;
         let time = &self.metrics.time;

@@ -1,7 +1,7 @@
-//! One rank, from its engine to its outcome.
+//! One rank: from its engine to its result.
 
 use super::flop_rate::FlopRate;
-use super::planned_memory::{explain_out_of_memory, note_first_step};
+use super::planned_memory::{explain_out_of_memory, log_first_step};
 use super::prepare::Prepared;
 use super::profile::Profiler;
 use super::rank_outcome::{RankOutcome, Reported};
@@ -29,12 +29,12 @@ pub(super) fn train(run: &Run, rank: &RankContext, device: Device) -> anyhow::Re
     let mut trainer = Trainer::new(engine, &groups, run.prepared.data.clone(), options(run))?;
     let peak_flops = gemm_peak::measure(trainer.group(), groups.device(), config.precision.dtype())?;
     trainer.observe(&mut memory);
-    // A run that has nothing to do leaves its files as they are.
+    // A complete run leaves its files unchanged.
     if rank.rank == 0 && !trainer.is_done() {
         let steps = trainer.steps();
         record = Some(output::begin(run, trainer.run_id(), steps.start)?);
         let files = MetricsFiles::open(config, &run.output, steps.start, log)?;
-        note_first_step(config, &model.config, mesh, trainer.data().phase().data.seq_len(), peak_flops);
+        log_first_step(config, &model.config, mesh, trainer.data().phase().data.seq_len(), peak_flops);
         trainer.observe(FlopRate::new(&run.prepared, peak_flops));
         trainer.observe(&mut totals);
         trainer.observe(LiveProgress::new(steps.clone(), config));
@@ -75,7 +75,7 @@ fn options(run: &Run) -> TrainerOptions {
     }
 }
 
-/// This rank's collectives, measured and planned over the same steps and evaluations.
+/// Returns this rank's collectives, measured and planned over the same steps and evaluations.
 fn comms(prepared: &Prepared, engine: &Engine, summary: &RankSummary, passes: &[Passes]) -> RankComms {
     let Prepared { config, mesh, model, .. } = prepared;
     let (llama, rank) = (&model.config, summary.rank);
@@ -89,7 +89,7 @@ fn comms(prepared: &Prepared, engine: &Engine, summary: &RankSummary, passes: &[
             (steps, RankStep::of(&config, llama, mesh, rank)),
             (passes.evaluated, RankStep::of_evaluation(&config, llama, mesh, rank)),
         ];
-        // What cannot be planned is told without a plan.
+        // Without a plan only the measured volume is reported.
         let plans = plans.into_iter().filter_map(|(times, plan)| Some((times, plan.ok()?)));
         plans.flat_map(|(times, plan)| {
             plan.collectives.into_iter().map(move |PlannedCalls { axis, op, purpose, sent_bytes, .. }| {

@@ -1,4 +1,4 @@
-//! What a rank ends with.
+//! The result of a rank.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -8,24 +8,24 @@ use ulysses::trainer::{StepMemory, TrainReport};
 /// One rank's result.
 #[derive(Serialize, Deserialize)]
 pub(super) struct RankOutcome {
-    /// On rank 0, if there was anything to do.
+    /// Set on rank 0 if any step was trained.
     pub(super) reported: Option<Reported>,
     pub(super) train: TrainReport,
     pub(super) summary: RankSummary,
-    /// What this rank did in the steps that are traced.
+    /// This rank's trace of the traced steps.
     pub(super) trace: Traced,
     pub(super) comms: RankComms,
-    /// The most that the rank held at a time; 0 where nobody counts.
+    /// Peak bytes allocated by the rank; 0 if not counted.
     pub(super) peak_bytes: u64,
-    /// What it held over one step.
+    /// Memory over one step.
     pub(super) step_memory: Option<StepMemory>,
     pub(super) peak_flops: Option<f64>,
 }
 
-/// What rank 0 has recorded.
+/// The totals and record of rank 0.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Reported {
     pub(super) totals: RunTotals,
-    /// `run.json`, as it was when the run began.
+    /// `run.json` as of the start of the run.
     pub(super) record: Value,
 }

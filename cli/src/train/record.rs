@@ -1,9 +1,9 @@
-//! `run.json`: what a run was and what it came to, beside its metrics; `ulysses report` reads it.
+//! `run.json`: environment, settings and results of a run, for `ulysses report`.
 
 use super::prepare::Prepared;
 use super::rank_outcome::RankOutcome;
 use super::run::Run;
-use crate::{note, settings};
+use crate::{log_line, settings};
 use anyhow::Context;
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
@@ -15,8 +15,8 @@ use ulysses::trainer::StepMemory;
 
 const FILE: &str = "run.json";
 
-/// What a run keeps of each part that came before it was resumed.
-const KEPT: [&str; 8] = [
+/// Keys that a resumed run keeps for each of its earlier parts.
+const PART_KEYS: [&str; 8] = [
     "command",
     "started_unix_seconds",
     "first_step",
@@ -27,54 +27,54 @@ const KEPT: [&str; 8] = [
     "communication",
 ];
 
-/// What the `run.json` of an output directory is to a run that goes on there.
-pub(super) enum Earlier {
-    /// It tells of the same run: the records of its parts, the oldest first.
+/// The `run.json` that a resumed run finds in its output directory.
+pub(super) enum EarlierRecord {
+    /// A record of the same run: its parts, oldest first.
     Parts(Vec<Value>),
-    /// Nobody can tell.
+    /// An unreadable record.
     Damaged,
-    /// It tells of another run, or of none.
-    Another,
+    /// A record of another run, or none.
+    OtherRun,
 }
 
-impl Earlier {
-    /// Looks for the parts of the run called `run_id`. `is_new_here`: it was in another directory until now, unless the
-    /// file tells that it has been here before.
+impl EarlierRecord {
+    /// Reads the earlier parts of the run `run_id`. `is_new_here`: the run comes from another directory, unless the file
+    /// shows that it has been here before.
     pub(super) fn read(output: &Path, run_id: &str, is_new_here: bool) -> anyhow::Result<Self> {
         let path = output.join(FILE);
         let text = match ulysses::regular_file::read(&path) {
-            // A run writes the file before its metrics: what lies here without it is of another run or, where the
-            // checkpoints lie too, of an earlier version.
+            // A run writes this file before its metrics. Metrics without it are another run's or, next to the run's
+            // checkpoints, an earlier version's.
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                return Ok(if is_new_here { Self::Another } else { Self::Parts(Vec::new()) });
+                return Ok(if is_new_here { Self::OtherRun } else { Self::Parts(Vec::new()) });
             }
             text => text.with_context(|| format!("cannot read {}", path.display()))?,
         };
         let Ok(Value::Object(mut record)) = serde_json::from_slice(&text) else {
-            note(format_args!(
-                "{}: damaged, so the report will not tell what was communicated before",
+            log_line(format_args!(
+                "{}: damaged; the report will lack the communication of earlier parts",
                 path.display()
             ));
             return Ok(Self::Damaged);
         };
         if record.get("run_id").is_some_and(|other| other != run_id) {
-            return Ok(Self::Another);
+            return Ok(Self::OtherRun);
         }
         let mut parts = match record.remove("earlier") {
             Some(Value::Array(parts)) => parts,
             _ => Vec::new(),
         };
-        record.retain(|key, _| KEPT.contains(&key.as_str()));
+        record.retain(|key, _| PART_KEYS.contains(&key.as_str()));
         parts.push(record.into());
         Ok(Self::Parts(parts))
     }
 }
 
-/// What is known before the ranks start.
+/// Returns the record as far as it is known before ranks start.
 pub(super) fn begin(prepared: &Prepared, config_path: &Path) -> Value {
     let Prepared { config, mesh, model, .. } = prepared;
     let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    // As it was written.
+    // The user's file, before flags.
     let given = std::fs::read_to_string(config_path).unwrap_or_default();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -92,18 +92,18 @@ pub(super) fn begin(prepared: &Prepared, config_path: &Path) -> Value {
     })
 }
 
-/// The same of a part of a run, after `first_step` steps.
-pub(super) fn of_part(run: &Run, run_id: &str, first_step: u64, earlier: Earlier) -> Value {
+/// Returns the record of a part of a run that starts after `first_step` steps.
+pub(super) fn begin_part(run: &Run, run_id: &str, first_step: u64, earlier: EarlierRecord) -> Value {
     let mut record = run.record.clone();
     record["run_id"] = run_id.into();
     record["first_step"] = (first_step + 1).into();
-    if let Earlier::Parts(parts) = earlier {
+    if let EarlierRecord::Parts(parts) = earlier {
         record["earlier"] = parts.into();
     }
     record
 }
 
-/// The same with what the ranks came to.
+/// Adds the results of all ranks to the record.
 pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOutcome]) {
     let comms: Vec<RankComms> = outcomes.iter().map(|outcome| outcome.comms.clone()).collect();
     let first = outcomes.first();
@@ -134,7 +134,7 @@ pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOu
         })
     };
     record["ranks"] = outcomes.iter().map(rank).collect();
-    // Those of the first sp group: the plan looks at one of them, and others hold as much.
+    // The first sp group is enough: the plan is of one of its ranks, and other groups hold as much.
     let watched = outcomes.iter().take(prepared.config.mesh.sp_size).filter_map(|outcome| {
         let StepMemory { step, seq_len, parts } = outcome.step_memory.as_ref()?;
         Some(json!({ "rank": outcome.summary.rank, "step": step, "seq_len": seq_len, "parts": parts }))
@@ -147,7 +147,7 @@ pub(super) fn finish(prepared: &Prepared, record: &mut Value, outcomes: &[RankOu
     });
 }
 
-/// Which ranks share an axis.
+/// Returns the groups of each axis.
 pub(super) fn groups(prepared: &Prepared) -> Groups {
     let Prepared { config, mesh, .. } = prepared;
     let hybrid = config.zero_shard_size().and_then(|size| mesh.hybrid_sharded(size).ok());
@@ -188,7 +188,7 @@ fn environment(run: &Prepared) -> Value {
         "backend": run.config.ulysses.backend,
         "features": features.iter().filter(|(_, is_on)| *is_on).map(|(name, _)| *name).collect::<Vec<_>>(),
     });
-    // Not every system tells.
+    // Unknown on some systems.
     if let Some(memory) = settings::writable_memory("self") {
         environment["data_bytes_at_start"] = memory.mapped.into();
     }

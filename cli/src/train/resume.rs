@@ -1,4 +1,4 @@
-//! `--resume`: what it asks for, checked before anything is written.
+//! Checks of `--resume` before anything is written.
 
 use crate::{Failure, OrFail};
 use anyhow::anyhow;
@@ -7,7 +7,7 @@ use ulysses::checkpoint::{MANIFEST, StepDirectory, step_directories};
 use ulysses::config::Config;
 use ulysses::trainer::{Resume, TrainerError, TrainingData, is_same_dir};
 
-/// What the flag's value means, if it has one.
+/// Resolves the value of the flag.
 pub(super) fn open_resume(dir: Option<PathBuf>) -> Result<Resume, Failure> {
     let named = |error| match error {
         error @ TrainerError::NothingToResume { .. } => anyhow!("--resume {error}"),
@@ -16,14 +16,14 @@ pub(super) fn open_resume(dir: Option<PathBuf>) -> Result<Resume, Failure> {
     Resume::new(dir).map_err(named).or_usage()
 }
 
-/// Refuses to mix the checkpoints of two runs in one directory, before anything is written.
+/// Rejects mixing the checkpoints of two runs in one directory.
 pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(), Failure> {
     let refuse = |message: String| Err(Failure::Usage(anyhow!(message)));
     let Some(output) = config.ulysses.output.as_deref() else {
         return match resume {
             Some(Resume::Newest(None)) => refuse(
-                "--resume looks into the output directory: name it with --output or in the config, or give a \
-                 checkpoint as --resume DIR/step_00000100"
+                "--resume needs an output directory: give --output or `ulysses.output`, or a checkpoint such as \
+                 --resume DIR/step_00000100"
                     .to_owned(),
             ),
             _ => Ok(()),
@@ -31,8 +31,7 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
     };
     if Path::new(output).join(MANIFEST).exists() {
         return refuse(format!(
-            "--output {output}: this is a checkpoint; name the directory that a run's checkpoints lie in, or \
-             another one"
+            "--output {output}: expected a directory for the run's checkpoints, found a checkpoint"
         ));
     }
     let directories = step_directories(Path::new(output)).or_usage()?;
@@ -41,8 +40,8 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
     };
     match resume {
         None => refuse(format!(
-            "{output} holds checkpoints of an earlier run, up to {newest_name}: --resume goes on from them, another \
-             --output starts anew"
+            "{output} contains checkpoints of an earlier run, up to {newest_name}: resume with --resume, or start a new \
+             run with another --output"
         )),
         Some(Resume::Newest(None)) => Ok(()),
         Some(resume @ (Resume::Newest(Some(dir)) | Resume::From(dir))) => {
@@ -53,14 +52,14 @@ pub(super) fn check_output(config: &Config, resume: Option<&Resume>) -> Result<(
                 return Ok(());
             }
             refuse(format!(
-                "{output} holds {newest_name}, which is newer than {}: give another --output, or move it away",
+                "{output} contains {newest_name}, which is newer than {}: give another --output, or move it away",
                 dir.display()
             ))
         }
     }
 }
 
-/// Refuses to go on with other samples, before anything is written.
+/// Rejects resuming with other data.
 pub(super) fn check_candidate(
     resume: Option<&Resume>,
     config: &Config,
@@ -71,8 +70,8 @@ pub(super) fn check_candidate(
         .transpose()
         .or_usage()?;
     let Some(checkpoint) = candidate.flatten() else { return Ok(()) };
-    const HINT: &str = "a run resumes with its `ulysses.data`, `ulysses.packing`, `ulysses.validation` and seed; to go on \
-                        with longer rows give `ulysses.seq_len_schedule`; to go on with other data from its beginning, \
-                        --reset-data; to start anew from its parameters, export the checkpoint and give it as --model";
+    const HINT: &str = "a run resumes with the same `ulysses.data`, `ulysses.packing`, `ulysses.validation` and seed. For \
+                        longer sequences use `ulysses.seq_len_schedule`; for other data use --reset-data; to start a new \
+                        run from its parameters, export the checkpoint and pass it as --model";
     data.check_resumes(&checkpoint, config.seed).map_err(|cause| anyhow!("{cause}: {HINT}")).or_usage()
 }

@@ -1,4 +1,4 @@
-//! A run that every process can start.
+//! A run that all processes can start.
 
 use super::prepare::Prepared;
 use serde_json::Value;
@@ -8,12 +8,12 @@ use ulysses::config::{MeshConfig, ParameterGroup};
 use ulysses::model::LlamaConfig;
 use ulysses::monitor::Tracer;
 
-/// Everything that the ranks share.
+/// The state that all ranks share.
 pub(super) struct Run {
     pub(super) prepared: Prepared,
     pub(super) output: PathBuf,
     pub(super) tracer: Option<Tracer>,
-    /// What `run.json` states about the run before it starts.
+    /// The content of `run.json` before the run starts.
     pub(super) record: Value,
 }
 
@@ -23,17 +23,17 @@ impl Display for Run {
         let (llama, data): (&LlamaConfig, _) = (&model.config, &data.phases()[0].data);
         let MeshConfig { dp_size, sp_size } = config.mesh;
         let replicas = config.zero_shard_size().map_or_else(String::new, |size| {
-            format!(" in {} replicas of {size} partition(s)", dp_size / size)
+            format!(" ({} replicas of {size} partition(s))", dp_size / size)
         });
         let is_frozen = |name: &str| ParameterGroup::is_frozen(&config.ulysses.parameter_groups, name);
         let frozen = match llama.num_parameters_where(is_frozen) {
             0 => String::new(),
-            frozen => format!(" ({:.2} M of them frozen)", frozen as f64 / 1e6),
+            frozen => format!(" ({:.2} M frozen)", frozen as f64 / 1e6),
         };
         write!(
             f,
-            "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} rows of {} tokens, \
-             {} thread(s) per rank",
+            "mesh dp {dp_size} × sp {sp_size}, ZeRO stage {}{replicas}, {:.2} M parameters{frozen}, {} sequences of {} \
+             tokens, {} thread(s) per rank",
             u8::from(config.zero.stage),
             llama.num_parameters() as f64 / 1e6,
             data.num_rows(),

@@ -1,8 +1,8 @@
-//! The file of `--trace`.
+//! The output file of `--trace`.
 
 use super::rank_outcome::RankOutcome;
 use super::writable::check_writable;
-use crate::{Failure, OrFail, note};
+use crate::{Failure, OrFail, log_line};
 use anyhow::Context;
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -10,28 +10,28 @@ use std::path::Path;
 use ulysses::mesh::DeviceMesh;
 use ulysses::monitor::{Traced, Tracer, write_trace};
 
-/// Whether the file can be written, before there is anything to write.
+/// Checks in advance that the file can be written.
 pub(super) fn check(path: &Path) -> Result<(), Failure> {
     check_writable(path).with_context(|| format!("--trace: cannot write {}", path.display())).or_usage()
 }
 
-/// Writes what ranks have brought, and what those of this process have left that did not come to their end.
+/// Writes the traces of all ranks, including those of failed ranks in this process.
 pub(super) fn write(
     path: &Path,
     mesh: &DeviceMesh,
     tracer: &Tracer,
     outcomes: &[RankOutcome],
 ) -> Result<(), Failure> {
-    let brought = outcomes.iter().map(|outcome| outcome.trace.clone());
-    let traced: Traced = brought.chain([tracer.take_all()]).collect();
+    let completed = outcomes.iter().map(|outcome| outcome.trace.clone());
+    let traced: Traced = completed.chain([tracer.take_all()]).collect();
     if traced.slices.is_empty() {
-        // A run without a step leaves an earlier one's trace alone.
+        // A run without steps keeps an earlier trace.
         return Ok(());
     }
     let track = |rank: &usize| {
-        let place = mesh.coordinate(*rank).unwrap_or_default();
-        let place = mesh.axis_names().iter().zip(place).map(|(axis, index)| format!("{axis} {index}"));
-        format!("rank {rank} ({})", place.collect::<Vec<_>>().join(", "))
+        let coordinate = mesh.coordinate(*rank).unwrap_or_default();
+        let axes = mesh.axis_names().iter().zip(coordinate).map(|(axis, index)| format!("{axis} {index}"));
+        format!("rank {rank} ({})", axes.collect::<Vec<_>>().join(", "))
     };
     let tracks: Vec<String> = mesh.ranks().iter().map(track).collect();
     let write = || -> std::io::Result<()> {
@@ -40,8 +40,8 @@ pub(super) fn write(
         file.flush()
     };
     write().with_context(|| format!("--trace: cannot write {}", path.display())).or_run()?;
-    note(format_args!(
-        "trace       {} ({} slices); open it in ui.perfetto.dev",
+    log_line(format_args!(
+        "trace       {} ({} slices); view it at ui.perfetto.dev",
         path.display(),
         traced.slices.len()
     ));

@@ -5,7 +5,7 @@ use safetensors::{Dtype, SafeTensors};
 use std::path::Path;
 use ulysses::data::GlobalBatch;
 
-/// Reads a batch; every error names the file.
+/// Reads a batch. Errors name the file.
 pub(super) fn read(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
     read_tensors(path, vocab_size).with_context(|| path.display().to_string())
 }
@@ -14,13 +14,13 @@ fn read_tensors(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
     let bytes = std::fs::read(path)?;
     let file = SafeTensors::deserialize(&bytes).context("not a safetensors file")?;
     let Ok(ids) = file.tensor("input_ids") else {
-        bail!("no tensor input_ids; the file has {}", listed(file.names()))
+        bail!("missing tensor input_ids; the file contains {}", listed(file.names()))
     };
     let [rows, seq_len] = *ids.shape() else {
         bail!("input_ids has shape {:?}, expected [batch, seq_len]", ids.shape())
     };
     if file.tensor("labels").is_ok() && file.tensor("shift_labels").is_err() {
-        tracing::warn!("{}: labels is not read; labels that are shifted go by shift_labels", path.display());
+        tracing::warn!("{}: `labels` is ignored; shifted labels are named `shift_labels`", path.display());
     }
     let shape = [rows, seq_len];
     let ids = optional(&file, "input_ids", shape, |value| u32::try_from(value).ok())?.unwrap_or_default();
@@ -31,7 +31,7 @@ fn read_tensors(path: &Path, vocab_size: usize) -> anyhow::Result<GlobalBatch> {
     Ok(batch)
 }
 
-/// The first names, in order.
+/// Lists the first names in alphabetical order.
 fn listed(mut names: Vec<&str>) -> String {
     const MAX_LISTED: usize = 8;
     names.sort_unstable();
@@ -44,7 +44,7 @@ fn listed(mut names: Vec<&str>) -> String {
     }
 }
 
-/// An integer tensor of the given shape, if the file has it.
+/// Reads an integer tensor of the given shape, if present.
 fn optional<T>(
     file: &SafeTensors<'_>,
     name: &str,
@@ -52,17 +52,24 @@ fn optional<T>(
     convert: impl Fn(i64) -> Option<T>,
 ) -> anyhow::Result<Option<Vec<T>>> {
     let Ok(tensor) = file.tensor(name) else { return Ok(None) };
-    ensure!(tensor.shape() == shape, "{name} has shape {:?}, input_ids has {shape:?}", tensor.shape());
+    ensure!(
+        tensor.shape() == shape,
+        "{name} has shape {:?}, expected {shape:?} as input_ids",
+        tensor.shape()
+    );
     let values: Vec<i64> = match tensor.dtype() {
         Dtype::I64 => decode(tensor.data(), i64::from_le_bytes),
         Dtype::I32 => decode(tensor.data(), |bytes| i32::from_le_bytes(bytes).into()),
         Dtype::U32 => decode(tensor.data(), |bytes| u32::from_le_bytes(bytes).into()),
-        other => bail!("{name} is {other:?}; integers are expected: I64, I32 or U32"),
+        other => bail!("{name} has dtype {other:?}, expected I64, I32 or U32"),
     };
     let converted = values.into_iter().enumerate().map(|(index, value)| {
-        let (row, position) = (index / shape[1], index % shape[1]);
+        let (sequence, position) = (index / shape[1], index % shape[1]);
         convert(value).with_context(|| {
-            format!("{name} is {value} at row {row}, position {position}; valid are 0 to {}", u32::MAX)
+            format!(
+                "{name} is {value} in sequence {sequence}, position {position}; expected 0 to {}",
+                u32::MAX
+            )
         })
     });
     converted.collect::<anyhow::Result<_>>().map(Some)

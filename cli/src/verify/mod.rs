@@ -1,4 +1,4 @@
-//! `ulysses verify`: one batch on a mesh, against a single rank or written to a file.
+//! `ulysses verify`: compares one batch on a mesh with a single rank, or writes its results to a file.
 
 mod batch;
 mod results;
@@ -19,20 +19,20 @@ use ulysses::model::Model;
 
 #[derive(clap::Args)]
 pub(super) struct VerifyArgs {
-    /// Directory with config.json and model.safetensors, or a preset.
+    /// Model directory (config.json, model.safetensors), or preset (nano, tiny, small, base).
     #[arg(long)]
     model: String,
-    /// Safetensors file: input_ids [b, s] i64, optional position_ids and shift_labels
-    /// (already shifted, -100 ignored).
+    /// Safetensors file with input_ids [batch, seq_len] i64, optional position_ids and shift_labels (already shifted,
+    /// -100 is ignored).
     #[arg(long)]
     batch: PathBuf,
-    /// Ranks: `DPxSP` or `dp=2,sp=2`.
+    /// Mesh: `DPxSP` or `dp=2,sp=2`.
     #[arg(long, allow_hyphen_values = true)]
     mesh: String,
-    /// What ZeRO partitions, 0 to 3; the config file's without it.
+    /// ZeRO stage (0 to 3) [default: the config's].
     #[arg(long, value_parser = clap::value_parser!(u64).range(0..=3))]
     zero_stage: Option<u64>,
-    /// Optimizer steps on the batch.
+    /// Number of optimizer steps on the batch.
     #[arg(long, default_value_t = 0)]
     steps: usize,
     /// DeepSpeed-style JSON config for the optimizer and clipping.
@@ -40,30 +40,31 @@ pub(super) struct VerifyArgs {
     config: Option<PathBuf>,
     #[command(flatten)]
     set: SetFlags,
-    /// Writes loss, logits, gradients and parameters to this safetensors file instead of
-    /// comparing them.
+    /// Write loss, logits, gradients and parameters to this safetensors file instead of comparing them.
     #[arg(long)]
     output: Option<PathBuf>,
-    /// Largest relative error that passes. The default is for f32 and for losses and gradients: 16 bits need about
-    /// 1e-2, and after steps of Adam, which divides gradients by their own size, parameters need more too.
+    /// Maximum relative error.
+    ///
+    /// The default suits losses and gradients in f32. 16-bit dtypes need about 1e-2. Parameters after Adam steps need more
+    /// too, because Adam divides gradients by their magnitude.
     #[arg(long, default_value_t = 2e-5, value_parser = parse_tolerance)]
     tolerance: f64,
-    /// Where the mesh's tensors are; the single rank that it is compared with is on the CPU.
+    /// Device of the mesh's tensors. The single rank always runs on the CPU.
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
     #[command(flatten)]
     backend: RanksArgs,
-    /// Prints the comparison as one JSON object.
+    /// Print the comparison as one JSON object.
     #[arg(long)]
     json: bool,
 }
 
 fn parse_tolerance(text: &str) -> Result<f64, String> {
     let tolerance = text.parse().ok().filter(|tolerance: &f64| tolerance.is_finite() && *tolerance >= 0.0);
-    tolerance.ok_or_else(|| "expected a number from 0, such as 2e-5".to_owned())
+    tolerance.ok_or_else(|| "expected a number of at least 0, such as 2e-5".to_owned())
 }
 
-/// A model and a batch, to be run on any mesh.
+/// A model and a batch to run on a mesh.
 struct Check {
     source: model::ModelSource,
     batch: GlobalBatch,
@@ -74,7 +75,7 @@ struct Check {
 pub(super) fn run(args: VerifyArgs) -> Result<(), Failure> {
     let (dp, sp) = dp_sp(&args.mesh)?;
     if let Some(path) = &args.output {
-        results::check_place(path).or_usage()?;
+        results::check_output(path).or_usage()?;
     }
     let mut ranks = args.backend.start()?;
     let check = Check::read(&args)?;
@@ -93,12 +94,12 @@ pub(super) fn run(args: VerifyArgs) -> Result<(), Failure> {
     print(if args.json { as_json(&errors, &args, worst) } else { as_text(&errors, &args, worst) })?;
     if let Some(report) = on_mesh.reports.iter().find(|report| report.overflow) {
         let (step, scale) = (report.step, report.loss_scale);
-        return Err(Failure::Run(anyhow::anyhow!("step {step} overflowed, with a loss scale of {scale}")));
+        return Err(Failure::Run(anyhow::anyhow!("step {step} overflowed at loss scale {scale}")));
     }
     if worst <= args.tolerance {
         return Ok(());
     }
-    let message = "the mesh changes the result: largest relative error";
+    let message = "the mesh changes the result: maximum relative error";
     Err(Failure::Run(anyhow::anyhow!("{message} {worst:.2e} > tolerance {:.2e}", args.tolerance)))
 }
 
@@ -114,7 +115,7 @@ impl Check {
         Ok(Self { source, batch, steps: args.steps, raw })
     }
 
-    /// The batch, padded to what dp divides, on a mesh of its own.
+    /// Runs the batch, padded to a multiple of dp, on a mesh.
     fn run(
         &self,
         ranks: &mut Ranks,
@@ -128,7 +129,7 @@ impl Check {
         batch.pad_rows(dp).or_usage()?;
         let config = self.config(dp, sp, stage, batch.batch())?;
         self.source.check_config(&config)?;
-        self.source.check_exchange(rows, seq_len, &config, sp)?;
+        self.source.check_exchange(rows, seq_len, &config)?;
         let world_size = mesh.world_size();
         let options = settings::launch_options(config.ulysses.threads_per_rank, ranks.local(world_size))?;
         ranks.run(world_size, &options, |rank| {
@@ -141,7 +142,7 @@ impl Check {
         })
     }
 
-    /// The file's optimizer, schedule and clipping; batch sizes and mesh are this run's.
+    /// Returns a config with the file's optimizer, schedule and clipping, and with this run's batch size and mesh.
     fn config(&self, dp: usize, sp: usize, stage: Option<u64>, rows: usize) -> Result<Config, Failure> {
         let overrides = Overrides { mesh: Some((dp, sp)), ..Overrides::default() };
         let mut config = self.raw.clone().for_batch(rows).resolve(&overrides).or_usage()?;
@@ -174,15 +175,17 @@ fn as_json(errors: &[(String, f64)], args: &VerifyArgs, worst: f64) -> String {
 
 fn as_text(errors: &[(String, f64)], args: &VerifyArgs, worst: f64) -> String {
     const LISTED: usize = 10;
-    let mut text =
-        format!("mesh {} against a single rank, error relative to each tensor's largest entry:\n", args.mesh);
+    let mut text = format!(
+        "mesh {} compared with a single rank; error relative to each tensor's largest entry\n",
+        args.mesh
+    );
     for (name, error) in errors.iter().take(LISTED) {
         let _ = writeln!(text, "  {error:.2e}  {name}");
     }
     if errors.len() > LISTED {
         let _ = writeln!(text, "  … and {} tensors with smaller errors", errors.len() - LISTED);
     }
-    let verdict = if worst <= args.tolerance { "within" } else { "PAST" };
-    let _ = writeln!(text, "largest {worst:.2e}, {verdict} the tolerance of {:.2e}", args.tolerance);
+    let verdict = if worst <= args.tolerance { "within" } else { "EXCEEDS" };
+    let _ = writeln!(text, "maximum {worst:.2e}, {verdict} tolerance {:.2e}", args.tolerance);
     text
 }

@@ -1,4 +1,4 @@
-//! What a run gave: written to a file, or compared with another run.
+//! The results of a run, written to a file or compared with another run.
 
 use anyhow::{Context, ensure};
 use candle_core::{Device, Tensor};
@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use ulysses::engine::BatchOutcome;
 
-/// Every result by its name in the output file; rows that were only padding are left out.
+/// Returns every result with its name in the output file, without padding sequences.
 pub(super) fn named(outcome: &BatchOutcome, rows: usize) -> anyhow::Result<Vec<(String, Tensor)>> {
     let loss = Tensor::from_slice(&[outcome.loss as f32], 1, &Device::Cpu)?;
     let mut all = vec![("loss".to_owned(), loss), ("logits".to_owned(), outcome.logits.narrow(0, 0, rows)?)];
@@ -19,16 +19,16 @@ pub(super) fn named(outcome: &BatchOutcome, rows: usize) -> anyhow::Result<Vec<(
     Ok(all)
 }
 
-/// Says before a long run whether its results will have a place.
-pub(super) fn check_place(path: &Path) -> anyhow::Result<()> {
-    ensure!(!path.is_dir(), "--output {}: this is a directory, a file is needed", path.display());
+/// Checks in advance that the output file can be created.
+pub(super) fn check_output(path: &Path) -> anyhow::Result<()> {
+    ensure!(!path.is_dir(), "--output {}: expected a file, found a directory", path.display());
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let exists = parent.is_none_or(Path::is_dir);
     ensure!(exists, "--output {}: its directory does not exist", path.display());
     Ok(())
 }
 
-/// Writes all results; returns how many tensors they are.
+/// Writes all results and returns the number of tensors.
 pub(super) fn write(outcome: &BatchOutcome, rows: usize, path: &Path) -> anyhow::Result<usize> {
     let tensors: HashMap<String, Tensor> = named(outcome, rows)?
         .into_iter()
@@ -39,19 +39,19 @@ pub(super) fn write(outcome: &BatchOutcome, rows: usize, path: &Path) -> anyhow:
     Ok(tensors.len())
 }
 
-/// The largest error of every tensor, relative to its largest entry, largest first.
+/// Returns the maximum error of every tensor, relative to its largest entry, in descending order.
 pub(super) fn compare(
     outcome: &BatchOutcome,
     expected: &BatchOutcome,
     rows: usize,
 ) -> anyhow::Result<Vec<(String, f64)>> {
     let (outcome, expected) = (named(outcome, rows)?, named(expected, rows)?);
-    ensure!(outcome.len() == expected.len(), "{} results against {}", outcome.len(), expected.len());
+    ensure!(outcome.len() == expected.len(), "{} results compared with {}", outcome.len(), expected.len());
     let mut errors = Vec::with_capacity(expected.len());
     for ((name, actual), (expected_name, expected)) in outcome.into_iter().zip(expected) {
         ensure!(
             name == expected_name && actual.dims() == expected.dims(),
-            "{name} {:?} against {expected_name} {:?}",
+            "{name} {:?} compared with {expected_name} {:?}",
             actual.dims(),
             expected.dims()
         );

@@ -1,10 +1,10 @@
-//! `ulysses bench`: what its reports hold. The figures are the machine's.
+//! `ulysses bench`: the content of its reports.
 
 use crate::support::cli::Workplace;
 use serde_json::Value;
 use std::fs;
 
-/// Measures once, and returns the report after a look at what all of them have.
+/// Measures once, checks the keys that all reports have, and returns the report.
 fn report(place: &Workplace, arguments: &[&str]) -> Value {
     let outcome = place.run(&[&["bench"], arguments, &["--repeats", "1", "--json"]].concat());
     let report: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
@@ -30,7 +30,7 @@ fn keys(report: &Value, key: &str) -> Vec<String> {
 }
 
 #[test]
-fn saves_stand_beside_copies_and_leave_nothing() {
+fn saves_are_compared_with_copies_and_leave_no_files() {
     let place = Workplace::new();
     fs::create_dir(place.path("disk")).unwrap();
     for mesh in ["1x1", "2x2"] {
@@ -47,7 +47,7 @@ fn saves_stand_beside_copies_and_leave_nothing() {
 }
 
 #[test]
-fn a_profile_of_this_machine_is_one_that_a_plan_takes() {
+fn a_measured_machine_profile_is_accepted_by_plan() {
     let place = Workplace::new();
     place.write_config("c.json", serde_json::json!({ "mesh_param": [1, 2], "ulysses": { "model": "nano" } }));
     let few = ["--model", "nano", "--tokens", "64", "--mib", "1", "--repeats", "1"];
@@ -61,7 +61,7 @@ fn a_profile_of_this_machine_is_one_that_a_plan_takes() {
     for part in ["products_seconds", "exchange_seconds", "update_seconds", "total_seconds"] {
         assert!(plan["step_time"][part].as_f64().is_some_and(|seconds| seconds > 0.0), "{part}: {plan}");
     }
-    // Alone a rank has nobody to exchange with, and what is not measured is asked for by name.
+    // A profile of one rank has no links; the error names the missing key.
     let alone = place.run(&[&["bench", "profile", "--ranks", "1"], &few[..]].concat());
     place.write("alone.json", &alone.assert_done().stdout);
     place.run(&["plan", "c.json", "--machine", "alone.json"]).assert_refused(2, &["links.inter_node"]);
@@ -70,7 +70,7 @@ fn a_profile_of_this_machine_is_one_that_a_plan_takes() {
 }
 
 #[test]
-fn exchanges_and_collectives_stand_beside_copies() {
+fn exchanges_and_collectives_are_compared_with_copies() {
     let place = Workplace::new();
     let exchange = report(&place, &["all-to-all", "--ranks", "3", "--mib", "1"]);
     assert_eq!(exchange["ranks"], 3);
@@ -78,7 +78,7 @@ fn exchanges_and_collectives_stand_beside_copies() {
     let collectives = report(&place, &["collectives", "--ranks", "3", "--mib", "1"]);
     let ops = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"];
     assert_eq!(keys(&collectives, "figures")[1..], ops);
-    // Bus bandwidth by algorithm bandwidth, as nccl-tests has it.
+    // The ratio of busbw to algbw in nccl-tests.
     for (op, factor) in ops.into_iter().zip([4.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 1.0]) {
         let figure = &collectives["figures"][op];
         let [bus, algorithm] = ["gb_per_s", "algbw_gb_per_s"].map(|key| figure[key].as_f64().unwrap());
@@ -87,7 +87,7 @@ fn exchanges_and_collectives_stand_beside_copies() {
 }
 
 #[test]
-fn products_attention_and_steps_stand_beside_a_square_product() {
+fn gemms_attention_and_steps_are_compared_with_a_square_gemm() {
     let place = Workplace::new();
     let gemm = report(&place, &["gemm", "--model", "nano", "--tokens", "64"]);
     assert_eq!(keys(&gemm, "ratios").len(), 6 * 3, "forward and both gradients of six shapes");
@@ -122,26 +122,32 @@ fn products_attention_and_steps_stand_beside_a_square_product() {
 #[test]
 fn the_table_has_the_figures_and_their_baseline() {
     let outcome = Workplace::new().run(&["bench", "all-to-all", "--mib", "1", "--repeats", "1"]);
-    for expected in ["GB/s", "copy", "seq_to_head", " of copy", "2 rank(s)"] {
+    for expected in ["GB/s", "copy", "seq_to_head", " × copy", "2 rank(s)"] {
         assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
     }
 }
 
 #[test]
-fn what_cannot_be_measured_is_refused() {
+fn invalid_benchmarks_are_refused() {
     let place = Workplace::new();
     let cases: [(&[&str], &str); 11] = [
         (&["all-to-all", "--ranks", "17"], "--ranks"),
         (&["all-to-all", "--ranks", "0"], "1..=16"),
         (&["collectives", "--ranks", "1"], "2..=64"),
         (&["gemm", "--model", "huge"], "nano, tiny"),
-        (&["gemm", "--tokens", "16777216"], "of memory, but the tensors to measure with take"),
+        (&["gemm", "--tokens", "16777216"], "but the benchmark's tensors take"),
         (&["train", "--mesh", "1x99"], "99"),
         (&["train", "--set", "sede=1"], "--set sede=1: unknown key `sede`, did you mean `seed`?"),
         (&["checkpoint", "--output", "nowhere"], "--output: cannot create nowhere/"),
         (&["attention", "--repeats", "0"], "--repeats"),
-        (&["max-seq-len", "c.json", "--gib-per-rank", "0"], "a number of GiB, such as 2 or 0.5"),
-        (&["max-seq-len", "c.json", "--memory-gib", "-1"], "a number of GiB, such as 2 or 0.5"),
+        (
+            &["max-seq-len", "c.json", "--gib-per-rank", "0"],
+            "expected a number of GiB of at least 0.03125, such as 2 or 0.5",
+        ),
+        (
+            &["max-seq-len", "c.json", "--memory-gib", "-1"],
+            "expected a number of GiB of at least 0.03125, such as 2 or 0.5",
+        ),
     ];
     for (arguments, expected) in cases {
         place.run(&[&["bench"], arguments].concat()).assert_refused(2, &[expected]);
@@ -150,7 +156,7 @@ fn what_cannot_be_measured_is_refused() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn the_longest_row_fits_and_a_little_more_does_not() {
+fn the_longest_sequence_fits_and_a_longer_one_does_not() {
     let place = Workplace::new();
     place.write("c.json", r#"{ "train_batch_size": 2 }"#);
     let limits = ["--gib-per-rank", "0.0625", "--from", "1024", "--resolution", "1024"];
@@ -168,7 +174,7 @@ fn the_longest_row_fits_and_a_little_more_does_not() {
     assert_eq!(report["max_seq_len"], longest);
     assert!(longest < too_long && too_long - longest <= 1024, "{report}");
     assert!(outcome.stderr.contains(&format!("{too_long} tokens do not fit")), "{outcome:?}");
-    // The plan is of what is in use; what is mapped is seen in passing, but never above the limit.
+    // The plan covers allocated memory; mapped memory never exceeds the limit.
     let bytes = |what: &str| report["memory"][what].as_u64().unwrap() as f64;
     assert!(bytes("at_start") > 0.0 && bytes("resident") > 0.0, "{report}");
     let limit = 2.0 * 0.0625 * f64::from(1 << 30);
@@ -180,7 +186,7 @@ fn the_longest_row_fits_and_a_little_more_does_not() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_step_that_fails_for_another_reason_is_no_answer_about_memory() {
+fn a_step_that_fails_for_another_reason_ends_the_search() {
     let place = Workplace::new();
     place.write(
         "c.json",
@@ -188,17 +194,17 @@ fn a_step_that_fails_for_another_reason_is_no_answer_about_memory() {
         "activation_checkpointing": { "cpu_checkpointing": true } }"#,
     );
     let search = ["bench", "max-seq-len", "c.json", "--from", "64", "--resolution", "64"];
-    // What is set is what the steps train by.
+    // --set applies to the steps too.
     let outcome = place.run(&[&search[..], &["--set", "ulysses.offload_path=nowhere"]].concat());
     outcome.assert_refused(2, &["a step on 64 tokens failed", "nowhere"]);
     place.write("c.json", r#"{ "train_batch_size": 1 }"#);
     let outcome = place.run(&[&search[..], &["--model", "base", "--gib-per-rank", "0.0625"]].concat());
-    outcome.assert_refused(1, &["0.0625 GiB per rank are too little for rows of 64 tokens"]);
+    outcome.assert_refused(1, &["0.0625 GiB per rank is too little for sequences of 64 tokens"]);
 }
 
 #[test]
 #[cfg(target_os = "linux")]
-fn the_longest_row_is_found_feature_by_feature() {
+fn the_longest_sequence_is_found_for_each_feature() {
     let place = Workplace::new();
     place.write(
         "c.json",

@@ -7,7 +7,7 @@ use crate::train::word_tokenizer;
 use serde_json::{Value, json};
 use std::fs;
 
-/// A run of two steps, saved after each, on two ranks.
+/// A run of two steps on two ranks, saved after each step.
 fn trained() -> Workplace {
     let place = Workplace::new();
     let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
@@ -21,16 +21,16 @@ fn trained() -> Workplace {
 }
 
 #[test]
-fn verify_inspect_and_diff_say_what_there_is() {
+fn verify_inspect_and_diff_describe_checkpoints() {
     let place = trained();
     let outcome = place.run(&["checkpoint", "verify", "out/step_00000001"]);
-    assert!(outcome.assert_done().stdout.contains("out/step_00000001: sound, 6 files"), "{outcome:?}");
+    assert!(outcome.assert_done().stdout.contains("out/step_00000001: valid, 6 files"), "{outcome:?}");
     let outcome = place.run(&["checkpoint", "inspect", "out"]);
     let expected = [
         "checkpoint  out/step_00000002",
         "mesh dp 2 × sp 1, ZeRO stage 3",
-        "2 (2 updates)",
-        "8 samples of 16 tokens, seed 1234",
+        "2 (2 optimizer updates)",
+        "8 sequences of 16 tokens consumed, seed 1234",
         "parameters, exp_avg, exp_avg_sq × 2 partition(s)",
         "model.embed_tokens.weight",
     ];
@@ -50,7 +50,7 @@ fn verify_inspect_and_diff_say_what_there_is() {
 }
 
 #[test]
-fn an_exported_model_trains_on_from_where_it_was() {
+fn an_exported_model_keeps_its_training() {
     let place = trained();
     let outcome = place.run(&["checkpoint", "export", "out", "--output", "hf"]);
     assert!(outcome.assert_done().stdout.contains("hf: 1 weight file(s)"), "{outcome:?}");
@@ -65,19 +65,19 @@ fn an_exported_model_trains_on_from_where_it_was() {
         )
         .assert_done();
     let (resumed, anew) = (place.losses("out/metrics.jsonl"), place.losses("anew/metrics.jsonl"));
-    // Other rows, so another loss; but that of a model that has trained.
+    // Other sequences give another loss, but that of a trained model.
     assert!((anew[0] - resumed[0]).abs() > 1e-3, "{resumed:?} {anew:?}");
     assert!((anew[0] - resumed[2]).abs() < (resumed[0] - resumed[2]).abs(), "{resumed:?} {anew:?}");
 }
 
 #[test]
-fn exports_are_cut_into_files_and_refused_with_a_reason() {
+fn exports_are_split_into_files_and_refused_with_a_reason() {
     let place = trained();
     let arguments = ["checkpoint", "export", "out", "--dtype", "bf16", "--max-file-mb", "1"];
     place.run(&[&arguments[..], &["--output", "small"]].concat()).assert_done();
     assert_eq!(place.read_json("small/config.json")["torch_dtype"], "bfloat16");
     let outcome = place.run(&[&arguments[..], &["--output", "small"]].concat());
-    outcome.assert_refused(2, &["--output small", "of this name already"]);
+    outcome.assert_refused(2, &["--output small", "exists already"]);
     let outcome = place.run(&["checkpoint", "export", "out", "--output", "other", "--tokenizer", "c.json"]);
     outcome.assert_refused(2, &["would have no tokenizer", "c.json"]);
     fs::remove_file(place.path("tok/tokenizer.json")).unwrap();
@@ -86,7 +86,7 @@ fn exports_are_cut_into_files_and_refused_with_a_reason() {
     assert!(!place.path("other").exists());
 }
 
-/// A run of a step from a model directory with fields that do not shape the model.
+/// A run of one step from a model directory whose config has fields that do not affect the shape.
 fn trained_from_a_model() -> Workplace {
     let place = Workplace::new();
     let weights = golden("tiny_strong", "model.safetensors");
@@ -110,21 +110,21 @@ fn export(place: &Workplace, output: &str, arguments: &[&str]) -> Outcome {
     place.run(&[&["checkpoint", "export", "out", "--output", output], arguments].concat())
 }
 
-/// The source's `config.json` as an export of f32 has it.
+/// The `config.json` that an f32 export of the source must have.
 fn kept_config(place: &Workplace) -> Value {
     let mut config = place.read_json("model/config.json");
     config["dtype"] = json!("float32");
-    // Its head has numbers of its own.
+    // The head is not tied.
     config["tie_word_embeddings"] = json!(false);
     config
 }
 
 #[test]
-fn an_export_keeps_every_field_of_the_model_that_the_run_started_from() {
+fn an_export_keeps_every_field_of_the_initial_model() {
     let place = trained_from_a_model();
     let kept = kept_config(&place);
     let generation = place.read_json("model/generation_config.json");
-    // The checkpoint itself has them.
+    // The fields come from the checkpoint itself.
     fs::remove_dir_all(place.path("model")).unwrap();
     export(&place, "hf", &["--dtype", "f32"]).assert_done();
     assert_eq!(place.read_json("hf/config.json"), kept);
@@ -155,7 +155,7 @@ fn parameters_beyond_the_range_of_fp16_are_not_exported_as_infinities() {
     assert!(!place.path("half").exists());
 }
 
-/// Makes of a checkpoint what earlier versions saved.
+/// Turns a checkpoint into one of an earlier version.
 fn forget_source(place: &Workplace) {
     let name = "out/step_00000001/manifest.json";
     let mut manifest = place.read_json(name);
@@ -168,19 +168,19 @@ fn forget_source(place: &Workplace) {
 }
 
 #[test]
-fn an_export_of_an_older_checkpoint_takes_the_fields_from_the_model_or_says_what_it_lacks() {
+fn an_export_of_an_old_checkpoint_takes_fields_from_the_model_or_lists_missing_ones() {
     let place = trained_from_a_model();
     forget_source(&place);
     let outcome = export(&place, "found", &["--dtype", "f32"]);
-    assert!(outcome.assert_done().stderr.contains("that of model is taken"), "{outcome:?}");
+    assert!(outcome.assert_done().stderr.contains("using that of model"), "{outcome:?}");
     assert_eq!(place.read_json("found/config.json"), kept_config(&place));
     assert!(place.path("found/generation_config.json").exists());
-    // Another model is there now.
+    // The directory now contains another model.
     let mut other = place.read_json("model/config.json");
     other["rms_norm_eps"] = json!(1e-6);
     place.write("model/config.json", other.to_string());
     let outcome = export(&place, "lacking", &[]);
-    for expected in ["model describes no such model now", "`eos_token_id`", "`max_position_embeddings` is 64"]
+    for expected in ["model now describes another model", "`eos_token_id`", "`max_position_embeddings` is 64"]
     {
         assert!(outcome.assert_done().stderr.contains(expected), "no {expected:?} in {outcome:?}");
     }

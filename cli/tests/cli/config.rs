@@ -4,7 +4,7 @@ use crate::support::cli::Workplace;
 use serde_json::json;
 
 #[test]
-fn resolve_completes_a_file_and_says_what_auto_became() {
+fn resolve_completes_a_file_and_shows_auto_values() {
     let place = Workplace::new();
     place.write(
         "c.json",
@@ -29,7 +29,7 @@ fn resolve_completes_a_file_and_says_what_auto_became() {
 }
 
 #[test]
-fn resolve_resolves_what_it_can_and_says_what_waits_for_a_flag() {
+fn resolve_lists_values_that_depend_on_a_missing_flag() {
     let place = Workplace::new();
     place.write(
         "c.json",
@@ -41,9 +41,9 @@ fn resolve_resolves_what_it_can_and_says_what_waits_for_a_flag() {
     assert_eq!(resolved["scheduler"]["params"]["total_num_steps"], json!("auto"));
     assert_eq!((&resolved["seed"], &resolved["zero_optimization"]["stage"]), (&json!(5), &json!(2)));
     for waiting in [
-        "open: `scheduler.params.total_num_steps` waits for --steps, or `ulysses.steps`",
-        "open: `data_parallel_size` waits for --mesh: the batch sizes need dp 2, such as 2x1",
-        "open: `ulysses.model` waits for --model",
+        "open: `scheduler.params.total_num_steps` depends on --steps, or `ulysses.steps`",
+        "open: `data_parallel_size` depends on --mesh: the batch sizes need dp 2, such as 2x1",
+        "open: `ulysses.model` depends on --model",
     ] {
         assert!(outcome.stderr.contains(waiting), "{}", outcome.stderr);
     }
@@ -55,7 +55,7 @@ fn resolve_resolves_what_it_can_and_says_what_waits_for_a_flag() {
 }
 
 #[test]
-fn what_a_set_gets_wrong_is_told_like_a_fault_of_the_file() {
+fn errors_in_set_are_reported_like_errors_in_the_file() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     for command in [&["train", "c.json"][..], &["plan", "c.json"], &["config", "resolve", "c.json"]] {
@@ -71,7 +71,7 @@ fn what_a_set_gets_wrong_is_told_like_a_fault_of_the_file() {
 }
 
 #[test]
-fn faults_are_shown_with_their_line() {
+fn errors_are_shown_with_their_line() {
     let place = Workplace::new();
     place.write("c.json", "{\n  \"gradient_cliping\": 1\n}");
     let outcome = place.run(&["config", "resolve", "c.json"]);
@@ -83,7 +83,7 @@ fn faults_are_shown_with_their_line() {
 }
 
 #[test]
-fn explain_shows_a_key_and_knows_what_was_meant() {
+fn explain_shows_a_key_and_suggests_similar_ones() {
     let place = Workplace::new();
     let outcome = place.run(&["config", "explain", "zero_optimization.contiguous_gradients"]);
     outcome.assert_done();

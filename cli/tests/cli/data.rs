@@ -7,7 +7,7 @@ use std::fs;
 use std::process::Stdio;
 
 #[test]
-fn prepared_tokens_train_as_their_text_does() {
+fn prepared_tokens_give_the_same_losses_as_text() {
     let place = Workplace::new();
     let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
     place.write("tok/tokenizer.json", word_tokenizer(vocab));
@@ -26,14 +26,14 @@ fn prepared_tokens_train_as_their_text_does() {
         place.losses(&format!("{output}/metrics.jsonl"))
     };
     assert_eq!(train("text.txt", "of_text"), train("text.tokens", "of_tokens"));
-    // Without its tokenizer the tokens mean nothing.
+    // Token ids are meaningless without their tokenizer.
     let outcome = place.run(&["train", "c.json", "--data", "text.tokens", "--output", "bytes"]);
     outcome.assert_refused(1, &["text.tokens: its tokens were made by another tokenizer (vocabulary of 5,"]);
     place.run(&prepare).assert_refused(2, &["text.tokens exists; it is not overwritten"]);
 }
 
 #[test]
-fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
+fn inspect_describes_a_token_file_and_refuses_a_damaged_one() {
     let place = Workplace::new();
     place.write("a.jsonl", "{\"prompt\":\"ab\",\"completion\":\"cde\"}\n{\"text\":\"xyz~\"}\n");
     place.run(&["data", "prepare", "a.jsonl", "--output", "a.tokens"]).assert_done();
@@ -41,10 +41,10 @@ fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
     let expected = [
         "format      ulysses .tokens, 16 bits per token",
         "tokens      9",
-        "documents   2, of 4 to 5 tokens",
+        "documents   2 of 4 to 5 tokens",
         "largest id  126",
-        "learnt      7 tokens (77.8 %)",
-        "tokenizer   bytes, vocabulary of 256",
+        "labels      7 tokens (77.8 %)",
+        "tokenizer   bytes, vocabulary size 256",
     ];
     for expected in expected {
         assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
@@ -54,14 +54,14 @@ fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
     assert!(outcome.assert_done().stdout.contains("nanoGPT .bin, 16 bits"), "{outcome:?}");
     place.write("n.bin", [1, 0, 2]);
     place.run(&["data", "inspect", "n.bin"]).assert_refused(1, &["n.bin: 3 bytes are no whole number"]);
-    place.run(&["data", "inspect", "a.jsonl"]).assert_refused(2, &["a.jsonl: no file of tokens"]);
+    place.run(&["data", "inspect", "a.jsonl"]).assert_refused(2, &["a.jsonl: not a token file"]);
     place.write("a.jsonl", "{\"text\":\"a\"}\n{]\n");
     let prepare = ["data", "prepare", "a.jsonl", "--output", "b.tokens"];
     place.run(&prepare).assert_refused(1, &["a.jsonl, line 2"]);
 }
 
 #[test]
-fn inspect_shows_conversations_with_what_is_learnt_of_them_and_a_run_says_its_share() {
+fn inspect_marks_labels_in_conversations_and_a_run_prints_their_share() {
     let place = Workplace::new();
     let vocab = json!({ "[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4 });
     place.write("tok/tokenizer.json", word_tokenizer(vocab));
@@ -79,9 +79,9 @@ fn inspect_shows_conversations_with_what_is_learnt_of_them_and_a_run_says_its_sh
         "documents   9",
         "tokens      45",
         "labels      27 tokens (60.0 %)",
-        "no labels   0 documents have no labels",
-        "rows        3 of 16 tokens, 6.25 % padding",
-        "longer      0 documents have more than 16 tokens",
+        "no labels   0 documents",
+        "sequences   3 of 16 tokens, 6.25 % padding",
+        "longer      0 documents of more than 16 tokens",
     ];
     for expected in expected {
         assert!(outcome.assert_done().stdout.contains(expected), "no {expected:?} in {outcome:?}");
@@ -97,7 +97,7 @@ fn inspect_shows_conversations_with_what_is_learnt_of_them_and_a_run_says_its_sh
 }
 
 #[test]
-fn a_killed_preparation_goes_on_when_it_is_repeated() {
+fn a_killed_preparation_continues_when_repeated() {
     let place = Workplace::new();
     let line = format!("{{\"text\":\"{}\"}}\n", "the quick brown fox ".repeat(50));
     place.write("big.jsonl", line.repeat(100_000));
@@ -116,10 +116,7 @@ fn a_killed_preparation_goes_on_when_it_is_repeated() {
     let tag = place.path("killed.tokens.partial/CACHEDIR.TAG");
     assert!(tag.exists(), "data read from the directory above leaves it out");
     let outcome = place.run(&prepare("killed.tokens"));
-    assert!(
-        outcome.assert_done().stderr.contains("went on where an earlier call had stopped"),
-        "{outcome:?}"
-    );
+    assert!(outcome.assert_done().stderr.contains("continued an interrupted call"), "{outcome:?}");
     let [whole, killed] = ["whole.tokens", "killed.tokens"].map(|name| fs::read(place.path(name)).unwrap());
     assert!(whole == killed);
 }

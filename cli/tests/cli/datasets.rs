@@ -1,10 +1,10 @@
-//! What users' data goes through: packing, mixtures, epochs, validation, rows that grow, `ulysses eval`.
+//! Datasets: packing, mixtures, epochs, validation, sequence length schedules, `ulysses eval`.
 
 use super::train::word_tokenizer;
 use crate::support::cli::Workplace;
 use serde_json::{Value, json};
 
-/// A place with 40 documents of different lengths, beside the one in `text.txt`.
+/// A workplace with 40 documents of different lengths, and `text.txt`.
 fn place() -> Workplace {
     let place = Workplace::new();
     for number in 0..40 {
@@ -15,12 +15,12 @@ fn place() -> Workplace {
     place
 }
 
-/// Bytes of these documents.
+/// Bytes of all documents.
 fn num_bytes(place: &Workplace) -> u64 {
     (0..40).map(|number| place.read(&format!("docs/{number:02}.txt")).len() as u64).sum()
 }
 
-/// Trains on the documents and gives its records: those of steps, and those of evaluations.
+/// Trains on the documents and returns the metrics of steps and of evaluations.
 fn train(place: &Workplace, changes: Value, arguments: &[&str]) -> (Vec<Value>, Vec<Value>) {
     place.write_config("c.json", json!({ "ulysses": { "data": "docs" } }));
     let mut config = place.read_json("c.json");
@@ -52,7 +52,7 @@ fn assert_close(found: &[f64], expected: &[f64], tolerance: f64, label: &str) {
 }
 
 #[test]
-fn held_out_loss_is_the_same_on_every_mesh_and_stands_in_the_metrics() {
+fn validation_loss_is_the_same_on_every_mesh_and_in_the_metrics() {
     let place = place();
     let validation = json!({ "validation": { "fraction": 0.2, "eval_interval": 2 }, "steps": 5 });
     let run = |mesh: &str| train(&place, validation.clone(), &["--mesh", mesh, "--output", mesh]);
@@ -72,7 +72,7 @@ fn held_out_loss_is_the_same_on_every_mesh_and_stands_in_the_metrics() {
 }
 
 #[test]
-fn validation_may_have_data_of_its_own_and_fewer_batches() {
+fn validation_may_use_separate_data_and_fewer_batches() {
     let place = place();
     let run = |output: &str, validation: Value| {
         train(&place, json!({ "validation": validation, "steps": 2 }), &["--output", output]).1
@@ -84,7 +84,7 @@ fn validation_may_have_data_of_its_own_and_fewer_batches() {
 }
 
 #[test]
-fn an_evaluation_changes_nothing_but_the_records() {
+fn an_evaluation_does_not_change_training() {
     let place = place();
     let exact = |changes: Value, output| {
         let (steps, _) = train(&place, changes, &["--mesh", "2x2", "--output", output]);
@@ -120,7 +120,7 @@ fn an_epoch_sees_every_token_once_on_every_mesh_and_after_a_resume() {
 }
 
 #[test]
-fn a_run_of_one_epoch_goes_on_for_another_and_loses_no_token() {
+fn a_finished_epoch_can_be_extended_by_another_without_losing_tokens() {
     let place = place();
     let (once, _) = train(&place, json!({ "epochs": 1 }), &["--output", "run"]);
     let manifest = place.read_json(&format!("run/step_{:08}/manifest.json", once.len()));
@@ -132,7 +132,7 @@ fn a_run_of_one_epoch_goes_on_for_another_and_loses_no_token() {
 }
 
 #[test]
-fn text_and_documents_are_found_by_the_names_that_the_config_gives() {
+fn text_field_and_end_of_document_come_from_the_config() {
     let place = place();
     place.write("a.jsonl", "{\"text\": 7, \"body\": \"abcd\"}\n");
     place.write("b.bin", [1_u16, 2, 9, 3, 4, 5, 9, 6, 7].map(u16::to_le_bytes).concat());
@@ -148,7 +148,7 @@ fn text_and_documents_are_found_by_the_names_that_the_config_gives() {
 }
 
 #[test]
-fn held_out_tokens_that_the_model_does_not_know_are_refused_before_training() {
+fn validation_tokens_outside_the_vocabulary_are_refused_before_training() {
     let place = place();
     place.write("big.bin", [1_u16, 9999, 2].map(u16::to_le_bytes).concat());
     let ulysses = json!({ "data": "docs", "validation": { "data": "big.bin" } });
@@ -173,7 +173,7 @@ fn packings_and_repeated_paths_train() {
     let all = num_bytes(&place) + 4500;
     assert_eq!([valid("greedy"), valid("cut"), valid("concat")], [all - 41, all - 41, all - 2]);
     let wrong = place.run(&["train", "c.json", "--packing", "tight"]);
-    wrong.assert_refused(2, &["--packing", "tight", "greedy, cut and concat are valid"]);
+    wrong.assert_refused(2, &["--packing", "tight", "expected greedy, cut or concat"]);
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn a_mixture_draws_by_weight_and_has_no_epochs() {
 }
 
 #[test]
-fn rows_grow_by_schedule_and_a_resume_in_any_phase_repeats_the_run() {
+fn sequence_length_schedules_can_be_resumed_in_any_phase() {
     let place = place();
     let grows = json!({ "seq_len_schedule": [[4, 128], [7, 96]], "steps": 10 });
     let exact = |records: &[Value]| {
@@ -211,7 +211,7 @@ fn rows_grow_by_schedule_and_a_resume_in_any_phase_repeats_the_run() {
         let (rest, _) = train(&place, grows.clone(), &["--mesh", "2x2", "--output", &output, &from]);
         assert_eq!(exact(&rest), whole[step..], "from step {step}");
     }
-    // A run of one length goes on with another.
+    // A run resumes with another sequence length.
     train(&place, json!({ "steps": 4 }), &["--mesh", "2x2", "--output", "short"]);
     let arguments = ["--mesh", "2x2", "--output", "short", "--resume"];
     let (longer, _) = train(&place, grows, &arguments);
@@ -229,7 +229,7 @@ fn a_resume_on_other_data_or_packing_is_refused() {
     let other = |arguments: &[&str]| {
         place.run(&[&["train", "c.json", "--steps", "4", "--resume"], arguments].concat())
     };
-    // As many rows, and other documents in them.
+    // The same number of sequences, with other documents.
     let hash = ["the hash of data, packing and weights", "ulysses.seq_len_schedule"];
     other(&["--packing", "concat"]).assert_refused(2, &hash);
     let changed = place.read("docs/07.txt").replace("alpha", "omega");
@@ -239,7 +239,7 @@ fn a_resume_on_other_data_or_packing_is_refused() {
 }
 
 #[test]
-fn eval_says_the_same_on_every_mesh_and_of_every_batch() {
+fn eval_gives_the_same_loss_on_every_mesh_and_batch_size() {
     let place = place();
     let eval = |arguments: &[&str]| -> Value {
         let common = ["eval", "nano", "--data", "docs", "--seq-len", "64", "--json"];
@@ -270,7 +270,7 @@ fn eval_says_the_same_on_every_mesh_and_of_every_batch() {
 }
 
 #[test]
-fn bits_per_byte_are_those_of_the_text_whatever_the_tokens() {
+fn bits_per_byte_do_not_depend_on_the_tokenizer() {
     let place = place();
     let vocab = json!({ "[UNK]": 0, "alpha": 1, "beta": 2, "gamma": 3, "delta": 4 });
     place.write("tokenizer.json", word_tokenizer(vocab));
@@ -294,7 +294,7 @@ fn bits_per_byte_are_those_of_the_text_whatever_the_tokens() {
 }
 
 #[test]
-fn eval_refuses_what_it_cannot_do() {
+fn eval_refuses_invalid_arguments() {
     let place = place();
     let eval = |arguments: &[&str]| place.run(&[&["eval", "nano"], arguments].concat());
     eval(&[]).assert_refused(2, &["--data"]);
@@ -308,7 +308,7 @@ fn eval_refuses_what_it_cannot_do() {
 }
 
 #[test]
-fn the_data_is_waited_for_and_padded_as_the_summary_says() {
+fn the_summary_shows_data_wait_and_padding() {
     let place = place();
     place.write_config("c.json", json!({ "ulysses": { "data": "docs" } }));
     let outcome = place.run(&["train", "c.json", "--verbose"]);
@@ -316,7 +316,7 @@ fn the_data_is_waited_for_and_padded_as_the_summary_says() {
         outcome.assert_done().stdout.lines().find(|line| line.starts_with("data ")).unwrap().to_owned();
     assert!(line.contains("% of the time") && line.ends_with("% of the tokens are padding"), "{line}");
     assert!(
-        outcome.stderr.contains("rows of 64 tokens, ") && outcome.stderr.contains(" % padding"),
+        outcome.stderr.contains("sequences of 64 tokens, ") && outcome.stderr.contains(" % padding"),
         "{outcome:?}"
     );
     let mut without_labels = 0;

@@ -1,4 +1,4 @@
-//! Full disks, and links, pipes and devices in place of files.
+//! Full disks, and links, pipes and devices instead of files.
 
 use crate::resume::{train, workplace, write_config};
 use crate::support::cli::{Outcome, Workplace};
@@ -9,12 +9,12 @@ use std::path::Path;
 use std::process::Command;
 use ulysses::checkpoint::{step_name, steps};
 
-/// Runs where no file may grow beyond about 50 KB: no shard fits, metrics do.
+/// Runs with a file size limit of about 50 KB: metrics fit, shards do not.
 fn run_in_little_space(place: &Workplace, arguments: &[&str]) -> Outcome {
     run_in_blocks(place, 100, arguments)
 }
 
-/// Runs where no file may have more than so many blocks of 512 bytes.
+/// Runs with a file size limit in blocks of 512 bytes.
 fn run_in_blocks(place: &Workplace, blocks: usize, arguments: &[&str]) -> Outcome {
     let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
     let output = Command::new("sh")
@@ -28,7 +28,7 @@ fn run_in_blocks(place: &Workplace, blocks: usize, arguments: &[&str]) -> Outcom
 }
 
 #[test]
-fn a_save_that_fails_in_the_background_keeps_no_later_one_from_being_tried() {
+fn a_failed_background_save_does_not_prevent_later_saves() {
     let place = Workplace::new();
     let checkpoint = json!({ "interval": 1, "async": true, "on_error": "continue" });
     write_config(&place, "c.json", json!({ "checkpoint": checkpoint }));
@@ -41,14 +41,14 @@ fn a_save_that_fails_in_the_background_keeps_no_later_one_from_being_tried() {
 }
 
 #[test]
-fn metrics_that_find_no_room_end_no_run_that_goes_on_without_checkpoints() {
+fn a_full_disk_for_metrics_does_not_end_a_run_without_checkpoints() {
     for background in [false, true] {
         let place = Workplace::new();
         let checkpoint = json!({ "interval": 10, "async": background, "on_error": "continue" });
         let monitors = json!({ "enabled": true, "job_name": "m" });
         write_config(&place, "c.json", json!({ "checkpoint": checkpoint, "tensorboard": monitors }));
         let outcome = run_in_blocks(&place, 32, &["train", "c.json", "--steps", "60"]);
-        // What ends the run is that its last checkpoint is missing.
+        // The run ends because its last checkpoint is missing.
         outcome.assert_refused(1, &["error: rank 0 failed: checkpoint of step 60 was not saved"]);
         for expected in
             ["checkpoint of step 50 was not saved", "the metrics wait in memory until there is room"]
@@ -68,14 +68,14 @@ fn metrics_that_find_no_room_end_no_run_that_goes_on_without_checkpoints() {
     outcome.assert_refused(1, &["error: rank 0 failed: cannot write metrics/metrics.jsonl"]);
 }
 
-/// Puts a named pipe in the place of a file.
+/// Replaces a file by a named pipe.
 fn make_pipe(path: &Path) {
     fs::remove_file(path).unwrap();
     assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
 #[test]
-fn pipes_and_devices_in_a_checkpoint_neither_hang_nor_fill_the_memory() {
+fn pipes_and_devices_in_a_checkpoint_are_refused() {
     let place = workplace();
     train(&place, &["--steps", "10"]).assert_done();
     let shard = "exp_avg.00000-of-00001.safetensors";
@@ -126,7 +126,7 @@ fn links_in_the_output_directory_are_not_written_through() {
 }
 
 #[test]
-fn a_renamed_checkpoint_is_as_old_as_its_manifest_states() {
+fn the_age_of_a_renamed_checkpoint_comes_from_its_manifest() {
     let place = workplace();
     train(&place, &["--steps", "10"]).assert_done();
     fs::rename(place.path("out/step_00000005"), place.path("out/step_00000099")).unwrap();
@@ -142,12 +142,12 @@ fn a_renamed_checkpoint_is_as_old_as_its_manifest_states() {
     let expected =
         "resumed from out/step_00000099\nits directory was renamed: by its manifest it is of step 5";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
-    // A name between the two that are kept takes the place of neither.
+    // A directory name between the two kept checkpoints replaces neither.
     fs::rename(name(99), name(9)).unwrap();
     write_config(&place, "c.json", json!({ "checkpoint": { "interval": 5, "keep_last": 2 } }));
     train(&place, &["--steps", "10", "--resume"]).assert_done();
     assert_eq!(steps(&place.path("out")).unwrap(), [10, 9, 8]);
-    // Nor is it lost where the run saves a step of its name.
+    // Nor does it get lost when the run saves a step of the same name.
     fs::rename(name(9), name(15)).unwrap();
     train(&place, &["--steps", "15", "--resume"]).assert_done();
     assert_eq!(steps(&place.path("out")).unwrap(), [15, 10]);
@@ -156,7 +156,7 @@ fn a_renamed_checkpoint_is_as_old_as_its_manifest_states() {
 }
 
 #[test]
-fn a_full_disk_stops_the_run_or_lets_it_go_on_as_configured() {
+fn a_full_disk_stops_the_run_or_not_as_configured() {
     let place = workplace();
     place.run(&["train", "c.json", "--steps", "5"]).assert_done();
     let resume = ["train", "c.json", "--steps", "12", "--resume"];
@@ -171,7 +171,7 @@ fn a_full_disk_stops_the_run_or_lets_it_go_on_as_configured() {
     place.run(&["checkpoint", "verify", "out/step_00000005"]).assert_done();
     write_config(&place, "c.json", json!({ "checkpoint": { "interval": 5, "on_error": "continue" } }));
     let outcome = run_in_little_space(&place, &resume);
-    // Step 10 may fail; a run whose last step is not saved has failed.
+    // Step 10 may fail, but a run fails if its last step is not saved.
     assert!(
         outcome.stderr.contains("step 10 was not saved") && outcome.stderr.contains("goes on"),
         "{outcome:?}"

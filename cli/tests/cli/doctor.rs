@@ -4,7 +4,7 @@ use crate::support::cli::Workplace;
 use serde_json::Value;
 
 #[test]
-fn a_sound_machine_gets_a_verdict_and_every_collective_a_rate() {
+fn a_working_machine_passes_and_every_collective_has_a_rate() {
     let place = Workplace::new();
     let outcome = place.run(&["doctor", "--ranks", "3", "--mib", "1", "--json"]);
     let report: Value = serde_json::from_str(&outcome.assert_done().stdout).unwrap();
@@ -20,7 +20,7 @@ fn a_sound_machine_gets_a_verdict_and_every_collective_a_rate() {
         assert!(finding["value"].as_f64().is_some_and(|rate| rate > 0.0), "{finding}");
     }
     for name in ["Ulysses exchange", "send, recv", "split", "barrier"] {
-        assert_eq!(find("collectives", name)["text"], "right");
+        assert_eq!(find("collectives", name)["text"], "correct");
     }
     for (section, name) in [
         ("processor", "threads"),
@@ -37,35 +37,35 @@ fn a_sound_machine_gets_a_verdict_and_every_collective_a_rate() {
 }
 
 #[test]
-fn bf16_products_are_what_the_environment_says_or_it_is_refused() {
+fn the_environment_selects_bf16_gemm_or_is_refused() {
     let place = Workplace::new();
     let run = |variable: &str, value: &str| {
         let arguments = ["doctor", "--ranks", "2", "--mib", "1"];
         place.run_with(&arguments, &[(variable, value)])
     };
     let old_name = run("ULYSSES_BF16_PRODUCTS", "f32");
-    assert!(old_name.assert_done().stdout.contains("none: multiplied in f32"), "{old_name:?}");
+    assert!(old_name.assert_done().stdout.contains("none (computed in f32)"), "{old_name:?}");
     let run = |value: &str| run("ULYSSES_BF16_GEMM", value);
     let in_f32 = run("f32");
-    assert!(in_f32.assert_done().stdout.contains("none: multiplied in f32"), "{in_f32:?}");
+    assert!(in_f32.assert_done().stdout.contains("none (computed in f32)"), "{in_f32:?}");
     run("auto").assert_done();
     run("half").assert_refused(2, &["ULYSSES_BF16_GEMM is `half`, expected `f32` or `auto`"]);
 }
 
 #[test]
-fn people_get_a_table_whose_last_line_is_the_verdict() {
+fn the_last_line_of_the_table_is_the_verdict() {
     let outcome = Workplace::new().run(&["doctor", "--ranks", "2", "--mib", "1"]);
     let lines: Vec<&str> = outcome.assert_done().stdout.lines().collect();
     assert!(lines.last().unwrap().starts_with("this machine can train"), "{lines:?}");
-    for section in ["processor", "memory", "MPI", "GPU", "rates", "disk", "collectives"] {
+    for section in ["CPU", "memory", "MPI", "GPU", "rates", "disk", "collectives"] {
         assert!(lines.contains(&section), "{section} in {lines:?}");
     }
 }
 
 #[test]
-fn a_disk_that_cannot_be_written_to_fails_the_machine_after_all_else_was_looked_at() {
+fn an_unwritable_disk_fails_after_all_other_checks() {
     let outcome = Workplace::new().run(&["doctor", "--dir", "nowhere", "--ranks", "2", "--mib", "1"]);
-    outcome.assert_refused(1, &["this machine cannot train as it is: disk write to nowhere"]);
+    outcome.assert_refused(1, &["this machine cannot train, failed checks: disk write to nowhere"]);
     assert!(outcome.stdout.contains("✗ write to nowhere"), "{outcome:?}");
-    assert!(outcome.stdout.contains("all_reduce           right"), "{outcome:?}");
+    assert!(outcome.stdout.contains("all_reduce           correct"), "{outcome:?}");
 }

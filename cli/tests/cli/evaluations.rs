@@ -1,11 +1,11 @@
-//! The best checkpoint, early stopping, and which checkpoints stay.
+//! The best checkpoint, early stopping, and checkpoint retention.
 
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::{Value, json};
 use ulysses::checkpoint::steps;
 
-/// A workplace whose `c.json` evaluates every two steps, with these keys of `validation` and `checkpoint`. The rate
-/// grows until the loss does.
+/// A workplace whose `c.json` evaluates every two steps, with these keys of `validation` and `checkpoint`. The learning
+/// rate grows until the loss does too.
 fn workplace(mesh: [usize; 2], validation: Value, checkpoint: Value) -> Workplace {
     let place = Workplace::new();
     write_config(&place, mesh, validation, checkpoint);
@@ -34,7 +34,7 @@ fn train(place: &Workplace, arguments: &[&str]) -> Outcome {
     place.run(&[&["train", "c.json"], arguments].concat())
 }
 
-/// Steps and losses of the evaluations.
+/// Returns steps and losses of the evaluations.
 fn evaluations(place: &Workplace, name: &str) -> Vec<(u64, f64)> {
     let metrics = place.metrics(name);
     let evaluation = |line: &Value| Some((line["step"].as_u64()?, line.get("eval_loss")?.as_f64()?));
@@ -46,7 +46,7 @@ fn lowest(evaluations: &[(u64, f64)]) -> (u64, f64) {
 }
 
 #[test]
-fn the_best_checkpoint_stays_and_is_known_on_another_mesh() {
+fn the_best_checkpoint_is_kept_and_found_on_another_mesh() {
     let checkpoint = json!({ "interval": 3, "keep_last": 1, "keep_best": true });
     let place = workplace([2, 1], json!({}), checkpoint.clone());
     let outcome = train(&place, &["--steps", "8"]);
@@ -56,12 +56,12 @@ fn the_best_checkpoint_stays_and_is_known_on_another_mesh() {
     let (best, loss) = lowest(&evaluations(&place, "out/metrics.jsonl"));
     assert!(best < 8, "the loss must grow in the end: {:?}", evaluations(&place, "out/metrics.jsonl"));
     let name = format!("step_{best:08}");
-    let expected = format!("lowest loss {loss:.4} at step {best}; out/{name} is the best checkpoint");
+    let expected = format!("best loss {loss:.4} at step {best}; best checkpoint out/{name}");
     assert!(outcome.stdout.contains(&expected), "no {expected:?} in {outcome:?}");
     assert_eq!(place.read("out/best"), format!("{name}\n"));
     assert_eq!(steps(&place.path("out")).unwrap(), [8, best]);
     assert_eq!(place.read_json("out/run.json")["best_evaluation"]["step"], best);
-    // What comes after is worse, on another mesh too.
+    // Later losses are worse, on another mesh too.
     write_config(&place, [1, 2], json!({}), checkpoint);
     let outcome = train(&place, &["--steps", "12", "--resume"]);
     assert!(outcome.assert_done().stdout.contains(&expected), "no {expected:?} in {outcome:?}");
@@ -73,14 +73,14 @@ fn the_best_checkpoint_stays_and_is_known_on_another_mesh() {
     place.run(&["eval", "hf", "--data", "text.txt", "--seq-len", "64"]).assert_done();
     let eval = place.run(&["eval", "out/best", "--data", "text.txt"]);
     eval.assert_refused(2, &["`ulysses checkpoint export out/best --output DIR`"]);
-    // Elsewhere there is no best checkpoint yet: the next evaluation makes one.
+    // Another directory has no best checkpoint until the next evaluation.
     let outcome = train(&place, &["--steps", "14", "--resume=out", "--output", "other"]);
     outcome.assert_done();
     assert_eq!(place.read("other/best"), "step_00000014\n");
 }
 
 #[test]
-fn a_run_stops_early_where_an_uninterrupted_one_does() {
+fn a_resumed_run_stops_early_at_the_same_step() {
     let validation = json!({ "early_stopping_patience": 2, "early_stopping_threshold": 100.0 });
     let place = workplace([2, 1], validation.clone(), json!({}));
     let outcome = train(&place, &["--steps", "20", "--output", "whole"]);
@@ -93,14 +93,14 @@ fn a_run_stops_early_where_an_uninterrupted_one_does() {
     let outcome = train(&place, &["--steps", "20", "--resume"]);
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
     let outcome = train(&place, &["--steps", "20", "--resume"]);
-    let expected = "nothing to do: step 6 of 20 is done, and the run stopped early: the last 2 evaluation(s)";
+    let expected = "nothing to do: step 6 of 20 is complete; the run stopped early: the last 2 evaluation(s)";
     assert!(outcome.assert_done().stdout.contains(expected), "{outcome:?}");
     write_config(&place, [1, 1], json!({ "early_stopping_patience": 3 }), json!({}));
     train(&place, &["--steps", "7", "--resume"]).assert_done();
 }
 
 #[test]
-fn the_model_is_evaluated_before_the_first_step_if_asked_for() {
+fn the_model_is_evaluated_before_the_first_step_if_configured() {
     let place = workplace([1, 2], json!({ "eval_on_start": true }), json!({}));
     let outcome = train(&place, &["--steps", "3"]);
     assert!(outcome.assert_done().stderr.contains("step 0/3  held out: loss"), "{outcome:?}");
@@ -112,7 +112,7 @@ fn the_model_is_evaluated_before_the_first_step_if_asked_for() {
 }
 
 #[test]
-fn ten_checkpoints_stay_without_a_number_and_all_of_them_with_0() {
+fn ten_checkpoints_are_kept_by_default_and_all_with_0() {
     for (keep, expected) in [(json!({}), 10), (json!({ "keep_last": 0 }), 12)] {
         let mut checkpoint = keep;
         checkpoint["interval"] = json!(1);

@@ -1,4 +1,4 @@
-//! `ulysses launch`, with shells as ranks; `cli/tests/mpi` launches real ones.
+//! `ulysses launch` with shells as ranks; `cli/tests/mpi` launches real ranks.
 
 use crate::support::cli::{NO_THREADS, Outcome, Workplace};
 use serde_json::json;
@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Ranks that are shells, each with this script.
+/// Launches shells as ranks, each with this script.
 fn launch(place: &Workplace, flags: &[&str], script: &str) -> Outcome {
     place.run(&[&["launch", "--program", "sh"], flags, &["--", "-c", script]].concat())
 }
@@ -18,7 +18,7 @@ fn sorted(lines: &str) -> Vec<&str> {
 }
 
 #[test]
-fn every_rank_knows_its_place_and_its_lines_say_whose_they_are() {
+fn every_rank_gets_its_environment_and_a_prefix_on_its_lines() {
     let script =
         "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE at $MASTER_ADDR; echo to be read >&2";
     let outcome = launch(&Workplace::new(), &["--nproc", "3"], script);
@@ -28,7 +28,7 @@ fn every_rank_knows_its_place_and_its_lines_say_whose_they_are() {
 }
 
 #[test]
-fn the_ranks_share_ports_that_are_free() {
+fn the_ranks_share_free_ports() {
     let script = "test $MASTER_PORT != $ULYSSES_MASTER_PORT && echo $MASTER_PORT $ULYSSES_MASTER_PORT";
     let outcome = launch(&Workplace::new(), &["--nproc", "2"], script);
     let ports: Vec<&str> =
@@ -40,26 +40,26 @@ fn the_ranks_share_ports_that_are_free() {
 fn a_rank_that_fails_is_named_and_the_others_are_stopped() {
     let script = "if [ $RANK = 1 ]; then echo out of luck >&2; exit 3; fi; sleep 1000";
     let outcome = launch(&Workplace::new(), &["--nproc", "3"], script);
-    let named = "rank 1 ended with exit code 3; its last line: out of luck";
-    outcome.assert_refused(1, &[&format!("error: {named}"), "stopping the 2 other(s)"]);
+    let named = "rank 1 ended with exit code 3; last line: out of luck";
+    outcome.assert_refused(1, &[&format!("error: {named}"), "stopping 2 other process(es)"]);
 }
 
 #[test]
-fn a_rank_that_a_signal_kills_is_named_with_it() {
+fn a_rank_killed_by_a_signal_is_named_with_the_signal() {
     let outcome = launch(&Workplace::new(), &["--nproc", "2"], "[ $RANK = 1 ] || kill -9 $$; sleep 1000");
     outcome.assert_refused(1, &["rank 0 was killed by signal 9 (SIGKILL)"]);
 }
 
 #[test]
-fn ranks_that_do_not_end_when_asked_are_killed() {
+fn ranks_that_ignore_sigterm_are_killed() {
     let script = "[ $RANK = 1 ] && exit 3; trap '' TERM; while :; do sleep 1; done";
     let outcome = launch(&Workplace::new(), &["--nproc", "2", "--grace", "1"], script);
     outcome.assert_refused(1, &["rank 1 ended with exit code 3"]);
 }
 
 #[test]
-fn all_ranks_start_anew_as_often_as_allowed() {
-    // Rank 0 fails when rank 1 has begun, which would be ended otherwise before it could say so.
+fn all_ranks_are_restarted_as_often_as_allowed() {
+    // Rank 0 fails only after rank 1 has started; otherwise rank 1 would be stopped before it prints.
     let script = "echo $RANK >> tries-$RANK; [ $RANK = 1 ] && exit; \
                   for i in $(seq 3000); do [ $(cat tries-1 | wc -l) -ge $(wc -l < tries-0) ] && break; sleep 0.01; done; \
                   [ $(wc -l < tries-0) -ge 3 ]";
@@ -75,7 +75,7 @@ fn all_ranks_start_anew_as_often_as_allowed() {
 }
 
 #[test]
-fn bad_arguments_are_not_tried_again() {
+fn bad_arguments_are_not_restarted() {
     let place = Workplace::new();
     let outcome = launch(&place, &["--nproc", "1", "--max-restarts", "5"], "echo x >> tries; exit 2");
     outcome.assert_refused(2, &["rank 0 ended with exit code 2"]);
@@ -84,7 +84,7 @@ fn bad_arguments_are_not_tried_again() {
 
 #[test]
 fn signals_reach_every_rank_and_end_the_job_with_their_exit_code() {
-    // To the launcher alone, or to its process group, as Ctrl-C in a terminal: either way the ranks hear of it once.
+    // Signals to the launcher, or to its process group as on Ctrl-C, reach each rank once.
     for (signal, code, trap, group) in [
         ("TERM", 75, "exit 75", ""),
         ("USR1", 75, "exit 75", ""),
@@ -113,15 +113,15 @@ fn signals_reach_every_rank_and_end_the_job_with_their_exit_code() {
 }
 
 #[test]
-fn what_cannot_be_launched_is_refused_before_anything_starts() {
+fn invalid_launches_are_refused_before_anything_starts() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     let launch = |words: &[&str]| place.run(&[&["launch", "--nproc", "2"], words].concat());
     launch(&["--", "train", "c.json", "--speed", "11"]).assert_refused(2, &["after `--`", "--speed"]);
     launch(&["--", "train", "nowhere.json"]).assert_refused(2, &["nowhere.json"]);
-    launch(&["--", "launch", "--nproc", "2", "--", "mesh"]).assert_refused(2, &["`launch` does not start"]);
+    launch(&["--", "launch", "--nproc", "2", "--", "mesh"]).assert_refused(2, &["`launch` cannot start"]);
     let threads = launch(&["--", "train", "c.json", "--backend", "thread"]);
-    threads.assert_refused(2, &["threads are ranks of one process", "without `launch`"]);
+    threads.assert_refused(2, &["runs all ranks in one process", "without `launch`"]);
     let restarts = launch(&["--max-restarts", "1", "--", "train", "c.json", "--backend", "mpi"]);
     restarts.assert_refused(2, &["--max-restarts", "`checkpoint`"]);
     #[cfg(not(any(feature = "mpi", feature = "nccl")))]
@@ -133,7 +133,7 @@ fn what_cannot_be_launched_is_refused_before_anything_starts() {
     assert!(!place.path("out").exists());
 }
 
-/// Whether a process runs; one that has ended and that nobody has taken note of does not.
+/// Whether a process runs; a zombie does not.
 #[cfg(target_os = "linux")]
 fn runs(process: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.trim())).unwrap_or_default();
@@ -151,9 +151,9 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn nothing_is_left_of_a_job_whose_launcher_is_killed() {
+fn a_killed_launcher_leaves_no_processes() {
     let place = Workplace::new();
-    // A child that the rank waits for, and one that it does not, in a group of its own.
+    // A child that the rank waits for, and a background child in its own process group.
     let script = "sh -c 'echo $$ > child-'$RANK'; exec sleep 1000' & setsid sleep 1000 & echo $! > apart-$RANK; \
                   echo $$ > rank-$RANK; touch ready-$RANK; wait";
     let arguments = ["launch", "--nproc", "2", "--grace", "1", "--program", "sh", "--", "-c", script];
@@ -171,7 +171,7 @@ fn nothing_is_left_of_a_job_whose_launcher_is_killed() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn what_a_failed_job_leaves_running_is_killed() {
+fn background_processes_of_a_failed_job_are_killed() {
     let place = Workplace::new();
     let script = "sleep 1000 & echo $! > child; exit 3";
     let outcome = place.run(&["launch", "--nproc", "1", "--program", "sh", "--", "-c", script]);
@@ -179,7 +179,7 @@ fn what_a_failed_job_leaves_running_is_killed() {
     wait_until("a process is left", || !runs(&place.read("child")));
 }
 
-/// An `mpirun` whose rank is killed, and that waits for something that does not come.
+/// An `mpirun` that hangs after its rank is killed.
 #[cfg(target_os = "linux")]
 #[test]
 fn an_mpirun_that_outlives_its_ranks_is_killed() {
@@ -194,12 +194,13 @@ fn an_mpirun_that_outlives_its_ranks_is_killed() {
     let arguments =
         ["launch", "--nproc", "2", "--grace", "1", "--", "bench", "collectives", "--backend", "mpi"];
     let outcome = place.run_with(&arguments, &[("PATH", &path)]);
-    let expected = ["mpirun has not ended 1 s after its ranks; killing it", "mpirun was killed by signal 9"];
+    let expected =
+        ["killing mpirun, which still runs 1 s after its ranks ended", "mpirun was killed by signal 9"];
     outcome.assert_refused(1, &expected);
 }
 
 #[test]
-fn every_start_of_a_job_has_a_secret_of_its_own() {
+fn every_start_of_a_job_has_its_own_secret() {
     let place = Workplace::new();
     let secret = || {
         let outcome = launch(&place, &["--nproc", "2"], "echo $ULYSSES_JOB_SECRET");
@@ -214,11 +215,11 @@ fn every_start_of_a_job_has_a_secret_of_its_own() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_launcher_that_gets_no_threads_says_so_and_leaves_nothing() {
+fn a_launcher_without_threads_fails_and_leaves_no_processes() {
     let place = Workplace::new();
     let arguments =
         ["launch", "--nproc", "1", "--program", "sh", "--", "-c", "echo $$ > rank; exec sleep 1000"];
     let outcome = place.run_with(&arguments, &[NO_THREADS]);
-    outcome.assert_refused(1, &["cannot start a thread that reads what a process says"]);
+    outcome.assert_refused(1, &["cannot start a thread to read the output of a process"]);
     assert!(!place.path("rank").exists() || !runs(&place.read("rank")));
 }

@@ -1,10 +1,10 @@
-//! Limits of the system: memory, threads, the size of files. A command that meets a limit says so and ends with
+//! System limits: memory, threads, file size. A command that hits a limit names it and ends with
 //! exit code 1.
 
 use crate::support::cli::{NO_THREADS, Outcome, Workplace};
 use serde_json::json;
 
-/// Runs the binary within a limit of the shell's `ulimit`.
+/// Runs the binary under a `ulimit`.
 fn run_within(place: &Workplace, limit: &str, arguments: &[&str]) -> Outcome {
     let mut command = std::process::Command::new("sh");
     let program = env!("CARGO_BIN_EXE_ulysses");
@@ -13,7 +13,7 @@ fn run_within(place: &Workplace, limit: &str, arguments: &[&str]) -> Outcome {
 }
 
 #[test]
-fn threads_that_do_not_start_are_named() {
+fn threads_that_cannot_start_are_named() {
     let place = Workplace::new();
     place.write_config("text.json", json!({}));
     let refused = |arguments: &[&str], expected: &str| {
@@ -26,7 +26,7 @@ fn threads_that_do_not_start_are_named() {
 }
 
 #[test]
-fn memory_that_there_is_not_is_an_error() {
+fn exhausted_memory_is_an_error() {
     let place = Workplace::new();
     let arguments = ["bench", "gemm", "--tokens", "65536", "--repeats", "1"];
     run_within(&place, "-v 500000", &arguments)
@@ -34,7 +34,7 @@ fn memory_that_there_is_not_is_an_error() {
 }
 
 #[test]
-fn a_rank_without_memory_names_itself_the_part_and_the_plan() {
+fn a_rank_out_of_memory_names_itself_the_part_and_the_plan() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "ulysses": { "model": "base", "seq_len": 8192, "steps": 1 } }));
     place.write("text.txt", "abcdefgh".repeat(4096));
@@ -42,8 +42,8 @@ fn a_rank_without_memory_names_itself_the_part_and_the_plan() {
     let expected = [
         "error: out of memory",
         "failed on thread rank-",
-        "; planned peak of a rank: ",
-        "warning: the plan exceeds",
+        "; planned peak: ",
+        "warning: the planned memory exceeds",
     ];
     outcome.assert_refused(1, &expected);
     let parts = ["(parameters)", "(gradients)", "(optimizer)", "(activations)", "(exchange)", "(other)"];
@@ -51,7 +51,7 @@ fn a_rank_without_memory_names_itself_the_part_and_the_plan() {
 }
 
 #[test]
-fn a_file_that_outgrows_its_limit_is_named() {
+fn a_file_beyond_the_size_limit_is_named() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "checkpoint": { "interval": 1 } }));
     let outgrown = |limit: &str, arguments: &[&str], file: &str| {

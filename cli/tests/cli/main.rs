@@ -1,4 +1,4 @@
-//! The command line as its users meet it: the real binary, its files and its messages.
+//! Tests of the real binary: its files and messages.
 
 #![allow(clippy::unwrap_used)]
 
@@ -36,7 +36,7 @@ mod verify;
 
 use std::path::PathBuf;
 
-/// A file of a fixture that PyTorch computed.
+/// Path of a fixture file that PyTorch computed.
 fn golden(fixture: &str, file: &str) -> String {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/golden");
     root.join(fixture).join(file).display().to_string()

@@ -3,7 +3,7 @@
 use crate::support::cli::Workplace;
 
 #[test]
-fn every_shell_gets_a_script_that_knows_commands_and_flags() {
+fn completions_contain_commands_and_flags() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let outcome = Workplace::new().run(&["completions", shell]);
         for expected in ["ulysses", "doctor", "threads-per-rank"] {
@@ -28,5 +28,5 @@ fn every_command_has_a_man_page() {
     place.write("file", "");
     place
         .run(&["man", "file"])
-        .assert_refused(1, &["cannot write man pages to file: this is a file, a directory is needed"]);
+        .assert_refused(1, &["cannot write man pages to file: expected a directory, found a file"]);
 }

@@ -3,7 +3,7 @@
 use crate::support::cli::Workplace;
 use std::process::Stdio;
 
-/// What `mesh` draws.
+/// Returns the drawing of `mesh`.
 fn drawing(arguments: &[&str]) -> String {
     let outcome = Workplace::new().run(&[&["mesh"], arguments].concat());
     outcome.assert_done();
@@ -11,7 +11,7 @@ fn drawing(arguments: &[&str]) -> String {
     outcome.stdout
 }
 
-/// The columns of a row of the table of groups.
+/// Columns of a row in the table of groups.
 fn groups_of(drawing: &str, axis: &str) -> String {
     let row = drawing.lines().find(|line| line.starts_with(&format!("{axis} ")));
     let words: Vec<&str> =
@@ -20,7 +20,7 @@ fn groups_of(drawing: &str, axis: &str) -> String {
 }
 
 #[test]
-fn a_drawing_shows_ranks_groups_and_what_they_do() {
+fn a_drawing_shows_ranks_groups_and_their_purpose() {
     let drawing = drawing(&["2x4"]);
     assert!(drawing.starts_with("mesh dp=2,sp=4: 8 ranks\n"), "{drawing}");
     for row in ["0 │ 0 1 2 3", "1 │ 4 5 6 7"] {
@@ -32,7 +32,7 @@ fn a_drawing_shows_ranks_groups_and_what_they_do() {
 }
 
 #[test]
-fn nodes_are_drawn_with_the_groups_that_leave_them() {
+fn nodes_are_drawn_with_groups_across_nodes() {
     let text = drawing(&["2x4", "--nodes", "2"]);
     assert!(text.contains("   0  [0 1 2 3]\n   1  [4 5 6 7]\n"), "{text}");
     assert!(text.contains("dp: 4 groups of 2, across 2 nodes\nsp: 2 groups of 4, within a node\n"), "{text}");
@@ -43,18 +43,18 @@ fn nodes_are_drawn_with_the_groups_that_leave_them() {
     let refused = |arguments: &[&str], expected: &[&str]| {
         Workplace::new().run(&[&["mesh"], arguments].concat()).assert_refused(2, expected);
     };
-    // As training has it: rows go on from node to node.
+    // As in training, ranks are row-major across nodes.
     let across = drawing(&["2x4", "--nodes", "4"]);
     assert!(across.contains("sp         2     4  [0 1 2 3] [4 5 6 7]\n"), "{across}");
     assert!(across.contains("sp: 2 groups of 4, across 2 nodes\n"), "{across}");
-    refused(&["2x2", "--nodes", "3"], &["4 ranks do not divide into 3 nodes"]);
+    refused(&["2x2", "--nodes", "3"], &["4 ranks cannot be divided into 3 nodes"]);
     refused(&["2x2", "--nodes", "3", "--devices-per-node", "2"], &["takes 4 ranks, but there are 6"]);
-    refused(&["2x2", "--inter", "dp=2"], &["both need the same axes"]);
+    refused(&["2x2", "--inter", "dp=2"], &["expected the same axes"]);
     refused(&["fsdp"], &["`fsdp=NODESxRANKS`"]);
 }
 
 #[test]
-fn presets_draw_the_mesh_that_they_stand_for() {
+fn presets_draw_their_mesh() {
     let text = drawing(&["ulysses_hsdp", "--nodes", "2", "--devices-per-node", "8"]);
     assert!(text.starts_with("mesh dp_replicate=2,dp_shard=2,sp=4: 16 ranks\n"), "{text}");
     assert!(text.contains("dp_replicate: 8 groups of 2, across 2 nodes"), "{text}");
@@ -63,7 +63,7 @@ fn presets_draw_the_mesh_that_they_stand_for() {
 }
 
 #[test]
-fn a_preset_with_sizes_is_drawn_on_the_nodes_of_the_flags() {
+fn a_preset_with_sizes_uses_the_nodes_of_the_flags() {
     let text = drawing(&["hsdp=8", "--nodes", "2"]);
     assert!(text.starts_with("mesh dp_replicate=1,dp_shard=8: 8 ranks\n"), "the mesh of training: {text}");
     assert!(text.contains("   0  [0 1 2 3]\n   1  [4 5 6 7]\n"), "{text}");
@@ -77,18 +77,18 @@ fn a_preset_with_sizes_is_drawn_on_the_nodes_of_the_flags() {
     let refused = |arguments: &[&str], expected: &[&str]| {
         Workplace::new().run(&[&["mesh"], arguments].concat()).assert_refused(2, expected);
     };
-    refused(&["fsdp=2x4", "--nodes", "3"], &["--mesh fsdp=2x4: 8 ranks do not divide into 3 nodes"]);
+    refused(&["fsdp=2x4", "--nodes", "3"], &["--mesh fsdp=2x4: 8 ranks cannot be divided into 3 nodes"]);
     refused(&["fsdp", "--nodes", "3", "--world-size", "8"], &["--world-size 8", "--nodes 3"]);
     refused(&["fsdp", "--devices-per-node", "3", "--world-size", "8"], &["--devices-per-node 3"]);
     let contradictory = ["fsdp", "--nodes", "2", "--devices-per-node", "4", "--world-size", "6"];
-    refused(&contradictory, &["--world-size 6", "are 8 ranks"]);
+    refused(&contradictory, &["--world-size 6", "which give 8 ranks"]);
 }
 
 #[test]
-fn a_mesh_is_drawn_to_a_file() {
+fn a_mesh_is_written_as_svg() {
     let place = Workplace::new();
     let outcome = place.run(&["mesh", "2x4", "--nodes", "2", "--svg", "mesh.svg"]);
-    assert!(outcome.assert_done().stderr.contains("drawn to mesh.svg"), "{outcome:?}");
+    assert!(outcome.assert_done().stderr.contains("written to mesh.svg"), "{outcome:?}");
     let svg = place.read("mesh.svg");
     assert!(svg.starts_with("<svg ") && svg.matches("<title>rank ").count() == 16, "{svg}");
     assert!(
@@ -110,20 +110,25 @@ fn a_mesh_is_proposed_with_its_reasons() {
     };
     let propose = |seq_len: &str, memory: &str| on("cpu", seq_len, memory);
     let text = propose("1024", "80");
-    assert!(text.assert_done().stdout.contains("--mesh 16x1: whole sequences fit"), "{text:?}");
+    assert!(text.assert_done().stdout.contains("--mesh 16x1: a whole sequence fits on one rank"), "{text:?}");
     let text = propose("262144", "80");
     let stdout = &text.assert_done().stdout;
     assert!(
-        stdout.contains("16x1: ZeRO stage 3, sequences within a node") && stdout.contains("too much"),
+        stdout.contains("16x1: ZeRO stage 3, sp groups within a node") && stdout.contains("does not fit"),
         "{stdout}"
     );
-    assert!(stdout.contains("is the smallest that fits, and divides the 8 ranks of a node"), "{stdout}");
+    assert!(stdout.contains("is the smallest size that fits and divides the 8 ranks of a node"), "{stdout}");
     assert!(stdout.contains("sp groups exchange attention heads"), "the mesh is drawn: {stdout}");
     propose("1000000", "100").assert_refused(
         1,
-        &["no mesh of these ranks fits", "the longest sequence that fits is", "`ulysses plan`", "--config"],
+        &[
+            "no mesh of these ranks fits",
+            "longest sequence that fits, on the mesh that needs least memory: ",
+            "`ulysses plan`",
+            "--config",
+        ],
     );
-    // Of GPUs the same on every machine.
+    // Plans of GPUs do not depend on this machine.
     let text = on("cuda", "262144", "80");
     assert!(text.assert_done().stdout.contains("67.53 GiB of 80.00 GiB per rank: fits"), "{text:?}");
     Workplace::new().run(&["mesh", "--propose", "--nodes", "2"]).assert_refused(2, &["--devices-per-node"]);
@@ -152,14 +157,14 @@ fn one_size_is_inferred_from_the_world_size() {
 }
 
 #[test]
-fn a_million_ranks_are_drawn_in_a_page() {
+fn a_drawing_of_a_million_ranks_is_shortened() {
     let drawing = drawing(&["1000x1000"]);
     assert!(drawing.contains("1000000 ranks") && drawing.contains('…'), "{drawing}");
     assert!(drawing.lines().count() < 60, "{drawing}");
 }
 
 #[test]
-fn a_reader_that_closes_the_pipe_early_is_no_failure() {
+fn a_pipe_closed_early_is_no_failure() {
     let place = Workplace::new();
     let mut child =
         place.command(&["mesh", "1000x1000"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

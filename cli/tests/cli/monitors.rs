@@ -1,4 +1,4 @@
-//! What a run tells of itself: shares of the time, DeepSpeed's logs and profilers, event files, CSV, `run.json`.
+//! Monitoring of a run: time breakdown, DeepSpeed's logs and profilers, event files, CSV, `run.json`.
 
 use super::support::cli::Workplace;
 use serde_json::{Value, json};
@@ -45,7 +45,7 @@ fn the_parts_of_a_step_add_up_to_its_time() {
 }
 
 #[test]
-fn a_rank_alone_spends_no_time_in_communication() {
+fn a_single_rank_spends_no_time_in_communication() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     place.run(&["train", "c.json"]).assert_done();
@@ -56,7 +56,7 @@ fn a_rank_alone_spends_no_time_in_communication() {
     }
 }
 
-/// The words of the line that begins with `first`.
+/// Words of the line that begins with `first`.
 fn row<'a>(text: &'a str, first: &[&str]) -> Vec<&'a str> {
     let rows = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     rows.into_iter()
@@ -99,13 +99,13 @@ fn deepspeeds_logs_and_profilers_print_their_tables() {
     assert_eq!(volumes.len(), 3);
     for volume in volumes {
         assert!(number(&volume["sent_bytes"]) > 0.0, "{volume}");
-        // Besides the steps the ranks agree on their data and compare replicas: some numbers each.
+        // Outside of steps, ranks compare data and replicas with a few numbers.
         let beside = number(&volume["sent_bytes"]) - number(&volume["planned_bytes"]);
         assert!((0.0..2000.0).contains(&beside), "{volume}");
     }
 
     let profile = place.read("profile.txt");
-    assert!(profile.starts_with("flops profile of step 2, rank 0 of 4 (dp 2 × sp 2)"), "{profile}");
+    assert!(profile.starts_with("FLOPs profile of step 2, rank 0 of 4 (dp 2 × sp 2)"), "{profile}");
     for part in
         ["optimizer step", "layer 0, forward", "layer 1, backward", "head and loss, forward", "GFLOP/s"]
     {
@@ -114,7 +114,7 @@ fn deepspeeds_logs_and_profilers_print_their_tables() {
 }
 
 #[test]
-fn the_communication_log_tells_the_operations_that_are_asked_for() {
+fn the_communication_log_shows_the_selected_operations() {
     let place = Workplace::new();
     let logger = json!({ "enabled": true, "prof_all": false, "prof_ops": ["all_to_all_single"] });
     place.write_config("c.json", json!({ "mesh_param": [2, 2], "comms_logger": logger }));
@@ -144,7 +144,7 @@ fn event_files_and_csv_go_where_the_config_says() {
 }
 
 #[test]
-fn what_a_run_was_stands_beside_its_metrics() {
+fn run_json_records_environment_and_results() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "mesh_param": [1, 2] }));
     place.run(&["train", "c.json", "--seed", "7"]).assert_done();
@@ -163,7 +163,7 @@ fn what_a_run_was_stands_beside_its_metrics() {
 }
 
 #[test]
-fn places_that_cannot_be_written_to_are_refused_before_anything_starts() {
+fn unwritable_paths_are_refused_before_anything_starts() {
     let offload = |device: &str, section: &str, stage: u8| json!({ "zero_optimization": { "stage": stage, section: { "device": device, "nvme_path": "text.txt/x" } } });
     let board =
         |section: &str| json!({ section: { "enabled": true, "output_path": "text.txt/x", "job_name": "j" } });
@@ -223,7 +223,7 @@ fn a_refused_run_leaves_no_directory() {
             2,
             "`csv_monitor.job_name`",
         ),
-        (json!({ "ulysses": { "output": "text.txt" } }), 1, "text.txt: this is a file"),
+        (json!({ "ulysses": { "output": "text.txt" } }), 1, "text.txt: expected a directory, found a file"),
         (json!({ "ulysses": { "output": "text.txt/out" } }), 1, "output directory text.txt/out"),
     ] {
         let place = Workplace::new();
@@ -239,7 +239,7 @@ fn a_refused_run_leaves_no_directory() {
 }
 
 #[test]
-fn a_run_whose_output_directory_is_anothers_leaves_nothing_beside_it() {
+fn a_run_on_a_locked_directory_leaves_no_files() {
     let place = Workplace::new();
     let board = json!({ "enabled": true, "output_path": "boards", "job_name": "j" });
     place.write_config("c.json", json!({ "tensorboard": board, "csv_monitor": { "enabled": true } }));
@@ -254,22 +254,22 @@ fn a_run_whose_output_directory_is_anothers_leaves_nothing_beside_it() {
 }
 
 #[test]
-fn a_profile_of_a_step_that_is_not_to_do_is_told_of_when_the_run_begins() {
+fn a_profile_of_a_step_outside_the_run_is_noted_at_its_start() {
     let place = Workplace::new();
     let profiler = |step: u64| {
         let profiler = json!({ "enabled": true, "profile_step": step, "output_file": "p.txt" });
         place.write_config("c.json", json!({ "checkpoint": {}, "flops_profiler": profiler }));
     };
     let missed = |step: u64, first: u64, last: u64| {
-        format!("`flops_profiler.profile_step` is {step}, and the steps to do are {first} to {last}")
+        format!("`flops_profiler.profile_step` is {step}, but this run trains steps {first} to {last}")
     };
     profiler(5);
     let outcome = place.run(&["train", "c.json"]);
     assert!(outcome.assert_done().stderr.contains(&missed(5, 1, 4)), "{outcome:?}");
     assert!(!place.path("p.txt").exists());
     let outcome = place.run(&["train", "c.json", "--steps", "5", "--resume"]);
-    assert!(!outcome.assert_done().stderr.contains("there will be no profile"), "{outcome:?}");
-    assert!(place.read("p.txt").starts_with("flops profile of step 5"));
+    assert!(!outcome.assert_done().stderr.contains("no profile will be written"), "{outcome:?}");
+    assert!(place.read("p.txt").starts_with("FLOPs profile of step 5"));
     profiler(1);
     let outcome = place.run(&["train", "c.json", "--steps", "6", "--resume"]);
     assert!(outcome.assert_done().stderr.contains(&missed(1, 6, 6)), "{outcome:?}");

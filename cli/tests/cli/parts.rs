@@ -1,4 +1,4 @@
-//! What a run that is resumed leaves beside its metrics: `run.json` with all of its parts, and nothing of another run.
+//! `run.json` and reports of resumed runs.
 
 use super::support::cli::Outcome;
 use super::support::cli::Workplace;
@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// Trains on four ranks up to a step, saving every second one.
+/// Trains on four ranks up to a step and saves every second step.
 fn train(place: &Workplace, steps: u64, arguments: &[&str]) -> Outcome {
     let changes = json!({
         "mesh_param": [2, 2],
@@ -21,7 +21,7 @@ fn train(place: &Workplace, steps: u64, arguments: &[&str]) -> Outcome {
     place.run(&[&["train", "c.json", "--steps", &steps.to_string()], arguments].concat())
 }
 
-/// Every file below a directory with its content, but the lock, which names its last holder.
+/// Returns every file below a directory with its content, except the lock, which names its last owner.
 fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(dir).unwrap() {
@@ -35,13 +35,13 @@ fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     found
 }
 
-/// The row of a table of the page.
+/// Returns a table row of the page.
 fn row<'a>(page: &'a str, first: &str) -> &'a str {
     let start = format!("<tr><td>{first}");
     page.lines().find(|line| line.starts_with(&start)).unwrap_or_else(|| panic!("no {first} in {page}"))
 }
 
-/// The bytes that theory has for the exchange, and that were sent.
+/// Returns the exchange's bytes by formula and as measured.
 fn exchange(record: &Value) -> [u64; 2] {
     let volumes = record["communication"]["volumes"].as_array().unwrap();
     let volume = volumes.iter().find(|volume| volume["what"] == "Ulysses exchange").unwrap();
@@ -49,14 +49,14 @@ fn exchange(record: &Value) -> [u64; 2] {
 }
 
 #[test]
-fn a_run_with_nothing_to_do_leaves_its_files_as_they_are() {
+fn a_run_with_nothing_to_do_does_not_change_its_files() {
     let place = Workplace::new();
     train(&place, 4, &[]).assert_done();
     let before = files(&place.path("out"));
     assert!(before.keys().any(|name| name.contains("events.out")), "{:?}", before.keys());
     for steps in [4, 3] {
         let outcome = train(&place, steps, &["--resume"]);
-        let expected = format!("nothing to do: step 4 of {steps} is done");
+        let expected = format!("nothing to do: step 4 of {steps} is complete");
         assert!(outcome.assert_done().stdout.contains(&expected), "{outcome:?}");
         assert!(files(&place.path("out")) == before, "the files have changed");
     }
@@ -85,7 +85,7 @@ fn the_parts_of_a_resumed_run_add_up() {
     };
     let (whole, resumed) = (page("whole"), page("out"));
     assert_eq!(row(&resumed, "Ulysses exchange"), row(&whole, "Ulysses exchange"));
-    // Ranks, size and number of the calls; their times are those of each run.
+    // Ranks, size and number of calls; times differ between runs.
     let counted = |page: &str| row(page, "sp all_to_all").split("</td>").take(4).collect::<String>();
     assert_eq!(counted(&resumed), counted(&whole));
     for (part, steps) in ["1 to 2", "3 to 4", "5 to 6"].iter().enumerate() {
@@ -96,7 +96,7 @@ fn the_parts_of_a_resumed_run_add_up() {
 }
 
 #[test]
-fn the_theory_of_a_resumed_run_counts_the_evaluations_that_were_measured() {
+fn the_formula_of_a_resumed_run_includes_evaluations() {
     let place = Workplace::new();
     let zero = json!({ "stage": 3 });
     let held_out = json!({ "validation": { "fraction": 0.1, "eval_interval": 3, "eval_batches": 1 } });
@@ -115,7 +115,7 @@ fn the_theory_of_a_resumed_run_counts_the_evaluations_that_were_measured() {
     }
 }
 
-/// Starts a run that would take for ever, and kills it when it has done `steps` steps.
+/// Starts an endless run and kills it after `steps` steps.
 fn kill_after(place: &Workplace, steps: usize) {
     let mut command = place.command(&["train", "c.json", "--steps", "1000000000", "--resume"]);
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -129,13 +129,13 @@ fn kill_after(place: &Workplace, steps: usize) {
 }
 
 #[test]
-fn a_part_that_was_killed_takes_no_earlier_one_with_it() {
+fn a_killed_part_keeps_the_records_of_earlier_parts() {
     let place = Workplace::new();
     train(&place, 4, &[]).assert_done();
     let first = place.read_json("out/run.json");
     kill_after(&place, 7);
     place.run(&["report", "out"]).assert_done();
-    assert!(place.read("out/report.html").contains("1 of 2 parts did not end"));
+    assert!(place.read("out/report.html").contains("1 of 2 parts did not finish"));
     let killed = place.metrics("out/metrics.jsonl").len() as u64;
     train(&place, killed + 2, &["--resume"]).assert_done();
     let record = place.read_json("out/run.json");
@@ -148,10 +148,10 @@ fn a_part_that_was_killed_takes_no_earlier_one_with_it() {
 }
 
 #[test]
-fn what_another_run_left_in_the_output_directory_is_kept_apart() {
+fn files_of_another_run_are_renamed() {
     let place = Workplace::new();
     train(&place, 4, &[]).assert_done();
-    // Without checkpoints, so that nothing refuses the directory.
+    // Without checkpoints, so that the directory is accepted.
     place.write_config("other.json", json!({ "seed": 5, "ulysses": { "output": "other" } }));
     place.run(&["train", "other.json"]).assert_done();
     let metrics = place.read("other/metrics.jsonl");
@@ -161,7 +161,7 @@ fn what_another_run_left_in_the_output_directory_is_kept_apart() {
         place.metrics("other/metrics.jsonl").iter().map(|line| line["step"].clone()).collect();
     assert_eq!(steps, [5, 6]);
     assert!(place.read_json("other/run.json")["earlier"].is_null());
-    // The same without any checkpoint to go on from: the run begins anew.
+    // Without any checkpoint to resume from, the run starts from the beginning.
     place.write_config("other.json", json!({ "ulysses": { "output": "third" } }));
     place.run(&["train", "other.json"]).assert_done();
     let metrics = place.read("third/metrics.jsonl");
@@ -170,7 +170,7 @@ fn what_another_run_left_in_the_output_directory_is_kept_apart() {
 }
 
 #[test]
-fn a_damaged_record_is_kept_and_the_run_goes_on() {
+fn a_damaged_record_is_renamed_and_the_run_continues() {
     let place = Workplace::new();
     train(&place, 2, &[]).assert_done();
     place.write("out/run.json", "{\"version\": \"0.1");

@@ -22,14 +22,14 @@ fn peak(plan: &Value) -> u64 {
 }
 
 #[test]
-fn a_plan_says_what_a_rank_holds_sends_and_computes_and_adds_up() {
+fn a_plan_shows_memory_traffic_and_flops_that_add_up() {
     let place = workplace(json!({}));
     let text = place.run(&["plan", "config.json", "--model", "llama3-8b", "--mesh", "1x4"]);
     text.assert_done();
-    for part in ["memory of rank 0", "exchange forward", "what one change would make", "◄ sends least"] {
+    for part in ["memory per rank: ", "exchange forward", "effect of single changes", "◄ sends least"] {
         assert!(text.stdout.contains(part), "{part}: {}", text.stdout);
     }
-    assert!(text.stdout.contains("--memory-gib N tells whether this fits"), "{}", text.stdout);
+    assert!(text.stdout.contains("use --memory-gib N to check whether this fits"), "{}", text.stdout);
     let of_budget = |text: &str| text.lines().any(|line| line.ends_with("longest sequence  fits"));
     assert!(!of_budget(&text.stdout), "without a memory nothing can fit: {}", text.stdout);
     let text =
@@ -39,7 +39,7 @@ fn a_plan_says_what_a_rank_holds_sends_and_computes_and_adds_up() {
     assert_eq!(plan["model"]["parameters"], 8_030_261_248_u64);
     let categories = plan["rank"]["peak_by_category"].as_object().unwrap();
     assert_eq!(categories.values().map(|bytes| bytes.as_u64().unwrap()).sum::<u64>(), peak(&plan));
-    // Stage 0, f32: 16 bytes a parameter.
+    // Stage 0, f32: 16 bytes per parameter.
     let persistent = plan["rank"]["persistent_bytes"].as_u64().unwrap();
     assert!((16 * 8_030_261_248..17 * 8_030_261_248).contains(&persistent), "{persistent}");
     let timeline = plan["rank"]["timeline"].as_array().unwrap();
@@ -48,7 +48,7 @@ fn a_plan_says_what_a_rank_holds_sends_and_computes_and_adds_up() {
 }
 
 #[test]
-fn micro_batches_that_repeat_are_counted_not_listed() {
+fn repeated_micro_batches_are_counted_not_listed() {
     let place = workplace(json!({}));
     let of_batch = |batch: Value| {
         place.write_config("batch.json", json!({ "train_batch_size": null, "ulysses": { "seq_len": 4096 } }));
@@ -77,7 +77,7 @@ fn micro_batches_that_repeat_are_counted_not_listed() {
 }
 
 #[test]
-fn a_plan_counts_parameters_in_millions_and_says_that_one_partition_partitions_nothing() {
+fn a_plan_counts_parameters_and_notes_a_single_partition() {
     let place = workplace(json!({}));
     place.write_config(
         "zero.json",
@@ -97,7 +97,7 @@ fn a_plan_counts_parameters_in_millions_and_says_that_one_partition_partitions_n
 }
 
 #[test]
-fn what_flags_set_is_planned() {
+fn flags_change_the_plan() {
     let place = workplace(json!({}));
     let arguments = ["config.json", "--model", "small", "--mesh", "2x1"];
     let flags = ["--set", "bf16.enabled=true", "--zero-stage", "3", "--batch-size", "8", "--lr", "0.1"];
@@ -136,7 +136,7 @@ fn the_longest_sequence_fits_and_one_token_more_per_rank_does_not() {
 }
 
 #[test]
-fn without_a_length_the_longest_that_fits_is_planned() {
+fn without_a_length_the_longest_sequence_that_fits_is_planned() {
     let place = workplace(json!({ "ulysses": { "model": "nano", "seq_len": null } }));
     let plan = plan(&place, &["changed.json", "--memory-gib", "0.125"]);
     assert_eq!(plan["seq_len"], plan["budget"]["max_seq_len"]);
@@ -148,7 +148,7 @@ fn without_a_length_the_longest_that_fits_is_planned() {
 }
 
 #[test]
-fn features_and_meshes_change_what_they_are_for() {
+fn features_and_meshes_change_memory_and_traffic() {
     let place = workplace(
         json!({ "mesh_param": [4, 2], "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "ulysses": { "seq_len": 4096 } }),
     );
@@ -166,7 +166,7 @@ fn features_and_meshes_change_what_they_are_for() {
     for better in ["ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3"] {
         assert!(peak_of(better) < as_configured, "{better}");
     }
-    // 18 bytes a parameter instead of 16: the master copy costs more than the few activations save.
+    // 18 bytes per parameter instead of 16: the master copy costs more than the few activations save.
     assert!(peak_of("bf16") > as_configured);
     assert!(peak_of("ZeRO stage 3") < peak_of("ZeRO stage 2"));
     let number = |mesh: &Value, key: &str| mesh[key].as_u64().unwrap();
@@ -178,7 +178,7 @@ fn features_and_meshes_change_what_they_are_for() {
 }
 
 #[test]
-fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
+fn suggested_meshes_are_multiples_of_the_shard_size() {
     let zero = json!({ "stage": 3, "mics_shard_size": 4 });
     let place = workplace(json!({
         "mesh_param": [4, 2], "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero,
@@ -194,8 +194,8 @@ fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
     assert_eq!(meshes, [json!([8, 1, 4]), json!([4, 2, null])]);
     let text = place.run(&["plan", "changed.json", "--model", "nano"]);
     assert!(text.assert_done().stdout.contains("8 × 1 (2 replicas of 4)"), "{}", text.stdout);
-    assert!(text.stdout.contains("dp in multiples of 4 partitions"), "{}", text.stdout);
-    // What is not listed is what training refuses.
+    assert!(text.stdout.contains("dp a multiple of 4 partitions"), "{}", text.stdout);
+    // Unlisted meshes are those that training refuses.
     place.write_config(
         "other.json",
         json!({
@@ -208,7 +208,7 @@ fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
 }
 
 #[test]
-fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
+fn offload_of_a_gpu_goes_to_host_memory_and_files_are_refused() {
     let at = |device: &str| {
         workplace(json!({
             "train_batch_size": 1,
@@ -221,13 +221,13 @@ fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
     let text = place.run(&["plan", "changed.json", "--device", "cuda"]);
     let said = &text.assert_done().stdout;
     for part in
-        ["checkpointing to the host's memory", "optimizer state in the host's memory", "beside that up to"]
+        ["checkpointing with offload to host memory", "optimizer state in host memory", "host memory: "]
     {
         assert!(said.contains(part), "{part}: {said}");
     }
     let [on_gpu, on_cpu] = ["cuda", "cpu"].map(|device| plan(&place, &["changed.json", "--device", device]));
     let offloaded = |plan: &Value| plan["rank"]["offloaded_bytes"].as_u64().unwrap();
-    // Checkpoints of 32 layers; of a GPU the master copy and two moments besides.
+    // Activation checkpoints of 32 layers; on a GPU also the master copy and two moments.
     let checkpoints = 32 * 65_536 * 4096 * 2;
     let state = 12 * on_gpu["model"]["parameters"].as_u64().unwrap();
     assert_eq!(offloaded(&on_cpu), checkpoints);
@@ -241,7 +241,7 @@ fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
     refused.assert_refused(2, &["`zero_optimization.offload_optimizer.device`", "set it to \"cpu\""]);
 }
 
-/// A row of what one change would make of a plan: its peak and its longest sequence.
+/// Peak and longest sequence of a single change.
 fn changed(plan: &Value, change: &str) -> (u64, u64) {
     let rows = plan["alternatives"].as_array().unwrap();
     let row =
@@ -250,7 +250,7 @@ fn changed(plan: &Value, change: &str) -> (u64, u64) {
 }
 
 #[test]
-fn what_saves_memory_is_planned_where_it_is_configured_and_told_where_it_is_not() {
+fn memory_saving_features_are_planned_or_listed_as_changes() {
     let arguments = ["changed.json", "--model", "llama3-8b", "--mesh", "1x2", "--memory-gib", "192"];
     let of = |ulysses: Value, offload: bool| {
         let place = workplace(json!({
@@ -283,23 +283,23 @@ fn what_saves_memory_is_planned_where_it_is_configured_and_told_where_it_is_not(
     }
     let frozen = json!({ "match": "_proj", "frozen": true });
     let frozen = of(json!({ "seq_len": 65536, "parameter_groups": [frozen] }), false);
-    // 8.03 B parameters of 2 bytes; all but a billion of them have neither gradient nor state.
+    // 8.03 B parameters of 2 bytes; all but a billion are frozen, without gradient and state.
     let persistent = frozen["rank"]["persistent_bytes"].as_u64().unwrap();
     assert!((30 << 30..33_u64 << 30).contains(&persistent), "{persistent}");
 }
 
 #[test]
-fn a_plan_that_does_not_fit_says_so_and_is_no_failure() {
+fn a_plan_that_does_not_fit_exits_with_0() {
     let place = workplace(json!({}));
     let arguments = ["config.json", "--model", "llama3-8b", "--memory-gib", "80"];
     let outcome = place.run(&[&["plan"], &arguments[..]].concat());
     outcome.assert_done();
-    assert!(outcome.stdout.contains("THIS DOES NOT FIT: rank 0 needs"), "{}", outcome.stdout);
+    assert!(outcome.stdout.contains("DOES NOT FIT: rank 0 needs"), "{}", outcome.stdout);
     assert_eq!(plan(&place, &arguments)["budget"]["fits"], false);
 }
 
 #[test]
-fn the_longest_rows_of_a_schedule_are_planned() {
+fn the_longest_sequences_of_a_schedule_are_planned() {
     let place = workplace(json!({
         "ulysses": { "model": "nano", "seq_len": 64, "seq_len_schedule": [[10, 512], [20, 128]] },
     }));
@@ -308,7 +308,7 @@ fn the_longest_rows_of_a_schedule_are_planned() {
 }
 
 #[test]
-fn any_description_of_hugging_face_is_planned_without_weights() {
+fn a_hugging_face_config_is_planned_without_weights() {
     let place = workplace(json!({}));
     let llama = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64,
@@ -323,7 +323,7 @@ fn any_description_of_hugging_face_is_planned_without_weights() {
 }
 
 #[test]
-fn what_cannot_be_planned_is_refused_by_name() {
+fn invalid_plans_are_refused_by_name() {
     let place = workplace(json!({}));
     let refused = |arguments: &[&str], names: &[&str]| {
         place.run(&[&["plan", "config.json"], arguments].concat()).assert_refused(2, names);
@@ -339,11 +339,11 @@ fn what_cannot_be_planned_is_refused_by_name() {
     let chunks = json!({ "ulysses": { "model": "nano", "seq_len": 64, "head_chunks": 16 } });
     let place = workplace(chunks);
     place.run(&["plan", "changed.json"]).assert_refused(2, &["head_chunks", "16"]);
-    // What training refuses, in the same words.
+    // Training refuses these with the same words.
     let checkpointing = json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 9 });
     let group = json!({ "match": "no_such_name", "lr": 0.1 });
     for (features, names) in [
-        (json!({ "head_chunks": 3 }), ["`ulysses.head_chunks` is 3", "at most 2 chunks"]),
+        (json!({ "head_chunks": 3 }), ["`ulysses.head_chunks` is 3", "expected at most 2"]),
         (checkpointing, ["activation_checkpointing_interval` is 9", "at most 2"]),
         (json!({ "parameter_groups": [group] }), ["no_such_name", "parameter_groups[0]"]),
     ] {
@@ -357,7 +357,7 @@ fn what_cannot_be_planned_is_refused_by_name() {
 }
 
 #[test]
-fn the_memory_of_a_plan_is_drawn_by_itself() {
+fn the_memory_of_a_plan_is_written_as_svg() {
     let place = workplace(json!({}));
     place.run(&["plan", "config.json", "--model", "nano", "--svg", "memory.svg"]).assert_done();
     let svg = place.read("memory.svg");

@@ -1,9 +1,9 @@
-//! `ulysses plan --machine`: the time of a step, of every change and of every mesh.
+//! `ulysses plan --machine`: step time of the config, of every change and of every mesh.
 
 use super::plan::{plan, workplace};
 use serde_json::{Value, json};
 
-/// A profile whose rates are all the same number.
+/// A machine profile whose rates are all equal.
 fn machine(rate: f64) -> Value {
     let link = json!({
         "latency_seconds": 0.0, "all_to_all_bytes_per_second": rate, "all_reduce_bytes_per_second": rate,
@@ -22,15 +22,15 @@ fn machine(rate: f64) -> Value {
 }
 
 #[test]
-fn with_a_machine_the_time_of_a_step_is_told_and_drawn() {
+fn with_a_machine_the_step_time_is_predicted() {
     let place = workplace(json!({}));
     place.write("m.json", machine(1e9).to_string());
     place.write("fast.json", machine(4e9).to_string());
     let arguments = ["config.json", "--model", "nano", "--mesh", "2x2", "--machine"];
     let text = place.run(&[&["plan"], &arguments[..], &["m.json", "--html", "plan.html"]].concat());
     text.assert_done();
-    assert!(text.stdout.contains("predicted time of a step on a paper machine"), "{}", text.stdout);
-    assert!(place.read("plan.html").contains("Predicted time of a step on a paper machine"));
+    assert!(text.stdout.contains("predicted step time on a paper machine"), "{}", text.stdout);
+    assert!(place.read("plan.html").contains("Predicted step time on a paper machine"));
     let of = |file: &str| plan(&place, &[&arguments[..], &[file]].concat());
     let (slow, fast) = (of("m.json"), of("fast.json"));
     assert_eq!(slow["mesh"]["ranks_per_node"], 2);
@@ -38,16 +38,16 @@ fn with_a_machine_the_time_of_a_step_is_told_and_drawn() {
     let parts = ["products", "attention", "elementwise", "exchange", "zero", "update", "file"];
     let seconds = parts.iter().map(|part| number(&slow, &format!("{part}_seconds"))).sum::<f64>();
     assert!((seconds / number(&slow, "total_seconds") - 1.0).abs() < 1e-12);
-    // Four times the rates are a quarter of the time, and the same share of the peak.
+    // Four times the rates give a quarter of the time and the same MFU.
     assert!((number(&slow, "total_seconds") / number(&fast, "total_seconds") - 4.0).abs() < 1e-9);
     assert!((number(&slow, "mfu") / number(&fast, "mfu") - 1.0).abs() < 1e-9);
     assert!((0.05..0.5).contains(&number(&slow, "mfu")), "{}", slow["step_time"]);
-    // Without a machine nothing is said of time.
+    // Without a machine there are no times.
     assert_eq!(plan(&place, &arguments[..5]).get("step_time"), None);
 }
 
 #[test]
-fn a_profile_that_is_none_or_does_not_tell_enough_is_refused_by_name() {
+fn an_invalid_or_incomplete_machine_profile_is_refused_by_name() {
     let place = workplace(json!({ "bf16": { "enabled": true } }));
     let mut damaged = machine(1e9);
     damaged["links"]["intra_node"]["all_gather_bytes_per_second"] = json!(0);
@@ -69,19 +69,19 @@ fn a_profile_that_is_none_or_does_not_tell_enough_is_refused_by_name() {
     refused("changed.json", "m.json", &["a paper machine", "rates.bf16"]);
 }
 
-/// The words of the line of the text that begins with these.
+/// Returns the line of the text that begins with these words.
 fn line<'a>(text: &'a str, first: &str) -> &'a str {
     let found = text.lines().find(|line| line.trim_start().starts_with(first));
     found.unwrap_or_else(|| panic!("no {first:?} in {text}"))
 }
 
 #[test]
-fn with_a_machine_every_change_and_mesh_has_its_time_and_the_fastest_is_told() {
+fn with_a_machine_every_change_and_mesh_has_a_time() {
     let batch = json!({ "mesh_param": [2, 2], "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1 });
     let place = workplace(batch);
     let mut profile = machine(1e9);
     profile["ranks_per_node"] = json!(4);
-    // So slow to begin with that the number of collectives decides.
+    // The latency is so high that the number of collectives dominates.
     profile["links"]["intra_node"]["latency_seconds"] = json!(0.1);
     place.write("m.json", profile.to_string());
     let arguments = ["changed.json", "--model", "nano", "--seq-len", "64"];
@@ -96,16 +96,16 @@ fn with_a_machine_every_change_and_mesh_has_its_time_and_the_fastest_is_told() {
     let meshes = rows(&with, "meshes");
     let fastest = meshes.iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap();
     assert_eq!(fastest["reason"], format!("fastest of all {}", meshes.len()));
-    // Four reductions and the sum of the losses, a tenth of a second each; the arithmetic is little beside them.
+    // Four reductions and the sum of the losses, 0.1 s each; compute is negligible.
     assert_eq!((&fastest["dp"], &fastest["zero_stage"]), (&json!(4), &json!(0)));
     assert!((0.5..0.6).contains(&seconds(fastest)), "{fastest}");
     let text = place.run(&[&["plan"], &timed[..], &["--html", "plan.html"]].concat());
     let text = &text.assert_done().stdout;
     for head in ["change", "dp × sp"] {
-        assert!(line(text, head).contains(" step  tokens/s"), "{text}");
+        assert!(line(text, head).contains(" step time  tokens/s"), "{text}");
     }
     assert!(line(text, "4 × 1").contains("◄ fastest of all"), "{text}");
-    let note = "–: no time, since the machine profile does not tell `file_bytes_per_second`, `rates.bf16`";
+    let note = "–: no time, because the machine profile lacks `file_bytes_per_second`, `rates.bf16`";
     assert!(text.contains(note), "{text}");
     let page = place.read("plan.html");
     assert!(

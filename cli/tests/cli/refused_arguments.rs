@@ -1,10 +1,10 @@
-//! Arguments that make no sense.
+//! Invalid arguments.
 
 use crate::golden;
 use crate::support::cli::Workplace;
 use serde_json::json;
 
-/// Runs `train` with flags on a config that is fine without them.
+/// Runs `train` with flags on a valid config.
 fn train(flags: &[&str]) -> crate::support::cli::Outcome {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
@@ -19,7 +19,7 @@ fn verify(flags: &[&str]) -> crate::support::cli::Outcome {
 }
 
 #[test]
-fn meshes_that_are_none_are_refused() {
+fn invalid_meshes_are_refused() {
     for (mesh, expected) in [
         ("0x2", "size 0; valid are sizes from 1"),
         ("2x2x2", "3 sizes"),
@@ -28,7 +28,7 @@ fn meshes_that_are_none_are_refused() {
         ("dp=2,dp=2", "named twice"),
         ("100000x100000", "more than 1048576 ranks"),
         ("99999999999999999999x1", "is not a size"),
-        ("-1x2", "write the size of dp, 1 for an axis that is not used"),
+        ("-1x2", "the size of dp cannot be inferred from -1"),
         ("two", "write DPxSP such as `2x4`"),
         ("", "write DPxSP such as `2x4`"),
     ] {
@@ -56,18 +56,18 @@ fn more_sequence_ranks_than_heads_or_tokens_are_refused() {
 }
 
 #[test]
-fn what_is_no_number_is_told_what_one_is() {
+fn invalid_numbers_are_refused_with_the_expected_kind() {
     for (flag, value) in [("--steps", "many"), ("--steps", "-1"), ("--seed", "1.5"), ("--seq-len", "4k")] {
         let expected = format!("invalid value '{value}' for '{flag} ");
         let outcome = train(&[flag, value]);
-        outcome.assert_refused(2, &[&expected, "expected a whole number that is not negative"]);
-        assert!(outcome.stderr.ends_with("negative\n"), "{outcome:?}");
+        outcome.assert_refused(2, &[&expected, "expected a whole number of at least 0"]);
+        assert!(outcome.stderr.ends_with("at least 0\n"), "{outcome:?}");
     }
     train(&["--steps", "99999999999999999999"]).assert_refused(2, &["'--steps ", "a smaller number"]);
     let plan = |gib: &str| Workplace::new().run(&["plan", "c.json", "--memory-gib", gib]);
     plan("80GB").assert_refused(2, &["'80GB' for '--memory-gib ", "a number, such as 80 or 0.5"]);
-    // What a flag says of its own values stays.
-    train(&["--packing", "tight"]).assert_refused(2, &["greedy, cut and concat are valid"]);
+    // The flag's own message is kept.
+    train(&["--packing", "tight"]).assert_refused(2, &["expected greedy, cut or concat"]);
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn counts_of_zero_and_below_are_refused() {
 }
 
 #[test]
-fn a_negative_number_is_the_value_of_its_flag_in_every_command() {
+fn a_negative_number_is_a_flag_value_in_every_command() {
     let run = |arguments: &[&str]| Workplace::new().run(arguments);
     for arguments in [
         &["plan", "c.json", "--ranks-per-node", "-1"][..],
@@ -92,47 +92,47 @@ fn a_negative_number_is_the_value_of_its_flag_in_every_command() {
         &["train", "c.json", "--trace", "t.json", "--trace-steps", "-1"],
         #[cfg(unix)]
         &["launch", "--nproc", "-1"],
-        // What is started is read before it is.
+        // Arguments after `--` are parsed before anything starts.
         #[cfg(unix)]
         &["launch", "--nproc", "2", "--", "train", "c.json", "--steps", "-1"],
     ] {
         let flag = arguments[arguments.len() - 2];
         run(arguments).assert_refused(2, &[&format!("invalid value '-1' for '{flag} ")]);
     }
-    // What is a flag stays one.
+    // A flag stays a flag.
     run(&["mesh", "2x2", "-x"]).assert_refused(2, &["unexpected argument '-x'"]);
     train(&["--trace", "t.json", "--trace-steps", "0"])
-        .assert_refused(2, &["expected a whole number from 1"]);
+        .assert_refused(2, &["expected a whole number of at least 1"]);
 }
 
 #[test]
-fn what_this_machine_cannot_bear_is_refused() {
-    train(&["--threads-per-rank", "100000"]).assert_refused(2, &["100000 thread(s)", "at most 4096"]);
+fn runs_beyond_the_limits_of_this_machine_are_refused() {
+    train(&["--threads-per-rank", "100000"]).assert_refused(2, &["100000 thread(s)", "the limit of 4096"]);
     train(&["--seq-len", "4000000000"]).assert_refused(2, &["GiB", "4000000000 tokens", "seq_len"]);
-    verify(&["--mesh", "100000x1"]).assert_refused(2, &["100000 rank(s)", "at most 4096"]);
+    verify(&["--mesh", "100000x1"]).assert_refused(2, &["100000 rank(s)", "the limit of 4096"]);
     let place = Workplace::new();
     let per_rank = json!({ "train_batch_size": null, "train_micro_batch_size_per_gpu": 1 });
     place.write_config("c.json", per_rank);
     let outcome = place.run(&["train", "c.json", "--mesh", "100000x1"]);
-    outcome.assert_refused(2, &["100000 rank(s)", "at most 4096", "mesh"]);
+    outcome.assert_refused(2, &["100000 rank(s)", "the limit of 4096", "mesh"]);
 }
 
 #[test]
-fn verify_refuses_tolerances_stages_and_places_that_are_none() {
+fn verify_refuses_invalid_tolerances_stages_and_outputs() {
     for tolerance in ["-1", "nan", "inf", "small"] {
         let refused = verify(&["--mesh", "1x1", "--tolerance", tolerance]);
-        refused.assert_refused(2, &["--tolerance", tolerance, "a number from 0"]);
+        refused.assert_refused(2, &["--tolerance", tolerance, "a number of at least 0"]);
     }
     verify(&["--mesh", "1x1", "--zero-stage", "4"]).assert_refused(2, &["--zero-stage", "4", "0..=3"]);
     let no_directory = verify(&["--mesh", "1x1", "--output", "no/such/o.safetensors"]);
     no_directory.assert_refused(2, &["--output", "no/such/o.safetensors", "does not exist"]);
-    verify(&["--mesh", "1x1", "--output", "."]).assert_refused(2, &["--output", "a file is needed"]);
+    verify(&["--mesh", "1x1", "--output", "."]).assert_refused(2, &["--output", "expected a file"]);
     let config = verify(&["--mesh", "1x1", "--config", "nothing.json"]);
     config.assert_refused(2, &["nothing.json", "No such file"]);
 }
 
 #[test]
-fn what_there_is_not_is_refused() {
+fn missing_files_and_features_are_refused() {
     train(&["--resume=nowhere"])
         .assert_refused(2, &["--resume nowhere: neither a checkpoint nor an output directory"]);
     train(&["--backend", "mpi"]).assert_refused(2, &["--backend", "mpi", "thread"]);
@@ -161,7 +161,7 @@ fn what_there_is_not_is_refused() {
         let outcome = place.command(&["train", "c.json"]).envs(variables).output().unwrap();
         let message = String::from_utf8(outcome.stderr).unwrap();
         assert_eq!(outcome.status.code(), Some(2), "{message}");
-        let refused = format!("{name} has started 2 processes, but this build lacks the feature");
+        let refused = format!("{name} started 2 processes, but this build lacks the feature");
         assert!(message.contains(&refused), "{message}");
         let alone =
             place.command(&["train", "c.json", "--backend", "thread"]).envs(variables).output().unwrap();

@@ -1,4 +1,4 @@
-//! Batch files that `verify` cannot use.
+//! Invalid batch files of `verify`.
 
 use crate::golden;
 use crate::support::cli::{Outcome, Workplace};
@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Verifies with the fixture's batch, changed.
+/// Verifies with a changed batch of the fixture.
 fn verify(change: impl FnOnce(&mut Tensors)) -> Outcome {
     let place = Workplace::new();
     let mut tensors = load_tensors(Path::new(&golden("tiny_strong", "inputs.safetensors"))).unwrap();
@@ -30,13 +30,13 @@ fn set(tensors: &mut Tensors, name: &str, row: usize, position: usize, value: i6
 }
 
 #[test]
-fn files_that_are_no_batch_are_named() {
+fn invalid_batch_files_are_named() {
     let place = Workplace::new();
     run(&place, "missing.safetensors").assert_refused(2, &["missing.safetensors", "No such file"]);
     run(&place, "text.txt").assert_refused(2, &["text.txt", "not a safetensors file"]);
     run(&place, ".").assert_refused(2, &["directory"]);
     let no_ids = verify(|tensors| drop(tensors.remove("input_ids")));
-    no_ids.assert_refused(2, &["b.safetensors", "no tensor input_ids", "shift_labels"]);
+    no_ids.assert_refused(2, &["b.safetensors", "missing tensor input_ids", "shift_labels"]);
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn types_other_than_integers_are_refused() {
             let floats = tensors[name].to_dtype(DType::F32).unwrap();
             tensors.insert(name.to_owned(), floats);
         });
-        outcome.assert_refused(2, &["b.safetensors", name, "F32", "integers are expected"]);
+        outcome.assert_refused(2, &["b.safetensors", name, "F32", "expected I64, I32 or U32"]);
     }
     verify(|tensors| {
         let ids = tensors["input_ids"].to_dtype(DType::U32).unwrap();
@@ -79,7 +79,7 @@ fn shapes_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn values_out_of_range_are_refused_with_row_and_position() {
+fn values_out_of_range_are_refused_with_sequence_and_position() {
     for (name, value, expected) in [
         ("input_ids", 256, "token id 256"),
         ("input_ids", -3, "input_ids is -3"),
@@ -89,17 +89,17 @@ fn values_out_of_range_are_refused_with_row_and_position() {
         ("shift_labels", -5, "label -5"),
     ] {
         let outcome = verify(|tensors| set(tensors, name, 1, 5, value));
-        outcome.assert_refused(2, &["b.safetensors", expected, "row 1, position 5"]);
+        outcome.assert_refused(2, &["b.safetensors", expected, "1, position 5"]);
     }
 }
 
 #[test]
-fn a_batch_without_labels_of_its_own_takes_the_next_tokens() {
+fn a_batch_without_labels_predicts_the_next_tokens() {
     verify(|tensors| drop(tensors.remove("shift_labels"))).assert_done();
     let unshifted = verify(|tensors| {
         let labels = tensors.remove("shift_labels").unwrap();
         tensors.insert("labels".to_owned(), labels);
     });
-    let warned = unshifted.assert_done().stderr.contains("labels is not read");
+    let warned = unshifted.assert_done().stderr.contains("`labels` is ignored");
     assert!(warned, "unshifted labels must not be taken silently: {unshifted:?}");
 }

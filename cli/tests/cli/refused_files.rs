@@ -1,17 +1,17 @@
-//! Config, data, tokenizer and output that cannot be used.
+//! Invalid configs, data, tokenizers and output directories.
 
 use crate::support::cli::{Outcome, Workplace};
 use crate::train::word_tokenizer;
 use serde_json::{Value, json};
 
-/// Trains by the text of a config file.
+/// Trains with the text of a config file.
 fn by_text(config: &str) -> Outcome {
     let place = Workplace::new();
     place.write("c.json", config);
     place.run(&["train", "c.json"])
 }
 
-/// Trains by the usual config with changes.
+/// Trains with changes to the default test config.
 fn by_config(changes: Value) -> Outcome {
     let place = Workplace::new();
     place.write_config("c.json", changes);
@@ -21,7 +21,7 @@ fn by_config(changes: Value) -> Outcome {
 }
 
 #[test]
-fn config_files_that_cannot_be_read_are_named() {
+fn unreadable_config_files_are_named() {
     let place = Workplace::new();
     place.run(&["train", "nothing.json"]).assert_refused(2, &["nothing.json", "No such file"]);
     place.run(&["train", "."]).assert_refused(2, &["config file .", "directory"]);
@@ -30,7 +30,7 @@ fn config_files_that_cannot_be_read_are_named() {
 }
 
 #[test]
-fn faults_in_a_config_are_told_by_line_and_column() {
+fn config_errors_have_line_and_column() {
     by_text("").assert_refused(2, &["c.json:1:1", "an empty file"]);
     by_text("{ \"train_batch_size\": }").assert_refused(2, &["c.json:1:23", "not valid JSON"]);
     by_text("[]").assert_refused(2, &["c.json:1:1", "JSON object", "array"]);
@@ -59,7 +59,7 @@ fn values_out_of_range_are_refused_with_their_key() {
 }
 
 #[test]
-fn batch_sizes_and_meshes_that_contradict_themselves_are_refused_with_the_arithmetic() {
+fn contradictory_batch_sizes_and_meshes_are_refused_with_the_equation() {
     let triple = json!({ "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2 });
     by_config(triple).assert_refused(2, &["`train_batch_size` is 4", "= 6", "make them agree"]);
     by_config(json!({ "mesh_param": [3, 1] })).assert_refused(2, &["4 is not a multiple of dp 3", "3 and 6"]);
@@ -72,7 +72,7 @@ fn batch_sizes_and_meshes_that_contradict_themselves_are_refused_with_the_arithm
 }
 
 #[test]
-fn settings_without_a_default_are_asked_for() {
+fn missing_required_settings_are_named() {
     for key in ["model", "data", "seq_len", "steps"] {
         let flag = format!("--{}", key.replace('_', "-"));
         let outcome = by_config(json!({ "ulysses": { key: null } }));
@@ -81,7 +81,7 @@ fn settings_without_a_default_are_asked_for() {
 }
 
 #[test]
-fn data_that_is_no_text_is_refused() {
+fn unreadable_data_is_refused() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     place.write("empty.txt", "");
@@ -95,7 +95,7 @@ fn data_that_is_no_text_is_refused() {
         ("nothing_in_it", "holds no text"),
         ("binary.dat", "is not valid UTF-8 text"),
         ("binaries", "1 not UTF-8"),
-        ("one.txt", "no next token to learn"),
+        ("one.txt", "no next token to predict"),
         ("/dev/null", "neither a file nor a directory"),
     ] {
         let outcome = place.run(&["train", "c.json", "--data", data]);
@@ -105,7 +105,7 @@ fn data_that_is_no_text_is_refused() {
 }
 
 #[test]
-fn tokenizers_that_are_none_or_do_not_fit_are_refused() {
+fn invalid_or_mismatched_tokenizers_are_refused() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     place.write("broken.json", "{}");
@@ -124,12 +124,12 @@ fn tokenizers_that_are_none_or_do_not_fit_are_refused() {
 }
 
 #[test]
-fn output_directories_that_cannot_be_are_refused() {
+fn invalid_output_directories_are_refused() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     place.write("file", "kept");
     for (output, expected) in [
-        ("file", "a directory is needed"),
+        ("file", "expected a directory"),
         ("file/below", "cannot create the output directory"),
         ("/proc/nothing", "cannot create the output directory"),
     ] {
@@ -139,7 +139,7 @@ fn output_directories_that_cannot_be_are_refused() {
     place.run(&["train", "c.json", "--output", ""]).assert_refused(2, &["--output", "not empty"]);
 }
 
-/// Control characters are shown, not obeyed.
+/// Control characters are escaped.
 #[test]
 fn names_are_shown_with_their_control_characters_escaped() {
     let place = Workplace::new();

@@ -1,4 +1,4 @@
-//! Models that cannot be loaded: told before a rank starts, by `train` and `verify` alike.
+//! Models that cannot be loaded: `train` and `verify` report them before a rank starts.
 
 use crate::golden;
 use crate::support::cli::{Outcome, Workplace};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// A copy of a fixture's model, to be spoiled.
+/// A copy of a fixture's model, to be damaged.
 struct ModelDir {
     place: Workplace,
 }
@@ -62,19 +62,19 @@ fn the_copied_model_is_accepted() {
 }
 
 #[test]
-fn unknown_presets_are_refused_with_those_there_are() {
+fn unknown_presets_are_refused_with_a_list_of_presets() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     let outcome = place.run(&["train", "c.json", "--model", "nanoo"]);
     outcome.assert_refused(2, &["`nanoo`", "nano, tiny, small, base"]);
     let train = |model: &str| place.run(&["train", "c.json", "--model", model]);
     train("./no/such").assert_refused(2, &["`./no/such` is neither a directory nor a preset"]);
-    train("llama3-8b").assert_refused(2, &["only its shape is known, for `ulysses plan`"]);
-    train("text.txt").assert_refused(2, &["text.txt: this is a file; a model is a directory"]);
+    train("llama3-8b").assert_refused(2, &["only `ulysses plan` knows this shape"]);
+    train("text.txt").assert_refused(2, &["text.txt: expected a model directory"]);
 }
 
 #[test]
-fn descriptions_that_are_missing_or_broken_are_named() {
+fn missing_or_broken_model_configs_are_named() {
     for (text, expected) in [
         (None, "No such file"),
         (Some("{"), "not valid JSON"),
@@ -91,7 +91,7 @@ fn descriptions_that_are_missing_or_broken_are_named() {
 }
 
 #[test]
-fn descriptions_of_other_or_impossible_models_are_refused() {
+fn unsupported_or_impossible_model_configs_are_refused() {
     for (key, value) in [
         ("model_type", json!("gpt2")),
         ("attention_bias", json!(true)),
@@ -136,7 +136,7 @@ fn an_unknown_field_is_refused_with_what_to_do() {
 }
 
 #[test]
-fn fields_that_change_nothing_are_read_over_in_silence() {
+fn fields_without_effect_are_ignored() {
     let model = ModelDir::new();
     for (field, value) in [
         ("_name_or_path", json!("somebody/a-model")),
@@ -163,7 +163,7 @@ fn fields_that_change_nothing_are_read_over_in_silence() {
 }
 
 #[test]
-fn every_command_notes_what_a_model_states_and_is_not_applied() {
+fn every_command_notes_model_settings_that_are_not_applied() {
     let model = ModelDir::new();
     model.set("attention_dropout", json!(0.1));
     model.set("pad_token_id", json!(7));
@@ -193,7 +193,7 @@ fn every_command_notes_what_a_model_states_and_is_not_applied() {
 }
 
 #[test]
-fn a_head_of_other_numbers_than_the_embedding_is_not_tied() {
+fn a_head_with_other_values_than_the_embedding_is_not_tied() {
     let model = ModelDir::new();
     let logits = |output: &str| {
         let batch = golden("tiny_strong", "inputs.safetensors");
@@ -211,7 +211,7 @@ fn a_head_of_other_numbers_than_the_embedding_is_not_tied() {
     assert!(note.contains("`tie_word_embeddings` is true, but lm_head.weight differs"), "{note}");
     assert_eq!(plan(), planned);
 
-    // With equal numbers it is tied: one parameter, and one gradient, less.
+    // With equal values it is tied: one parameter and one gradient less.
     model.change(|tensors| {
         let embedding = tensors["model.embed_tokens.weight"].clone();
         tensors.insert("lm_head.weight".to_owned(), embedding);
@@ -221,7 +221,7 @@ fn a_head_of_other_numbers_than_the_embedding_is_not_tied() {
 }
 
 #[test]
-fn weight_files_that_are_missing_or_broken_are_named() {
+fn missing_or_broken_weight_files_are_named() {
     let bytes = std::fs::read(golden("tiny_strong", "model.safetensors")).unwrap();
     let endless_header = [&(1_u64 << 62).to_le_bytes()[..], b"{}"].concat();
     for content in [&bytes[..bytes.len() / 2], &bytes[..3], &endless_header, b"", b"not weights at all"] {
@@ -235,7 +235,7 @@ fn weight_files_that_are_missing_or_broken_are_named() {
 }
 
 #[test]
-fn weights_that_do_not_fit_the_description_are_named() {
+fn weights_that_do_not_fit_the_model_config_are_named() {
     const NAME: &str = "model.layers.1.mlp.up_proj.weight";
     let shape = ModelDir::new();
     shape.change(|tensors| {
@@ -255,7 +255,7 @@ fn weights_that_do_not_fit_the_description_are_named() {
 }
 
 #[test]
-fn weights_that_are_not_numbers_end_the_run() {
+fn non_finite_weights_end_the_run() {
     let model = ModelDir::new();
     model.change(|tensors| {
         let nan = (tensors["lm_head.weight"].clone() * f64::NAN).unwrap();
@@ -267,13 +267,13 @@ fn weights_that_are_not_numbers_end_the_run() {
     for arguments in [&["--json"][..], &[]] {
         let eval = ["eval", "model", "--data", "text.txt", "--seq-len", "64"];
         let eval = model.place.run(&[&eval[..], arguments].concat());
-        eval.assert_refused(1, &["the loss of model is NaN", "not finite"]);
+        eval.assert_refused(1, &["the loss of model is not finite: NaN"]);
         assert!(eval.stdout.contains("loss"), "{eval:?}");
     }
 }
 
 #[test]
-fn a_file_is_no_model_directory() {
+fn a_file_as_model_is_refused() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     let file = golden("tiny_strong", "model.safetensors");

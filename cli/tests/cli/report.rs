@@ -1,16 +1,16 @@
-//! `ulysses report`: pages of runs.
+//! `ulysses report`.
 
 use super::support::cli::Workplace;
 use serde_json::json;
 use std::fs;
 
-/// The row of the table of settings that a key has.
+/// Returns the row of a key in the table of settings.
 fn setting<'a>(page: &'a str, key: &str) -> &'a str {
     let cell = format!("<code>{}</code>", key.replace('_', "_<wbr>"));
     page.lines().find(|line| line.contains(&cell)).unwrap_or_else(|| panic!("no {key} in {page}"))
 }
 
-/// Every element is closed in its turn, but those of HTML that are never closed.
+/// Checks that every element is closed in order, except void elements.
 fn assert_well_formed(page: &str) {
     let mut open: Vec<&str> = Vec::new();
     for tag in page.split('<').skip(1).map(|rest| rest.split('>').next().unwrap()) {
@@ -25,7 +25,7 @@ fn assert_well_formed(page: &str) {
 }
 
 #[test]
-fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other() {
+fn a_page_of_two_runs_is_self_contained_and_shares_charts() {
     let place = Workplace::new();
     let changes = json!({ "mesh_param": [2, 2], "comms_logger": { "enabled": true }, "ulysses": { "validation": { "fraction": 0.1 } } });
     place.write_config("c.json", changes);
@@ -39,31 +39,31 @@ fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other(
         assert!(!page.contains(foreign), "{foreign} in the page");
     }
     assert!(page.contains("prefers-color-scheme: dark") && page.contains("width=device-width"));
-    // Loss, tokens/s of all and of labels, norm, rate, GEMM share and memory of two runs; held-out losses are dots.
+    // Loss, tokens/s, label tokens/s, norm, learning rate, GEMM share and memory of two runs; evaluation losses are dots.
     let (curves, of_runs) = page.split_once("<h2>").unwrap();
     assert_eq!(curves.matches("<polyline").count(), 7 * 2);
     assert_eq!(page.matches("<circle").count(), 2);
-    // Of each run a line at its peak, the plan's memory over the measured one, and the traffic of three kinds of sequence
-    // parallelism and of the claim.
+    // Per run: the measured peak, the plan over the measured memory, and the traffic of Ulysses, Megatron, ring and
+    // the paper.
     assert_eq!(of_runs.matches("<polyline").count(), (1 + 1 + 4) * 2);
-    // Shares of the time by kind and by phase, memory that was planned and memory that was measured.
+    // Step time by activity and by phase, planned and measured memory.
     assert_eq!(of_runs.matches("<polygon").count(), (5 + 4 + 6 + 6) * 2);
     assert_eq!(
         of_runs.matches("the optimizer step, measured in step 2").count(),
         2 * 2,
         "a title and a label each"
     );
-    assert_eq!(of_runs.matches("measured peak of rank 0").count(), 2);
+    assert_eq!(of_runs.matches("measured peak, rank 0").count(), 2);
     for part in [
-        "a&lt;b, held out",
+        "a&lt;b, evaluation",
         "Peak memory of each rank",
         "Mesh dp 2 × sp 2",
         "Ulysses exchange",
-        "latest rank",
-        "backward, with recompute",
-        "Bytes sent, by axis and operation",
-        "Bytes stored between steps",
-        "Rank 0 waited for data in",
+        "slowest rank",
+        "backward, with recomputation",
+        "Bytes sent per rank, by axis and operation",
+        "Bytes stored per rank between steps",
+        "Waiting for data: ",
     ] {
         assert!(page.contains(part), "no {part:?}");
     }
@@ -73,7 +73,7 @@ fn a_page_of_two_runs_needs_no_other_file_and_lays_their_curves_over_each_other(
 }
 
 #[test]
-fn a_run_of_which_only_metrics_are_left_is_reported() {
+fn a_run_with_only_metrics_is_reported() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     place.run(&["train", "c.json"]).assert_done();
@@ -83,7 +83,7 @@ fn a_run_of_which_only_metrics_are_left_is_reported() {
     let metrics = place.read("out/metrics.jsonl");
     place.write("out/metrics.jsonl", format!("{metrics}{{\"step\": 5, \"lo"));
     let outcome = place.run(&["report", "out"]);
-    let expected = "note: out/metrics.jsonl:5: passed over, since it was cut off";
+    let expected = "note: out/metrics.jsonl:5: skipped an incomplete line";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
     let page = place.read("out/report.html");
     assert_well_formed(&page);
@@ -91,7 +91,7 @@ fn a_run_of_which_only_metrics_are_left_is_reported() {
 }
 
 #[test]
-fn the_page_has_what_every_rank_sent_and_stored_next_to_the_formulas() {
+fn the_page_shows_bytes_per_rank_next_to_formulas() {
     let place = Workplace::new();
     let optimizer = json!({ "type": "AdamW", "params": { "lr": 1e-3 } });
     let changes =
@@ -111,7 +111,7 @@ fn the_page_has_what_every_rank_sent_and_stored_next_to_the_formulas() {
     assert_well_formed(&page);
     assert!(page.contains("ZeRO stage 1 has 1 partition, because dp_size is 1"), "{page}");
     assert!(setting(&page, "optimizer.<wbr>type").contains("<code>AdamW</code>"));
-    // Of earlier versions the record has neither formulas nor what each rank sent.
+    // Records of earlier versions have neither formulas nor sent bytes.
     let mut earlier = record;
     for rank in earlier["ranks"].as_array_mut().unwrap() {
         rank.as_object_mut()
@@ -123,7 +123,7 @@ fn the_page_has_what_every_rank_sent_and_stored_next_to_the_formulas() {
     let page = place.read("out/report.html");
     assert_well_formed(&page);
     assert!(
-        page.contains("Bytes at the peak") && !page.contains("Bytes sent, by axis and operation"),
+        page.contains("Bytes per rank at the peak") && !page.contains("Bytes sent per rank, by axis"),
         "{page}"
     );
 }
@@ -138,19 +138,17 @@ fn metrics_of_an_earlier_version_are_reported_as_tokens_with_labels() {
     assert_well_formed(&page);
     assert!(page.contains("<span>tokens/s</span><b>–</b>"), "{page}");
     assert!(page.contains("<span>label tokens/s</span><b>45</b>"), "{page}");
-    assert!(
-        page.contains("Tokens with labels per second") && !page.contains("<figcaption>Tokens per second")
-    );
+    assert!(page.contains("Label tokens per second") && !page.contains("<figcaption>Tokens per second"));
 }
 
 #[test]
-fn a_record_or_a_config_that_no_run_writes_is_refused_by_name() {
+fn an_invalid_record_or_config_is_refused_by_name() {
     let place = Workplace::new();
     place.write_config("c.json", json!({}));
     place.run(&["train", "c.json"]).assert_done();
     for name in ["out/config.json", "out/run.json"] {
         let sound = place.read(name);
-        for (text, fault) in [("[1]", "not the JSON object that a run writes"), ("{", "EOF while parsing")] {
+        for (text, fault) in [("[1]", "expected a JSON object"), ("{", "EOF while parsing")] {
             place.write(name, text);
             place.run(&["report", "out"]).assert_refused(2, &[name, fault]);
         }
@@ -160,7 +158,7 @@ fn a_record_or_a_config_that_no_run_writes_is_refused_by_name() {
 }
 
 #[test]
-fn the_measured_memory_of_a_step_is_told_by_parts_and_its_largest_is_the_peak() {
+fn the_measured_memory_of_a_step_is_recorded_by_part() {
     let place = Workplace::new();
     let changes = json!({
         "mesh_param": [1, 2], "gradient_accumulation_steps": 2, "train_batch_size": 2,
@@ -173,7 +171,7 @@ fn the_measured_memory_of_a_step_is_told_by_parts_and_its_largest_is_the_peak() 
     assert_eq!(watched.len(), 2, "the ranks of one sp group");
     let metrics = place.metrics("out/metrics.jsonl");
     for (rank, watched) in watched.iter().enumerate() {
-        // The second of the steps with the longest rows.
+        // The second step with the longest sequences.
         assert_eq!([&watched["rank"], &watched["step"], &watched["seq_len"]], [rank, 4, 2048]);
         let parts = watched["parts"].as_array().unwrap();
         let names: Vec<&str> = parts.iter().map(|part| part["at"].as_str().unwrap()).collect();
@@ -191,18 +189,18 @@ fn the_measured_memory_of_a_step_is_told_by_parts_and_its_largest_is_the_peak() 
         let most = parts.iter().map(|part| part["bytes"].as_u64().unwrap()).max().unwrap();
         if rank == 0 {
             let peak = metrics[3]["peak_memory_bytes"].as_u64().unwrap();
-            // Both micro batches hold as much, and so did the step before, but for what was read ahead and allocated anew.
+            // Both micro batches and both steps hold the same, except for prefetched data and new allocations.
             assert!(most <= peak && peak - most < peak / 100, "{most} of {peak}");
         }
     }
     place.run(&["report", "out"]).assert_done();
     let page = place.read("out/report.html");
     assert_well_formed(&page);
-    assert!(page.contains("measured in step 4") && page.contains("planned, at most"), "{page}");
+    assert!(page.contains("measured in step 4") && page.contains("planned peak"), "{page}");
 }
 
 #[test]
-fn a_plan_is_drawn_as_a_page_of_its_own() {
+fn a_plan_is_written_as_a_page() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "mesh_param": [2, 4], "train_batch_size": 2 }));
     let arguments = ["plan", "c.json", "--model", "llama3-8b", "--seq-len", "65536", "--memory-gib", "80"];
@@ -217,19 +215,19 @@ fn a_plan_is_drawn_as_a_page_of_its_own() {
 }
 
 #[test]
-fn what_is_no_run_is_refused_by_name() {
+fn invalid_run_directories_are_refused_by_name() {
     let place = Workplace::new();
-    place.run(&["report", "nothing"]).assert_refused(2, &["nothing", "no such directory"]);
+    place.run(&["report", "nothing"]).assert_refused(2, &["nothing", "expected an output directory"]);
     place.write("empty/a.txt", "");
     place.run(&["report", "empty"]).assert_refused(2, &["empty/metrics.jsonl"]);
     place.write("damaged/metrics.jsonl", "{\"step\":1,\"loss\":2.0}\n{]\n{\"step\":2,\"loss\":2.0}\n");
     place.run(&["report", "damaged"]).assert_refused(2, &["damaged/metrics.jsonl:2:2: not valid JSON"]);
-    let expected = ["damaged/metrics.jsonl: this is a file; an output directory"];
+    let expected = ["damaged/metrics.jsonl: expected an output directory"];
     place.run(&["report", "damaged/metrics.jsonl"]).assert_refused(2, &expected);
 }
 
 #[test]
-fn values_that_no_run_writes_are_refused_with_their_place() {
+fn invalid_metrics_are_refused_with_their_line() {
     let place = Workplace::new();
     let report = |second: &str| {
         place.write("run/metrics.jsonl", format!("{{\"step\":1,\"loss\":-1e100}}\n{second}\n"));

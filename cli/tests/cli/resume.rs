@@ -1,4 +1,4 @@
-//! `ulysses train --resume`: runs that end and go on.
+//! `ulysses train --resume`.
 
 use crate::support::cli::{Outcome, Workplace};
 use serde_json::{Value, json};
@@ -7,10 +7,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use ulysses::checkpoint::{OutputLock, steps};
 
-/// What a resumed run must repeat; the other metrics are times and memory.
+/// Metrics that a resumed run must repeat; the others are times and memory.
 const REPEATED: [&str; 7] = ["step", "loss", "lr", "grad_norm", "tokens", "skipped", "comm_bytes"];
 
-/// Metrics as text, so that every bit counts.
+/// Returns metrics as text, so that every bit counts.
 fn repeated(place: &Workplace, name: &str) -> Vec<Vec<String>> {
     let fields = |step: &Value| REPEATED.map(|key| step[key].to_string()).to_vec();
     place.metrics(name).iter().map(fields).collect()
@@ -56,7 +56,7 @@ fn a_resumed_run_writes_the_metrics_of_an_uninterrupted_one() {
         write_config(&place, "c.json", mesh);
         place.run(&["train", "c.json", "--steps", "12", "--output", "whole"]).assert_done();
         place.run(&["train", "c.json", "--steps", "7", "--output", "parts"]).assert_done();
-        // As if the run had been killed after step 7 and before its checkpoint.
+        // The state after a kill between step 7 and its checkpoint.
         fs::remove_dir_all(place.path("parts/step_00000007")).unwrap();
         let outcome = place.run(&["train", "c.json", "--steps", "12", "--output", "parts", "--resume"]);
         assert!(outcome.assert_done().stderr.contains("resumed from parts/step_00000005"), "{outcome:?}");
@@ -67,14 +67,14 @@ fn a_resumed_run_writes_the_metrics_of_an_uninterrupted_one() {
     }
 }
 
-/// The largest difference between two loss curves, over the steps that the second one has.
+/// Returns the largest difference between two loss curves, over the steps of the second one.
 fn distance(whole: &[f64], tail: &[f64]) -> f64 {
     let differences = whole[whole.len() - tail.len()..].iter().zip(tail).map(|(a, b)| (a - b).abs());
     differences.fold(0.0, f64::max)
 }
 
 #[test]
-fn a_run_goes_on_on_any_mesh_at_any_stage_with_the_same_losses() {
+fn a_run_resumes_on_any_mesh_and_stage_with_the_same_losses() {
     let place = Workplace::new();
     let train = |mesh: [usize; 2], stage: u8, arguments: &[&str]| {
         let layout = json!({ "mesh_param": mesh, "zero_optimization": { "stage": stage } });
@@ -105,7 +105,7 @@ fn a_run_goes_on_on_any_mesh_at_any_stage_with_the_same_losses() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_passed_over_and_saved_again() {
+fn a_damaged_checkpoint_is_skipped_and_saved_again() {
     let place = workplace();
     place.run(&["train", "c.json", "--steps", "10"]).assert_done();
     let shard = place.path("out/step_00000010/exp_avg.00000-of-00001.safetensors");
@@ -133,9 +133,9 @@ fn runs_are_not_mixed() {
         "{outcome:?}"
     );
     train(&[])
-        .assert_refused(2, &["out holds checkpoints of an earlier run, up to step_00000007", "--resume"]);
+        .assert_refused(2, &["out contains checkpoints of an earlier run, up to step_00000007", "--resume"]);
     let outcome = train(&["--resume=out/step_00000005"]);
-    outcome.assert_refused(2, &["out holds step_00000007, which is newer than out/step_00000005"]);
+    outcome.assert_refused(2, &["out contains step_00000007, which is newer than out/step_00000005"]);
     train(&["--resume", "--seed", "9"])
         .assert_refused(2, &["(--seed) was 1234 when it was saved and is 9 in this run", "export"]);
     train(&["--resume", "--seq-len", "32"])
@@ -158,14 +158,14 @@ fn runs_are_not_mixed() {
     );
     write_config(&place, "c.json", json!({ "ulysses": { "model": "nano", "data": "text.txt" } }));
     let arguments = ["--resume", "--steps", "9", "--seq-len", "64"];
-    train(&arguments).assert_refused(2, &["--resume looks into the output directory"]);
+    train(&arguments).assert_refused(2, &["--resume needs an output directory"]);
     write_config(&place, "c.json", json!({}));
     let outcome = train(&["--resume", "--steps", "7"]);
-    assert!(outcome.assert_done().stdout.contains("nothing to do: step 7 of 7 is done"), "{outcome:?}");
+    assert!(outcome.assert_done().stdout.contains("nothing to do: step 7 of 7 is complete"), "{outcome:?}");
 }
 
 #[test]
-fn the_directory_to_resume_from_may_stand_behind_a_space_and_the_config_behind_a_bare_resume() {
+fn resume_accepts_a_directory_after_a_space_or_the_config() {
     let place = workplace();
     place.run(&["train", "c.json", "--steps", "5"]).assert_done();
     let resumed = |arguments: &[&str]| {
@@ -183,11 +183,10 @@ fn the_directory_to_resume_from_may_stand_behind_a_space_and_the_config_behind_a
     };
     bare(&["c.json", "--resume", "--steps", "6"]);
     bare(&["--steps", "7", "--resume", "c.json"]);
-    place.run(&["train", "--resume", "out"]).assert_refused(
-        2,
-        &["--resume out: the config is missing: `ulysses train CONFIG.json --resume out`"],
-    );
-    place.run(&["train", "--resume"]).assert_refused(2, &["--resume: the config is missing"]);
+    place
+        .run(&["train", "--resume", "out"])
+        .assert_refused(2, &["--resume out: missing config: use `ulysses train CONFIG.json --resume out`"]);
+    place.run(&["train", "--resume"]).assert_refused(2, &["--resume: missing config"]);
     place
         .run(&["train", "--resume", "lost.json"])
         .assert_refused(2, &["cannot read the config file lost.json"]);
@@ -195,7 +194,7 @@ fn the_directory_to_resume_from_may_stand_behind_a_space_and_the_config_behind_a
 }
 
 #[test]
-fn reset_data_goes_on_with_the_optimizer_at_the_beginning_of_other_data() {
+fn reset_data_keeps_the_optimizer_and_starts_other_data() {
     let place = workplace();
     let train = |arguments: &[&str]| train(&place, arguments);
     train(&["--steps", "5"]).assert_done();
@@ -208,7 +207,7 @@ fn reset_data_goes_on_with_the_optimizer_at_the_beginning_of_other_data() {
     let expected =
         "--reset-data: `ulysses.seq_len` (--seq-len) was 64 and is 32: from the beginning of the data";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
-    // Step, schedule and optimizer go on: the metrics are those of one run, and so is the rate.
+    // Step, schedule and optimizer continue: metrics and learning rate are those of one run.
     let metrics = place.metrics("out/metrics.jsonl");
     assert_eq!(
         metrics.iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(),
@@ -217,7 +216,7 @@ fn reset_data_goes_on_with_the_optimizer_at_the_beginning_of_other_data() {
     let cursor = |step: &str| place.read_json(&format!("out/step_{step}/manifest.json"))["progress"].clone();
     assert_eq!(cursor("00000010")["step"], 10);
     assert_eq!(cursor("00000010")["data"]["samples_consumed"], 5 * 4, "the samples of the new data");
-    // A restart of the same command does not begin once more.
+    // Restarting the same command does not reset the data again.
     let outcome = on_other(&["--resume", "--reset-data", "--set", "ulysses.steps=12"]);
     assert!(outcome.assert_done().stdout.contains("nothing to do"), "flags come after --set: {outcome:?}");
     let arguments = ["--data", "other.txt", "--seq-len", "32", "--steps", "12", "--resume", "--reset-data"];
@@ -227,22 +226,22 @@ fn reset_data_goes_on_with_the_optimizer_at_the_beginning_of_other_data() {
 }
 
 #[test]
-fn a_run_goes_on_from_the_newest_sound_checkpoint_of_another_ones_directory() {
+fn a_run_resumes_from_the_newest_valid_checkpoint_of_another_run() {
     let place = workplace();
     let train = |arguments: &[&str]| train(&place, arguments);
     train(&["--steps", "10"]).assert_done();
     fs::remove_file(place.path("out/step_00000010/manifest.json")).unwrap();
     let outcome = train(&["--steps", "12", "--output", "other", "--resume=out"]);
     assert!(outcome.assert_done().stderr.contains("resumed from out/step_00000005"), "{outcome:?}");
-    // Its own directory by name is the same as no name.
+    // Naming its own directory equals naming none.
     let outcome = train(&["--steps", "14", "--output", "other", "--resume=other/"]);
     assert!(outcome.assert_done().stderr.contains("resumed from other/step_00000012"), "{outcome:?}");
     let outcome = train(&["--steps", "16", "--output", "other", "--resume=out"]);
-    outcome.assert_refused(2, &["other holds step_00000014, which is newer than out"]);
+    outcome.assert_refused(2, &["other contains step_00000014, which is newer than out"]);
 }
 
 #[test]
-fn metrics_of_nobody_knows_what_are_kept_apart_from_a_run_that_comes_from_elsewhere() {
+fn unknown_metrics_are_renamed_for_a_run_from_elsewhere() {
     let place = workplace();
     let train = |arguments: &[&str]| train(&place, arguments);
     train(&["--steps", "5"]).assert_done();
@@ -250,7 +249,7 @@ fn metrics_of_nobody_knows_what_are_kept_apart_from_a_run_that_comes_from_elsewh
     place.write("other/metrics.jsonl", strange);
     for checkpoint in ["--resume=out", "--resume=out/step_00000005"] {
         let outcome = train(&["--steps", "7", "--output", "other", checkpoint]);
-        let expected = "metrics.jsonl is kept as other/metrics.1.jsonl";
+        let expected = "metrics.jsonl to other/metrics.1.jsonl";
         assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
         assert_eq!(place.read("other/metrics.1.jsonl"), strange);
         let steps = place.metrics("other/metrics.jsonl");
@@ -258,24 +257,24 @@ fn metrics_of_nobody_knows_what_are_kept_apart_from_a_run_that_comes_from_elsewh
         fs::remove_dir_all(place.path("other")).unwrap();
         place.write("other/metrics.jsonl", strange);
     }
-    // In its own directory a run goes on with its metrics, whatever has become of the record.
+    // In its own directory a run appends to its metrics, whatever the state of the record.
     fs::remove_file(place.path("out/run.json")).unwrap();
     train(&["--steps", "7", "--resume=out/../out"]).assert_done();
     assert_eq!(place.losses("out/metrics.jsonl").len(), 7);
 }
 
 #[test]
-fn a_checkpoint_is_no_output_directory() {
+fn a_checkpoint_as_output_directory_is_refused() {
     let place = workplace();
     place.run(&["train", "c.json", "--steps", "5"]).assert_done();
     let outcome = place.run(&["train", "c.json", "--steps", "7", "--output", "out/step_00000005"]);
-    outcome.assert_refused(2, &["--output out/step_00000005: this is a checkpoint"]);
+    outcome.assert_refused(2, &["--output out/step_00000005: expected a directory"]);
     place.run(&["checkpoint", "verify", "out"]).assert_done();
     assert!(!place.path("out/step_00000005/config.json").exists());
 }
 
 #[test]
-fn checkpoints_are_no_data_to_train_on() {
+fn checkpoints_as_training_data_are_refused() {
     let place = Workplace::new();
     place.write("text/a.txt", "the quick brown fox jumps over the lazy dog. ".repeat(50));
     write_config(&place, "c.json", json!({}));
@@ -283,12 +282,12 @@ fn checkpoints_are_no_data_to_train_on() {
         place.run(&[&["train", "c.json", "--data", "text", "--output", "text/out"], arguments].concat())
     };
     train(&["--steps", "5"]).assert_done();
-    // The number of rows is compared: it would have grown.
+    // An unchanged number of sequences means that checkpoints are not read as data.
     train(&["--steps", "6", "--resume"]).assert_done();
 }
 
 #[test]
-fn a_second_job_is_refused_and_told_who_holds_the_directory() {
+fn a_second_job_is_refused_with_the_owner_of_the_directory() {
     let place = workplace();
     fs::create_dir(place.path("out")).unwrap();
     let held = OutputLock::acquire(&place.path("out"), "job 17 on node-a").unwrap();
@@ -298,7 +297,7 @@ fn a_second_job_is_refused_and_told_who_holds_the_directory() {
     place.run(&["train", "c.json"]).assert_done();
 }
 
-/// Starts a run that would take for ever, and returns when it has trained a few steps.
+/// Starts an endless run and returns when it has trained a few steps.
 fn start_endless(place: &Workplace) -> Child {
     let mut command = place.command(&["train", "c.json", "--steps", "1000000000"]);
     let stderr = fs::File::create(place.path("stderr")).unwrap();
@@ -311,7 +310,7 @@ fn start_endless(place: &Workplace) -> Child {
     child
 }
 
-/// Sends signals one right after the other; the exit code, or minus the signal that ended it.
+/// Sends signals in quick succession and returns the exit code, or minus the signal that ended it.
 fn signal(mut child: Child, signals: &[&str]) -> i32 {
     let script: Vec<String> = signals.iter().map(|name| format!("kill -{name} {};", child.id())).collect();
     assert!(Command::new("sh").args(["-c", &script.concat()]).status().unwrap().success());
@@ -319,7 +318,7 @@ fn signal(mut child: Child, signals: &[&str]) -> i32 {
 }
 
 #[test]
-fn a_signal_saves_the_step_and_ends_with_75() {
+fn a_signal_saves_the_step_and_exits_with_75() {
     for (name, checkpoint) in [
         ("TERM", json!({})),
         ("INT", json!({})),
@@ -342,7 +341,7 @@ fn a_signal_saves_the_step_and_ends_with_75() {
 fn a_second_signal_ends_the_run_at_once() {
     let place = Workplace::new();
     write_config(&place, "c.json", json!({ "checkpoint": {} }));
-    // Two different ones: two of a kind may arrive as one.
+    // Two different signals: two equal ones may arrive as one.
     for (signals, codes) in [(["TERM", "USR1"], [128 + 15, 128 + 10]), (["USR1", "INT"], [128 + 10, 128 + 2])]
     {
         let code = signal(start_endless(&place), &signals);
@@ -352,7 +351,7 @@ fn a_second_signal_ends_the_run_at_once() {
 }
 
 #[test]
-fn without_checkpoints_a_signal_ends_the_run_after_the_step_and_says_that_nothing_was_saved() {
+fn without_checkpoints_a_signal_ends_the_run_without_saving() {
     for name in ["TERM", "INT"] {
         let place = Workplace::new();
         write_config(&place, "c.json", json!({ "checkpoint": null, "mesh_param": [2, 1] }));
@@ -361,8 +360,9 @@ fn without_checkpoints_a_signal_ends_the_run_after_the_step_and_says_that_nothin
         assert_eq!(signal(start_endless(&place), &[name]), 75, "{name}");
         let said = place.read("stderr");
         let done = place.metrics("out/metrics.jsonl").len();
-        let expected = format!("stopped by a signal after step {done}; nothing was saved: the config has no");
-        assert!(said.contains(&expected) && said.contains("the run ends after this step"), "{said}");
+        let expected =
+            format!("stopped by a signal after step {done}; nothing was saved, because the config has no");
+        assert!(said.contains(&expected) && said.contains("stopping after this step"), "{said}");
         assert!(steps(&place.path("out")).unwrap().is_empty());
         assert!(
             place.read_json("out/run.json")["totals"]["steps"].as_u64().is_some(),

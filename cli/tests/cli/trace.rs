@@ -1,10 +1,10 @@
-//! `ulysses train --trace`: the file that Perfetto opens.
+//! `ulysses train --trace`: the file for Perfetto.
 
 use super::support::cli::Workplace;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A slice's begin and end, in nanoseconds, and its name.
+/// Begin and end of a slice in nanoseconds, and its name.
 type Slice<'a> = (i64, i64, &'a str);
 
 fn nanoseconds(event: &Value, key: &str) -> i64 {
@@ -15,7 +15,7 @@ fn of_phase<'a>(events: &'a [Value], phase: &str) -> Vec<&'a Value> {
     events.iter().filter(|event| event["ph"] == phase).collect()
 }
 
-/// By track, in the order of their beginnings; of equal ones the longest first.
+/// Slices by track, ordered by begin, longest first.
 fn slices(events: &[Value]) -> BTreeMap<u64, Vec<Slice<'_>>> {
     let mut tracks: BTreeMap<u64, Vec<Slice<'_>>> = BTreeMap::new();
     for event in of_phase(events, "X") {
@@ -101,13 +101,13 @@ fn a_trace_has_all_ranks_nested_slices_and_arrows_between_ranks() {
 }
 
 #[test]
-fn counters_tell_what_ranks_hold_and_their_largest_is_the_peak() {
+fn memory_counters_reach_the_peak_of_each_rank() {
     let place = Workplace::new();
     place.write_config(
         "c.json",
         json!({
             "mesh_param": [1, 2], "train_batch_size": 2,
-            // So long that no other part of the run needs as much.
+            // Long enough that no other part of the run needs more memory.
             "ulysses": { "steps": 3, "seq_len": 2048 },
         }),
     );
@@ -123,7 +123,7 @@ fn counters_tell_what_ranks_hold_and_their_largest_is_the_peak() {
     for rank in 0..2_u64 {
         let totals: Vec<_> = of(format!("rank {rank} bytes held")).collect();
         let by_category: Vec<_> = of(format!("rank {rank} bytes held by category")).collect();
-        // Of each step: embedding, layers forward and backward, head, embedding backward, update; and what is left.
+        // Parts of a step: embedding, layers forward and backward, head, embedding backward, update, remainder.
         assert_eq!((totals.len(), by_category.len()), (3 * (2 * num_layers + 5), 3 * (2 * num_layers + 5)));
         let mut last = 0;
         for (total, parts) in totals.iter().zip(&by_category) {
@@ -134,7 +134,7 @@ fn counters_tell_what_ranks_hold_and_their_largest_is_the_peak() {
             assert!(at >= last, "{total} goes back");
             last = at;
         }
-        // Every part begins while its step goes on.
+        // Every part begins during its step.
         let steps: Vec<_> = tracks[&rank].iter().filter(|(.., name)| name.starts_with("step ")).collect();
         for total in &totals {
             let at = nanoseconds(total, "ts");
@@ -142,11 +142,11 @@ fn counters_tell_what_ranks_hold_and_their_largest_is_the_peak() {
         }
         let most = totals.iter().map(|total| number(&total["args"]["total"])).max().unwrap();
         let peak = number(&record["ranks"][rank as usize]["peak_bytes"]);
-        // The allocator notes every largest within the steps. What the run holds most at once, it holds in a step, for
-        // before and after there is no activation.
+        // The allocator records every maximum within steps, and the peak of the run is in a step: only steps have
+        // activations.
         assert_eq!(most, peak, "rank {rank}");
     }
-    // Without a trace a step is watched all the same, for the report.
+    // Without a trace the report still has the memory of a step.
     let parts = record["memory_over_step"][0]["parts"].as_array().unwrap();
     assert_eq!((parts.len(), &parts[0]["at"]), (2 * num_layers + 4, &json!("embedding")));
 }
@@ -161,7 +161,7 @@ fn a_trace_that_cannot_be_written_is_refused_before_the_run() {
 }
 
 #[test]
-fn log_lines_of_the_library_tell_the_rank_and_the_step() {
+fn log_lines_of_the_library_have_rank_and_step() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "mesh_param": [1, 2], "checkpoint": {} }));
     let mut command = place.command(&["train", "c.json"]);

@@ -42,7 +42,7 @@ const METRICS: [&str; 31] = [
     "gemm_share",
 ];
 
-/// Trains with a config changed by `changes` and returns the losses.
+/// Trains with a changed config and returns the losses.
 fn losses(place: &Workplace, changes: serde_json::Value, flags: &[&str]) -> Vec<f64> {
     place.write_config("c.json", changes);
     place.run(&[&["train", "c.json"], flags].concat()).assert_done();
@@ -50,18 +50,18 @@ fn losses(place: &Workplace, changes: serde_json::Value, flags: &[&str]) -> Vec<
 }
 
 #[test]
-fn the_planned_memory_is_next_to_the_available_one_before_the_first_step() {
+fn planned_and_available_memory_are_printed_before_the_first_step() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "mesh_param": [2, 2], "ulysses": { "steps": 1 } }));
     let stderr = place.run(&["train", "c.json"]).assert_done().stderr.clone();
-    let line = stderr.lines().find(|line| line.starts_with("planned memory: ")).unwrap();
-    assert!(line.contains(" per rank at its peak (") && line.contains("for 4 rank(s)"), "{line}");
-    assert!(line.contains(" available (") && !stderr.contains("warning: the plan"), "{stderr}");
-    assert!(!stderr.contains("the first step takes"), "it is short: {stderr}");
+    let line = stderr.lines().find(|line| line.starts_with("planned peak memory: ")).unwrap();
+    assert!(line.contains(" per rank (") && line.contains("for 4 rank(s)"), "{line}");
+    assert!(line.contains(" available (") && !stderr.contains("warning: the planned"), "{stderr}");
+    assert!(!stderr.contains("time of the first step"), "it is short: {stderr}");
 }
 
 #[test]
-fn a_step_of_a_billion_micro_batches_begins_and_says_how_long_it_takes() {
+fn a_step_of_a_billion_micro_batches_starts_with_a_time_estimate() {
     let place = Workplace::new();
     let batch = json!({ "train_batch_size": 4_000_000_000_u64, "train_micro_batch_size_per_gpu": 4 });
     place.write_config("c.json", batch);
@@ -71,13 +71,13 @@ fn a_step_of_a_billion_micro_batches_begins_and_says_how_long_it_takes() {
     let mut child = command.spawn().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     let said = || std::fs::read_to_string(&stderr).unwrap();
-    while !said().contains("the first step takes about ") {
+    while !said().contains("estimated time of the first step: ") {
         assert!(Instant::now() < deadline && child.try_wait().unwrap().is_none(), "{}", said());
         std::thread::sleep(Duration::from_millis(20));
     }
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(said().contains(" days: "), "{}", said());
+    assert!(said().contains(" days ("), "{}", said());
     place.write_config(
         "c.json",
         json!({ "train_batch_size": 1_u64 << 62, "train_micro_batch_size_per_gpu": 1 }),
@@ -143,7 +143,7 @@ fn mesh_stage_and_accumulation_do_not_change_the_losses() {
 }
 
 #[test]
-fn the_same_command_twice_gives_identical_numbers() {
+fn the_same_command_gives_identical_results() {
     let place = Workplace::new();
     place.write_config(
         "c.json",
@@ -226,7 +226,7 @@ fn set_and_the_shortcuts_override_the_file_and_are_in_the_resolved_config() {
 }
 
 #[test]
-fn metrics_and_config_of_earlier_runs_are_kept() {
+fn metrics_and_config_of_earlier_runs_are_renamed() {
     let place = Workplace::new();
     losses(&place, json!({}), &["--steps", "1"]);
     let (metrics, config) = (place.read("out/metrics.jsonl"), place.read("out/config.json"));
@@ -240,7 +240,7 @@ fn metrics_and_config_of_earlier_runs_are_kept() {
 }
 
 #[test]
-fn a_run_that_cannot_start_leaves_the_earlier_one_alone() {
+fn a_run_that_cannot_start_does_not_change_the_earlier_one() {
     let place = Workplace::new();
     losses(&place, json!({}), &[]);
     for flags in [["--seq-len", "0"], ["--data", "nothing"], ["--mesh", "1x64"], ["--model", "nothing"]] {
@@ -255,7 +255,7 @@ fn a_run_that_cannot_start_leaves_the_earlier_one_alone() {
 }
 
 #[test]
-fn without_an_output_every_run_has_a_directory_of_its_own() {
+fn without_an_output_every_run_gets_a_new_directory() {
     let place = Workplace::new();
     place.write_config("my.json", json!({ "ulysses": { "output": null, "steps": 1 } }));
     for directory in ["runs/my-1", "runs/my-2"] {
@@ -302,7 +302,7 @@ pub(crate) fn word_tokenizer(vocab: serde_json::Value) -> String {
 }
 
 #[test]
-fn a_run_of_nothing_but_skipped_steps_is_a_failure() {
+fn a_run_with_only_skipped_steps_is_a_failure() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "fp16": { "enabled": true, "loss_scale": 1e30 } }));
     let outcome = place.run(&["train", "c.json"]);
@@ -312,16 +312,16 @@ fn a_run_of_nothing_but_skipped_steps_is_a_failure() {
 }
 
 #[test]
-fn a_run_says_how_many_parameters_are_frozen() {
+fn the_first_line_counts_frozen_parameters() {
     let place = Workplace::new();
     let groups = json!([{ "match": "embed_tokens|layers.0", "frozen": true }]);
     place.write_config("c.json", json!({ "ulysses": { "parameter_groups": groups, "steps": 2 } }));
     let outcome = place.run(&["train", "c.json"]);
-    assert!(outcome.assert_done().stderr.contains(" M of them frozen)"), "{outcome:?}");
+    assert!(outcome.assert_done().stderr.contains(" M frozen)"), "{outcome:?}");
 }
 
 #[test]
-fn settings_that_do_not_fit_the_model_are_faults_of_the_config() {
+fn settings_that_do_not_fit_the_model_are_usage_errors() {
     let place = Workplace::new();
     for (settings, expected) in [
         (
@@ -336,7 +336,7 @@ fn settings_that_do_not_fit_the_model_are_faults_of_the_config() {
         (json!({ "activation_checkpointing_interval": 2 }), "`ulysses.activation_checkpointing` is true"),
         (
             json!({ "activation_checkpointing": true, "activation_checkpointing_interval": 99 }),
-            "the model has 2 layers: at most 2",
+            "the model has 2 layers: expected at most 2",
         ),
     ] {
         place.write_config("c.json", json!({ "ulysses": settings }));
@@ -348,7 +348,7 @@ fn settings_that_do_not_fit_the_model_are_faults_of_the_config() {
 }
 
 #[test]
-fn the_machine_chooses_among_mesh_rules() {
+fn mesh_rules_are_selected_by_machine() {
     let place = Workplace::new();
     let rules = json!([["gpu-.*", "1x8"], ["small", "1x2"], ["any", null], ["odd", "ulysses=1x3"]]);
     place.write_config(
@@ -377,7 +377,7 @@ fn the_machine_chooses_among_mesh_rules() {
 }
 
 #[test]
-fn rules_give_way_to_the_flag_and_say_so_when_none_is_for_this_machine() {
+fn the_flag_overrides_mesh_rules_and_an_unmatched_selector_is_noted() {
     let place = Workplace::new();
     let rules = json!([["gpu", "1x8"], ["small", "1x2"], ["elastic", "fsdp=2"], ["sharded", "hsdp=1x2"]]);
     place.write_config("c.json", json!({ "ulysses": { "mesh_rules": rules, "steps": 1 } }));
@@ -408,7 +408,7 @@ fn rules_give_way_to_the_flag_and_say_so_when_none_is_for_this_machine() {
 }
 
 #[test]
-fn a_preset_is_a_mesh_and_says_which_stage_it_needs() {
+fn a_preset_is_a_mesh_and_names_its_stage() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "zero_optimization": { "stage": 3 }, "ulysses": { "steps": 1 } }));
     let outcome = place.run(&["train", "c.json", "--mesh", "fsdp=2"]);
@@ -446,7 +446,7 @@ fn the_slowest_rank_of_every_step_is_recorded() {
 }
 
 #[test]
-fn a_run_ends_with_a_short_summary_and_with_tables_where_they_are_asked_for() {
+fn a_run_ends_with_a_summary_and_verbose_adds_tables() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "mesh_param": [2, 2], "checkpoint": {} }));
     let outcome = place.run(&["train", "c.json"]);
@@ -456,7 +456,7 @@ fn a_run_ends_with_a_short_summary_and_with_tables_where_they_are_asked_for() {
     assert!(lines[1].contains(" tokens/s (") && lines[1].contains(" with labels) over "), "{outcome:?}");
     assert!(lines[2].contains("max ") && lines[2].contains(", min "), "{outcome:?}");
     assert_eq!(lines[3], "checkpoint  out/step_00000004");
-    assert!(lines[4].starts_with("output      out: metrics in out/metrics.jsonl"), "{outcome:?}");
+    assert!(lines[4].starts_with("output      out (metrics in out/metrics.jsonl;"), "{outcome:?}");
     let outcome = place.run(&["train", "c.json", "--verbose", "--output", "again"]);
     for table in ["bytes sent, by axis", "bytes stored", "bytes at the peak", "data        waited for in"] {
         assert!(outcome.assert_done().stdout.contains(table), "no {table:?}: {outcome:?}");
@@ -464,7 +464,7 @@ fn a_run_ends_with_a_short_summary_and_with_tables_where_they_are_asked_for() {
 }
 
 #[test]
-fn notes_are_counted_and_what_differs_from_the_file_is_shown() {
+fn notes_are_counted_and_warnings_are_shown() {
     let place = Workplace::new();
     let changes = json!({
         "dump_state": true, "memory_breakdown": true, "gradient_clipping": null, "seed": "auto",
@@ -473,7 +473,8 @@ fn notes_are_counted_and_what_differs_from_the_file_is_shown() {
     place.write_config("c.json", changes);
     let outcome = place.run(&["train", "c.json"]);
     let stderr = &outcome.assert_done().stderr;
-    let counted = "config: 2 notes, 2 values set by \"auto\": `ulysses config resolve c.json` lists them\n";
+    let counted =
+        "config: 2 notes, 2 values set by \"auto\"; list them with `ulysses config resolve c.json`\n";
     assert!(stderr.contains(counted) && !stderr.contains("dump_state"), "{stderr}");
     assert!(stderr.contains("warning: `gradient_clipping` is not given: no clipping"), "{stderr}");
     let all = place.run(&["config", "resolve", "c.json"]);
@@ -485,7 +486,7 @@ fn notes_are_counted_and_what_differs_from_the_file_is_shown() {
 }
 
 #[test]
-fn a_zero_stage_with_one_partition_says_so_before_the_run() {
+fn a_zero_stage_with_one_partition_is_noted_before_the_run() {
     let place = Workplace::new();
     place.write_config("c.json", json!({ "zero_optimization": { "stage": 3 } }));
     let note = "warning: ZeRO stage 3 has 1 partition, because dp_size is 1: every rank stores the whole model state";

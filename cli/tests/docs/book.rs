@@ -1,4 +1,4 @@
-//! The book's table of contents, and every relative link of every document.
+//! The book's table of contents, and the relative links of all documents.
 
 use crate::root;
 use regex::Regex;
@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Every Markdown file that users or contributors read.
+/// Returns every Markdown file for users and contributors.
 pub(crate) fn documents() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![root().to_owned()];
@@ -26,7 +26,7 @@ pub(crate) fn documents() -> Vec<PathBuf> {
     found
 }
 
-/// The anchors that headings get, as GitHub and mdBook make them.
+/// Returns the anchors of headings, as GitHub and mdBook make them.
 fn anchors(text: &str) -> HashSet<String> {
     let headings =
         text.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
@@ -38,7 +38,7 @@ fn anchors(text: &str) -> HashSet<String> {
     headings.map(|heading| heading.chars().filter_map(keep).collect()).collect()
 }
 
-/// The targets of links, outside code.
+/// Returns the targets of links outside of code.
 fn links(text: &str) -> Vec<String> {
     let code = Regex::new(r"(?s)```.*?```|`[^`\n]*`").unwrap();
     let link = Regex::new(r"\]\(([^)\s]+)\)").unwrap();
@@ -46,7 +46,7 @@ fn links(text: &str) -> Vec<String> {
     link.captures_iter(&prose).map(|found| found[1].to_owned()).collect()
 }
 
-/// The relative links of a document that lead nowhere.
+/// Returns the broken relative links of a document.
 fn broken(document: &Path) -> Vec<String> {
     let text = fs::read_to_string(document).unwrap();
     let leads_nowhere = |link: &String| {

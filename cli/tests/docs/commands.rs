@@ -1,7 +1,7 @@
-//! The commands that users are told to run are run, each document's in one directory and in order.
+//! Runs the commands in the documents, each document's in one directory and in order.
 //!
-//! What shows a form rather than a command (`DIR`, `[--json]`) and what is listed here with its reason is parsed
-//! only, by `cli/src/documented.rs`. What needs MPI is run by a build that has it.
+//! A synopsis (`DIR`, `[--json]`), and a command that is listed here with a reason, is only parsed, by
+//! `cli/src/documented.rs`. Commands that need MPI run in builds with MPI.
 
 use crate::documented::{Documented, all_blocks, documents};
 use crate::{book, root};
@@ -10,7 +10,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Beginnings of all commands that are not run, and why.
+/// Prefixes of the commands that are not run, with reasons.
 const NOT_RUN: [(&str, &str); 13] = [
     ("cargo install --path cli", "minutes; CI builds the same"),
     ("cargo test --release", "it is what runs this"),
@@ -33,20 +33,20 @@ const NOT_RUN: [(&str, &str); 13] = [
     ("RANK=3 WORLD_SIZE=4 ", "needs four GPUs"),
 ];
 
-/// Beginnings of commands that only a build with MPI takes: `cargo test --features mpi --test docs` runs them.
+/// Prefixes of the commands that need a build with MPI: `cargo test --features mpi --test docs` runs them.
 const UNDER_MPI: [&str; 3] = [
     "ulysses launch --nproc 4 -- train config.json --mesh 2x2 --backend mpi",
     "ulysses launch --nproc 4 --max-restarts 3 -- train config.json --output run",
     "mpirun -np 2 ulysses train configs/sequence_parallel.json",
 ];
 
-/// What the text takes for granted in a directory: a config and data of the user's.
+/// A config and data that documents assume in the working directory.
 const CONFIG: &str = r#"{
     "train_batch_size": 4, "checkpoint": { "interval": 100 },
     "ulysses": { "model": "nano", "data": "text.txt", "seq_len": 32, "steps": 100, "output": "out" }
 }"#;
 
-/// Whether it is a synopsis: words of capitals such as `DIR`, optional parts, alternatives.
+/// Whether it is a synopsis: placeholders in capitals such as `DIR`, optional parts, alternatives.
 fn is_synopsis(documented: &Documented) -> bool {
     let is_placeholder = |word: &str| {
         let name = word.rsplit('=').next().unwrap_or(word).split('.').next().unwrap_or(word);
@@ -66,14 +66,14 @@ pub(super) fn is_run(documented: &Documented) -> bool {
     !is_listed && !is_synopsis(documented) && (!is_under_mpi(documented) || cfg!(feature = "mpi"))
 }
 
-/// A directory with what a clone has that commands name, and with files of a user's own.
+/// Creates a directory with the files of a clone that commands name, and with a user's files.
 pub(super) fn workplace() -> tempfile::TempDir {
     let place = tempfile::tempdir().unwrap();
     let at = |name: &str| place.path().join(name);
     fs::create_dir_all(at("configs")).unwrap();
     for entry in fs::read_dir(root().join("configs")).unwrap() {
         let entry = entry.unwrap();
-        // Manifests for clusters lie in a folder of their own, and no command names them.
+        // Cluster manifests are in a separate folder that no command names.
         if entry.file_type().unwrap().is_dir() {
             continue;
         }
@@ -105,7 +105,7 @@ pub(super) fn workplace() -> tempfile::TempDir {
     place
 }
 
-/// Runs the commands of a block by a shell, which ends at the first that fails; what they print.
+/// Runs the commands of a block in a shell that stops at the first failure, and returns their output.
 pub(super) fn run(block: &[&Documented], place: &Path) -> String {
     let script: Vec<&str> = block.iter().map(|documented| documented.command.as_str()).collect();
     let binary = Path::new(env!("CARGO_BIN_EXE_ulysses"));
@@ -116,7 +116,7 @@ pub(super) fn run(block: &[&Documented], place: &Path) -> String {
     );
     let mut shell = Command::new("sh");
     shell.args(["-eux", "-c", &script.join("\n")]).current_dir(place).env("PATH", path.unwrap());
-    // As root and on few cores, as in containers, Open MPI wants to be asked for it.
+    // Open MPI refuses to run as root and to oversubscribe cores by default.
     for variable in ["ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM", "MCA_rmaps_base_oversubscribe"] {
         shell.env(format!("OMPI_{variable}"), "1");
     }
@@ -144,7 +144,7 @@ fn the_commands_of_readme_and_book_run_as_they_are_written() {
 }
 
 #[test]
-fn what_is_not_run_is_there_and_has_a_reason_that_still_holds() {
+fn commands_that_are_not_run_still_exist() {
     let commands: Vec<Documented> = all_blocks(root()).into_iter().flatten().collect();
     for start in NOT_RUN.iter().map(|(start, _)| start).chain(&UNDER_MPI) {
         assert!(
@@ -161,9 +161,9 @@ fn what_is_not_run_is_there_and_has_a_reason_that_still_holds() {
     }
 }
 
-/// What a shell would run must not stand where nobody runs it.
+/// Shell commands must be in blocks that are tested.
 #[test]
-fn every_command_stands_in_a_block_that_is_looked_at() {
+fn every_command_is_in_a_tested_block() {
     let read = documents(root());
     for path in book::documents() {
         let text = fs::read_to_string(&path).unwrap();

@@ -1,4 +1,4 @@
-//! README and book: the commands that they show run, plans print what is quoted of them, and links lead somewhere.
+//! README and book: commands run, quoted plans match the output, links work.
 
 #![allow(clippy::unwrap_used)]
 

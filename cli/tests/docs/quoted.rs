@@ -1,11 +1,11 @@
-//! What `ulysses plan` is quoted with is what it prints: the plans of GPUs that are quoted are the same on any machine.
+//! Quotes of `ulysses plan` match its output. Plans of GPUs are the same on any machine.
 
 use crate::commands::{is_run, run, workplace};
 use crate::documented::{blocks, documents};
 use crate::root;
 use std::fs;
 
-/// Whether a printed line is what a quoted one says, where `…` stands for any words.
+/// Whether a quote matches a printed line; `…` matches any words.
 fn is_quoted_by(printed: &[&str], quoted: &[&str]) -> bool {
     match (quoted, printed) {
         (["…", rest @ ..], _) => (0..=printed.len()).any(|from| is_quoted_by(&printed[from..], rest)),
@@ -21,7 +21,7 @@ fn words(line: &str) -> Vec<&str> {
     line.split_whitespace().collect()
 }
 
-/// The lines of the first `text` block behind a line of a document, if no command comes between.
+/// Returns the lines of the first `text` block after a line of a document, unless a command comes first.
 fn quoted_behind(text: &str, line: usize) -> Option<Vec<&str>> {
     let mut lines = text.lines().skip(line).skip_while(|line| *line != "```").skip(1);
     let opened = lines.find(|line| line.starts_with("```"))?;
@@ -29,7 +29,7 @@ fn quoted_behind(text: &str, line: usize) -> Option<Vec<&str>> {
 }
 
 #[test]
-fn what_a_plan_is_quoted_with_is_what_it_prints() {
+fn quoted_plans_match_the_output() {
     let place = workplace();
     let mut compared = 0;
     for file in documents(root()) {
@@ -40,7 +40,7 @@ fn what_a_plan_is_quoted_with_is_what_it_prints() {
             let printed = run(&[&plan], place.path());
             let mut printed_lines = printed.lines().map(words);
             for line in quoted {
-                // In their order.
+                // In order.
                 let found = printed_lines.any(|printed| is_quoted_by(&printed, &words(line)));
                 assert!(line.trim() == "…" || found, "{file}:{}: no {line:?} in\n{printed}", plan.line);
                 compared += usize::from(line.trim() != "…");
@@ -51,7 +51,7 @@ fn what_a_plan_is_quoted_with_is_what_it_prints() {
 }
 
 #[test]
-fn quotes_stand_for_what_they_leave_out_and_for_nothing_else() {
+fn ellipses_in_quotes_match_any_words_only() {
     let quotes = |quoted: &str, printed: &str| is_quoted_by(&words(printed), &words(quoted));
     assert!(quotes("mesh … 53.19 GiB", "mesh dp  4 × sp 8 53.19 GiB"));
     assert!(quotes("…", "") && quotes("a …", "a"));

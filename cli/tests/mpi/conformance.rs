@@ -1,4 +1,4 @@
-//! The cases of `ProcessGroup`, which all backends pass.
+//! The conformance suite of `ProcessGroup`, which all backends pass.
 
 use crate::job::Job;
 use crate::large;
@@ -12,7 +12,7 @@ use libtest_mimic::Trial;
 
 type Case = (&'static str, &'static str, fn(&Mpi));
 
-/// All cases, with the file that they are in.
+/// All cases, by file.
 macro_rules! table {
     (; $($file:ident: $($case:ident),+ $(,)?;)+) => {
         [$($((stringify!($file), stringify!($case), $file::$case as fn(&Mpi))),+),+]
@@ -32,11 +32,11 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Files whose cases have eight ranks too; the others have four at most.
+/// Files with cases of eight ranks; the others have at most four.
 const OF_EIGHT: [&str; 3] = ["reduce", "gather", "groups"];
 
-/// A job for each file, of as many processes as its cases need, and every operation once among two,
-/// three and four.
+/// One job per file with as many processes as its cases need, and each operation once with two,
+/// three and four processes.
 pub(crate) fn trials() -> Vec<Trial> {
     let mut files: Vec<&str> = cases().iter().map(|(file, ..)| *file).collect();
     files.dedup();

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Far more than any job takes; one that is not done by then hangs.
+/// Much longer than any job takes: a job that exceeds it hangs.
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A command under `mpirun`.
@@ -14,7 +14,7 @@ pub(crate) struct Job {
     command: Command,
 }
 
-/// A job that runs.
+/// A running job.
 pub(crate) struct Running {
     pub(crate) child: Child,
     output: tempfile::TempDir,
@@ -22,7 +22,7 @@ pub(crate) struct Running {
 }
 
 impl Job {
-    /// `program` with `arguments`, so many times.
+    /// Creates a job of `program` with `arguments` on several processes.
     pub(crate) fn new(processes: usize, program: &Path, arguments: &[&str]) -> Self {
         let mut command = Command::new("mpirun");
         command.args(["-np", &processes.to_string(), "--oversubscribe", "--bind-to", "none"]);
@@ -30,7 +30,7 @@ impl Job {
         Self { command: in_container(command) }
     }
 
-    /// `ulysses launch` with MPI, so many processes.
+    /// Creates a job of `ulysses launch` with MPI on several processes.
     pub(crate) fn launched(processes: usize, arguments: &[&str]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ulysses"));
         command.args(["launch", "--nproc", &processes.to_string()]).args(arguments);
@@ -38,14 +38,14 @@ impl Job {
         Self { command: in_container(command) }
     }
 
-    /// A script that starts `mpirun` itself.
+    /// Creates a job of a script that starts `mpirun` itself.
     pub(crate) fn by(script: &str, arguments: &[&str]) -> Self {
         let mut command = Command::new(script);
         command.args(arguments).stdin(Stdio::null());
         Self { command: in_container(command) }
     }
 
-    /// Gives the job a variable.
+    /// Sets an environment variable.
     pub(crate) fn with(mut self, variable: &str, value: &Path) -> Self {
         self.command.env(variable, value);
         self
@@ -55,7 +55,7 @@ impl Job {
         Self::new(processes, &std::env::current_exe().unwrap(), arguments)
     }
 
-    /// Lets the job run in a directory.
+    /// Sets the working directory.
     pub(crate) fn within(mut self, dir: &Path) -> Self {
         self.command.current_dir(dir);
         self
@@ -75,7 +75,7 @@ impl Job {
     }
 }
 
-/// Containers run as root.
+/// Lets Open MPI run as root, as in containers.
 fn in_container(mut command: Command) -> Command {
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     command.env_remove("RUST_LOG").env("RUST_BACKTRACE", "1");
@@ -84,7 +84,7 @@ fn in_container(mut command: Command) -> Command {
 
 impl Running {
     /// # Panics
-    /// When the job does not end in time.
+    /// If the job does not end in time.
     pub(crate) fn wait(mut self) -> Outcome {
         let code = loop {
             if let Some(status) = self.child.try_wait().unwrap() {

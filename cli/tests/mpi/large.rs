@@ -1,4 +1,4 @@
-//! More elements than C's `int` counts, which is what MPI counts with.
+//! Collectives with more elements than a C `int`, the type of MPI's counts.
 
 use crate::support::comm::Backend;
 use crate::support::comm::mpi::Mpi;
@@ -17,7 +17,7 @@ pub(crate) fn a_tensor_of_more_elements_than_an_int_counts_arrives_whole(mpi: &M
             _ => Tensor::zeros(ELEMENTS, DType::U8, &Device::Cpu)?,
         };
         group.broadcast(&tensor, 0)?;
-        // Both ends, and both sides of every seam.
+        // Both ends, and both sides of each boundary.
         let around = |place: usize| to_vec::<u8>(&tensor.narrow(0, place, 5)?);
         let places = [0, (1 << 30) - 2, (1 << 31) - 2, ELEMENTS - 5];
         Ok(places.into_iter().map(around).collect::<candle_core::Result<Vec<_>>>()?.concat())

@@ -1,6 +1,6 @@
 //! The MPI backend, under `mpirun` on this machine: the conformance suite, and training.
 //!
-//! Each test of the suite is a job of which this binary itself is the program: `--ranks FILE`.
+//! Each test of the suite is a job that runs this binary: `--ranks FILE`.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! `ulysses train --backend mpi`, against the same training on threads.
+//! `ulysses train --backend mpi` compared with threads.
 
 use crate::job::{Job, Running};
 use crate::support::cli::{Outcome, Workplace};
@@ -16,25 +16,25 @@ pub(crate) fn trials() -> Vec<Trial> {
         })
     };
     let mut trials: Vec<Trial> = (0..4).map(parity).collect();
-    trials.push(trial("a_run_is_resumed_by_another_number_of_processes", || {
-        a_run_is_resumed_by_another_number_of_processes();
+    trials.push(trial("a_run_resumes_with_another_number_of_processes", || {
+        a_run_resumes_with_another_number_of_processes();
     }));
     trials.push(trial("the_calls_can_be_compared_while_training", the_calls_can_be_compared_while_training));
     trials.push(trial("a_mesh_of_another_size_is_refused_once", a_mesh_of_another_size_is_refused_once));
-    trials.push(trial("what_one_process_has_otherwise_ends_all", what_one_process_has_otherwise_ends_all));
+    trials.push(trial("a_difference_between_processes_ends_all", a_difference_between_processes_ends_all));
     trials.push(trial("mpirun_is_discovered_and_its_processes_fill_the_mesh", || {
         mpirun_is_discovered_and_its_processes_fill_the_mesh();
     }));
-    trials.push(trial("a_fault_of_the_config_is_told_once", a_fault_of_the_config_is_told_once));
-    trials.push(trial("numbers_that_contradict_each_other_are_both_shown", || {
-        numbers_that_contradict_each_other_are_both_shown();
+    trials.push(trial("a_config_error_is_reported_once", a_config_error_is_reported_once));
+    trials.push(trial("contradictory_ranks_are_both_shown", || {
+        contradictory_ranks_are_both_shown();
     }));
     trials.push(trial("exchanges_and_collectives_are_measured", exchanges_and_collectives_are_measured));
     trials.push(trial("a_killed_process_ends_the_others", a_killed_process_ends_the_others));
     trials
 }
 
-/// The binary under `mpirun`, in a workplace.
+/// The binary under `mpirun` in a workplace.
 fn job(place: &Workplace, processes: usize, arguments: &[&str]) -> Job {
     let arguments = [arguments, &["--backend", "mpi"]].concat();
     Job::new(processes, Path::new(env!("CARGO_BIN_EXE_ulysses")), &arguments).within(&place.path("."))
@@ -44,7 +44,7 @@ fn train(place: &Workplace, processes: usize, arguments: &[&str]) -> Outcome {
     job(place, processes, &[&["train", "config.json"], arguments].concat()).run()
 }
 
-/// What a step's metrics say of the training, without the times and the memory.
+/// Returns a step's metrics without times and memory.
 pub(crate) fn learnt(place: &Workplace, metrics: &str) -> Vec<Value> {
     let keys = ["step", "loss", "lr", "grad_norm", "tokens", "comm_bytes"];
     let pick = |step: Value| Value::Array(keys.iter().map(|key| step[key].clone()).collect());
@@ -67,7 +67,7 @@ fn training_is_what_threads_do(stage: u64) {
     }
 }
 
-fn a_run_is_resumed_by_another_number_of_processes() {
+fn a_run_resumes_with_another_number_of_processes() {
     let place = Workplace::new();
     place.write_config(
         "config.json",
@@ -95,7 +95,7 @@ fn exchanges_and_collectives_are_measured() {
     let place = Workplace::new();
     let report = |bench: &str| -> Value {
         let outcome = job(&place, 3, &["bench", bench, "--mib", "1", "--repeats", "2", "--json"]).run();
-        // One process prints, or this is no JSON.
+        // Valid JSON means that only one process printed.
         serde_json::from_str(&outcome.assert_done().stdout)
             .unwrap_or_else(|error| panic!("{error}: {outcome:?}"))
     };
@@ -116,9 +116,9 @@ fn exchanges_and_collectives_are_measured() {
     }
     let outcome = job(&place, 2, &["bench", "collectives", "--ranks", "3"]).run();
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
-    assert!(outcome.stderr.contains("3 rank(s) were asked for, but MPI has started 2"), "{outcome:?}");
+    assert!(outcome.stderr.contains("3 rank(s) requested, but MPI started 2"), "{outcome:?}");
     let outcome = job(&place, 1, &["bench", "collectives"]).run();
-    assert!(outcome.stderr.contains("a collective takes 2 at least"), "{outcome:?}");
+    assert!(outcome.stderr.contains("a collective needs at least 2"), "{outcome:?}");
 }
 
 fn a_mesh_of_another_size_is_refused_once() {
@@ -137,7 +137,7 @@ fn mpirun_is_discovered_and_its_processes_fill_the_mesh() {
     assert!(outcome.assert_done().stderr.contains("mesh dp 2 × sp 1"), "no mesh, no backend: {outcome:?}");
     let resolved = place.read_json("out/config.json");
     assert_eq!(resolved["ulysses"]["backend"], "mpi");
-    // What the file says of the backend counts, and then each process is on its own.
+    // The backend in the file takes precedence; each process then trains by itself.
     place.write_config("threads.json", json!({ "ulysses": { "backend": "thread" } }));
     let script = "exec \"$0\" train threads.json --output out-$OMPI_COMM_WORLD_RANK";
     let arguments = ["-c", script, env!("CARGO_BIN_EXE_ulysses")];
@@ -145,7 +145,7 @@ fn mpirun_is_discovered_and_its_processes_fill_the_mesh() {
     assert_eq!(outcome.assert_done().stdout.matches("tokens/s").count(), 2, "{outcome:?}");
 }
 
-fn a_fault_of_the_config_is_told_once() {
+fn a_config_error_is_reported_once() {
     let place = Workplace::new();
     place.write_config("config.json", json!({ "train_batch": 4 }));
     let refused = train(&place, 3, &["--mesh", "1x3"]);
@@ -153,7 +153,7 @@ fn a_fault_of_the_config_is_told_once() {
     refused_without_file(&place);
 }
 
-/// Only rank 1 lacks the file: it is the one to say so.
+/// Only rank 1 lacks the file, so rank 1 reports the error.
 fn refused_without_file(place: &Workplace) {
     place.write_config("good.json", json!({}));
     let script =
@@ -163,7 +163,7 @@ fn refused_without_file(place: &Workplace) {
     outcome.assert_refused(2, &["nowhere.json"]);
 }
 
-fn numbers_that_contradict_each_other_are_both_shown() {
+fn contradictory_ranks_are_both_shown() {
     let place = Workplace::new();
     place.write_config("config.json", json!({}));
     let arguments =
@@ -175,7 +175,7 @@ fn numbers_that_contradict_each_other_are_both_shown() {
     }
 }
 
-/// The same training, for which rank 1 has an argument of its own.
+/// The same training, with a different argument on rank 1.
 fn with_odd_rank_1(place: &Workplace, argument: &str) -> Outcome {
     let script = "if [ \"$OMPI_COMM_WORLD_RANK\" = 1 ]; then set -- \"$@\" $ODD; fi; exec \"$0\" \"$@\"";
     let script = format!("ODD='{argument}'; {script}");
@@ -184,7 +184,7 @@ fn with_odd_rank_1(place: &Workplace, argument: &str) -> Outcome {
     Job::new(2, Path::new("sh"), &arguments).within(&place.path(".")).run()
 }
 
-fn what_one_process_has_otherwise_ends_all() {
+fn a_difference_between_processes_ends_all() {
     let place = Workplace::new();
     let boards = json!({ "enabled": true, "output_path": "boards", "job_name": "j" });
     place.write_config("config.json", json!({ "tensorboard": boards }));
@@ -223,7 +223,7 @@ pub(crate) fn wait_for_steps(running: &Running, metrics: &Path, steps: usize) {
     }
 }
 
-/// The processes that a process has started.
+/// Returns the child processes of a process.
 pub(crate) fn children(parent: u32) -> Vec<u32> {
     let is_child = |pid: &u32| {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();

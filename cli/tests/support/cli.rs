@@ -1,4 +1,4 @@
-//! Runs the `ulysses` binary as users do: a child process in a directory of its own.
+//! Runs the `ulysses` binary as a child process in its own directory.
 
 use serde_json::{Value, json};
 use std::fs::{self, File};
@@ -7,13 +7,13 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Far more than any of these commands takes; one that is not done by then hangs.
+/// Much longer than any of these commands takes: a command that exceeds it hangs.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// With this variable no thread starts: none gets a stack of 64 TiB. (Limits do not bind root.)
+/// Makes the start of any thread fail, by a stack size of 64 TiB. (Limits do not apply to root.)
 pub const NO_THREADS: (&str, &str) = ("RUST_MIN_STACK", "70368744177664");
 
-/// What a command left.
+/// The result of a command.
 #[derive(Debug)]
 pub struct Outcome {
     /// The exit code; `None` for a signal.
@@ -22,7 +22,7 @@ pub struct Outcome {
     pub stderr: String,
 }
 
-/// A directory that holds text to train on, where commands run.
+/// A working directory with text to train on.
 pub struct Workplace {
     dir: TempDir,
 }
@@ -52,7 +52,7 @@ impl Workplace {
         serde_json::from_str(&self.read(name)).unwrap()
     }
 
-    /// Writes a config that trains, changed by `changes`: objects are merged, null removes a key.
+    /// Writes a valid config with `changes`: objects are merged, null removes a key.
     pub fn write_config(&self, name: &str, changes: Value) {
         let mut config = json!({
             "train_batch_size": 4,
@@ -66,16 +66,16 @@ impl Workplace {
     /// Runs the binary here.
     ///
     /// # Panics
-    /// When it does not end in time.
+    /// If it does not end in time.
     #[track_caller]
     pub fn run(&self, arguments: &[&str]) -> Outcome {
         self.run_with(arguments, &[])
     }
 
-    /// As [`run`](Self::run) with these environment variables.
+    /// Like [`run`](Self::run), with environment variables.
     ///
     /// # Panics
-    /// When it does not end in time.
+    /// If it does not end in time.
     #[track_caller]
     pub fn run_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Outcome {
         let mut command = self.command(arguments);
@@ -86,10 +86,10 @@ impl Workplace {
     /// Runs any command here.
     ///
     /// # Panics
-    /// When it does not end in time.
+    /// If it does not end in time.
     #[track_caller]
     pub fn run_command(&self, mut command: Command) -> Outcome {
-        // Files, not pipes: nobody has to read them for the command to go on.
+        // Files instead of pipes, which would block the command unless somebody reads them.
         let output = tempfile::tempdir().unwrap();
         let [stdout, stderr] = ["stdout", "stderr"].map(|name| output.path().join(name));
         command.current_dir(self.dir.path()).stdin(Stdio::null());
@@ -99,7 +99,7 @@ impl Workplace {
         Outcome { code, stdout: text(&stdout), stderr: text(&stderr) }
     }
 
-    /// The binary with its arguments, to be run here.
+    /// Returns the binary with arguments, to be run here.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ulysses"));
         command.args(arguments).current_dir(self.dir.path()).stdin(Stdio::null());
@@ -107,12 +107,12 @@ impl Workplace {
         command
     }
 
-    /// The lines of a metrics file.
+    /// Returns the lines of a metrics file.
     pub fn metrics(&self, name: &str) -> Vec<Value> {
         self.read(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// The losses of a metrics file.
+    /// Returns the losses of a metrics file.
     pub fn losses(&self, name: &str) -> Vec<f64> {
         self.metrics(name).iter().map(|step| step["loss"].as_f64().unwrap()).collect()
     }
@@ -128,7 +128,7 @@ impl Outcome {
     }
 
     /// # Panics
-    /// Unless the command ended with `code`, and with one message that says all of `expected`.
+    /// Unless the command ended with `code` and one error message that contains all of `expected`.
     #[track_caller]
     pub fn assert_refused(&self, code: i32, expected: &[&str]) {
         assert_eq!(self.code, Some(code), "{self:?}");
@@ -143,7 +143,7 @@ impl Outcome {
     }
 }
 
-/// The exit code of a command that ends in time.
+/// Returns the exit code of a command that ends in time.
 #[track_caller]
 fn wait(mut command: Command) -> Option<i32> {
     let mut child = command.spawn().unwrap();

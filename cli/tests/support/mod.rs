@@ -1,4 +1,4 @@
-//! Helpers shared by the tests of the command: those of the library, and [`cli`].
+//! Helpers of the command's tests: those of the library, and [`cli`].
 
 #![allow(dead_code, unused_imports, unreachable_pub, clippy::unwrap_used)]
 

@@ -1,8 +1,8 @@
-//! The features of a config that save memory, one after another.
+//! The memory-saving features of a config, added one by one.
 
 use ulysses::config::{Config, Offload, ZeroStage};
 
-/// The config without any feature that saves memory, then with one more of its own each time, up to all of them.
+/// Returns the config without memory-saving features, then with one more of its own each time, up to all.
 pub(super) fn cumulative(config: &Config) -> Vec<(String, Config)> {
     let mut now = config.clone();
     let ulysses = &mut now.ulysses;
@@ -11,7 +11,7 @@ pub(super) fn cumulative(config: &Config) -> Vec<(String, Config)> {
     now.activation_checkpointing.cpu_checkpointing = false;
     (now.zero.offload_optimizer, now.zero.offload_param) = (Offload::None, Offload::None);
     if config.zero.offload_optimizer != Offload::None || config.zero.offload_param != Offload::None {
-        // The stage is a feature only where it is for the sake of offload.
+        // The stage counts as a feature only if offload requires it.
         now.zero.stage = ZeroStage::Disabled;
     }
     let mut steps = vec![("none".to_owned(), now.clone())];
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn every_feature_of_the_config_is_added_once_and_the_last_config_is_the_whole() {
+    fn each_feature_is_added_once_up_to_the_whole_config() {
         let text = r#"{ "train_batch_size": 1, "activation_checkpointing": { "cpu_checkpointing": true },
             "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "nvme" }, "offload_param": { "device": "nvme" } },
             "ulysses": { "activation_checkpointing": true, "tile_tokens": 512, "head_chunks": 4 } }"#;
@@ -71,7 +71,7 @@ mod tests {
             (ZeroStage::Disabled, false)
         );
         assert_eq!((steps[2].1.ulysses.head_chunks, steps[3].1.ulysses.head_chunks), (1, 4));
-        // What is written for a step reads back as the same.
+        // The written config of a step reads back unchanged.
         for (name, config) in &steps {
             let text = serde_json::to_string(config).unwrap();
             let read = Config::from_json_str(&text, "step.json").unwrap();

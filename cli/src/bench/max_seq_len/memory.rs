@@ -1,4 +1,4 @@
-//! What a step's memory consists of: what the plan says, what was in use, and what the process had mapped.
+//! Memory of a step: planned, allocated, and mapped by the process.
 
 use super::DOCUMENT_TOKENS;
 use crate::plan::model;
@@ -17,10 +17,10 @@ use ulysses::estimate::Workload;
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// How often a process is asked what it has mapped.
+/// Interval of reading a process's mapped memory.
 const POLL: Duration = Duration::from_millis(5);
 
-/// What is planned for the rows that the steps train on.
+/// Returns the workload of the steps.
 pub(super) fn workload(config: &Config, threads_per_rank: Option<usize>) -> Result<Workload, Failure> {
     let mut config = config.clone();
     let threads = threads_per_rank.or(config.ulysses.threads_per_rank);
@@ -31,7 +31,7 @@ pub(super) fn workload(config: &Config, threads_per_rank: Option<usize>) -> Resu
     Ok(Workload { config, model, document_len, ranks_per_node, device: DeviceKind::Cpu })
 }
 
-/// What a run writes about its memory.
+/// The memory fields of `run.json`.
 #[derive(Deserialize)]
 struct RunRecord {
     environment: Environment,
@@ -40,7 +40,7 @@ struct RunRecord {
 
 #[derive(Deserialize)]
 struct Environment {
-    /// Absent where the system does not tell.
+    /// Absent if the system does not report it.
     data_bytes_at_start: Option<u64>,
 }
 
@@ -54,27 +54,27 @@ impl RunRecord {
         let path = output.join("run.json");
         let text = std::fs::read_to_string(&path);
         let text = text.with_context(|| format!("cannot read {}", path.display()))?;
-        serde_json::from_str(&text).with_context(|| format!("{} does not tell its memory", path.display()))
+        serde_json::from_str(&text).with_context(|| format!("{} lacks memory fields", path.display()))
     }
 }
 
-/// Bytes of all ranks of a process in a step.
+/// Bytes in a step, summed over the ranks of a process.
 #[derive(Clone, Copy, Serialize)]
 pub(super) struct StepMemory {
-    /// The plan's peak of the rank that needs most, times the ranks.
+    /// The planned maximum peak per rank, times the number of ranks.
     planned: u64,
-    /// The most that each rank's allocations took, added up.
+    /// The sum of the ranks' peak allocations.
     in_use: u64,
-    /// What the process had when it was asked, if it was.
+    /// The process's maximum observed memory, if observed.
     #[serde(flatten)]
     writable: Option<WritableMemory>,
-    /// What of that was mapped before there were ranks: code, runtime, the text of the rows.
+    /// The part mapped before ranks started: code, runtime, data.
     #[serde(skip_serializing_if = "Option::is_none")]
     at_start: Option<u64>,
 }
 
 impl StepMemory {
-    /// Of the step that wrote `output`, and had so much.
+    /// Reads the memory of the step that wrote `output`.
     pub(super) fn of(
         workload: &Workload,
         seq_len: usize,
@@ -91,9 +91,8 @@ impl StepMemory {
         })
     }
 
-    /// What ranks had mapped and did not use, as far as it was seen: threads' stacks, and what the allocator maps around
-    /// a block or could not hand out again.
-    fn slack(self) -> Option<u64> {
+    /// Returns the bytes that were mapped but not allocated: thread stacks and allocator overhead.
+    fn overhead(self) -> Option<u64> {
         Some(self.writable?.mapped.saturating_sub(self.in_use + self.at_start?))
     }
 }
@@ -102,35 +101,40 @@ impl Display for StepMemory {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let mib = |bytes: u64| bytes as f64 / MIB;
         let Self { planned, in_use, writable, at_start } = *self;
-        write!(f, "its step: {:.0} MiB planned, {:.0} MiB in use", mib(planned), mib(in_use))?;
+        write!(
+            f,
+            "memory of its step, all ranks: {:.0} MiB planned, {:.0} MiB allocated",
+            mib(planned),
+            mib(in_use)
+        )?;
         if let Some(WritableMemory { resident, mapped }) = writable {
             write!(f, ", {:.0} MiB resident, {:.0} MiB mapped", mib(resident), mib(mapped))?;
         }
-        if let (Some(at_start), Some(slack)) = (at_start, self.slack()) {
-            let (at_start, slack) = (mib(at_start), mib(slack));
+        if let (Some(at_start), Some(overhead)) = (at_start, self.overhead()) {
+            let (at_start, overhead) = (mib(at_start), mib(overhead));
             write!(
                 f,
-                ": {at_start:.0} MiB before there were ranks, {slack:.0} MiB of stacks and of the allocator's"
+                " (of which {at_start:.0} MiB before the start of ranks, {overhead:.0} MiB stacks and allocator overhead)"
             )?;
         }
         Ok(())
     }
 }
 
-/// Runs a command to its end; what it said on standard error, and the most writable memory that it had when asked, if
-/// it ran long enough to be.
+/// Runs a command to its end. Returns its output and its maximum observed writable memory, if it ran long enough to be
+/// observed.
 pub(super) fn run_watched(command: &mut Command) -> std::io::Result<(Output, Option<WritableMemory>)> {
     let mut child = command.stdout(Stdio::null()).stdin(Stdio::null()).stderr(Stdio::piped()).spawn()?;
     let (process, is_done) = (child.id(), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let watch = || {
-            let mut most: Option<WritableMemory> = None;
+            let mut max: Option<WritableMemory> = None;
             while !is_done.load(Ordering::Relaxed) {
                 let now = settings::writable_memory(&process.to_string());
-                most = now.map(|now| now.max(most.unwrap_or_default())).or(most);
+                max = now.map(|now| now.max(max.unwrap_or_default())).or(max);
                 std::thread::sleep(POLL);
             }
-            most
+            max
         };
         let watcher = std::thread::Builder::new().spawn_scoped(scope, watch);
         let watcher = match watcher {
@@ -148,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_process_has_mapped_is_seen_while_it_runs() {
+    fn the_mapped_memory_of_a_running_process_is_observed() {
         let mut shell = Command::new("sh");
         let (output, memory) = run_watched(shell.args(["-c", "sleep 0.2; echo said >&2; exit 3"])).unwrap();
         let memory = memory.unwrap();
@@ -158,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_mapped_is_in_use_or_there_from_the_start_or_slack() {
+    fn mapped_memory_is_allocated_or_from_the_start_or_overhead() {
         let mib = |mib: u64| mib << 20;
         let memory = StepMemory {
             planned: mib(90),
@@ -168,13 +172,13 @@ mod tests {
         };
         assert_eq!(
             memory.to_string(),
-            "its step: 90 MiB planned, 100 MiB in use, 115 MiB resident, 130 MiB mapped: \
-             10 MiB before there were ranks, 20 MiB of stacks and of the allocator's"
+            "memory of its step, all ranks: 90 MiB planned, 100 MiB allocated, 115 MiB resident, 130 MiB mapped (of \
+             which 10 MiB before the start of ranks, 20 MiB stacks and allocator overhead)"
         );
     }
 
     #[test]
-    fn what_was_not_measured_is_absent_and_no_zero() {
+    fn unmeasured_values_are_absent_rather_than_zero() {
         let directory = tempfile::tempdir().unwrap();
         let unmeasured = r#"{ "environment": {}, "ranks": [{ "peak_bytes": 7 }] }"#;
         std::fs::write(directory.path().join("run.json"), unmeasured).unwrap();
@@ -185,7 +189,7 @@ mod tests {
             writable: None,
             at_start: environment.data_bytes_at_start,
         };
-        assert_eq!(memory.to_string(), "its step: 90 MiB planned, 100 MiB in use");
+        assert_eq!(memory.to_string(), "memory of its step, all ranks: 90 MiB planned, 100 MiB allocated");
         let written = serde_json::to_value(memory).unwrap();
         assert_eq!(written, serde_json::json!({ "planned": 90 << 20, "in_use": 100 << 20 }));
     }

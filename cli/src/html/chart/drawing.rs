@@ -1,17 +1,17 @@
-//! Charts as a file of their own.
+//! Charts as an SVG file.
 
 use super::{Chart, HEIGHT, WIDTH};
 use std::fmt::Write;
 
-/// What is around and between charts, how high a title is, and a line of the legend.
+/// Gap around charts, height of a title, height of a legend line.
 const GAP: f64 = 14.0;
 const TITLE: f64 = 26.0;
 const LINE: f64 = 18.0;
 
-/// Colours, lines and letters of charts; the page's style has them too.
+/// Style of charts, also part of the page's style.
 pub(super) const STYLE: &str = include_str!("../chart.css");
 
-/// Charts side by side, `columns` of them, each with its title and legend; those without points are left out.
+/// Renders charts in `columns` columns, each with title and legend. Charts without points are left out.
 pub(crate) fn drawing(charts: &[Chart], columns: usize) -> String {
     let plots: Vec<(&Chart, String)> =
         charts.iter().filter_map(|chart| Some((chart, chart.plot()?))).collect();
@@ -32,12 +32,12 @@ pub(crate) fn drawing(charts: &[Chart], columns: usize) -> String {
         let _ = writeln!(svg, "<g transform=\"translate({left} {top})\">");
         let _ = writeln!(svg, "<text class=\"title\" x=\"0\" y=\"16\">{title}</text>");
         let _ = writeln!(svg, "<g transform=\"translate(0 {TITLE})\">\n{plot}</g>");
-        for (line, (style, label, told)) in chart.legend().into_iter().enumerate() {
+        for (line, (style, label, value)) in chart.legend().into_iter().enumerate() {
             let y = TITLE + HEIGHT + LINE * (line as f64 + 0.5);
             let _ = writeln!(
                 svg,
                 "<rect class=\"dot c{style}\" x=\"0\" y=\"{:.1}\" width=\"14\" height=\"4\" rx=\"2\"/>\
-                 <text x=\"22\" y=\"{y:.1}\">{label}: <tspan class=\"ink\">{told}</tspan></text>",
+                 <text x=\"22\" y=\"{y:.1}\">{label}: <tspan class=\"ink\">{value}</tspan></text>",
                 y - 6.0
             );
         }

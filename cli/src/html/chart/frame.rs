@@ -1,10 +1,10 @@
-//! The axes of a chart: where values are, and which are written.
+//! The axes of a chart: coordinates and ticks.
 
 use super::units::{Unit, text};
 use super::{HEIGHT, WIDTH};
 use std::fmt::Write;
 
-/// What is around the area between the axes.
+/// Margins around the plot area.
 const LEFT: f64 = 56.0;
 const RIGHT: f64 = 10.0;
 const TOP: f64 = 10.0;
@@ -14,12 +14,12 @@ const BOTTOM: f64 = 34.0;
 pub(super) struct Frame {
     pub(super) x: (f64, f64),
     pub(super) y: (f64, f64),
-    /// Whether equal distances are equal factors, on both.
+    /// Whether both axes are logarithmic.
     pub(super) is_logarithmic: bool,
 }
 
 impl Frame {
-    /// Where a value is between the ends of a range: 0 to 1.
+    /// Returns the position of a value in a range, 0 to 1.
     fn share(&self, value: f64, (low, high): (f64, f64)) -> f64 {
         let [value, low, high] =
             if self.is_logarithmic { [value, low, high].map(f64::log2) } else { [value, low, high] };
@@ -39,7 +39,7 @@ impl Frame {
         points.iter().map(corner).collect::<Vec<_>>().join(" ")
     }
 
-    /// Values at the upright axis, round in the unit that they are written in.
+    /// Returns ticks of the value axis, round in the displayed unit.
     fn value_ticks(&self, unit: Unit) -> Vec<f64> {
         if self.is_logarithmic {
             return powers_of_two(self.y, 6);
@@ -58,7 +58,7 @@ impl Frame {
         ticks(self.x, 6).into_iter().filter(|tick| tick.fract() == 0.0).collect()
     }
 
-    /// Draws the axes; `along` is what the positions count.
+    /// Draws the axes. `along` labels the position axis.
     pub(super) fn draw_axes(&self, svg: &mut String, unit: Unit, along: &str) {
         // Writing to a string cannot fail.
         for tick in self.value_ticks(unit) {
@@ -84,14 +84,14 @@ impl Frame {
     }
 }
 
-/// Powers of two within a range, at most `count` of them at equal distances.
+/// Returns at most `count` evenly spaced powers of two in a range.
 fn powers_of_two((low, high): (f64, f64), count: usize) -> Vec<f64> {
     let (first, last) = (low.log2().ceil() as i32, high.log2().floor() as i32);
     let every = usize::try_from(last - first + 1).unwrap_or(0).div_ceil(count).max(1);
     (first..=last).step_by(every).map(|power| f64::from(power).exp2()).collect()
 }
 
-/// Round numbers within a range, about `count` of them.
+/// Returns about `count` round numbers in a range.
 fn ticks((low, high): (f64, f64), count: usize) -> Vec<f64> {
     let rough = (high - low) / count as f64;
     let power = 10_f64.powf(rough.log10().floor());
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_factor_is_a_distance_on_logarithmic_axes() {
+    fn equal_factors_are_equal_distances_on_logarithmic_axes() {
         let frame = Frame { x: (2.0, 32.0), y: (1.0, 1024.0), is_logarithmic: true };
         let steps = [2.0, 4.0, 8.0].map(|ranks| frame.x(2.0 * ranks) - frame.x(ranks));
         assert!(steps.iter().all(|step| (step - steps[0]).abs() < 1e-9), "{steps:?}");

@@ -1,4 +1,4 @@
-//! Charts as SVG. Colours and fonts are classes of the page's style, so that they follow light and dark.
+//! Charts as SVG. Colors and fonts are style classes, so that they follow light and dark mode.
 
 mod drawing;
 mod frame;
@@ -11,65 +11,65 @@ use super::escape;
 use frame::Frame;
 use std::fmt::Write;
 
-/// Size of a chart; it is scaled to its place, down to that of a phone.
+/// Size of a chart. It scales down to fit its container.
 const WIDTH: f64 = 440.0;
 const HEIGHT: f64 = 240.0;
 
-/// Points of a curve that are drawn; more are no wider than a pixel.
+/// Maximum points per curve; more would be narrower than a pixel.
 const MAX_POINTS: usize = 600;
 
 /// A curve.
 pub(crate) struct Series {
     pub(crate) label: String,
     pub(crate) points: Vec<(f64, f64)>,
-    /// Number of its colour and dashes.
+    /// Index of its color and dash pattern.
     pub(crate) style: usize,
-    /// Drawn as single dots.
+    /// Whether it is drawn as single dots.
     pub(crate) is_dotted: bool,
 }
 
-/// The style of what stands out from all others.
+/// The style of a highlighted curve.
 pub(crate) const INK: usize = usize::MAX;
 
 impl Series {
-    /// Number of its class in the style sheet.
+    /// Returns its class number in the style sheet.
     fn class(&self) -> usize {
         if self.style == INK { 6 } else { self.style % 6 }
     }
 }
 
-/// Where the axes begin and how they go on.
+/// The scale of the axes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scale {
-    /// Values from 0 on.
+    /// The value axis starts at 0.
     FromZero,
-    /// Values from below the smallest on.
+    /// The value axis starts below the smallest value.
     Around,
-    /// Powers of two along both axes.
+    /// Both axes are logarithmic (base 2).
     Logarithmic,
 }
 
-/// Curves over whole numbers.
+/// A chart of curves over whole numbers.
 pub(crate) struct Chart {
     pub(crate) title: String,
-    /// What the numbers count.
+    /// Label of the position axis.
     pub(crate) along: &'static str,
     pub(crate) unit: Unit,
     pub(crate) scale: Scale,
-    /// Lay the curves on top of each other and fill them.
+    /// Whether curves are stacked and filled.
     pub(crate) is_stacked: bool,
     pub(crate) series: Vec<Series>,
-    /// Curves over what is stacked.
+    /// Curves drawn over the stack.
     pub(crate) lines: Vec<Series>,
 }
 
 impl Chart {
-    /// The chart as a figure with its legend; nothing where there are no points.
+    /// Renders a figure with legend; empty without points.
     pub(crate) fn figure(&self) -> String {
         let Some(plot) = self.plot() else { return String::new() };
         let (title, along) = (escape(&self.title), self.along);
-        let entry = |(style, label, told): (usize, String, String)| {
-            format!("<li class=\"c{style}\"><i></i>{label} <b>{told}</b></li>")
+        let entry = |(style, label, value): (usize, String, String)| {
+            format!("<li class=\"c{style}\"><i></i>{label} <b>{value}</b></li>")
         };
         let legend: String = self.legend().into_iter().map(entry).collect();
         format!(
@@ -79,7 +79,7 @@ impl Chart {
         )
     }
 
-    /// What is drawn, in a place of [`WIDTH`] × [`HEIGHT`]; none where there are no points.
+    /// Renders the plot in an area of [`WIDTH`] × [`HEIGHT`]; `None` without points.
     fn plot(&self) -> Option<String> {
         let stacked = if self.is_stacked { stack(&self.series) } else { Vec::new() };
         let curves = if self.is_stacked { &self.lines } else { &self.series };
@@ -91,28 +91,28 @@ impl Chart {
         Some(svg)
     }
 
-    /// Colour, name and value of every curve that has points.
+    /// Returns color, name and value of every curve with points.
     fn legend(&self) -> Vec<(usize, String, String)> {
-        let entry = |(series, told): (&Series, String)| (series.class(), escape(&series.label), told);
-        let series = self.series.iter().map(|series| (series, self.told(series)));
-        // Lines lie over what is stacked, whose height counts.
-        let lines = self.lines.iter().map(|line| (line, text(most(line), self.unit)));
+        let entry = |(series, value): (&Series, String)| (series.class(), escape(&series.label), value);
+        let series = self.series.iter().map(|series| (series, self.legend_value(series)));
+        // Lines over a stack show their maximum.
+        let lines = self.lines.iter().map(|line| (line, text(max_value(line), self.unit)));
         series.chain(lines).filter(|(series, _)| !series.points.is_empty()).map(entry).collect()
     }
 
-    /// What the legend says of a curve: its last value; of what is stacked the mean, or of bytes the most.
-    fn told(&self, series: &Series) -> String {
+    /// Returns a curve's value in the legend: the last one; if stacked, the maximum of bytes or else the mean.
+    fn legend_value(&self, series: &Series) -> String {
         let values = || series.points.iter().map(|(_, value)| *value);
         let value = match (self.is_stacked, self.unit) {
-            (true, Unit::Bytes) => most(series),
+            (true, Unit::Bytes) => max_value(series),
             (true, _) => values().sum::<f64>() / series.points.len().max(1) as f64,
             (false, _) => last_value(series),
         };
-        let told = text(value, self.unit);
+        let text = text(value, self.unit);
         match (self.is_stacked, self.unit) {
-            (true, Unit::Bytes) => format!("up to {told}"),
-            (true, _) => format!("mean {told}"),
-            (false, _) => told,
+            (true, Unit::Bytes) => format!("max {text}"),
+            (true, _) => format!("mean {text}"),
+            (false, _) => text,
         }
     }
 
@@ -128,7 +128,7 @@ impl Chart {
         let (low, high) = range(&mut points().map(|(_, y)| *y));
         let x = (first, last.max(first + 1.0));
         let low = if self.scale == Scale::FromZero { low.min(0.0) } else { low };
-        // What differs in its last digits only is drawn as one value: steps between ticks would vanish beside it.
+        // Values that differ only in their last digits are drawn as one: ticks could not resolve them.
         let is_flat = high - low <= 1e-9 * high.abs().max(low.abs()).max(1e-30);
         let margin = if is_flat { high.abs().max(1e-9) * 0.5 } else { 0.06 * (high - low) };
         let top = if self.is_stacked && self.lines.is_empty() && !is_flat { high } else { high + margin };
@@ -144,7 +144,7 @@ impl Chart {
     }
 }
 
-fn most(series: &Series) -> f64 {
+fn max_value(series: &Series) -> f64 {
     series.points.iter().map(|(_, value)| *value).fold(0.0, f64::max)
 }
 
@@ -168,7 +168,7 @@ fn draw_curve(svg: &mut String, frame: &Frame, series: &Series) {
     }
 }
 
-/// Areas between curves that lie on top of each other.
+/// Draws the areas between stacked curves.
 fn draw_areas(svg: &mut String, frame: &Frame, stacked: &[Series]) {
     let mut below: Option<&Series> = None;
     for series in stacked.iter().filter(|series| !series.points.is_empty()) {
@@ -188,8 +188,8 @@ fn draw_areas(svg: &mut String, frame: &Frame, stacked: &[Series]) {
     }
 }
 
-/// Each series with those before it under it, at all places where any of them has a value; one that has none there adds
-/// nothing. Thinned before, so that all have the same places.
+/// Stacks series over the union of their positions; a series without a value there adds nothing. Thins them, so that all
+/// keep the same positions.
 fn stack(series: &[Series]) -> Vec<Series> {
     let mut places: Vec<f64> = series.iter().flat_map(|series| &series.points).map(|(x, _)| *x).collect();
     places.sort_by(f64::total_cmp);
@@ -213,7 +213,7 @@ fn stack(series: &[Series]) -> Vec<Series> {
     stacked
 }
 
-/// Keeps the smallest and the largest of neighbouring points, so that no spike is lost.
+/// Keeps the minimum and maximum of neighboring points, so that no spike is lost.
 fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     if points.len() <= MAX_POINTS {
         return points.to_vec();
@@ -242,24 +242,24 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stacked_is_added_where_it_belongs() {
+    fn stacked_values_are_added_at_their_positions() {
         let series = |points: &[(f64, f64)]| Series {
             label: String::new(),
             points: points.to_vec(),
             style: 0,
             is_dotted: false,
         };
-        // The second has nothing to say of the first step, the first nothing of the last.
+        // The second has no value at the first position, the first none at the last.
         let first = series(&[(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]);
         let second = series(&[(2.0, 2.0), (3.0, 3.0), (4.0, 4.0)]);
         let stacked: Vec<_> =
             stack(&[first, series(&[]), second]).into_iter().map(|series| series.points).collect();
         assert_eq!(stacked[0], [(1.0, 10.0), (2.0, 20.0), (3.0, 30.0), (4.0, 0.0)]);
-        assert_eq!(stacked[1], [], "what has no values has no area");
+        assert_eq!(stacked[1], [], "a series without values has no area");
         assert_eq!(stacked[2], [(1.0, 10.0), (2.0, 22.0), (3.0, 33.0), (4.0, 4.0)]);
     }
 
-    /// Curves of the losses that a file can claim.
+    /// Extreme values that a metrics file may contain.
     #[test]
     fn values_at_the_limits_of_f64_give_numbers_and_few_ticks() {
         for values in [[-1e100, 1e100], [0.0, 5e-324], [1.0, 1.0 + f64::EPSILON], [0.0, 0.0], [1e100, 1e100]]
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chart_of_nothing_is_nothing_and_one_value_is_a_dot() {
+    fn a_chart_without_points_is_empty_and_one_value_is_a_dot() {
         let chart = |points: Vec<(f64, f64)>| Chart {
             title: "loss".to_owned(),
             along: "step",

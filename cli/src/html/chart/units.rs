@@ -1,6 +1,6 @@
-//! Values as they stand at axes and in legends.
+//! Formatting of values on axes and in legends.
 
-/// How the values of an axis are written.
+/// The unit of an axis.
 #[derive(Clone, Copy)]
 pub(crate) enum Unit {
     Number,
@@ -8,7 +8,7 @@ pub(crate) enum Unit {
     Percent,
 }
 
-/// A value as short as it can be said.
+/// Formats a value with about three significant digits.
 pub(crate) fn text(value: f64, unit: Unit) -> String {
     let scaled = |value: f64, base: f64, units: &[&str]| {
         let mut value = value;
@@ -30,7 +30,7 @@ pub(crate) fn text(value: f64, unit: Unit) -> String {
     }
 }
 
-/// Three significant digits or so, without zeros at the end.
+/// Formats about three significant digits without trailing zeros.
 fn short(value: f64) -> String {
     let digits = match value.abs() {
         huge if huge >= 1e6 => return format!("{value:.1e}").replace(".0e", "e"),
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_said_shortly() {
+    fn values_are_formatted_briefly() {
         let numbers =
             [0.0, 3e-4, 0.25, 2.5, 12.34, 345.6, 29_852.0, 3.5e9].map(|value| text(value, Unit::Number));
         assert_eq!(numbers, ["0", "3e-4", "0.25", "2.5", "12.3", "346", "29.9 k", "3.5 G"]);

@@ -1,7 +1,7 @@
-//! `ulysses data inspect` of text and conversations: the rendered text, and the tokens that have labels.
+//! `ulysses data inspect` for text and conversations: rendered text, and which tokens have labels.
 
-use super::data::{failure, parse_packing};
-use super::{Failure, OrFail, print};
+use crate::sources::{failure, parse_packing};
+use crate::{Failure, OrFail, print};
 use std::fmt::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -10,30 +10,30 @@ use ulysses::data::{
     Corpus, DataError, Documents, IGNORED_LABEL, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
 };
 
-/// Marks around tokens that have labels.
+/// Brackets around tokens with labels.
 const MARKS: [char; 2] = ['\u{27e6}', '\u{27e7}'];
 
-/// Of the longest bar of the histogram.
+/// Width of the histogram's longest bar.
 const BAR_WIDTH: usize = 40;
 
 #[derive(clap::Args)]
-pub(super) struct InspectArgs {
-    /// nanoGPT's or llm.c's .bin, Megatron's .idx or .bin, or a file that `prepare` has written;
-    /// with --tokenizer also text and .jsonl.
+pub(crate) struct InspectArgs {
+    /// Token file (nanoGPT or llm.c .bin, Megatron .idx or .bin, output of `data prepare`); with --tokenizer also text
+    /// and .jsonl.
     pub(super) file: PathBuf,
-    /// tokenizer.json, with the chat template beside it.
+    /// tokenizer.json; its directory may hold a chat template.
     #[arg(long)]
     pub(super) tokenizer: Option<PathBuf>,
-    /// Field of a JSON line, or column of a Parquet file, that holds the text.
+    /// JSONL field or Parquet column of the text.
     #[arg(long, default_value = "text")]
     text_field: String,
-    /// Documents to show.
+    /// Number of documents to print.
     #[arg(long, default_value_t = 3)]
     samples: usize,
-    /// Tokens per row.
+    /// Tokens per sequence.
     #[arg(long, default_value_t = 2048)]
     seq_len: usize,
-    /// Documents in rows: `greedy`, `cut` or `concat`.
+    /// Packing of documents into sequences: `greedy`, `cut` or `concat`.
     #[arg(long, default_value = "greedy", value_parser = parse_packing)]
     packing: Packing,
 }
@@ -57,7 +57,7 @@ pub(super) fn inspect_text(args: &InspectArgs, tokenizer: &Path) -> Result<(), F
     print(text)
 }
 
-/// Tokens and labels of each document.
+/// Number of tokens and labels of each document.
 struct Lens {
     tokens: Vec<usize>,
     labels: Vec<usize>,
@@ -77,7 +77,7 @@ impl Lens {
         Ok(lens)
     }
 
-    /// Documents by powers of two of their length.
+    /// Prints a histogram of document lengths in powers of two.
     fn histogram(&self) -> String {
         let power = |len: &usize| len.max(&1).ilog2();
         let powers = self.tokens.iter().map(power);
@@ -95,7 +95,7 @@ impl Lens {
     }
 }
 
-/// A document as the tokenizer decodes it, with marks around tokens that have labels.
+/// Renders a document with [`MARKS`] around tokens with labels.
 fn sample(
     documents: &Documents,
     index: usize,
@@ -108,8 +108,8 @@ fn sample(
     documents.read_labels(range, &mut labels)?;
     let tokens: Vec<(u32, bool)> =
         tokens.into_iter().zip(labels).map(|(token, label)| (token, label != IGNORED_LABEL)).collect();
-    let num_learnt = tokens.iter().filter(|(_, is_learnt)| *is_learnt).count();
-    let mut text = format!("document {}: {} tokens, {num_learnt} with labels\n", index + 1, tokens.len());
+    let num_labels = tokens.iter().filter(|(_, has_label)| *has_label).count();
+    let mut text = format!("document {}: {} tokens, {num_labels} with labels\n", index + 1, tokens.len());
     for piece in tokens.chunk_by(|(_, left), (_, right)| left == right) {
         let ids: Vec<u32> = piece.iter().map(|(token, _)| *token).collect();
         let decoded = tokenizer.decode(&ids, path)?;
@@ -121,27 +121,24 @@ fn sample(
     Ok(text + "\n\n")
 }
 
-/// Effect of masking and packing.
+/// Summarizes the effect of label masking and packing.
 fn summary(documents: &Documents, lens: &Lens, rows: &PackedRows) -> String {
     let (num_documents, num_tokens) = (documents.num_documents(), documents.num_tokens());
-    let num_learnt: usize = lens.labels.iter().sum();
+    let num_labels: usize = lens.labels.iter().sum();
     let seq_len = rows.seq_len();
     let count = |lens: &[usize], is: &dyn Fn(usize) -> bool| lens.iter().filter(|len| is(**len)).count();
     let facts = [
         ("documents", num_documents.to_string()),
         ("tokens", num_tokens.to_string()),
-        ("labels", format!("{num_learnt} tokens ({:.1} %)", 100.0 * num_learnt as f64 / num_tokens as f64)),
-        ("no labels", format!("{} documents have no labels", count(&lens.labels, &|len| len == 0))),
+        ("labels", format!("{num_labels} tokens ({:.1} %)", 100.0 * num_labels as f64 / num_tokens as f64)),
+        ("no labels", format!("{} documents", count(&lens.labels, &|len| len == 0))),
         (
-            "rows",
+            "sequences",
             format!("{} of {seq_len} tokens, {:.2} % padding", rows.num_rows(), 100.0 * rows.padding_share()),
         ),
         (
             "longer",
-            format!(
-                "{} documents have more than {seq_len} tokens",
-                count(&lens.tokens, &|len| len > seq_len)
-            ),
+            format!("{} documents of more than {seq_len} tokens", count(&lens.tokens, &|len| len > seq_len)),
         ),
     ];
     let mut text = "\n".to_owned();

@@ -1,6 +1,6 @@
-//! `ulysses.data`: from paths to rows, for all commands that read data.
+//! Datasets of `ulysses.data`, for all commands that read data.
 
-use super::{Failure, OrFail, model, note};
+use super::{Failure, OrFail, log_line, model};
 use anyhow::{Context, ensure};
 use std::path::Path;
 use std::sync::Arc;
@@ -9,15 +9,15 @@ use ulysses::data::{
     Corpus, DataError, Dataset, Documents, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
 };
 
-/// Documents that were read, before they are packed.
+/// Documents before packing.
 pub(super) struct Sources {
     packing: Packing,
-    /// With their weights, which all have or none.
+    /// Training documents and their weights; either all or none have one.
     training: Vec<(Documents, Option<f64>)>,
     held_out: Vec<Documents>,
 }
 
-/// The tokenizer that was asked for, or the model's own, or bytes. `tokenizer` becomes the path of the one found.
+/// Opens the given tokenizer, else the model's own, else one of bytes. Sets `tokenizer` to the path that it opens.
 pub(super) fn open_tokenizer(
     model: Option<&str>,
     tokenizer: &mut Option<String>,
@@ -25,7 +25,7 @@ pub(super) fn open_tokenizer(
     if tokenizer.is_none()
         && let Some(path) = model.and_then(model::own_tokenizer)
     {
-        note(format_args!("tokenizer: {}", path.display()));
+        log_line(format_args!("tokenizer: {}", path.display()));
         *tokenizer = Some(path.display().to_string());
     }
     match tokenizer {
@@ -34,14 +34,14 @@ pub(super) fn open_tokenizer(
     }
 }
 
-/// A packing by its name on the command line.
+/// Parses `--packing`.
 pub(super) fn parse_packing(name: &str) -> Result<Packing, String> {
     let found = Packing::CHOICES.iter().find(|(choice, _)| *choice == name);
-    found.map(|(_, packing)| *packing).ok_or_else(|| "greedy, cut and concat are valid".to_owned())
+    found.map(|(_, packing)| *packing).ok_or_else(|| "expected greedy, cut or concat".to_owned())
 }
 
 impl Sources {
-    /// Reads what the config names, and checks it against the model's vocabulary.
+    /// Reads the config's data and checks its token ids against the model's vocabulary.
     pub(super) fn read(config: &Config, tokenizer: &Tokenizer, vocab_size: usize) -> anyhow::Result<Self> {
         let packing = config.ulysses.packing;
         let held_out = config.ulysses.validation.as_ref().map(|validation| &validation.data);
@@ -52,7 +52,7 @@ impl Sources {
                 Some(HeldOut::Fraction(fraction)) => {
                     let [training, held_out] =
                         Documents::split(corpus, *fraction).with_context(|| path.clone())?;
-                    check(&held_out, packing, &format!("what is held out of {path}"))?;
+                    check(&held_out, packing, &format!("validation split of {path}"))?;
                     sources.held_out.push(held_out);
                     training
                 }
@@ -66,30 +66,30 @@ impl Sources {
             check(&documents, packing, path)?;
             sources.held_out.push(documents);
         }
-        sources.note_labels()?;
+        sources.log_label_share()?;
         Ok(sources)
     }
 
-    /// Prints the share of tokens with labels, where that is not all of them.
-    fn note_labels(&self) -> anyhow::Result<()> {
+    /// Prints the share of tokens with labels, unless all have one.
+    fn log_label_share(&self) -> anyhow::Result<()> {
         let documents = || self.training.iter().map(|(documents, _)| documents);
         if documents().all(|documents| !documents.corpus().has_labels()) {
             return Ok(());
         }
-        let (mut num_documents, mut num_tokens, mut num_labelled) = (0, 0, 0.0);
+        let (mut num_documents, mut num_tokens, mut num_labeled) = (0, 0, 0.0);
         for documents in documents() {
             num_documents += documents.num_documents();
             num_tokens += documents.num_tokens();
-            num_labelled += documents.labelled_share()? * documents.num_tokens() as f64;
+            num_labeled += documents.labelled_share()? * documents.num_tokens() as f64;
         }
-        let share = 100.0 * num_labelled / num_tokens as f64;
-        note(format_args!(
+        let share = 100.0 * num_labeled / num_tokens as f64;
+        log_line(format_args!(
             "data: {num_documents} conversations; {share:.1} % of their {num_tokens} tokens have labels"
         ));
         Ok(())
     }
 
-    /// What is trained on, in rows.
+    /// Packs the training data into sequences of `seq_len` tokens.
     pub(super) fn training(&self, seq_len: usize) -> anyhow::Result<Dataset> {
         let pack = |documents: &Documents| PackedRows::with_packing(documents.clone(), seq_len, self.packing);
         let rows = self.training.iter().map(|(documents, weight)| Ok((pack(documents)?, *weight)));
@@ -103,17 +103,19 @@ impl Sources {
         let dataset = dataset?;
         let num_tokens: usize = dataset.sources().iter().map(|rows| rows.documents().num_tokens()).sum();
         if num_tokens < seq_len {
-            tracing::warn!("the data has {num_tokens} tokens: most of its only row of {seq_len} is padding");
+            tracing::warn!(
+                "the data has only {num_tokens} tokens: its single sequence of {seq_len} is mostly padding"
+            );
         }
-        note(format_args!(
-            "data: {} rows of {seq_len} tokens, {:.2} % padding",
+        log_line(format_args!(
+            "data: {} sequences of {seq_len} tokens, {:.2} % padding",
             dataset.num_rows(),
             100.0 * dataset.padding_share()
         ));
         Ok(dataset)
     }
 
-    /// What is held out, in rows.
+    /// Packs the validation data into sequences of `seq_len` tokens.
     pub(super) fn held_out(&self, seq_len: usize) -> anyhow::Result<Option<Dataset>> {
         if self.held_out.is_empty() {
             return Ok(None);
@@ -124,7 +126,7 @@ impl Sources {
     }
 }
 
-/// Whether what is asked for or what was found is at fault.
+/// Classifies a data error as bad arguments or as a failed run.
 pub(super) fn failure(error: DataError) -> Failure {
     let is_usage = matches!(
         error,
@@ -136,16 +138,16 @@ pub(super) fn failure(error: DataError) -> Failure {
     if is_usage { Failure::Usage(error.into()) } else { Failure::Run(error.into()) }
 }
 
-/// Some token must have a next one.
+/// Checks that some token has a next one to predict.
 fn check(documents: &Documents, packing: Packing, what: &str) -> anyhow::Result<()> {
     ensure!(
         documents.num_predicted_tokens(packing) > 0,
-        "{what}: every document has a single token, so there is no next token to learn"
+        "{what}: every document has a single token, so there is no next token to predict"
     );
     Ok(())
 }
 
-/// A corpus that a model with `vocab_size` embeddings knows.
+/// Reads a corpus and checks its token ids against `vocab_size`.
 fn read_corpus(
     path: &str,
     config: &Config,
@@ -155,13 +157,13 @@ fn read_corpus(
     let token_files =
         TokenFileOptions { vocab_size: Some(vocab_size), end_of_document: config.ulysses.end_of_document };
     let options = SourceOptions { tokenizer, text_field: &config.ulysses.text_field, token_files };
-    let corpus = Corpus::open(&[path], &options).context("the data cannot be read")?;
+    let corpus = Corpus::open(&[path], &options).context("cannot read the data")?;
     if corpus.skipped().total() > 0 {
-        note(format_args!("data: {}", corpus.skipped()));
+        log_line(format_args!("data: {}", corpus.skipped()));
     }
     let corpus = Arc::new(corpus);
     Documents::from(corpus.clone()).check_vocab(vocab_size).with_context(|| {
-        let tokenizer = config.ulysses.tokenizer.as_deref().unwrap_or("of bytes");
+        let tokenizer = config.ulysses.tokenizer.as_deref().unwrap_or("(bytes)");
         let model = config.ulysses.model.as_deref().unwrap_or_default();
         format!("the tokenizer {tokenizer} does not fit the model {model}")
     })?;

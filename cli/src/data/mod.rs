@@ -1,11 +1,13 @@
-//! `ulysses data`.
+//! `ulysses data`: token files.
 
-use super::data::failure;
-use super::inspect::{InspectArgs, inspect_text};
-use super::{Failure, OrFail, note, print};
+mod inspect;
+
+use super::sources::failure;
+use super::{Failure, OrFail, log_line, print};
 use anyhow::anyhow;
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
+use inspect::{InspectArgs, inspect_text};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,34 +16,34 @@ use ulysses::data::{
     Tokenizer, prepare,
 };
 
-/// Tokens that are looked at together.
+/// Number of tokens to read at once.
 const PIECE: usize = 1 << 16;
 
-/// Between the lines of a log, where nobody watches a bar.
+/// Interval of progress lines without a terminal.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 #[derive(Subcommand)]
 pub(super) enum DataCommand {
-    /// Tokenise text, JSONL or Parquet into a file that runs open at once. A call that was cut
-    /// short goes on when it is repeated.
+    /// Tokenize text, JSONL or Parquet into one token file.
+    ///
+    /// Runs open the file without reading it through. An interrupted call continues when repeated.
     Prepare(PrepareArgs),
-    /// Read data through and print what it holds: a file of tokens, or with --tokenizer text and
-    /// conversations, and what is learnt of them.
+    /// Print statistics of a token file or, with --tokenizer, of text and conversations.
     Inspect(InspectArgs),
 }
 
 #[derive(clap::Args)]
 pub(super) struct PrepareArgs {
-    /// Files, directories, and patterns such as 'shards/*.jsonl'.
+    /// Files, directories, and glob patterns such as 'shards/*.jsonl'.
     #[arg(required = true)]
     inputs: Vec<PathBuf>,
-    /// File to write, which must not exist: train.tokens.
+    /// Output file, such as train.tokens; must not exist.
     #[arg(long)]
     output: PathBuf,
-    /// tokenizer.json; without it every byte is a token.
+    /// tokenizer.json [default: each byte is a token].
     #[arg(long)]
     tokenizer: Option<PathBuf>,
-    /// Field of a JSON line, or column of a Parquet file, that holds the text.
+    /// JSONL field or Parquet column of the text.
     #[arg(long, default_value = "text")]
     text_field: String,
 }
@@ -68,10 +70,10 @@ fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
     display.bar.finish_and_clear();
     let prepared = prepared.map_err(failure)?;
     if prepared.skipped.total() > 0 {
-        note(format_args!("data: {}", prepared.skipped));
+        log_line(format_args!("data: {}", prepared.skipped));
     }
     if prepared.is_resumed {
-        note("went on where an earlier call had stopped");
+        log_line("continued an interrupted call");
     }
     let PrepareProgress { num_tokens, num_documents, .. } = prepared.progress;
     print(format_args!(
@@ -81,7 +83,7 @@ fn run_prepare(args: &PrepareArgs) -> Result<(), Failure> {
     ))
 }
 
-/// A bar on a terminal, a line every now and then in a log.
+/// Shows a progress bar on a terminal, else a line every [`LOG_INTERVAL`].
 struct Display {
     bar: ProgressBar,
     start: Instant,
@@ -102,7 +104,7 @@ impl Display {
         let PrepareProgress { done_bytes, total_bytes, .. } = *progress;
         if self.bar.is_hidden() {
             if self.last_line.elapsed() >= LOG_INTERVAL {
-                note(format_args!("{} of {}: {line}", HumanBytes(done_bytes), HumanBytes(total_bytes)));
+                log_line(format_args!("{} of {}: {line}", HumanBytes(done_bytes), HumanBytes(total_bytes)));
                 self.last_line = Instant::now();
             }
             return;
@@ -117,12 +119,12 @@ impl Display {
     }
 }
 
-/// Every token and document bound is read, so a file that is described is sound.
+/// Prints statistics of a token file. Reads every token and document boundary, so that it also validates the file.
 fn inspect(path: &Path) -> Result<(), Failure> {
     let format = TokenFile::detect(path).map_err(failure)?;
     let text = || {
         anyhow!(
-            "{}: no file of tokens; --tokenizer shows what text becomes, and `data prepare` makes tokens of it",
+            "{}: not a token file; give --tokenizer to inspect text, or tokenize it with `data prepare`",
             path.display()
         )
     };
@@ -136,19 +138,19 @@ fn inspect(path: &Path) -> Result<(), Failure> {
         ("tokens", corpus.num_tokens().to_string()),
         (
             "documents",
-            format!("{}, of {} to {} tokens", corpus.num_documents(), contents.shortest, contents.longest),
+            format!("{} of {} to {} tokens", corpus.num_documents(), contents.shortest, contents.longest),
         ),
         ("largest id", contents.largest.to_string()),
     ];
     if has_labels {
-        let share = 100.0 * contents.learnt as f64 / corpus.num_tokens() as f64;
-        facts.push(("learnt", format!("{} tokens ({share:.1} %)", contents.learnt)));
+        let share = 100.0 * contents.num_labels as f64 / corpus.num_tokens() as f64;
+        facts.push(("labels", format!("{} tokens ({share:.1} %)", contents.num_labels)));
     }
     if let Some((vocab_size, hash)) = made_by {
         let is_bytes = hash == Tokenizer::bytes().hash();
         let hash: String = hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
         let tokenizer = if is_bytes { "bytes".to_owned() } else { format!("BLAKE3 {hash}…") };
-        facts.push(("tokenizer", format!("{tokenizer}, vocabulary of {vocab_size}")));
+        facts.push(("tokenizer", format!("{tokenizer}, vocabulary size {vocab_size}")));
     }
     let mut text = String::new();
     for (name, value) in facts {
@@ -158,13 +160,13 @@ fn inspect(path: &Path) -> Result<(), Failure> {
     print(text)
 }
 
-/// What only reading tells.
+/// Statistics that require reading the whole file.
 #[derive(Default)]
 struct Contents {
     shortest: usize,
     longest: usize,
     largest: u32,
-    learnt: usize,
+    num_labels: usize,
 }
 
 impl Contents {
@@ -183,7 +185,7 @@ impl Contents {
             corpus.read_tokens(range.clone(), &mut tokens)?;
             corpus.read_labels(range, &mut labels)?;
             contents.largest = tokens.iter().copied().fold(contents.largest, u32::max);
-            contents.learnt += labels.iter().filter(|&&label| label != IGNORED_LABEL).count();
+            contents.num_labels += labels.iter().filter(|&&label| label != IGNORED_LABEL).count();
         }
         Ok(contents)
     }
