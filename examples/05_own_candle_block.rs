@@ -11,7 +11,7 @@ use candle_core::{D, Tensor, bail};
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, PackedRows};
+use ulysses::data::{Corpus, PackedSequences};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{
@@ -98,7 +98,7 @@ fn main() -> Result<()> {
     let config = Config::from_json_str(CONFIG, "the example's config")?;
     let text = "the quick brown fox jumps over the lazy dog, and the dog does not mind. ".repeat(60);
     let rows =
-        Arc::new(PackedRows::new(Corpus::from_documents([text.bytes().map(u32::from).collect()])?, 128)?);
+        Arc::new(PackedSequences::new(Corpus::from_documents([text.bytes().map(u32::from).collect()])?, 128)?);
 
     // 5. Four ranks, threads of this process, each with its part of everything.
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;

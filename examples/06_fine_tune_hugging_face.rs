@@ -14,7 +14,7 @@ use std::sync::Arc;
 use ulysses::checkpoint::{Checkpoint, ExportDtype, ExportOptions, LocalStorage, SaveOptions, export};
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, PackedRows, Tokenizer};
+use ulysses::data::{Corpus, PackedSequences, Tokenizer};
 use ulysses::engine::{RunRecord, initialize};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{HfModel, HfSource, LlamaConfig, Model, RandomWeights, WeightSource, preset};
@@ -78,7 +78,7 @@ struct Start<'a> {
 /// Trains 40 steps on a text and exports the result to `output`.
 fn train(config: &str, start: Start<'_>, tokenizer: &Tokenizer, text: &Path, output: &Path) -> Result<()> {
     let config = Config::from_json_str(config, "the example's config")?;
-    let rows = Arc::new(PackedRows::new(Corpus::load(text, tokenizer)?, 128)?);
+    let rows = Arc::new(PackedSequences::new(Corpus::load(text, tokenizer)?, 128)?);
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let checkpoints = tempfile::tempdir()?;
     let saved = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {

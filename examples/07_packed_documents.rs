@@ -13,7 +13,7 @@
 use anyhow::Result;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, GlobalBatch, IGNORED_LABEL, PackedRows};
+use ulysses::data::{Corpus, GlobalBatch, IGNORED_LABEL, PackedSequences};
 use ulysses::engine::initialize;
 use ulysses::mesh::{DeviceMesh, shard_range};
 use ulysses::model::{Model, RandomWeights, preset};
@@ -27,16 +27,16 @@ fn main() -> Result<()> {
     let lengths = [40, 5, 23, 31, 12, 44, 8, 19, 27, 36];
     let documents = || lengths.map(|len| text[..len].iter().copied().map(u32::from).collect::<Vec<u32>>());
 
-    let rows = PackedRows::new(Corpus::from_documents(documents())?, SEQ_LEN)?;
+    let rows = PackedSequences::new(Corpus::from_documents(documents())?, SEQ_LEN)?;
     let alone = 1.0 - lengths.iter().sum::<usize>() as f64 / (lengths.len() * SEQ_LEN) as f64;
     println!("a row for each document: {} rows, {:.0} % padding", lengths.len(), 100.0 * alone);
     println!(
         "packed by best fit:      {:2} rows, {:.0} % padding",
-        rows.num_rows(),
+        rows.num_sequences(),
         100.0 * rows.padding_share()
     );
 
-    let row = rows.row(1)?;
+    let row = rows.sequence(1)?;
     let letters: String =
         row.input_ids.iter().map(|&id| if id == 0 { '·' } else { id as u8 as char }).collect();
     let digits: String = row.position_ids.iter().map(|position| (position % 10).to_string()).collect();
@@ -51,7 +51,7 @@ fn main() -> Result<()> {
 
     // All documents packed, against each one alone in a row of its own.
     let packed: Vec<GlobalBatch> =
-        (0..rows.num_rows()).map(|index| batch_of(&rows, index)).collect::<Result<_>>()?;
+        (0..rows.num_sequences()).map(|index| batch_of(&rows, index)).collect::<Result<_>>()?;
     let alone = documents().map(|document| GlobalBatch::new(1, document.len(), document, None, None));
     let alone = alone.into_iter().collect::<Result<Vec<_>, _>>()?;
     let [packed, alone] = [packed, alone].map(|batches| loss(&batches));
@@ -61,8 +61,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn batch_of(rows: &PackedRows, index: usize) -> Result<GlobalBatch> {
-    let row = rows.row(index)?;
+fn batch_of(rows: &PackedSequences, index: usize) -> Result<GlobalBatch> {
+    let row = rows.sequence(index)?;
     let (positions, labels) = (Some(row.position_ids), Some(row.shift_labels));
     Ok(GlobalBatch::new(1, SEQ_LEN, row.input_ids, positions, labels)?)
 }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use ulysses::checkpoint::{SaveOptions, newest};
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, PackedRows};
+use ulysses::data::{Corpus, PackedSequences};
 use ulysses::engine::{RunRecord, initialize};
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, RandomWeights, preset};
@@ -63,7 +63,7 @@ fn run((dp, sp): (usize, usize), stage: u8, start: Start, directory: &Path) -> R
     let config = Config::from_json_str(&config.to_string(), "the example's config")?;
     let text = "the quick brown fox jumps over the lazy dog. ".repeat(50);
     let rows =
-        Arc::new(PackedRows::new(Corpus::from_documents([text.bytes().map(u32::from).collect()])?, 64)?);
+        Arc::new(PackedSequences::new(Corpus::from_documents([text.bytes().map(u32::from).collect()])?, 64)?);
     let mesh = DeviceMesh::dp_sp(dp, sp)?;
     let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank: RankContext| -> Result<_> {
         let (groups, llama) = (MeshGroups::new(&mesh, rank.group.clone())?, preset("nano")?);

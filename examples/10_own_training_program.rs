@@ -71,7 +71,7 @@ fn main() -> Result<()> {
     // 3. The data: documents of tokens, from wherever the program has them. A tenth is held out.
     let sums = (0..800).map(|n| format!("{n} plus {n} is {}. ", 2 * n).bytes().map(u32::from).collect());
     let [training, held_out] = Documents::split(Corpus::from_documents(sums)?, 0.1)?
-        .map(|documents| PackedRows::new(documents, 128).map(Arc::new));
+        .map(|documents| PackedSequences::new(documents, 128).map(Arc::new));
     let data = TrainingData::new(training?, Some(held_out?.into()))?;
     // 4. The run, on four ranks. Started again with its output directory, it goes on from the newest checkpoint.
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
-use ulysses::data::{Corpus, PackedRows, Tokenizer, unigram_entropy_nats};
+use ulysses::data::{Corpus, PackedSequences, Tokenizer, unigram_entropy_nats};
 use ulysses::engine::initialize;
 use ulysses::mesh::{DeviceMesh, draw};
 use ulysses::model::{LlamaConfig, Model, RandomWeights, preset};
@@ -39,7 +39,7 @@ fn main() -> Result<()> {
     let data = Path::new(REPOSITORY).join(&source.path);
     let corpus = Corpus::load(&data, &tokenizer)?;
     let unigram_entropy = unigram_entropy_nats(&corpus)?;
-    let rows = Arc::new(PackedRows::new(corpus, config.require_seq_len()?)?);
+    let rows = Arc::new(PackedSequences::new(corpus, config.require_seq_len()?)?);
 
     // 3. The mesh: dp × sp ranks, sp neighbours next to one another.
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
@@ -48,7 +48,7 @@ fn main() -> Result<()> {
     println!(
         "{:.2} M parameters, {} rows of {} tokens, ZeRO stage {}, {} rows per step\n",
         model.num_parameters() as f64 / 1e6,
-        rows.num_rows(),
+        rows.num_sequences(),
         rows.seq_len(),
         u8::from(config.zero.stage),
         config.train_batch_size,

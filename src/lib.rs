@@ -36,7 +36,7 @@
 //! use std::sync::Arc;
 //! use ulysses::comm::{LaunchOptions, MeshGroups, launch};
 //! use ulysses::config::Config;
-//! use ulysses::data::{Corpus, PackedRows};
+//! use ulysses::data::{Corpus, PackedSequences};
 //! use ulysses::mesh::DeviceMesh;
 //! use ulysses::model::{Model, RandomWeights, preset};
 //!
@@ -44,7 +44,7 @@
 //! let config = Config::from_json_str(json, "config.json")?;
 //! let text = b"the quick brown fox jumps over the lazy dog. ".repeat(20);
 //! let corpus = Corpus::from_documents([text.into_iter().map(u32::from).collect()])?;
-//! let rows = Arc::new(PackedRows::new(corpus, 64)?);
+//! let rows = Arc::new(PackedSequences::new(corpus, 64)?);
 //! let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
 //!
 //! let losses = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
@@ -102,7 +102,7 @@ pub mod prelude {
     pub use crate::checkpoint::Saved;
     pub use crate::comm::{LaunchOptions, MeshGroups, ProcessGroup, RankContext, launch};
     pub use crate::config::Config;
-    pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedRows, Tokenizer};
+    pub use crate::data::{Corpus, Dataset, Documents, GlobalBatch, MicroBatch, PackedSequences, Tokenizer};
     pub use crate::engine::{Engine, initialize};
     pub use crate::mesh::DeviceMesh;
     pub use crate::model::{

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use ulysses::config::{Config, DataSource, HeldOut, Packing};
 use ulysses::data::{
-    Corpus, DataError, Dataset, Documents, PackedRows, SourceOptions, TokenFileOptions, Tokenizer,
+    Corpus, DataError, Dataset, Documents, PackedSequences, SourceOptions, TokenFileOptions, Tokenizer,
 };
 
 /// Documents that were read, before they are packed.
@@ -91,7 +91,7 @@ impl Sources {
 
     /// What is trained on, in rows.
     pub(super) fn training(&self, seq_len: usize) -> anyhow::Result<Dataset> {
-        let pack = |documents: &Documents| PackedRows::with_packing(documents.clone(), seq_len, self.packing);
+        let pack = |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
         let rows = self.training.iter().map(|(documents, weight)| Ok((pack(documents)?, *weight)));
         let rows = rows.collect::<anyhow::Result<Vec<_>>>()?;
         let weights: Option<Vec<f64>> = rows.iter().map(|(_, weight)| *weight).collect();
@@ -107,7 +107,7 @@ impl Sources {
         }
         note(format_args!(
             "data: {} rows of {seq_len} tokens, {:.2} % padding",
-            dataset.num_rows(),
+            dataset.num_sequences(),
             100.0 * dataset.padding_share()
         ));
         Ok(dataset)
@@ -118,7 +118,7 @@ impl Sources {
         if self.held_out.is_empty() {
             return Ok(None);
         }
-        let pack = |documents: &Documents| PackedRows::with_packing(documents.clone(), seq_len, self.packing);
+        let pack = |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
         let rows = self.held_out.iter().map(pack).collect::<Result<Vec<_>, _>>()?;
         Ok(Some(Dataset::concatenated(rows)?))
     }

@@ -114,26 +114,26 @@ pub enum DataError {
         /// The library's reason.
         source: TokenizerCause,
     },
-    /// A row length that rows cannot have.
+    /// A sequence length that sequences cannot have.
     #[error("seq_len {seq_len} is invalid; valid are 1 to {}", u32::MAX)]
     InvalidSeqLen {
-        /// Tokens per row asked for.
+        /// Tokens per sequence asked for.
         seq_len: usize,
     },
-    /// Fewer tokens in a row than ranks to share them.
-    #[error("seq_len {seq_len} is smaller than sp {sp_size}; every rank needs at least one token of a row")]
+    /// Fewer tokens in a sequence than ranks to share them.
+    #[error("seq_len {seq_len} is smaller than sp {sp_size}; every rank needs at least one token of a sequence")]
     SeqLenBelowSp {
-        /// Tokens per row.
+        /// Tokens per sequence.
         seq_len: usize,
-        /// Ranks that share a row.
+        /// Ranks that share a sequence.
         sp_size: usize,
     },
     /// A token that the model has no embedding for.
-    #[error("token id {id} at row {row}, position {position} is outside the vocabulary 0..{vocab_size}")]
+    #[error("token id {id} at sequence {sequence}, position {position} is outside the vocabulary 0..{vocab_size}")]
     TokenOutOfVocab {
-        /// The row.
-        row: usize,
-        /// The position in the row.
+        /// The sequence.
+        sequence: usize,
+        /// The position in the sequence.
         position: usize,
         /// The token id.
         id: u32,
@@ -156,13 +156,13 @@ pub enum DataError {
     },
     /// A label that is neither a token id nor ignored.
     #[error(
-        "label {label} at row {row}, position {position} is neither {} nor in the vocabulary 0..{vocab_size}",
+        "label {label} at sequence {sequence}, position {position} is neither {} nor in the vocabulary 0..{vocab_size}",
         super::IGNORED_LABEL
     )]
     LabelOutOfVocab {
-        /// The row.
-        row: usize,
-        /// The position in the row.
+        /// The sequence.
+        sequence: usize,
+        /// The position in the sequence.
         position: usize,
         /// The label.
         label: i64,
@@ -186,11 +186,11 @@ pub enum DataError {
         weight: f64,
     },
     /// Sources that cannot share a batch.
-    #[error("a source has rows of {other} tokens, the first one of {first}; all need the same")]
+    #[error("a source has sequences of {other} tokens, the first one of {first}; all need the same")]
     SeqLensDiffer {
-        /// Tokens per row of the first source.
+        /// Tokens per sequence of the first source.
         first: usize,
-        /// Tokens per row of another one.
+        /// Tokens per sequence of another one.
         other: usize,
     },
     /// A source that is not there.
@@ -216,9 +216,9 @@ pub enum DataError {
     /// The thread that reads ahead is gone.
     #[error("the thread that reads the data has panicked; its message stands above")]
     ReaderPanicked,
-    /// A batch without rows.
-    #[error("a batch needs at least one row")]
-    NoRows,
+    /// A batch without sequences.
+    #[error("a batch needs at least one sequence")]
+    NoSequences,
     /// A tensor with another number of elements than the batch has tokens.
     #[error("{tensor} has {found} elements; [batch, seq_len] = [{batch}, {seq_len}] takes {}", expected(*batch, *seq_len))]
     WrongLength {
@@ -226,9 +226,9 @@ pub enum DataError {
         tensor: &'static str,
         /// Its number of elements.
         found: usize,
-        /// Rows of the batch.
+        /// Sequences of the batch.
         batch: usize,
-        /// Tokens per row.
+        /// Tokens per sequence.
         seq_len: usize,
     },
     /// A document that is not there.
@@ -247,12 +247,12 @@ pub enum DataError {
         /// Number of tokens.
         available: usize,
     },
-    /// Rows that are not there, or an empty range of them.
-    #[error("rows {rows:?} were asked for; valid are non-empty ranges within 0..{available}")]
-    RowsOutOfRange {
-        /// The rows asked for.
-        rows: Range<usize>,
-        /// Number of rows.
+    /// Sequences that are not there, or an empty range of them.
+    #[error("sequences {sequences:?} were asked for; valid are non-empty ranges within 0..{available}")]
+    SequencesOutOfRange {
+        /// The sequences asked for.
+        sequences: Range<usize>,
+        /// Number of sequences.
         available: usize,
     },
     /// A count that must be at least 1.
@@ -274,7 +274,7 @@ pub enum DataError {
     /// A train batch whose size is no number this machine can hold.
     #[error("micro_batch {micro_batch} × accumulation {accumulation} × dp {dp_size} overflows")]
     BatchTooLarge {
-        /// Rows per rank and micro step.
+        /// Sequences per rank and micro step.
         micro_batch: usize,
         /// Micro steps per step.
         accumulation: usize,

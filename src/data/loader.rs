@@ -1,24 +1,24 @@
 //! Hands one rank its micro batches, step after step.
 
 use super::sample_order::SampleOrder;
-use super::{DataError, Dataset, GlobalBatch, MicroBatch, Row};
+use super::{DataError, Dataset, GlobalBatch, MicroBatch, PackedSequence};
 use crate::mesh::DeviceMesh;
 
-/// Where a rank stands for the purpose of data: its rows by dp, its tokens of each row by sp.
+/// Where a rank stands for the purpose of data: its sequences by dp, its tokens of each sequence by sp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placement {
-    /// Ranks that take different rows.
+    /// Ranks that take different sequences.
     pub dp_size: usize,
     /// This rank among them.
     pub dp_rank: usize,
-    /// Ranks that share each row.
+    /// Ranks that share each sequence.
     pub sp_size: usize,
     /// This rank among them.
     pub sp_rank: usize,
 }
 
 impl Placement {
-    /// A rank that takes all rows whole.
+    /// A rank that takes all sequences whole.
     pub fn single() -> Self {
         Self { dp_size: 1, dp_rank: 0, sp_size: 1, sp_rank: 0 }
     }
@@ -49,12 +49,12 @@ impl Placement {
     }
 }
 
-/// How a loader draws from its rows.
+/// How a loader draws from its sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// Seed of the order of the rows.
+    /// Seed of the order of the sequences.
     pub seed: u64,
-    /// Rows that a rank takes at once.
+    /// Sequences that a rank takes at once.
     pub micro_batch: usize,
     /// Micro steps per step.
     pub accumulation: usize,
@@ -65,11 +65,11 @@ pub struct LoaderOptions {
 /// The micro batches of one rank, in an order that does not depend on the mesh.
 ///
 /// With `B = micro_batch × accumulation × dp_size`, a step consumes the next B samples. Within them, micro step
-/// a of dp rank d takes samples `(a·dp_size + d)·micro_batch ..` — contiguous rows, so over the micro steps and
+/// a of dp rank d takes samples `(a·dp_size + d)·micro_batch ..` — contiguous sequences, so over the micro steps and
 /// dp ranks, in this order, the step's samples come out in their global order on every mesh.
 ///
-/// Epochs follow each other without a gap: a step may take the last rows of one and the first of the next.
-/// Where the data [ends](Self::ending_at), fully masked rows fill the last step. They count as nothing: a loader
+/// Epochs follow each other without a gap: a step may take the last sequences of one and the first of the next.
+/// Where the data [ends](Self::ending_at), fully masked sequences fill the last step. They count as nothing: a loader
 /// that goes on from there with a later end takes the next sample, and none is left out.
 #[derive(Debug, Clone)]
 pub struct DataLoader {
@@ -88,21 +88,21 @@ impl DataLoader {
     /// A loader at the start of the data, in an order that the seed gives.
     ///
     /// # Errors
-    /// When a count is 0 or overflows, the rank does not exist, or a row has fewer tokens than sp ranks.
+    /// When a count is 0 or overflows, the rank does not exist, or a sequence has fewer tokens than sp ranks.
     pub fn new(data: impl Into<Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
         let data = data.into();
         let order = SampleOrder::shuffled(&data, options.seed);
         Self::with_order(data, options, order)
     }
 
-    /// A loader that goes once through all rows, as they are, whatever their weights: for data that is only looked
+    /// A loader that goes once through all sequences, as they are, whatever their weights: for data that is only looked
     /// at.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn once_in_row_order(data: impl Into<Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
+    pub fn once_in_order(data: impl Into<Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
         let data = data.into();
-        let (order, end) = (SampleOrder::in_row_order(&data), data.num_rows() as u64);
+        let (order, end) = (SampleOrder::in_order(&data), data.num_sequences() as u64);
         Ok(Self::with_order(data, options, order)?.ending_at(end))
     }
 
@@ -133,7 +133,7 @@ impl DataLoader {
         })
     }
 
-    /// Lets the data end after a number of samples. Rows that a step has beyond it are fully masked, on every
+    /// Lets the data end after a number of samples. Sequences that a step has beyond it are fully masked, on every
     /// mesh the same ones.
     #[must_use]
     pub fn ending_at(self, samples: u64) -> Self {
@@ -167,9 +167,9 @@ impl DataLoader {
     }
 
     /// The epoch that the next step's first sample is in, from 0. Of weighted sources, which have epochs of their
-    /// own, it is the number of times that as many samples as there are rows were seen.
+    /// own, it is the number of times that as many samples as there are sequences were seen.
     pub fn epoch(&self) -> u64 {
-        self.samples_consumed / self.data.num_rows() as u64
+        self.samples_consumed / self.data.num_sequences() as u64
     }
 
     /// Continues at the beginning of a step, whatever mesh consumed the samples before.
@@ -188,8 +188,8 @@ impl DataLoader {
         let block = self.micro_step * placement.dp_size + placement.dp_rank;
         let first = self.samples_consumed + (block * micro_batch) as u64;
         let samples = first..first + micro_batch as u64;
-        let rows = samples.map(|sample| self.sample(sample)).collect::<Result<Vec<_>, _>>()?;
-        let shard = GlobalBatch::from_rows(rows, self.data.seq_len()).micro_batch(
+        let sequences = samples.map(|sample| self.sample(sample)).collect::<Result<Vec<_>, _>>()?;
+        let shard = GlobalBatch::from_sequences(sequences, self.data.seq_len()).micro_batch(
             0..micro_batch,
             placement.sp_size,
             placement.sp_rank,
@@ -210,12 +210,12 @@ impl DataLoader {
         Ok(())
     }
 
-    fn sample(&mut self, sample: u64) -> Result<Row, DataError> {
+    fn sample(&mut self, sample: u64) -> Result<PackedSequence, DataError> {
         if self.end.is_some_and(|end| sample >= end) {
-            return Ok(Row::masked(self.data.seq_len()));
+            return Ok(PackedSequence::masked(self.data.seq_len()));
         }
-        let (source, row) = self.order.place(sample);
-        self.data.row(source, row)
+        let (source, sequence) = self.order.place(sample);
+        self.data.sequence(source, sequence)
     }
 
     fn step_end(&self) -> Result<u64, DataError> {

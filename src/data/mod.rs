@@ -1,7 +1,7 @@
 //! The data path: text → tokens → packed rows → one rank's part of a step.
 //!
 //! ```text
-//! Corpus ─► Documents ─► PackedRows ─► Dataset ─► DataLoader ─► GlobalBatch ─► MicroBatch
+//! Corpus ─► Documents ─► PackedSequences ─► Dataset ─► DataLoader ─► GlobalBatch ─► MicroBatch
 //! tokens     all, or a    rows of       sources,   order, rows    whole rows     a rank's shard
 //!            split        seq_len       weights    of a rank                     of these rows
 //! ```
@@ -53,7 +53,7 @@ pub use error::DataError;
 pub use file_error::FileError;
 pub use loader::{DataLoader, LoaderOptions, Placement};
 pub use order::epoch_order;
-pub use packing::{PackedRows, Row};
+pub use packing::{PackedSequences, Row};
 pub use prepare::{PrepareOptions, PrepareProgress, Prepared, prepare};
 pub use read_ahead::ReadAhead;
 pub use source::Skipped;

@@ -1,18 +1,18 @@
-//! The order in which rows are seen.
+//! The order in which sequences are seen.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
-/// The order of the rows in an epoch: a permutation of `0..num_rows` that depends on nothing but the arguments.
+/// The order of the sequences in an epoch: a permutation of `0..num_sequences` that depends on nothing but the arguments.
 ///
-/// Fisher–Yates from the last row down: row `last` changes places with row `⌊x·(last+1) / 2⁶⁴⌋`, where the x are
+/// Fisher–Yates from the last sequence down: sequence `last` changes places with sequence `⌊x·(last+1) / 2⁶⁴⌋`, where the x are
 /// the 64-bit outputs of ChaCha8 with the seed (little-endian, then zeros) as its key and the epoch as its
 /// stream. It is written out here because `rand`'s shuffle may change between releases, and a run must resume
 /// in the order it began with.
-pub fn epoch_order(seed: u64, epoch: u64, num_rows: usize) -> Vec<usize> {
+pub fn epoch_order(seed: u64, epoch: u64, num_sequences: usize) -> Vec<usize> {
     let mut random = generator(seed, epoch);
-    let mut order: Vec<usize> = (0..num_rows).collect();
-    for last in (1..num_rows).rev() {
+    let mut order: Vec<usize> = (0..num_sequences).collect();
+    for last in (1..num_sequences).rev() {
         let scaled = u128::from(random.next_u64()) * (last as u128 + 1);
         order.swap(last, (scaled >> 64) as usize);
     }

@@ -1,15 +1,15 @@
-//! Documents in rows of one length.
+//! Documents in sequences of one length.
 
 use super::best_fit::{BestFit, Segment};
 use super::{Corpus, DataError, Documents, IGNORED_LABEL};
 use crate::config::Packing;
 
-/// Documents as rows of `seq_len` tokens.
+/// Documents as sequences of `seq_len` tokens.
 ///
-/// Rows are made when they are asked for. Packings that lay documents end to end take no memory, and pad the last
-/// row only.
+/// Sequences are made when they are asked for. Packings that lay documents end to end take no memory, and pad the last
+/// sequence only.
 #[derive(Debug, Clone)]
-pub struct PackedRows {
+pub struct PackedSequences {
     documents: Documents,
     seq_len: usize,
     packing: Packing,
@@ -17,27 +17,27 @@ pub struct PackedRows {
     best_fit: Option<BestFit>,
 }
 
-/// One packed row.
+/// One packed sequence.
 ///
 /// # Shapes
 /// Vectors are `[seq_len]`, except `cu_seqlens`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Row {
+pub struct PackedSequence {
     /// The tokens; padding is token 0.
     pub input_ids: Vec<u32>,
     /// For each token the next one of its document, or [`IGNORED_LABEL`] at the document's end.
     ///
-    /// A document that goes on in the next row has its label at the end of this one.
+    /// A document that goes on in the next sequence has its label at the end of this one.
     pub shift_labels: Vec<i64>,
-    /// Position in the document as far as this row sees it.
+    /// Position in the document as far as this sequence sees it.
     ///
-    /// The rest of a document that began in another row starts at 0 again: attention cannot look back there.
+    /// The rest of a document that began in another sequence starts at 0 again: attention cannot look back there.
     pub position_ids: Vec<u32>,
-    /// Where documents start in the row, and at the end `seq_len`; padding counts as a document.
+    /// Where documents start in the sequence, and at the end `seq_len`; padding counts as a document.
     pub cu_seqlens: Vec<u32>,
 }
 
-impl PackedRows {
+impl PackedSequences {
     /// Packs documents in the default way, [`Packing::Greedy`].
     ///
     /// # Errors
@@ -61,15 +61,15 @@ impl PackedRows {
         Ok(Self { documents, seq_len, packing, best_fit })
     }
 
-    /// Number of rows, at least 1.
-    pub fn num_rows(&self) -> usize {
+    /// Number of sequences, at least 1.
+    pub fn num_sequences(&self) -> usize {
         match &self.best_fit {
-            Some(best_fit) => best_fit.num_rows(),
+            Some(best_fit) => best_fit.num_sequences(),
             None => self.documents.num_tokens().div_ceil(self.seq_len),
         }
     }
 
-    /// Tokens per row.
+    /// Tokens per sequence.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
@@ -94,36 +94,36 @@ impl PackedRows {
         self.documents.num_predicted_tokens(self.packing)
     }
 
-    /// The share of the rows that holds no token, from 0 to 1.
+    /// The share of the sequences that holds no token, from 0 to 1.
     pub fn padding_share(&self) -> f64 {
-        let room = self.num_rows() * self.seq_len;
+        let room = self.num_sequences() * self.seq_len;
         (room - self.documents.num_tokens()) as f64 / room as f64
     }
 
-    /// Makes one row.
+    /// Makes one sequence.
     ///
     /// # Errors
-    /// When there is no such row, or its tokens cannot be read.
-    pub fn row(&self, index: usize) -> Result<Row, DataError> {
-        let available = self.num_rows();
+    /// When there is no such sequence, or its tokens cannot be read.
+    pub fn sequence(&self, index: usize) -> Result<PackedSequence, DataError> {
+        let available = self.num_sequences();
         if index >= available {
-            let rows = index..index.saturating_add(1);
-            return Err(DataError::RowsOutOfRange { rows, available });
+            let sequences = index..index.saturating_add(1);
+            return Err(DataError::SequencesOutOfRange { sequences, available });
         }
-        let mut row = Row::empty(self.seq_len);
+        let mut sequence = PackedSequence::empty(self.seq_len);
         for segment in self.segments(index)? {
-            row.push(&self.documents, segment)?;
+            sequence.push(&self.documents, segment)?;
         }
-        row.pad(self.seq_len);
-        Ok(row)
+        sequence.pad(self.seq_len);
+        Ok(sequence)
     }
 
-    fn segments(&self, row: usize) -> Result<Vec<Segment>, DataError> {
+    fn segments(&self, sequence: usize) -> Result<Vec<Segment>, DataError> {
         if let Some(best_fit) = &self.best_fit {
-            return Ok(best_fit.segments(row));
+            return Ok(best_fit.segments(sequence));
         }
         let num_tokens = self.documents.num_tokens();
-        let (mut start, end) = (row * self.seq_len, num_tokens.min((row + 1) * self.seq_len));
+        let (mut start, end) = (sequence * self.seq_len, num_tokens.min((sequence + 1) * self.seq_len));
         if self.packing == Packing::Concat {
             return Ok(vec![Segment { tokens: start..end, labels_end: num_tokens }]);
         }
@@ -140,7 +140,7 @@ impl PackedRows {
     }
 }
 
-impl Row {
+impl PackedSequence {
     fn empty(seq_len: usize) -> Self {
         Self {
             input_ids: Vec::with_capacity(seq_len),
@@ -150,14 +150,14 @@ impl Row {
         }
     }
 
-    /// A row of padding alone.
+    /// A sequence of padding alone.
     pub(super) fn masked(seq_len: usize) -> Self {
-        let mut row = Self::empty(seq_len);
-        row.pad(seq_len);
-        row
+        let mut sequence = Self::empty(seq_len);
+        sequence.pad(seq_len);
+        sequence
     }
 
-    /// Appends a segment. Its labels are read one token ahead, which may lie in another row.
+    /// Appends a segment. Its labels are read one token ahead, which may lie in another sequence.
     fn push(&mut self, documents: &Documents, segment: Segment) -> Result<(), DataError> {
         let Segment { tokens, labels_end } = segment;
         let labels = tokens.start + 1..labels_end.min(tokens.end + 1);
@@ -173,7 +173,7 @@ impl Row {
         let missing = len - self.position_ids.len();
         self.shift_labels.resize(len, IGNORED_LABEL);
         self.position_ids.extend((0_u32..).take(missing));
-        // Rows are limited to 32-bit lengths.
+        // Sequences are limited to 32-bit lengths.
         self.cu_seqlens.push(len as u32);
     }
 

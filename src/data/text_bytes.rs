@@ -1,6 +1,6 @@
 //! How much text tokens stand for.
 
-use super::{DataError, PackedRows, Packing};
+use super::{DataError, PackedSequences, Packing};
 use std::path::Path;
 
 /// Bytes of the text that is predicted: that of all documents, without what the first token of each stands for (in
@@ -12,9 +12,9 @@ use std::path::Path;
 ///
 /// # Errors
 /// A tokenizer that cannot be loaded or does not know a token, or documents that cannot be read.
-pub fn predicted_text_bytes(rows: &PackedRows, tokenizer: Option<&Path>) -> Result<u64, DataError> {
-    let documents = rows.documents();
-    let Some(path) = tokenizer else { return Ok(rows.num_predicted_tokens() as u64) };
+pub fn predicted_text_bytes(sequences: &PackedSequences, tokenizer: Option<&Path>) -> Result<u64, DataError> {
+    let documents = sequences.documents();
+    let Some(path) = tokenizer else { return Ok(sequences.num_predicted_tokens() as u64) };
     let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
     let tokenizer = tokenizers::Tokenizer::from_file(path).map_err(load_error)?;
     let text_bytes = |tokens: &[u32]| {
@@ -28,7 +28,7 @@ pub fn predicted_text_bytes(rows: &PackedRows, tokenizer: Option<&Path>) -> Resu
     for index in 0..documents.num_documents() {
         tokens.clear();
         documents.read_tokens(documents.document(index)?, &mut tokens)?;
-        let is_predicted = rows.packing() == Packing::Concat && index > 0;
+        let is_predicted = sequences.packing() == Packing::Concat && index > 0;
         let first = if is_predicted { 0 } else { text_bytes(&tokens[..1])? };
         bytes += text_bytes(&tokens)?.saturating_sub(first);
     }

@@ -124,19 +124,19 @@ impl Workload {
 
     /// A micro batch without its tokens.
     fn batch(&self, sp_rank: usize) -> Result<MicroBatch, EngineError> {
-        let (batch, seq_len) = (self.config.micro_batch_size, self.config.require_seq_len()?);
+        let (batch_size, seq_len) = (self.config.micro_batch_size, self.config.require_seq_len()?);
         let document_len = self.document_len.unwrap_or(seq_len).clamp(1, seq_len);
         let starts = (0..seq_len).step_by(document_len).map(|start| start as u32);
         let boundaries: Vec<u32> = starts.chain([seq_len as u32]).collect();
         Ok(MicroBatch {
-            batch,
+            batch_size,
             seq_len,
             shard: shard_range(seq_len, self.config.mesh.sp_size, sp_rank),
             input_ids: Vec::new(),
             labels: Vec::new(),
             position_ids: Vec::new(),
-            cu_seqlens: Arc::new(vec![boundaries; batch]),
-            rows_hash: 0,
+            cu_seqlens: Arc::new(vec![boundaries; batch_size]),
+            batch_hash: 0,
         })
     }
 
@@ -167,7 +167,7 @@ impl DryRank {
         let mut micro_batches = Vec::with_capacity(num_run);
         for index in 0..num_run {
             // Ids, labels and positions, which are in no tensor.
-            let tokens = self.batch.batch * self.batch.seq_len_local();
+            let tokens = self.batch.batch_size * self.batch.seq_len_local();
             let _tables = Allocation::on_host(tokens * (2 * size_of::<u32>() + size_of::<i64>()));
             self.begin(Phase::Forward);
             let loss = self.engine.forward(&self.batch)?;

@@ -65,7 +65,7 @@ impl Phase {
     /// What a checkpoint records of the data, `samples_consumed` samples into the phase.
     fn cursor(&self, seed: u64, samples_consumed: u64) -> DataCursor {
         let Self { data, data_hash, .. } = self;
-        let (seq_len, num_rows) = (data.seq_len(), data.num_rows());
+        let (seq_len, num_rows) = (data.seq_len(), data.num_sequences());
         DataCursor { samples_consumed, seed, seq_len, num_rows, data_hash: Some(*data_hash) }
     }
 }
@@ -285,7 +285,7 @@ fn loader(
 ) -> Result<ReadAhead, TrainerError> {
     let mut loader = DataLoader::new(data.clone(), options)?;
     if let Limit::Epochs(epochs) = limit {
-        let end = epochs.checked_mul(data.num_rows() as u64).ok_or(TrainerError::TooManyEpochs)?;
+        let end = epochs.checked_mul(data.num_sequences() as u64).ok_or(TrainerError::TooManyEpochs)?;
         loader = loader.ending_at(end);
     }
     loader.set_samples_consumed(samples_consumed);

@@ -39,8 +39,8 @@ pub fn evaluate(
 ) -> Result<Evaluation, TrainerError> {
     let (micro_batch, placement) = (engine.config().micro_batch_size, engine.placement());
     let options = LoaderOptions { seed: 0, micro_batch, accumulation: 1, placement };
-    let num_rows = (data.num_rows() as u64).min(max_rows.unwrap_or(u64::MAX));
-    let mut loader = DataLoader::once_in_row_order(data.clone(), options)?.ending_at(num_rows);
+    let num_rows = (data.num_sequences() as u64).min(max_rows.unwrap_or(u64::MAX));
+    let mut loader = DataLoader::once_in_order(data.clone(), options)?.ending_at(num_rows);
     let micro_batches = loader.steps_left().unwrap_or(0);
     let mut sum = LossSum { sum: 0.0, valid_tokens: 0 };
     for _ in 0..micro_batches {

@@ -4,7 +4,7 @@ use super::*;
 use crate::checkpoint::Saved;
 use crate::comm::{LaunchError, LaunchOptions, MeshGroups, launch};
 use crate::config::Config;
-use crate::data::{Corpus, PackedRows};
+use crate::data::{Corpus, PackedSequences};
 use crate::engine::{Engine, initialize};
 use crate::mesh::DeviceMesh;
 use crate::model::{Model, RandomWeights, preset};
@@ -40,9 +40,9 @@ impl Observer for Heard {
     }
 }
 
-fn rows(text: &str) -> Arc<PackedRows> {
+fn rows(text: &str) -> Arc<PackedSequences> {
     let document = text.repeat(40).bytes().map(u32::from).collect();
-    Arc::new(PackedRows::new(Corpus::from_documents([document]).unwrap(), 32).unwrap())
+    Arc::new(PackedSequences::new(Corpus::from_documents([document]).unwrap(), 32).unwrap())
 }
 
 fn config(steps: u64, changes: Value) -> Config {

@@ -9,7 +9,7 @@ use ulysses::config::{
     Config, ConfigError, DynamicLossScale, LossScale, Offload, OptimizerConfig, Overrides, Precision,
     RawConfig, ZeroStage,
 };
-use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedRows, Placement};
+use ulysses::data::{Corpus, DataLoader, LoaderOptions, PackedSequences, Placement};
 use ulysses::engine::initialize;
 use ulysses::mesh::DeviceMesh;
 use ulysses::model::{Model, RandomWeights, preset};
@@ -27,7 +27,7 @@ fn resolve(name: &str) -> Result<Config, ConfigError> {
 fn train_two_steps(config: &Config) -> anyhow::Result<Vec<(f64, f64)>> {
     let text = b"the quick brown fox jumps over the lazy dog. ".repeat(40);
     let corpus = Corpus::from_documents([text.into_iter().map(u32::from).collect()])?;
-    let rows = Arc::new(PackedRows::new(corpus, 32)?);
+    let rows = Arc::new(PackedSequences::new(corpus, 32)?);
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     let ranks = launch(mesh.world_size(), &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;

@@ -164,7 +164,7 @@ fn train_with_overflow(
 ) -> Vec<Result<Vec<StepReport>, String>> {
     let problem = Problem { extra, ..main_problem(Rule::AdamW(ADAMW), None) };
     let global = global_batch(&problem.batch).unwrap();
-    let config = problem.json_config(layout(dp, sp, 2), global.batch()).unwrap();
+    let config = problem.json_config(layout(dp, sp, 2), global.batch_size()).unwrap();
     on_mesh(&config, &LaunchOptions::default(), |_, groups| {
         // Each rank has its own: its layers run once a step.
         let calls = AtomicUsize::new(0);
@@ -277,7 +277,7 @@ fn a_run_that_keeps_overflowing_ends_with_the_layer_where_that_begins() {
         for (layout, pass) in
             [(layout(1, 1, 0), 0), (layout(2, 1, 1), 1), (layout(4, 1, 2), 0), (layout(2, 2, 3), 1)]
         {
-            let config = problem.json_config(layout, global.batch()).unwrap();
+            let config = problem.json_config(layout, global.batch_size()).unwrap();
             let errors = on_mesh(&config, &LaunchOptions::default(), |_, groups| {
                 let per_step = problem.config.num_layers;
                 let attention = OverflowingBackward { pass, per_step, calls: AtomicUsize::new(0) };

@@ -115,7 +115,7 @@ fn train_batch_completes_a_step_that_was_begun() {
 type Defect = (&'static str, fn(&mut MicroBatch));
 
 const DEFECTS: [Defect; 6] = [
-    ("number of rows", |batch| batch.batch += 1),
+    ("number of rows", |batch| batch.batch_size += 1),
     ("number of its tokens on this rank", |batch| batch.input_ids.truncate(1)),
     ("number of its labels", |batch| batch.labels.push(0)),
     ("number of its position ids", |batch| batch.position_ids.truncate(1)),

@@ -62,11 +62,11 @@ fn a_selection_packs_as_if_the_rest_did_not_exist() {
     let own = (0..training.num_documents()).map(|index| tokens[training.document(index).unwrap()].to_vec());
     let own = std::sync::Arc::new(Corpus::from_documents(own).unwrap());
     for packing in [Packing::Greedy, Packing::Cut, Packing::Concat] {
-        let selected = PackedRows::with_packing(training.clone(), 6, packing).unwrap();
-        let expected = PackedRows::with_packing(own.clone(), 6, packing).unwrap();
-        assert_eq!(selected.num_rows(), expected.num_rows());
-        for row in 0..expected.num_rows() {
-            assert_eq!(selected.row(row).unwrap(), expected.row(row).unwrap(), "{packing:?} row {row}");
+        let selected = PackedSequences::with_packing(training.clone(), 6, packing).unwrap();
+        let expected = PackedSequences::with_packing(own.clone(), 6, packing).unwrap();
+        assert_eq!(selected.num_sequences(), expected.num_sequences());
+        for sequence in 0..expected.num_sequences() {
+            assert_eq!(selected.sequence(sequence).unwrap(), expected.sequence(sequence).unwrap(), "{packing:?} sequence {sequence}");
         }
     }
 }
