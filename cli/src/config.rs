@@ -4,7 +4,7 @@ use super::config_flags::ConfigFlags;
 use super::{Failure, OrFail, note, print, training_shape};
 use std::path::{Path, PathBuf};
 use ulysses::config::{
-    Config, OpenValue, Overrides, PartlyResolved, RawConfig, Severity, explain, json_schema,
+    Config, UnresolvedValue, Overrides, PartiallyResolved, RawConfig, Severity, explain, json_schema,
     reference_markdown,
 };
 
@@ -44,10 +44,10 @@ pub(super) fn run(command: ConfigCommand) -> Result<(), Failure> {
             let mesh = shape.map(|shape| (shape.dp, shape.sp));
             let shard_size = shape.and_then(|shape| shape.shard_size);
             let overrides = Overrides { mesh, shard_size, steps, ..Overrides::default() };
-            let PartlyResolved { config, written, open } = raw.resolve_partly(&overrides).or_usage()?;
+            let PartiallyResolved { config, written, open } = raw.resolve_partially(&overrides).or_usage()?;
             print_notes(&config);
-            for OpenValue { key, waits_for } in open {
-                note(format_args!("open: `{key}` waits for {waits_for}"));
+            for UnresolvedValue { key, needs } in open {
+                note(format_args!("open: `{key}` waits for {needs}"));
             }
             print_json(&written)
         }

@@ -22,7 +22,7 @@ pub(crate) fn resolve_autos(autos: &[Given], config: &Config) -> Vec<ResolvedAut
 }
 
 fn value_of(key: &Key, path: &str, written: &Value) -> Option<Value> {
-    if !matches!(key.effect, Effect::Honoured) {
+    if !matches!(key.effect, Effect::Supported) {
         return None;
     }
     // As in `ulysses.parameter_groups[0].lr_scale`.
@@ -37,7 +37,7 @@ fn value_of(key: &Key, path: &str, written: &Value) -> Option<Value> {
 
 fn source_of(key: &Key) -> String {
     match (key.effect, key.auto, key.default) {
-        (Effect::Moot(why), ..) => format!("no effect: {why}"),
+        (Effect::NoEffect(why), ..) => format!("no effect: {why}"),
         (_, Auto::Is(_), _) => "the default of Hugging Face's Trainer".to_owned(),
         (_, Auto::Derived(from), _) | (_, Auto::AsDefault, Default::Derived(from)) => format!("from {from}"),
         (_, Auto::AsDefault, _) => "the default".to_owned(),

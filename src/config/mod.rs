@@ -5,7 +5,7 @@
 //!
 //! 1. `sections` are the parts of the file, [`Config`] the whole;
 //! 2. `vocabulary` makes of their fields, and of a table of DeepSpeed's other keys, the tree of all keys: type, range, default,
-//!    what `"auto"` stands for, and whether the key is honoured, without effect or refused;
+//!    what `"auto"` stands for, and whether the key is supported, without effect or refused;
 //! 3. `reader` parses strict JSON into a tree that knows where each value stands, holds it against the vocabulary, collects
 //!    every fault with file, line, column, excerpt, key path and what would be valid, and reads the sections.
 //!    [`RawConfig`] is what one file says, faultless but not yet complete;
@@ -42,8 +42,8 @@ mod describe;
 mod error;
 mod machine;
 mod mesh_shape;
-mod open;
 mod overrides;
+mod partial;
 mod raw;
 mod reader;
 mod resolve;
@@ -60,8 +60,8 @@ pub use describe::{UnknownKey, explain, json_schema, reference_markdown};
 pub use error::ConfigError;
 pub use machine::{LinkRates, Links, MachineProfile, Rates, RatesByFormat};
 pub use mesh_shape::{MeshShape, MeshShapeError, SizeOrigin, StatedSize};
-pub use open::{OpenValue, PartlyResolved};
 pub use overrides::Overrides;
+pub use partial::{PartiallyResolved, UnresolvedValue};
 pub use raw::RawConfig;
 pub use reader::{Diagnostic, Excerpt, Note, Position, Problem, Severity};
 pub use sections::activation_checkpointing::ActivationCheckpointingConfig;

@@ -1,6 +1,6 @@
 //! What other features would change.
 
-use super::{Criteria, Pace, RankPlan, Workload};
+use super::{Criteria, Throughput, RankPlan, Workload};
 use crate::config::{Config, Offload, Precision, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
@@ -29,7 +29,7 @@ pub struct Alternative {
     pub flops: f64,
     /// How long the step takes, where there is a machine.
     #[serde(flatten)]
-    pub pace: Option<Pace>,
+    pub throughput: Option<Throughput>,
     /// The longest sequence that fits the budget, where there is one and anything fits.
     pub max_seq_len: Option<usize>,
 }
@@ -56,8 +56,8 @@ impl Workload {
             peak_bytes,
             sent_bytes: sent.total(),
             flops: model_flops + recompute_flops,
-            pace: self.pace(criteria)?,
-            max_seq_len: self.longest_within(criteria)?,
+            throughput: self.throughput(criteria)?,
+            max_seq_len: self.max_seq_len_within(criteria)?,
         })
     }
 

@@ -17,7 +17,7 @@ pub struct Criteria<'a> {
 /// How fast a step is on a machine.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
-pub enum Pace {
+pub enum Throughput {
     /// The profile has all that the step needs.
     Known {
         /// The predicted time of the step.
@@ -32,7 +32,7 @@ pub enum Pace {
     },
 }
 
-impl Pace {
+impl Throughput {
     /// The predicted time of the step, where it is known.
     pub fn step_seconds(&self) -> Option<f64> {
         match self {
@@ -43,20 +43,20 @@ impl Pace {
 }
 
 impl Workload {
-    pub(super) fn pace(&self, criteria: Criteria<'_>) -> Result<Option<Pace>, EngineError> {
+    pub(super) fn throughput(&self, criteria: Criteria<'_>) -> Result<Option<Throughput>, EngineError> {
         let Some(machine) = criteria.machine else { return Ok(None) };
         match self.step_time(machine) {
-            Ok(time) => Ok(Some(Pace::Known {
+            Ok(time) => Ok(Some(Throughput::Known {
                 step_seconds: time.total_seconds,
                 tokens_per_second: time.tokens_per_second,
             })),
             // Others may do without the rate.
-            Err(EngineError::MachineRate { key, .. }) => Ok(Some(Pace::Unknown { profile_lacks: key })),
+            Err(EngineError::MachineRate { key, .. }) => Ok(Some(Throughput::Unknown { profile_lacks: key })),
             Err(error) => Err(error),
         }
     }
 
-    pub(super) fn longest_within(&self, criteria: Criteria<'_>) -> Result<Option<usize>, EngineError> {
-        criteria.budget_bytes.map_or(Ok(None), |budget| self.longest(budget))
+    pub(super) fn max_seq_len_within(&self, criteria: Criteria<'_>) -> Result<Option<usize>, EngineError> {
+        criteria.budget_bytes.map_or(Ok(None), |budget| self.max_seq_len(budget))
     }
 }

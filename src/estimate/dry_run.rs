@@ -23,7 +23,7 @@ use ulysses_kernels::memory::live_bytes;
 /// reduces the gradients.
 const MAX_MICRO_BATCHES: usize = 4;
 
-/// Documents of a micro batch, at most, that a plan lists.
+/// Documents of a micro batch, at max_micro_batches, that a plan lists.
 const MAX_DOCUMENTS: usize = 1 << 22;
 
 /// What a rank does in a step.
@@ -67,9 +67,9 @@ impl Workload {
         &self,
         mesh: &DeviceMesh,
         rank: usize,
-        most: usize,
+        max_micro_batches: usize,
     ) -> Result<DryStep, EngineError> {
-        self.dry((mesh, rank), most, |rank, accumulation| {
+        self.dry((mesh, rank), max_micro_batches, |rank, accumulation| {
             let persistent_bytes = u64::try_from(live_bytes()).unwrap_or(0);
             rank.step(accumulation)?;
             rank.engine.watch_memory();
@@ -94,7 +94,7 @@ impl Workload {
     fn dry<R>(
         &self,
         (mesh, rank): (&DeviceMesh, usize),
-        most: usize,
+        max_micro_batches: usize,
         work: impl FnOnce(&mut DryRank, usize) -> Result<R, EngineError>,
     ) -> Result<R, EngineError> {
         let mut config = self.config.clone();
@@ -102,7 +102,7 @@ impl Workload {
             return Err(EngineError::step_too_large(&config));
         }
         let accumulation = config.gradient_accumulation_steps;
-        config.gradient_accumulation_steps = accumulation.min(most);
+        config.gradient_accumulation_steps = accumulation.min(max_micro_batches);
         config.monitoring.comms_logger.enabled = false;
         let recorder = Arc::new(Mutex::new(Recorder::new(self.device)));
         let device = DryDevice { kind: self.device, threads: config.ulysses.threads_per_rank.unwrap_or(1) };
@@ -118,7 +118,7 @@ impl Workload {
         // What it logs and traces is not the program's.
         let silent = tracing::subscriber::NoSubscriber::default();
         tracing::subscriber::with_default(silent, || {
-            dry::run(device, move |event| sink.lock().note(event), run)
+            dry::run(device, move |event| sink.lock().record(event), run)
         })?
     }
 
@@ -142,7 +142,7 @@ impl Workload {
 
     /// Whether positions fit in 32 bits, and the tokens of a step and the bytes of a micro batch on one rank in 64.
     fn is_countable(&self) -> Result<bool, EngineError> {
-        /// Tensors of each width that a layer has at once, at most, by the bytes of an element.
+        /// Tensors of each width that a layer has at once, at max_micro_batches, by the bytes of an element.
         const BYTES: f64 = 64.0;
         let (config, model) = (&self.config, &self.model);
         let seq_len = config.require_seq_len()?;
@@ -213,7 +213,7 @@ fn fake_groups(
     let fake = |mesh: &DeviceMesh, axis: Axis| -> Result<Arc<dyn ProcessGroup>, EngineError> {
         let (name, recorder) = (axis.name(), recorder.clone());
         let group = FakeGroup::new(name, mesh.group_of(name, rank)?, mesh.coordinate_on(name, rank)?)?;
-        Ok(Arc::new(group.observed(Arc::new(move |call| recorder.lock().note_collective(axis, call)))))
+        Ok(Arc::new(group.observed(Arc::new(move |call| recorder.lock().record_collective(axis, call)))))
     };
     let hybrid = match config.zero_shard_size().filter(|&size| size != config.mesh.dp_size) {
         None => None,

@@ -17,7 +17,7 @@ pub enum Event {
     /// Matrix products.
     Compute(Work),
     /// Operations on single elements, norms among them.
-    Sweep {
+    Elementwise {
         /// Bytes that they read, and bytes that they write.
         bytes: u64,
     },

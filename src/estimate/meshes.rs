@@ -1,6 +1,6 @@
 //! The other meshes of as many ranks.
 
-use super::{Criteria, Pace, RankPlan, Workload};
+use super::{Criteria, Throughput, RankPlan, Workload};
 use crate::config::{MeshConfig, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;
@@ -27,7 +27,7 @@ pub struct MeshChoice {
     pub inter_node_bytes: u64,
     /// How long the step takes, where there is a machine.
     #[serde(flatten)]
-    pub pace: Option<Pace>,
+    pub throughput: Option<Throughput>,
     /// The longest sequence that fits the budget, where there is one and anything fits.
     pub max_seq_len: Option<usize>,
     /// Why this one is to be preferred; on one mesh at most.
@@ -36,7 +36,7 @@ pub struct MeshChoice {
 
 impl MeshChoice {
     fn step_seconds(&self) -> Option<f64> {
-        self.pace.as_ref().and_then(Pace::step_seconds)
+        self.throughput.as_ref().and_then(Throughput::step_seconds)
     }
 
     /// The better one first: the faster, where both times are known; one whose time is known before one whose time
@@ -84,14 +84,14 @@ impl Workload {
     fn arranged(&self, dp: usize, sp: usize) -> Option<Self> {
         let mut workload = self.clone();
         let config = &mut workload.config;
-        let rows_per_rank = config.train_batch_size / dp;
+        let sequences_per_rank = config.train_batch_size / dp;
         let divides = config.partitions_fill(dp)
             && config.train_batch_size.is_multiple_of(dp)
-            && rows_per_rank.is_multiple_of(config.micro_batch_size);
-        if !divides || rows_per_rank == 0 {
+            && sequences_per_rank.is_multiple_of(config.micro_batch_size);
+        if !divides || sequences_per_rank == 0 {
             return None;
         }
-        config.gradient_accumulation_steps = rows_per_rank / config.micro_batch_size;
+        config.gradient_accumulation_steps = sequences_per_rank / config.micro_batch_size;
         config.mesh = MeshConfig { dp_size: dp, sp_size: sp };
         Some(workload)
     }
@@ -118,8 +118,8 @@ impl Workload {
             fits: criteria.budget_bytes.is_none_or(|budget| peak_bytes <= budget),
             intra_node_bytes: sent.intra_node_bytes,
             inter_node_bytes: sent.inter_node_bytes,
-            pace: self.pace(criteria)?,
-            max_seq_len: self.longest_within(criteria)?,
+            throughput: self.throughput(criteria)?,
+            max_seq_len: self.max_seq_len_within(criteria)?,
             reason: None,
         })
     }

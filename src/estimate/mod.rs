@@ -5,7 +5,7 @@
 //! `recorder` notes what it does as [`event`]s. The memory counters give its peak, part by part. One rank for each number of
 //! tokens and heads is run, so worlds of thousands cost as much as one rank.
 //!
-//! [`Workload::plan`] is the plan of one configuration, [`Workload::longest`] the longest sequence that fits,
+//! [`Workload::plan`] is the plan of one configuration, [`Workload::max_seq_len`] the longest sequence that fits,
 //! [`Workload::alternatives`] and [`Workload::meshes`] what other features and meshes would change,
 //! [`Workload::propose`] the mesh to take on a cluster, [`scaling`] how the traffic of several kinds
 //! of sequence parallelism grows. [`Workload::step_time`] is how long a step takes on a machine whose rates are known.
@@ -25,9 +25,9 @@ pub mod scaling;
 mod time;
 
 pub use alternatives::Alternative;
-pub use criteria::{Criteria, Pace};
+pub use criteria::{Criteria, Throughput};
 pub use meshes::MeshChoice;
-pub use nodes::Sent;
+pub use nodes::SentBytes;
 pub use proposal::{Proposal, Trial};
 pub use rank_plan::{MomentMemory, RankPlan};
 pub use rank_step::{PlannedCalls, RankStep, model_flops};
@@ -49,7 +49,7 @@ const MAX_SEQ_LEN: usize = 1 << 31;
 
 /// Ranks of an sp group that have as many tokens and heads.
 #[derive(Debug, Clone, Copy)]
-struct KindOfRank {
+struct RankClass {
     /// The first of them.
     rank: usize,
     /// How many they are.
@@ -77,7 +77,7 @@ impl Workload {
     /// # Errors
     /// A config without `seq_len`, a model or a mesh that it does not fit, or a step whose bytes 64 bits do not count.
     pub fn plan(&self) -> Result<RankPlan, EngineError> {
-        let plans = self.kinds_of_ranks()?.into_iter().map(|kind| self.plan_of(kind.rank));
+        let plans = self.rank_classes()?.into_iter().map(|kind| self.plan_of(kind.rank));
         let plans = plans.collect::<Result<Vec<_>, EngineError>>()?;
         // Of equal ones the lowest rank: `max_by_key` takes the last.
         let largest = plans.into_iter().rev().max_by_key(|plan| plan.peak_bytes);
@@ -114,7 +114,7 @@ impl Workload {
 
     /// One rank for each number of tokens and heads that ranks have: the first rows' are enough, since
     /// partitions are padded to one size.
-    fn kinds_of_ranks(&self) -> Result<Vec<KindOfRank>, EngineError> {
+    fn rank_classes(&self) -> Result<Vec<RankClass>, EngineError> {
         let plans = self.chunk_plans()?;
         let kind = |rank: usize| {
             let of_plan = |plan: &ExchangePlan| {
@@ -123,11 +123,11 @@ impl Workload {
             };
             plans.iter().map(of_plan).collect::<Vec<_>>()
         };
-        let mut kinds: Vec<KindOfRank> = Vec::new();
+        let mut kinds: Vec<RankClass> = Vec::new();
         for rank in 0..self.config.mesh.sp_size {
             match kinds.iter_mut().find(|known| kind(known.rank) == kind(rank)) {
                 Some(known) => known.ranks += 1,
-                None => kinds.push(KindOfRank { rank, ranks: 1 }),
+                None => kinds.push(RankClass { rank, ranks: 1 }),
             }
         }
         Ok(kinds)
@@ -166,7 +166,7 @@ impl Workload {
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
-    pub fn longest(&self, budget_bytes: u64) -> Result<Option<usize>, EngineError> {
+    pub fn max_seq_len(&self, budget_bytes: u64) -> Result<Option<usize>, EngineError> {
         let peak = |seq_len: usize| match self.with_seq_len(seq_len).plan() {
             Err(EngineError::StepTooLarge { .. }) => Ok(u64::MAX),
             plan => plan.map(|plan| plan.peak_bytes),

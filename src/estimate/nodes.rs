@@ -7,14 +7,14 @@ use serde::Serialize;
 
 /// Bytes that a rank sends in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Sent {
+pub struct SentBytes {
     /// To ranks of its own node.
     pub intra_node_bytes: u64,
     /// To ranks of other nodes.
     pub inter_node_bytes: u64,
 }
 
-impl Sent {
+impl SentBytes {
     /// Both.
     pub fn total(self) -> u64 {
         self.intra_node_bytes + self.inter_node_bytes
@@ -65,8 +65,8 @@ impl Nodes {
         }
     }
 
-    pub(super) fn sent(&self, transfer: &Transfer) -> Sent {
-        let mut sent = Sent::default();
+    pub(super) fn sent(&self, transfer: &Transfer) -> SentBytes {
+        let mut sent = SentBytes::default();
         for (member, bytes) in self.members(transfer.axis).iter().zip(&*transfer.sent_to) {
             if member / self.ranks_per_node == self.own_node {
                 sent.intra_node_bytes += bytes;

@@ -55,7 +55,7 @@ impl Workload {
         }
         let smallest = tried.iter().copied().min_by_key(|trial| trial.peak_bytes);
         let chosen = smallest.unwrap_or_else(|| unreachable!("sp 1 is always tried"));
-        let max_seq_len = self.on_cluster(cluster, chosen.sp).longest(budget_bytes)?;
+        let max_seq_len = self.on_cluster(cluster, chosen.sp).max_seq_len(budget_bytes)?;
         Ok(Proposal { tried, chosen, max_seq_len })
     }
 

@@ -2,7 +2,7 @@
 
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose};
-use super::nodes::{Nodes, Sent};
+use super::nodes::{Nodes, SentBytes};
 use crate::engine::{HeldInPart, Moment};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
@@ -35,10 +35,10 @@ pub struct RankPlan {
     /// Those of forward passes that are repeated in the backward pass.
     pub recompute_flops: f64,
     /// Bytes sent.
-    pub sent: Sent,
+    pub sent: SentBytes,
     /// Bytes sent by what they are.
     #[serde(serialize_with = "by_purpose")]
-    pub sent_by_purpose: BTreeMap<Purpose, Sent>,
+    pub sent_by_purpose: BTreeMap<Purpose, SentBytes>,
 }
 
 /// The most that a rank holds during a part of a step.
@@ -57,7 +57,7 @@ pub struct MomentMemory {
 impl RankPlan {
     /// Of a step. Nothing where 64 bits do not suffice for its bytes.
     pub(super) fn sum(rank: usize, step: DryStep, nodes: &Nodes) -> Option<Self> {
-        let mut sent_by_purpose: BTreeMap<Purpose, Sent> = BTreeMap::new();
+        let mut sent_by_purpose: BTreeMap<Purpose, SentBytes> = BTreeMap::new();
         let (mut model_flops, mut recompute_flops) = (0.0, 0.0);
         for (times, event) in step.events() {
             match event {
@@ -68,7 +68,7 @@ impl RankPlan {
                     Pass::Recompute => recompute_flops += times as f64 * work.flops,
                     Pass::Forward | Pass::Backward => model_flops += times as f64 * work.flops,
                 },
-                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
+                Event::Wait(_) | Event::Elementwise { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
             }
         }
         let moment = |part: &HeldInPart| MomentMemory {
@@ -80,7 +80,7 @@ impl RankPlan {
         let peak = moments.iter().rev().max_by_key(|moment| moment.bytes);
         let Some(peak) = peak.cloned() else { unreachable!("a step has moments") };
         let last_micro_batch = moments.iter().rposition(|moment| moment.at == Moment::Embedding).unwrap_or(0);
-        let mut sent = Sent::default();
+        let mut sent = SentBytes::default();
         sent_by_purpose.values().try_for_each(|of_purpose| sent.add(*of_purpose, 1))?;
         Some(Self {
             rank,
@@ -106,7 +106,7 @@ fn by_name<S: Serializer>(bytes: &ByCategory, serializer: S) -> Result<S::Ok, S:
     serializer.collect_map(Category::ALL.iter().map(|category| category.name()).zip(bytes))
 }
 
-fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, Sent>, serializer: S) -> Result<S::Ok, S::Error> {
+fn by_purpose<S: Serializer>(sent: &BTreeMap<Purpose, SentBytes>, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(sent.iter().map(|(purpose, sent)| (purpose.to_string().replace(' ', "_"), sent)))
 }
 

@@ -1,7 +1,7 @@
 //! What a rank computes and communicates in one step, to stand beside what it really did.
 
 use super::event::{Axis, Event, Pass, Purpose};
-use super::{KindOfRank, Workload};
+use super::{RankClass, Workload};
 use crate::comm::CollectiveOp;
 use crate::config::Config;
 use crate::engine::EngineError;
@@ -83,7 +83,7 @@ impl RankStep {
                     *calls = times.checked_add(*calls)?;
                     *sent_bytes = transfer.sent_bytes().checked_mul(times)?.checked_add(*sent_bytes)?;
                 }
-                Event::Wait(_) | Event::Sweep { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
+                Event::Wait(_) | Event::Elementwise { .. } | Event::File { .. } | Event::HostCopy { .. } => {}
             }
         }
         let planned = |((axis, op, purpose, input_bytes), (calls, sent_bytes)): (_, _)| {
@@ -110,10 +110,10 @@ fn workload(config: &Config, model: &LlamaConfig) -> Workload {
 /// # Errors
 /// As [`Workload::plan`].
 pub fn model_flops(config: &Config, model: &LlamaConfig, mesh: &DeviceMesh) -> Result<f64, EngineError> {
-    let of_kind = |KindOfRank { rank, ranks }| {
+    let of_kind = |RankClass { rank, ranks }| {
         Ok::<_, EngineError>(ranks as f64 * RankStep::of(config, model, mesh, rank)?.model_flops())
     };
-    let kinds = workload(config, model).kinds_of_ranks()?;
+    let kinds = workload(config, model).rank_classes()?;
     let of_group = kinds.into_iter().map(of_kind).sum::<Result<f64, _>>()?;
     // Ranks of different dp coordinates do the same.
     Ok(of_group * config.mesh.dp_size as f64)

@@ -47,10 +47,10 @@ impl Recorder {
         std::mem::take(&mut self.events)
     }
 
-    pub(super) fn note(&mut self, event: dry::Event) {
+    pub(super) fn record(&mut self, event: dry::Event) {
         match event {
             dry::Event::Compute { op, is_backward, flops } => self.compute(op, is_backward, flops),
-            dry::Event::Elementwise { bytes } => self.events.push(Event::Sweep { bytes }),
+            dry::Event::Elementwise { bytes } => self.events.push(Event::Elementwise { bytes }),
             dry::Event::Copy { bytes } => self.events.push(match self.device {
                 DeviceKind::Cpu => Event::File { bytes },
                 DeviceKind::Cuda => Event::HostCopy { bytes },
@@ -79,7 +79,7 @@ impl Recorder {
         self.events.push(Event::Compute(Work { op, pass, flops }));
     }
 
-    pub(super) fn note_collective(&mut self, axis: Axis, collective: FakeCollective<'_>) {
+    pub(super) fn record_collective(&mut self, axis: Axis, collective: FakeCollective<'_>) {
         let FakeCollective { op, dtype, started } = collective;
         let Some(FakeTransfer { input_elems, traffic }) = started else {
             return self.complete(axis, self.purpose(op, dtype));

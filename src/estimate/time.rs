@@ -9,7 +9,7 @@
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose, Transfer, Work};
 use super::nodes::Nodes;
-use super::{Sent, Workload};
+use super::{SentBytes, Workload};
 use crate::comm::CollectiveOp;
 use crate::config::{LinkRates, MachineProfile, Rates};
 use crate::engine::EngineError;
@@ -95,34 +95,34 @@ impl Workload {
             },
             needed_by: "that is what the config trains in".to_owned(),
         })?;
-        let first = self.widest_row() * config.mesh.sp_size;
-        let (mut slowest, mut model_flops) = (None::<(usize, Walk<'_>)>, 0.0);
-        for kind in self.kinds_of_ranks()? {
+        let first = self.first_dp_row_on_most_nodes() * config.mesh.sp_size;
+        let (mut slowest, mut model_flops) = (None::<(usize, Simulation<'_>)>, 0.0);
+        for kind in self.rank_classes()? {
             let rank = first + kind.rank;
-            let mut walk = Walk::new(machine, rates, self.nodes(&mesh, rank)?);
-            walk.through(&self.warm_step(&mesh, rank)?)?;
-            model_flops += (kind.ranks * config.mesh.dp_size) as f64 * walk.model_flops;
-            if slowest.as_ref().is_none_or(|(_, known)| known.now < walk.now) {
-                slowest = Some((rank, walk));
+            let mut simulation = Simulation::new(machine, rates, self.nodes(&mesh, rank)?);
+            simulation.run(&self.warm_step(&mesh, rank)?)?;
+            model_flops += (kind.ranks * config.mesh.dp_size) as f64 * simulation.model_flops;
+            if slowest.as_ref().is_none_or(|(_, known)| known.now < simulation.now) {
+                slowest = Some((rank, simulation));
             }
         }
-        let (rank, walk) = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
+        let (rank, simulation) = slowest.unwrap_or_else(|| unreachable!("a mesh has a rank"));
         let tokens = config.train_batch_size * config.require_seq_len()?;
         let peak = config.world_size() as f64 * rates.peak_flops_per_second;
         Ok(StepTime {
             machine: machine.name.clone(),
             rank,
-            parts: walk.parts,
-            total_seconds: walk.now,
-            recompute_seconds: walk.recompute,
-            hidden_seconds: walk.hidden,
-            tokens_per_second: tokens as f64 / walk.now,
-            mfu: model_flops / walk.now / peak,
+            parts: simulation.parts,
+            total_seconds: simulation.now,
+            recompute_seconds: simulation.recompute,
+            hidden_seconds: simulation.hidden,
+            tokens_per_second: tokens as f64 / simulation.now,
+            mfu: model_flops / simulation.now / peak,
         })
     }
 
     /// The first of the rows of the mesh that are on most nodes.
-    fn widest_row(&self) -> usize {
+    fn first_dp_row_on_most_nodes(&self) -> usize {
         let (sp, per_node) = (self.config.mesh.sp_size, self.ranks_per_node.max(1));
         let nodes = |row: &usize| ((row + 1) * sp - 1) / per_node - row * sp / per_node;
         // Of equal ones `max_by_key` takes the last.
@@ -131,7 +131,7 @@ impl Workload {
 }
 
 /// A collective that has been started.
-struct UnderWay {
+struct InFlight {
     /// How long it takes.
     seconds: f64,
     /// When it ends, where it goes on by itself.
@@ -139,14 +139,14 @@ struct UnderWay {
 }
 
 /// One rank on its way through a step.
-struct Walk<'a> {
+struct Simulation<'a> {
     machine: &'a MachineProfile,
     rates: Rates,
     nodes: Nodes,
     now: f64,
     /// When the last collective ends that has been started.
     network_free: f64,
-    under_way: BTreeMap<Purpose, VecDeque<UnderWay>>,
+    in_flight: BTreeMap<Purpose, VecDeque<InFlight>>,
     is_updating: bool,
     /// For how many micro batches this one stands. Nothing is under way between them, so all of its times are as many
     /// times as long.
@@ -158,7 +158,7 @@ struct Walk<'a> {
     model_flops: f64,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> Simulation<'a> {
     fn new(machine: &'a MachineProfile, rates: Rates, nodes: Nodes) -> Self {
         Self {
             machine,
@@ -166,7 +166,7 @@ impl<'a> Walk<'a> {
             nodes,
             now: 0.0,
             network_free: 0.0,
-            under_way: BTreeMap::new(),
+            in_flight: BTreeMap::new(),
             is_updating: false,
             times: 1.0,
             parts: TimeParts::default(),
@@ -177,7 +177,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Goes through a step.
-    fn through(&mut self, step: &DryStep) -> Result<(), EngineError> {
+    fn run(&mut self, step: &DryStep) -> Result<(), EngineError> {
         for (times, events) in &step.micro_batches {
             self.times = *times as f64;
             events.iter().try_for_each(|event| self.go_on(event))?;
@@ -191,7 +191,7 @@ impl<'a> Walk<'a> {
     fn go_on(&mut self, event: &Event) -> Result<(), EngineError> {
         match event {
             Event::Compute(work) => self.compute(*work),
-            Event::Sweep { bytes } => self.sweep(*bytes),
+            Event::Elementwise { bytes } => self.elementwise(*bytes),
             Event::File { bytes } => self.file(*bytes)?,
             Event::HostCopy { bytes } => self.host_copy(*bytes)?,
             Event::Collective(transfer) => self.communicate(transfer)?,
@@ -231,7 +231,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn sweep(&mut self, bytes: u64) {
+    fn elementwise(&mut self, bytes: u64) {
         let (rate, part) = match self.is_updating {
             true => (self.machine.update_bytes_per_second, &mut self.parts.update_seconds),
             false => (self.rates.elementwise_bytes_per_second, &mut self.parts.elementwise_seconds),
@@ -269,12 +269,12 @@ impl<'a> Walk<'a> {
             let ends = self.machine.overlaps_communication.then_some(starts + seconds);
             self.network_free = ends.unwrap_or(self.network_free);
             self.hidden += seconds;
-            let of_purpose = self.under_way.entry(transfer.purpose).or_default();
-            of_purpose.push_back(UnderWay { seconds, ends });
+            let of_purpose = self.in_flight.entry(transfer.purpose).or_default();
+            of_purpose.push_back(InFlight { seconds, ends });
             return Ok(());
         }
         // What is under way before it is waited for.
-        self.pay_for_zero(starts - self.now);
+        self.wait_for_zero(starts - self.now);
         self.now += seconds;
         self.network_free = self.now;
         match transfer.purpose {
@@ -288,13 +288,13 @@ impl<'a> Walk<'a> {
     }
 
     fn wait(&mut self, purpose: Purpose) {
-        let first = self.under_way.get_mut(&purpose).and_then(VecDeque::pop_front);
-        let Some(UnderWay { seconds, ends }) = first else { return };
-        self.pay_for_zero(ends.map_or(seconds, |ends| (ends - self.now).max(0.0)));
+        let first = self.in_flight.get_mut(&purpose).and_then(VecDeque::pop_front);
+        let Some(InFlight { seconds, ends }) = first else { return };
+        self.wait_for_zero(ends.map_or(seconds, |ends| (ends - self.now).max(0.0)));
     }
 
     /// Waits for communication that was counted as hidden when it started.
-    fn pay_for_zero(&mut self, seconds: f64) {
+    fn wait_for_zero(&mut self, seconds: f64) {
         self.now += seconds;
         self.parts.zero_seconds += seconds;
         self.hidden -= seconds;
@@ -302,9 +302,9 @@ impl<'a> Walk<'a> {
 
     /// A step ends when all of its communication has.
     fn end(&mut self) {
-        let purposes: Vec<Purpose> = self.under_way.keys().copied().collect();
+        let purposes: Vec<Purpose> = self.in_flight.keys().copied().collect();
         for purpose in purposes {
-            while self.under_way.get(&purpose).is_some_and(|left| !left.is_empty()) {
+            while self.in_flight.get(&purpose).is_some_and(|left| !left.is_empty()) {
                 self.wait(purpose);
             }
         }
@@ -312,7 +312,7 @@ impl<'a> Walk<'a> {
 
     /// The two links work at the same time, so the slower one counts.
     fn seconds_of(&self, transfer: &Transfer) -> Result<f64, EngineError> {
-        let Sent { intra_node_bytes, inter_node_bytes } = self.nodes.sent(transfer);
+        let SentBytes { intra_node_bytes, inter_node_bytes } = self.nodes.sent(transfer);
         let links = &self.machine.links;
         let within = ("links.intra_node", "several of its ranks share a node");
         let between = ("links.inter_node", "it has ranks on several nodes");

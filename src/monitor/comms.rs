@@ -62,7 +62,7 @@ impl Bandwidth {
 
 /// Who waited for whom in the calls of an operation along an axis.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Straggling {
+pub struct StragglerStats {
     /// The axis of the mesh.
     pub axis: String,
     /// The operation.
@@ -81,12 +81,12 @@ pub struct Straggling {
 pub type Groups = BTreeMap<String, Vec<Vec<usize>>>;
 
 /// Compares the ranks call by call. `ranks` are all of the mesh; they need to have kept each call.
-pub fn straggling(ranks: &[RankComms], groups: &Groups) -> Vec<Straggling> {
+pub fn straggler_stats(ranks: &[RankComms], groups: &Groups) -> Vec<StragglerStats> {
     let kinds = ranks.first().map_or(&[][..], |rank| &rank.each);
-    kinds.iter().map(|kind| straggling_of(ranks, groups, &kind.axis, kind.op)).collect()
+    kinds.iter().map(|kind| stats_of(ranks, groups, &kind.axis, kind.op)).collect()
 }
 
-fn straggling_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: CollectiveOp) -> Straggling {
+fn stats_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: CollectiveOp) -> StragglerStats {
     let seconds_of = |rank: usize| -> &[f32] {
         let each = ranks.get(rank).map_or(&[][..], |rank| &rank.each);
         each.iter().find(|each| each.axis == axis && each.op == op).map_or(&[], |each| &each.seconds)
@@ -115,7 +115,7 @@ fn straggling_of(ranks: &[RankComms], groups: &Groups, axis: &str, op: Collectiv
     }
     let mean = 1.0 / ranks.len().max(1) as f64;
     let (seconds, straggler_seconds) = (mean * total, mean * beyond);
-    Straggling { axis: axis.to_owned(), op, calls, seconds, straggler_seconds, latest }
+    StragglerStats { axis: axis.to_owned(), op, calls, seconds, straggler_seconds, latest }
 }
 
 /// Bytes of all ranks together: what was sent, and what was planned for the same training steps and evaluations.
@@ -157,14 +157,14 @@ pub fn volumes(ranks: &[RankComms]) -> Vec<Volume> {
     all.filter(|volume| volume.planned_bytes + volume.sent_bytes > 0).collect()
 }
 
-/// The whole table as text, of the operations that `tells` chooses.
+/// The whole table as text, of the operations that `shows` selects.
 pub struct CommsTable<'a> {
     /// All of the mesh.
     pub ranks: &'a [RankComms],
     /// Which ranks share an axis.
     pub groups: &'a Groups,
     /// Whether an operation is in the table.
-    pub tells: &'a dyn Fn(CollectiveOp) -> bool,
+    pub shows: &'a dyn Fn(CollectiveOp) -> bool,
 }
 
 impl Display for CommsTable<'_> {
@@ -174,13 +174,13 @@ impl Display for CommsTable<'_> {
             ["op", "axis", "message size", "count", "total (ms)", "avg (ms)", "algbw (GB/s)", "busbw (GB/s)"];
         let mut rows = vec![header.map(str::to_owned).to_vec()];
         let calls = self.ranks.first().map_or(&[][..], |rank| &rank.calls);
-        rows.extend(calls.iter().filter(|calls| (self.tells)(calls.op)).map(call_row));
+        rows.extend(calls.iter().filter(|calls| (self.shows)(calls.op)).map(call_row));
         write_table(f, &rows)?;
         writeln!(f, "\nstragglers: time that a rank waited for the one that came last, mean over the ranks")?;
         let header = ["op", "axis", "count", "total (ms)", "straggler (ms)", "latest rank", "of its calls"];
         let mut rows = vec![header.map(str::to_owned).to_vec()];
-        let straggling = straggling(self.ranks, self.groups);
-        rows.extend(straggling.iter().filter(|row| (self.tells)(row.op)).map(straggler_row));
+        let stragglers = straggler_stats(self.ranks, self.groups);
+        rows.extend(stragglers.iter().filter(|row| (self.shows)(row.op)).map(straggler_row));
         write_table(f, &rows)?;
         writeln!(f, "\nbytes sent by all ranks, and by formula for the same training steps and evaluations")?;
         let mut rows =
@@ -208,7 +208,7 @@ fn call_row(calls: &CallTimes) -> Vec<String> {
     ]
 }
 
-fn straggler_row(row: &Straggling) -> Vec<String> {
+fn straggler_row(row: &StragglerStats) -> Vec<String> {
     vec![
         row.op.to_string(),
         row.axis.clone(),
@@ -247,7 +247,7 @@ mod tests {
         // Groups {0, 2} and {1, 3}: rank 3 comes last thrice, and waits once itself.
         let ranks = [rank([1.0; 4]), rank([5.0, 5.0, 5.0, 2.0]), rank([1.0; 4]), rank([1.0, 1.0, 1.0, 8.0])];
         let groups: Groups = [("dp".to_owned(), vec![vec![0, 2], vec![1, 3]])].into();
-        let found = straggling(&ranks, &groups);
+        let found = straggler_stats(&ranks, &groups);
         assert_eq!(found.len(), 1);
         assert_eq!((found[0].calls, found[0].seconds), (4, (4.0 + 17.0 + 4.0 + 11.0) / 4.0));
         assert_eq!(found[0].straggler_seconds, (3.0 * 4.0 + 6.0) / 4.0);

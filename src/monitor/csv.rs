@@ -1,6 +1,6 @@
 //! Metrics as CSV, a file for each as DeepSpeed's `csv_monitor` writes them.
 
-use super::appended::Appended;
+use super::append_file::AppendFile;
 use crate::regular_file;
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader};
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug)]
 pub struct CsvFiles {
     dir: PathBuf,
-    files: HashMap<String, Appended>,
+    files: HashMap<String, AppendFile>,
 }
 
 impl CsvFiles {
@@ -43,10 +43,10 @@ impl CsvFiles {
     /// # Errors
     /// What the operating system reports.
     pub fn flush(&mut self) -> io::Result<()> {
-        self.files.values_mut().try_for_each(Appended::flush)
+        self.files.values_mut().try_for_each(AppendFile::flush)
     }
 
-    fn open(&self, tag: &str, step: u64) -> io::Result<Appended> {
+    fn open(&self, tag: &str, step: u64) -> io::Result<AppendFile> {
         let path = self.dir.join(format!("{}.csv", tag.replace(['/', ' '], "_")));
         let kept = match regular_file::open(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
@@ -54,7 +54,7 @@ impl CsvFiles {
         };
         let name = tag.rsplit('/').next().unwrap_or(tag);
         let lines = std::iter::once(format!("step,{name}")).chain(kept);
-        Appended::replacing(&path, lines)
+        AppendFile::replacing(&path, lines)
     }
 }
 

@@ -4,7 +4,7 @@
 //! bytes, the data, the masked CRC-32C of the data, all little-endian. The data is the protobuf message `Event`
 //! (`tensorboard/compat/proto/event.proto`), of which scalars need six fields.
 
-use super::appended::Appended;
+use super::append_file::AppendFile;
 use std::fs::File;
 use std::io;
 use std::path::Path;
@@ -13,7 +13,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Writes scalars for TensorBoard.
 #[derive(Debug)]
 pub struct EventFile {
-    file: Appended,
+    file: AppendFile,
 }
 
 impl EventFile {
@@ -30,7 +30,7 @@ impl EventFile {
             now as u64,
             (now.fract() * 1e9) as u64
         );
-        let mut this = Self { file: Appended::new(File::create_new(dir.join(name))?) };
+        let mut this = Self { file: AppendFile::new(File::create_new(dir.join(name))?) };
         this.write(&Message::default().double(1, now).text(3, "brain.Event:2"))?;
         Ok(this)
     }

@@ -1,6 +1,6 @@
 //! `metrics.jsonl`: one JSON object per step, and one per evaluation. `docs/monitoring.md` lists the keys.
 
-use super::appended::{Appended, read_if_there};
+use super::append_file::{AppendFile, read_if_there};
 use serde::Serialize;
 use serde_json::Value;
 use std::fs::File;
@@ -112,7 +112,7 @@ pub struct EvalMetrics {
 /// Appends metrics to a file.
 #[derive(Debug)]
 pub struct MetricsWriter {
-    file: Appended,
+    file: AppendFile,
 }
 
 impl MetricsWriter {
@@ -121,7 +121,7 @@ impl MetricsWriter {
     /// # Errors
     /// What the operating system reports.
     pub fn create(path: &Path) -> std::io::Result<Self> {
-        Ok(Self { file: Appended::new(File::create(path)?) })
+        Ok(Self { file: AppendFile::new(File::create(path)?) })
     }
 
     /// Goes on with a file after `step`: lines of later steps, and one that was cut off, are
@@ -135,7 +135,7 @@ impl MetricsWriter {
             let line: Option<Value> = serde_json::from_str(line).ok();
             line.and_then(|line| line.get("step")?.as_u64()).is_some_and(|of_line| of_line <= step)
         };
-        Ok(Self { file: Appended::replacing(path, text.lines().filter(is_kept))? })
+        Ok(Self { file: AppendFile::replacing(path, text.lines().filter(is_kept))? })
     }
 
     /// Writes one line, of [`Metrics`] or [`EvalMetrics`], so that a reader sees every step as it ends. A line that

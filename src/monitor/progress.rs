@@ -1,6 +1,6 @@
 //! Progress lines on standard error.
 
-use super::step_line::{MAX_COLUMNS, place, step_line};
+use super::step_line::{MAX_COLUMNS, step_label, step_line};
 use super::{EvalMetrics, Metrics, escaped};
 use std::io::Write;
 use std::ops::Range;
@@ -41,9 +41,9 @@ impl Progress {
     /// Prints an evaluation.
     pub fn report_evaluation(&self, metrics: &EvalMetrics) {
         let EvalMetrics { step, eval_loss, eval_perplexity, eval_tokens, .. } = metrics;
-        let place = place(*step, self.steps.end);
+        let label = step_label(*step, self.steps.end);
         self.print(&format!(
-            "{place}  held out: loss {eval_loss:.4}, perplexity {eval_perplexity:.3} ({eval_tokens} tokens)"
+            "{label}  held out: loss {eval_loss:.4}, perplexity {eval_perplexity:.3} ({eval_tokens} tokens)"
         ));
     }
 

@@ -11,14 +11,14 @@ pub const MAX_COLUMNS: usize = 100;
 /// last step, then the last fields.
 pub(super) fn step_line(metrics: &Metrics, last_step: u64, columns: usize) -> String {
     let Metrics { step, .. } = metrics;
-    let place = place(*step, last_step);
+    let label = step_label(*step, last_step);
     if metrics.skipped {
-        return format!("{place}  skipped: {}", why_skipped(metrics));
+        return format!("{label}  skipped: {}", skip_reason(metrics));
     }
-    let aligned = once(place).chain(fields(metrics, true)).collect::<Vec<_>>().join("  ");
+    let aligned = once(label).chain(fields(metrics, true)).collect::<Vec<_>>().join("  ");
     let bare = fields(metrics, false);
-    let join = |place: String, count: usize| {
-        once(place).chain(bare[..count].iter().cloned()).collect::<Vec<_>>().join("  ")
+    let join = |label: String, count: usize| {
+        once(label).chain(bare[..count].iter().cloned()).collect::<Vec<_>>().join("  ")
     };
     let shorter = once(join(format!("step {step}/{last_step}"), bare.len()))
         .chain((1..=bare.len()).rev().map(|count| join(format!("step {step}"), count)));
@@ -55,7 +55,7 @@ fn times(metrics: &Metrics) -> Vec<String> {
 }
 
 /// Where a run is, in as many columns for every step.
-pub(super) fn place(step: u64, last_step: u64) -> String {
+pub(super) fn step_label(step: u64, last_step: u64) -> String {
     let width = last_step.to_string().len();
     format!("step {step:>width$}/{last_step}")
 }
@@ -105,7 +105,7 @@ fn machine(metrics: &Metrics) -> Vec<String> {
     once(tokens).chain(held).chain(utilization).collect()
 }
 
-fn why_skipped(metrics: &Metrics) -> String {
+fn skip_reason(metrics: &Metrics) -> String {
     let scale = metrics.loss_scale;
     match metrics.overflow {
         true if scale >= 1e9 => format!("the gradient overflowed, with a loss scale of {scale:e}"),

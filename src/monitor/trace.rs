@@ -3,7 +3,7 @@
 //! The spans of the library (see [`tracing`]) become slices, one track for each rank. A span belongs to the rank and
 //! the step whose spans it is inside of: `rank { rank }`, and in it `step { step, done }`, which says how many steps
 //! of the run are done. What is in no step is not told. Counters tell what the rank held meanwhile, as far as somebody
-//! [notes](Tracer::note_memory) that. The file is in Chrome's Trace Event Format.
+//! [notes](Tracer::record_memory) that. The file is in Chrome's Trace Event Format.
 
 mod memory;
 
@@ -42,14 +42,14 @@ pub struct Slice {
 
 /// What has been noted of some ranks.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Traced {
+pub struct TraceData {
     /// What they did.
     pub slices: Vec<Slice>,
     /// What they held.
     pub memory: Vec<MemorySample>,
 }
 
-impl FromIterator<Self> for Traced {
+impl FromIterator<Self> for TraceData {
     fn from_iter<I: IntoIterator<Item = Self>>(all: I) -> Self {
         all.into_iter().fold(Self::default(), |mut sum, traced| {
             sum.slices.extend(traced.slices);
@@ -62,7 +62,7 @@ impl FromIterator<Self> for Traced {
 /// A layer of a `tracing` subscriber that notes what happens in some steps.
 #[derive(Debug, Clone)]
 pub struct Tracer {
-    traced: Arc<Mutex<Traced>>,
+    traced: Arc<Mutex<TraceData>>,
     steps: u64,
     origin: Instant,
     origin_us: f64,
@@ -97,7 +97,7 @@ impl Tracer {
 
     /// Notes what a rank held over a step that has just ended: the beginnings of its parts, and the most that it held
     /// in each, in all and by what it was for.
-    pub fn note_memory(&self, rank: u64, parts: impl Iterator<Item = (Instant, u64, ByCategory)>) {
+    pub fn record_memory(&self, rank: u64, parts: impl Iterator<Item = (Instant, u64, ByCategory)>) {
         let parts = parts.map(|(begun, bytes, by_category)| MemorySample {
             rank,
             begin_us: self.microseconds(begun),
@@ -110,21 +110,21 @@ impl Tracer {
     }
 
     /// Takes what is known of a rank.
-    pub fn take(&self, rank: u64) -> Traced {
+    pub fn take(&self, rank: u64) -> TraceData {
         let mut traced = self.lock();
-        let Traced { slices, memory } = std::mem::take(&mut *traced);
+        let TraceData { slices, memory } = std::mem::take(&mut *traced);
         let (slices, of_others) = slices.into_iter().partition(|slice| slice.rank == rank);
         let (memory, held_by_others) = memory.into_iter().partition(|sample| sample.rank == rank);
-        *traced = Traced { slices: of_others, memory: held_by_others };
-        Traced { slices, memory }
+        *traced = TraceData { slices: of_others, memory: held_by_others };
+        TraceData { slices, memory }
     }
 
     /// Takes what is known of all ranks of this process.
-    pub fn take_all(&self) -> Traced {
+    pub fn take_all(&self) -> TraceData {
         std::mem::take(&mut *self.lock())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Traced> {
+    fn lock(&self) -> MutexGuard<'_, TraceData> {
         self.traced.lock()
     }
 
@@ -216,8 +216,8 @@ impl Visit for Fields {
 ///
 /// # Errors
 /// What the writer reports.
-pub fn write_trace(out: &mut impl Write, tracks: &[String], traced: &Traced) -> io::Result<()> {
-    let Traced { slices, memory } = traced;
+pub fn write_trace(out: &mut impl Write, tracks: &[String], traced: &TraceData) -> io::Result<()> {
+    let TraceData { slices, memory } = traced;
     let begins = slices.iter().map(|slice| slice.begin_us).chain(memory.iter().map(|sample| sample.begin_us));
     let origin = begins.fold(f64::INFINITY, f64::min);
     let microseconds = |at: f64| (1e3 * (at - origin)).round() / 1e3;
@@ -330,7 +330,7 @@ mod tests {
                 tracing::trace_span!("wait", op = "all_reduce", axis = "dp").in_scope(|| {});
             }
         });
-        assert_eq!(tracer.take(0), Traced::default());
+        assert_eq!(tracer.take(0), TraceData::default());
         let slices = tracer.take(3).slices;
         let names: Vec<_> = slices.iter().map(|slice| slice.name.as_str()).collect();
         assert_eq!(names, ["dp all_reduce", "step 5"], "inner spans end first, and step 6 is not traced");

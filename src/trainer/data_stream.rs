@@ -248,7 +248,7 @@ impl DataStream {
     }
 
     /// Seconds that were spent waiting since this was asked last.
-    pub(super) fn take_waited(&mut self) -> f64 {
+    pub(super) fn take_wait_seconds(&mut self) -> f64 {
         std::mem::take(&mut self.waited).as_secs_f64()
     }
 

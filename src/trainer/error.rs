@@ -95,10 +95,10 @@ pub enum TrainerError {
     #[error("so many epochs have more samples than can be counted")]
     TooManyEpochs,
     /// The held-out data has no label.
-    #[error("no token of the first {num_rows} row(s) of the data to evaluate has a label")]
+    #[error("no token of the first {num_sequences} row(s) of the data to evaluate has a label")]
     NoLabels {
         /// Sequences that were looked at.
-        num_rows: u64,
+        num_sequences: u64,
     },
 }
 

@@ -27,7 +27,7 @@ impl Evaluation {
     }
 }
 
-/// Evaluates the first `max_rows` sequences, or all, in the order in which they are packed. Those that the mesh needs
+/// Evaluates the first `max_sequences` sequences, or all, in the order in which they are packed. Those that the mesh needs
 /// besides are fully masked. Collective.
 ///
 /// # Errors
@@ -35,12 +35,12 @@ impl Evaluation {
 pub fn evaluate(
     engine: &mut Engine,
     data: &Dataset,
-    max_rows: Option<u64>,
+    max_sequences: Option<u64>,
 ) -> Result<Evaluation, TrainerError> {
     let (micro_batch, placement) = (engine.config().micro_batch_size, engine.placement());
     let options = LoaderOptions { seed: 0, micro_batch, accumulation: 1, placement };
-    let num_rows = (data.num_sequences() as u64).min(max_rows.unwrap_or(u64::MAX));
-    let mut loader = DataLoader::once_in_order(data.clone(), options)?.ending_at(num_rows);
+    let num_sequences = (data.num_sequences() as u64).min(max_sequences.unwrap_or(u64::MAX));
+    let mut loader = DataLoader::once_in_order(data.clone(), options)?.ending_at(num_sequences);
     let micro_batches = loader.steps_left().unwrap_or(0);
     let mut sum = LossSum { sum: 0.0, valid_tokens: 0 };
     for _ in 0..micro_batches {
@@ -49,18 +49,18 @@ pub fn evaluate(
         sum.valid_tokens += part.valid_tokens;
     }
     match sum.valid_tokens {
-        0 => Err(TrainerError::NoLabels { num_rows }),
+        0 => Err(TrainerError::NoLabels { num_sequences }),
         _ => Ok(Evaluation { sum, micro_batches }),
     }
 }
 
 /// The first rank's loss, on all ranks: what they decide by it must not differ in a bit. Collective.
-pub(super) fn agreed_loss(group: &dyn ProcessGroup, loss: f64) -> Result<f64, CommError> {
-    Ok(f64::from_bits(of_first(group, loss.to_bits())?))
+pub(super) fn broadcast_loss(group: &dyn ProcessGroup, loss: f64) -> Result<f64, CommError> {
+    Ok(f64::from_bits(broadcast_value(group, loss.to_bits())?))
 }
 
 /// The first rank's number, on all ranks. Collective.
-pub(super) fn of_first(group: &dyn ProcessGroup, own: u64) -> Result<u64, CommError> {
+pub(super) fn broadcast_value(group: &dyn ProcessGroup, own: u64) -> Result<u64, CommError> {
     let bits = if group.rank() == 0 { own.cast_signed() } else { i64::MIN };
     Ok(group.all_reduce_values(&[bits], ReduceOp::Max)?[0].cast_unsigned())
 }

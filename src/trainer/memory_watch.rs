@@ -83,7 +83,7 @@ impl Observer for MemoryWatch {
         let tracer = self.tracer.as_ref();
         if let Some(tracer) = tracer.filter(|tracer| tracer.traces(self.done) && !parts.is_empty()) {
             let held = parts.iter().map(|part| (part.begun, part.peak.bytes, part.peak.by_category));
-            tracer.note_memory(self.rank, held);
+            tracer.record_memory(self.rank, held);
         }
         let seq_len = step.seq_len;
         let is_longest = self.longest.as_ref().is_none_or(|longest| seq_len >= longest.seq_len);

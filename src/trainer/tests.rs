@@ -16,9 +16,9 @@ use std::sync::atomic::AtomicBool;
 
 /// What an observer hears.
 #[derive(Default)]
-struct Heard(Vec<String>);
+struct EventLog(Vec<String>);
 
-impl Observer for Heard {
+impl Observer for EventLog {
     fn on_step_end(&mut self, _engine: &mut Engine, step: &mut StepEnd) -> Result<(), ObserverError> {
         self.0.push(format!("step {} loss {:x}", step.metrics.step, step.metrics.loss.to_bits()));
         Ok(())
@@ -40,7 +40,7 @@ impl Observer for Heard {
     }
 }
 
-fn rows(text: &str) -> Arc<PackedSequences> {
+fn sequences(text: &str) -> Arc<PackedSequences> {
     let document = text.repeat(40).bytes().map(u32::from).collect();
     Arc::new(PackedSequences::new(Corpus::from_documents([document]).unwrap(), 32).unwrap())
 }
@@ -64,18 +64,18 @@ fn run(
     options: &TrainerOptions,
 ) -> Result<(Vec<String>, TrainReport), LaunchError> {
     let mesh = DeviceMesh::dp_sp(1, 2).unwrap();
-    let held_out = has_held_out.then(|| rows("a lazy dog sleeps. ").into());
-    let data = TrainingData::new(rows("the quick brown fox jumps. "), held_out).unwrap();
+    let held_out = has_held_out.then(|| sequences("a lazy dog sleeps. ").into());
+    let data = TrainingData::new(sequences("the quick brown fox jumps. "), held_out).unwrap();
     let mut ranks = launch(2, &LaunchOptions::default(), |rank| {
         let groups = MeshGroups::new(&mesh, rank.group.clone())?;
         let model = Model::llama(&preset("nano")?)?;
         let engine = initialize(model, &RandomWeights { seed: 1 }, config, &groups)?;
-        let mut heard = Heard::default();
+        let mut events = EventLog::default();
         let mut trainer = Trainer::new(engine, &groups, data.clone(), options.clone())?;
-        trainer.observe(&mut heard);
+        trainer.observe(&mut events);
         let report = trainer.train()?;
         drop(trainer);
-        Ok::<_, ObserverError>((heard.0, report))
+        Ok::<_, ObserverError>((events.0, report))
     })?;
     Ok(ranks.swap_remove(0))
 }
@@ -87,8 +87,8 @@ fn in_dir(dir: &Path, resume: Option<Resume>) -> TrainerOptions {
 #[test]
 fn observers_hear_of_every_step_and_a_resumed_run_is_the_rest_of_an_uninterrupted_one() {
     let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let (heard, report) = run(&config(4, json!({})), true, &in_dir(whole.path(), None)).unwrap();
-    let what: Vec<_> = heard.iter().map(|line| line.split(" loss").next().unwrap()).collect();
+    let (events, report) = run(&config(4, json!({})), true, &in_dir(whole.path(), None)).unwrap();
+    let what: Vec<_> = events.iter().map(|line| line.split(" loss").next().unwrap()).collect();
     let expected =
         ["step 1", "step 2", "evaluation 2", "save 2", "step 3", "step 4", "evaluation 4", "save 4", "end"];
     assert_eq!(what, expected);
@@ -98,7 +98,7 @@ fn observers_hear_of_every_step_and_a_resumed_run_is_the_rest_of_an_uninterrupte
     run(&config(2, json!({})), true, &in_dir(parts.path(), Some(Resume::Newest(None)))).unwrap();
     let resumed = in_dir(parts.path(), Some(Resume::new(Some(parts.path().to_owned())).unwrap()));
     let (rest, _) = run(&config(4, json!({})), true, &resumed).unwrap();
-    assert_eq!(rest, heard[4..]);
+    assert_eq!(rest, events[4..]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::agreement::check_agreement;
 use super::checkpoints::{Checkpoints, SaveOutcome};
 use super::data_stream::{DataStream, TrainingData};
 use super::error::TrainerError;
-use super::evaluate::{agreed_loss, evaluate, of_first};
+use super::evaluate::{broadcast_loss, evaluate, broadcast_value};
 use super::evaluation_tracker::EvaluationTracker;
 use super::observer::{Observer, ObserverError, StepEnd};
 use super::options::{TrainReport, TrainerOptions, check_config};
@@ -65,7 +65,7 @@ impl<'a> Trainer<'a> {
         let mut data = DataStream::new(data, engine.config(), engine.placement())?;
         prepare_output(&engine, &*group, &options)?;
         let checkpoints = Checkpoints::new(&engine, &group, options.output.as_deref())?;
-        let mut run_id = format!("{:016x}", of_first(&*group, new_run_id())?);
+        let mut run_id = format!("{:016x}", broadcast_value(&*group, new_run_id())?);
         if let Some(resume) = &options.resume {
             let resumption = Resumption {
                 engine: &mut engine,
@@ -171,7 +171,7 @@ impl<'a> Trainer<'a> {
         let (seq_len, padding_share) = (phase.data.seq_len(), phase.data.padding_share());
         self.notify(|observer, engine| observer.on_step_begin(engine, seq_len))?;
         let report = self.engine.train_batch(|| self.data.next_micro_batch())?;
-        let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_waited());
+        let (step_seconds, data_seconds) = (start.elapsed().as_secs_f64(), self.data.take_wait_seconds());
         let times = self.engine.take_times();
         let time = times.shares(step_seconds, data_seconds);
         let metrics = Metrics { data_seconds, padding_share, time, ..report.metrics(step_seconds) };
@@ -208,11 +208,11 @@ impl<'a> Trainer<'a> {
             return Ok(());
         }
         let start = Instant::now();
-        let max_rows =
+        let max_sequences =
             validation.batches.map(|batches| batches.saturating_mul(config.train_batch_size as u64));
-        let evaluation = evaluate(&mut self.engine, held_out, max_rows)?;
+        let evaluation = evaluate(&mut self.engine, held_out, max_sequences)?;
         self.data.add_evaluated(evaluation.micro_batches);
-        let eval_loss = agreed_loss(&*self.group, evaluation.loss())?;
+        let eval_loss = broadcast_loss(&*self.group, evaluation.loss())?;
         self.evaluations.record(Evaluated { step, loss: eval_loss });
         let metrics = EvalMetrics {
             step,

@@ -3,7 +3,7 @@
 use super::Report;
 use super::table::{bytes, flops, seconds};
 use std::collections::BTreeSet;
-use ulysses::estimate::{MeshChoice, Pace};
+use ulysses::estimate::{MeshChoice, Throughput};
 
 /// A table as text: what does not apply to the plan has no column.
 pub(super) struct Choices {
@@ -21,13 +21,13 @@ pub(super) fn alternatives(report: &Report) -> Choices {
     let rows = report.alternatives.iter().map(|change| {
         let (peak, sent) = (bytes(change.peak_bytes as f64), bytes(change.sent_bytes as f64));
         let cells = vec![change.change.clone(), peak, sent, flops(change.flops)];
-        columns.row(cells, change.pace.as_ref(), [longest(change.max_seq_len)])
+        columns.row(cells, change.throughput.as_ref(), [longest(change.max_seq_len)])
     });
     Choices {
         head: columns.head(&["change", "peak", "sent", "arithmetic"], &["longest sequence"]),
         rows: rows.collect(),
         remarks: vec![None; report.alternatives.len()],
-        note: note(report.alternatives.iter().filter_map(|change| change.pace.as_ref())),
+        note: note(report.alternatives.iter().filter_map(|change| change.throughput.as_ref())),
     }
 }
 
@@ -43,14 +43,14 @@ pub(super) fn meshes(report: &Report) -> Choices {
         ];
         cells.extend(sent);
         let fits = if mesh.fits { "yes" } else { "no" };
-        columns.row(cells, mesh.pace.as_ref(), [longest(mesh.max_seq_len), fits.to_owned()])
+        columns.row(cells, mesh.throughput.as_ref(), [longest(mesh.max_seq_len), fits.to_owned()])
     });
     let head = ["dp × sp", "ZeRO stage", "peak", "within the node", "between nodes"];
     Choices {
         head: columns.head(&head, &["longest sequence", "fits"]),
         rows: rows.collect(),
         remarks: report.meshes.iter().map(|mesh| mesh.reason.clone()).collect(),
-        note: note(report.meshes.iter().filter_map(|mesh| mesh.pace.as_ref())),
+        note: note(report.meshes.iter().filter_map(|mesh| mesh.throughput.as_ref())),
     }
 }
 
@@ -74,11 +74,11 @@ impl Columns {
     fn row<const N: usize>(
         &self,
         mut cells: Vec<String>,
-        pace: Option<&Pace>,
+        throughput: Option<&Throughput>,
         of_budget: [String; N],
     ) -> Vec<String> {
         if self.has_times {
-            cells.extend(times(pace));
+            cells.extend(times(throughput));
         }
         if self.has_budget {
             cells.extend(of_budget);
@@ -87,19 +87,19 @@ impl Columns {
     }
 }
 
-fn times(pace: Option<&Pace>) -> [String; 2] {
-    match pace {
-        Some(Pace::Known { step_seconds, tokens_per_second }) => {
+fn times(throughput: Option<&Throughput>) -> [String; 2] {
+    match throughput {
+        Some(Throughput::Known { step_seconds, tokens_per_second }) => {
             [seconds(*step_seconds), format!("{tokens_per_second:.0}")]
         }
-        Some(Pace::Unknown { .. }) | None => ["–", "–"].map(str::to_owned),
+        Some(Throughput::Unknown { .. }) | None => ["–", "–"].map(str::to_owned),
     }
 }
 
-fn note<'a>(paces: impl Iterator<Item = &'a Pace>) -> Option<String> {
-    let lacking = paces.filter_map(|pace| match pace {
-        Pace::Known { .. } => None,
-        Pace::Unknown { profile_lacks } => Some(format!("`{profile_lacks}`")),
+fn note<'a>(throughputs: impl Iterator<Item = &'a Throughput>) -> Option<String> {
+    let lacking = throughputs.filter_map(|throughput| match throughput {
+        Throughput::Known { .. } => None,
+        Throughput::Unknown { profile_lacks } => Some(format!("`{profile_lacks}`")),
     });
     let lacking: BTreeSet<String> = lacking.collect();
     let keys = lacking.into_iter().collect::<Vec<_>>().join(", ");

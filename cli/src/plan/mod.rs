@@ -208,7 +208,7 @@ fn report(path: &Path, args: &PlanArgs) -> Result<Report, Failure> {
     let device = args.device.map_or_else(|| config.ulysses.backend.device(), DeviceKind::from);
     check_offload_device(&config, device).or_usage()?;
     let workload = Workload { config, model, document_len, ranks_per_node, device };
-    let longest = budget.map(|bytes| workload.longest(bytes)).transpose().or_usage()?.flatten();
+    let longest = budget.map(|bytes| workload.max_seq_len(bytes)).transpose().or_usage()?.flatten();
     let workload = match (workload.config.ulysses.seq_len, longest) {
         (None, Some(longest)) => workload.with_seq_len(longest),
         (None, None) if budget.is_some() => {

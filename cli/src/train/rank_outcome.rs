@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use ulysses::monitor::{RankComms, RankSummary, RunTotals, Traced};
+use ulysses::monitor::{RankComms, RankSummary, RunTotals, TraceData};
 use ulysses::trainer::{StepMemory, TrainReport};
 
 /// One rank's result.
@@ -13,7 +13,7 @@ pub(super) struct RankOutcome {
     pub(super) train: TrainReport,
     pub(super) summary: RankSummary,
     /// What this rank did in the steps that are traced.
-    pub(super) trace: Traced,
+    pub(super) trace: TraceData,
     pub(super) comms: RankComms,
     /// The most that the rank held at a time; 0 where nobody counts.
     pub(super) peak_bytes: u64,

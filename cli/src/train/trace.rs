@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 use ulysses::mesh::DeviceMesh;
-use ulysses::monitor::{Traced, Tracer, write_trace};
+use ulysses::monitor::{TraceData, Tracer, write_trace};
 
 /// Whether the file can be written, before there is anything to write.
 pub(super) fn check(path: &Path) -> Result<(), Failure> {
@@ -23,7 +23,7 @@ pub(super) fn write(
     outcomes: &[RankOutcome],
 ) -> Result<(), Failure> {
     let brought = outcomes.iter().map(|outcome| outcome.trace.clone());
-    let traced: Traced = brought.chain([tracer.take_all()]).collect();
+    let traced: TraceData = brought.chain([tracer.take_all()]).collect();
     if traced.slices.is_empty() {
         // A run without a step leaves an earlier one's trace alone.
         return Ok(());

@@ -8,7 +8,7 @@ use crate::config::vocabulary::{Auto, Default, Key, Literal, Max, Range, Value};
 /// From 0 to 1, and not 1.
 const BELOW_1: Range = Range { min: 0.0, max: Max::Below(1.0) };
 
-/// A key; the methods change what differs from an honoured one without a default. The field gives its name and what it is
+/// A key; the methods change what differs from a supported one without a default. The field gives its name and what it is
 /// about.
 pub(crate) const fn key(value: Value) -> Key {
     Key::new(value)

@@ -119,14 +119,14 @@ pub(crate) fn auto_text(entry: &Entry) -> Option<String> {
 
 pub(crate) fn effect_text(key: &Key) -> String {
     match key.effect {
-        Effect::Honoured => match key.value {
+        Effect::Supported => match key.value {
             Value::Variant { refused: refused @ [_, ..], .. } => {
                 let names: Vec<_> = refused.iter().map(|refused| refused.name).collect();
-                format!("honoured; refused with an alternative: {}", names.join(", "))
+                format!("supported; refused with an alternative: {}", names.join(", "))
             }
-            _ => "honoured".to_owned(),
+            _ => "supported".to_owned(),
         },
-        Effect::Moot(why) => format!("no effect: {why}"),
+        Effect::NoEffect(why) => format!("no effect: {why}"),
         Effect::Idle => "only read by a feature that is refused when it is on".to_owned(),
         Effect::Refused { harmless: Harmless::NothingEnabled, reason } => {
             format!("refused where it says `\"enabled\": true`: {reason}")

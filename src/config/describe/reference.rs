@@ -46,11 +46,11 @@ fn counts(entries: &[Entry]) -> String {
     let count =
         |is: fn(Effect) -> bool| entries.iter().filter(|e| !is_section(e) && is(e.key.effect)).count();
     format!(
-        "Of {} keys, {} are honoured, {} have no effect, {} are refused \
+        "Of {} keys, {} are supported, {} have no effect, {} are refused \
          unless they are off, {} only matter to those, and {} are other names.\n",
         entries.iter().filter(|entry| !is_section(entry)).count(),
-        count(|effect| matches!(effect, Effect::Honoured)),
-        count(|effect| matches!(effect, Effect::Moot(_))),
+        count(|effect| matches!(effect, Effect::Supported)),
+        count(|effect| matches!(effect, Effect::NoEffect(_))),
         count(|effect| matches!(effect, Effect::Refused { .. })),
         count(|effect| matches!(effect, Effect::Idle)),
         count(|effect| matches!(effect, Effect::Renamed(_))),

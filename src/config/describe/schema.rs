@@ -81,7 +81,7 @@ fn property(key: &'static Key) -> Value {
 
 fn description(key: &Key) -> String {
     match (key.about, effect_text(key)) {
-        (about, _) if matches!(key.effect, Effect::Honoured) => about.to_owned(),
+        (about, _) if matches!(key.effect, Effect::Supported) => about.to_owned(),
         ("", effect) => effect,
         (about, effect) => format!("{about} Here: {effect}."),
     }

@@ -194,7 +194,7 @@ impl Checker<'_, '_> {
 
     /// Notes what has no effect. `value` is what the file asks for; none where that is `"auto"`.
     fn remark(&self, path: &str, key: &'static Key, value: Option<&Value<'_>>) {
-        let Effect::Moot(why) = key.effect else { return };
+        let Effect::NoEffect(why) = key.effect else { return };
         let text = format!("`{path}` has no effect: {why}");
         let is_default = |value| matches!(key.default, Default::Is(literal) if equals(value, literal));
         let asks_for_another = value.is_some_and(|value| !is_default(value));

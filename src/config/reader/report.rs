@@ -141,7 +141,7 @@ fn called_here(name: &str, root: &'static [Key]) -> Option<String> {
 fn home_of(name: &str, root: &'static [Key]) -> Option<String> {
     let mut homes: Vec<_> = entries_of(root).into_iter().filter(|entry| entry.key.name == name).collect();
     if homes.len() > 1 {
-        homes.retain(|entry| matches!(entry.key.effect, Effect::Honoured));
+        homes.retain(|entry| matches!(entry.key.effect, Effect::Supported));
         homes.dedup_by(|a, b| a.path == b.path); // the variants of a `params` section
     }
     match homes.as_slice() {

@@ -79,7 +79,7 @@ impl MeshRule {
 
 /// What a rule that applies puts in the place of the file's mesh.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Ruled {
+pub(crate) struct AppliedRule {
     /// Its sizes; none where it leaves them to the number of ranks.
     pub(crate) shape: Option<TrainingShape>,
     /// What it names them by.
@@ -93,7 +93,7 @@ impl RawConfig {
     }
 
     /// The rule that applies, if one does: none where a flag gives the mesh.
-    pub(crate) fn ruled(&self, overrides: &Overrides) -> Result<Option<Ruled>, ConfigError> {
+    pub(crate) fn applied_rule(&self, overrides: &Overrides) -> Result<Option<AppliedRule>, ConfigError> {
         let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none());
         let Some(selector) = selector else { return Ok(None) };
         // Patterns that are none were refused when the file was read.
@@ -105,9 +105,9 @@ impl RawConfig {
         });
         match rules.select(selector) {
             RuledMesh::Unruled => Ok(None),
-            RuledMesh::Cleared => Ok(Some(Ruled::default())),
+            RuledMesh::Cleared => Ok(Some(AppliedRule::default())),
             RuledMesh::Mesh(mesh) => match sizes_of(mesh, cluster) {
-                Ok(shape) => Ok(Some(Ruled { shape: Some(shape), preset: Preset::named(mesh) })),
+                Ok(shape) => Ok(Some(AppliedRule { shape: Some(shape), preset: Preset::named(mesh) })),
                 Err(source) => Err(ConfigError::MeshRule {
                     file: self.file.clone(),
                     selector: selector.clone(),
@@ -121,11 +121,11 @@ impl RawConfig {
     /// A preset that stands for a ZeRO stage is another mesh at any other, whoever names it.
     pub(crate) fn check_preset(
         &self,
-        ruled: Option<&Ruled>,
+        applied_rule: Option<&AppliedRule>,
         overrides: &Overrides,
     ) -> Result<(), ConfigError> {
         let selector = overrides.mesh_selector.as_deref().unwrap_or_default();
-        let (preset, source) = match (overrides.preset, ruled.and_then(|ruled| ruled.preset)) {
+        let (preset, source) = match (overrides.preset, applied_rule.and_then(|applied_rule| applied_rule.preset)) {
             (Some(preset), _) => (preset, format!("--mesh {}", preset.name())),
             (None, Some(preset)) => {
                 (preset, format!("`{}`, which `ulysses.mesh_rules` gives `{selector}`,", preset.name()))
@@ -144,9 +144,9 @@ impl RawConfig {
     }
 
     /// What the user should know of rules that none of is for this machine.
-    pub(crate) fn note_on_rules(&self, ruled: Option<&Ruled>, overrides: &Overrides) -> Option<String> {
+    pub(crate) fn note_on_rules(&self, applied_rule: Option<&AppliedRule>, overrides: &Overrides) -> Option<String> {
         let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none())?;
-        (ruled.is_none() && self.has_mesh_rules())
+        (applied_rule.is_none() && self.has_mesh_rules())
             .then(|| format!("no rule of `ulysses.mesh_rules` matches `{selector}`: the mesh is the file's"))
     }
 }

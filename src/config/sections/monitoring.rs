@@ -122,9 +122,9 @@ impl Setting for Vec<String> {
 
 impl CommsLoggerConfig {
     /// Whether an operation is in the table.
-    pub fn tells(&self, op: &str) -> bool {
-        let op = counted_as(op);
-        self.prof_all || self.prof_ops.iter().any(|named| op.is_some() && counted_as(named) == op)
+    pub fn logs(&self, op: &str) -> bool {
+        let op = our_collective(op);
+        self.prof_all || self.prof_ops.iter().any(|named| op.is_some() && our_collective(named) == op)
     }
 
     /// Notes the names of what is never called.
@@ -139,7 +139,7 @@ impl CommsLoggerConfig {
 }
 
 /// The operation of ours that a name stands for.
-fn counted_as(name: &str) -> Option<&'static str> {
+fn our_collective(name: &str) -> Option<&'static str> {
     COLLECTIVES.iter().find(|(known, _)| *known == name).and_then(|(_, ours)| *ours)
 }
 
@@ -156,13 +156,13 @@ mod tests {
     #[test]
     fn operations_are_chosen_by_the_names_that_deepspeed_has_for_them() {
         let ops = ["all_reduce", "all_gather", "all_to_all_strided", "reduce_scatter", "send", "split"];
-        let told = |prof_ops: &[&str]| ops.map(|op| logger(prof_ops).tells(op));
-        let two = told(&["all_gather_into_tensor", "all_to_all_single"]);
+        let logged = |prof_ops: &[&str]| ops.map(|op| logger(prof_ops).logs(op));
+        let two = logged(&["all_gather_into_tensor", "all_to_all_single"]);
         assert_eq!(two, [false, true, true, false, false, false]);
         // These begin with, or end in, the name of another operation.
-        assert_eq!(told(&["all_gather_object", "reduce"]), [false; 6]);
-        assert_eq!(told(&["isend"]), [false, false, false, false, true, false]);
-        assert!(CommsLoggerConfig { prof_all: true, ..logger(&[]) }.tells("split"));
+        assert_eq!(logged(&["all_gather_object", "reduce"]), [false; 6]);
+        assert_eq!(logged(&["isend"]), [false, false, false, false, true, false]);
+        assert!(CommsLoggerConfig { prof_all: true, ..logger(&[]) }.logs("split"));
     }
 
     fn read(prof_ops: &str) -> Result<Config, String> {

@@ -131,41 +131,41 @@ fn a_batch_size_of_the_command_line_keeps_the_micro_batch() {
 
 fn partly(text: &str) -> (serde_json::Value, Vec<&'static str>, String) {
     let raw = RawConfig::from_json_str(text, "c.json").unwrap();
-    let PartlyResolved { config, written, open } =
-        raw.resolve_partly(&Overrides::default()).unwrap_or_else(|error| panic!("{error}"));
+    let PartiallyResolved { config, written, open } =
+        raw.resolve_partially(&Overrides::default()).unwrap_or_else(|error| panic!("{error}"));
     assert!(config.autos.iter().all(|auto| open.iter().all(|open| open.key != auto.key)), "{config:?}");
     let is_given = |key: &str| !key.starts_with("ulysses.");
     let open: Vec<_> = open.into_iter().filter(|open| is_given(open.key)).collect();
-    let waits_for = open.iter().map(|open| open.waits_for.as_str()).collect::<Vec<_>>().join("; ");
-    (written, open.iter().map(|open| open.key).collect(), waits_for)
+    let needs = open.iter().map(|open| open.needs.as_str()).collect::<Vec<_>>().join("; ");
+    (written, open.iter().map(|open| open.key).collect(), needs)
 }
 
 #[test]
 fn what_can_be_resolved_is_and_the_rest_says_what_it_waits_for() {
-    let (written, open, waits_for) = partly(
+    let (written, open, needs) = partly(
         r#"{"train_micro_batch_size_per_gpu": 2, "scheduler":
             {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}"#,
     );
-    assert_eq!((open, waits_for.contains("--steps")), (vec!["scheduler.params.total_num_steps"], true));
+    assert_eq!((open, needs.contains("--steps")), (vec!["scheduler.params.total_num_steps"], true));
     assert_eq!(written["scheduler"]["params"]["total_num_steps"], json!("auto"));
     assert_eq!((&written["train_batch_size"], &written["optimizer"]["type"]), (&json!(2), &json!("Adam")));
 
-    let (written, open, waits_for) = partly(
+    let (written, open, needs) = partly(
         r#"{"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
             "sequence_parallel_size": 2}"#,
     );
     assert_eq!(open, ["data_parallel_size"]);
-    assert!(waits_for.contains("--mesh: the batch sizes need dp 4, such as 4x2"), "{waits_for}");
+    assert!(needs.contains("--mesh: the batch sizes need dp 4, such as 4x2"), "{needs}");
     assert_eq!(written["data_parallel_size"], json!(4));
     assert!(Config::from_json_str(&written.to_string(), "again.json").is_ok());
 
-    let (written, open, waits_for) =
+    let (written, open, needs) =
         partly(r#"{"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 4}}"#);
-    assert_eq!((open, waits_for.contains("a multiple of dp 4")), (vec!["data_parallel_size"], true));
+    assert_eq!((open, needs.contains("a multiple of dp 4")), (vec!["data_parallel_size"], true));
     assert!(Config::from_json_str(&written.to_string(), "again.json").is_ok());
 
-    let (written, open, waits_for) = partly(r#"{"gradient_accumulation_steps": 3}"#);
-    assert_eq!((open, waits_for.contains("--batch-size")), (vec!["train_batch_size"], true));
+    let (written, open, needs) = partly(r#"{"gradient_accumulation_steps": 3}"#);
+    assert_eq!((open, needs.contains("--batch-size")), (vec!["train_batch_size"], true));
     assert_eq!((written.get("train_batch_size"), &written["gradient_accumulation_steps"]), (None, &json!(3)));
 }
 
@@ -184,7 +184,7 @@ fn what_contradicts_itself_whatever_comes_is_still_refused() {
         (r#"{"train_batch_size": 8, "mesh_param": [2, 2], "data_parallel_size": 4}"#, "contradictory"),
     ] {
         let raw = RawConfig::from_json_str(text, "c.json").unwrap();
-        let error = raw.resolve_partly(&Overrides::default()).unwrap_err().to_string();
+        let error = raw.resolve_partially(&Overrides::default()).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
 }

@@ -145,13 +145,13 @@ fn notes(text: &str) -> Vec<Note> {
 const WITHOUT_ALTERNATIVE: [&str; 2] = ["ulysses.backend", "type"];
 
 #[test]
-fn every_honoured_key_changes_the_config() {
+fn every_supported_key_changes_the_config() {
     let mut num_keys = 0;
     for entry in leaves() {
-        let is_honoured = matches!(entry.key.effect, Effect::Honoured);
+        let is_supported = matches!(entry.key.effect, Effect::Supported);
         let has_alternative = !WITHOUT_ALTERNATIVE.contains(&entry.path.as_str()) && entry.key.name != "type";
         let is_fixed = entry.variant == Some("AdamW") && entry.key.name == "adam_w_mode";
-        if is_honoured && has_alternative && !is_fixed {
+        if is_supported && has_alternative && !is_fixed {
             let changed = match entry.path.as_str() {
                 // They are on in the surroundings.
                 "fp16.enabled" | "bf16.enabled" => json!(false),
@@ -174,7 +174,7 @@ fn every_honoured_key_changes_the_config() {
 fn every_key_without_effect_leaves_one_note_and_the_config_as_it_is() {
     let mut num_keys = 0;
     for entry in leaves() {
-        let Effect::Moot(why) = entry.key.effect else { continue };
+        let Effect::NoEffect(why) = entry.key.effect else { continue };
         let text = with_value(&entry, sample(entry.key));
         let is_note = |note: &&Note| note.contains(&format!("`{}` has no effect: {why}", entry.path));
         assert_eq!(notes(&text).iter().filter(is_note).count(), 1, "{text} {:?}", notes(&text));
@@ -284,10 +284,10 @@ fn explanations_say_what_a_key_does() {
         explain("gradient_clipping").unwrap(),
         "gradient_clipping\n  what     Largest norm of the whole gradient, over all ranks; 0 for none. (DeepSpeed \
          0.19's default is 1.)\n  value    a number ≥ 0 that f32 can hold\n  default  0.0\n  auto     1.0\n  \
-         here     honoured\n"
+         here     supported\n"
     );
     let stage = explain("zero_optimization.stage").unwrap();
-    assert!(stage.contains("an integer from 0 to 3") && stage.contains("honoured"), "{stage}");
+    assert!(stage.contains("an integer from 0 to 3") && stage.contains("supported"), "{stage}");
     let by_last_name = explain("overlap_comm").unwrap();
     assert!(by_last_name.starts_with("zero_optimization.overlap_comm\n"), "{by_last_name}");
     assert!(explain("offload_param.device").is_err());

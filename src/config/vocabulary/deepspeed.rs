@@ -121,10 +121,10 @@ fn kind(value: &'static str) -> Option<Value> {
 fn effect(status: &'static str, reason: &'static str) -> Option<Effect> {
     let refused = |harmless| Effect::Refused { harmless, reason };
     Some(match status {
-        "no effect" | "missed" => Effect::Moot(reason),
+        "no effect" | "missed" => Effect::NoEffect(reason),
         "idle" => Effect::Idle,
         "renamed" => Effect::Renamed(reason),
-        "honoured" => Effect::Honoured,
+        "supported" => Effect::Supported,
         "refused" => refused(Harmless::Values(&[])),
         "refused if enabled" => refused(Harmless::NothingEnabled),
         _ => {

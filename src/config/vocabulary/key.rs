@@ -22,7 +22,7 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    /// An honoured key without a default of its own, still without a name.
+    /// A supported key without a default of its own, still without a name.
     pub(crate) const fn new(value: Value) -> Self {
         Self {
             name: "",
@@ -30,7 +30,7 @@ impl Key {
             about: "",
             default: Default::Derived("not set"),
             auto: Auto::AsDefault,
-            effect: Effect::Honoured,
+            effect: Effect::Supported,
             or_null: false,
             is_missed: false,
             changed_default: None,
@@ -137,9 +137,9 @@ pub(crate) enum Auto {
 /// What the key does in this version.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Effect {
-    Honoured,
+    Supported,
     /// Accepted with a note that says why nothing changes.
-    Moot(&'static str),
+    NoEffect(&'static str),
     /// Part of a feature that is refused as soon as it is switched on; without it the key is idle.
     Idle,
     /// Only the harmless values are accepted.

@@ -12,12 +12,12 @@ const MAX_WAITING_BYTES: usize = 64 << 20;
 /// Appends whole records. One that finds no room, or room for a part of it only, waits in memory and goes before the
 /// next one.
 #[derive(Debug)]
-pub(super) struct Appended<W: Write = File> {
+pub(super) struct AppendFile<W: Write = File> {
     file: W,
     waiting: Vec<u8>,
 }
 
-impl<W: Write> Appended<W> {
+impl<W: Write> AppendFile<W> {
     pub(super) fn new(file: W) -> Self {
         Self { file, waiting: Vec::new() }
     }
@@ -54,7 +54,7 @@ impl<W: Write> Appended<W> {
     }
 }
 
-impl Appended {
+impl AppendFile {
     /// Goes on behind `lines`, which replace the content of a file. It has another name until it is complete: a crash or
     /// a full disk must not lose what there was.
     pub(super) fn replacing(path: &Path, lines: impl IntoIterator<Item: Display>) -> io::Result<Self> {
@@ -70,7 +70,7 @@ impl Appended {
     }
 }
 
-impl<W: Write> Drop for Appended<W> {
+impl<W: Write> Drop for AppendFile<W> {
     /// There may be room by now.
     fn drop(&mut self) {
         let _ = self.flush();
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn records_that_find_no_room_wait_in_order_until_there_is() {
         let mut disk = Disk { room: 6, ..Disk::default() };
-        let mut file = Appended::new(&mut disk);
+        let mut file = AppendFile::new(&mut disk);
         file.append(b"one\n").unwrap();
         for record in [b"two\n", b"six\n"] {
             assert!(is_out_of_space(&file.append(record).unwrap_err()));
@@ -134,7 +134,7 @@ mod tests {
     #[test]
     fn what_waits_is_written_in_the_end_if_it_can_be() {
         let mut disk = Disk::default();
-        let mut file = Appended::new(&mut disk);
+        let mut file = AppendFile::new(&mut disk);
         assert!(file.append(b"one\n").is_err());
         file.file.room = 100;
         drop(file);
@@ -144,7 +144,7 @@ mod tests {
     #[test]
     fn what_waits_is_bounded() {
         let mut disk = Disk::default();
-        let mut file = Appended::new(&mut disk);
+        let mut file = AppendFile::new(&mut disk);
         let error = file.append(&vec![0; MAX_WAITING_BYTES + 1]).unwrap_err();
         assert!(!is_out_of_space(&error), "{error}");
     }

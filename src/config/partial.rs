@@ -10,22 +10,22 @@ use serde_json::{Value, json};
 
 /// A config as far as it can be resolved.
 #[derive(Clone, Debug)]
-pub struct PartlyResolved {
+pub struct PartiallyResolved {
     /// The config, with presumed values in place of those that are [open](Self::open).
     pub config: Config,
     /// It as it is written: what is open is as the file has it, or is presumed and fits.
     pub written: Value,
     /// The values that wait for a flag or for another key.
-    pub open: Vec<OpenValue>,
+    pub open: Vec<UnresolvedValue>,
 }
 
 /// A value that nothing gives yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OpenValue {
+pub struct UnresolvedValue {
     /// The path of the key.
     pub key: &'static str,
     /// The flag or key that would give it.
-    pub waits_for: String,
+    pub needs: String,
 }
 
 const TOTAL_NUM_STEPS: &str = "scheduler.params.total_num_steps";
@@ -38,18 +38,18 @@ impl RawConfig {
     ///
     /// # Errors
     /// When the config contradicts itself, whatever is still to come.
-    pub fn resolve_partly(&self, overrides: &Overrides) -> Result<PartlyResolved, ConfigError> {
+    pub fn resolve_partially(&self, overrides: &Overrides) -> Result<PartiallyResolved, ConfigError> {
         let (mut raw, mut overrides, mut open) = (self.clone(), overrides.clone(), Vec::new());
         // Each round settles one of three causes.
         let mut config = loop {
             match raw.resolve(&overrides) {
                 Ok(config) => break config,
                 Err(error) if open.len() > BATCH_KEYS.len() => return Err(error),
-                Err(error) => open.push(raw.presume(&mut overrides, error)?),
+                Err(error) => open.push(raw.assume(&mut overrides, error)?),
             }
         };
         open.extend(unset(&config));
-        let is_open = |key: &str| open.iter().any(|value: &OpenValue| value.key == key);
+        let is_open = |key: &str| open.iter().any(|value: &UnresolvedValue| value.key == key);
         config.autos.retain(|auto| !is_open(&auto.key));
         // Only sizes of a config that is too strange to write could fail here.
         let mut written = serde_json::to_value(&config).unwrap_or_default();
@@ -62,34 +62,34 @@ impl RawConfig {
                 self.gradient_accumulation_steps.map(|passes| (BATCH_KEYS[2].to_owned(), json!(passes))),
             );
         }
-        Ok(PartlyResolved { config, written, open })
+        Ok(PartiallyResolved { config, written, open })
     }
 
     /// Fills in what an error says is missing, or gives the error back.
-    fn presume(&mut self, overrides: &mut Overrides, error: ConfigError) -> Result<OpenValue, ConfigError> {
+    fn assume(&mut self, overrides: &mut Overrides, error: ConfigError) -> Result<UnresolvedValue, ConfigError> {
         let knows_dp = overrides.mesh.is_some() || !self.dp_sizes.is_empty();
         match &error {
             ConfigError::AutoWithoutSource { key, .. } => {
                 self.decays_to_last_step = false;
-                Ok(OpenValue { key, waits_for: "--steps, or `ulysses.steps`".to_owned() })
+                Ok(UnresolvedValue { key, needs: "--steps, or `ulysses.steps`".to_owned() })
             }
             ConfigError::Batch { reason, .. } => match **reason {
                 BatchError::Unset => {
                     // One row for each rank, as no mesh contradicts it.
                     self.micro_batch_size = Some(1);
-                    let waits_for = "--batch-size, or `train_micro_batch_size_per_gpu`".to_owned();
-                    Ok(OpenValue { key: BATCH_KEYS[0], waits_for })
+                    let needs = "--batch-size, or `train_micro_batch_size_per_gpu`".to_owned();
+                    Ok(UnresolvedValue { key: BATCH_KEYS[0], needs })
                 }
                 BatchError::Contradiction { train, micro, accumulation, .. }
                     if !knows_dp && train.is_multiple_of(micro * accumulation) =>
                 {
-                    Ok(self.presume_dp(overrides, train / (micro * accumulation), "the batch sizes need"))
+                    Ok(self.assume_dp(overrides, train / (micro * accumulation), "the batch sizes need"))
                 }
                 _ => Err(error),
             },
             ConfigError::Mesh { reason, .. } => match **reason {
                 MeshShapeError::ShardSize { shard_size, .. } if !knows_dp => {
-                    Ok(self.presume_dp(overrides, shard_size.size, "ZeRO's partitions need a multiple of"))
+                    Ok(self.assume_dp(overrides, shard_size.size, "ZeRO's partitions need a multiple of"))
                 }
                 _ => Err(error),
             },
@@ -97,18 +97,18 @@ impl RawConfig {
         }
     }
 
-    fn presume_dp(&self, overrides: &mut Overrides, dp: usize, why: &str) -> OpenValue {
+    fn assume_dp(&self, overrides: &mut Overrides, dp: usize, why: &str) -> UnresolvedValue {
         let sp = self.sp_sizes.first().map_or(1, |stated| stated.size);
         overrides.mesh = Some((dp, sp));
-        OpenValue {
+        UnresolvedValue {
             key: "data_parallel_size",
-            waits_for: format!("--mesh: {why} dp {dp}, such as {dp}x{sp}"),
+            needs: format!("--mesh: {why} dp {dp}, such as {dp}x{sp}"),
         }
     }
 }
 
 /// A required value that nothing gives.
-fn unset(config: &Config) -> impl Iterator<Item = OpenValue> + use<> {
+fn unset(config: &Config) -> impl Iterator<Item = UnresolvedValue> + use<> {
     let ulysses = &config.ulysses;
     let lacks = [
         (ulysses.model.is_none(), "ulysses.model", "--model"),
@@ -117,6 +117,6 @@ fn unset(config: &Config) -> impl Iterator<Item = OpenValue> + use<> {
         (ulysses.steps.is_none() && ulysses.epochs.is_none(), "ulysses.steps", "--steps or --epochs"),
     ];
     let open =
-        |(_, key, flag): (bool, _, &str)| OpenValue { key, waits_for: format!("{flag} of `ulysses train`") };
+        |(_, key, flag): (bool, _, &str)| UnresolvedValue { key, needs: format!("{flag} of `ulysses train`") };
     lacks.into_iter().filter(|(lacks, ..)| *lacks).map(open)
 }
