@@ -58,7 +58,7 @@ fn collectives(rank: RankContext) -> Result<String> {
     group.all_to_all(&Tensor::new(sent, &Device::Cpu)?, &received, &counts, &[rank.rank; RANKS])?;
 
     // Every operation also comes as `start_…`, which returns at once; computing goes on until
-    // `wait`. A ring: to the right-hand neighbour, from the left-hand one.
+    // `wait`. A ring: to the right-hand neighbor, from the left-hand one.
     let from_left = zeros(2)?;
     let sending = group.start_send(&mine, (rank.rank + 1) % RANKS)?;
     let receiving = group.start_recv(&from_left, (rank.rank + RANKS - 1) % RANKS)?;

@@ -1,8 +1,8 @@
 //! Who works with whom: the device mesh.
 //!
 //! Parallelism of several kinds at once needs every rank in several groups. A mesh arranges
-//! the ranks on named axes, the last one fastest, so that neighbours in rank (the same machine,
-//! usually) are neighbours on the axis that talks most. If you know PyTorch's `DeviceMesh`,
+//! the ranks on named axes, the last one fastest, so that neighbors in rank (the same machine,
+//! usually) are neighbors on the axis that talks most. If you know PyTorch's `DeviceMesh`,
 //! you know this one; its calls stand in the comments.
 //!
 //! ```text

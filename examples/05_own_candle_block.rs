@@ -47,9 +47,9 @@ fn block(params: &[Tensor], x: &Tensor, ctx: &BlockContext<'_>) -> candle_core::
 
 /// Written out: candle's fused norms have no gradient.
 fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor) -> candle_core::Result<Tensor> {
-    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
-    centred.broadcast_div(&(variance + 1e-5)?.sqrt()?)?.broadcast_mul(weight)?.broadcast_add(bias)
+    let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let variance = centered.sqr()?.mean_keepdim(D::Minus1)?;
+    centered.broadcast_div(&(variance + 1e-5)?.sqrt()?)?.broadcast_mul(weight)?.broadcast_add(bias)
 }
 
 /// `[batch, seq, in]` by `[out, in]`.

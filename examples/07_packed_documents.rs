@@ -1,7 +1,7 @@
 //! Documents of all lengths in rows of one length, without seeing each other.
 //!
 //! Padding every document to the longest wastes most of the work; laying them end to end and
-//! forgetting the borders trains on the wrong task: a document attends to its neighbours in the row,
+//! forgetting the borders trains on the wrong task: a document attends to its neighbors in the row,
 //! and its last token has to predict the next one's first. Here rows are packed *and* each
 //! document is computed as if it were alone, also where the sequence-parallel cut goes through
 //! the middle of one. This example shows a packed row, and then proves the claim.

@@ -41,7 +41,7 @@ fn main() -> Result<()> {
     let unigram_entropy = unigram_entropy_nats(&corpus)?;
     let rows = Arc::new(PackedSequences::new(corpus, config.require_seq_len()?)?);
 
-    // 3. The mesh: dp × sp ranks, sp neighbours next to one another.
+    // 3. The mesh: dp × sp ranks, sp neighbors next to one another.
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
     println!("{}", draw(&mesh));
     let model = LlamaConfig { vocab_size: tokenizer.vocab_size(), ..preset(config.require_model()?)? };

@@ -76,13 +76,13 @@ impl Sources {
         if documents().all(|documents| !documents.corpus().has_labels()) {
             return Ok(());
         }
-        let (mut num_documents, mut num_tokens, mut num_labelled) = (0, 0, 0.0);
+        let (mut num_documents, mut num_tokens, mut num_labeled) = (0, 0, 0.0);
         for documents in documents() {
             num_documents += documents.num_documents();
             num_tokens += documents.num_tokens();
-            num_labelled += documents.labelled_share()? * documents.num_tokens() as f64;
+            num_labeled += documents.labeled_share()? * documents.num_tokens() as f64;
         }
-        let share = 100.0 * num_labelled / num_tokens as f64;
+        let share = 100.0 * num_labeled / num_tokens as f64;
         note(format_args!(
             "data: {num_documents} conversations; {share:.1} % of their {num_tokens} tokens have labels"
         ));

@@ -2,14 +2,14 @@
 
 use super::{BINS, KEYS, SEQ_LEN, SP};
 
-/// Both curves over the distance; grey lines are the borders of shards, the dashed one is chance.
+/// Both curves over the distance; gray lines are the borders of shards, the dashed one is chance.
 pub(crate) fn picture(whole: &[f64], shard: &[f64]) -> String {
     let (x, y) = (|bin: f64| 60.0 + 560.0 * bin / BINS as f64, |share: f64| 230.0 - 200.0 * share);
-    let curve = |(shares, colour, name, at): (&[f64], &str, &str, usize)| {
+    let curve = |(shares, color, name, at): (&[f64], &str, &str, usize)| {
         let point = |(bin, share): (usize, &f64)| format!("{:.1},{:.1} ", x(bin as f64 + 0.5), y(*share));
         let points: String = shares.iter().enumerate().map(point).collect();
         format!(
-            "<polyline points='{points}' fill='none' stroke='{colour}'/><text x='70' y='{at}' fill='{colour}'>{name}</text>\n"
+            "<polyline points='{points}' fill='none' stroke='{color}'/><text x='70' y='{at}' fill='{color}'>{name}</text>\n"
         )
     };
     let border = |border: usize| {

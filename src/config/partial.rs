@@ -8,23 +8,23 @@ use super::overrides::Overrides;
 use super::raw::RawConfig;
 use serde_json::{Value, json};
 
-/// A config as far as it can be resolved.
+/// A config that is resolved as far as possible.
 #[derive(Clone, Debug)]
 pub struct PartiallyResolved {
-    /// The config, with presumed values in place of those that are [open](Self::open).
+    /// The config, with assumed values in place of [open](Self::open) ones.
     pub config: Config,
-    /// It as it is written: what is open is as the file has it, or is presumed and fits.
+    /// The config as JSON; open values are those of the file, or assumed ones that fit.
     pub written: Value,
-    /// The values that wait for a flag or for another key.
+    /// The values that depend on an unset flag or key.
     pub open: Vec<UnresolvedValue>,
 }
 
-/// A value that nothing gives yet.
+/// A value that is not determined yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnresolvedValue {
     /// The path of the key.
     pub key: &'static str,
-    /// The flag or key that would give it.
+    /// The flag or key that determines it.
     pub needs: String,
 }
 
@@ -33,14 +33,13 @@ const BATCH_KEYS: [&str; 3] =
     ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 impl RawConfig {
-    /// Like [`resolve`](Self::resolve), but goes on where the steps, the mesh or the batch size are still to come, and
-    /// says so.
+    /// Like [`resolve`](Self::resolve), but assumes unset steps, mesh or batch sizes, and reports them as open.
     ///
     /// # Errors
-    /// When the config contradicts itself, whatever is still to come.
+    /// When the config is invalid whatever the open values are.
     pub fn resolve_partially(&self, overrides: &Overrides) -> Result<PartiallyResolved, ConfigError> {
         let (mut raw, mut overrides, mut open) = (self.clone(), overrides.clone(), Vec::new());
-        // Each round settles one of three causes.
+        // Each round resolves one of three causes.
         let mut config = loop {
             match raw.resolve(&overrides) {
                 Ok(config) => break config,
@@ -51,7 +50,7 @@ impl RawConfig {
         open.extend(unset(&config));
         let is_open = |key: &str| open.iter().any(|value: &UnresolvedValue| value.key == key);
         config.autos.retain(|auto| !is_open(&auto.key));
-        // Only sizes of a config that is too strange to write could fail here.
+        // Serialization fails only for sizes that JSON cannot hold.
         let mut written = serde_json::to_value(&config).unwrap_or_default();
         if is_open(TOTAL_NUM_STEPS) {
             written["scheduler"]["params"]["total_num_steps"] = json!("auto");
@@ -65,7 +64,7 @@ impl RawConfig {
         Ok(PartiallyResolved { config, written, open })
     }
 
-    /// Fills in what an error says is missing, or gives the error back.
+    /// Assumes the value that the error says is missing, or returns the error.
     fn assume(&mut self, overrides: &mut Overrides, error: ConfigError) -> Result<UnresolvedValue, ConfigError> {
         let knows_dp = overrides.mesh.is_some() || !self.dp_sizes.is_empty();
         match &error {
@@ -75,7 +74,7 @@ impl RawConfig {
             }
             ConfigError::Batch { reason, .. } => match **reason {
                 BatchError::Unset => {
-                    // One row for each rank, as no mesh contradicts it.
+                    // One sequence per rank fits every mesh.
                     self.micro_batch_size = Some(1);
                     let needs = "--batch-size, or `train_micro_batch_size_per_gpu`".to_owned();
                     Ok(UnresolvedValue { key: BATCH_KEYS[0], needs })
@@ -107,7 +106,7 @@ impl RawConfig {
     }
 }
 
-/// A required value that nothing gives.
+/// Returns the required values that are not set.
 fn unset(config: &Config) -> impl Iterator<Item = UnresolvedValue> + use<> {
     let ulysses = &config.ulysses;
     let lacks = [

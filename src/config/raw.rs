@@ -152,7 +152,7 @@ fn read_config(root: &Section<'_>) -> Config {
     config.monitoring.comms_logger.check(&root.section("comms_logger"));
     Precision::check(root);
     let checkpoint = root.section("checkpoint");
-    config.checkpoint = config.checkpoint.filter(|_| CheckpointConfig::is_asked_for(&checkpoint));
+    config.checkpoint = config.checkpoint.filter(|_| CheckpointConfig::is_enabled(&checkpoint));
     config
 }
 

@@ -12,7 +12,7 @@ const SCAN_TOKENS: usize = 1 << 16;
 
 /// Tokens in documents, read by ranges.
 ///
-/// Text is tokenised into memory; files of tokens stay where they are. Parts of both kinds follow each other as
+/// Text is tokenized into memory; files of tokens stay where they are. Parts of both kinds follow each other as
 /// one sequence of tokens and one of documents. Clones share the tokens.
 #[derive(Debug, Clone)]
 pub struct Corpus {
@@ -31,7 +31,7 @@ struct Part {
 /// How data becomes tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct SourceOptions<'a> {
-    /// Tokenises text. A file that says which tokenizer made its tokens must name the same.
+    /// Tokenizes text. A file that says which tokenizer made its tokens must name the same.
     pub tokenizer: &'a Tokenizer,
     /// The field of a JSON line, or column of a Parquet file, that holds the text.
     pub text_field: &'a str,
@@ -79,7 +79,7 @@ impl Corpus {
                         check_tokenizer(&file, options.tokenizer)?;
                         corpus.push(file)?;
                     }
-                    _ => corpus.push(tokenise(files, options, &mut skipped)?)?,
+                    _ => corpus.push(tokenize(files, options, &mut skipped)?)?,
                 }
             }
             if corpus.num_tokens() == before {
@@ -90,7 +90,7 @@ impl Corpus {
         if corpus.parts.is_empty() { Err(DataError::NoTokens) } else { Ok(corpus) }
     }
 
-    /// Takes documents that are tokenised already; empty ones vanish.
+    /// Takes documents that are tokenized already; empty ones vanish.
     ///
     /// # Errors
     /// When no document holds a token.
@@ -238,8 +238,8 @@ impl Corpus {
     }
 }
 
-/// Reads and tokenises files, the next batch being read while one is tokenised.
-fn tokenise(
+/// Reads and tokenizes files, the next batch being read while one is tokenized.
+fn tokenize(
     files: &[SourceFile],
     options: &SourceOptions<'_>,
     skipped: &mut Skipped,

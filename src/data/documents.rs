@@ -184,20 +184,20 @@ impl Documents {
     ///
     /// # Errors
     /// When they cannot be read.
-    pub fn labelled_share(&self) -> Result<f64, DataError> {
+    pub fn labeled_share(&self) -> Result<f64, DataError> {
         if !self.corpus.has_labels() {
             return Ok(1.0);
         }
         let (num_tokens, mut labels) = (self.num_tokens(), Vec::new());
-        let (mut num_read, mut num_labelled) = (0, 0);
+        let (mut num_read, mut num_labeled) = (0, 0);
         let step = num_tokens.div_ceil(MAX_LABEL_PIECES).max(LABEL_PIECE);
         for start in (0..num_tokens).step_by(step) {
             labels.clear();
             self.read_labels(start..num_tokens.min(start + LABEL_PIECE), &mut labels)?;
             num_read += labels.len();
-            num_labelled += labels.iter().filter(|&&label| label != IGNORED_LABEL).count();
+            num_labeled += labels.iter().filter(|&&label| label != IGNORED_LABEL).count();
         }
-        Ok(num_labelled as f64 / num_read.max(1) as f64)
+        Ok(num_labeled as f64 / num_read.max(1) as f64)
     }
 
     /// Tells other data apart without reading all of it: a hash of the counts, and of tokens and labels at

@@ -196,7 +196,7 @@ pub enum FileError {
         feature: &'static str,
     },
     /// A token file where text is wanted.
-    #[error("{}: holds tokens already; text, JSONL and Parquet files can be tokenised", path.display())]
+    #[error("{}: holds tokens already; text, JSONL and Parquet files can be tokenized", path.display())]
     AlreadyTokens {
         /// The file.
         path: PathBuf,

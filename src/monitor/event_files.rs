@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn the_checksum_is_castagnolis() {
-        // The check value of the CRC catalogue, and a vector of RFC 3720, B.4.
+        // The check value of the CRC catalog, and a vector of RFC 3720, B.4.
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);
         assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
     }

@@ -398,7 +398,7 @@ fn rules_give_way_to_the_flag_and_say_so_when_none_is_for_this_machine() {
     for preset in ["elastic", "sharded"] {
         selected(preset, &[]).assert_refused(
             2,
-            &["`ulysses.mesh_rules` gives", preset, "at ZeRO stage 3", "`zero_optimization.stage` is 0"],
+            &["of `ulysses.mesh_rules` for", preset, "at ZeRO stage 3", "`zero_optimization.stage` is 0"],
         );
     }
     place.write_config("none.json", json!({ "ulysses": { "steps": 1 } }));
@@ -429,7 +429,7 @@ fn a_preset_is_a_mesh_and_says_which_stage_it_needs() {
     place.write_config("s.json", json!({ "zero_optimization": { "stage": 3, "mics_shard_size": 4 } }));
     place.run(&["train", "s.json", "--mesh", "dp_replicate=2,dp_shard=2"]).assert_refused(
         2,
-        &["the number of ZeRO's partitions", "4 by `mics_shard_size`", "2 by the flag --mesh"],
+        &["ZeRO's shard size", "4 by `mics_shard_size`", "2 by the flag --mesh"],
     );
 }
 

@@ -45,7 +45,7 @@ fn sources_that_make_no_mixture_are_refused() {
 fn steps_and_epochs_exclude_each_other_and_flags_decide() {
     assert_eq!(
         fault(r#""steps": 5, "epochs": 2"#),
-        "`ulysses.epochs`: expected no such key beside `steps`: give one of them, found 2"
+        "`ulysses.epochs`: expected either `steps` or `epochs`, not both, found 2"
     );
     let text = r#"{"train_batch_size": 1, "ulysses": {"steps": 5}}"#;
     let raw = RawConfig::from_json_str(text, "c.json").unwrap();

@@ -217,7 +217,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"fp16": {"enabled": true}, "bf16": {"enabled": true}}"#,
-            "c.json:1:49: `bf16.enabled`: expected false, as `fp16.enabled` is true: a run has one format, found true",
+            "c.json:1:49: `bf16.enabled`: expected false, because `fp16.enabled` is true: a run has one dtype, found true",
         ),
     ];
     for (text, expected) in cases {
@@ -309,7 +309,7 @@ fn contradictions_between_keys_are_found_where_they_stand() {
         ),
         (
             r#"{"bf16": {"enabled": true}, "fp16": {"enabled": true}}"#,
-            "`bf16.enabled`: expected false, as `fp16.enabled` is true: a run has one format, found true",
+            "`bf16.enabled`: expected false, because `fp16.enabled` is true: a run has one dtype, found true",
         ),
     ];
     for (text, expected) in cases {
@@ -337,14 +337,14 @@ fn settings_of_a_group_that_contradict_each_other_are_refused() {
         (
             r#""frozen": true, "lr_scale": 2"#,
             1e-3,
-            "[0].lr_scale`: expected no such setting of parameters that are `frozen`, found 2",
+            "[0].lr_scale`: expected no such key next to `frozen`: true, found 2",
         ),
         (
             r#""frozen": true, "lr": 2, "weight_decay": 0"#,
             1e-3,
-            "[0].weight_decay`: expected no such setting of parameters that are `frozen`, found 0",
+            "[0].weight_decay`: expected no such key next to `frozen`: true, found 0",
         ),
-        (r#""lr": 0.1"#, 0.0, "[0].lr`: expected an optimizer with a rate above 0"),
+        (r#""lr": 0.1"#, 0.0, "[0].lr`: expected an optimizer with `lr` above 0"),
     ] {
         let message = of_group(group, lr);
         assert!(message.contains(&format!("`ulysses.parameter_groups{expected}")), "{message}");

@@ -1,4 +1,4 @@
-//! Text into a file of tokens, once, so that runs open it instead of tokenising.
+//! Text into a file of tokens, once, so that runs open it instead of tokenizing.
 
 mod unfinished;
 
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 use unfinished::Unfinished;
 
-/// What to tokenise, and into which file.
+/// What to tokenize, and into which file.
 #[derive(Debug, Clone, Copy)]
 pub struct PrepareOptions<'a> {
     /// Files, directories and patterns, as for [`Corpus::open`](super::Corpus::open); all of them text.
@@ -31,7 +31,7 @@ pub struct PrepareProgress {
     pub done_bytes: u64,
     /// Bytes of all input files.
     pub total_bytes: u64,
-    /// Bytes of text, or of lines, that this call has tokenised.
+    /// Bytes of text, or of lines, that this call has tokenized.
     pub text_bytes: u64,
     /// Tokens so far.
     pub num_tokens: u64,
@@ -51,7 +51,7 @@ pub struct Prepared {
     pub skipped: Skipped,
 }
 
-/// Tokenises text into a file of our own format.
+/// Tokenizes text into a file of our own format.
 ///
 /// Until the file is whole it grows in the directory `OUTPUT.partial`, and `report` is called whenever what was
 /// written is safe on the disk. The same call, after whatever ended the one before, goes on from there; the

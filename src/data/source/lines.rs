@@ -12,7 +12,7 @@ use std::path::Path;
 #[derive(Debug)]
 pub(super) enum Line {
     Text(String),
-    /// Tokenised by the user, whose labels are as many as tokens, each ignored or an id.
+    /// Tokenized by the user, whose labels are as many as tokens, each ignored or an id.
     Tokens {
         tokens: Vec<u32>,
         labels: Option<Vec<i64>>,

@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// Bytes of text that are handed out together: enough to occupy every core, little beside a machine's memory.
 const BATCH_BYTES: usize = 8 << 20;
 
-/// A document that is not tokenised yet.
+/// A document that is not tokenized yet.
 #[derive(Debug)]
 pub(in crate::data) struct Record {
     pub(super) path: Arc<PathBuf>,

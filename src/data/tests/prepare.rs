@@ -64,7 +64,7 @@ fn an_interrupted_preparation_goes_on_and_writes_the_same_bytes() {
     }
     let finished = run(&inputs, &resumed, |_| panic!("all was done")).unwrap();
     assert!(finished.is_resumed);
-    assert_eq!(text_bytes, prepared.progress.text_bytes, "nothing is tokenised twice");
+    assert_eq!(text_bytes, prepared.progress.text_bytes, "nothing is tokenized twice");
     assert_eq!(finished.progress.num_tokens, prepared.progress.num_tokens);
     assert!(fs::read(&whole).unwrap() == fs::read(&resumed).unwrap());
     assert!(!root.join("resumed.tokens.partial").exists());
