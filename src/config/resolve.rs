@@ -1,4 +1,4 @@
-//! From a file and flags to a config.
+//! Resolves a file and flags into a [`Config`].
 
 use super::auto::resolve_autos;
 use super::batch::BatchSizes;
@@ -13,10 +13,10 @@ use super::sections::mesh_rules::AppliedRule;
 use super::sections::scheduler::SchedulerConfig;
 
 impl RawConfig {
-    /// Adds the command line, applies the defaults, and settles mesh and batch sizes.
+    /// Applies flags and defaults, and computes mesh and batch sizes.
     ///
     /// # Errors
-    /// When the mesh or the batch sizes contradict themselves, or a flag is out of range.
+    /// When mesh or batch sizes contradict each other, or a flag is out of range.
     pub fn resolve(&self, overrides: &Overrides) -> Result<Config, ConfigError> {
         overrides.check()?;
         let applied_rule = self.applied_rule(overrides)?;
@@ -57,7 +57,7 @@ impl RawConfig {
         let steps = steps.ok_or_else(|| ConfigError::AutoWithoutSource {
             file: self.file.clone(),
             key: "scheduler.params.total_num_steps",
-            source_of_value: "the steps to train, `ulysses.steps` or --steps",
+            source_of_value: "the number of steps, `ulysses.steps` or --steps",
         })?;
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
     }
@@ -97,11 +97,12 @@ impl RawConfig {
     fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<Note> {
         let mut notes = self.remarks.notes.clone();
         if !self.names_gradient_clipping {
-            let text = "`gradient_clipping` is not given: no clipping (DeepSpeed 0.19 would clip at 1.0)";
+            let text = "`gradient_clipping` is not set: gradients are not clipped (DeepSpeed 0.19 clips at 1.0)";
             notes.push(Note::warning(text));
         }
         if std::env::var_os("ULYSSES_BF16_PRODUCTS").is_some() {
-            notes.push(Note::info("the variable `ULYSSES_BF16_PRODUCTS` is called `ULYSSES_BF16_GEMM` now"));
+            let text = "the environment variable `ULYSSES_BF16_PRODUCTS` is deprecated: use `ULYSSES_BF16_GEMM`";
+            notes.push(Note::info(text));
         }
         let of_scheduler =
             scheduler.into_iter().flat_map(|scheduler| scheduler.notes(&self.config.optimizer));

@@ -475,7 +475,7 @@ fn notes_are_counted_and_what_differs_from_the_file_is_shown() {
     let stderr = &outcome.assert_done().stderr;
     let counted = "config: 2 notes, 2 values set by \"auto\": `ulysses config resolve c.json` lists them\n";
     assert!(stderr.contains(counted) && !stderr.contains("dump_state"), "{stderr}");
-    assert!(stderr.contains("warning: `gradient_clipping` is not given: no clipping"), "{stderr}");
+    assert!(stderr.contains("warning: `gradient_clipping` is not set: gradients are not clipped"), "{stderr}");
     let all = place.run(&["config", "resolve", "c.json"]);
     for note in
         ["note: `dump_state`", "note: `memory_breakdown`", "warning: `gradient_clipping`", "auto: `seed`"]

@@ -30,9 +30,9 @@ fn sources_that_make_no_mixture_are_refused() {
     for (members, expected) in [
         (r#""data": [{"weight": 1}]"#, "`ulysses.data[0].path`"),
         (r#""data": [{"path": "a", "weight": 0}]"#, "`ulysses.data[0].weight`: expected a number ≥ 1e-30"),
-        (r#""data": ["a", 7]"#, "`ulysses.data[1]`: expected a string that is not empty"),
-        (r#""data": ["a", ""]"#, "`ulysses.data[1]`: expected a string that is not empty"),
-        (r#""data": []"#, "`ulysses.data`: expected a string that is not empty, or an array of such strings"),
+        (r#""data": ["a", 7]"#, "`ulysses.data[1]`: expected a non-empty string"),
+        (r#""data": ["a", ""]"#, "`ulysses.data[1]`: expected a non-empty string"),
+        (r#""data": []"#, "`ulysses.data`: expected a non-empty string, or an array of such strings"),
         (r#""data": [{"file": "a"}]"#, "`ulysses.data[0].file`"),
         (r#""packing": "tight""#, "expected one of \"greedy\", \"cut\", \"concat\""),
     ] {
@@ -114,7 +114,7 @@ fn validation_has_data_of_its_own_or_a_share() {
     }
     assert_eq!(
         fault(r#""validation": {"data": ["v"]}"#),
-        "`ulysses.validation.data`: expected a string that is not empty, found an array of 1"
+        "`ulysses.validation.data`: expected a non-empty string, found an array of 1"
     );
     for fraction in ["0", "1", "-0.5"] {
         let fault = fault(&format!("\"validation\": {{\"fraction\": {fraction}}}"));

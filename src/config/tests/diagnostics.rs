@@ -97,7 +97,7 @@ fn keys_are_valid_only_for_their_type() {
 fn duplicate_keys_name_both_places() {
     assert_eq!(
         message("{\n  \"seed\": 1,\n  \"seed\": 1\n}"),
-        "c.json:3:3: duplicate key `seed`, given before at line 2, column 3"
+        "c.json:3:3: duplicate key `seed`, first set at line 2, column 3"
     );
 }
 
@@ -130,15 +130,15 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"gradient_clipping": 2e400}"#,
-            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found 2e400",
+            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can represent, found 2e400",
         ),
         (
             r#"{"gradient_clipping": 1e39}"#,
-            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found 1e39",
+            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can represent, found 1e39",
         ),
         (
             r#"{"gradient_clipping": -0.5}"#,
-            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found -0.5",
+            "c.json:1:23: `gradient_clipping`: expected a number ≥ 0 that f32 can represent, found -0.5",
         ),
         (
             r#"{"wall_clock_breakdown": "yes"}"#,
@@ -172,7 +172,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"ulysses": {"parameter_groups": [{}]}}"#,
-            "c.json:1:35: missing key `ulysses.parameter_groups[0].match`: expected a string that is not empty",
+            "c.json:1:35: missing key `ulysses.parameter_groups[0].match`: expected a non-empty string",
         ),
         (
             r#"{"ulysses": {"parameter_groups": [{"match": "a"}, "b"]}}"#,
@@ -185,7 +185,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"ulysses": {"model": ""}}"#,
-            "c.json:1:23: `ulysses.model`: expected a string that is not empty, found the string \"\"",
+            "c.json:1:23: `ulysses.model`: expected a non-empty string, found the string \"\"",
         ),
         (
             r#"{"ulysses": {"seq_len": true}}"#,
@@ -265,7 +265,7 @@ fn columns_count_characters_not_bytes() {
 fn a_fault_is_shown_with_its_line_and_a_mark() {
     assert_eq!(
         full_message("{\n  \"gradient_clipping\": -0.5,\n  \"sed\": 1\n}"),
-        "c.json:2:24: `gradient_clipping`: expected a number ≥ 0 that f32 can hold, found -0.5\n\
+        "c.json:2:24: `gradient_clipping`: expected a number ≥ 0 that f32 can represent, found -0.5\n\
          \u{20}   2 |   \"gradient_clipping\": -0.5,\n      |                        ^^^^\n\
          c.json:3:3: unknown key `sed`, did you mean `seed`?\n    3 |   \"sed\": 1\n      |   ^^^^^"
     );

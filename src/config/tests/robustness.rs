@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 #[test]
 fn deep_nesting_is_refused() {
     let deep = format!("{{\"seed\": {}{}}}", "[".repeat(64), "]".repeat(64));
-    assert_eq!(message(&deep), "c.json:1:73: nested too deeply: at most 64 levels are read");
+    assert_eq!(message(&deep), "c.json:1:73: nested too deeply: at most 64 levels are allowed");
     let allowed = format!("{{\"seed\": {}{}}}", "[".repeat(63), "]".repeat(63));
     assert!(message(&allowed).contains("`seed`: expected an integer"));
     let bottomless = "{\"a\":".repeat(1 << 20);

@@ -92,7 +92,7 @@ fn a_rate_of_the_command_line_needs_no_optimizer_and_is_not_lost_on_a_schedule()
     let own = with(r#"{"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}}"#);
     assert_eq!(
         refusal(&own, &lr(0.25)),
-        "--lr: expected 0.001, the rate of the schedule (to change that one too: --set \
+        "--lr: expected 0.001, the rate of the schedule (to change both: --set \
          scheduler.params.warmup_max_lr=0.25), found 0.25"
     );
     let both = Settings { lr: Some(0.25), ..set(&["scheduler.params.warmup_max_lr=0.25"]) };

@@ -238,7 +238,7 @@ fn another_name_of_a_key_is_read_as_the_key_with_a_note() {
     let both = r#"{"train_batch_size": 1, "bf16": {}, "bfloat16": {}}"#;
     assert_eq!(
         message(both),
-        "c.json:1:37: `bfloat16`: another name of `bf16`, which is given too: leave this one out"
+        "c.json:1:37: `bfloat16`: an alias of `bf16`, which is also set: remove one of them"
     );
     let config = config_with(r#""bfloat16": {"enabled": true}"#);
     assert_eq!(config.precision, Precision::Bf16 { check_grad_overflow: true });
@@ -282,8 +282,8 @@ fn the_table_is_sound() {
 fn explanations_say_what_a_key_does() {
     assert_eq!(
         explain("gradient_clipping").unwrap(),
-        "gradient_clipping\n  what     Largest norm of the whole gradient, over all ranks; 0 for none. (DeepSpeed \
-         0.19's default is 1.)\n  value    a number ≥ 0 that f32 can hold\n  default  0.0\n  auto     1.0\n  \
+        "gradient_clipping\n  what     Maximum norm of the global gradient; 0 disables clipping. (DeepSpeed \
+         0.19's default is 1.)\n  value    a number ≥ 0 that f32 can represent\n  default  0.0\n  auto     1.0\n  \
          here     supported\n"
     );
     let stage = explain("zero_optimization.stage").unwrap();
@@ -297,7 +297,7 @@ fn explanations_say_what_a_key_does() {
     }
     let synonym = explain("warmup_ratio").unwrap();
     assert!(synonym.starts_with(
-        "`warmup_ratio` is called `scheduler.params.warmup_num_steps` here, in steps, not as a share of them\n\n\
+        "`warmup_ratio` is called `scheduler.params.warmup_num_steps` here, in steps, not as a ratio\n\n\
          scheduler.params.warmup_num_steps (of WarmupLR)\n"
     ));
     for synonym in crate::config::vocabulary::synonyms() {
@@ -310,7 +310,7 @@ fn explanations_say_what_a_key_does() {
     );
     assert_eq!(
         explain("zero_optimisation.stge").unwrap_err().to_string(),
-        "no key is called `zero_optimisation.stge`, did you mean `zero_optimization.stage`?"
+        "unknown key `zero_optimisation.stge`, did you mean `zero_optimization.stage`?"
     );
-    assert_eq!(explain("~").unwrap_err().to_string(), "no key is called `~`");
+    assert_eq!(explain("~").unwrap_err().to_string(), "unknown key `~`");
 }
