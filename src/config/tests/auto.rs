@@ -89,7 +89,7 @@ fn other_autos_count_as_absent() {
 }
 
 #[test]
-fn auto_is_refused_where_nothing_tells_the_value() {
+fn auto_is_refused_where_it_has_no_value() {
     let text = r#"{"train_batch_size": 1, "scheduler":
         {"type": "OneCycle", "params": {"cycle_min_lr": "auto", "cycle_max_lr": 1}}}"#;
     assert!(

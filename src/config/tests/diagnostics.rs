@@ -226,7 +226,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
 }
 
 #[test]
-fn a_missing_eps_floor_is_refused_because_padding_would_become_nan() {
+fn a_zero_eps_is_refused_because_padding_would_become_nan() {
     let text =
         |eps: &str| format!("{{\"optimizer\": {{\"type\": \"Adam\", \"params\": {{\"eps\": {eps}}}}}}}");
     assert!(message(&text("0")).contains("`optimizer.params.eps`"));
@@ -234,7 +234,7 @@ fn a_missing_eps_floor_is_refused_because_padding_would_become_nan() {
 }
 
 #[test]
-fn all_faults_of_a_file_are_reported_at_once_in_its_order() {
+fn all_errors_of_a_file_are_reported_at_once_in_its_order() {
     let text = "{\n  \"train_batch_size\": 0,\n  \"sede\": 1,\n  \"ulysses\": { \"steps\": 1.5 },\n  \
                 \"zero_optimization\": { \"stage\": -1 },\n  \"train_batch_size\": 4\n}";
     let error = RawConfig::from_json_str(text, "c.json");
@@ -262,7 +262,7 @@ fn columns_count_characters_not_bytes() {
 }
 
 #[test]
-fn a_fault_is_shown_with_its_line_and_a_mark() {
+fn an_error_is_shown_with_its_line_and_a_mark() {
     assert_eq!(
         full_message("{\n  \"gradient_clipping\": -0.5,\n  \"sed\": 1\n}"),
         "c.json:2:24: `gradient_clipping`: expected a number ≥ 0 that f32 can represent, found -0.5\n\
@@ -277,7 +277,7 @@ fn a_fault_is_shown_with_its_line_and_a_mark() {
 }
 
 #[test]
-fn an_excerpt_of_a_long_line_is_its_part_around_the_fault() {
+fn an_excerpt_of_a_long_line_is_its_part_around_the_error() {
     let text = format!("{{{}\"größe\": [{}1]}}", " ".repeat(500), "1,".repeat(500));
     let message = full_message(&text);
     let [_, line, mark] = message.lines().collect::<Vec<_>>()[..] else { panic!("{message}") };
@@ -287,13 +287,13 @@ fn an_excerpt_of_a_long_line_is_its_part_around_the_fault() {
 }
 
 #[test]
-fn what_a_terminal_acts_on_is_not_repeated() {
+fn control_characters_are_not_printed() {
     let message = full_message("{ \"\u{1b}[31mred\": 1,\t\"seed\" }");
     assert!(!message.contains(['\u{1b}', '\t']), "{message:?}");
 }
 
 #[test]
-fn contradictions_between_keys_are_found_where_they_stand() {
+fn contradictions_between_keys_are_reported_at_their_position() {
     let cases = [
         (
             r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#,
@@ -366,7 +366,7 @@ fn patterns_that_would_take_much_time_or_memory_are_refused() {
 }
 
 #[test]
-fn a_faulty_mesh_rule_is_marked_where_it_stands() {
+fn an_invalid_mesh_rule_is_reported_at_its_position() {
     let text = "{\"train_batch_size\": 1, \"ulysses\": {\"mesh_rules\": [\n  [\"a\"],\n  [\"b(\", \"1x2\"],\n  [\"c\", \"2x\"]\n]}}";
     let message = full_message(text);
     for marked in [

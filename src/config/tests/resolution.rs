@@ -173,7 +173,7 @@ fn defaults_that_differ_from_deepspeed_leave_a_note() {
 }
 
 #[test]
-fn what_differs_from_what_the_file_asks_for_is_a_warning_and_defaults_are_none() {
+fn a_setting_that_is_not_followed_is_a_warning_and_a_default_is_not() {
     let severities = |section: &str| {
         let notes = config_with(&format!(
             "\"gradient_clipping\": 0, \"optimizer\": {{\"type\": \"Adam\"}}, {section}"

@@ -21,7 +21,7 @@ fn refusal(text: &str, settings: &Settings) -> String {
 const FILE: &str = "{\n  \"train_batch_size\": 8,\n  \"optimizer\": { \"type\": \"Adam\" }\n}";
 
 #[test]
-fn settings_change_the_file_in_their_order_and_flags_of_their_own_come_last() {
+fn settings_apply_in_order_and_other_flags_come_last() {
     let settings = set(&[
         "train_batch_size=16",
         "zero_optimization.stage=1",
@@ -51,7 +51,7 @@ fn settings_change_the_file_in_their_order_and_flags_of_their_own_come_last() {
 }
 
 #[test]
-fn faults_of_settings_name_the_flag_and_those_of_the_file_their_line() {
+fn errors_of_settings_name_the_flag_and_those_of_the_file_their_line() {
     let fault = |text: &str| refusal(FILE, &set(&[text]));
     assert_eq!(
         fault("zero_optimization.stge=3"),
@@ -81,7 +81,7 @@ fn faults_of_settings_name_the_flag_and_those_of_the_file_their_line() {
 }
 
 #[test]
-fn a_rate_of_the_command_line_needs_no_optimizer_and_is_not_lost_on_a_schedule() {
+fn the_lr_flag_needs_no_optimizer_and_must_agree_with_the_schedule() {
     let lr = |lr| Settings { lr: Some(lr), ..Settings::default() };
     let config = resolved("{\"train_batch_size\": 1}", &lr(0.25));
     assert_eq!(
@@ -111,7 +111,7 @@ fn a_rate_of_the_command_line_needs_no_optimizer_and_is_not_lost_on_a_schedule()
 }
 
 #[test]
-fn a_batch_size_of_the_command_line_keeps_the_micro_batch() {
+fn the_batch_size_flag_keeps_the_micro_batch() {
     let sizes = |text: &str, size| {
         let config = resolved(text, &Settings { batch_size: Some(size), ..Settings::default() });
         (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps)
@@ -141,7 +141,7 @@ fn partly(text: &str) -> (serde_json::Value, Vec<&'static str>, String) {
 }
 
 #[test]
-fn what_can_be_resolved_is_and_the_rest_says_what_it_waits_for() {
+fn partial_resolution_lists_what_open_values_need() {
     let (written, open, needs) = partly(
         r#"{"train_micro_batch_size_per_gpu": 2, "scheduler":
             {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}"#,
@@ -170,12 +170,12 @@ fn what_can_be_resolved_is_and_the_rest_says_what_it_waits_for() {
 }
 
 #[test]
-fn what_contradicts_itself_whatever_comes_is_still_refused() {
+fn contradictions_are_refused_in_partial_resolution_too() {
     for (text, expected) in [
         (r#"{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}"#, "is not a multiple of"),
         (
             r#"{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}"#,
-            "leave one of the three out",
+            "remove one of the three",
         ),
         (
             r#"{"train_batch_size": 8, "data_parallel_size": 1, "zero_optimization": {"mics_shard_size": 4}}"#,
@@ -204,5 +204,5 @@ fn an_accumulation_that_a_flag_gives_must_fit_the_batch_size_of_another() {
     let config = resolved(file, &settings(set(&[])));
     assert_eq!((config.train_batch_size, config.gradient_accumulation_steps), (8, 4));
     let refused = refusal(file, &settings(set(&["gradient_accumulation_steps=3"])));
-    assert!(refused.contains("leave one of the three out"), "{refused}");
+    assert!(refused.contains("remove one of the three"), "{refused}");
 }

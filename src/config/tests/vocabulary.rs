@@ -221,7 +221,7 @@ fn idle_keys_are_checked_but_change_nothing() {
 }
 
 #[test]
-fn another_name_of_a_key_is_read_as_the_key_with_a_note() {
+fn an_alias_is_read_as_its_target_with_a_note() {
     for entry in leaves() {
         let Effect::Renamed(to) = entry.key.effect else { continue };
         let target =
@@ -231,7 +231,7 @@ fn another_name_of_a_key_is_read_as_the_key_with_a_note() {
         assert_eq!(settings(&text), settings(&direct), "{text}");
         let notes = notes(&text);
         assert!(
-            notes.iter().any(|note| note.contains(&target) && note.contains("another name")),
+            notes.iter().any(|note| note.contains(&target) && note.contains("is an alias of")),
             "{notes:?}"
         );
     }
@@ -245,7 +245,7 @@ fn another_name_of_a_key_is_read_as_the_key_with_a_note() {
 }
 
 #[test]
-fn the_old_form_of_zero_is_stage_1() {
+fn zero_as_a_boolean_is_stage_1() {
     let config = config_with(r#""zero_optimization": true, "allgather_size": 5e8"#);
     assert_eq!(config.zero.stage, ZeroStage::OptimizerStates);
     assert!(config.notes.iter().any(|note| note.contains("`zero_optimization.stage`")), "{:?}", config.notes);
@@ -253,7 +253,7 @@ fn the_old_form_of_zero_is_stage_1() {
 }
 
 #[test]
-fn the_table_is_sound() {
+fn the_table_is_consistent() {
     for entry in entries() {
         for (_, keys) in entry.key.value.sections() {
             let mut names: Vec<_> = keys.iter().map(|key| key.name).collect();
