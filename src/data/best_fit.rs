@@ -1,23 +1,23 @@
-//! Documents in sequences without cutting those that fit.
+//! Best-fit packing: documents that fit into a sequence are not cut.
 
 use super::{DataError, Documents};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Which documents share a sequence, by best-fit decreasing (Ding et al. 2024, "Fewer Truncations Improve Language
-/// Modeling", arXiv 2404.10830).
+/// The assignment of documents to sequences by best-fit decreasing (Ding et al. 2024, "Fewer Truncations Improve
+/// Language Modeling", arXiv 2404.10830).
 ///
-/// A document of `seq_len` tokens or more fills sequences of its own first; what is left of it is treated as the
-/// others are. From the longest to the shortest, each goes into the sequence with the least room that it fits into.
-/// That takes n·log(n) time, and 16 bytes for each document that does not fill its sequences.
+/// A document of `seq_len` tokens or more fills whole sequences first; the rest is packed like the other documents.
+/// From the longest to the shortest, each goes into the sequence with the least free space that it fits into. This
+/// takes n·log(n) time, and 16 bytes per document that does not fill whole sequences.
 #[derive(Debug, Clone)]
 pub(super) struct BestFit {
     seq_len: usize,
     /// Documents that fill whole sequences.
     long: Vec<LongDocument>,
     num_full_sequences: usize,
-    /// The pieces of shared sequence r are `sequence_starts[r]..sequence_starts[r + 1]`, in the order of the corpus.
+    /// The pieces of shared sequence r are `sequence_starts[r]..sequence_starts[r + 1]`, in corpus order.
     sequence_starts: Vec<usize>,
     pieces: Vec<Piece>,
 }
@@ -28,23 +28,23 @@ struct LongDocument {
     first_sequence: usize,
 }
 
-/// A whole document, or the end of a long one.
+/// A whole document, or the rest of a long one.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     start: usize,
     len: u32,
 }
 
-/// Tokens that stand together in a sequence and attend to each other.
+/// Tokens of one document in a sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Segment {
     pub(super) tokens: Range<usize>,
-    /// One past the last token that may be a label here.
+    /// The end of the tokens that may be labels, exclusive.
     pub(super) labels_end: usize,
 }
 
 impl BestFit {
-    /// `seq_len` fits 32 bits and is not 0.
+    /// Packs the documents; `seq_len` must fit 32 bits and not be 0.
     pub(super) fn new(documents: &Documents, seq_len: usize) -> Result<Self, DataError> {
         let (mut long, mut pieces, mut num_full_sequences) = (Vec::new(), Vec::new(), 0);
         for index in 0..documents.num_documents() {
@@ -66,7 +66,7 @@ impl BestFit {
         self.num_full_sequences + self.sequence_starts.len() - 1
     }
 
-    /// What is in a sequence; it must exist.
+    /// Returns the segments of a sequence, which must exist.
     pub(super) fn segments(&self, sequence: usize) -> Vec<Segment> {
         let Some(shared) = sequence.checked_sub(self.num_full_sequences) else {
             let after = self.long.partition_point(|document| document.first_sequence <= sequence);
@@ -83,11 +83,11 @@ impl BestFit {
     }
 }
 
-/// The pieces by sequence, and where each sequence's begin, with the end of the last.
+/// Returns the pieces ordered by sequence, and the index of each sequence's first piece, followed by the total number.
 fn share_sequences(mut pieces: Vec<Piece>, seq_len: u32) -> (Vec<usize>, Vec<Piece>) {
     pieces.sort_unstable_by_key(|piece| (Reverse(piece.len), piece.start));
     let mut sequences_by_room: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-    // For each sequence, how many pieces it has.
+    // Number of pieces of each sequence.
     let mut lens: Vec<usize> = Vec::new();
     let mut sequence_of = Vec::with_capacity(pieces.len());
     for piece in &pieces {

@@ -1,15 +1,15 @@
-//! What a run draws its samples from: the sequences of one or several sources.
+//! [`Dataset`]: the sequences of one or more sources.
 
 use super::documents::RunningHash;
 use super::{DataError, PackedSequences, PackedSequence};
 use std::sync::Arc;
 
-/// Sources of sequences, one after the other or mixed by weight. Cloning it copies no sequences.
+/// One or more sources of sequences, concatenated or mixed by weight. Clones share the data.
 #[derive(Debug, Clone)]
 pub struct Dataset {
-    /// At least one, all of one `seq_len`.
+    /// At least one, all with the same `seq_len`.
     sources: Vec<Arc<PackedSequences>>,
-    /// One for each source, positive and finite.
+    /// One per source, positive and finite.
     weights: Option<Vec<f64>>,
 }
 
@@ -20,10 +20,10 @@ impl From<Arc<PackedSequences>> for Dataset {
 }
 
 impl Dataset {
-    /// All sequences of all sources: an epoch sees each of them once.
+    /// Concatenates sources: an epoch contains each of their sequences once.
     ///
     /// # Errors
-    /// When there is no source, or their sequences differ in length.
+    /// When there is no source, or the sources have different sequence lengths.
     pub fn concatenated(sources: impl IntoIterator<Item = PackedSequences>) -> Result<Self, DataError> {
         let sources: Vec<_> = sources.into_iter().map(Arc::new).collect();
         let first = sources.first().ok_or(DataError::NoSequences)?.seq_len();
@@ -33,51 +33,51 @@ impl Dataset {
         }
     }
 
-    /// Sources with weights: a source with twice the weight gives twice the samples, however many sequences it has.
-    /// Each goes through its sequences again and again, in epochs of its own.
+    /// Mixes sources by weight: a source with twice the weight gives twice the samples, however many sequences it has.
+    /// Each source has its own epochs.
     ///
     /// # Errors
-    /// As [`concatenated`](Self::concatenated), or a weight that is not positive and finite.
+    /// As [`concatenated`](Self::concatenated), or when a weight is not positive and finite.
     pub fn mixture(sources: impl IntoIterator<Item = (PackedSequences, f64)>) -> Result<Self, DataError> {
         let (sources, weights): (Vec<_>, Vec<f64>) = sources.into_iter().unzip();
-        // Their sum must be finite too.
+        // The sum of the weights must be finite too.
         if let Some(&weight) = weights.iter().find(|&&weight| !(weight > 0.0 && weight < 1e300)) {
             return Err(DataError::InvalidWeight { weight });
         }
         Ok(Self { weights: Some(weights), ..Self::concatenated(sources)? })
     }
 
-    /// The sequences of each source.
+    /// Returns the sources.
     pub fn sources(&self) -> &[Arc<PackedSequences>] {
         &self.sources
     }
 
-    /// The weights of the sources, where they are mixed by weight.
+    /// Returns the weights of the sources, if they are mixed by weight.
     pub fn weights(&self) -> Option<&[f64]> {
         self.weights.as_deref()
     }
 
-    /// Tokens per sequence.
+    /// Returns the tokens per sequence.
     pub fn seq_len(&self) -> usize {
         self.sources[0].seq_len()
     }
 
-    /// Number of sequences of all sources, at least 1.
+    /// Returns the number of sequences of all sources, at least 1.
     pub fn num_sequences(&self) -> usize {
         self.sources.iter().map(|sequences| sequences.num_sequences()).sum()
     }
 
-    /// Makes one sequence of a source.
+    /// Builds one sequence of a source.
     ///
     /// # Errors
-    /// When there is no such sequence, or its tokens cannot be read.
+    /// When the sequence does not exist, or its tokens cannot be read.
     pub fn sequence(&self, source: usize, sequence: usize) -> Result<PackedSequence, DataError> {
         let available = self.sources.len();
         let sequences = self.sources.get(source).ok_or(DataError::NoSource { index: source, available })?;
         sequences.sequence(sequence)
     }
 
-    /// The share of the samples' tokens that is padding, from 0 to 1.
+    /// Returns the share of padding in the samples, from 0 to 1.
     pub fn padding_share(&self) -> f64 {
         let weight = |source: usize| match &self.weights {
             Some(weights) => weights[source],
@@ -89,8 +89,8 @@ impl Dataset {
         padding / total
     }
 
-    /// Tells apart what gives other samples: the documents (by a sample of their tokens), their packing, and the
-    /// weights.
+    /// Returns a hash of the documents (by a sample of their tokens), the packing and the weights. Different samples
+    /// have different hashes.
     ///
     /// # Errors
     /// When the data cannot be read.

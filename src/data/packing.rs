@@ -1,19 +1,18 @@
-//! Documents in sequences of one length.
+//! Packs documents into sequences of equal length.
 
 use super::best_fit::{BestFit, Segment};
 use super::{Corpus, DataError, Documents, IGNORED_LABEL};
 use crate::config::Packing;
 
-/// Documents as sequences of `seq_len` tokens.
+/// Documents packed into sequences of `seq_len` tokens.
 ///
-/// Sequences are made when they are asked for. Packings that lay documents end to end take no memory, and pad the last
-/// sequence only.
+/// Sequences are built on access. Packings that concatenate documents take no memory, and pad only the last sequence.
 #[derive(Debug, Clone)]
 pub struct PackedSequences {
     documents: Documents,
     seq_len: usize,
     packing: Packing,
-    /// In [`Packing::Greedy`].
+    /// Only in [`Packing::Greedy`].
     best_fit: Option<BestFit>,
 }
 
@@ -25,20 +24,20 @@ pub struct PackedSequences {
 pub struct PackedSequence {
     /// The tokens; padding is token 0.
     pub input_ids: Vec<u32>,
-    /// For each token the next one of its document, or [`IGNORED_LABEL`] at the document's end.
+    /// The next token of each token's document, or [`IGNORED_LABEL`] at the end of the document.
     ///
-    /// A document that goes on in the next sequence has its label at the end of this one.
+    /// If a document continues in the next sequence, the last token of this one has a label.
     pub shift_labels: Vec<i64>,
-    /// Position in the document as far as this sequence sees it.
+    /// The position of each token in its document.
     ///
-    /// The rest of a document that began in another sequence starts at 0 again: attention cannot look back there.
+    /// The rest of a document that started in another sequence counts from 0: attention does not reach back there.
     pub position_ids: Vec<u32>,
-    /// Where documents start in the sequence, and at the end `seq_len`; padding counts as a document.
+    /// The starts of the documents in the sequence, then `seq_len`; padding counts as a document.
     pub cu_seqlens: Vec<u32>,
 }
 
 impl PackedSequences {
-    /// Packs documents in the default way, [`Packing::Greedy`].
+    /// Packs documents with the default packing, [`Packing::Greedy`].
     ///
     /// # Errors
     /// When `seq_len` is 0 or does not fit 32 bits, or the corpus cannot be read.
@@ -46,7 +45,7 @@ impl PackedSequences {
         Self::with_packing(documents, seq_len, Packing::default())
     }
 
-    /// Packs documents in the given way.
+    /// Packs documents with the given packing.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -61,7 +60,7 @@ impl PackedSequences {
         Ok(Self { documents, seq_len, packing, best_fit })
     }
 
-    /// Number of sequences, at least 1.
+    /// Returns the number of sequences, at least 1.
     pub fn num_sequences(&self) -> usize {
         match &self.best_fit {
             Some(best_fit) => best_fit.num_sequences(),
@@ -69,41 +68,41 @@ impl PackedSequences {
         }
     }
 
-    /// Tokens per sequence.
+    /// Returns the tokens per sequence.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    /// How the documents are packed.
+    /// Returns the packing.
     pub fn packing(&self) -> Packing {
         self.packing
     }
 
-    /// The documents that are packed.
+    /// Returns the documents.
     pub fn documents(&self) -> &Documents {
         &self.documents
     }
 
-    /// The corpus that the documents are from.
+    /// Returns the corpus of the documents.
     pub fn corpus(&self) -> &Corpus {
         self.documents.corpus()
     }
 
-    /// Tokens that come after another one: those that a label can be made of.
+    /// Returns the number of tokens that follow another token, so that they can be labels.
     pub fn num_predicted_tokens(&self) -> usize {
         self.documents.num_predicted_tokens(self.packing)
     }
 
-    /// The share of the sequences that holds no token, from 0 to 1.
+    /// Returns the share of padding in the sequences, from 0 to 1.
     pub fn padding_share(&self) -> f64 {
         let room = self.num_sequences() * self.seq_len;
         (room - self.documents.num_tokens()) as f64 / room as f64
     }
 
-    /// Makes one sequence.
+    /// Builds one sequence.
     ///
     /// # Errors
-    /// When there is no such sequence, or its tokens cannot be read.
+    /// When the sequence does not exist, or its tokens cannot be read.
     pub fn sequence(&self, index: usize) -> Result<PackedSequence, DataError> {
         let available = self.num_sequences();
         if index >= available {
@@ -150,14 +149,14 @@ impl PackedSequence {
         }
     }
 
-    /// A sequence of padding alone.
+    /// Returns a sequence of padding.
     pub(super) fn masked(seq_len: usize) -> Self {
         let mut sequence = Self::empty(seq_len);
         sequence.pad(seq_len);
         sequence
     }
 
-    /// Appends a segment. Its labels are read one token ahead, which may lie in another sequence.
+    /// Appends a segment. Its labels are read one token ahead, which may belong to the next sequence.
     fn push(&mut self, documents: &Documents, segment: Segment) -> Result<(), DataError> {
         let Segment { tokens, labels_end } = segment;
         let labels = tokens.start + 1..labels_end.min(tokens.end + 1);
@@ -167,13 +166,13 @@ impl PackedSequence {
         Ok(())
     }
 
-    /// Fills up what the tokens since the last segment's end came without.
+    /// Completes labels and positions of the tokens since the end of the last segment.
     fn end_segment(&mut self) {
         let len = self.input_ids.len();
         let missing = len - self.position_ids.len();
         self.shift_labels.resize(len, IGNORED_LABEL);
         self.position_ids.extend((0_u32..).take(missing));
-        // Sequences are limited to 32-bit lengths.
+        // `seq_len` fits 32 bits.
         self.cu_seqlens.push(len as u32);
     }
 

@@ -8,15 +8,15 @@ use std::sync::Arc;
 /// The endless sequence of samples of a dataset, as (source, sequence).
 #[derive(Debug, Clone)]
 pub(super) enum SampleOrder {
-    /// All sequences of all sources, epoch after epoch, in an order of their own each time.
+    /// All sequences of all sources, epoch by epoch, each epoch in its own order.
     Shuffled {
-        /// One past the last sequence of each source, counted over all of them.
+        /// The end of each source's sequences, counted over all sources.
         ends: Vec<usize>,
         epochs: EpochOrder,
     },
-    /// The same sequences as they are.
+    /// All sequences of all sources, unshuffled.
     InOrder { ends: Vec<usize> },
-    /// Sources by weight, each with epochs of its own.
+    /// Sources by weight, each with its own epochs.
     Mixed { mixture: Mixture, sources: Vec<EpochOrder> },
 }
 
@@ -25,7 +25,7 @@ impl SampleOrder {
         let Some(weights) = data.weights() else {
             return Self::Shuffled { ends: ends(data), epochs: EpochOrder::new(seed, data.num_sequences()) };
         };
-        // Sources of one size, such as a text and its translation, are not to come in one order.
+        // Sources of equal size, such as a text and its translation, must not have the same order.
         let seeds = (0..).map(|index| seed.wrapping_add(index));
         let sources = seeds.zip(data.sources()).map(|(seed, sequences)| EpochOrder::new(seed, sequences.num_sequences()));
         let sources = sources.collect();
@@ -36,8 +36,8 @@ impl SampleOrder {
         Self::InOrder { ends: ends(data) }
     }
 
-    /// The source and the sequence that a sample is.
-    pub(super) fn place(&mut self, sample: u64) -> (usize, usize) {
+    /// Returns the source and the sequence of a sample.
+    pub(super) fn locate(&mut self, sample: u64) -> (usize, usize) {
         let in_source = |ends: &[usize], sequence: usize| {
             let source = ends.partition_point(|&end| end <= sequence);
             (source, sequence - source.checked_sub(1).map_or(0, |before| ends[before]))
@@ -49,7 +49,7 @@ impl SampleOrder {
                 in_source(ends, (sample % num_sequences) as usize)
             }
             Self::Mixed { mixture, sources } => {
-                let (source, sample) = mixture.place(sample);
+                let (source, sample) = mixture.locate(sample);
                 (source, sources[source].sequence(sample))
             }
         }
@@ -64,19 +64,19 @@ fn ends(data: &Dataset) -> Vec<usize> {
     data.sources().iter().map(|sequences| sequences.num_sequences()).scan(0, add).collect()
 }
 
-/// The sequences of epoch 0, then those of epoch 1, and so on.
+/// The sequences of epoch 0, followed by those of epoch 1, and so on.
 #[derive(Debug, Clone)]
 pub(super) struct EpochOrder {
     seed: u64,
     num_sequences: usize,
-    /// The epoch looked at last: a rank's samples ascend, so each epoch is ordered once.
+    /// The current epoch: a rank's samples ascend, so each epoch is ordered once.
     epoch: u64,
-    /// 8 bytes per sequence: clones of a loader share them.
+    /// The order, 8 bytes per sequence, shared by clones of a loader.
     sequences: Arc<[usize]>,
 }
 
 impl EpochOrder {
-    /// `num_sequences` must not be 0.
+    /// Creates the order; `num_sequences` must not be 0.
     fn new(seed: u64, num_sequences: usize) -> Self {
         Self { seed, num_sequences, epoch: 0, sequences: epoch_order(seed, 0, num_sequences).into() }
     }

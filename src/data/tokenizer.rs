@@ -1,7 +1,7 @@
 //! Text to token ids.
 
 use super::DataError;
-use super::caught::caught;
+use super::catch_panic::catch_panic;
 use super::chat::ChatTemplate;
 use crate::regular_file;
 use serde_json::Value as Json;
@@ -49,7 +49,7 @@ impl Tokenizer {
         let load_error = |source| DataError::TokenizerLoad { path: path.to_owned(), source };
         let json = regular_file::read(path).map_err(|error| load_error(error.into()))?;
         let (tokenizer, vocab_size) =
-            caught(|| load(&json)).unwrap_or_else(|panic| Err(panic.into())).map_err(load_error)?;
+            catch_panic(|| load(&json)).unwrap_or_else(|panic| Err(panic.into())).map_err(load_error)?;
         let (kind, hash) = (Kind::HuggingFace(Box::new(tokenizer)), *blake3::hash(&json).as_bytes());
         let settings = read_beside(path, "tokenizer_config.json")?;
         let settings: Json = match settings {
@@ -106,7 +106,7 @@ impl Tokenizer {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Kind::HuggingFace(tokenizer) => {
                 let add_special_tokens = true;
-                let encoding = caught(|| tokenizer.encode_fast(text, add_special_tokens))
+                let encoding = catch_panic(|| tokenizer.encode_fast(text, add_special_tokens))
                     .unwrap_or_else(|panic| Err(panic.into()))
                     .map_err(|source| DataError::Tokenize { path: path.to_owned(), source })?;
                 Ok(encoding.get_ids().to_vec())
@@ -124,7 +124,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = tokens.iter().map(|&token| token.to_le_bytes()[0]).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace(tokenizer) => caught(|| tokenizer.decode(tokens, false))
+            Kind::HuggingFace(tokenizer) => catch_panic(|| tokenizer.decode(tokens, false))
                 .unwrap_or_else(|panic| Err(panic.into()))
                 .map_err(|source| DataError::Tokenize { path: path.to_owned(), source }),
         }
@@ -142,7 +142,7 @@ impl Tokenizer {
                 Ok((text.bytes().map(u32::from).collect(), (0..text.len()).map(|at| at..at + 1).collect()))
             }
             Kind::HuggingFace(tokenizer) => {
-                let encoding = caught(|| tokenizer.encode(text, add_special_tokens))
+                let encoding = catch_panic(|| tokenizer.encode(text, add_special_tokens))
                     .unwrap_or_else(|panic| Err(panic.into()))
                     .map_err(|source| DataError::Tokenize { path: path.to_owned(), source })?;
                 let places = encoding.get_offsets().iter().map(|&(start, end)| start..end).collect();

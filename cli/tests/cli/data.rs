@@ -28,8 +28,8 @@ fn prepared_tokens_train_as_their_text_does() {
     assert_eq!(train("text.txt", "of_text"), train("text.tokens", "of_tokens"));
     // Without its tokenizer the tokens mean nothing.
     let outcome = place.run(&["train", "c.json", "--data", "text.tokens", "--output", "bytes"]);
-    outcome.assert_refused(1, &["text.tokens: its tokens were made by another tokenizer (vocabulary of 5,"]);
-    place.run(&prepare).assert_refused(2, &["text.tokens exists; it is not overwritten"]);
+    outcome.assert_refused(1, &["text.tokens: the file was prepared with another tokenizer (vocabulary size 5,"]);
+    place.run(&prepare).assert_refused(2, &["text.tokens exists and is not overwritten"]);
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn inspect_says_what_a_file_holds_and_refuses_a_damaged_one() {
     let outcome = place.run(&["data", "inspect", "n.bin"]);
     assert!(outcome.assert_done().stdout.contains("nanoGPT .bin, 16 bits"), "{outcome:?}");
     place.write("n.bin", [1, 0, 2]);
-    place.run(&["data", "inspect", "n.bin"]).assert_refused(1, &["n.bin: 3 bytes are no whole number"]);
+    place.run(&["data", "inspect", "n.bin"]).assert_refused(1, &["n.bin: 3 bytes are not a multiple"]);
     place.run(&["data", "inspect", "a.jsonl"]).assert_refused(2, &["a.jsonl: no file of tokens"]);
     place.write("a.jsonl", "{\"text\":\"a\"}\n{]\n");
     let prepare = ["data", "prepare", "a.jsonl", "--output", "b.tokens"];

@@ -5,7 +5,7 @@
 
 use super::limits::{self, check_source};
 use super::python::{METHODS, check_nested, failed};
-use crate::data::caught::caught;
+use crate::data::catch_panic::catch_panic;
 use minijinja::machinery::{
     CompiledTemplate, Instruction, Instructions, TemplateConfig, eval, make_string_output,
 };
@@ -33,7 +33,7 @@ impl<'source> Program<'source> {
             syntax_config: syntax.clone(),
             default_auto_escape: Arc::new(|_| AutoEscape::None),
         };
-        let compiled = caught(|| CompiledTemplate::new("chat template", source, &config));
+        let compiled = catch_panic(|| CompiledTemplate::new("chat template", source, &config));
         let compiled = compiled.unwrap_or_else(|panic| Err(failed(panic)))?;
         Ok(Self { instructions: rewritten(&compiled.instructions)? })
     }
@@ -56,7 +56,7 @@ impl<'source> Program<'source> {
             let consumed = state.fuel_levels().map_or(0, |(consumed, _)| consumed);
             Ok((text, consumed))
         };
-        caught(run).unwrap_or_else(|panic| Err(failed(panic)))
+        catch_panic(run).unwrap_or_else(|panic| Err(failed(panic)))
     }
 }
 

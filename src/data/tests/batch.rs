@@ -123,7 +123,7 @@ fn tensors_of_wrong_length_are_named() {
     assert!(matches!(make(2, 0, 0, None, None), DataError::InvalidSeqLen { seq_len: 0 }));
     assert_eq!(
         make(2, 3, 5, None, None).to_string(),
-        "input_ids has 5 elements; [batch, seq_len] = [2, 3] takes 6"
+        "input_ids has 5 elements; [batch_size, seq_len] = [2, 3] takes 6"
     );
 }
 
@@ -147,7 +147,7 @@ fn ids_outside_the_vocabulary_are_located() {
     let batch = two_sequences();
     batch.check_vocab(26).unwrap();
     let error = batch.check_vocab(23).unwrap_err();
-    assert_eq!(error.to_string(), "token id 23 at sequence 1, position 3 is outside the vocabulary 0..23");
+    assert_eq!(error.to_string(), "token id 23 in sequence 1, position 3 is outside the vocabulary 0..23");
     for label in [-1, 30, i64::MIN] {
         let labels = vec![NONE, 29, label];
         let batch = GlobalBatch::new(1, 3, vec![0; 3], None, Some(labels)).unwrap();

@@ -9,7 +9,7 @@ fn every_prefix_of_a_mixture_has_its_proportions() {
             let mixture = Mixture::new(weights, seed);
             let mut counts = vec![0_u64; weights.len()];
             for sample in 0..5000 {
-                let (source, index) = mixture.place(sample);
+                let (source, index) = mixture.locate(sample);
                 assert_eq!(index, counts[source], "each source's samples come in order");
                 counts[source] += 1;
                 for (count, weight) in counts.iter().zip(weights) {
@@ -24,11 +24,11 @@ fn every_prefix_of_a_mixture_has_its_proportions() {
 
 #[test]
 fn a_mixture_is_found_at_any_sample_and_depends_on_the_seed() {
-    let place = |seed, sample| Mixture::new(&[0.5, 0.3, 0.2], seed).place(sample);
+    let locate = |seed, sample| Mixture::new(&[0.5, 0.3, 0.2], seed).locate(sample);
     let far = u64::MAX - 10;
-    let (source, index) = place(1, far);
+    let (source, index) = locate(1, far);
     assert!(index < far && source < 3);
-    let sources = |seed| (0..100).map(|sample| place(seed, sample).0).collect::<Vec<_>>();
+    let sources = |seed| (0..100).map(|sample| locate(seed, sample).0).collect::<Vec<_>>();
     assert_eq!(sources(1), sources(1));
     assert_ne!(sources(1), sources(2));
 }

@@ -222,19 +222,19 @@ fn broken_token_files_are_refused_with_file_and_place() {
     assert_eq!(folder.load("d.idx").unwrap().num_documents(), 2);
     let huge = u64::MAX.to_le_bytes();
     let cases: &[(&str, Vec<u8>, &str)] = &[
-        ("odd.bin", vec![1, 2, 3], "odd.bin: 3 bytes are no whole number of 2-byte tokens"),
-        ("empty.bin", vec![], "empty.bin: holds no token"),
-        ("c.bin", gpt2([magic, 1, 0], &[]), "c.bin: holds no token"),
+        ("odd.bin", vec![1, 2, 3], "odd.bin: 3 bytes are not a multiple of the token size"),
+        ("empty.bin", vec![], "empty.bin: contains no tokens"),
+        ("c.bin", gpt2([magic, 1, 0], &[]), "c.bin: contains no tokens"),
         ("c.bin", gpt2([magic, 2, 1], &[1]), "byte 4: the version is 2; valid is 1"),
-        ("c.bin", gpt2([magic, 1, 2], &[1]), "bytes 1024 to 1028 are needed and the file has 1026"),
-        ("c.bin", gpt2([magic, 1, -1], &[1]), "are needed and the file has 1026"),
+        ("c.bin", gpt2([magic, 1, 2], &[1]), "bytes 1024 to 1028 are needed, but the file has 1026"),
+        ("c.bin", gpt2([magic, 1, -1], &[1]), "are needed, but the file has 1026"),
         ("c.bin", gpt2([magic, 1, 1], &[1, 2]), "byte 8: the number of tokens is 1; valid is 2"),
         (
             "c.bin",
             gpt2([magic, 1, 1], &[])[..100].to_vec(),
-            "bytes 0 to 1024 are needed and the file has 100",
+            "bytes 0 to 1024 are needed, but the file has 100",
         ),
-        ("d.idx", vec![], "d.idx: bytes 0 to 9 are needed and the file has 0"),
+        ("d.idx", vec![], "d.idx: truncated: bytes 0 to 9 are needed, but the file has 0"),
         ("d.idx", b"TNTIDX\0\0\0".to_vec(), "d.idx: byte 0: expected Megatron's magic"),
         ("d.idx", wrong(9, &[2]), "byte 9: the version is 2"),
         ("d.idx", wrong(17, &[6]), "byte 17: the type code is 6"),

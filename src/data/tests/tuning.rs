@@ -202,7 +202,7 @@ fn a_tokenizer_that_panics_is_an_error_that_names_the_file() {
     write(root, "x.jsonl", "{\"text\":\"abc\"}\n");
     let error = Tokenizer::from_file(&path).and_then(|panics| Corpus::load(&root.join("x.jsonl"), &panics));
     let message = format!("{:#}", anyhow::Error::new(error.unwrap_err()));
-    assert!(message.contains("it panics: ") && message.contains("x.jsonl"), "{message}");
+    assert!(message.contains("the library panicked: ") && message.contains("x.jsonl"), "{message}");
 }
 
 #[test]
