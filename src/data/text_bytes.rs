@@ -1,17 +1,16 @@
-//! How much text tokens stand for.
+//! The size of the text that tokens represent.
 
 use super::{DataError, PackedSequences, Packing};
 use std::path::Path;
 
-/// Bytes of the text that is predicted: that of all documents, without what the first token of each stands for (in
-/// [`Packing::Concat`], that of the first only). `tokenizer` is the `tokenizer.json` that the tokens are from; without
-/// one every token is a byte.
+/// Returns the bytes of the predicted text: all documents without the first token of each (in [`Packing::Concat`], of the
+/// first only). `tokenizer` is the `tokenizer.json` of the tokens; without one, every token is a byte.
 ///
-/// Text is measured by decoding the tokens, so what a tokenizer leaves out (special tokens, and in some all runs
-/// of spaces) does not count.
+/// The text is the decoded tokens, so text that the tokenizer drops (special tokens, and in some tokenizers runs of
+/// spaces) does not count.
 ///
 /// # Errors
-/// A tokenizer that cannot be loaded or does not know a token, or documents that cannot be read.
+/// When the tokenizer cannot be loaded or does not know a token, or the documents cannot be read.
 pub fn predicted_text_bytes(sequences: &PackedSequences, tokenizer: Option<&Path>) -> Result<u64, DataError> {
     let documents = sequences.documents();
     let Some(path) = tokenizer else { return Ok(sequences.num_predicted_tokens() as u64) };

@@ -67,8 +67,8 @@ fn a_column_that_is_missing_or_no_text_is_named() {
         let message = format!("{:#}", anyhow::Error::from(error));
         assert!(message.contains(expected) && message.contains("a.parquet"), "{message}");
     };
-    refuse("content", "no column `content`; there are: id, text");
-    refuse("id", "column `id` holds INT64, not one string per row");
+    refuse("content", "no column `content`; the columns are: id, text");
+    refuse("id", "column `id` contains INT64, not one string per row");
 }
 
 #[test]

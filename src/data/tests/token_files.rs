@@ -170,7 +170,7 @@ fn no_id_outside_the_vocabulary_gets_out_of_a_file() {
     assert!(error.to_string().contains("n.bin: byte 2: token id 300"), "{error}");
     file_error(corpus.read_labels(1..2, &mut Vec::new()));
     corpus.read_tokens(2..3, &mut tokens).unwrap();
-    // Not read through, since reading is held to as little; a file that is held to more is.
+    // Not scanned, because reads check against a smaller vocabulary; a file with a larger one is scanned.
     assert_eq!(corpus.first_outside(300).unwrap(), None);
     assert_eq!(held(301).first_outside(300).unwrap(), Some((1, 300)));
     assert_eq!(held(301).first_outside(301).unwrap(), None);

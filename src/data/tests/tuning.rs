@@ -129,7 +129,7 @@ fn a_template_that_marks_its_answers_is_believed() {
 }
 
 #[test]
-fn a_template_whose_answers_cannot_be_told_is_refused() {
+fn a_template_whose_answers_cannot_be_located_is_refused() {
     let root = tempfile::tempdir().unwrap();
     let root = root.path();
     let refused = |template: &str, line: &Json| {
@@ -146,7 +146,7 @@ fn a_template_whose_answers_cannot_be_told_is_refused() {
     let strict = "{{ raise_exception('roles must alternate') }}";
     assert!(refused(strict, &chat()).contains("roles must alternate"));
     let question = json!({ "messages": [{ "role": "user", "content": "?" }] });
-    assert!(refused(CHATML, &question).contains("no message has an answer to train on: none is of the role"));
+    assert!(refused(CHATML, &question).contains("no answer to train on: no message has the role"));
     let silent = refused("{{ messages[0].content }}", &chat());
     assert!(silent.contains("the chat template adds no text for the role `assistant`"), "{silent}");
     let marked = json!({ "messages": [{ "role": "assistant", "content": "\u{fdd0}" }] });
@@ -171,7 +171,7 @@ fn a_conversation_may_begin_with_the_assistant_and_its_numbers_keep_their_digits
         let found = Corpus::load(&root.join("x.jsonl"), &tokenizer(root, Some(CHATML)));
         assert_eq!(found.is_ok(), is_exact, "{number}: {found:?}");
         let message = found.err().map_or_else(String::new, |error| error.to_string());
-        assert!(is_exact || message.contains("x.jsonl, line 1: `messages` holds"), "{message}");
+        assert!(is_exact || message.contains("x.jsonl, line 1: `messages` contains"), "{message}");
     }
 }
 
