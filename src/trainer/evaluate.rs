@@ -1,4 +1,4 @@
-//! The loss of sequences that are only looked at.
+//! Evaluation: the loss of held-out sequences.
 
 use super::error::TrainerError;
 use crate::comm::{CommError, ProcessGroup, ProcessGroupExt, ReduceOp};
@@ -6,32 +6,32 @@ use crate::data::{DataLoader, Dataset, LoaderOptions};
 use crate::engine::Engine;
 use crate::kernels::lm_head_loss::LossSum;
 
-/// Loss of some sequences: the same on all ranks and, up to rounding, on every mesh.
+/// The loss of an evaluation: the same on all ranks and, up to rounding, on every mesh.
 #[derive(Debug, Clone, Copy)]
 pub struct Evaluation {
-    /// Sum over all tokens that have a label.
+    /// Sum of the losses over all tokens with a label.
     pub sum: LossSum,
     /// Forward passes of each rank.
     pub micro_batches: u64,
 }
 
 impl Evaluation {
-    /// In nats per token.
+    /// Returns the mean loss, in nats per token.
     pub fn loss(&self) -> f64 {
         self.sum.sum / self.sum.valid_tokens as f64
     }
 
-    /// `e` to the power of the loss.
+    /// Returns the perplexity, `e` to the power of the loss.
     pub fn perplexity(&self) -> f64 {
         self.loss().exp()
     }
 }
 
-/// Evaluates the first `max_sequences` sequences, or all, in the order in which they are packed. Those that the mesh needs
-/// besides are fully masked. Collective.
+/// Evaluates the first `max_sequences` sequences, or all, in order. The last batch is padded with fully masked sequences.
+/// Collective.
 ///
 /// # Errors
-/// Data without a label, or that cannot be read, or whatever a forward pass reports.
+/// When the data has no labels or cannot be read, or a forward pass fails.
 pub fn evaluate(
     engine: &mut Engine,
     data: &Dataset,
@@ -54,12 +54,12 @@ pub fn evaluate(
     }
 }
 
-/// The first rank's loss, on all ranks: what they decide by it must not differ in a bit. Collective.
+/// Returns the first rank's loss on all ranks, so that they make the same decisions. Collective.
 pub(super) fn broadcast_loss(group: &dyn ProcessGroup, loss: f64) -> Result<f64, CommError> {
     Ok(f64::from_bits(broadcast_value(group, loss.to_bits())?))
 }
 
-/// The first rank's number, on all ranks. Collective.
+/// Returns the first rank's value on all ranks. Collective.
 pub(super) fn broadcast_value(group: &dyn ProcessGroup, own: u64) -> Result<u64, CommError> {
     let bits = if group.rank() == 0 { own.cast_signed() } else { i64::MIN };
     Ok(group.all_reduce_values(&[bits], ReduceOp::Max)?[0].cast_unsigned())

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// What an observer hears.
+/// Logs the calls of an observer.
 #[derive(Default)]
 struct EventLog(Vec<String>);
 
@@ -57,7 +57,7 @@ fn config(steps: u64, changes: Value) -> Config {
     Config::from_json_str(&json.to_string(), "test").unwrap()
 }
 
-/// What the observer of the first rank hears of a run, and how it ends.
+/// Returns the events of the first rank's observer, and the result of the run.
 fn run(
     config: &Config,
     has_held_out: bool,
@@ -85,7 +85,7 @@ fn in_dir(dir: &Path, resume: Option<Resume>) -> TrainerOptions {
 }
 
 #[test]
-fn observers_hear_of_every_step_and_a_resumed_run_is_the_rest_of_an_uninterrupted_one() {
+fn observers_see_every_step_and_a_resumed_run_equals_the_rest_of_an_uninterrupted_one() {
     let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (events, report) = run(&config(4, json!({})), true, &in_dir(whole.path(), None)).unwrap();
     let what: Vec<_> = events.iter().map(|line| line.split(" loss").next().unwrap()).collect();
@@ -112,21 +112,21 @@ fn a_run_that_is_asked_to_stop_saves_and_ends_after_the_step() {
 }
 
 #[test]
-fn what_a_run_lacks_is_named_before_the_first_step() {
+fn missing_settings_are_reported_before_the_first_step() {
     let dir = tempfile::tempdir().unwrap();
     let error = |config: &Config, has_held_out, options: &TrainerOptions| {
         let error = run(config, has_held_out, options).unwrap_err();
         std::error::Error::source(&error).unwrap().to_string()
     };
     let new = in_dir(dir.path(), None);
-    assert!(error(&config(2, json!({})), false, &new).contains("no held-out part"));
-    assert!(error(&config(2, json!({})), true, &TrainerOptions::default()).contains("give `ulysses.output`"));
+    assert!(error(&config(2, json!({})), false, &new).contains("no held-out data"));
+    assert!(error(&config(2, json!({})), true, &TrainerOptions::default()).contains("set `ulysses.output`"));
     let keep_best = json!({ "checkpoint": { "keep_best": true }, "ulysses": { "steps": 2 } });
-    assert!(error(&config(2, keep_best), true, &new).contains("`checkpoint.keep_best` needs"));
+    assert!(error(&config(2, keep_best), true, &new).contains("`checkpoint.keep_best` requires"));
     let longer = json!({ "ulysses": { "steps": 9, "seq_len": 32, "seq_len_schedule": [[4, 64]] } });
     assert!(error(&config(2, longer), true, &new).contains("has 1 phase(s)"));
     run(&config(2, json!({})), true, &new).unwrap();
-    assert!(error(&config(4, json!({})), true, &new).contains("holds checkpoints of an earlier run"));
+    assert!(error(&config(4, json!({})), true, &new).contains("contains checkpoints of an earlier run"));
     let (other, older) = (tempfile::tempdir().unwrap(), Some(Resume::From(dir.path().join("step_00000002"))));
     run(&config(4, json!({})), true, &in_dir(other.path(), None)).unwrap();
     let into_other = error(&config(6, json!({})), true, &in_dir(other.path(), older));

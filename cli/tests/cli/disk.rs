@@ -51,7 +51,7 @@ fn metrics_that_find_no_room_end_no_run_that_goes_on_without_checkpoints() {
         // What ends the run is that its last checkpoint is missing.
         outcome.assert_refused(1, &["error: rank 0 failed: checkpoint of step 60 was not saved"]);
         for expected in
-            ["checkpoint of step 50 was not saved", "the metrics wait in memory until there is room"]
+            ["checkpoint of step 50 was not saved", "metrics are kept in memory until disk space is available"]
         {
             assert!(outcome.stderr.contains(expected), "no {expected:?} in {outcome:?}");
         }
@@ -140,7 +140,7 @@ fn a_renamed_checkpoint_is_as_old_as_its_manifest_states() {
     }
     let outcome = train(&place, &["--steps", "8", "--resume"]);
     let expected =
-        "resumed from out/step_00000099\nits directory was renamed: by its manifest it is of step 5";
+        "resumed from out/step_00000099\nthe checkpoint's directory was renamed: its manifest says step 5";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
     // A name between the two that are kept takes the place of neither.
     fs::rename(name(99), name(9)).unwrap();
