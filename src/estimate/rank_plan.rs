@@ -1,4 +1,4 @@
-//! The sums over one rank's step.
+//! [`RankPlan`]: the memory, FLOPs and traffic of one rank's step.
 
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose};
@@ -11,51 +11,51 @@ use ulysses_kernels::memory::Category;
 /// Bytes by category, in the order of [`Category::ALL`].
 type ByCategory = [u64; Category::ALL.len()];
 
-/// What one rank needs in a step, once it has done one before.
+/// The memory, FLOPs and traffic of one rank's step, after the first one.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RankPlan {
     /// Global rank.
     pub rank: usize,
-    /// The most that it holds at once.
+    /// Peak memory.
     pub peak_bytes: u64,
-    /// What it does then.
+    /// The part of the step with the peak.
     #[serde(serialize_with = "as_text")]
     pub peak_at: Moment,
-    /// What that consists of.
+    /// The peak by category.
     #[serde(serialize_with = "by_name")]
     pub peak_by_category: ByCategory,
-    /// What it holds throughout; storage that is recycled from step to step is not among it.
+    /// Memory that is held throughout, without recycled storage.
     pub persistent_bytes: u64,
-    /// The most that waits elsewhere at once: in files, or of a GPU in the host's memory.
+    /// Peak of the offloaded bytes: in files, or of a GPU in host memory.
     pub offloaded_bytes: u64,
-    /// The most that it holds during each part of its last micro batch, and in the update.
+    /// Peak memory in each part of the last micro batch, and in the update.
     pub timeline: Vec<MomentMemory>,
-    /// Floating-point operations of forward and backward.
+    /// FLOPs of forward and backward passes.
     pub model_flops: f64,
-    /// Those of forward passes that are repeated in the backward pass.
+    /// FLOPs of recomputation.
     pub recompute_flops: f64,
     /// Bytes sent.
     pub sent: SentBytes,
-    /// Bytes sent by what they are.
+    /// Bytes sent by purpose.
     #[serde(serialize_with = "by_purpose")]
     pub sent_by_purpose: BTreeMap<Purpose, SentBytes>,
 }
 
-/// The most that a rank holds during a part of a step.
+/// The peak memory of a rank in a part of a step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MomentMemory {
-    /// Which part.
+    /// The part of the step.
     #[serde(serialize_with = "as_text")]
     pub at: Moment,
-    /// Bytes.
+    /// Total bytes.
     pub bytes: u64,
-    /// What they hold.
+    /// Bytes by category.
     #[serde(serialize_with = "by_name")]
     pub by_category: ByCategory,
 }
 
 impl RankPlan {
-    /// Of a step. Nothing where 64 bits do not suffice for its bytes.
+    /// Sums a step; `None` if its bytes overflow.
     pub(super) fn sum(rank: usize, step: DryStep, nodes: &Nodes) -> Option<Self> {
         let mut sent_by_purpose: BTreeMap<Purpose, SentBytes> = BTreeMap::new();
         let (mut model_flops, mut recompute_flops) = (0.0, 0.0);
@@ -120,7 +120,7 @@ mod tests {
 
     const SEQ_LEN: usize = 4096;
 
-    /// The preset `small` on one rank, with `changes` of the sections.
+    /// Plans the preset `small` on one rank.
     fn plan(device: DeviceKind, checkpoints: bool, zero: Value) -> RankPlan {
         let config = json!({
             "train_batch_size": 1, "bf16": { "enabled": true }, "zero_optimization": zero,

@@ -70,7 +70,7 @@ fn a_step_whose_repeated_micro_batches_are_counted_is_the_one_that_runs_each() {
             let step = |most| workload.warm_step_of(&mesh, rank, most).unwrap();
             let of = |most| RankPlan::sum(rank, step(most), &nodes).unwrap();
             let (counted, run) = (of(4), of(6));
-            // A GPU keeps the losses of every token until the step: of more micro batches more.
+            // A GPU keeps the losses of all tokens until the step, so more micro batches take more memory.
             let losses = if device == DeviceKind::Cuda { 2 * 2 * 26 * 4 } else { 0 };
             assert!((0..=losses).contains(&(run.peak_bytes - counted.peak_bytes)), "{label}, rank {rank}");
             assert_eq!(counted.sent_by_purpose, run.sent_by_purpose, "{label}, rank {rank}");

@@ -1,10 +1,10 @@
-//! How long a step takes on a machine: the events of a dry step by the machine's rates.
+//! The step time on a machine: the events of a dry step at the machine's rates.
 //!
-//! A rank does one thing after another. Products, attention and sweeps over memory take their work by their rate,
-//! a collective its latency and the bytes that it sends by the bus bandwidth of its link. What ZeRO starts and
-//! awaits later goes on beside the arithmetic where the machine [can do that](MachineProfile::overlaps_communication):
-//! one collective after another, in the order of their start, as on the one stream that NCCL's operations have.
-//! Elsewhere it is moved by the rank itself, when it waits. `docs/planning.md` tells what is not counted.
+//! A rank executes events one after another. Matmuls, attention and element-wise operations take their work divided by
+//! their rate; a collective takes its latency plus the bytes that it sends divided by the bus bandwidth of its link.
+//! ZeRO's asynchronous collectives overlap with compute if the machine
+//! [supports it](MachineProfile::overlaps_communication): one after another, in the order of their start, as on NCCL's
+//! single stream. Otherwise the rank transfers them itself when it waits. `docs/planning.md` lists what is not modeled.
 
 use super::dry_run::DryStep;
 use super::event::{Event, Pass, Purpose, Transfer, Work};
@@ -18,54 +18,55 @@ use serde::Serialize;
 use std::collections::{BTreeMap, VecDeque};
 use ulysses_kernels::device::dry::MatmulOp;
 
-/// The time of a step on the rank that needs most of it. The parts add up to the total.
+/// The step time of the slowest rank. The parts add up to the total.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepTime {
     /// The machine.
     pub machine: String,
     /// Global rank.
     pub rank: usize,
-    /// Where the time goes.
+    /// The parts of the time.
     #[serde(flatten)]
     pub parts: TimeParts,
-    /// All of it.
+    /// The total time.
     pub total_seconds: f64,
-    /// Products and attention that are done twice: part of the above.
+    /// Recomputation of matmuls and attention, included in the parts.
     pub recompute_seconds: f64,
-    /// Communication beside arithmetic: not part of the above.
+    /// Communication that overlaps with compute, not included in the parts.
     pub hidden_seconds: f64,
-    /// Tokens of the global batch by the time.
+    /// Tokens of the global batch per second.
     pub tokens_per_second: f64,
-    /// Arithmetic of all ranks, without what is done twice, as a share of their peak.
+    /// Model FLOPs utilization: FLOPs of all ranks without recomputation, relative to their peak.
     pub mfu: f64,
 }
 
-/// What a rank does at a time.
+/// The parts of a step's time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TimeParts {
-    /// Matrix products.
-    pub products_seconds: f64,
+    /// Matmuls.
+    #[serde(rename = "products_seconds")]
+    pub matmul_seconds: f64,
     /// Attention.
     pub attention_seconds: f64,
-    /// Norms, SwiGLU and other operations on single elements.
+    /// Norms, SwiGLU and other element-wise operations.
     pub elementwise_seconds: f64,
     /// The Ulysses exchange.
     pub exchange_seconds: f64,
-    /// Gathers, reductions and sums, as far as the rank waits for them.
+    /// Waiting for ZeRO's gathers and reductions, and for sums.
     pub zero_seconds: f64,
-    /// Norm of the gradient and update.
+    /// Gradient norm and optimizer update.
     pub update_seconds: f64,
-    /// Files of what is offloaded.
+    /// Reads and writes of offload files.
     pub file_seconds: f64,
-    /// Copies of what is offloaded from a GPU to the host's memory, and back.
+    /// Copies of offloaded tensors between GPU and host memory.
     pub host_copy_seconds: f64,
 }
 
 impl TimeParts {
-    /// Each with its name.
+    /// Returns the parts with their names.
     pub fn named(&self) -> [(&'static str, f64); 8] {
         [
-            ("products", self.products_seconds),
+            ("matmuls", self.matmul_seconds),
             ("attention", self.attention_seconds),
             ("elementwise", self.elementwise_seconds),
             ("exchange", self.exchange_seconds),
@@ -78,11 +79,10 @@ impl TimeParts {
 }
 
 impl Workload {
-    /// The time of a step on `machine`. Of the sp groups one that is on most nodes counts, and of its ranks the
-    /// slowest.
+    /// Returns the step time on `machine`: of the slowest rank, in an sp group that spans the most nodes.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan), or a rate that the step needs and the machine profile does not have.
+    /// As [`plan`](Self::plan), or when the machine profile lacks a rate that the step needs.
     pub fn step_time(&self, machine: &MachineProfile) -> Result<StepTime, EngineError> {
         let config = &self.config;
         let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;
@@ -93,7 +93,7 @@ impl Workload {
                 Some("bf16") => "rates.bf16",
                 Some(_) => "rates.fp16",
             },
-            needed_by: "that is what the config trains in".to_owned(),
+            needed_by: "it is the dtype of the config".to_owned(),
         })?;
         let first = self.first_dp_row_on_most_nodes() * config.mesh.sp_size;
         let (mut slowest, mut model_flops) = (None::<(usize, Simulation<'_>)>, 0.0);
@@ -121,39 +121,39 @@ impl Workload {
         })
     }
 
-    /// The first of the rows of the mesh that are on most nodes.
+    /// Returns the first dp rank whose sp group spans the most nodes.
     fn first_dp_row_on_most_nodes(&self) -> usize {
         let (sp, per_node) = (self.config.mesh.sp_size, self.ranks_per_node.max(1));
-        let nodes = |row: &usize| ((row + 1) * sp - 1) / per_node - row * sp / per_node;
-        // Of equal ones `max_by_key` takes the last.
+        let nodes = |dp_rank: &usize| ((dp_rank + 1) * sp - 1) / per_node - dp_rank * sp / per_node;
+        // `max_by_key` takes the last of equal ones.
         (0..self.config.mesh.dp_size).rev().max_by_key(nodes).unwrap_or(0)
     }
 }
 
 /// A collective that has been started.
 struct InFlight {
-    /// How long it takes.
+    /// The duration.
     seconds: f64,
-    /// When it ends, where it goes on by itself.
+    /// The end, if it overlaps with compute.
     ends: Option<f64>,
 }
 
-/// One rank on its way through a step.
+/// The simulation of one rank's step.
 struct Simulation<'a> {
     machine: &'a MachineProfile,
     rates: Rates,
     nodes: Nodes,
     now: f64,
-    /// When the last collective ends that has been started.
+    /// The end of the last started collective.
     network_free: f64,
     in_flight: BTreeMap<Purpose, VecDeque<InFlight>>,
     is_updating: bool,
-    /// For how many micro batches this one stands. Nothing is under way between them, so all of its times are as many
-    /// times as long.
+    /// The number of micro batches that the current one represents. No collective is in flight between them, so times
+    /// are multiplied.
     times: f64,
     parts: TimeParts,
     recompute: f64,
-    /// Communication that nobody waited for.
+    /// Communication that overlapped with compute.
     hidden: f64,
     model_flops: f64,
 }
@@ -176,19 +176,19 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Goes through a step.
+    /// Simulates a step.
     fn run(&mut self, step: &DryStep) -> Result<(), EngineError> {
         for (times, events) in &step.micro_batches {
             self.times = *times as f64;
-            events.iter().try_for_each(|event| self.go_on(event))?;
+            events.iter().try_for_each(|event| self.process(event))?;
         }
         (self.times, self.is_updating) = (1.0, true);
-        step.update.iter().try_for_each(|event| self.go_on(event))?;
+        step.update.iter().try_for_each(|event| self.process(event))?;
         self.end();
         Ok(())
     }
 
-    fn go_on(&mut self, event: &Event) -> Result<(), EngineError> {
+    fn process(&mut self, event: &Event) -> Result<(), EngineError> {
         match event {
             Event::Compute(work) => self.compute(*work),
             Event::Elementwise { bytes } => self.elementwise(*bytes),
@@ -216,10 +216,10 @@ impl<'a> Simulation<'a> {
                 (attention_backward_flops_per_second, &mut self.parts.attention_seconds)
             }
             (MatmulOp::Linear | MatmulOp::LmHead, _) => {
-                (product_flops_per_second, &mut self.parts.products_seconds)
+                (product_flops_per_second, &mut self.parts.matmul_seconds)
             }
         };
-        // The loss multiplies for its logits once more in the backward pass.
+        // The backward pass recomputes the logits.
         let repeated = if (op, pass) == (MatmulOp::LmHead, Pass::Forward) { flops } else { 0.0 };
         let seconds = (flops + repeated) / rate;
         *part += seconds;
@@ -273,7 +273,7 @@ impl<'a> Simulation<'a> {
             of_purpose.push_back(InFlight { seconds, ends });
             return Ok(());
         }
-        // What is under way before it is waited for.
+        // Collectives in flight finish first.
         self.wait_for_zero(starts - self.now);
         self.now += seconds;
         self.network_free = self.now;
@@ -293,14 +293,14 @@ impl<'a> Simulation<'a> {
         self.wait_for_zero(ends.map_or(seconds, |ends| (ends - self.now).max(0.0)));
     }
 
-    /// Waits for communication that was counted as hidden when it started.
+    /// Waits for communication that was counted as hidden at its start.
     fn wait_for_zero(&mut self, seconds: f64) {
         self.now += seconds;
         self.parts.zero_seconds += seconds;
         self.hidden -= seconds;
     }
 
-    /// A step ends when all of its communication has.
+    /// Waits for all communication of the step.
     fn end(&mut self) {
         let purposes: Vec<Purpose> = self.in_flight.keys().copied().collect();
         for purpose in purposes {
@@ -310,7 +310,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// The two links work at the same time, so the slower one counts.
+    /// Returns the time of a collective. Both links work in parallel, so the slower one counts.
     fn seconds_of(&self, transfer: &Transfer) -> Result<f64, EngineError> {
         let SentBytes { intra_node_bytes, inter_node_bytes } = self.nodes.sent(transfer);
         let links = &self.machine.links;
@@ -335,7 +335,7 @@ impl<'a> Simulation<'a> {
     }
 }
 
-/// Bytes that a rank sends by the time of a collective.
+/// Returns the bus bandwidth of a collective.
 fn bandwidth(link: &LinkRates, op: CollectiveOp) -> f64 {
     match op {
         CollectiveOp::AllReduce => link.all_reduce_bytes_per_second,

@@ -235,7 +235,7 @@ fn what_a_gpu_offloads_is_counted_in_the_hosts_memory_and_files_are_refused() {
     assert!(peak(&on_gpu) + state / 2 < peak(&on_cpu));
     changed(
         &plan(&place, &["changed.json", "--device", "cuda", "--memory-gib", "999"]),
-        "checkpoints on the GPU",
+        "activation checkpoints on the GPU",
     );
     let refused = at("nvme").run(&["plan", "changed.json", "--device", "cuda"]);
     refused.assert_refused(2, &["`zero_optimization.offload_optimizer.device`", "set it to \"cpu\""]);
@@ -261,11 +261,11 @@ fn what_saves_memory_is_planned_where_it_is_configured_and_told_where_it_is_not(
     };
     let plain = of(json!({ "seq_len": 65536, "activation_checkpointing": true }), false);
     let (peak_without, longest_without) = changed(&plain, "as configured");
-    for feature in ["tiles of 1024 tokens", "checkpoints in a file"] {
+    for feature in ["tiles of 1024 tokens", "activation checkpoints in a file"] {
         let (peak, longest) = changed(&plain, feature);
         assert!(peak < peak_without && longest > longest_without, "{feature}: {peak}, {longest}");
     }
-    changed(&plain, "2 chunks of heads");
+    changed(&plain, "2 head chunks");
     let (peak, longest) = changed(&plain, "ZeRO stage 1 with optimizer state in a file");
     assert!(peak < peak_without && longest > longest_without, "{peak}, {longest}");
     let (less, _) = changed(&plain, "ZeRO stage 3 with optimizer state and parameters in files");
@@ -277,7 +277,7 @@ fn what_saves_memory_is_planned_where_it_is_configured_and_told_where_it_is_not(
     let (peak, longest) = changed(&frugal, "as configured");
     assert_eq!(frugal["features"]["head_chunks"], 2);
     assert_eq!(frugal["budget"]["max_seq_len"], longest);
-    for feature in ["all heads at once", "all tokens at once", "checkpoints in memory"] {
+    for feature in ["all heads at once", "all tokens at once", "activation checkpoints in memory"] {
         let (peak_without, longest_without) = changed(&frugal, feature);
         assert!(peak < peak_without && longest > longest_without, "{feature}: {peak}, {longest}");
     }
