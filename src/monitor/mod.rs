@@ -1,5 +1,4 @@
-//! What a run tells its user: metrics, progress, a trace of its steps, tables of its communication, and a summary at
-//! the end.
+//! The output of a run: metrics, progress lines, traces, communication tables, and a final summary.
 
 mod append_file;
 mod breakdown;

@@ -103,7 +103,7 @@ fn a_run_stops_early_where_an_uninterrupted_one_does() {
 fn the_model_is_evaluated_before_the_first_step_if_asked_for() {
     let place = workplace([1, 2], json!({ "eval_on_start": true }), json!({}));
     let outcome = train(&place, &["--steps", "3"]);
-    assert!(outcome.assert_done().stderr.contains("step 0/3  held out: loss"), "{outcome:?}");
+    assert!(outcome.assert_done().stderr.contains("step 0/3  evaluation: loss"), "{outcome:?}");
     let at = |name| evaluations(&place, name).into_iter().map(|(step, _)| step).collect::<Vec<_>>();
     assert_eq!(at("out/metrics.jsonl"), [0, 2, 3]);
     place.run(&["report", "out"]).assert_done();

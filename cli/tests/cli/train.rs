@@ -458,7 +458,7 @@ fn a_run_ends_with_a_short_summary_and_with_tables_where_they_are_asked_for() {
     assert_eq!(lines[3], "checkpoint  out/step_00000004");
     assert!(lines[4].starts_with("output      out: metrics in out/metrics.jsonl"), "{outcome:?}");
     let outcome = place.run(&["train", "c.json", "--verbose", "--output", "again"]);
-    for table in ["bytes sent, by axis", "bytes stored", "bytes at the peak", "data        waited for in"] {
+    for table in ["bytes sent per rank, by axis", "bytes stored", "peak bytes per rank", "of the time waiting for data"] {
         assert!(outcome.assert_done().stdout.contains(table), "no {table:?}: {outcome:?}");
     }
 }
