@@ -1,8 +1,8 @@
-//! The result as a drawing.
+//! Draws the result.
 
 use super::{BINS, KEYS, SEQ_LEN, SP};
 
-/// Both curves over the distance; gray lines are the borders of shards, the dashed one is chance.
+/// Draws both curves over the distance; gray lines are the bounds of shards, the dashed line is chance.
 pub(crate) fn picture(whole: &[f64], shard: &[f64]) -> String {
     let (x, y) = (|bin: f64| 60.0 + 560.0 * bin / BINS as f64, |share: f64| 230.0 - 200.0 * share);
     let curve = |(shares, color, name, at): (&[f64], &str, &str, usize)| {
@@ -19,7 +19,7 @@ pub(crate) fn picture(whole: &[f64], shard: &[f64]) -> String {
         )
     };
     let curves =
-        [(whole, "#14568c", "attention over whole rows", 120), (shard, "#b5541c", "within a shard", 140)];
+        [(whole, "#14568c", "attention over whole sequences", 120), (shard, "#b5541c", "within a shard", 140)];
     format!(
         "<svg xmlns='http://www.w3.org/2000/svg' width='640' height='280' font-family='sans-serif' font-size='12' \
          stroke-width='2'>\n<rect width='100%' height='100%' fill='white'/>\n<g stroke-width='1'>{}</g>\

@@ -53,7 +53,7 @@ pub use error::DataError;
 pub use file_error::FileError;
 pub use loader::{DataLoader, LoaderOptions, Placement};
 pub use order::epoch_order;
-pub use packing::{PackedSequences, Row};
+pub use packing::{PackedSequence, PackedSequences};
 pub use prepare::{PrepareOptions, PrepareProgress, Prepared, prepare};
 pub use read_ahead::ReadAhead;
 pub use source::Skipped;
