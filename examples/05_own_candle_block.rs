@@ -96,8 +96,10 @@ fn main() -> Result<()> {
     // 4. The data: bytes of a text, packed into sequences of 128 tokens.
     let config = Config::from_json_str(CONFIG, "the example's config")?;
     let text = "the quick brown fox jumps over the lazy dog, and the dog does not mind. ".repeat(60);
-    let sequences =
-        Arc::new(PackedSequences::new(Corpus::from_documents([text.bytes().map(u32::from).collect()])?, 128)?);
+    let sequences = Arc::new(PackedSequences::new(
+        Corpus::from_documents([text.bytes().map(u32::from).collect()])?,
+        128,
+    )?);
 
     // 5. Four ranks, which are threads of this process.
     let mesh = DeviceMesh::dp_sp(config.mesh.dp_size, config.mesh.sp_size)?;

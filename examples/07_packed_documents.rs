@@ -40,8 +40,11 @@ fn main() -> Result<()> {
     let letters: String =
         sequence.input_ids.iter().map(|&id| if id == 0 { '·' } else { id as u8 as char }).collect();
     let digits: String = sequence.position_ids.iter().map(|position| (position % 10).to_string()).collect();
-    let labels: String =
-        sequence.shift_labels.iter().map(|&id| if id == IGNORED_LABEL { '–' } else { id as u8 as char }).collect();
+    let labels: String = sequence
+        .shift_labels
+        .iter()
+        .map(|&id| if id == IGNORED_LABEL { '–' } else { id as u8 as char })
+        .collect();
     let shards: String = (0..SP)
         .map(|rank| format!("{:<1$}", format!("│ sp rank {rank}"), shard_range(SEQ_LEN, SP, rank).len()))
         .collect();

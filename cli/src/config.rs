@@ -4,7 +4,7 @@ use super::config_flags::ConfigFlags;
 use super::{Failure, OrFail, note, print, training_shape};
 use std::path::{Path, PathBuf};
 use ulysses::config::{
-    Config, UnresolvedValue, Overrides, PartiallyResolved, RawConfig, Severity, explain, json_schema,
+    Config, Overrides, PartiallyResolved, RawConfig, Severity, UnresolvedValue, explain, json_schema,
     reference_markdown,
 };
 

@@ -91,7 +91,8 @@ impl Sources {
 
     /// What is trained on, in rows.
     pub(super) fn training(&self, seq_len: usize) -> anyhow::Result<Dataset> {
-        let pack = |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
+        let pack =
+            |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
         let rows = self.training.iter().map(|(documents, weight)| Ok((pack(documents)?, *weight)));
         let rows = rows.collect::<anyhow::Result<Vec<_>>>()?;
         let weights: Option<Vec<f64>> = rows.iter().map(|(_, weight)| *weight).collect();
@@ -118,7 +119,8 @@ impl Sources {
         if self.held_out.is_empty() {
             return Ok(None);
         }
-        let pack = |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
+        let pack =
+            |documents: &Documents| PackedSequences::with_packing(documents.clone(), seq_len, self.packing);
         let rows = self.held_out.iter().map(pack).collect::<Result<Vec<_>, _>>()?;
         Ok(Some(Dataset::concatenated(rows)?))
     }

@@ -75,7 +75,10 @@ fn haystack(seed: u64, sees_all: bool) -> Result<Haystack, DataError> {
     // A document begins wherever positions start again.
     let document = if sees_all { SEQ_LEN } else { SEQ_LEN / SP };
     let positions = (0..BATCH_SIZE * SEQ_LEN).map(|at| (at % document) as u32).collect();
-    Ok(Haystack { batch: GlobalBatch::new(BATCH_SIZE, SEQ_LEN, tokens, Some(positions), Some(labels))?, distances })
+    Ok(Haystack {
+        batch: GlobalBatch::new(BATCH_SIZE, SEQ_LEN, tokens, Some(positions), Some(labels))?,
+        distances,
+    })
 }
 
 /// Trains, and returns the share of right answers by distance: what the last rank counts.

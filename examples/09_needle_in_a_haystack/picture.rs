@@ -18,8 +18,10 @@ pub(crate) fn picture(whole: &[f64], shard: &[f64]) -> String {
             "<path d='M{at} 30V230' stroke='#ccc'/><text x='{at}' y='248' text-anchor='middle'>{tokens}</text>\n"
         )
     };
-    let curves =
-        [(whole, "#14568c", "attention over whole sequences", 120), (shard, "#b5541c", "within a shard", 140)];
+    let curves = [
+        (whole, "#14568c", "attention over whole sequences", 120),
+        (shard, "#b5541c", "within a shard", 140),
+    ];
     format!(
         "<svg xmlns='http://www.w3.org/2000/svg' width='640' height='280' font-family='sans-serif' font-size='12' \
          stroke-width='2'>\n<rect width='100%' height='100%' fill='white'/>\n<g stroke-width='1'>{}</g>\

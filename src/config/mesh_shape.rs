@@ -53,7 +53,9 @@ impl fmt::Display for StatedSize {
 #[non_exhaustive]
 pub enum MeshShapeError {
     /// Two settings give one axis different sizes.
-    #[error("the mesh sizes contradict each other: {axis} is {first}, but {second}; make them equal or remove one")]
+    #[error(
+        "the mesh sizes contradict each other: {axis} is {first}, but {second}; make them equal or remove one"
+    )]
     Contradiction {
         /// The axis, `dp` or `sp`.
         axis: &'static str,

@@ -65,7 +65,11 @@ impl RawConfig {
     }
 
     /// Assumes the value that the error says is missing, or returns the error.
-    fn assume(&mut self, overrides: &mut Overrides, error: ConfigError) -> Result<UnresolvedValue, ConfigError> {
+    fn assume(
+        &mut self,
+        overrides: &mut Overrides,
+        error: ConfigError,
+    ) -> Result<UnresolvedValue, ConfigError> {
         let knows_dp = overrides.mesh.is_some() || !self.dp_sizes.is_empty();
         match &error {
             ConfigError::AutoWithoutSource { key, .. } => {
@@ -115,7 +119,9 @@ fn unset(config: &Config) -> impl Iterator<Item = UnresolvedValue> + use<> {
         (ulysses.seq_len.is_none(), "ulysses.seq_len", "--seq-len"),
         (ulysses.steps.is_none() && ulysses.epochs.is_none(), "ulysses.steps", "--steps or --epochs"),
     ];
-    let open =
-        |(_, key, flag): (bool, _, &str)| UnresolvedValue { key, needs: format!("{flag} of `ulysses train`") };
+    let open = |(_, key, flag): (bool, _, &str)| UnresolvedValue {
+        key,
+        needs: format!("{flag} of `ulysses train`"),
+    };
     lacks.into_iter().filter(|(lacks, ..)| *lacks).map(open)
 }

@@ -62,7 +62,11 @@ impl RawConfig {
         Ok(scheduler.map(|scheduler| scheduler.ending_at(steps)))
     }
 
-    fn resolve_mesh(&self, applied_rule: Option<&AppliedRule>, overrides: &Overrides) -> Result<MeshShape, ConfigError> {
+    fn resolve_mesh(
+        &self,
+        applied_rule: Option<&AppliedRule>,
+        overrides: &Overrides,
+    ) -> Result<MeshShape, ConfigError> {
         let flag = |size| StatedSize { size, origin: SizeOrigin::Flag };
         let with_flag = |file: &[StatedSize], size: Option<usize>| -> Vec<_> {
             file.iter().copied().chain(size.map(flag)).collect()
@@ -89,7 +93,8 @@ impl RawConfig {
         let applied_rule = applied_rule.and_then(|applied_rule| applied_rule.shape?.shard_size);
         let applied_rule = applied_rule.map(|size| StatedSize { size, origin: SizeOrigin::Rule });
         let flag = overrides.shard_size.map(|size| StatedSize { size, origin: SizeOrigin::Flag });
-        let stated: Vec<StatedSize> = self.shard_sizes.iter().copied().chain(applied_rule).chain(flag).collect();
+        let stated: Vec<StatedSize> =
+            self.shard_sizes.iter().copied().chain(applied_rule).chain(flag).collect();
         MeshShape::shard_size(&stated, dp)
             .map_err(|reason| ConfigError::Mesh { file: self.file.clone(), reason: Box::new(reason) })
     }
@@ -97,11 +102,13 @@ impl RawConfig {
     fn resolved_notes(&self, scheduler: Option<&SchedulerConfig>) -> Vec<Note> {
         let mut notes = self.remarks.notes.clone();
         if !self.names_gradient_clipping {
-            let text = "`gradient_clipping` is not set: gradients are not clipped (DeepSpeed 0.19 clips at 1.0)";
+            let text =
+                "`gradient_clipping` is not set: gradients are not clipped (DeepSpeed 0.19 clips at 1.0)";
             notes.push(Note::warning(text));
         }
         if std::env::var_os("ULYSSES_BF16_PRODUCTS").is_some() {
-            let text = "the environment variable `ULYSSES_BF16_PRODUCTS` is deprecated: use `ULYSSES_BF16_GEMM`";
+            let text =
+                "the environment variable `ULYSSES_BF16_PRODUCTS` is deprecated: use `ULYSSES_BF16_GEMM`";
             notes.push(Note::info(text));
         }
         let of_scheduler =

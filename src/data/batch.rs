@@ -154,7 +154,12 @@ impl GlobalBatch {
     pub fn check_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
         if let Some(at) = self.input_ids.iter().position(|&id| id as usize >= vocab_size) {
             let (sequence, position) = (at / self.seq_len, at % self.seq_len);
-            return Err(DataError::TokenOutOfVocab { sequence, position, id: self.input_ids[at], vocab_size });
+            return Err(DataError::TokenOutOfVocab {
+                sequence,
+                position,
+                id: self.input_ids[at],
+                vocab_size,
+            });
         }
         let is_known =
             |label: i64| label == IGNORED_LABEL || usize::try_from(label).is_ok_and(|id| id < vocab_size);
@@ -162,7 +167,12 @@ impl GlobalBatch {
             None => Ok(()),
             Some(at) => {
                 let (sequence, position) = (at / self.seq_len, at % self.seq_len);
-                Err(DataError::LabelOutOfVocab { sequence, position, label: self.shift_labels[at], vocab_size })
+                Err(DataError::LabelOutOfVocab {
+                    sequence,
+                    position,
+                    label: self.shift_labels[at],
+                    vocab_size,
+                })
             }
         }
     }

@@ -79,7 +79,10 @@ impl BestFit {
             let end = piece.start + piece.len as usize;
             Segment { tokens: piece.start..end, labels_end: end }
         };
-        self.pieces[self.sequence_starts[shared]..self.sequence_starts[shared + 1]].iter().map(segment).collect()
+        self.pieces[self.sequence_starts[shared]..self.sequence_starts[shared + 1]]
+            .iter()
+            .map(segment)
+            .collect()
     }
 }
 
@@ -92,7 +95,8 @@ fn share_sequences(mut pieces: Vec<Piece>, seq_len: u32) -> (Vec<usize>, Vec<Pie
     let mut sequence_of = Vec::with_capacity(pieces.len());
     for piece in &pieces {
         let fitting = sequences_by_room.range_mut(piece.len..).next();
-        let fitting = fitting.and_then(|(&room, sequences)| Some((room, sequences.pop()?, sequences.is_empty())));
+        let fitting =
+            fitting.and_then(|(&room, sequences)| Some((room, sequences.pop()?, sequences.is_empty())));
         let (room, sequence) = match fitting {
             Some((room, sequence, was_the_last)) => {
                 if was_the_last {

@@ -1,7 +1,7 @@
 //! [`Dataset`]: the sequences of one or more sources.
 
 use super::documents::RunningHash;
-use super::{DataError, PackedSequences, PackedSequence};
+use super::{DataError, PackedSequence, PackedSequences};
 use std::sync::Arc;
 
 /// One or more sources of sequences, concatenated or mixed by weight. Clones share the data.
@@ -83,7 +83,8 @@ impl Dataset {
             Some(weights) => weights[source],
             None => self.sources[source].num_sequences() as f64,
         };
-        let shares = self.sources.iter().enumerate().map(|(i, sequences)| (weight(i), sequences.padding_share()));
+        let shares =
+            self.sources.iter().enumerate().map(|(i, sequences)| (weight(i), sequences.padding_share()));
         let (total, padding) =
             shares.fold((0.0, 0.0), |(total, sum), (weight, share)| (total + weight, sum + weight * share));
         padding / total

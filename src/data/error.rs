@@ -121,7 +121,9 @@ pub enum DataError {
         seq_len: usize,
     },
     /// Fewer tokens in a sequence than sp ranks.
-    #[error("seq_len {seq_len} is smaller than sp {sp_size}; every rank needs at least one token of a sequence")]
+    #[error(
+        "seq_len {seq_len} is smaller than sp {sp_size}; every rank needs at least one token of a sequence"
+    )]
     SeqLenBelowSp {
         /// Tokens per sequence.
         seq_len: usize,
@@ -129,7 +131,9 @@ pub enum DataError {
         sp_size: usize,
     },
     /// A token that the model has no embedding for.
-    #[error("token id {id} in sequence {sequence}, position {position} is outside the vocabulary 0..{vocab_size}")]
+    #[error(
+        "token id {id} in sequence {sequence}, position {position} is outside the vocabulary 0..{vocab_size}"
+    )]
     TokenOutOfVocab {
         /// The sequence.
         sequence: usize,
@@ -272,7 +276,9 @@ pub enum DataError {
         size: usize,
     },
     /// A train batch size that overflows.
-    #[error("train batch size overflows: micro_batch {micro_batch} × accumulation {accumulation} × dp {dp_size}")]
+    #[error(
+        "train batch size overflows: micro_batch {micro_batch} × accumulation {accumulation} × dp {dp_size}"
+    )]
     BatchTooLarge {
         /// Sequences per rank and micro step.
         micro_batch: usize,
@@ -298,5 +304,7 @@ pub enum DataError {
 
 /// Returns the number of elements of `[batch_size, seq_len]` as text.
 fn expected(batch_size: usize, seq_len: usize) -> String {
-    batch_size.checked_mul(seq_len).map_or_else(|| "more than memory can hold".to_owned(), |count| count.to_string())
+    batch_size
+        .checked_mul(seq_len)
+        .map_or_else(|| "more than memory can hold".to_owned(), |count| count.to_string())
 }

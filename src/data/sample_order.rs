@@ -27,7 +27,9 @@ impl SampleOrder {
         };
         // Sources of equal size, such as a text and its translation, must not have the same order.
         let seeds = (0..).map(|index| seed.wrapping_add(index));
-        let sources = seeds.zip(data.sources()).map(|(seed, sequences)| EpochOrder::new(seed, sequences.num_sequences()));
+        let sources = seeds
+            .zip(data.sources())
+            .map(|(seed, sequences)| EpochOrder::new(seed, sequences.num_sequences()));
         let sources = sources.collect();
         Self::Mixed { mixture: Mixture::new(weights, seed), sources }
     }

@@ -242,7 +242,11 @@ impl Engine {
         let tokens = batch.batch_size * shard.len();
         let row_end = batch.cu_seqlens.first().and_then(|row| row.last()).map_or(0, |&end| end as usize);
         let sizes = [
-            ("the number of rows that its document boundaries cover", batch.cu_seqlens.len(), batch.batch_size),
+            (
+                "the number of rows that its document boundaries cover",
+                batch.cu_seqlens.len(),
+                batch.batch_size,
+            ),
             ("the end of its first row's document boundaries", row_end, batch.seq_len),
             ("the first token of its shard", batch.shard.start, shard.start),
             ("the end of its shard", batch.shard.end, shard.end),

@@ -1,6 +1,6 @@
 //! The effect of single changes of the configuration.
 
-use super::{Criteria, Throughput, RankPlan, Workload};
+use super::{Criteria, RankPlan, Throughput, Workload};
 use crate::config::{Config, Offload, Precision, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;

@@ -1,6 +1,6 @@
 //! The other meshes with the same number of ranks.
 
-use super::{Criteria, Throughput, RankPlan, Workload};
+use super::{Criteria, RankPlan, Throughput, Workload};
 use crate::config::{MeshConfig, ZeroStage};
 use crate::engine::EngineError;
 use serde::Serialize;

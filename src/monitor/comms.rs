@@ -182,7 +182,10 @@ impl Display for CommsTable<'_> {
         let stragglers = straggler_stats(self.ranks, self.groups);
         rows.extend(stragglers.iter().filter(|row| (self.shows)(row.op)).map(straggler_row));
         write_table(f, &rows)?;
-        writeln!(f, "\nbytes sent by all ranks in total: planned for the training steps and evaluations, and measured")?;
+        writeln!(
+            f,
+            "\nbytes sent by all ranks in total: planned for the training steps and evaluations, and measured"
+        )?;
         let mut rows =
             vec![["kind", "planned", "measured", "planned by purpose"].map(str::to_owned).to_vec()];
         rows.extend(volumes(self.ranks).iter().map(|volume| {
@@ -276,7 +279,8 @@ mod tests {
             ..RankComms::default()
         };
         let volumes = volumes(&[rank.clone(), rank]);
-        let found: Vec<_> = volumes.iter().map(|v| (v.what.as_str(), v.planned_bytes, v.sent_bytes)).collect();
+        let found: Vec<_> =
+            volumes.iter().map(|v| (v.what.as_str(), v.planned_bytes, v.sent_bytes)).collect();
         assert_eq!(found, [("Ulysses exchange", 140, 140), ("ZeRO and data parallelism (dp)", 10, 12)]);
         assert_eq!(volumes[0].planned[1], ("exchange forward".to_owned(), 60));
     }

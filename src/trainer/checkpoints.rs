@@ -120,7 +120,9 @@ impl Checkpoints {
             true => ", and the one with the lowest evaluation loss (`checkpoint.keep_best`)",
             false => "",
         };
-        format!("checkpoints: saved {every}after the last step; {kept} (`checkpoint.keep_last`, 0 keeps all){best}")
+        format!(
+            "checkpoints: saved {every}after the last step; {kept} (`checkpoint.keep_last`, 0 keeps all){best}"
+        )
     }
 }
 

@@ -4,7 +4,7 @@ use super::agreement::check_agreement;
 use super::checkpoints::{Checkpoints, SaveOutcome};
 use super::data_stream::{DataStream, TrainingData};
 use super::error::TrainerError;
-use super::evaluate::{broadcast_loss, evaluate, broadcast_value};
+use super::evaluate::{broadcast_loss, broadcast_value, evaluate};
 use super::evaluation_tracker::EvaluationTracker;
 use super::observer::{Observer, ObserverError, StepEnd};
 use super::options::{TrainReport, TrainerOptions, check_config};

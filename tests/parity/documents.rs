@@ -7,8 +7,8 @@ use ulysses::comm::thread::LaunchError;
 use ulysses::comm::{LaunchOptions, MeshGroups, RankContext, launch};
 use ulysses::config::Config;
 use ulysses::data::{
-    Corpus, DataLoader, GlobalBatch, IGNORED_LABEL, LoaderOptions, PackedSequences, Packing, Placement, ReadAhead,
-    PackedSequence,
+    Corpus, DataLoader, GlobalBatch, IGNORED_LABEL, LoaderOptions, PackedSequence, PackedSequences, Packing,
+    Placement, ReadAhead,
 };
 use ulysses::engine::{Engine, initialize};
 use ulysses::memory::live_bytes;
@@ -40,7 +40,8 @@ fn unpacked() -> Vec<PackedSequence> {
 }
 
 fn batch(rows: &[PackedSequence]) -> GlobalBatch {
-    let all = |field: fn(&PackedSequence) -> &[u32]| rows.iter().flat_map(field).copied().collect::<Vec<u32>>();
+    let all =
+        |field: fn(&PackedSequence) -> &[u32]| rows.iter().flat_map(field).copied().collect::<Vec<u32>>();
     let labels = rows.iter().flat_map(|row| row.shift_labels.clone()).collect();
     let (ids, positions) = (all(|row| &row.input_ids), all(|row| &row.position_ids));
     GlobalBatch::new(rows.len(), SEQ_LEN, ids, Some(positions), Some(labels)).unwrap()
@@ -55,7 +56,10 @@ fn documents_alone(rows: &[PackedSequence]) -> Vec<(u32, PackedSequence)> {
             let mut labels = vec![IGNORED_LABEL; SEQ_LEN];
             labels[inside.clone()].copy_from_slice(&row.shift_labels[inside.clone()]);
             if labels.iter().any(|&label| label != IGNORED_LABEL) {
-                alone.push((row.input_ids[inside.start], PackedSequence { shift_labels: labels, ..row.clone() }));
+                alone.push((
+                    row.input_ids[inside.start],
+                    PackedSequence { shift_labels: labels, ..row.clone() },
+                ));
             }
         }
     }

@@ -217,7 +217,8 @@ impl Search {
     /// A length that may be near the longest: the plan does not count what a process maps beside what it uses.
     fn expected(&self, config: &Config) -> Result<usize, Failure> {
         let Some(from) = self.args.from else {
-            let planned = workload(config, self.args.threads_per_rank)?.max_seq_len(self.budget()).or_usage()?;
+            let planned =
+                workload(config, self.args.threads_per_rank)?.max_seq_len(self.budget()).or_usage()?;
             return Ok((planned.unwrap_or(0) / 8 * 7).min(LONGEST as usize));
         };
         Ok(from as usize)

@@ -28,7 +28,10 @@ fn prepared_tokens_train_as_their_text_does() {
     assert_eq!(train("text.txt", "of_text"), train("text.tokens", "of_tokens"));
     // Without its tokenizer the tokens mean nothing.
     let outcome = place.run(&["train", "c.json", "--data", "text.tokens", "--output", "bytes"]);
-    outcome.assert_refused(1, &["text.tokens: the file was prepared with another tokenizer (vocabulary size 5,"]);
+    outcome.assert_refused(
+        1,
+        &["text.tokens: the file was prepared with another tokenizer (vocabulary size 5,"],
+    );
     place.run(&prepare).assert_refused(2, &["text.tokens exists and is not overwritten"]);
 }
 

@@ -50,9 +50,10 @@ fn metrics_that_find_no_room_end_no_run_that_goes_on_without_checkpoints() {
         let outcome = run_in_blocks(&place, 32, &["train", "c.json", "--steps", "60"]);
         // What ends the run is that its last checkpoint is missing.
         outcome.assert_refused(1, &["error: rank 0 failed: checkpoint of step 60 was not saved"]);
-        for expected in
-            ["checkpoint of step 50 was not saved", "metrics are kept in memory until disk space is available"]
-        {
+        for expected in [
+            "checkpoint of step 50 was not saved",
+            "metrics are kept in memory until disk space is available",
+        ] {
             assert!(outcome.stderr.contains(expected), "no {expected:?} in {outcome:?}");
         }
         let names = fs::read_dir(place.path("out")).unwrap();

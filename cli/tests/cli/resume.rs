@@ -205,8 +205,7 @@ fn reset_data_goes_on_with_the_optimizer_at_the_beginning_of_other_data() {
     on_other(&["--reset-data"]).assert_refused(2, &["--resume"]);
     on_other(&["--resume"]).assert_refused(2, &["--reset-data"]);
     let outcome = on_other(&["--resume", "--reset-data"]);
-    let expected =
-        "--reset-data: `ulysses.seq_len` (--seq-len) was 64 and is 32: training starts at the beginning of the data";
+    let expected = "--reset-data: `ulysses.seq_len` (--seq-len) was 64 and is 32: training starts at the beginning of the data";
     assert!(outcome.assert_done().stderr.contains(expected), "{outcome:?}");
     // Step, schedule and optimizer go on: the metrics are those of one run, and so is the rate.
     let metrics = place.metrics("out/metrics.jsonl");

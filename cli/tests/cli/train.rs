@@ -427,10 +427,9 @@ fn a_preset_is_a_mesh_and_says_which_stage_it_needs() {
     let written: serde_json::Value = serde_json::from_str(&written).unwrap();
     assert_eq!(written["zero_optimization"]["mics_shard_size"], 2);
     place.write_config("s.json", json!({ "zero_optimization": { "stage": 3, "mics_shard_size": 4 } }));
-    place.run(&["train", "s.json", "--mesh", "dp_replicate=2,dp_shard=2"]).assert_refused(
-        2,
-        &["ZeRO's shard size", "4 by `mics_shard_size`", "2 by the flag --mesh"],
-    );
+    place
+        .run(&["train", "s.json", "--mesh", "dp_replicate=2,dp_shard=2"])
+        .assert_refused(2, &["ZeRO's shard size", "4 by `mics_shard_size`", "2 by the flag --mesh"]);
 }
 
 #[test]
@@ -458,7 +457,12 @@ fn a_run_ends_with_a_short_summary_and_with_tables_where_they_are_asked_for() {
     assert_eq!(lines[3], "checkpoint  out/step_00000004");
     assert!(lines[4].starts_with("output      out: metrics in out/metrics.jsonl"), "{outcome:?}");
     let outcome = place.run(&["train", "c.json", "--verbose", "--output", "again"]);
-    for table in ["bytes sent per rank, by axis", "bytes stored", "peak bytes per rank", "of the time waiting for data"] {
+    for table in [
+        "bytes sent per rank, by axis",
+        "bytes stored",
+        "peak bytes per rank",
+        "of the time waiting for data",
+    ] {
         assert!(outcome.assert_done().stdout.contains(table), "no {table:?}: {outcome:?}");
     }
 }
@@ -475,7 +479,10 @@ fn notes_are_counted_and_what_differs_from_the_file_is_shown() {
     let stderr = &outcome.assert_done().stderr;
     let counted = "config: 2 notes, 2 values set by \"auto\": `ulysses config resolve c.json` lists them\n";
     assert!(stderr.contains(counted) && !stderr.contains("dump_state"), "{stderr}");
-    assert!(stderr.contains("warning: `gradient_clipping` is not set: gradients are not clipped"), "{stderr}");
+    assert!(
+        stderr.contains("warning: `gradient_clipping` is not set: gradients are not clipped"),
+        "{stderr}"
+    );
     let all = place.run(&["config", "resolve", "c.json"]);
     for note in
         ["note: `dump_state`", "note: `memory_breakdown`", "warning: `gradient_clipping`", "auto: `seed`"]

@@ -125,13 +125,14 @@ impl RawConfig {
         overrides: &Overrides,
     ) -> Result<(), ConfigError> {
         let selector = overrides.mesh_selector.as_deref().unwrap_or_default();
-        let (preset, source) = match (overrides.preset, applied_rule.and_then(|applied_rule| applied_rule.preset)) {
-            (Some(preset), _) => (preset, format!("--mesh {}", preset.name())),
-            (None, Some(preset)) => {
-                (preset, format!("the mesh `{}` of `ulysses.mesh_rules` for `{selector}`", preset.name()))
-            }
-            (None, None) => return Ok(()),
-        };
+        let (preset, source) =
+            match (overrides.preset, applied_rule.and_then(|applied_rule| applied_rule.preset)) {
+                (Some(preset), _) => (preset, format!("--mesh {}", preset.name())),
+                (None, Some(preset)) => {
+                    (preset, format!("the mesh `{}` of `ulysses.mesh_rules` for `{selector}`", preset.name()))
+                }
+                (None, None) => return Ok(()),
+            };
         match (preset.zero_stage(), u8::from(self.config.zero.stage)) {
             (Some(wanted), stage) if wanted != stage => Err(ConfigError::PresetStage {
                 file: self.file.clone(),
@@ -144,10 +145,15 @@ impl RawConfig {
     }
 
     /// Returns a note if there are rules, but none matches this machine.
-    pub(crate) fn note_on_rules(&self, applied_rule: Option<&AppliedRule>, overrides: &Overrides) -> Option<String> {
+    pub(crate) fn note_on_rules(
+        &self,
+        applied_rule: Option<&AppliedRule>,
+        overrides: &Overrides,
+    ) -> Option<String> {
         let selector = overrides.mesh_selector.as_ref().filter(|_| overrides.mesh.is_none())?;
-        (applied_rule.is_none() && self.has_mesh_rules())
-            .then(|| format!("no rule of `ulysses.mesh_rules` matches `{selector}`: the mesh sizes of the file apply"))
+        (applied_rule.is_none() && self.has_mesh_rules()).then(|| {
+            format!("no rule of `ulysses.mesh_rules` matches `{selector}`: the mesh sizes of the file apply")
+        })
     }
 }
 

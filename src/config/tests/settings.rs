@@ -181,7 +181,10 @@ fn contradictions_are_refused_in_partial_resolution_too() {
             r#"{"train_batch_size": 8, "data_parallel_size": 1, "zero_optimization": {"mics_shard_size": 4}}"#,
             "dp is 1",
         ),
-        (r#"{"train_batch_size": 8, "mesh_param": [2, 2], "data_parallel_size": 4}"#, "contradict each other"),
+        (
+            r#"{"train_batch_size": 8, "mesh_param": [2, 2], "data_parallel_size": 4}"#,
+            "contradict each other",
+        ),
     ] {
         let raw = RawConfig::from_json_str(text, "c.json").unwrap();
         let error = raw.resolve_partially(&Overrides::default()).unwrap_err().to_string();

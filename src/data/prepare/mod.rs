@@ -153,7 +153,8 @@ impl Inputs {
 }
 
 fn state(path: &Path) -> Result<(u64, u128), FileError> {
-    let failed = |source| FileError::Io { path: path.to_owned(), operation: "read the file's metadata", source };
+    let failed =
+        |source| FileError::Io { path: path.to_owned(), operation: "read the file's metadata", source };
     let metadata = fs::metadata(path).map_err(failed)?;
     let changed = metadata.modified().map_err(failed)?.duration_since(UNIX_EPOCH).unwrap_or_default();
     Ok((metadata.len(), changed.as_nanos()))

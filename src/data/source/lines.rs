@@ -111,9 +111,8 @@ impl Fields<'_> {
         let labels: Option<Vec<i64>> = self.get("labels")?;
         if let Some(labels) = labels.as_ref().filter(|labels| labels.len() != tokens.len()) {
             let (labels, tokens) = (labels.len(), tokens.len());
-            return Err(
-                self.error(format!("{labels} `labels` for {tokens} `input_ids`; every token needs one label"))
-            );
+            return Err(self
+                .error(format!("{labels} `labels` for {tokens} `input_ids`; every token needs one label")));
         }
         let ids = 0..u32::try_from(vocab_size).unwrap_or(u32::MAX);
         let is_id = |id: i64| u32::try_from(id).is_ok_and(|id| ids.contains(&id));

@@ -74,9 +74,8 @@ impl Rows {
 /// Calls the library, and converts its panics on damaged files into errors.
 fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, ParquetError> {
     // The reader is not used after an error.
-    std::panic::catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
-        Err(ParquetError::General("the file is damaged: the decoder panicked".into()))
-    })
+    std::panic::catch_unwind(AssertUnwindSafe(read))
+        .unwrap_or_else(|_| Err(ParquetError::General("the file is damaged: the decoder panicked".into())))
 }
 
 /// Returns the index of the string column `name`.
@@ -85,11 +84,16 @@ fn text_column(file: &SerializedFileReader<File>, name: &str) -> Result<usize, P
     let columns = schema.columns();
     let Some(at) = columns.iter().position(|column| column.path().string() == name) else {
         let names: Vec<_> = columns.iter().take(20).map(|column| column.path().string()).collect();
-        return Err(ParquetError::General(format!("no column `{name}`; the columns are: {}", names.join(", "))));
+        return Err(ParquetError::General(format!(
+            "no column `{name}`; the columns are: {}",
+            names.join(", ")
+        )));
     };
     if columns[at].physical_type() != Type::BYTE_ARRAY || columns[at].max_rep_level() > 0 {
         let found = columns[at].physical_type();
-        return Err(ParquetError::General(format!("column `{name}` contains {found}, not one string per row")));
+        return Err(ParquetError::General(format!(
+            "column `{name}` contains {found}, not one string per row"
+        )));
     }
     Ok(at)
 }

@@ -132,7 +132,9 @@ fn shards_that_cannot_be_are_errors() {
     let batch = two_sequences();
     for sequences in [0..3, 1..1, 2..3] {
         let error = batch.micro_batch(sequences.clone(), 1, 0).unwrap_err();
-        assert!(matches!(&error, DataError::SequencesOutOfRange { sequences: found, available: 2 } if *found == sequences));
+        assert!(
+            matches!(&error, DataError::SequencesOutOfRange { sequences: found, available: 2 } if *found == sequences)
+        );
     }
     for (sp_size, sp_rank) in [(2, 2), (0, 0)] {
         let error = batch.micro_batch(0..1, sp_size, sp_rank).unwrap_err();

@@ -66,7 +66,8 @@ fn concatenated_sources_are_seen_once_an_epoch_and_share_no_sequence() {
     let mut seen = firsts(&mut loader, 6);
     seen.sort_unstable();
     let sequence = |source, sequence| data.sequence(source, sequence).unwrap().input_ids[0];
-    let mut expected = [sequence(0, 0), sequence(0, 1), sequence(1, 0), sequence(1, 1), sequence(1, 2), sequence(2, 0)];
+    let mut expected =
+        [sequence(0, 0), sequence(0, 1), sequence(1, 0), sequence(1, 1), sequence(1, 2), sequence(2, 0)];
     expected.sort_unstable();
     assert_eq!(seen, expected);
     assert_eq!((loader.epoch(), data.padding_share()), (1, 3.0 / 24.0));

@@ -66,7 +66,11 @@ fn a_selection_packs_as_if_the_rest_did_not_exist() {
         let expected = PackedSequences::with_packing(own.clone(), 6, packing).unwrap();
         assert_eq!(selected.num_sequences(), expected.num_sequences());
         for sequence in 0..expected.num_sequences() {
-            assert_eq!(selected.sequence(sequence).unwrap(), expected.sequence(sequence).unwrap(), "{packing:?} sequence {sequence}");
+            assert_eq!(
+                selected.sequence(sequence).unwrap(),
+                expected.sequence(sequence).unwrap(),
+                "{packing:?} sequence {sequence}"
+            );
         }
     }
 }

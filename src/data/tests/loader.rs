@@ -12,7 +12,12 @@ fn eleven_sequences() -> Arc<PackedSequences> {
     Arc::new(sequences)
 }
 
-fn loader(sequences: &Arc<PackedSequences>, mesh: &DeviceMesh, rank: usize, accumulation: usize) -> DataLoader {
+fn loader(
+    sequences: &Arc<PackedSequences>,
+    mesh: &DeviceMesh,
+    rank: usize,
+    accumulation: usize,
+) -> DataLoader {
     let placement = Placement::of(mesh, rank).unwrap();
     let micro_batch = 4 / (accumulation * placement.dp_size);
     let options = LoaderOptions { seed: SEED, micro_batch, accumulation, placement };
@@ -65,7 +70,11 @@ fn every_mesh_sees_the_same_sequences_in_the_same_order() {
     for (dp, sp, accumulation) in
         [(1, 1, 1), (1, 1, 4), (2, 1, 1), (2, 1, 2), (4, 1, 1), (1, 4, 2), (2, 2, 2), (2, 5, 1), (4, 6, 1)]
     {
-        assert_eq!(assembled(&sequences, dp, sp, accumulation, 8), expected, "dp {dp} sp {sp} acc {accumulation}");
+        assert_eq!(
+            assembled(&sequences, dp, sp, accumulation, 8),
+            expected,
+            "dp {dp} sp {sp} acc {accumulation}"
+        );
     }
 }
 
@@ -96,8 +105,10 @@ fn ranks_take_contiguous_sequences_of_each_micro_step() {
         let mut loader = DataLoader::new(sequences.clone(), options(dp_rank)).unwrap();
         for accumulation_step in 0..2 {
             let first = (accumulation_step * 2 + dp_rank) * 2;
-            let expected: Vec<u32> =
-                order[first..first + 2].iter().flat_map(|&sequence| sequences.sequence(sequence).unwrap().input_ids).collect();
+            let expected: Vec<u32> = order[first..first + 2]
+                .iter()
+                .flat_map(|&sequence| sequences.sequence(sequence).unwrap().input_ids)
+                .collect();
             assert_eq!(loader.next_micro_batch().unwrap().input_ids, expected);
         }
         assert_eq!(loader.samples_consumed(), 8);
@@ -115,7 +126,9 @@ fn a_loader_resumes_on_another_mesh_where_it_stopped() {
     assert_eq!(resumed.epoch(), 1);
     for _ in 0..6 {
         let part = resumed.next_micro_batch().unwrap();
-        seen.extend((0..part.batch_size).map(|sequence| whole_sequence(std::slice::from_ref(&part), sequence)));
+        seen.extend(
+            (0..part.batch_size).map(|sequence| whole_sequence(std::slice::from_ref(&part), sequence)),
+        );
     }
     assert_eq!(seen, uninterrupted);
 }
@@ -135,7 +148,10 @@ fn sequences_that_fill_the_last_batch_are_not_counted_as_consumed() {
     let part = resumed.next_micro_batch().unwrap();
     let second_epoch = epoch_order(SEED, 1, 11);
     for (sequence, &expected) in second_epoch[..4].iter().enumerate() {
-        assert_eq!(whole_sequence(std::slice::from_ref(&part), sequence), sequences.sequence(expected).unwrap());
+        assert_eq!(
+            whole_sequence(std::slice::from_ref(&part), sequence),
+            sequences.sequence(expected).unwrap()
+        );
     }
 }
 

@@ -58,8 +58,13 @@ fn every_token_is_in_one_sequence_and_every_successor_is_a_label_once() {
         for index in 0..sequences.num_sequences() {
             let sequence = sequences.sequence(index).unwrap();
             assert_eq!(sequence.input_ids.len(), seq_len);
-            let stated = GlobalBatch::new(1, seq_len, sequence.input_ids.clone(), Some(sequence.position_ids), None);
-            assert_eq!(stated.unwrap().cu_seqlens()[0], sequence.cu_seqlens, "bounds follow from the positions");
+            let stated =
+                GlobalBatch::new(1, seq_len, sequence.input_ids.clone(), Some(sequence.position_ids), None);
+            assert_eq!(
+                stated.unwrap().cu_seqlens()[0],
+                sequence.cu_seqlens,
+                "bounds follow from the positions"
+            );
             tokens.extend(sequence.input_ids);
             labels.extend(sequence.shift_labels);
         }
@@ -126,10 +131,21 @@ fn one_document_gives_the_same_sequences_whichever_the_packing() {
     for len in 1..=33 {
         let [greedy, cut, concat] = [Packing::Greedy, Packing::Cut, Packing::Concat]
             .map(|packing| PackedSequences::with_packing(documents(&[len]), 8, packing).unwrap());
-        assert_eq!((greedy.num_sequences(), concat.num_sequences()), (cut.num_sequences(), cut.num_sequences()));
+        assert_eq!(
+            (greedy.num_sequences(), concat.num_sequences()),
+            (cut.num_sequences(), cut.num_sequences())
+        );
         for sequence in 0..cut.num_sequences() {
-            assert_eq!(greedy.sequence(sequence).unwrap(), cut.sequence(sequence).unwrap(), "sequence {sequence} of {len} tokens");
-            assert_eq!(concat.sequence(sequence).unwrap(), cut.sequence(sequence).unwrap(), "sequence {sequence} of {len} tokens");
+            assert_eq!(
+                greedy.sequence(sequence).unwrap(),
+                cut.sequence(sequence).unwrap(),
+                "sequence {sequence} of {len} tokens"
+            );
+            assert_eq!(
+                concat.sequence(sequence).unwrap(),
+                cut.sequence(sequence).unwrap(),
+                "sequence {sequence} of {len} tokens"
+            );
         }
     }
 }
@@ -138,8 +154,14 @@ fn one_document_gives_the_same_sequences_whichever_the_packing() {
 fn the_padding_share_is_what_sequences_hold_beside_tokens() {
     for packing in [Packing::Greedy, Packing::Cut, Packing::Concat] {
         let sequences = PackedSequences::with_packing(documents(&[5, 3, 4, 7]), 8, packing).unwrap();
-        let padding = |sequence| sequences.sequence(sequence).unwrap().input_ids.iter().filter(|&&token| token == 0).count();
+        let padding = |sequence| {
+            sequences.sequence(sequence).unwrap().input_ids.iter().filter(|&&token| token == 0).count()
+        };
         let padding: usize = (0..sequences.num_sequences()).map(padding).sum();
-        assert_eq!(sequences.padding_share(), padding as f64 / (8 * sequences.num_sequences()) as f64, "{packing:?}");
+        assert_eq!(
+            sequences.padding_share(),
+            padding as f64 / (8 * sequences.num_sequences()) as f64,
+            "{packing:?}"
+        );
     }
 }

@@ -9,7 +9,8 @@ const STEPS: usize = 9;
 
 fn datasets() -> Vec<(&'static str, Dataset)> {
     let lens = |seed: usize| (0..24).map(|index| 1 + (index * 7 + seed) % 31).collect::<Vec<_>>();
-    let pack = |seed, packing| PackedSequences::with_packing(documents(&lens(seed)), SEQ_LEN, packing).unwrap();
+    let pack =
+        |seed, packing| PackedSequences::with_packing(documents(&lens(seed)), SEQ_LEN, packing).unwrap();
     let two = |packing| [pack(1, packing), pack(2, packing)];
     let weighted = two(Packing::Greedy).into_iter().zip([1.0, 2.5]);
     vec![

@@ -117,9 +117,8 @@ impl SchedulerConfig {
         if own == lr {
             return Ok(());
         }
-        let expected = format!(
-            "{own}, the rate of the schedule (to change both: --set scheduler.params.{key}={lr})"
-        );
+        let expected =
+            format!("{own}, the rate of the schedule (to change both: --set scheduler.params.{key}={lr})");
         Err(ConfigError::InvalidFlag { flag: "lr", expected, found: lr.to_string() })
     }
 
@@ -133,7 +132,9 @@ impl SchedulerConfig {
             })
         };
         let no_betas = |optimizer: &str| {
-            format!("`scheduler.params.cycle_momentum` has no effect: it cycles betas, which {optimizer} does not have")
+            format!(
+                "`scheduler.params.cycle_momentum` has no effect: it cycles betas, which {optimizer} does not have"
+            )
         };
         let note = match self {
             Self::WarmupDecayLr(rule) => short(rule.total_num_steps, rule.warmup_num_steps),

@@ -15,7 +15,10 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
         found.unwrap_or_else(|| panic!("no {change}")).throughput.clone().unwrap()
     };
     // Two sequences of 64 tokens. Four units are reduced, the losses summed.
-    assert_eq!(throughput("as configured"), Throughput::Known { step_seconds: 5.0, tokens_per_second: 128.0 / 5.0 });
+    assert_eq!(
+        throughput("as configured"),
+        Throughput::Known { step_seconds: 5.0, tokens_per_second: 128.0 / 5.0 }
+    );
     // Besides, the norms are summed and four units published.
     assert_eq!(throughput("ZeRO stage 1"), Throughput::Known { step_seconds: 10.0, tokens_per_second: 12.8 });
     assert_eq!(throughput("bf16"), Throughput::Unknown { profile_lacks: "rates.bf16" });
