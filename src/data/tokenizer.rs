@@ -50,14 +50,13 @@ impl Tokenizer {
         let (tokenizer, vocab_size) =
             catch_panic(|| load(&json)).unwrap_or_else(|panic| Err(panic.into())).map_err(load_error)?;
         let (kind, hash) = (Kind::HuggingFace(Box::new(tokenizer)), *blake3::hash(&json).as_bytes());
-        let settings = read_beside(path, "tokenizer_config.json")?;
+        let settings = read_sibling(path, "tokenizer_config.json")?;
         let settings: Json = match settings {
-            Some(text) => {
-                serde_json::from_str(&text).map_err(|error| beside(path, "tokenizer_config.json", error))?
-            }
+            Some(text) => serde_json::from_str(&text)
+                .map_err(|error| sibling_error(path, "tokenizer_config.json", error))?,
             None => Json::Null,
         };
-        let (template, template_file) = match read_beside(path, "chat_template.jinja")? {
+        let (template, template_file) = match read_sibling(path, "chat_template.jinja")? {
             Some(template) => (Some(template), "chat_template.jinja"),
             None => (default_template(&settings), "tokenizer_config.json"),
         };
@@ -67,7 +66,7 @@ impl Tokenizer {
             serde_json::json!([blake3::Hash::from(hash).to_hex().as_str(), template, special_tokens]);
         let fingerprint = *blake3::hash(settings.to_string().as_bytes()).as_bytes();
         let chat = template.map(|source| ChatTemplate::new(&source, special_tokens));
-        let chat = chat.transpose().map_err(|error| beside(path, template_file, error))?.map(Box::new);
+        let chat = chat.transpose().map_err(|error| sibling_error(path, template_file, error))?.map(Box::new);
         Ok(Self { kind, vocab_size, hash, fingerprint, chat, end_of_text })
     }
 
@@ -162,15 +161,15 @@ fn load(json: &[u8]) -> tokenizers::Result<(tokenizers::Tokenizer, usize)> {
 }
 
 /// Reads a file next to the tokenizer's, if there is one.
-fn read_beside(tokenizer: &Path, name: &str) -> Result<Option<String>, DataError> {
+fn read_sibling(tokenizer: &Path, name: &str) -> Result<Option<String>, DataError> {
     match regular_file::read_to_string(&tokenizer.with_file_name(name)) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(beside(tokenizer, name, error)),
+        Err(error) => Err(sibling_error(tokenizer, name, error)),
     }
 }
 
-fn beside(
+fn sibling_error(
     tokenizer: &Path,
     name: &str,
     source: impl Into<Box<dyn std::error::Error + Send + Sync>>,

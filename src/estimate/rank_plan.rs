@@ -133,22 +133,25 @@ mod tests {
     }
 
     #[test]
-    fn checkpoints_of_a_gpu_are_in_the_hosts_memory_but_for_those_on_their_way() {
+    fn checkpoints_of_a_gpu_are_in_host_memory_except_those_in_transfer() {
         let model = preset("small").unwrap();
         let checkpoint = (SEQ_LEN * model.hidden_size * 2) as u64;
         let stage = || json!({ "stage": 0 });
-        let [on_gpu, away] = [false, true].map(|away| plan(DeviceKind::Cuda, away, stage()));
-        assert_eq!((on_gpu.offloaded_bytes, away.offloaded_bytes), (0, model.num_layers as u64 * checkpoint));
-        // One arrives while one is used; and while the next layer works in it, one leaves.
-        assert!(on_gpu.peak_bytes - away.peak_bytes >= (model.num_layers as u64 - 3) * checkpoint);
-        // A file takes a buffer, but no tensor to read ahead into.
+        let [on_gpu, offloaded] = [false, true].map(|offloads| plan(DeviceKind::Cuda, offloads, stage()));
+        assert_eq!(
+            (on_gpu.offloaded_bytes, offloaded.offloaded_bytes),
+            (0, model.num_layers as u64 * checkpoint)
+        );
+        // One is copied in while one is used, and one is copied out while the next layer runs.
+        assert!(on_gpu.peak_bytes - offloaded.peak_bytes >= (model.num_layers as u64 - 3) * checkpoint);
+        // A file needs a buffer, but no tensor for prefetching.
         let in_file = plan(DeviceKind::Cpu, true, stage());
-        assert_eq!(in_file.offloaded_bytes, away.offloaded_bytes);
-        assert!(in_file.peak_bytes < away.peak_bytes + (1 << 17));
+        assert_eq!(in_file.offloaded_bytes, offloaded.offloaded_bytes);
+        assert!(in_file.peak_bytes < offloaded.peak_bytes + (1 << 17));
     }
 
     #[test]
-    fn state_of_a_gpu_is_in_the_hosts_memory_and_on_a_cpu_where_it_is_anyway() {
+    fn offload_to_cpu_moves_state_of_a_gpu_but_not_of_a_cpu() {
         let padded = preset("small").unwrap().num_parameters() as u64;
         let cpu = json!({ "device": "cpu" });
         let of_stage = |stage: u8, sections: &[&str]| {

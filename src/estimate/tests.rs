@@ -16,7 +16,7 @@ pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {
     };
     let ulysses = |section: Value| json!({ "ulysses": section });
     let recompute = || json!({ "activation_checkpointing": true });
-    let away =
+    let offload_checkpoints =
         || json!({ "activation_checkpointing": { "cpu_checkpointing": true }, "ulysses": recompute() });
     let offload = |device: &str| {
         let place = json!({ "device": device });
@@ -39,10 +39,10 @@ pub(super) fn cases() -> Vec<(&'static str, DeviceKind, Value)> {
         ("stage 3, tiles and chunks", cpu, with(3, [2, 2], ulysses(bounded.clone()))),
         ("stage 3, frozen", cpu, with(3, [2, 2], ulysses(frozen))),
         ("stage 3, hybrid", cpu, with(3, [4, 2], hybrid)),
-        ("checkpoints in a file", cpu, with(2, [2, 2], away())),
-        ("checkpoints in the host's memory", gpu, with(2, [2, 2], away())),
+        ("checkpoints in a file", cpu, with(2, [2, 2], offload_checkpoints())),
+        ("checkpoints in host memory", gpu, with(2, [2, 2], offload_checkpoints())),
         ("state in files", cpu, with(3, [2, 2], offload("nvme"))),
-        ("state in the host's memory", gpu, with(3, [2, 2], offload("cpu"))),
+        ("state in host memory", gpu, with(3, [2, 2], offload("cpu"))),
         ("a GPU's chunks", gpu, with(3, [1, 2], ulysses(bounded))),
     ]
 }

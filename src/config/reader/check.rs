@@ -49,7 +49,7 @@ impl Checker<'_, '_> {
                     self.report.add(anchor, path, || Problem::MissingKey { expected: kind.to_string() });
                 }
                 (_, Kind::Params(variants)) => {
-                    if let Some(variant) = variant_beside(properties, variants) {
+                    if let Some(variant) = variant_of_siblings(properties, variants) {
                         self.section(&path, None, anchor, variant.params);
                     }
                 }
@@ -63,12 +63,12 @@ impl Checker<'_, '_> {
         section: &str,
         key: &'static Key,
         property: &ObjectProp<'_>,
-        beside: &[ObjectProp<'_>],
+        siblings: &[ObjectProp<'_>],
     ) {
         let (path, value) = (join(section, key.name), &property.value);
         if let Effect::Renamed(to) = key.effect {
             let target = join(section, to);
-            if beside.iter().any(|other| other.name.as_str() == to) {
+            if siblings.iter().any(|other| other.name.as_str() == to) {
                 let reason = format!("an alias of `{target}`, which is also set: remove one of them");
                 return self.report.add(property.name.range(), path, || Problem::Unsupported { reason });
             }
@@ -87,13 +87,13 @@ impl Checker<'_, '_> {
             }
             return self.note_no_effect(&path, key, None);
         }
-        if self.value(&path, key.value, value, beside) {
+        if self.value(&path, key.value, value, siblings) {
             self.effect(&path, key, value);
         }
     }
 
     /// Reports a value of the wrong type or out of range; returns whether it is valid.
-    fn value(&self, path: &str, kind: Kind, value: &Value<'_>, beside: &[ObjectProp<'_>]) -> bool {
+    fn value(&self, path: &str, kind: Kind, value: &Value<'_>, siblings: &[ObjectProp<'_>]) -> bool {
         let range = value.range();
         match (kind, value) {
             (Kind::Section(keys) | Kind::SwitchOrSection(keys), Value::Object(object)) => {
@@ -127,7 +127,7 @@ impl Checker<'_, '_> {
             }
             (Kind::Params(variants), Value::Object(object)) => {
                 // Without a type, the valid keys are unknown.
-                if let Some(variant) = variant_beside(beside, variants) {
+                if let Some(variant) = variant_of_siblings(siblings, variants) {
                     self.section(path, Some(object), first_byte(range), variant.params);
                 }
                 return true;
@@ -217,7 +217,7 @@ impl Checker<'_, '_> {
 }
 
 /// Returns the variant that the key `type` names.
-pub(crate) fn variant_beside(
+pub(crate) fn variant_of_siblings(
     properties: &[ObjectProp<'_>],
     variants: &'static [Variant],
 ) -> Option<&'static Variant> {

@@ -4,7 +4,7 @@
 //! [`vocabulary`](crate::config::vocabulary), the only place that defines defaults. An invalid value reads as absent; it
 //! has been reported, so no config results.
 
-use super::check::{is_auto, variant_beside};
+use super::check::{is_auto, variant_of_siblings};
 use super::diagnostic::{Position, Problem};
 use super::document::describe;
 use super::note::Note;
@@ -49,8 +49,8 @@ impl<'a> Section<'a> {
         let keys = match find(self.keys, name).map(|key| key.value) {
             Some(Kind::Section(keys) | Kind::SwitchOrSection(keys)) => keys,
             Some(Kind::Params(variants)) => {
-                let beside = self.object.map_or(&[][..], |object| &object.properties);
-                variant_beside(beside, variants).map_or(&[][..], |variant| variant.params)
+                let siblings = self.object.map_or(&[][..], |object| &object.properties);
+                variant_of_siblings(siblings, variants).map_or(&[][..], |variant| variant.params)
             }
             _ => &[],
         };
@@ -204,7 +204,7 @@ impl<'a> Section<'a> {
     /// Returns the `type` of an optimizer or scheduler section, as the vocabulary spells it.
     pub(crate) fn variant(&self) -> Option<&'static str> {
         let Kind::Variant { variants, .. } = find(self.keys, "type")?.value else { return None };
-        variant_beside(&self.object?.properties, variants).map(|variant| variant.name)
+        variant_of_siblings(&self.object?.properties, variants).map(|variant| variant.name)
     }
 
     /// Returns two counts with their positions.

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn text_that_is_not_json_is_placed() {
+fn invalid_json_is_located() {
     assert_eq!(
         message("{\n  \"seed\": 1,\n  \"steps_per_print\": 5,\n}"),
         "c.json:3:23: not valid JSON: Trailing commas are not allowed"
@@ -193,7 +193,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"optimizer": {"type": "nadam", "params": {"any": 1}}}"#,
-            "c.json:1:24: `optimizer.type`: \"NAdam\": this version has Adam, AdamW, SGD, Lion, Adagrad and LAMB: use \"AdamW\"",
+            "c.json:1:24: `optimizer.type`: \"NAdam\": the optimizers are Adam, AdamW, SGD, Lion, Adagrad and LAMB: use \"AdamW\"",
         ),
         (
             r#"{"optimizer": {"type": "Leon"}}"#,
@@ -209,7 +209,7 @@ fn wrong_types_and_ranges_say_what_would_be_valid() {
         ),
         (
             r#"{"optimizer": {"type": "SGD", "params": {"nesterov": true}}}"#,
-            "c.json:1:54: `optimizer.params.nesterov`: expected false, or a `momentum` above 0 beside it, found true",
+            "c.json:1:54: `optimizer.params.nesterov`: expected false, or a `momentum` above 0, found true",
         ),
         (
             r#"{"scheduler": {"type": "WarmupDecayLR"}}"#,
@@ -326,7 +326,7 @@ fn contradictions_between_keys_are_reported_at_their_position() {
 }
 
 #[test]
-fn settings_of_a_group_that_contradict_each_other_are_refused() {
+fn contradicting_settings_of_a_group_are_refused() {
     let of_group = |group: &str, lr: f64| {
         let optimizer = format!(r#"{{"type": "AdamW", "params": {{"lr": {lr}}}}}"#);
         let groups = format!(r#"{{"parameter_groups": [{{"match": "a", {group}}}]}}"#);
@@ -352,7 +352,7 @@ fn settings_of_a_group_that_contradict_each_other_are_refused() {
 }
 
 #[test]
-fn patterns_that_would_take_much_time_or_memory_are_refused() {
+fn patterns_that_take_too_much_time_or_memory_are_refused() {
     let of_patterns = |patterns: &[&str]| {
         let groups: Vec<_> = patterns.iter().map(|pattern| format!("{{\"match\": \"{pattern}\"}}")).collect();
         message(&format!("{{\"ulysses\": {{\"parameter_groups\": [{}]}}}}", groups.join(", ")))

@@ -173,7 +173,7 @@ fn defaults_that_differ_from_deepspeed_leave_a_note() {
 }
 
 #[test]
-fn a_setting_that_is_not_followed_is_a_warning_and_a_default_is_not() {
+fn a_setting_that_is_not_followed_is_a_warning_unless_it_is_the_default() {
     let severities = |section: &str| {
         let notes = config_with(&format!(
             "\"gradient_clipping\": 0, \"optimizer\": {{\"type\": \"Adam\"}}, {section}"

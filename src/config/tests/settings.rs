@@ -179,7 +179,7 @@ fn contradictions_are_refused_in_partial_resolution_too() {
         ),
         (
             r#"{"train_batch_size": 8, "data_parallel_size": 1, "zero_optimization": {"mics_shard_size": 4}}"#,
-            "dp is 1",
+            "dp 1 is not a multiple of",
         ),
         (
             r#"{"train_batch_size": 8, "mesh_param": [2, 2], "data_parallel_size": 4}"#,
@@ -200,7 +200,7 @@ fn a_file_of_any_size_takes_settings() {
 }
 
 #[test]
-fn an_accumulation_that_a_flag_gives_must_fit_the_batch_size_of_another() {
+fn accumulation_and_batch_size_flags_must_agree() {
     let settings = |set: Settings| Settings { batch_size: Some(8), ..set };
     let file =
         r#"{"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}"#;

@@ -131,7 +131,7 @@ fn with_value(entry: &Entry, value: Value) -> String {
     file.to_string()
 }
 
-/// What training is told, without what the user is told.
+/// Returns the settings of the config, without notes.
 fn settings(text: &str) -> Config {
     let config = Config::from_json_str(text, "c.json").unwrap_or_else(|error| panic!("{text}\n{error}"));
     Config { notes: vec![], autos: vec![], ..config }

@@ -65,7 +65,7 @@ fn a_micro_batch_is_a_block_of_sequences_and_tokens() {
 }
 
 #[test]
-fn shards_laid_side_by_side_are_the_sequences() {
+fn concatenated_shards_equal_the_sequences() {
     let batch = two_sequences();
     for sp_size in 1..=6 {
         let shards: Vec<_> =
@@ -128,7 +128,7 @@ fn tensors_of_wrong_length_are_named() {
 }
 
 #[test]
-fn shards_that_cannot_be_are_errors() {
+fn invalid_shards_are_errors() {
     let batch = two_sequences();
     for sequences in [0..3, 1..1, 2..3] {
         let error = batch.micro_batch(sequences.clone(), 1, 0).unwrap_err();

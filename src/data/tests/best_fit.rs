@@ -8,7 +8,7 @@ fn greedy(lens: &[usize], seq_len: usize) -> PackedSequences {
 }
 
 #[test]
-fn documents_that_fit_are_whole_and_long_ones_are_cut_into_sequences_of_their_own() {
+fn documents_that_fit_are_whole_and_long_ones_fill_their_own_sequences() {
     // The third document fills two sequences of 4; its last 2 tokens share a sequence with the first document of 2.
     let sequences = greedy(&[3, 2, 10, 1], 4);
     let expected = [

@@ -43,7 +43,7 @@ fn firsts(loader: &mut DataLoader, samples: usize) -> Vec<u32> {
 }
 
 #[test]
-fn sources_of_a_mixture_have_epochs_of_their_own() {
+fn sources_of_a_mixture_have_their_own_epochs() {
     // 2 sequences against 8, equally often.
     let other = Corpus::from_documents([(5000..5032).collect()]).unwrap();
     let other = PackedSequences::new(other, 4).unwrap();
@@ -76,7 +76,7 @@ fn concatenated_sources_are_seen_once_an_epoch_and_share_no_sequence() {
 }
 
 #[test]
-fn data_that_ends_is_filled_up_with_masked_sequences() {
+fn the_end_of_the_data_is_padded_with_masked_sequences() {
     let sequences = std::sync::Arc::new(packed(&[20], 4));
     let options = LoaderOptions { micro_batch: 2, ..single(0) };
     let mut loader = DataLoader::new(sequences, options).unwrap().ending_at(5);
@@ -89,7 +89,7 @@ fn data_that_ends_is_filled_up_with_masked_sequences() {
 }
 
 #[test]
-fn impossible_datasets_are_errors() {
+fn invalid_datasets_are_errors() {
     let error = Dataset::concatenated([]).unwrap_err();
     assert!(matches!(error, DataError::NoSequences), "{error:?}");
     let error = Dataset::concatenated([packed(&[5], 4), packed(&[5], 5)]).unwrap_err();
@@ -103,7 +103,7 @@ fn impossible_datasets_are_errors() {
 }
 
 #[test]
-fn the_hash_tells_packing_and_weights_apart() {
+fn the_hash_depends_on_packing_and_weights() {
     let lens = [5, 3, 9];
     let packed = |packing| PackedSequences::with_packing(documents(&lens), 4, packing).unwrap();
     let hash = |data: Result<Dataset, DataError>| data.unwrap().sampled_hash().unwrap();

@@ -184,7 +184,7 @@ fn the_order_is_pinned_and_depends_on_seed_and_epoch() {
 }
 
 #[test]
-fn every_sequence_reaches_every_place_about_equally_often() {
+fn every_sequence_reaches_every_position_about_equally_often() {
     let mut counts = [[0_u32; 4]; 4];
     for epoch in 0..4000 {
         for (place, sequence) in epoch_order(3, epoch, 4).into_iter().enumerate() {
@@ -210,7 +210,7 @@ fn placement_comes_from_the_mesh() {
 }
 
 #[test]
-fn impossible_loaders_are_errors() {
+fn invalid_loaders_are_errors() {
     let good = LoaderOptions { seed: 0, micro_batch: 1, accumulation: 1, placement: Placement::single() };
     let fail = |options| DataLoader::new(eleven_sequences(), options).unwrap_err();
     assert!(matches!(

@@ -82,7 +82,7 @@ fn every_token_is_in_one_sequence_and_every_successor_is_a_label_once() {
 }
 
 #[test]
-fn impossible_sequences_are_errors() {
+fn invalid_sequences_are_errors() {
     for seq_len in [0, 1 << 32] {
         let error = PackedSequences::new(documents(&[3]), seq_len).unwrap_err();
         assert!(
@@ -98,7 +98,7 @@ fn impossible_sequences_are_errors() {
 }
 
 #[test]
-fn concat_hides_the_documents_from_attention_and_predicts_across_their_borders() {
+fn concat_attends_and_predicts_across_document_bounds() {
     let sequences = PackedSequences::with_packing(documents(&[3, 6, 2]), 4, Packing::Concat).unwrap();
     let expected = [
         PackedSequence {
@@ -127,7 +127,7 @@ fn concat_hides_the_documents_from_attention_and_predicts_across_their_borders()
 }
 
 #[test]
-fn one_document_gives_the_same_sequences_whichever_the_packing() {
+fn one_document_gives_the_same_sequences_with_every_packing() {
     for len in 1..=33 {
         let [greedy, cut, concat] = [Packing::Greedy, Packing::Cut, Packing::Concat]
             .map(|packing| PackedSequences::with_packing(documents(&[len]), 8, packing).unwrap());
@@ -151,7 +151,7 @@ fn one_document_gives_the_same_sequences_whichever_the_packing() {
 }
 
 #[test]
-fn the_padding_share_is_what_sequences_hold_beside_tokens() {
+fn the_padding_share_is_the_share_of_padding_tokens() {
     for packing in [Packing::Greedy, Packing::Cut, Packing::Concat] {
         let sequences = PackedSequences::with_packing(documents(&[5, 3, 4, 7]), 8, packing).unwrap();
         let padding = |sequence| {

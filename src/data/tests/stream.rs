@@ -83,7 +83,7 @@ fn dp_1_2_and_4_see_the_same_stream_before_and_after_a_resume() {
 }
 
 #[test]
-fn ranks_that_hold_other_sequences_have_other_hashes() {
+fn ranks_with_different_sequences_have_different_hashes() {
     let (_, data) = datasets().swap_remove(0);
     let batch = |seed, sp_rank| {
         let placement = Placement { sp_size: 2, sp_rank, ..Placement::single() };

@@ -1,4 +1,4 @@
-//! Files of tokens, sound and broken.
+//! Valid and damaged token files.
 
 use super::corpus::{tokens_of, write};
 use super::*;
@@ -275,14 +275,14 @@ fn broken_token_files_are_refused_with_file_and_place() {
 fn a_damaged_header_of_our_own_is_refused_wherever_it_is_damaged() {
     let folder = Folder::new();
     let path = folder.prepared();
-    let sound = fs::read(&path).unwrap();
-    assert_eq!(sound.len(), 128 + 16 + 16);
+    let valid = fs::read(&path).unwrap();
+    assert_eq!(valid.len(), 128 + 16 + 16);
     assert_eq!(
         tokens_of(&Corpus::load(&path, &Tokenizer::bytes()).unwrap()),
         [vec![97, 98, 99], vec![100, 101]]
     );
     for at in 0..128 {
-        let mut bytes = sound.clone();
+        let mut bytes = valid.clone();
         bytes[at] ^= 1;
         fs::write(&path, bytes).unwrap();
         let error = file_error(Corpus::load(&path, &Tokenizer::bytes()));
@@ -294,7 +294,7 @@ fn a_damaged_header_of_our_own_is_refused_wherever_it_is_damaged() {
         assert!(expected, "{at}: {error}");
     }
     for (bytes, expected) in
-        [(&sound[..159], "bytes 0 to 160 are needed"), (&[&sound[..], &[0]].concat(), "160 bytes, not 161")]
+        [(&valid[..159], "bytes 0 to 160 are needed"), (&[&valid[..], &[0]].concat(), "160 bytes, not 161")]
     {
         fs::write(&path, bytes).unwrap();
         let message = file_error(Corpus::load(&path, &Tokenizer::bytes())).to_string();

@@ -311,8 +311,8 @@ fn a_required_rate_that_is_missing_is_named() {
     let alone = MachineProfile { links: Links::default(), file_bytes_per_second: None, ..machine() };
     assert!(message(nano(1, 2, json!({})), &alone).contains("`links.intra_node`"));
     let spread = Workload { ranks_per_node: 1, ..nano(2, 1, json!({})) };
-    let told = message(spread, &alone);
-    assert!(told.contains("`links.inter_node`, but the mesh communicates along dp"), "{told}");
+    let text = message(spread, &alone);
+    assert!(text.contains("`links.inter_node`, but the mesh communicates along dp"), "{text}");
     let offload = json!({ "zero_optimization": { "stage": 1, "offload_optimizer": { "device": "nvme" } } });
     assert!(message(nano(1, 1, offload), &alone).contains("`file_bytes_per_second`"));
     assert_eq!(seconds(&nano(1, 1, json!({})), &alone), 0.0);

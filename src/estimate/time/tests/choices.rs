@@ -39,18 +39,18 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     assert!((seconds(4, 0) * 1e6 / (6.0 * parameters) - 1.0).abs() < 1e-3, "{choices:?}");
     // What stage 3 all-reduces are some numbers; nothing of dp 1 is partitioned.
     assert!(seconds(4, 3) * 1e6 < 200.0 && seconds(1, 0) > seconds(4, 3), "{choices:?}");
-    let told = |choices: &[MeshChoice]| -> Vec<_> {
-        let told = choices.iter().filter_map(|choice| Some((choice.clone(), choice.reason.clone()?)));
-        told.map(|(choice, reason)| (choice.dp, choice.zero_stage, reason)).collect()
+    let reasons = |choices: &[MeshChoice]| -> Vec<_> {
+        let reasons = choices.iter().filter_map(|choice| Some((choice.clone(), choice.reason.clone()?)));
+        reasons.map(|(choice, reason)| (choice.dp, choice.zero_stage, reason)).collect()
     };
-    assert_eq!(told(&choices), [(4, 3, format!("fastest of all {}", choices.len()))]);
+    assert_eq!(reasons(&choices), [(4, 3, format!("fastest of all {}", choices.len()))]);
     let untimed = four_sequences.meshes(Criteria::default()).unwrap();
-    assert_eq!(told(&untimed), [(4, 0, format!("sends least of all {}", untimed.len()))]);
+    assert_eq!(reasons(&untimed), [(4, 0, format!("sends least of all {}", untimed.len()))]);
     assert!(untimed.iter().all(|choice| choice.throughput.is_none()));
 
     // Where collectives count it is data parallelism at stage 0; within less memory it is the fastest of the others.
     let choices = four_sequences.meshes(criteria).unwrap();
-    assert_eq!(told(&choices), [(4, 0, format!("fastest of all {}", choices.len()))]);
+    assert_eq!(reasons(&choices), [(4, 0, format!("fastest of all {}", choices.len()))]);
     let fastest = choices.iter().find(|choice| choice.reason.is_some()).unwrap();
     assert_eq!(fastest.throughput.as_ref().and_then(Throughput::step_seconds), Some(5.0));
     let smaller: Vec<_> = choices.iter().filter(|choice| choice.peak_bytes < fastest.peak_bytes).collect();
@@ -59,7 +59,7 @@ fn every_change_and_mesh_is_timed_and_the_fastest_mesh_that_fits_is_marked() {
     let best = smaller.iter().min_by(|a, b| a.compare(b)).unwrap();
     assert!(smaller.len() > 1);
     assert_eq!(
-        told(&within),
+        reasons(&within),
         [(best.dp, best.zero_stage, format!("fastest of the {} that fit", smaller.len()))]
     );
 }
