@@ -203,7 +203,9 @@ fn suggested_meshes_are_those_that_the_size_of_the_partitions_lets_train() {
             "ulysses": { "model": "nano", "steps": 1 },
         }),
     );
-    place.run(&["train", "other.json", "--mesh", "2x4"]).assert_refused(2, &["mics_shard_size", "dp 2 is not a multiple of"]);
+    place
+        .run(&["train", "other.json", "--mesh", "2x4"])
+        .assert_refused(2, &["mics_shard_size", "dp 2 is not a multiple of"]);
     place.run(&["train", "other.json", "--mesh", "8x1"]).assert_done();
 }
 

